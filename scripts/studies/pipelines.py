@@ -66,12 +66,10 @@ def claimed(ledger: Ledger) -> list[Table]:
 
 def _headline(ledger: Ledger, m: int) -> str:
     ours, alone = ledger.of("atts", m), ledger.of("target-only", m)
-    speed, seeds = ours.speed_up(alone), len({piece.seed for piece in alone.pieces})
-    times = "" if speed is None else f"**{speed.median:.2f}x** [{speed.low:.2f}, {speed.high:.2f}] the target's speed "
+    seeds = len({piece.seed for piece in alone.pieces})
     return (
-        f"{times}where both models share two cores: the target writes {ours.each('target') / alone.each('target'):.1%} "
-        "of the tokens it would write alone, but reads every chunk, "
-        f"{ours.gflops / alone.gflops:.2f}x the arithmetic in all; votes {points(ours.minus(alone, right))} points "
+        f"votes **{points(ours.minus(alone, right))}** points beside the target alone, which writes "
+        f"{ours.each('target') / alone.each('target'):.1%} of the tokens it would write "
         f"({len(alone.by_problem(right))} problems x {m} samples x {seeds} seeds)"
     )
 

@@ -13,8 +13,8 @@ from atts.local.compiling import native_library
 from atts.local.model_config import read_model_config
 from atts.models import path
 from atts.tasks import collect
-from scripts.studies.arms import Grid, Ledger, Pair, Schedule, Sum, arm, run_grid
-from scripts.studies.harness import Options, Row, Table
+from scripts.studies.arms import Grid, Ledger, Pair, Schedule, Sum, arm, right, run_grid
+from scripts.studies.harness import Options, Row, Table, interval
 
 SAMPLES, ROUNDS = 8, 5
 Rates = Mapping[Literal["draft", "scored", "target"], float]
@@ -56,7 +56,7 @@ async def _timed(how: Literal["latency", "throughput"], count: int, seed: int) -
     d, s, t = rates.values()
     words = "one problem at a time" if how == "latency" else "all problems at once, 64 rollouts in flight"
     return Table.of(
-        f"Time, {how}: {words}, {SAMPLES} samples, the same vote and early stop everywhere",
+        f"Time, {how}: {words}, {count * ROUNDS} problems x {SAMPLES} samples, the same vote and early stop everywhere",
         "method | right | seconds | speed-up | processor time | d | s | g | bound d + s + g | measured part | "
         "deviation | draft tokens | scored | target tokens | of these drawn while scoring",
         [_time_row(name, one, base, (found["target-only"], rates)) for name, one in found.items()],
@@ -64,6 +64,7 @@ async def _timed(how: Literal["latency", "throughput"], count: int, seed: int) -
         f"process and its engines, against target-only with one thread. {t * 1e6:.0f} us per target token, "
         f"{s * 1e6:.0f} us per scored token ({s / t:.2f} of it), {d * 1e6:.0f} us per draft token ({d / t:.2f}), "
         "measured in this run on the work alone.",
+        headline=f"**{found['atts'].speed_up(base)}** times its speed, {words.split(',')[0]}",
     )
 
 
@@ -83,7 +84,7 @@ def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
     assert used is not None, "so did these"
     return (
         name,
-        f"{sum(solved.right for solved in one.solved) / len(one.solved):.3f}",
+        interval(one.estimate(right)),
         round(one.seconds, 2),
         f"{1 / measured:.2f} [{spread.low:.2f}, {spread.high:.2f}]",
         f"{used.median:.2f} [{used.low:.2f}, {used.high:.2f}]",

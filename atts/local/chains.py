@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from atts.stored_blocks import content_digest, unit_digests
 
 _Floats = NDArray[np.float32]
 _Rows = slice | Ints
+_Part = tuple[int, ...]
+"""Rows and units of a model, as `NativeModel.run` takes them."""
 _MOST_LAYOUTS = 256
 
 
@@ -44,23 +46,42 @@ class Stage(NamedTuple):
 
 
 class _Keeping(NamedTuple):
-    """Rows whose states before a unit are read from where they are kept, marked as known or not, and kept."""
+    """Rows whose states before a unit are not known any more, are read from where they are kept, and are kept."""
 
     unit: int
+    passing: _Rows
     begun: _Rows
-    marked: _Rows
-    is_known: NDArray[np.bool_]
     known: _Rows
+    is_idle: bool  # none are read or kept
 
 
 class _Layout(NamedTuple):
-    """What is run of a step, in stages of which some keep states first; what adapters add to, and whose rows are."""
+    """What is run of a step, where some keep states first; what adapters add to, and whose rows are."""
 
-    stages: list[tuple[_Keeping | None, Ints]]
+    keepings: list[_Keeping]
+    runs: list[tuple[_Keeping | None, Ints]]
     adapted: Adapted
     owners: _Floats  # of logit rows
     unit_calls: int
     unit_rows: int
+
+
+class _Ready(NamedTuple):
+    """A step that is laid out, of the arrays that it was made of and in those that it is computed in."""
+
+    given: tuple[StepBatch, SlotIds]
+    order: tuple[Ints, Ints]  # of the sequences, and where logit rows stand then
+    batch: StepBatch
+    layout: _Layout
+    rows: tuple[_Floats, _Floats]
+    step: Any  # of the native model
+
+    def fill(self) -> None:
+        """Take over what is new where sequences write one token each."""
+        (given, table), own = self.given, self.batch
+        for name in ("tokens", "positions", "context_lens"):
+            getattr(own, name)[:] = getattr(given, name)[self.order[0]]
+        own.slots[:] = table[:, own.table_rows, own.context_lens - 1]
 
 
 class _Chain(NamedTuple):
@@ -71,7 +92,7 @@ class _Chain(NamedTuple):
 
 
 class ChainModel:
-    """Runs steps of sequences of several models over one cache; a `Model` whose hidden states end with their chain.
+    """Runs steps of sequences of several models over one cache; a `Model`.
 
     A chain's weights are loaded when it is first asked; those of blocks that another chain has are not kept twice.
     Sequences are computed in an order in which chains that share blocks are neighbours, so that a block takes a slice.
@@ -86,6 +107,7 @@ class ChainModel:
         self._chains: dict[int, _Chain] = {}
         self._order: list[int] = []
         self._layouts: dict[tuple[bytes, ...], _Layout] = {}
+        self._ready: _Ready | None = None
         self.unit_rows = self.unit_calls = 0  # rows taken through units, and how often a unit was run
         self.open(0)
         self._model = self._chains[0].model  # whose buffers all use
@@ -110,7 +132,9 @@ class ChainModel:
         for rank, chain in enumerate(self._order):
             units = self._chains[chain].units
             self._ranks[chain], self._depths[chain], self._heads[chain] = rank, len(units), heads[units[-1]]
+        self._has_one_head = len(heads) == 1
         self._layouts.clear()
+        self._ready = None
 
     @property
     def device_name(self) -> str:
@@ -123,26 +147,38 @@ class ChainModel:
         return self._packing.num_bytes
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`, and their chains: [logits, hidden_size + 1].
+        """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size].
 
-        There is a table for each column of the ledger's.
+        Where heads differ their chains are in one more column. There is a table for each column of the ledger's.
         """
-        batch, back = self._ordered(batch, table)
-        layout, width = self._layout(batch, table), self._configs[0].model.hidden_size
-        x = np.empty((len(batch.tokens), width), dtype=np.float32)
-        hidden = np.empty((len(back), width), dtype=np.float32)
-        step = self._model.prepare(batch, table, (x, hidden), layout.adapted)
-        for keeping, parts in layout.stages:
-            if keeping is not None:
-                self._keep(keeping, batch.slots, x)
-            self._model.run(step, parts)
+        if self._ready is None or self._ready.given[0] is not batch or self._ready.given[1] is not table:
+            self._ready = self._prepared(batch, table)
+        else:  # the same arrays, filled anew
+            self._ready.fill()
+        (x, hidden), layout, slots = self._ready.rows, self._ready.layout, self._ready.batch.slots
+        for keeping in layout.keepings:
+            kept = self._ledger.kept[keeping.unit]
+            kept.is_known[slots[kept.column, keeping.passing]] = False
+        for states, parts in layout.runs:
+            if states is not None:
+                self._keep(states, slots, x)
+            self._model.run(self._ready.step, parts)
         self.unit_calls += layout.unit_calls
         self.unit_rows += layout.unit_rows
-        return torch.from_numpy(np.concatenate([hidden, layout.owners], axis=1)[back])
+        found = hidden if self._has_one_head else np.concatenate([hidden, layout.owners], axis=1)
+        return torch.from_numpy(found[self._ready.order[1]])
 
-    def _ordered(self, batch: StepBatch, table: SlotIds) -> tuple[StepBatch, Ints]:
+    def _prepared(self, given: StepBatch, table: SlotIds) -> _Ready:
+        order = np.lexsort((self._ranks[given.chains], given.units))
+        batch, back = self._ordered(given, order, table)
+        layout, width = self._layout(batch, table), self._configs[0].model.hidden_size
+        rows = _floats(len(batch.tokens), width), _floats(len(back), width)
+        step = self._model.prepare(batch, table, rows, layout.adapted)
+        return _Ready((given, table), (order, back), batch, layout, rows, step)
+
+    @staticmethod
+    def _ordered(batch: StepBatch, order: Ints, table: SlotIds) -> tuple[StepBatch, Ints]:
         """A batch in the order of chains, with slots of all columns; and where its logit rows stand then."""
-        order = np.lexsort((self._ranks[batch.chains], batch.units))
         found, rows, _ = picked(batch, order)
         where, counts = found.logit_rows, np.diff(found.query_starts)
         places = np.arange(len(rows)) + (found.context_lens - found.query_starts[1:]).repeat(counts)
@@ -161,18 +197,22 @@ class ChainModel:
         return self._layouts[key]
 
     def _lay_out(self, batch: StepBatch, table: SlotIds) -> _Layout:
-        starts, stages = batch.query_starts, list[tuple[_Keeping | None, Ints]]()
+        starts, keepings, runs = batch.query_starts, list[_Keeping](), list[tuple[_Keeping | None, list[_Part]]]()
         bounds = np.column_stack([starts, np.arange(len(starts)), batch.logit_rows.searchsorted(starts)])
         present = [chain for chain in self._order if chain in batch.chains]
         for stage in self.stages(present):
-            column, parts = self._ledger.column_of(stage.start // 2), list[tuple[int, ...]]()
+            column, parts = self._ledger.column_of(stage.start // 2), list[_Part]()
             begins = column * len(batch.tokens), column * table[0].size
             for group in stage.groups:
                 head = self._chains[group[0]].model.address, stage.start, stage.stop, *begins
                 is_due = np.array([chain in group for chain in batch.chains.tolist()]) & (batch.units <= stage.start)
                 parts += [(*head, *span) for span in _spans(bounds, is_due, self._configs[0].options.block_rows)]
             keeping = self._keeping(stage.start, batch) if stage.start in self._ledger.kept else None
-            stages.append((keeping, np.array(parts, dtype=np.int64).reshape(-1, 11)))
+            keepings += [keeping] if keeping else []
+            if runs and (keeping is None or keeping.is_idle):
+                runs[-1][1].extend(parts)
+            else:
+                runs.append((keeping, parts))
         adapters = [(chain, adapter) for chain in present if (adapter := self._chains[chain].adapter)]
         segments = [
             Segment(first, last, logits, end, adapter.address)
@@ -183,25 +223,27 @@ class ChainModel:
             (Segment * len(segments))(*segments), max([adapter.rank for _, adapter in adapters], default=0)
         )
         owners = batch.chains.repeat(np.diff(starts))[batch.logit_rows, None].astype(np.float32)
-        passed = np.concatenate([parts for _, parts in stages])
+        arrays = [np.array(parts, dtype=np.int64).reshape(-1, 11) for _, parts in runs]
+        passed = np.concatenate(arrays)
         units, rows = passed[:, 2] - passed[:, 1], passed[:, 6] - passed[:, 5]
-        return _Layout(stages, adapted, owners, int(units.sum()), int(units @ rows))
+        found = [(keeping, array) for (keeping, _), array in zip(runs, arrays, strict=True)]
+        return _Layout(keepings, found, adapted, owners, int(units.sum()), int(units @ rows))
 
     def _keeping(self, unit: int, batch: StepBatch) -> _Keeping:
         """States of rows computed among many are kept, unless their sequence is computed from there on."""
         counts = np.diff(batch.query_starts)
         passes = (self._depths[batch.chains] > unit) & (batch.units < unit)
-        marked, known = passes.repeat(counts), (passes & (counts >= MANY)).repeat(counts)
+        passing, known = passes.repeat(counts), (passes & (counts >= MANY)).repeat(counts)
         begun = (batch.units == unit).repeat(counts)
-        return _Keeping(unit, _among(begun), _among(marked), known[marked], _among(known))
+        return _Keeping(unit, _among(passing), _among(begun), _among(known), not (begun | known).any())
 
     def _keep(self, keeping: _Keeping, slots: Ints, x: _Floats) -> None:
         """Read what goes into a unit for sequences that are computed from there on; remember it of the others."""
         kept = self._ledger.kept[keeping.unit]
         mine = slots[kept.column]
         x[keeping.begun] = kept.states[mine[keeping.begun]]
-        kept.is_known[mine[keeping.marked]] = keeping.is_known
         kept.states[mine[keeping.known]] = x[keeping.known]
+        kept.is_known[mine[keeping.known]] = True
 
     def stages(self, present: Sequence[int]) -> list[Stage]:
         """How the chains of a step pass their units: together wherever these are equal; cut where states are kept."""
@@ -221,16 +263,17 @@ class ChainModel:
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Their logits: [logits, vocabulary] float32."""
-        parts = self._by_head(hidden)
-        if len(parts) == 1:
-            return parts[0][0].compute_logits(hidden[:, :-1].contiguous())
+        if self._has_one_head:
+            return self._model.compute_logits(hidden)
         logits = torch.empty(len(hidden), self._configs[0].model.vocabulary)
-        for model, rows in parts:
+        for model, rows in self._by_head(hidden):
             logits[rows] = model.compute_logits(hidden[rows, :-1].contiguous())
         return logits
 
     def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
         """One log-probability a row, and the logits of some."""
+        if self._has_one_head:
+            return self._model.score(hidden, tokens, kept_rows)
         values, asked = np.empty(len(tokens)), np.array(kept_rows, dtype=np.int64)
         kept = torch.empty(len(kept_rows), self._configs[0].model.vocabulary)
         for model, rows in self._by_head(hidden):
@@ -295,7 +338,7 @@ def _neighbours(chains: Sequence[int], units: Mapping[int, Sequence[str]]) -> li
     return order
 
 
-def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> list[tuple[int, ...]]:
+def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> list[_Part]:
     """From and to of rows, sequences and logit rows of neighbouring sequences, so many rows at most.
 
     One that alone is more stays in one piece.
@@ -308,6 +351,10 @@ def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> li
                 begin = at
         edges += [begin, end]
     return [tuple(span) for span in bounds[edges].reshape(-1, 2, 3).swapaxes(1, 2).reshape(-1, 6).tolist()]
+
+
+def _floats(rows: int, columns: int) -> _Floats:
+    return np.empty((rows, columns), dtype=np.float32)
 
 
 def _among(mask: NDArray[np.bool_]) -> _Rows:

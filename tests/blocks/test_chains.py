@@ -19,6 +19,8 @@ from atts.blocks import Zoo
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.errors import EngineUnavailable, ZooError
 from atts.local import LocalEngine, LocalOptions, shared_worker
+from atts.local.allocator import SlotIds
+from atts.local.batch import StepBatch
 from atts.local.build import build_loop
 from atts.local.chains import ChainModel
 from atts.local.messages import AddChain, Cancel, Command, LoopReport, Reply, Submit, WorkerConfig
@@ -110,6 +112,26 @@ def test_models_say_beside_others_what_they_say_alone(seed: int, family: Zoo) ->
     for late in (0.0, 0.6, 0.9):
         said, _ = run(config_of(family, "base"), [added, *schedule(rng, submits, late)])
         assert said == alone
+
+
+def test_a_step_is_laid_out_once_while_the_same_texts_go_on(family: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then only its tokens, places and slots are new; a model that comes meanwhile lays it out anew."""
+    laid, inner = list[int](), ChainModel._prepared
+
+    def counted(model: ChainModel, given: StepBatch, table: SlotIds) -> object:
+        laid.append(len(given.tokens))
+        return inner(model, given, table)
+
+    monkeypatch.setattr(ChainModel, "_prepared", counted)
+    asks = [SampleRequest((n, 5, 6, 7, 8), 40, Sampling(1.0), seed=Seed(n)) for n in range(3, 7)]
+    steps: list[list[Command]] = [[Submit(n, ask, n % 2) for n, ask in enumerate(asks, 1)], *([[]] * 9)]
+    added = [AddChain(config_of(family, name)) for name in ("end", "head")]
+    alone = {n: run(config_of(family, "base"), [added, [Submit(n, ask, n % 2)]])[0][n] for n, ask in enumerate(asks, 1)}
+    laid.clear()
+    found, _ = run(config_of(family, "base"), [added, *steps, [Submit(9, ScoreRequest((9,), (3,)), 2)]])
+    assert {n: found[n] for n in alone} == alone
+    assert laid[:2] == [20, 4]
+    assert len(laid) <= 5  # of some forty steps
 
 
 @pytest.mark.parametrize("most", [1, 7])

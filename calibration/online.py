@@ -85,27 +85,26 @@ class Calibrator(Part):
         self.scale = self.stored.scale
         self.fingerprint = dict(self.stored.fingerprint if fingerprint is None else fingerprint)
         check_stored(self.stored, self.fingerprint, mode, by_length=by_length)
-        self._options: dict[str, object] = {"drift": drift, "window": window, "decay": decay, "hold": hold}
-        self._options |= {} if self.cap is None else {"cap": str(self.cap)}
+        given: dict[str, object] = {"drift": drift, "window": window, "decay": decay, "hold": hold}
+        self._options = given | ({"cap": str(self.cap)} if cap is not None else {})
         self._options |= {"by_length": True} if by_length else {}
-        self.decided = self.escalated = 0
+        self.decided = self.escalated = self._widened = 0
         self._strata = LengthStrata() if by_length else None
         self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
         self._order, self._end = IssueOrder(hold), RunEnd()
         self._over = set[str]()  # questions to forget, once none of their scores waits for its issue
         self._alert: DriftPolicy | None = None
-        self._widened = 0
-        self._take_stored()
-        self._monitor = DriftMonitor(self.stored, policy=drift)
-        for event in self._monitor.events:
-            self._act(event)
+        self._take_stored(drift)
 
-    def _take_stored(self) -> None:
-        """The stored scores go into the pools, one after the other."""
+    def _take_stored(self, drift: DriftPolicy) -> None:
+        """The stored scores go into the pools, one after the other, and are then watched for drift."""
         for place, (nonconformity, question, turn, length) in enumerate(self.stored.rows()):
             standing = self._standing(nonconformity, "", 0, place, length)
             self._pool.add(standing, question or f"stored {place}", turn, live=False)
             self._store_length(nonconformity, length)
+        self._monitor = DriftMonitor(self.stored, policy=drift)
+        for event in self._monitor.events:
+            self._act(event)
 
     def decide(
         self,

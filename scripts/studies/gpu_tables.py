@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from atts.evaluators import Estimate, compare_runs, mean_estimate
+from atts.evaluators import compare_runs, mean_estimate
 from scripts.studies.gpu_lab import Lab
 from scripts.studies.gpu_loops import least_step, shape_of
 from scripts.studies.gpu_pairs import ARMS, RATE
+from scripts.studies.harness import points
 from scripts.studies.tables import Row, Table, figure
 
 
@@ -133,12 +134,12 @@ def _arm(key: tuple[str, str, int], arm: str, cells: Mapping[str, Mapping[int, M
     kinds = [sum(one[kind] for one in own.values()) / len(own) for kind in ("draft", "scored", "target")]
     seconds = sum(one["seconds"] for one in own.values()) / len(own)
     times = _times([base[n]["seconds"] for n in both], [own[n]["seconds"] for n in both])
-    points = "-"
+    apart = "-"
     if arm != "target-only" and len(both) > 1:
-        points = _points(compare_runs([base[n]["right"] for n in both], [own[n]["right"] for n in both]).difference)
+        apart = points(compare_runs([base[n]["right"] for n in both], [own[n]["right"] for n in both]).difference, 1)
     return (
         f"{key[0] or 'embedded'}/{key[1] or 'embedded'}", key[2], arm, len(own), seconds, times, _rate(right),
-        points, _rate(share), ", ".join(figure(kind, 3) for kind in kinds),
+        apart, _rate(share), ", ".join(figure(kind, 3) for kind in kinds),
     )  # fmt: skip
 
 
@@ -157,10 +158,6 @@ def _times(base: Sequence[float], own: Sequence[float]) -> str:
 def _rate(values: Sequence[float]) -> str:
     found = mean_estimate(list(values), len(values))
     return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
-
-
-def _points(found: Estimate) -> str:
-    return f"{100 * found.value:+.1f} [{100 * found.low:+.1f}, {100 * found.high:+.1f}]"
 
 
 def _speculation(lab: Lab) -> Table:

@@ -62,7 +62,7 @@ def _placement(pair: Pair, found: Placement) -> dict[str, Any]:
 
 def _table(chosen: list[Pair], placed: dict[str, dict[str, Placement | None]]) -> Iterator[str]:
     yield f"{'pair':<26}{'GB':>12}{'tokens':>8}{'chunk':>7}  {'system':<8}" + "".join(
-        f"{card:<10}" for card in _shown(placed)
+        f"{card:<10}" for card in next(iter(placed.values()))
     )
     for pair in chosen:
         sizes, settings = f"{pair.size('draft').weights:g} + {pair.size('target').weights:g}", pair.settings
@@ -75,10 +75,6 @@ def _table(chosen: list[Pair], placed: dict[str, dict[str, Placement | None]]) -
 
 def _without(pair: Pair, card: str) -> str:
     return f"not even eight {card} hold it" if pair.size("target").layers else "no GPU is needed"
-
-
-def _shown(placed: dict[str, dict[str, Placement | None]]) -> list[str]:
-    return list(next(iter(placed.values())))
 
 
 def _count(found: Placement | None) -> str:

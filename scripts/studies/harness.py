@@ -20,6 +20,7 @@ from scripts.studies.tables import Cell as Cell
 from scripts.studies.tables import Row as Row
 from scripts.studies.tables import Table as Table
 from scripts.studies.tables import figure as figure
+from scripts.studies.tables import points as points
 
 T = TypeVar("T")
 Effort = Literal["quick", "default", "full"]
@@ -72,12 +73,6 @@ def interval(estimate: Estimate) -> str:
     if estimate.n_problems == 0 or math.isnan(estimate.value):
         return "-"
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
-
-
-def points(estimate: Estimate, digits: int = 2) -> str:
-    """A difference in points with its interval."""
-    value, low, high = (f"{100 * each:+.{digits}f}" for each in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [{low}, {high}]"
 
 
 def interleaved(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:

@@ -245,7 +245,8 @@ def _arms(groups: Sequence[Group]) -> Table:
         for method in ("target-only", "target-only, all cores", *METHODS):
             own = [found for one in repeats if (found := one.of(method, draft))]
             if own:
-                ratios = [one.seconds / base.seconds for one, base in zip(own, _bases(repeats, draft), strict=True)]
+                bases = [base for one in repeats if (base := one.of(ALONE, draft))]
+                ratios = [one.seconds / base.seconds for one, base in zip(own, bases, strict=True)]
                 right = f"{sum(one.right for one in own)} of {sum(one.problems for one in own)}"
                 tokens = [figure(sum(getattr(one, kind) for one in own)) for kind in ("draft", "scored", "target")]
                 rows.append(
@@ -256,7 +257,3 @@ def _arms(groups: Sequence[Group]) -> Table:
         "setting | target | rollouts | method | time, median and range | right | draft tokens | scored | target tokens",
         rows,
     )
-
-
-def _bases(repeats: Sequence[Measured], draft: str) -> list[Figures]:
-    return [base for one in repeats if (base := one.of(ALONE, draft))]

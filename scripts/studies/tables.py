@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from atts.evaluators import Estimate
+
 Scaling = Literal["linear", "log"]
 Cell = str | int | float | None
 Row = tuple[Cell, ...]
@@ -79,6 +81,12 @@ class Table:
     def markdown(self) -> str:
         """The same under its title."""
         return f"### {self.title}\n\n{self.body()}\n"
+
+
+def points(estimate: Estimate, digits: int = 2) -> str:
+    """A difference in points with its interval."""
+    value, low, high = (f"{100 * each:+.{digits}f}" for each in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [{low}, {high}]"
 
 
 def figure(value: float, digits: int = 4) -> str:

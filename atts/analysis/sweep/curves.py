@@ -17,7 +17,6 @@ from atts.evaluators import Estimate, accuracy_estimate, compare_runs, mean_esti
 from atts.journal import (
     JOURNAL,
     REPLIES,
-    FinishedProblem,
     Json,
     RecordedRun,
     RunState,
@@ -142,7 +141,8 @@ def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> Scali
     finished = list(state.finished.values())
     usage = reduce(add, (one.usage for one in finished), Usage())
     count = len(finished) or math.nan
-    right = {one.problem: float(one.is_correct) for one in finished if one.verdict is not None}
+    graded = [one for one in finished if one.verdict is not None]
+    is_any_right = [float(any(sample.verdict == "correct" for sample in one.samples)) for one in graded]
     return ScalingPoint(
         point.name,
         point.kind,
@@ -152,8 +152,8 @@ def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> Scali
         done=sum(map(state.is_over, state.finished)),
         problems=None if run is None else run.manifest.problems,
         samples=0 if run is None else int(run.policy.get("samples", 0)),
-        accuracy=accuracy_estimate(one.is_right for one in finished if one.verdict is not None),
-        oracle=mean_estimate([float(_is_any_right(one)) for one in finished if one.problem in right], len(right)),
+        accuracy=accuracy_estimate(one.is_right for one in graded),
+        oracle=mean_estimate(is_any_right, len(graded)),
         rate=share_estimate((one.escalated, one.judged) for one in finished),
         target_tokens=usage.target_tokens / count,
         draft_tokens=usage.draft_tokens / count,
@@ -161,7 +161,7 @@ def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> Scali
         seconds=calls.seconds / count,
         calls=calls.calls,
         shared=calls.shared,
-        right=right,
+        right={one.problem: float(one.is_correct) for one in graded},
     )
 
 
@@ -176,10 +176,6 @@ def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunSta
             keys = (reply_key(engine, event.key, logprobs) for logprobs in ("raw", "unneeded"))
             totals.count(event.seconds, next(filter(None, map(replies.find, keys)), None), number)
     return state, totals
-
-
-def _is_any_right(one: FinishedProblem) -> bool:
-    return any(sample.verdict == "correct" for sample in one.samples)
 
 
 def _compared(held: RunSet, points: Sequence[ScalingPoint]) -> Iterator[ScalingPoint]:

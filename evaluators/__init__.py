@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from atts.evaluators.answers.extraction import Extraction, extract, extraction
+    from atts.evaluators.answers.extraction import Extraction, extract, extraction, unmarked
     from atts.evaluators.datasets.arithmetic import Exercise, exercises
     from atts.evaluators.datasets.catalogue import BENCHMARKS, Benchmark, Columns, LoadOptions, find_benchmark
     from atts.evaluators.datasets.loading import Dataset, Selection, cached_snapshot, load_dataset, select
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
 
 _NAMES = {
-    "answers.extraction": "Extraction extract extraction",
+    "answers.extraction": "Extraction extract extraction unmarked",
     "datasets.arithmetic": "Exercise exercises",
     "datasets.catalogue": "BENCHMARKS Benchmark Columns LoadOptions find_benchmark",
     "datasets.loading": "Dataset Selection cached_snapshot load_dataset select",
@@ -46,7 +46,7 @@ __all__ = [
     "cached_snapshot", "compare_in_order", "compare_runs", "count", "equivalent", "exercises", "extract", "extraction",
     "find_benchmark", "g_pass_at_k", "grade", "group", "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar",
     "mean_estimate", "pass_at_k", "pass_hat_k", "problems_needed", "rate", "reference", "samples_of", "score", "select",
-    "share_estimate", "votes",
+    "share_estimate", "unmarked", "votes",
 ]  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from atts.seeds import Seed
 Scope = RolloutScope[Rollout]
 ROLES: tuple[Role, ...] = ("draft", "target")
 _NOTHING = Usage()
+_SEARCHED = 1_200  # characters without an answer, from which on they are not looked through again after every chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class RolloutBuilder:
         self._sampling = {role: policy.sampling_of(role) for role in ROLES}
         self.waits_left = policy.waits
         self._asked_again_at = 0  # characters: an answer before the last "wait" no longer ends the rollout
+        self._searched_at = 0  # characters: no answer begins before them
         self._earlier: str | None = None
         self._ahead: Chunk | None = None
         self._loose = 0  # tokens written that have neither entered a turn nor been discarded by one
@@ -99,6 +101,7 @@ class RolloutBuilder:
         self.turn = len(rollout.turns)
         self._charged = rollout.usage.scored_tokens  # up to this turn
         self.text = rollout.text
+        self._searched_at = self._asked_again_at
         self._ids: dict[Role, TokenIds] = {"draft": rollout.ids("draft"), "target": rollout.ids("target")}
         self.place = self.siblings.place(chunk for turn in rollout.turns for chunk in turn.chunks)
         self._room = self.room_left()
@@ -252,7 +255,7 @@ class RolloutBuilder:
 
     def _extract(self, text: str, last: Chunk | None) -> str | None:
         """The answer in a text that ends with this chunk; a box that is cut is none."""
-        asked = text[self._asked_again_at :]
+        asked = text[self._searched_at :]
         if self._read[0] != asked:  # a chunk that is proposed and then enters is looked through once
             extract = self.context.answers.extract
             answer = extract(asked)
@@ -267,6 +270,8 @@ class RolloutBuilder:
         answer = self._extract(self.text, last.chunks[-1] if last.chunks else None)
         if answer is not None:
             return "answer", answer, ""
+        if len(self.text) - self._searched_at > _SEARCHED:
+            self._searched_at += self.context.answers.unmarked(self.text[self._searched_at :])
         if not any(chunk.draft_ids or chunk.target_ids for chunk in last.chunks):
             return "end", None, "nothing was written"
         if last.chunks[-1].ended == "end":
@@ -321,7 +326,7 @@ class RolloutBuilder:
         self.waits_left -= 1
         self._earlier = answer or self._earlier
         words = forced(self.policy.wait_text, self.policy.drafter, self.context.draft, self.context.target)
-        self._asked_again_at = len(self.text) + len(words.text)
+        self._asked_again_at = self._searched_at = len(self.text) + len(words.text)
         self._grow(Turn(self.turn, (words,), is_forced=True))
 
     def spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:

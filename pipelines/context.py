@@ -17,10 +17,14 @@ from atts.pipelines.votes import Grouper
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Plain functions: the final answer of a reasoning text (None: none yet), and classes of equal answers."""
+    """Plain functions: the final answer of a reasoning text (None: none yet), and classes of equal answers.
+
+    `unmarked` says how much of a text without an answer holds none however the text goes on: it is not read again.
+    """
 
     extract: Callable[[str], str | None]
     group: Grouper
+    unmarked: Callable[[str], int] = lambda text: 0
 
 
 class RolloutListener(Protocol):

@@ -278,9 +278,9 @@ def _values(setup: Setup) -> dict[str, Json]:
 
 def answers_for(kind: AnswerKind) -> Answers:
     """Extraction and grouping for this kind of answer; a guess from unmarked text would end rollouts early."""
-    from atts.evaluators import extract, group
+    from atts.evaluators import extract, group, unmarked
 
-    return Answers(partial(extract, kind=kind, fallback="none"), partial(group, kind=kind))
+    return Answers(partial(extract, kind=kind, fallback="none"), partial(group, kind=kind), unmarked)
 
 
 def grade(answer: str, problem: Problem) -> Verdict:

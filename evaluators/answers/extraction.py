@@ -9,8 +9,7 @@ from atts.errors import OptionError
 from atts.evaluators.syntax.vocabulary import Tables
 
 _DATA = Tables("answers.toml")
-PATTERNS = _DATA.patterns()
-"""Regular expressions that answers are found by."""
+PATTERNS = _DATA.patterns()  # regular expressions that answers are found by
 OPENING, _BRACE = re.compile(r"\s*\{"), re.compile(r"\\.|[{}]", re.DOTALL)
 _PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
 
@@ -107,9 +106,8 @@ def extract(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "state
     """The final answer of a reasoning text, None when it gives none.
 
     The last box that is not empty counts, or the last few when the text joins them ("\\boxed{3} and \\boxed{5}").
-    Without a box an explicit mark counts ("Answer: 5", "#### 5"), then with the default fallback a last sentence
-    that states a value, and with fallback="number" the last number anywhere. A cut box is no answer. Raises
-    OptionError for an unknown kind or fallback.
+    Without a box an explicit mark counts ("Answer: 5", "#### 5"), then with the default fallback a last sentence that
+    states a value, and with fallback="number" the last number anywhere. A cut box is no answer.
 
     >>> extract(r"So $x = \\boxed{\\frac{1}{2}}$.")
     '\\\\frac{1}{2}'
@@ -127,13 +125,13 @@ def extraction(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "st
     firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
     again = PATTERNS["again"].search(text, min(firsts)) if firsts else None  # a question that is asked after an answer
     text = text[: again.start()] if again else text
-    found, open_at = boxes(text)
+    found, open_at = boxes(text) if firsts else ([], None)
     if group := last_group(found, text):
         after = text[found[-1].end :]  # which may name another value as the final answer
         final = marked(after, kind) if PATTERNS["final"].search(after) else None
         return Extraction(", ".join(group), "box") if final is None else Extraction(final, "marker")
     whole = PATTERNS["cut_box"].sub("", text) if open_at is None else text[:open_at]
-    if (said := marked(whole, kind)) is not None:
+    if firsts and (said := marked(whole, kind)) is not None:
         return Extraction(said, "marker")
     if len(whole) < len(text):
         return Extraction(None, "cut")
@@ -142,6 +140,12 @@ def extraction(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "st
     if fallback == "number" and (said := _last_number(text[-_TAIL:])) is not None:
         return Extraction(said, "number")
     return Extraction(None, "none")
+
+
+def unmarked(text: str) -> int:
+    """How much of a text holds no answer however it goes on: whole lines, 400 characters before a turn, mark or box."""
+    found = [at.start() for name in ("turn", "marks", "box") if (at := PATTERNS[name].search(text))]
+    return text.rfind("\n", 0, max(0, min(found, default=len(text)) - 400)) + 1
 
 
 def marked(text: str, kind: AnswerKind) -> str | None:
@@ -212,8 +216,8 @@ def _stated_in(sentence: str) -> str | None:
             return _last_number(rest)
         later = states and states[-1].start() >= maths.end() and _NUMBER.search(rest)
         return _inside(maths) if not later else _last_number(rest)
-    bold = re.findall(r"\*\*([^*]+)\*\*", sentence)
-    return _last_number(bold[-1] if bold and _NUMBER.search(bold[-1]) else sentence)
+    *_, bold = ["", *re.findall(r"\*\*([^*]+)\*\*", sentence)]
+    return _last_number(bold if _NUMBER.search(bold) else sentence)
 
 
 def _last_number(text: str) -> str | None:

@@ -20,8 +20,7 @@ from atts.evaluators.syntax.vocabulary import Tables
 Split = Literal["train", "calibration", "test"]
 Operator = Literal["+", "-", "*", "/"]
 
-LIMIT = 199
-"""No number in a problem or its solution is larger."""
+LIMIT = 199  # no number in a problem or its solution is larger
 LEVELS: dict[int, tuple[int, ...]] = {1: (2,), 2: (3,), 3: (4,), 4: (5, 6), 5: (7, 8)}
 """Numbers of steps by level."""
 

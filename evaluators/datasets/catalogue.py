@@ -18,8 +18,7 @@ Network = Literal["auto", "never"]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 LISTED = Tables(Path(__file__).with_name("benchmarks.toml"))
-ALIASES = LISTED.table("columns", dict[str, str])
-"""The usual names of each field's column."""
+ALIASES = LISTED.table("columns", dict[str, str])  # the usual names of each field's column
 
 
 @dataclass(frozen=True, slots=True)

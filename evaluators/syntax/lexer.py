@@ -24,8 +24,7 @@ class Token(NamedTuple):
 
 
 END = Token("end", "")
-STARTS = frozenset({"number", "symbol", "command", "function", "open"})
-"""Kinds of token a factor can begin with."""
+STARTS = frozenset({"number", "symbol", "command", "function", "open"})  # kinds of token a factor can begin with
 SIGNS = ("+", "-", "pm", "mp")
 
 _TOKEN = re.compile(

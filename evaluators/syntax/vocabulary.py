@@ -52,8 +52,7 @@ def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
     return {spelling: meaning for meaning, spellings in meanings.items() for spelling in spellings.split()}
 
 
-NEGATIONS = words("negations")
-"""Words after which what precedes them is no longer simply the answer."""
+NEGATIONS = words("negations")  # words after which what precedes them is no longer simply the answer
 
 LARGE, _BASES = table("large", dict[str, int]), table("bases", dict[str, int])
 _SMALL = {word: value for value, word in enumerate(table("small", str).split())}

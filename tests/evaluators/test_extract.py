@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from atts.errors import OptionError
-from atts.evaluators import equivalent, extract, extraction
+from atts.evaluators import equivalent, extract, extraction, unmarked
 
 BOXES = [
     (r"The answer is \boxed{42}.", "42"),
@@ -127,3 +128,22 @@ def test_a_box_may_follow_a_letter() -> None:
     """With its backslash it is a box wherever it stands; without, a word that ends in "boxed" is none."""
     assert extract(r"so x\boxed{7}") == "7"
     assert extract("it was unboxed{7}", fallback="none") is None
+
+
+def test_what_holds_no_answer_yet_need_not_be_read_again() -> None:
+    """Wherever a text is cut, its lines that hold no answer however it goes on may be left out of the longer text."""
+    rng = Random(4)
+    pieces = [
+        "Let us compute the sum of the digits of n, which we call s.\n",
+        "Then $x^2 = 9$ and we go on with the other case.\n\n",
+        "A: ", "### 2", "\\boxed{", "7}", "The final", " answer is ", "5.", "\n", "**Answer**",
+        "Question: another one\n", "<|im_end|>\n", "<|im_start|>assistant\n", "so we are not done ",
+        "答案是", "Antwort", ": ",
+    ]  # fmt: skip
+    left_out = 0
+    for _ in range(300):
+        text = "".join(rng.choices(pieces, [40, 40, *[1] * (len(pieces) - 2)], k=rng.randint(1, 80)))
+        for cut in sorted(rng.sample(range(len(text)), min(8, len(text)))):
+            left_out += (start := unmarked(text[:cut]))
+            assert extract(text[start:], fallback="none") == extract(text, fallback="none"), (text, cut)
+    assert left_out > 100_000

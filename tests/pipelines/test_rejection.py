@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -30,7 +31,7 @@ from atts.pipelines import (
     TopGate,
 )
 from atts.pipelines.scores import first_doubt
-from atts.testing import TARGET, Latency, ScriptedEngine, ToyModel, ToyTokenizer
+from atts.testing import TARGET, Latency, ScriptedEngine, ToyModel, ToyTokenizer, toy_answer, toy_groups
 
 Solve = Callable[..., list[Outcome]]
 POLICY = Policy(samples=4, early_stop="none")
@@ -190,6 +191,27 @@ def test_a_number_still_being_written_is_no_answer(attempt: Solve) -> None:
     ended = [rollout for rollout in lines(outcomes) if rollout.finish == "answer"]
     assert any(len(rollout.answer or "") > 1 for rollout in ended)
     assert all(not rollout.text[-1].isdigit() for rollout in ended)
+
+
+def test_text_without_an_answer_is_looked_through_once(attempt: Solve) -> None:
+    """However long a rollout grows, a chunk costs a look at what is last, and the rollouts are the same."""
+    looked: list[int] = []
+
+    def extract(text: str) -> str | None:
+        looked.append(len(text))
+        return toy_answer(text)
+
+    wordy = ToyModel(replace(TARGET, verbosity=300.0), ToyTokenizer())
+    run = partial(attempt, replace(POLICY, turns=4_000, max_tokens=20_000), FixedGate("accept"), problems=1)
+    grown, whole = (
+        lines(run(draft=ScriptedEngine(model=wordy, context_length=30_000),
+                  target=ScriptedEngine("target", model=wordy, context_length=30_000), answers=each))
+        for each in (Answers(extract, toy_groups, lambda text: len(text) - 100), Answers(toy_answer, toy_groups))
+    )  # fmt: skip
+    assert grown == whole
+    assert all(rollout.answer for rollout in grown)
+    assert max(len(rollout.text) for rollout in grown) > 5_000
+    assert max(looked) < 2_000
 
 
 def test_the_context_is_a_limit_too(attempt: Solve) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +31,7 @@ from atts.local.build import build_stage
 from atts.local.messages import Cancel, Command, Submit, WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.local.native_model import NativeModel
-from atts.local.stage_rows import KeptRows
+from atts.local.stage_rows import KeptRows, StageCosts
 from atts.local.stages import HeldLayers, StageServer, StageSetup, StageStep, stage_setups
 from atts.placement import Instance, dispatched
 from atts.seeds import Seed
@@ -243,12 +244,19 @@ def test_replicas_of_a_stage_say_what_one_says(
         """Where it costs least, or anywhere else."""
         return rng.randrange(len(instances)) if rng.random() < 0.3 else dispatched(instances)
 
+    def either(costs: StageCosts, *seen: Any) -> Instance:
+        """What lacks is brought or computed anew, whatever this machine is quicker at."""
+        costed = measured(costs, *seen)
+        return costed if costed.move == inf else costed._replace(recompute=costed.move * rng.choice((0.5, 2)))
+
     class Prepared(Script):
         def take(self, *, wait: bool) -> list[Command]:
             for stage, steps in zip(here.made, (1 << 30, 30, 30, 9, 1 << 30), strict=False):
                 stage.ends = steps * (seed > 0) or stage.ends
             return super().take(wait=wait)
 
+    measured = StageCosts.instance
+    monkeypatch.setattr(StageCosts, "instance", either)
     monkeypatch.setattr(stage_rows, "dispatched", anywhere)
     monkeypatch.setattr("tests.local.conftest.Script", Prepared)
     found = drive(folder, crowd(), **settings, stages=3, stage_replicas="3,2", stage_steps=1)

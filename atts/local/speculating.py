@@ -129,7 +129,7 @@ class Speculation:
         self._asked = dict[int, tuple[TokenProposal, int]]()  # by sequence; with how many tokens there were at first
         self._branches = dict[int, list[Branch]]()  # by sequence
         self._rounds: list[SpeculationRound] = []
-        self._began = self._proposing = 0.0
+        self._began = self._proposing = self._learning = 0.0  # the last: what it took to observe the step before
         self._is_timed = False  # this step
         self._known = set[int]()  # request ids that proposers were asked about
         self._stats = SpeculationStats()
@@ -149,6 +149,7 @@ class Speculation:
         self._is_timed, self._began, self._proposing = True, self._clock(), 0.0
         lengths = self._lengths.choose(plan)
         if not any(lengths):
+            self._proposing = self._clock() - self._began  # what a step that rests goes without
             return
         self._stats.chosen += sum(lengths)
         asks: list[Ask] = []
@@ -207,11 +208,13 @@ class Speculation:
             if each.proposed:
                 self._stats.add(each.proposed, each.stood)
         if self._is_timed and not self._stats.trouble:
-            seconds = self._clock() - self._began
-            forecast = self._lengths.observed(plan, self._rounds, (self._proposing, seconds - self._proposing))
+            ended = self._clock()
+            computing, proposing = ended - self._began - self._proposing, self._learning + self._proposing
+            forecast = self._lengths.observed(plan, self._rounds, (proposing, computing))
             if forecast is not None:
                 written = len(plan.decoding) + sum([each.stood for each in self._rounds])
-                self._stats.compare(forecast, (written, seconds), len(plan.decoding))
+                self._stats.compare(forecast, (written, proposing + computing), len(plan.decoding))
+            self._learning = self._clock() - ended
 
     def report(self) -> SpeculationStats:
         """A copy of the counters."""

@@ -236,3 +236,24 @@ def test_a_text_is_found_to_be_the_same_however_it_is_cut(make_model: Make, near
     plain, done = (run(make_model("llama"), steps, None, lengths, near) for lengths in (0, AnyLength(8)))
     assert texts(plain) == texts(done)
     assert plain.stats.sampled_tokens == done.stats.sampled_tokens
+
+
+def test_choosing_and_learning_are_no_part_of_a_plain_step(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that rests goes without both, so they are told as what proposing takes, whether anything is proposed."""
+    now, told = [0.0], list[tuple[float, float]]()
+
+    class Slow(AnyLength):
+        def choose(self, plan: StepPlan) -> list[int]:
+            now[0] += 3
+            return super().choose(plan)
+
+        def observed(self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]) -> None:
+            now[0] += 10
+            told.append(seconds)
+
+    monkeypatch.setattr("atts.local.build.thread_time", lambda: now[0])
+    run(make_model("llama"), [requests(2)], None, Slow(1), near)
+    assert len(told) > 5
+    assert told == [(3, 0), *[(13, 0)] * (len(told) - 1)]

@@ -110,14 +110,16 @@ def tensor_files(folder: Path, name: str) -> list[TensorFile]:
     return [TensorFile(block_path(folder.parent.parent, digest), names) for digest, names in found.items()]
 
 
-def share_blocks(one: Path, other: Path) -> bool:
-    """Whether these are folders of models of one zoo that have a block in common.
+def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
+    """Whether these are folders of models of one zoo that have a block in common, and as many layers if asked.
 
     :raises ZooError: a manifest cannot be read.
     """
     if one.resolve().parent != other.resolve().parent or not all((path / MANIFEST).is_file() for path in (one, other)):
         return False
-    return bool(read_stored(one).digests & read_stored(other).digests)
+    models = read_stored(one), read_stored(other)
+    depths = {sum(block.place.endswith(".mlp") for block in model.blocks) for model in models}
+    return bool(models[0].digests & models[1].digests) and (len(depths) == 1 or not as_deep)
 
 
 def unit_digests(folder: Path, num_layers: int) -> list[str]:

@@ -161,8 +161,9 @@ def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
     if not all(words.startswith("zoo:") for words in (draft, target)):
         return False
     one, other = (_zoo_model(words[4:].partition("?")[0], words.partition("?")[2]) for words in (draft, target))
-    alike = (one.settings, one.replicas) == (other.settings, other.replicas) and "stages=" not in one.settings
-    return alike and share_blocks(Path(one.folder), Path(other.folder))
+    if (one.settings, one.replicas) != (other.settings, other.replicas):
+        return False
+    return share_blocks(Path(one.folder), Path(other.folder), as_deep="stages=" in one.settings)
 
 
 def _drafter_words(engine: str | Engine) -> tuple[str, str]:

@@ -174,12 +174,16 @@ class GroupedModel(Model, Protocol):
     is_grouped: bool
 
 
-class RangedModel(TappedModel, Protocol):
-    """One that takes rows through some of its units: its embedding (0), the halves of its layers, its last norm."""
+class Layers(Protocol):
+    """What takes rows through some of its units: its embedding (0), the halves of its layers, its last norm."""
 
     def through(self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats], units: tuple[int, int], /) -> None:
         """`rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer goes on alone."""
         ...
+
+
+class RangedModel(TappedModel, Layers, Protocol):
+    """A whole model that does."""
 
 
 class ModelAround:
@@ -266,8 +270,16 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
         num_logits=batch.num_logits[entries],
         num_single=int((counts == 1).sum()),
         logit_rows=where[logits],
+        chains=batch.chains[entries] if len(batch.chains) else batch.chains,
     )
     return found, rows, logits
+
+
+def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
+    """The same of sequences in the order in which they are: often all of them."""
+    if len(entries) < len(batch.table_rows):
+        return picked(batch, entries)
+    return batch, np.arange(len(batch.tokens)), np.arange(len(batch.logit_rows))
 
 
 _Fed = tuple[Sequence, int, int, int]

@@ -14,9 +14,9 @@ from torch import Tensor
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
 from atts.local.apart import DrafterProcess, DraftSetup
-from atts.local.batch import Model, RangedModel, TappedModel
+from atts.local.batch import Layers, Model, RangedModel, TappedModel
 from atts.local.cache import SPARE_SLOTS, allocate_cache, default_tokens, free_room
-from atts.local.chains import ChainModel
+from atts.local.chains import ChainModel, shared_kernels
 from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
 from atts.local.devices import device_of, drafter_device
@@ -35,8 +35,9 @@ from atts.local.scheduler import MOST_BRANCHES, Scheduler, SchedulerConfig
 from atts.local.scheme_drafting import GUESSING, SchemeDrafting
 from atts.local.sequence import TokenTable
 from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Speculation
-from atts.local.stage_line import HeldLine, StagedModel
+from atts.local.stage_line import HeldLine
 from atts.local.staged_loop import StagedLoop
+from atts.local.staged_models import StagedChains, StagedModel, shared_layers, staged_chains
 from atts.local.stages import StageSetup, stage_setups
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
@@ -101,10 +102,13 @@ def _build(
 ) -> tuple[StepLoop, WorkerReady]:
     device = device_of(config)
     drafter_device(config)  # one that is missing is an error before anything is loaded
-    kernels, trouble = _shared_kernels(config, device)
+    kernels, trouble = shared_kernels(config, device)
     if kernels is None:
         config = replace(config, depth=0)
         models = _staged(config, device) if config.options.stages > 1 else _models(config, device, make_model)
+    elif config.options.stages > 1:
+        target = staged_chains(config, kernels, build_stage, _threads(config))
+        models = _Models(target, target.cache)
     else:
         models = _shared_models(config, device, kernels)
     options, model = config.options, config.model
@@ -122,7 +126,7 @@ def _build(
     table = TokenTable(config.pieces, frozenset(model.end_ids))
     is_speculating = options.speculates or (config.proposer is not None and options.k != 0)
     speculation = _speculation(config, models, scheduler, table) if is_speculating else None
-    if isinstance(models.target, StagedModel) and speculation is None:
+    if isinstance(models.target, StagedModel | StagedChains) and speculation is None:
         loop: StepLoop = StagedLoop(models.target, scheduler, table, send)
     else:
         loop = StepLoop(models.target, scheduler, table, send, speculation)
@@ -157,9 +161,11 @@ def _staged(config: WorkerConfig, device: torch.device) -> _Models:
     dtype, options = getattr(torch, config.options.dtype), config.options
     tokens = options.kv_tokens or default_tokens(config, dtype, device)
     options = replace(options, kv_tokens=tokens, threads=_threads(config))
-    first, *others = stage_setups(replace(config, options=options, pieces=(), drafter=None, proposer=None))
-    line = HeldLine(others, build_stage)
+    plain = replace(config, options=options, pieces=(), drafter=None, proposer=None, shares=False)
+    first, *others = stage_setups(plain)
+    line = HeldLine(plain, build_stage, sum(setup.replicas for setup in others))
     try:
+        line.add(others, homes=[[line.start(str(setup)) for _ in range(setup.replicas)] for setup in others])
         model, cache, trouble = _stage(first)
         drafter = None if options.beside == "process" else _drafter_weights(config)
         line.load()
@@ -169,13 +175,15 @@ def _staged(config: WorkerConfig, device: torch.device) -> _Models:
     return _Models(StagedModel(first, model, line, cache), cache, drafter=drafter, trouble=trouble)
 
 
-def build_stage(setup: StageSetup) -> tuple[RangedModel, Tensor]:
+def build_stage(setup: StageSetup) -> tuple[Layers, Tensor]:
     """The layers of one stage and their cache, for the thread that runs them.
 
     :raises EngineError: they cannot be loaded.
     """
     set_threads(setup.config)
-    return _stage(setup)[:2]
+    if not setup.config.shares:
+        return _stage(setup)[:2]
+    return shared_layers(setup, native_library(setup.config.name, setup.config.model)[0])
 
 
 def _stage(setup: StageSetup) -> tuple[RangedModel, Tensor, str]:
@@ -373,19 +381,6 @@ def _model(
         with torch.cuda.device(cache.get_device()):
             return cuda_model(config.model, weights, cache, graphs=config.options.graphs)
     return TorchModel(config.model, weights, cache, group=group), trouble
-
-
-def _shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.CDLL | None, str]:
-    """The kernels that run several models of a zoo in one step, where they can be had; and trouble with their cache."""
-    options = config.options
-    if not config.shares or device.type != "cpu" or options.dtype != "float32" or options.kernel == "torch":
-        return None, ""
-    if unknown_parts(config.model):
-        return None, ""
-    try:
-        return native_library(config.name, config.model)
-    except UnsupportedByEngine:
-        return None, ""
 
 
 def _threads(config: WorkerConfig) -> int:

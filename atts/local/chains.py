@@ -19,16 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atts.decode import SampledTokens, SamplingBatch
-from atts.local.adapters import LowRank
+from atts.errors import UnsupportedByEngine
 from atts.local.allocator import SlotIds
 from atts.local.batch import MANY, Ints, StepBatch, picked
+from atts.local.block_names import content_name, half_names, key_names, rope_names
+from atts.local.compiling import native_library
 from atts.local.ledger import Lineage, SlotLedger
-from atts.local.loader import Weights, layer_deltas, load_adapter, load_weights
+from atts.local.loader import layer_deltas, load_adapter, load_weights
 from atts.local.messages import WorkerConfig
-from atts.local.model_config import ModelConfig
-from atts.local.native_model import Adapted, NativeModel, Segment
+from atts.local.native_model import Adapted, NativeModel, Segment, unknown_parts
 from atts.local.packing import PackedAdapter, Packing
-from atts.stored_blocks import content_digest, unit_digests
+from atts.stored_blocks import unit_digests
 
 _Floats = NDArray[np.float32]
 _Rows = slice | Ints
@@ -198,7 +199,7 @@ class ChainModel:
 
     def _lay_out(self, batch: StepBatch, table: SlotIds) -> _Layout:
         starts, keepings, runs = batch.query_starts, list[_Keeping](), list[tuple[_Keeping | None, list[_Part]]]()
-        bounds = np.column_stack([starts, np.arange(len(starts)), batch.logit_rows.searchsorted(starts)])
+        bounds = bounds_of(batch)
         present = [chain for chain in self._order if chain in batch.chains]
         for stage in self.stages(present):
             column, parts = self._ledger.column_of(stage.start // 2), list[_Part]()
@@ -213,15 +214,8 @@ class ChainModel:
                 runs[-1][1].extend(parts)
             else:
                 runs.append((keeping, parts))
-        adapters = [(chain, adapter) for chain in present if (adapter := self._chains[chain].adapter)]
-        segments = [
-            Segment(first, last, logits, end, adapter.address)
-            for chain, adapter in adapters
-            for first, last, _, _, logits, end in _spans(bounds, batch.chains == chain)
-        ]
-        adapted = Adapted(
-            (Segment * len(segments))(*segments), max([adapter.rank for _, adapter in adapters], default=0)
-        )
+        adapters = {chain: adapter for chain in present if (adapter := self._chains[chain].adapter)}
+        adapted = adapted_rows(batch, bounds, adapters)
         owners = batch.chains.repeat(np.diff(starts))[batch.logit_rows, None].astype(np.float32)
         arrays = [np.array(parts, dtype=np.int64).reshape(-1, 11) for _, parts in runs]
         passed = np.concatenate(arrays)
@@ -296,25 +290,39 @@ class ChainModel:
         return [(self._chains[head].model, (heads == head).nonzero()[0]) for head in sorted(set(heads.tolist()))]
 
     def _load(self, config: WorkerConfig) -> _Chain:
+        """A chain, of as many layers as there is a cache for."""
         folder, shape, name = config.folder, config.model, config.name
-        weights = load_weights(folder, shape, torch.float32, torch.device("cpu"), name, merges=False)
-        digests = unit_digests(folder, shape.num_layers)
-        model = NativeModel(
-            self._library, shape, weights, self._cache, self._threads, packing=self._packing, keys=digests
-        )
-        added = load_adapter(folder, shape, name)
-        deltas = layer_deltas(added, shape) if added else [None] * 4 * shape.num_layers
-        ropes = [
-            f"{_content(None, weights.ropes[kind].frequencies, weights.ropes[kind].scales)} {window}"
-            for kind, window in zip(shape.ropes, shape.windows, strict=True)
-        ]
-        halves = [f"{digest} {ropes[at // 2]}" for at, digest in enumerate(digests[1:-1])]
+        layers = range(min(shape.num_layers, len(self._cache)))
+        weights = load_weights(folder, shape, torch.float32, torch.device("cpu"), name, merges=False, layers=layers)
+        digests, part, count = unit_digests(folder, shape.num_layers), shape.part(layers), len(layers)
+        keys = [*digests[: 1 + 2 * count], digests[-1]]
+        model = NativeModel(self._library, part, weights, self._cache, self._threads, packing=self._packing, keys=keys)
+        added = load_adapter(folder, shape, name) if layers else {}
+        deltas = layer_deltas(added, shape) if added else [None] * 4 * count
+        ropes, halves = rope_names(shape, weights.ropes), half_names(folder, shape, weights.ropes)
         units = [f"{half} {at // 2 + 1 == shape.num_layers}" for at, half in enumerate(halves)]
-        alone = [f"{half} {[_content(low) for low in deltas[2 * at : 2 * at + 2]]}" for at, half in enumerate(halves)]
+        lows = [[content_name(low) for low in deltas[at : at + 2]] for at in range(0, 4 * count, 2)]
+        alone = [f"{half} {own}" for half, own in zip(halves, lows, strict=False)]
         head = f"{digests[-1]} {digests[0] if shape.ties_embeddings else ''}"
-        lineage = Lineage((digests[0], *alone, head), _keys(shape, weights, ropes, deltas), 2 * shape.num_layers - 1)
+        lineage = Lineage((digests[0], *alone, head), key_names(part, weights, ropes[:count], deltas), 2 * count - 1)
         adapter = self._packing.adapter(deltas) if added else None
         return _Chain(model, (digests[0], *units, head), lineage, adapter)
+
+
+def bounds_of(batch: StepBatch) -> Ints:
+    """Where each sequence begins: in rows, sequences and logit rows, which rise; and where the last one ends."""
+    starts = batch.query_starts
+    return np.column_stack([starts, np.arange(len(starts)), batch.logit_rows.searchsorted(starts)])
+
+
+def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAdapter]) -> Adapted:
+    """The rows that adapters add to, by the models that have these."""
+    segments = [
+        Segment(first, last, logits, end, adapter.address)
+        for chain, adapter in adapters.items()
+        for first, last, _, _, logits, end in _spans(bounds, batch.chains == chain)
+    ]
+    return Adapted((Segment * len(segments))(*segments), max([own.rank for own in adapters.values()], default=0))
 
 
 def _neighbours(chains: Sequence[int], units: Mapping[int, Sequence[str]]) -> list[int]:
@@ -364,20 +372,14 @@ def _among(mask: NDArray[np.bool_]) -> _Rows:
     return slice(first, first + count) if mask[first : first + count].all() else found
 
 
-def _keys(
-    shape: ModelConfig, weights: Weights, ropes: Sequence[str], deltas: Sequence[LowRank | None]
-) -> tuple[str, ...]:
-    """Of each layer what makes its keys and values: rotation, norms, its rows of the first product, an adapter's."""
-    asked, found = shape.num_heads * shape.head_dim, list[str]()  # rows of queries, before those of keys and values
-    for rope, layer, low in zip(ropes, weights.layers, deltas[::4], strict=True):
-        own = [None if part is None else part[asked:] for part in (layer.qkv, layer.qkv_bias)]
-        added = low and replace(low, up=low.up[asked:])
-        found.append(f"{rope} {_content(added, layer.norm, layer.key_norm, *own)}")
-    return tuple(found)
-
-
-def _content(low: LowRank | None, *tensors: Tensor | None) -> str:
-    """Equal for equal numbers; an adapter that adds nothing is none."""
-    added = (low.down, low.up) if low and low.up.any() else ()
-    parts = [part.contiguous().numpy().data.cast("B") if part is not None else b"-" for part in (*added, *tensors)]
-    return content_digest(*parts)
+def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.CDLL | None, str]:
+    """The kernels that run several models of a zoo in one step, where they can be had; and trouble with their cache."""
+    options = config.options
+    if not config.shares or device.type != "cpu" or options.dtype != "float32" or options.kernel == "torch":
+        return None, ""
+    if unknown_parts(config.model):
+        return None, ""
+    try:
+        return native_library(config.name, config.model)
+    except UnsupportedByEngine:
+        return None, ""

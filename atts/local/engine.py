@@ -188,7 +188,7 @@ class LocalEngine:
         """What runs the step loop: a zoo's models share one where nothing else is computed beside them."""
         options, folder = self._options, Path(self.model).expanduser()
         drafts = options.speculates or self._proposer or (self._lent and options.takes_lent)
-        is_alone = drafts or options.pad or options.stages > 1 or options.scores == "bfloat16"
+        is_alone = drafts or options.pad or options.scores == "bfloat16"
         if not is_alone and options.kernel != "torch" and (folder / MANIFEST).is_file():
             return SharedWorker(folder.resolve().parent.parent, self._replica)
         return new_worker(options.worker)

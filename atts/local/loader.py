@@ -77,10 +77,11 @@ def load_weights(
     *,
     merges: bool = True,
     layers: range | None = None,
+    words: bool = True,
 ) -> Weights:
     """Read and fuse the weights of the model in `folder`, what an adapter adds to them included if it `merges`.
 
-    Of some `layers` alone there are no embedding and no head unless these are the first.
+    Of some `layers` alone there are no embedding and no head unless these are the first, or without `words`.
 
     :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another shape.
     :raises OutOfMemory: the weights do not fit.
@@ -96,7 +97,7 @@ def load_weights(
             reader = _TensorReader(folder, dtype, device, name, stack)
             if merges:
                 reader.adapter = load_adapter(folder, config, name)
-            return _fuse(reader, config, load_ropes(folder, config, name), layers)
+            return _fuse(reader, config, load_ropes(folder, config, name), (layers, words and not layers.start))
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemory(name, f"the weights do not fit into memory on {device}", advice) from error
 
@@ -119,8 +120,9 @@ def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
     return read_adapter(file, folder / ADAPTER, config, name) if file else {}
 
 
-def _fuse(read: _TensorReader, config: ModelConfig, ropes: Mapping[str, Rope], places: range) -> Weights:
-    embedding = None if places.start else read("embed_tokens.weight", config.vocabulary, config.hidden_size)
+def _fuse(read: _TensorReader, config: ModelConfig, ropes: Mapping[str, Rope], parts: tuple[range, bool]) -> Weights:
+    places, words = parts
+    embedding = read("embed_tokens.weight", config.vocabulary, config.hidden_size) if words else None
     layers = tuple(_layer(read, config, f"layers.{index}.") for index in places)
     norm = read.norm(config, "norm", config.hidden_size)
     assert norm is not None, "every model norms its last states"

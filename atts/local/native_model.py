@@ -212,9 +212,16 @@ class NativeModel:
         self.through(batch, table, (x, hidden), (middle, last))
         return torch.from_numpy(hidden)
 
-    def through(self, batch: StepBatch, table: SlotIds, rows: tuple[_Floats, _Floats], units: tuple[int, int]) -> None:
+    def through(
+        self,
+        batch: StepBatch,
+        table: SlotIds,
+        rows: tuple[_Floats, _Floats],
+        units: tuple[int, int],
+        adapted: Adapted = _UNADAPTED,
+    ) -> None:
         """Take all rows of a step, and those of its `logit_rows`, on through some units."""
-        step, (x, hidden) = self.prepare(batch, table, rows), rows
+        step, (x, hidden) = self.prepare(batch, table, rows, adapted), rows
         all_ = 0, len(x), 0, len(batch.table_rows), 0, len(hidden)
         self.run(step, np.array([(self.address, *units, 0, 0, *all_)]))
 

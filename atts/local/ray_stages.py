@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atts.errors import EngineUnavailable, UnsupportedByEngine
-from atts.local.stages import BuildStage, StageServer, StageSetup
+from atts.local.stages import BuildStage, StageServer
 
 
 class StageActor(StageServer):
@@ -23,12 +23,12 @@ class StageActor(StageServer):
 class RayStage:
     """An actor with a stage, which is given as many cores and GPUs as the one that this engine is in."""
 
-    def __init__(self, setup: StageSetup, build: BuildStage) -> None:
-        """Have it started, on another node where there is one.
+    def __init__(self, name: str, label: str, build: BuildStage) -> None:
+        """Have it started, on another node where there is one; `label` says what it holds.
 
         :raises UnsupportedByEngine: this is no actor.
         """
-        self._name, self._ray = setup.config.name, _ray(setup.config.name)
+        self._name, self._label, self._ray = name, label, _ray(name)
         given = self._ray.get_runtime_context().get_assigned_resources()
         limits = {"num_cpus": given.get("CPU", 0), "num_gpus": given.get("GPU", 0), "scheduling_strategy": "SPREAD"}
         actor: Any = self._ray.remote(StageActor).options(**limits, max_restarts=0)
@@ -48,7 +48,7 @@ class RayStage:
             return pickle.loads(self._ray.get(self.answer))
         except importlib.import_module("ray.exceptions").RayError as error:
             reason = str(error).strip().partition("\n")[0][:200]
-            raise EngineUnavailable(self._name, f"an actor with a stage of it died ({reason})") from error
+            raise EngineUnavailable(self._name, f"an actor with {self._label} died ({reason})") from error
 
     def close(self) -> None:
         """End it; twice is fine."""

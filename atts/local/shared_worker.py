@@ -232,5 +232,6 @@ _HOSTS_LOCK = threading.Lock()
 
 def _shape(config: WorkerConfig) -> object:
     """What models must have alike to be run in one step, beside their options."""
-    shape = replace(config.model, num_layers=0, ropes=(), windows=(), ties_embeddings=False)
+    depth = config.model.num_layers if config.options.stages > 1 else 0  # then ranges of layers are shared
+    shape = replace(config.model, num_layers=depth, ropes=(), windows=(), ties_embeddings=False)
     return shape, config.pieces, config.options

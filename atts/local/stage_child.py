@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
 from contextlib import suppress
 
 from atts.local.messages import GONE, write
-from atts.local.stages import StageServer
+from atts.local.stages import StageServer, StageSetup
 from atts.processes import end_with
 
 
@@ -22,7 +23,10 @@ def main() -> None:
     server = StageServer(build_stage)
     with suppress(*GONE):  # cut off: who asks is gone
         while True:
-            write(answers, server.answer(pickle.load(orders)))
+            message = pickle.load(orders)
+            write(answers, server.answer(message))
+            if isinstance(message, StageSetup):
+                gc.freeze()  # what is loaded stays, and need not be looked through for garbage
 
 
 if __name__ == "__main__":

@@ -1,337 +1,370 @@
-"""A model in stages: several steps are on their way through them at once; workers with the same layers share each."""
+"""Ranges of layers in workers: steps on their way through them, and which worker has which range."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from atts.errors import EngineError, EngineUnavailable
+from atts.errors import EngineUnavailable
 from atts.local import ray_stages, stage_process
 from atts.local.allocator import SlotIds
-from atts.local.batch import Floats, Ints, ModelAround, RangedModel, StepBatch, Tap, picked
-from atts.local.cache import SPARE_SLOTS
-from atts.local.messages import FailureReply
-from atts.local.ray_stages import RayStage
-from atts.local.stage_process import StageProcess
-from atts.local.stage_rows import KeptRows, StageCosts, StageShare
-from atts.local.stages import BuildStage, Held, HeldLayers, StageDone, StageSetup, StageStep
+from atts.local.batch import Floats, Ints, StepBatch, part_of
+from atts.local.messages import WorkerConfig
+from atts.local.stage_nodes import HeldNode, HeldRange, Worker, WorkerHere
+from atts.local.stage_rows import StageShare
+from atts.local.stages import BuildStage, Held, Leave, RangeStep, StageSetup, Visit, Visited, Wanted
+from atts.placement import placed
 
-StageWorker = StageProcess | RayStage
-"""It answers each message before it is sent the next."""
-
-
-class _Part(NamedTuple):
-    """Sequences of a step that one worker computes: which of the step's rows and logit rows theirs are."""
-
-    batch: StepBatch
-    rows: Ints
-    logits: Ints
-
-    def pick(self, entries: Ints) -> _Part:
-        """Some of them."""
-        batch, rows, logits = picked(self.batch, entries)
-        return _Part(batch, self.rows[rows], self.logits[logits])
-
-
-class _Holder:
-    """A worker as its stage knows it."""
-
-    def __init__(self, number: int, worker: StageWorker) -> None:
-        self.number, self.worker = number, worker
-        self.part: _Part | None = None  # what it works on
-        self.sent = 0.0
-        self._told: SlotIds = np.zeros((0, 0), dtype=np.int32)
-
-    def new_slots(self, batch: StepBatch, table: SlotIds) -> tuple[Ints, Ints, SlotIds]:
-        """What it was not told yet of the sequences in a step."""
-        if self._told.shape != table.shape:
-            self._told = np.zeros_like(table)
-        used, longest = np.unique(batch.table_rows), int(batch.context_lens.max())
-        rows, columns = (table[used, :longest] != self._told[used, :longest]).nonzero()
-        found = used[rows], columns, table[used[rows], columns]
-        self._told[found[:2]] = found[2]
-        return found
+_LOOKED_AT = 256
+"""Steps after which it is seen whether ranges are better placed otherwise."""
+_FEWER = 0.8
+"""As many of the rows that workers hand on, at most, must be left for ranges to move."""
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A step on its way."""
+    """A step on its way; each of its entries is before some range of its model's."""
 
     batch: StepBatch
     table: SlotIds
     rows: Floats
-    at: int = 0  # how many ranges are behind it
+    hidden: Floats  # behind the last range
+    chains: Ints
+    levels: Ints
+    visits: int = 0  # under way
     error: Exception | None = None
 
+    @classmethod
+    def of(cls, batch: StepBatch, table: SlotIds, width: int) -> Flight:
+        """Before the first range; where no models are named all entries are the first one's."""
+        entries, rows, logits = len(batch.table_rows), len(batch.tokens), len(batch.logit_rows)
+        chains, levels = np.zeros((2, entries), dtype=np.int64)
+        states, hidden = (np.empty((count, width), dtype=np.float32) for count in (rows, logits))
+        return cls(batch, table, states, hidden, batch.chains if len(batch.chains) else chains, levels)
 
-class HeldStage:
-    """A stage's workers; they share the sequences of one step at a time.
 
-    A sequence stays where its keys and values are, unless it is through sooner elsewhere, once these are brought there
-    or computed anew. What a worker that is gone was to do, and had, the others compute.
+class _Stop(NamedTuple):
+    """Entries of a step that are in a range on a worker's way, and which rows and logit rows of the step theirs are."""
+
+    held: HeldRange
+    entries: Ints
+    batch: StepBatch
+    rows: Ints
+    logits: Ints
+
+
+class _Start(NamedTuple):
+    """Where entries come to a worker, and what it is brought for them."""
+
+    stop: _Stop
+    share: StageShare
+    brought: list[tuple[Ints, Held]]
+
+
+class HeldLine:
+    """The ranges of one model, or of several, in workers. A sequence stays in a worker as far as its way leads there.
+
+    It goes to another that is through sooner, once its keys and values are brought there or computed anew. What a
+    worker that is gone was to do, and had, others do, or the one that takes its place.
     """
 
-    def __init__(self, setup: StageSetup, make: Callable[[StageSetup], StageWorker]) -> None:
-        """Have the workers that `make` starts begin to load; as many are started anew for those that are gone, at most.
+    def __init__(self, config: WorkerConfig, build: BuildStage, most: int) -> None:
+        """`most` workers in all. Where a range has but one, nothing is kept for others to go on from."""
+        self._config, self._build, self._most = config, build, most
+        self._is_here = config.options.stage_worker == "process"
+        self._ready: Any = stage_process.ready if self._is_here else ray_stages.ready
+        self._workers = list[Worker]()
+        self.close: Callable[[], object] = weakref.finalize(self, _end, self._workers)
+        self.nodes = list[HeldNode]()
+        self._spare = Counter[int]()
+        self.ranges = dict[str, HeldRange]()
+        self.paths = dict[int, list[HeldRange]]()  # by model
+        self.handed = Counter[tuple[str, str]]()  # rows, from one range to another
+        self._flights, self._steps, self._since = list[Flight](), 0, perf_counter()
+
+    def start(self, label: str) -> int:
+        """One more worker, which is replaced once; its number.
 
         :raises EngineError: there can be none.
         """
-        self._setup, self._make, self._kept, self._spare = setup, make, None, setup.replicas
-        self._holders = list[_Holder]()
-        self.loading = {make(setup): number for number in range(setup.replicas)}
-        for worker in self.loading:
-            worker.send(setup)
-        self._left, self._found = list[_Part](), np.zeros((0, 0), dtype=np.float32)
-        self.flight: Flight | None = None
-        self._costs = StageCosts(setup)
-        if setup.replicas > 1:
-            options, width = setup.config.options, setup.config.model.hidden_size
-            assert options.kv_tokens is not None, "the first stage knows how many there are"
-            self._kept = KeptRows(setup.replicas, options.kv_tokens + SPARE_SLOTS, width)
+        number = len(self.nodes)
+        self.nodes.append(self._started(number, label))
+        self._spare[number] = 1
+        return number
+
+    def start_here(self) -> None:
+        """One that is this process."""
+        self.nodes.append(HeldNode(len(self.nodes), "", WorkerHere(self._build)))
+
+    def _started(self, number: int, label: str) -> HeldNode:
+        name = self._config.name
+        if self._is_here:
+            worker: Worker = stage_process.StageProcess(name, label)
+        else:
+            worker = ray_stages.RayStage(name, label, self._build)
+        self._workers.append(worker)
+        return HeldNode(number, label, worker)
+
+    def add(self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()) -> None:
+        """The ranges of a model, one after the other, and where they are; else beside those that they hand rows to."""
+        path = self.paths[chain] = list[HeldRange]()
+        for setup in setups:
+            if setup.name not in self.ranges:
+                self.ranges[setup.name] = HeldRange(setup, self._most)
+            held = self.ranges[setup.name]
+            held.members[chain] = setup
+            path.append(held)
+        wanted = {held.setup.name: home for held, home in zip(path, homes, strict=True)} if homes else self._placed()
+        for held in path:
+            known, held.homes = held.homes, held.homes or wanted[held.setup.name]
+            for number in held.homes:
+                held.join(self.nodes[number], [held.members[chain]] if known else list(held.members.values()))
 
     def load(self) -> None:
-        """Wait for all of them.
+        """Wait until all that is to be loaded is.
 
-        :raises EngineError: one could not be loaded.
+        :raises EngineError: something could not be.
         """
-        for worker in list(self.loading):
-            self._join(worker)
+        while any(held.loading for held in self.ranges.values()):
+            self._go_on(None)
+        failures = [held.failure for held in self.ranges.values() if held.failure]
+        for held in self.ranges.values():
+            held.failure = None
+        if failures:
+            raise failures[0]
 
-    def _join(self, worker: StageWorker) -> None:
-        number, failure = self.loading.pop(worker), worker.take()
-        if isinstance(failure, FailureReply):
-            raise failure.error(self._setup.config.name)
-        self._holders.append(_Holder(number, worker))
+    def forget(self, chain: int) -> None:
+        """Let go of a model that could not be loaded."""
+        for held in self.paths.pop(chain):
+            del held.members[chain]
+            if not held.members:
+                del self.ranges[held.setup.name]
 
-    @property
-    def busy(self) -> list[StageWorker]:
-        """Those that work on a step."""
-        return [holder.worker for holder in self._holders if holder.part is not None]
+    def _placed(self) -> dict[str, list[int]]:
+        """By `placement.placed`, in as little room in each worker as will do."""
+        seconds = max(1e-3, perf_counter() - self._since)
+        demands = {name: held.demand(seconds) for name, held in self.ranges.items()}
+        known = Counter(pair for path in self.paths.values() for pair in pairwise([held.setup.name for held in path]))
+        copies = sum(demands[name].bytes * held.setup.replicas for name, held in self.ranges.items())
+        room = copies / len(self.nodes)
+        while True:
+            try:
+                return placed(demands, self.handed + known, [room] * len(self.nodes))
+            except ValueError:
+                room *= 1.1
 
-    def enter(self, flight: Flight) -> None:
-        """Begin with a step."""
-        self.flight, batch = flight, flight.batch
-        count = len(batch.logit_rows) if self._setup.is_last else len(batch.tokens)
-        self._found = np.empty((count, flight.rows.shape[1]), dtype=np.float32)
-        if self._kept is not None:
-            self._kept.note(batch, flight.rows)
-        self._left = [_Part(batch, np.arange(len(batch.tokens)), np.arange(len(batch.logit_rows)))]
-        self._begin(flight)
+    def place(self) -> None:
+        """Have ranges move where fewer rows would be handed from one worker to another; old counts lose weight."""
+        wanted = self._placed()
+        if (
+            self.crossing(wanted)
+            <= _FEWER * self.crossing({name: held.homes for name, held in self.ranges.items()}) - 1
+        ):
+            for name, held in self.ranges.items():
+                for number in set(wanted[name]) - set(held.homes) - set(held.holders):
+                    held.join(self.nodes[number], list(held.members.values()))
+                held.homes = wanted[name]
+        self.handed = Counter({pair: count // 2 for pair, count in self.handed.items()})
+        self._since = perf_counter()
+        for held in self.ranges.values():
+            held.seconds = 0.0
 
-    def collect(self, answered: Sequence[object]) -> None:
-        """Take what is done; a step that is, is behind this stage.
+    def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
+        """How many of the counted rows are handed from one worker to another where ranges are there."""
+        return sum(count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]})
 
-        :raises EngineUnavailable: it has no worker left.
+    def begin(self, flight: Flight) -> None:
+        """Send a step on its way.
+
+        :raises EngineUnavailable: a range has no worker left.
         """
-        for worker in [worker for worker in self.loading if worker in answered]:
-            with suppress(EngineError):  # the others go on
-                self._join(worker)
-        flight = self.flight
-        if flight is None:
-            return
-        for holder in [holder for holder in self._holders if holder.worker in answered]:
-            self._take(holder, flight)
-        if not self.busy and self._left and flight.error is None:
-            self._begin(flight)
-        if not self.busy and (flight.error or not self._left):
-            flight.rows, flight.at, self.flight = self._found, flight.at + 1, None
+        counts = Counter(dict(zip(*np.unique(flight.chains, return_counts=True), strict=True)))
+        for chain, path in self.paths.items():
+            for one, two in pairwise(path):
+                self.handed[one.setup.name, two.setup.name] += int(counts[chain])
+        self._flights.append(flight)
+        self._steps += 1
+        if self._config.shares and self._steps % _LOOKED_AT == 0:
+            self.place()
+        self._go_on(0.0)
 
-    def _take(self, holder: _Holder, flight: Flight) -> None:
-        part, holder.part = holder.part, None
-        assert part is not None, "it has one"
+    def end(self, flight: Flight) -> Floats:
+        """The rows behind all ranges that were asked for; what hindered the step is raised.
+
+        :raises EngineUnavailable: a range has no worker left.
+        """
+        while flight in self._flights:
+            self._go_on(None)
+        if flight.error is not None:
+            raise flight.error
+        return flight.hidden
+
+    def _go_on(self, seconds: float | None) -> None:
+        asked = [node for node in self.nodes if node.is_asked]
+        idle = [node for node in self.nodes if not node.is_asked and self._is_here and self._spare[node.number]]
+        watched = [node.worker for node in (*asked, *idle)]
+        answered = self._ready(watched, seconds if asked else 0.0) if watched else []
+        for node in (*asked, *idle):
+            if node.worker in answered:
+                node.hear()
+        for node in self.nodes:
+            if node.error is not None:
+                self._mend(node, node.error)
+            node.go()
+        self._move()
+        for flight in [each for each in self._flights if not each.visits]:
+            if flight.error or all(flight.levels == [len(self.paths[chain]) for chain in flight.chains.tolist()]):
+                self._flights.remove(flight)
+            else:
+                self._send(flight)
+
+    def _mend(self, node: HeldNode, error: EngineUnavailable) -> None:
+        """Put a worker in the place of one that is gone, once; else others take over what only it had."""
+        number, lost = node.number, list[HeldRange]()
+        for held in self.ranges.values():
+            if number in held.holders and held.kept is None:
+                raise error
+            held.leave(number)
+            lost += [held] * (number in held.homes)
+        if not lost:
+            return
+        if self._spare[number]:
+            self._spare[number] -= 1
+            self.nodes[number] = self._started(number, node.label)
+        for held in lost:
+            if self.nodes[number] is node:
+                held.homes.remove(number)
+                others = [each.number for each in self.nodes if each.error is None and self._config.shares]
+                held.homes += others[:1] if not held.homes else []
+                if not held.homes:
+                    raise error
+            for home in held.homes:
+                if home not in held.holders and not held.loading[home]:
+                    held.join(self.nodes[home], list(held.members.values()))
+
+    def _move(self) -> None:
+        """Let those go that ranges have moved away from."""
+        for held in self.ranges.values():
+            if held.holders.keys() - set(held.homes) and held.holders.keys() >= set(held.homes):
+                for number in held.holders.keys() - set(held.homes):
+                    held.leave(number)
+                    self.nodes[number].ask(Leave(held.setup.name), lambda answer: None)
+
+    def _send(self, flight: Flight) -> None:
+        """Send every entry to a worker that has its next range, or wait for one that is loading."""
+        waits = {node.number: node.wait for node in self.nodes}
+        starts = defaultdict[int, list[_Start]](list)
         try:
-            done: StageDone = holder.worker.take()
-        except EngineUnavailable as error:
-            self._lose(holder, part, error)
+            for held, entries in self._next(flight, flight.levels, np.arange(len(flight.levels))):
+                if held.holders:
+                    stop = _Stop(held, entries, *part_of(flight.batch, entries))
+                    for share in self._divided(stop, flight, waits):
+                        starts[share.worker].append(_Start(stop, share, self._brought(held, share)))
+        except EngineUnavailable:  # who had some of it; all are divided anew when that one was replaced
             return
-        if isinstance(done.rows, Exception):
-            flight.error = done.rows
-            if self._kept is not None:  # whatever it did of it
-                self._kept.held[holder.number, flight.table[part.batch.table_rows]] = False
-            return
-        self._found[part.logits if self._setup.is_last else part.rows] = done.rows
-        seconds = perf_counter() - holder.sent, done.seconds
-        self._costs.heard(holder.number, len(part.rows), len(part.batch.table_rows), seconds)
+        for number, own in starts.items():
+            self._visit(flight, self.nodes[number], own, waits[number] - self.nodes[number].wait)
 
-    def _lose(self, holder: _Holder, part: _Part | None, error: EngineUnavailable) -> None:
-        """One that is gone; the others are to do its part."""
-        holder.worker.close()
-        self._holders.remove(holder)
-        if self._kept is None or not self._holders:
-            raise error
-        self._kept.held[holder.number] = False
-        if self._spare:
-            with suppress(EngineError):  # the others go on
-                worker, self._spare = self._make(self._setup), self._spare - 1
-                worker.send(self._setup)
-                self.loading[worker] = holder.number
-        if part is not None:
-            self._left.append(part)
+    def _next(self, flight: Flight, levels: Ints, entries: Ints) -> list[tuple[HeldRange, Ints]]:
+        """The ranges that these are before."""
+        found, chains, places = dict[HeldRange, list[int]](), flight.chains.tolist(), levels.tolist()
+        for at in entries.tolist():
+            path = self.paths[chains[at]]
+            if places[at] < len(path):
+                found.setdefault(path[places[at]], []).append(at)
+        return [(held, np.array(own)) for held, own in found.items()]
 
-    def _begin(self, flight: Flight) -> None:
-        """Give every worker a share of what is left to do."""
-        part, kept = self._left.pop(), self._kept
-        if kept is None:
-            self._send(self._holders[0], part, StageStep(part.batch, flight.rows), flight.table)
-            return
-        holders = {holder.number: holder for holder in self._holders}
-        shares = kept.divided(part.batch, flight.table, self._costs, list(holders))
-        try:
-            gifts = [self._brought(share, holders) for share in shares]
-        except _Lost:  # what it had as well
-            self._left.append(part)
-            return
-        for share, brought in zip(shares, gifts, strict=True):
-            own = part.pick(share.entries)
-            kept.held[share.worker, np.append(share.slots, own.batch.slots)] = True
-            step = StageStep(own.batch, flight.rows[own.rows], brought, share.again)
-            self._send(holders[share.worker], own, step, flight.table)
+    def _divided(self, stop: _Stop, flight: Flight, waits: dict[int, float]) -> list[StageShare]:
+        """Who goes where; `waits` says when each worker begins, then when it is through."""
+        held, none = stop.held, np.zeros(0, dtype=np.int64)
+        if held.kept is None:
+            return [StageShare(next(iter(held.holders)), np.arange(len(stop.entries)), [], [], none)]
+        own = {number: waits[number] for number in held.holders}
+        shares = held.kept.divided(stop.batch, flight.table, held.costs, own)
+        waits.update(own)
+        return shares
 
-    def _brought(self, share: StageShare, holders: dict[int, _Holder]) -> list[tuple[Ints, Held]]:
+    def _brought(self, held: HeldRange, share: StageShare) -> list[tuple[Ints, Held]]:
         """The keys and values that a worker lacks and others have."""
         found = list[tuple[Ints, Held]]()
         for number, slots in share.wanted:
             began = perf_counter()
-            try:
-                holders[number].worker.send(slots)
-                held: Held = holders[number].worker.take()
-            except EngineUnavailable as error:
-                self._lose(holders[number], None, error)
-                raise _Lost from error
-            self._costs.brought(held.nbytes, perf_counter() - began)
-            found.append((slots, held))
+            gift: Held = self.nodes[number].at_once(Wanted(held.setup.name, slots))
+            held.costs.brought(gift.nbytes, perf_counter() - began)
+            found.append((slots, gift))
         return found
 
-    def _send(self, holder: _Holder, part: _Part, step: StageStep, table: SlotIds) -> None:
-        told = step._replace(shape=table.shape, slots=holder.new_slots(part.batch, table))
-        try:
-            holder.sent = perf_counter()
-            holder.worker.send(told)
-        except EngineUnavailable as error:
-            self._lose(holder, part, error)
-        else:
-            holder.part = part
+    def _visit(self, flight: Flight, node: HeldNode, starts: Sequence[_Start], seconds: float) -> None:
+        """Send a worker its entries, each as far as their way leads through what it has."""
+        entries = np.sort(np.concatenate([start.stop.entries[start.share.entries] for start in starts]))
+        fresh, steps, stops = {start.stop.held: start for start in starts}, list[RangeStep](), list[_Stop]()
+        for stop in self._way(flight, node.number, entries):
+            start = fresh.get(stop.held)
+            brought, again = (start.brought, start.share.again) if start else ([], [])
+            news = stop.held.holders[node.number].news(stop.batch, flight.table)
+            own = entries.searchsorted(stop.entries)
+            steps.append(RangeStep(stop.held.setup.name, own, brought, again, flight.table.shape, news))
+            stops.append(stop)
+        batch, rows, _ = part_of(flight.batch, entries)
+        slots = {start.stop.held: start.share.slots for start in starts}
+        flight.visits += 1
+        visit = Visit(batch, flight.rows[rows], steps)
+        node.ask(visit, partial(self._visited, flight, node, [(stop, slots.get(stop.held)) for stop in stops]), seconds)
+
+    def _way(self, flight: Flight, number: int, entries: Ints) -> Iterator[_Stop]:
+        """The ranges that entries pass in a worker: from one to the next where it has all that this one needs."""
+        levels, stays = flight.levels.copy(), np.zeros(len(flight.levels), dtype=np.bool_)
+        stays[entries] = True
+        while stays.any():
+            level = levels[stays].min()
+            for held, own in self._next(flight, levels, (stays & (levels == level)).nonzero()[0]):
+                yield _Stop(held, own, *part_of(flight.batch, own))
+                levels[own] += 1
+                stays[own] = False
+                for after, more in self._next(flight, levels, own):
+                    if number in after.holders and after.kept is not None:
+                        stays[more] = after.kept.has(number, part_of(flight.batch, more)[0], flight.table)
+
+    def _visited(
+        self,
+        flight: Flight,
+        node: HeldNode,
+        stops: Sequence[tuple[_Stop, Ints | None]],
+        answer: Visited | EngineUnavailable,
+    ) -> None:
+        """What a worker did, range after range; where it is gone its entries are before the first as they were."""
+        flight.visits -= 1
+        if isinstance(answer, EngineUnavailable):
+            return
+        if isinstance(answer.rows, Exception):
+            flight.error = answer.rows
+            for stop, _ in stops:  # whatever it did of it
+                stop.held.forget(node.number, flight.table[stop.batch.table_rows])
+            return
+        hop = perf_counter() - node.sent - sum(answer.seconds)
+        for (stop, more), rows, seconds in zip(stops, answer.rows, answer.seconds, strict=True):
+            held, kept = stop.held, stop.held.kept
+            if kept is not None:
+                kept.note(stop.batch, flight.rows[stop.rows])
+                kept.held[node.number, stop.batch.slots if more is None else np.append(more, stop.batch.slots)] = True
+            held.costs.heard(node.number, len(stop.rows), len(stop.entries), (seconds + hop, seconds))
+            held.seconds += seconds
+            if held.setup.is_last:
+                flight.hidden[stop.logits] = rows
+            else:
+                flight.rows[stop.rows] = rows
+            flight.levels[stop.entries] += 1
 
 
-class _Lost(Exception):
-    """A worker is gone that was asked for what it has."""
-
-
-class HeldLine:
-    """The stages behind the first; every one takes one step at a time."""
-
-    def __init__(self, setups: Sequence[StageSetup], build: BuildStage) -> None:
-        """Have all workers, of the kind that the setups name, begin to load.
-
-        :raises EngineError: there can be none.
-        """
-        is_here, workers = setups[0].config.options.stage_worker == "process", list[StageWorker]()
-        self._ready: Any = stage_process.ready if is_here else ray_stages.ready
-        self.close: Callable[[], object] = weakref.finalize(self, _end, workers)
-
-        def make(setup: StageSetup) -> StageWorker:  # does not know the line, which so ends when its user does
-            worker = stage_process.StageProcess(setup) if is_here else ray_stages.RayStage(setup, build)
-            workers.append(worker)
-            return worker
-
-        self._flights, self._stages = list[Flight](), [HeldStage(setup, make) for setup in setups]
-
-    def load(self) -> None:
-        """Wait until their models are loaded, which began before.
-
-        :raises EngineError: one could not be.
-        """
-        for stage in self._stages:
-            stage.load()
-
-    def begin(self, flight: Flight) -> None:
-        """Send a step on, behind those that are on their way.
-
-        :raises EngineUnavailable: a stage has no worker left.
-        """
-        self._flights.append(flight)
-        self._go_on(0.0)
-
-    def end(self, flight: Flight) -> None:
-        """Wait until it is behind all of them.
-
-        :raises EngineUnavailable: a stage has no worker left.
-        """
-        while flight in self._flights:
-            self._go_on(None)
-
-    def _go_on(self, seconds: float | None) -> None:
-        busy = [worker for stage in self._stages for worker in (*stage.busy, *stage.loading)]
-        answered = self._ready(busy, seconds) if busy else []
-        for stage in self._stages:
-            stage.collect(answered)
-        for flight in list(self._flights):
-            if flight.at == len(self._stages):
-                self._flights.remove(flight)
-            elif self._stages[flight.at].flight is None:
-                if flight.error is None:
-                    self._stages[flight.at].enter(flight)
-                else:
-                    self._flights.remove(flight)
-
-
-class StagedModel(ModelAround):
-    """A model whose layers behind the first are elsewhere; every number is what it would be here."""
-
-    def __init__(self, setup: StageSetup, model: RangedModel, line: HeldLine, cache: Tensor) -> None:
-        """`cache` is the first stage's; states that are returned are of its type, where it is."""
-        super().__init__(model)
-        self._first, self._line, self._like = HeldLayers(setup, model, cache), line, cache
-        self._width = setup.config.model.hidden_size
-        self._options = setup.config.options
-
-    @property
-    def device_name(self) -> str:
-        """Where it computes."""
-        replicas = f" with {self._options.stage_replicas} replicas" * (self._options.stage_replicas != "1")
-        return f"{self._model.device_name}, {self._options.stages} stages{replicas}"
-
-    @property
-    def most_steps(self) -> int:
-        """How many steps may be on their way at once."""
-        return self._options.stage_steps or self._options.stages
-
-    def begin(self, batch: StepBatch, table: SlotIds) -> Flight:
-        """Take a step through the first stage and send it on; what hinders it is raised at its end.
-
-        :raises EngineUnavailable: a stage has no worker left.
-        """
-        flight = Flight(batch, table, np.empty((len(batch.tokens), self._width), dtype=np.float32))
-        try:
-            flight.rows = self._first.run(batch, table, flight.rows)
-        except Exception as error:  # noqa: BLE001  raised where the step ends
-            flight.error = error
-        else:
-            self._line.begin(flight)
-        return flight
-
-    def end(self, flight: Flight) -> Tensor:
-        """What `forward` says of a step that was begun."""
-        self._line.end(flight)
-        if flight.error is not None:
-            raise flight.error
-        return torch.from_numpy(flight.rows).to(self._like)
-
-    def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
-        assert tap is None, "options that listen between layers are refused"
-        return self.end(self.begin(batch, table))
-
-
-def _end(workers: Sequence[StageWorker]) -> None:
+def _end(workers: Sequence[Worker]) -> None:
     """When their user is gone, or Python ends."""
     for worker in workers:
         worker.close()

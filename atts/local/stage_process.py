@@ -12,7 +12,6 @@ from typing import Any
 
 from atts.errors import EngineUnavailable
 from atts.local.messages import GONE, close_pipes, write
-from atts.local.stages import StageSetup
 from atts.processes import python_command
 
 _END_SECONDS = 1.0
@@ -20,14 +19,14 @@ _END_SECONDS = 1.0
 
 
 class StageProcess:
-    """A process for one stage."""
+    """A process for ranges of layers."""
 
-    def __init__(self, setup: StageSetup) -> None:
-        """Start it.
+    def __init__(self, name: str, label: str) -> None:
+        """Start it, for an engine; `label` says what it holds.
 
         :raises EngineUnavailable: the system starts none.
         """
-        self._setup, self._name, pipe = setup, setup.config.name, subprocess.PIPE
+        self._name, self._label, pipe = name, label, subprocess.PIPE
         command = python_command("atts.local.stage_child", str(os.getpid()))
         try:
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0)
@@ -65,7 +64,7 @@ class StageProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         advice = "A negative code is a signal; -9 is often the system running out of memory"
-        return EngineUnavailable(self._name, f"{self._setup} ended with exit code {self._process.returncode}", advice)
+        return EngineUnavailable(self._name, f"{self._label} ended with exit code {self._process.returncode}", advice)
 
     def close(self) -> None:
         """End it; twice is fine."""

@@ -56,8 +56,7 @@ class StageCosts:
 class _Sequences(NamedTuple):
     """Those of a step."""
 
-    rows: Ints  # of the slot table
-    turns: Ints  # where position 0 of each is in the tables of angles
+    whose: Ints  # [sequences, 3] row of the slot table, where position 0 is in the tables of angles, model
     entries: Ints  # of the batch: whose each is
     fed: Ints
     slots: Ints  # [sequences, positions]
@@ -78,11 +77,20 @@ class KeptRows:
         self.rows[batch.slots], self._together[batch.slots] = rows, np.minimum(counts, MANY).repeat(counts)
         self.held[:, batch.slots] = False
 
-    def divided(self, batch: StepBatch, table: SlotIds, costs: StageCosts, workers: list[int]) -> list[StageShare]:
-        """The sequences of a step by worker: each goes where it is through first; those that feed most choose first."""
+    def has(self, worker: int, batch: StepBatch, table: SlotIds) -> NDArray[np.bool_]:
+        """Of which of a batch's entries a worker has all that was before."""
         step = self._lacking(batch, table)
+        found: NDArray[np.bool_] = ~step.lacks[worker].any(axis=1)[step.entries]
+        return found
+
+    def divided(self, batch: StepBatch, table: SlotIds, costs: StageCosts, waits: dict[int, float]) -> list[StageShare]:
+        """The sequences of a step by worker: each goes where it is through first; those that feed most choose first.
+
+        `waits` says when each worker begins; then when it is through.
+        """
+        step, workers = self._lacking(batch, table), list(waits)
         chosen, is_moved = np.zeros((2, len(step.fed)), dtype=np.int64)
-        waits, missing = dict.fromkeys(workers, 0.0), step.lacks.sum(-1)
+        missing = step.lacks.sum(-1)
         is_lost = np.logical_and.reduce(step.lacks).any(axis=1).tolist()
         for at in np.argsort(-step.fed, kind="stable").tolist():
             own = int(step.fed[at]), not is_lost[at]
@@ -96,12 +104,14 @@ class KeptRows:
         rows, entries = np.unique(batch.table_rows, return_inverse=True)
         counts = np.diff(batch.query_starts)
         firsts = batch.context_lens - counts
-        begins, turns = np.full(len(rows), table.shape[1]), np.zeros(len(rows), dtype=np.int64)
+        begins, whose = np.full(len(rows), table.shape[1]), np.zeros((len(rows), 3), dtype=np.int64)
         np.minimum.at(begins, entries, firsts)
-        turns[entries] = batch.positions[batch.query_starts[:-1]] - firsts
+        whose[:, 0], whose[entries, 1] = rows, batch.positions[batch.query_starts[:-1]] - firsts
+        if len(batch.chains):
+            whose[entries, 2] = batch.chains
         slots = table[rows, : max(1, int(begins.max()))].astype(np.int64)
         lacks = (np.arange(slots.shape[1]) < begins[:, None]) & ~self.held[:, slots]
-        return _Sequences(rows, turns, entries, np.bincount(entries, counts).astype(np.int64), slots, lacks)
+        return _Sequences(whose, entries, np.bincount(entries, counts).astype(np.int64), slots, lacks)
 
     def _share(self, worker: int, step: _Sequences, mine: NDArray[np.bool_], is_moved: NDArray[np.bool_]) -> StageShare:
         lacking, again = step.lacks[worker] & mine[:, None], list[tuple[StepBatch, Floats]]()
@@ -114,7 +124,7 @@ class KeptRows:
             missing = (lacking[at] & ~done[step.slots[at]]).nonzero()[0]
             done[step.slots[at][missing]] = True
             if len(missing):
-                again.append(self._again((int(step.rows[at]), int(step.turns[at])), step.slots[at], missing))
+                again.append(self._again(step.whose[at], step.slots[at], missing))
         wanted = list[tuple[int, Ints]]()
         for other, held in enumerate(self.held):
             theirs = moved[held[moved]]
@@ -123,10 +133,11 @@ class KeptRows:
                 moved = np.setdiff1d(moved, theirs)
         return StageShare(worker, entries, wanted, again, done.nonzero()[0])
 
-    def _again(self, row: tuple[int, int], slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
+    def _again(self, whose: Ints, slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
         """Earlier rows of a sequence, in runs as they were fed: the same to the bit.
 
-        A run of which a part alone is missing is filled up with rows that are written to a slot that is never read.
+        `whose`: its row of the table, its turn among angles, and its model. A run of which a part alone is missing is
+        filled up with rows that are written to a slot that is never read.
         """
         kinds = self._together[slots[missing]]
         is_new = np.append(True, (np.diff(missing) != 1) | (np.diff(kinds) != 0))
@@ -144,13 +155,14 @@ class KeptRows:
         written[is_real] = slots[positions[is_real]]
         batch = StepBatch(
             tokens=np.zeros_like(positions),
-            positions=positions + row[1],
+            positions=positions + whose[1],
             slots=written,
-            table_rows=np.full(len(counts), row[0]),
+            table_rows=np.full(len(counts), whose[0]),
             query_starts=starts,
             context_lens=firsts + counts,
             num_logits=np.zeros_like(counts),
             num_single=int((counts == 1).sum()),
             logit_rows=np.zeros(0, dtype=np.int64),
+            chains=np.full(len(counts), whose[2]),
         )
         return batch, self.rows[written]

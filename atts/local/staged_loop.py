@@ -9,23 +9,35 @@ from time import perf_counter
 from torch import Tensor
 
 from atts.local.batch import StepPlan, step_batch
-from atts.local.loop import StepLoop
+from atts.local.loop import Inbox, StepLoop
 from atts.local.messages import Cancel, Command, LoopReport
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import TokenTable
-from atts.local.stage_line import Flight, StagedModel
+from atts.local.stage_line import Flight
+from atts.local.staged_models import StagedChains, StagedModel
 
 
 class StagedLoop(StepLoop):
     """Begins steps before earlier ones have ended; what changes a sequence that is under way waits for its step."""
 
     def __init__(
-        self, model: StagedModel, scheduler: Scheduler, token_table: TokenTable, send: Callable[[LoopReport], None]
+        self,
+        model: StagedModel | StagedChains,
+        scheduler: Scheduler,
+        token_table: TokenTable,
+        send: Callable[[LoopReport], None],
     ) -> None:
         super().__init__(model, scheduler, token_table, send)
         self._staged = model
         self._under_way = deque[tuple[StepPlan, Flight | None]]()  # the oldest first
         self._ending: Flight | None = None
+
+    def run(self, inbox: Inbox) -> None:
+        """As any loop; its model's workers end with it."""
+        try:
+            super().run(inbox)
+        finally:
+            self._staged.close()
 
     def step(self) -> None:
         """Begin a step; end the one that has been longest under way, where there are as many as can be."""

@@ -32,7 +32,7 @@ from atts.local.messages import Cancel, Command, Submit, WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.local.native_model import NativeModel
 from atts.local.stage_rows import KeptRows, StageCosts
-from atts.local.stages import HeldLayers, StageServer, StageSetup, StageStep, stage_setups
+from atts.local.stages import HeldLayers, StageServer, StageSetup, Visit, stage_setups
 from atts.placement import Instance, dispatched
 from atts.seeds import Seed
 from atts.tasks import collect
@@ -64,8 +64,8 @@ class StageHere:
 
     made: ClassVar[list[StageHere]] = []
 
-    def __init__(self, setup: StageSetup) -> None:
-        self.setup, self.heard, self.ends, self.kinds = setup, 0, 1 << 30, Counter[str]()
+    def __init__(self, name: str, label: str) -> None:
+        self.label, self.heard, self.ends, self.kinds = label, 0, 1 << 30, Counter[str]()
         self.server = StageServer(build_stage)
         self.answers: list[Any] = []
         StageHere.made.append(self)
@@ -75,8 +75,8 @@ class StageHere:
         self.heard += 1
         if self.heard > self.ends:
             raise EngineUnavailable("m", "gone")
-        if isinstance(message, StageStep):
-            self.kinds += Counter({"steps": 1, "brought": len(message.brought), "again": len(message.again)})
+        for step in message.steps if isinstance(message, Visit) else ():
+            self.kinds += Counter({"steps": 1, "brought": len(step.brought), "again": len(step.again)})
         self.answers.append(self.server.answer(pickle.loads(pickle.dumps(message))))
 
     def take(self) -> Any:
@@ -183,10 +183,15 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
             with anyio.fail_after(60):  # another begins in its place
                 while len(stage_processes()) < 2:
                     await engine.sample(ask)
-        for pid in stage_processes():
-            os.kill(pid, signal.SIGKILL)
+
+        async def outage() -> None:
+            while True:  # as often as they are replaced
+                for pid in stage_processes():
+                    os.kill(pid, signal.SIGKILL)
+                assert (await engine.sample(ask)).ids == wanted.ids
+
         with anyio.fail_after(60), pytest.raises(EngineUnavailable, match="layers 1 to 2 ended .* -9"):
-            await engine.sample(ask)
+            await outage()
         with pytest.raises(EngineUnavailable):
             await engine.score(ScoreRequest((5,), (6,)))
         await engine.recheck()
@@ -285,7 +290,7 @@ def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
     for share in (1.0, 0.9, 0.5, 0.1):
         missing = (rng.random(fed) < share).nonzero()[0]
         copied[:, :, missing + 1] = 0
-        batch, rows = kept._again((0, 0), table[0].astype(np.int64), missing)
+        batch, rows = kept._again(np.zeros(3, dtype=np.int64), table[0].astype(np.int64), missing)
         two.run(batch, table, rows)
         assert torch.equal(cache[:, :, : fed + 1], copied[:, :, : fed + 1])
 

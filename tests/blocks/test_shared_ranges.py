@@ -1,0 +1,199 @@
+"""Models of a zoo in ranges of layers: what is alike is held once and placed by what is counted; the same bits."""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.blocks import Zoo
+from atts.core import Completion, SampleRequest, Sampling
+from atts.local import LocalEngine, stage_process, stage_rows
+from atts.local.build import build_loop
+from atts.local.messages import AddChain, Command, FailureReply, LoopReport, Reply, Submit, WorkerConfig
+from atts.local.stage_line import HeldLine
+from atts.local.staged_models import StagedChains
+from atts.placement import Instance, dispatched
+from atts.seeds import Seed
+from atts.stored_blocks import unit_digests
+from atts.tasks import collect
+from tests.local.speculating import Script
+from tests.local.test_stages import StageHere, stage_processes
+
+from .test_chains import SHARED, config_of, family, requests, run, schedule
+
+__all__ = ["family"]
+NAMES = ("base", "end", "middle", "head", "narrow", "wide")
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
+    """Workers in this process."""
+    StageHere.made = []
+    monkeypatch.setattr(stage_process, "StageProcess", StageHere)
+    monkeypatch.setattr(stage_process, "ready", lambda stages, seconds: [each for each in stages if each.answers])
+    return StageHere
+
+
+def staged(zoo: Zoo, name: str, stages: int = 2, **settings: Any) -> WorkerConfig:
+    """A model of a zoo in ranges of layers."""
+    config = config_of(zoo, name)
+    return replace(config, options=replace(config.options, stages=stages, **settings))
+
+
+def driven(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[int, Reply], HeldLine]:
+    """What a loop answers, and its ranges."""
+    replies = dict[int, Reply]()
+
+    def tell(report: LoopReport) -> None:
+        replies.update({reply.request_id: reply for reply in report.replies})
+
+    loop, ready = build_loop(first, tell)
+    assert ready.shares
+    loop.run(Script([list(step) for step in steps]))
+    assert isinstance(loop._model, StagedChains)
+    return replies, loop._model._line
+
+
+@pytest.mark.parametrize(("stages", "replicas"), [(2, "1"), (3, "1"), (2, "2")])
+def test_models_share_ranges_and_say_what_they_say_alone(
+    stages: int, replicas: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, six of them under a random schedule, wherever the sequences go; what is alike is held once."""
+    rng = random.Random(stages)
+    chosen = {number: (rng.randrange(len(NAMES)), ask) for number, ask in enumerate(requests(rng, 24), 1)}
+    alone = dict[int, Reply]()
+    for at, name in enumerate(NAMES):
+        mine = [[Submit(number, ask)] for number, (chain, ask) in chosen.items() if chain == at]
+        alone |= run(config_of(family, name), mine)[0]
+
+    def anywhere(instances: list[Instance]) -> int:
+        """Where it costs least, or anywhere else."""
+        return rng.randrange(len(instances)) if rng.random() < 0.2 else dispatched(instances)
+
+    monkeypatch.setattr(stage_rows, "dispatched", anywhere)
+    added = [AddChain(staged(family, name)) for name in NAMES[1:]]
+    submits = {number: Submit(number, ask, chain) for number, (chain, ask) in chosen.items()}
+    said, line = driven(staged(family, "base", stages, stage_replicas=replicas), [added, *schedule(rng, submits, 0.5)])
+    assert said == alone
+    layers = sorted((held.setup.layers.start, len(held.members)) for held in line.ranges.values())
+    assert layers == [(0, 6), (1, 1), (1, 5), (2, 1), (2, 5)]
+    copies = 2 if replicas == "2" else 1
+    assert all(len(held.holders) >= copies for held in line.ranges.values())
+    assert all(stage.kinds["steps"] > 5 for stage in here.made)
+    names = {chain: [held.setup.name for held in path] for chain, path in line.paths.items()}
+    assert line.handed[names[0][0], names[0][1]] > line.handed[names[2][0], names[2][1]] > 0
+
+
+@pytest.mark.parametrize("spare", ["replaced", "not"])
+def test_a_worker_of_a_shared_range_that_is_gone_costs_no_answer(
+    spare: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranges are loaded again, by another or where one is left; what two models had there is computed anew."""
+    asks = dict(enumerate(requests(random.Random(5), 16), 1))
+    alone = dict[int, Reply]()
+    for at, name in enumerate(("base", "narrow")):
+        alone |= run(config_of(family, name), [[Submit(n, ask)] for n, ask in asks.items() if n % 2 == at])[0]
+
+    class Prepared(Script):
+        def take(self, *, wait: bool) -> list[Command]:
+            for stage in here.made[: 1 if spare == "replaced" else 9]:
+                stage.ends = min(stage.ends, stage.heard + 12)
+            return super().take(wait=wait)
+
+    monkeypatch.setattr("tests.blocks.test_shared_ranges.Script", Prepared)
+    submits = [[Submit(n, ask, n % 2)] for n, ask in asks.items()]
+    said, line = driven(staged(family, "base"), [[AddChain(staged(family, "narrow"))], *submits])
+    assert said == alone
+    assert len(here.made) == 2
+    gone = [node.number for node in line.nodes if node.error]
+    assert gone == ([] if spare == "replaced" else [1])
+
+
+def test_ranges_move_beside_those_that_they_hand_rows_to(
+    family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the very function of the simulator, from what was counted; and no bit changes."""
+    monkeypatch.setattr("atts.local.stage_line._LOOKED_AT", 8)
+    asks = dict(enumerate(requests(random.Random(7), 30), 1))
+    alone, _ = run(config_of(family, "middle"), [[Submit(n, ask)] for n, ask in asks.items()])
+    submits: list[list[Command]] = [[Submit(n, ask, 1)] for n, ask in asks.items()]
+    added: list[Command] = [AddChain(staged(family, "middle", 3))]
+    first = SampleRequest((3, 4, 5), 30, Sampling(0.0))
+    said, line = driven(staged(family, "base", 3), [added, [Submit(99, first)], *([[]] * 20), *submits])
+    assert {n: said[n] for n in alone} == alone
+    homes = {name: held.homes for name, held in line.ranges.items()}
+    assert line.crossing(homes) <= line.crossing(line._placed()) / 0.8 + 1
+    assert all(set(held.holders) == set(held.homes) for held in line.ranges.values())
+
+
+def test_a_worker_that_dies_while_it_loads_is_replaced_once(
+    family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was lost: another loads what it was to."""
+    made = list[int]()
+
+    class Weak(StageHere):
+        def __init__(self, name: str, label: str) -> None:
+            super().__init__(name, label)
+            made.append(1)
+            self.ends = 1 if len(made) == 1 else self.ends
+
+    monkeypatch.setattr(stage_process, "StageProcess", Weak)
+    ask = SampleRequest((3, 4, 5), 10, Sampling(1.0), seed=Seed(1))
+    alone, _ = run(config_of(family, "base"), [[Submit(1, ask)]])
+    assert driven(staged(family, "base"), [[Submit(1, ask)]])[0] == alone
+    assert len(made) == 2
+
+
+def test_a_model_that_cannot_be_loaded_hinders_no_other(family: Zoo, here: type[StageHere]) -> None:
+    """The request is told; ranges that only it had are gone, and others go on."""
+    digest = unit_digests(family.folder("end"), 3)[-2]
+    path = family.folder("end").parent.parent / "blocks" / f"{digest}.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    ask = SampleRequest((3, 4, 5), 10, Sampling(1.0), seed=Seed(1))
+    alone, _ = run(config_of(family, "base"), [[Submit(1, ask)]])
+    added: list[Command] = [AddChain(staged(family, "end"))]
+    said, line = driven(staged(family, "base"), [[*added, Submit(2, ask, 1)], [Submit(1, ask)]])
+    assert said[1] == alone[1]
+    assert isinstance(said[2], FailureReply)
+    assert len(line.paths) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_killed_process_of_two_models_costs_no_answer(family: Zoo) -> None:
+    """Two engines on one loop, kill -9 while both write: all answers are those of before, and it is replaced."""
+    options = replace(SHARED, stages=2, kv_tokens=4096)
+    asks = [SampleRequest((5, 6, 7 + at), 150, Sampling(0.9), seed=Seed(at), rollout=f"r{at}") for at in range(8)]
+    engines = [LocalEngine(family.folder(name), name=name, options=options) for name in ("base", "narrow")]
+    async with engines[0], engines[1]:
+        wanted = [[(await engine.sample(ask)).ids for ask in asks] for engine in engines]
+        assert len(stage_processes()) == 1
+        found = dict[tuple[int, int], Completion]()
+
+        async def again(at: int, number: int) -> None:
+            found[at, number] = await engines[at].sample(replace(asks[number], rollout=f"again{number}"))
+
+        async def kill() -> None:
+            await anyio.sleep(0.05)
+            os.kill(min(stage_processes()), signal.SIGKILL)
+
+        with anyio.fail_after(120):
+            calls: list[Callable[[], Awaitable[None]]] = [kill]
+            calls += [partial(again, at, number) for at in (0, 1) for number in range(8)]
+            await collect(calls)
+            assert all(done.ids == wanted[at][number] for (at, number), done in found.items())
+            while len(stage_processes()) < 1:
+                await engines[0].sample(asks[0])
+    assert not stage_processes()

@@ -146,7 +146,7 @@ async def test_stages_in_actors_say_what_one_process_says(cluster: Any) -> None:
         assert len(stages) == 2
         os.kill(stages[0], signal.SIGKILL)
         with anyio.fail_after(120):
-            with pytest.raises(EngineUnavailable, match="a stage of it died"):
+            with pytest.raises(EngineUnavailable, match="the stage of layers . to . died"):
                 await engine.sample(ask)
             assert await cast(RayEngine, engine).comes_back()  # as a run waits before it asks again
             assert (await engine.sample(ask)).logprobs == wanted.logprobs

@@ -18,6 +18,8 @@ from atts.local.sequence import Sequence
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Draws = tuple[Sequence, list[int], list[float]]
+"""Tokens and log-probs at the places that a sequence was computed at."""
 MANY = 4
 """Rows of a sequence in a step from which on all attend by the kernels for many, whatever the model; fewer may not."""
 
@@ -320,7 +322,7 @@ class StepBatches:
 
     def of(self, plan: StepPlan, table: SlotIds) -> StepBatch:
         """The plan's; to be read before the next one is asked for."""
-        if plan.proposals or not all(map(_is_last, plan.prefills)):
+        if plan.proposals or not all(map(is_last, plan.prefills)):
             self._kept = None
             return step_batch(plan, table)
         sequences = plan.decoding + [chunk.sequence for chunk in plan.prefills]
@@ -336,7 +338,7 @@ class StepBatches:
         return batch
 
 
-def _is_last(chunk: PrefillChunk) -> bool:
+def is_last(chunk: PrefillChunk) -> bool:
     """Whether it is the last given token alone, sampled after, and computed in all layers: like one that decodes."""
     sequence, start, stop, first = chunk
     return stop - start == 1 and first == start >= sequence.borrowed and not sequence.is_scoring

@@ -37,7 +37,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None
     "atts_logits": (None, _POINTER, _POINTER, _INT, _POINTER, _INT),
     "atts_score": (None, _POINTER, _INT),
     "atts_sample": (None, _POINTER),
-    "atts_draw_ahead": (None, *[_POINTER] * 5, _INT, _POINTER, _INT),
+    "atts_draw_ahead": (_INT, *[_POINTER] * 5, _INT, _POINTER, _INT),
     "atts_logprobs": (None, _POINTER, _INT, _INT, _POINTER, _POINTER),
 }
 

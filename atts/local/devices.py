@@ -40,3 +40,9 @@ def own_stream(device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()
     torch.cuda.synchronize(device)
     return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether numpy, torch or a GPU's allocator refused; torch on a CPU and CUDA's libraries say so in words only."""
+    words = "allocate memory", "out of memory", "ALLOC_FAILED"
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words))

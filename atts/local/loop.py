@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ from torch import Tensor
 from atts.core import SampleRequest
 from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.errors import EngineUnavailable
-from atts.local.batch import Model, PrefillChunk, StepBatches, StepPlan
+from atts.local.batch import Draws, Model, PrefillChunk, StepBatches, StepPlan
+from atts.local.bursts import Bursts
 from atts.local.chains import ChainModel
+from atts.local.devices import is_out_of_memory
 from atts.local.drawing import DrawnTokens, beginning, draw_scored, extend_drawn
 from atts.local.messages import (
     AddChain,
@@ -27,6 +29,7 @@ from atts.local.messages import (
     Command,
     FailureKind,
     FailureReply,
+    Inbox,
     LoopReport,
     LoopStats,
     Reply,
@@ -44,15 +47,6 @@ _REPORT_SECONDS = 0.2
 """How stale the counters may get while nothing is finished."""
 
 
-class Inbox(Protocol):
-    """Where commands come from."""
-
-    def take(self, *, wait: bool) -> list[Command]:
-        """All commands so far; with `wait`, at least one."""
-        ...
-
-
-Draws = tuple[Sequence, list[int], list[float]]  # tokens and log-probs at the places that a sequence was computed at
 ScoredChunk = tuple[PrefillChunk, list[float], Tensor | None]
 
 
@@ -84,6 +78,7 @@ class StepLoop:
         self._reported_at = 0.0
         self._sampling: tuple[list[Sequence], SamplingBatch] = ([], batch_sampling([], 1))
         self._batches = StepBatches()
+        self._bursts = Bursts.of(model, scheduler, token_table) if speculation is None else None
         self._is_closing = False
 
     def run(self, inbox: Inbox) -> None:
@@ -163,6 +158,8 @@ class StepLoop:
 
     def _compute(self, plan: StepPlan) -> Computed:
         """Feed the plan's tokens, then sample and score; no sequence changes."""
+        if self._bursts is not None and (turns := self._bursts.turns(plan)) > 1:
+            return self._burst(plan, *self._bursts.draw(plan, self._batches.of(plan, self._scheduler.table), turns))
         hidden = self._hidden(plan) if plan.decoding or plan.prefills else None
         started, chunks = plan.started(), plan.scored()
         sequences = plan.ready + plan.decoding + started
@@ -175,6 +172,14 @@ class StepLoop:
             firsts=self._score_first_tokens(chunks),
             drawn=list(draw_scored(self._model, chunks, hidden[count:])) if hidden is not None else [],
         )
+
+    def _burst(self, plan: StepPlan, drawn: list[Draws], logits: Tensor) -> Computed:
+        """As many steps as were drawn at once; the logits are those after the first."""
+        more = len(drawn[0][1]) - 1
+        self._stats.steps += more
+        self._stats.step_sequences += more * plan.size
+        started = dict(zip(plan.started(), logits[len(plan.decoding) :], strict=True))
+        return Computed(drawn, started, [], [], [])
 
     def _hidden(self, plan: StepPlan) -> Tensor:
         """The states that follow from what a plan feeds."""
@@ -289,8 +294,8 @@ class StepLoop:
         """Append what is to be written; a prompt fed to its end, to these logits, is cached for its siblings."""
         if started is not None and not math.isnan(logprobs[0]):
             self._cache(sequence, started)
-        path = self._speculation.settle(sequence, tokens) if self._speculation and len(tokens) > 1 else (0,)
-        for place, row in enumerate(path):
+        path = self._speculation.settle(sequence, tokens) if self._speculation and len(tokens) > 1 else None
+        for place, row in enumerate(range(len(tokens)) if path is None else path):
             sequence.num_computed += place > 0  # a proposed token that stands was fed
             if not self._append(sequence, tokens[row], logprobs[row]):
                 break
@@ -392,9 +397,3 @@ class StepLoop:
         replies, self._replies = tuple(self._replies), []
         self._reported_at = perf_counter()
         self._send(LoopReport(replies, self.stats()))
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether numpy, torch or a GPU's allocator refused; torch on a CPU and CUDA's libraries say so in words only."""
-    words = "allocate memory", "out of memory", "ALLOC_FAILED"
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words))

@@ -7,7 +7,7 @@ import subprocess
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol
 
 from atts.core import Beginning, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.engine import EngineCounters
@@ -203,6 +203,14 @@ class LoopStats(EngineCounters):
 
 Command = Submit | AddChain | Cancel | Close
 Reply = SampleReply | ScoreReply | FailureReply
+
+
+class Inbox(Protocol):
+    """Where commands come from."""
+
+    def take(self, *, wait: bool) -> list[Command]:
+        """All commands so far; with `wait`, at least one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class _Scoring(ctypes.Structure):
 class _Sampling(ctypes.Structure):
     _fields_ = [
         *members("num_rows vocabulary", INT),
-        *members("logits temperatures uniforms tokens logprobs scratch", POINTER),
+        *members("logits temperatures uniforms tokens logprobs scratch ends", POINTER),
     ]
 
 
@@ -101,6 +101,7 @@ class AheadBatch(NamedTuple):
     counts: NDArray[np.int64]  # [turns] how many of them draw
     temperatures: Tensor  # [sequences] float64
     uniforms: NDArray[np.float64]  # [turns, sequences]
+    ends: NDArray[np.uint8] | None = None  # [vocabulary] tokens whose turn is the last one
 
 
 class NativeModel:
@@ -153,6 +154,11 @@ class NativeModel:
             next_items=self._next_items.ctypes.data,
             last_unit=2 * config.num_layers + 2,
         )
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its shape."""
+        return self._config
 
     @property
     def device_name(self) -> str:
@@ -225,10 +231,13 @@ class NativeModel:
         all_ = 0, len(x), 0, len(batch.table_rows), 0, len(hidden)
         self.run(step, np.array([(self.address, *units, 0, 0, *all_)]))
 
-    def draw_ahead(self, ahead: AheadBatch, table: SlotIds, logits: Tensor | None = None) -> NDArray[np.int64]:
+    def draw_ahead(
+        self, ahead: AheadBatch, table: SlotIds, logits: Tensor | None = None, logprobs: _Floats | None = None
+    ) -> NDArray[np.int64]:
         """Tokens to come, [turns, sequences], each drawn after the one before and fed, in groups, to draw the next.
 
-        What they were drawn from is written to `logits`, [turns, sequences, vocabulary], where these are given.
+        What they were drawn from is written to `logits`, [turns, sequences, vocabulary], where these are given, and
+        what each is under the raw distribution to `logprobs`, [turns, sequences].
         """
         count, vocabulary = len(ahead.temperatures), self._config.vocabulary
         apart = 0 if logits is None else count * vocabulary
@@ -247,11 +256,13 @@ class NativeModel:
             temperatures=ahead.temperatures.data_ptr(),
             uniforms=_address(ahead.uniforms),
             tokens=_address(tokens),
+            logprobs=None if logprobs is None else _address(logprobs),
             scratch=_address(self._sample_scratch),
+            ends=None if ahead.ends is None else _address(ahead.ends),
         )
         parts = [ctypes.byref(part) for part in (self._model, self._grouped, self._step, following, sampling)]
-        self._library.atts_draw_ahead(*parts, len(tokens), _address(ahead.counts), apart)
-        return tokens
+        turns: int = self._library.atts_draw_ahead(*parts, len(tokens), _address(ahead.counts), apart)
+        return tokens[:turns]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Their logits: [logits, vocabulary] float32."""

@@ -9,8 +9,8 @@ from time import perf_counter
 from torch import Tensor
 
 from atts.local.batch import StepPlan, step_batch
-from atts.local.loop import Inbox, StepLoop
-from atts.local.messages import Cancel, Command, LoopReport
+from atts.local.loop import StepLoop
+from atts.local.messages import Cancel, Command, Inbox, LoopReport
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import TokenTable
 from atts.local.stage_line import Flight

@@ -17,8 +17,8 @@ from atts.errors import EngineError
 from atts.local.allocator import SlotAllocator
 from atts.local.build import MakeModel
 from atts.local.compiling import native_library
+from atts.local.devices import is_out_of_memory
 from atts.local.loader import Weights
-from atts.local.loop import is_out_of_memory
 from atts.local.messages import Cancel, Command, FailureReply, Submit, WorkerConfig
 from atts.local.native_model import NativeModel
 from atts.local.prefix import PrefixNode, PrefixTree

@@ -98,6 +98,7 @@ typedef struct {
   const double *temperatures, *uniforms;
   int64_t *tokens;
   float *logprobs, *scratch;  // no logprobs: they are not wanted
+  const uint8_t *ends;        // [vocabulary] tokens that may be a text's last; none: nobody asks
 } Sampling;
 void atts_sample(const Sampling *sampling);
 

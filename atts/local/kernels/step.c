@@ -285,9 +285,10 @@ EXPORT void atts_logits(const Model *model, const float *hidden, int64_t n, floa
 
 // Draws `turns` tokens for each sequence of `first`, which feeds what it was not fed yet; every token is fed, as a row of
 // `next`, to draw the one after, which the model `later` computes. Turn after turn: uniforms and tokens, as many as there
-// are sequences; `counts` go on. The logits of a turn lie `apart` numbers after those of the one before.
-EXPORT void atts_draw_ahead(const Model *model, const Model *later, const Step *first, const Step *next,
-                            const Sampling *sampling, int64_t turns, const int64_t *counts, int64_t apart) {
+// are sequences; `counts` go on. The logits of a turn lie `apart` numbers after those of the one before. The last turn is
+// one in which a token among `ends` was drawn, if that comes earlier; how many there were.
+EXPORT int64_t atts_draw_ahead(const Model *model, const Model *later, const Step *first, const Step *next,
+                               const Sampling *sampling, int64_t turns, const int64_t *counts, int64_t apart) {
   Step step = *first;
   Sampling own = *sampling;
   for (int64_t turn = 0; turn < turns; turn++) {
@@ -296,10 +297,13 @@ EXPORT void atts_draw_ahead(const Model *model, const Model *later, const Step *
     atts_logits(model, step.hidden, count, (float *)own.logits, step.threads);
     own.num_rows = count;
     atts_sample(&own);
-    if (turn == 0) step = *next, model = later;
-    step.tokens = own.tokens;
+    int is_last = turn + 1 == turns;
+    for (int64_t i = 0; own.ends && i < count; i++) is_last |= own.ends[own.tokens[i]];
+    if (is_last) return turn + 1;
     own.uniforms += sampling->num_rows, own.tokens += sampling->num_rows, own.logits += apart;
-    if (turn + 1 == turns) return;
+    if (own.logprobs) own.logprobs += sampling->num_rows;
+    if (turn == 0) step = *next, model = later;
+    step.tokens = own.tokens - sampling->num_rows;
     step.rows.to = step.sequences.to = step.logits.to = counts[turn + 1];
     for (int64_t i = 0; turn && i < counts[turn + 1]; i++) {
       int64_t place = ((int64_t *)step.context_lens)[i]++;
@@ -307,4 +311,5 @@ EXPORT void atts_draw_ahead(const Model *model, const Model *later, const Step *
       ((int64_t *)step.slots)[i] = step.table[step.table_rows[i] * step.table_width + place];
     }
   }
+  return turns;
 }

@@ -1,0 +1,73 @@
+"""Several steps in one call of the kernels write what single ones do, and stop where a text may end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from atts.core import SampleRequest, Sampling
+from atts.local.bursts import Bursts
+from atts.local.messages import Cancel, Command, SampleReply, Submit
+from atts.local.native_model import NativeModel
+from atts.tokenizing import ModelTokenizer
+from tests.local.speculating import LAWS, Driven, Make, ids_of, requests, run, same, texts
+
+PLAIN = (Sampling(0.0), Sampling(0.7), Sampling(1.0))
+
+
+class Watched:
+    """Counts the calls of the kernels that draw, and the tokens of each sequence that came of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """From now on."""
+        self.turns, drawn = list[int](), NativeModel.draw_ahead
+
+        def draw(model: NativeModel, *args: Any) -> Any:
+            tokens = drawn(model, *args)
+            self.turns.append(len(tokens))
+            return tokens
+
+        monkeypatch.setattr(NativeModel, "draw_ahead", draw)
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch, *args: Any) -> Driven:
+    """The same script with a call for every step."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Bursts, "turns", lambda *args: 1)
+        return run(*args)
+
+
+@pytest.mark.parametrize("laws", [PLAIN, LAWS])
+@pytest.mark.parametrize("count", [1, 5, 14])
+def test_bursts_change_no_token(count: int, laws: Any, make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids, ends and log-probabilities to the bit; all but the first steps and the last are counted as what they are."""
+    folder, watched = make_model("llama"), Watched(monkeypatch)
+    first, *others = requests(count, 40, laws)
+    orders: list[list[Command]] = [[first], [], [*others], [Cancel(3)], [], [Submit(99, first.request)]]
+    plain = one_by_one(monkeypatch, folder, orders)
+    assert not watched.turns
+    done = run(folder, orders)
+    assert same(plain, done)
+    assert max(watched.turns, default=0) == 8, "a burst has so many turns at most"
+    if laws is PLAIN:
+        assert len(watched.turns) < done.stats.steps / 3
+    assert done.stats.step_sequences >= done.stats.sampled_tokens - done.stats.free_tokens
+
+
+def test_a_burst_stops_at_a_token_that_may_end_a_text(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a reply waits for nobody, and nothing is computed in vain: with a stop string, a stop id, and neither."""
+    folder, watched = make_model("llama"), Watched(monkeypatch)
+    request = SampleRequest(ids_of(1, 12), 16, Sampling(1.0))
+    text = texts(run(folder, [[Submit(1, request)]]))[1]
+    assert watched.turns == [8, 7], "the first token is drawn where the prompt is read"
+    pieces = ModelTokenizer(folder, "tiny").pieces
+    place = next(n for n in range(2, 14) if text[n] not in text[:n] and pieces[text[n]].isascii())
+    for ending in (replace(request, stop_ids=(text[place],)), replace(request, stop=(pieces[text[place]].decode(),))):
+        watched.turns.clear()
+        done = run(folder, [[Submit(1, ending)]])
+        reply = done.replies[1]
+        assert isinstance(reply, SampleReply)
+        assert (reply.ids, reply.ended) == (text[: place + 1], "delimiter")
+        assert (1 + sum(watched.turns), done.stats.steps) == (place + 1, place + 1)

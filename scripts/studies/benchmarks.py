@@ -6,14 +6,14 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.studies.harness import EFFORTS, Table, drawing, picture_name
+from scripts.studies.charts import draw
+from scripts.studies.harness import EFFORTS, Row, Table
 from scripts.studies.machine import pair_mark
-from scripts.studies.summary import summary
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "benchmarks"
@@ -22,8 +22,6 @@ MARK = re.compile(
     r"(<!-- end -->)",
     re.DOTALL,
 )
-
-_WANTED = {"study", "tables", "effort"}
 _ON_THE_PAIR = {"pipelines", "speculation", "overlap", "against", "frontier", "ablations", "models", "local", "scale"}
 
 
@@ -37,7 +35,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a study wrote, its parts together."""
+    """What a study wrote, its parts together: tables by title, those that count most first."""
 
     study: str
     effort: str
@@ -47,11 +45,11 @@ class Record:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """Those that count most first: titles may differ by the number of problems."""
+        """Without their pictures."""
         return tuple(one.table for one in self.kept.values())
 
     def find(self, title: str) -> Kept:
-        """The table whose title begins so.
+        """The table whose title begins so: titles may differ by the number of problems.
 
         :raises KeyError: there is none.
         """
@@ -79,17 +77,18 @@ def read(folder: Path) -> dict[str, Record]:
     Of two tables of one title counts that of the greater effort, then the newer.
     """
     found: dict[str, Record] = {}
-    written = [(path, json.loads(path.read_text())) for path in folder.rglob("*.json")]
-    studies = [(path, fields) for path, fields in written if isinstance(fields, dict) and _WANTED <= fields.keys()]
-    for _, fields in sorted(studies, key=lambda one: (EFFORTS.index(one[1]["effort"]), one[0].stat().st_mtime)):
-        name = str(fields["study"])
+    written = [(path.stat().st_mtime, json.loads(path.read_text())) for path in folder.rglob("*.json")]
+    studies = [
+        (EFFORTS.index(fields["effort"]), when, fields)
+        for when, fields in written
+        if isinstance(fields, dict) and {"study", "tables", "effort"} <= fields.keys()
+    ]
+    for _, _, fields in sorted(studies, key=lambda one: one[:2]):
+        name, tables = str(fields["study"]), [Table.read(table) for table in fields["tables"]]
         study = name.split("-")[0]
-        made = {
-            table["title"]: Kept(Table.read(table), picture_name(name, number))
-            for number, table in enumerate(fields["tables"])
-        }
+        made = {table.title: Kept(table, f"{name}-{number}.svg") for number, table in enumerate(tables, 1)}
         older = found[study].kept if study in found else {}
-        kept = {**made, **{title: one for title, one in older.items() if title not in made}}
+        kept = made | {title: one for title, one in older.items() if title not in made}
         found[study] = Record(study, str(fields["effort"]), fields.get("machine", {}), kept, fields.get("spent") or {})
     return found
 
@@ -115,18 +114,18 @@ def fill(page: str, records: Mapping[str, Record], pictures: Path | None = None)
 def _part(found: re.Match[str], records: Mapping[str, Record], pictures: Path | None) -> str:
     if found["what"] == "summary":
         return summary({name: record.tables for name, record in records.items()}, found["held"]).body()
-    study = found["study"]
-    if study not in records:
-        raise KeyError(f"no study {study} was run")
+    if found["study"] not in records:
+        raise KeyError(f"no study {found['study']} was run")
+    record = records[found["study"]]
     if found["what"] == "machine":
-        return records[study].words()
-    one = records[study].find(found["title"])
+        return record.words()
+    one = record.find(found["title"])
     text = f"**{one.table.title}**\n\n{one.table.body()}"
     if one.table.chart is None:
         return text
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
-        (pictures / one.picture).write_text(drawing(one.table))
+        (pictures / one.picture).write_text(draw(one.table))
     return f"{text}\n\n![{one.table.title}]({one.picture})"
 
 
@@ -149,6 +148,76 @@ def main() -> None:
     for picture in FOLDER.glob("*.svg"):
         if picture.name not in told:  # of a table that is shown no more
             picture.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A question a reader has, the study and the beginnings of the tables that answer it, the command, the limits."""
+
+    question: str
+    study: str
+    titles: tuple[str, ...]
+    command: str
+    limits: str
+
+    def answer(self, tables: Sequence[Table]) -> str:
+        """The headlines of these tables; empty where one is missing. Of several with one beginning the first counts."""
+        found = [
+            next((one.headline for one in tables if one.headline and one.title.startswith(title)), "")
+            for title in self.titles
+        ]
+        return "; ".join(found) if all(found) else ""
+
+
+def summary(studies: Mapping[str, Sequence[Table]], held: str = "") -> Table:
+    """The headlines of what was run; a claim whose study was not keeps the row that the table held, or says so."""
+    kept = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in held.splitlines() if "](" in line}
+    rows: list[Row] = []
+    for claim in CLAIMS:
+        question = f"[{claim.question}](docs/benchmarks/{claim.study}.md)"
+        answer = claim.answer(studies.get(claim.study, ())) or kept.get(question, "not measured")
+        rows.append((question, answer, f"`{claim.command}`", claim.limits))
+    return Table.of("In five minutes", "question | measured | command | limits", rows)
+
+
+CLAIMS = tuple(
+    Claim(*fields)
+    for fields in (
+        ("How much faster than target-only?", "pipelines", ("Time, throughput", "Time, latency"),
+         "./scripts/bench pipelines-time",
+         "embedded models on two shared cores; reading is cheap beside writing on a GPU, not here (next but one)"),
+        ("At which accuracy?", "pipelines", ("The claim: ",), "./scripts/bench pipelines --full",
+         "embedded models, graded arithmetic"),
+        ("And where each engine has GPUs of its own?", "scale", ("What is gained",), "./scripts/scale",
+         "virtual time with published costs; all methods write equally much; accuracy is not simulated"),
+        ("How exact is the rate, beside the published rule?", "calibration",
+         ("Every mode on the real stream at rate 0.4",), "./scripts/bench calibration",
+         "recorded scores of one pair on 100 questions; what other decisions would have led to is not replayed"),
+        ("And in a live run?", "against", ("Methods side by side: embedded pair",), "./scripts/bench against",
+         "by question: each has few decisions: coins at the nominal rate would err as well, by less"),
+        ("Would another default be better?", "ablations", ("Which defaults would change",), "./scripts/bench ablations",
+         "the embedded pair; narrow wins are not looked for on so few problems"),
+        ("What does the scheduler cost?", "graph", ("CPU microseconds per rollout of 12 nodes",),
+         "./scripts/bench graph", "asyncio, this machine"),
+        ("What does one client send to a server?", "remote", ("Throughput",), "./scripts/bench remote",
+         "server and client share the machine's cores"),
+        ("How fast is the local engine?", "local", ("Decoding",), "./scripts/bench local --full",
+         "this machine, float32, one thread on each side"),
+        ("Where does it saturate at cluster scale?", "scale", ("Replicas of both engines", "Work that grows"),
+         "./scripts/scale",
+         "virtual time; a fixed evaluation is bounded by its longest rollout; no networks, no load balancers"),
+        ("How far off is the simulation?", "scale", ("Predicted and measured",), "./scripts/bench scale",
+         "validated on this machine's embedded pair only; GPU costs are published fits"),
+        ("Are the paper's 56.7x and 4.14x reachable?", "scale", ("The published headline figures",), "./scripts/scale",
+         "the paper does not state its baselines; ours are named"),
+        ("How right are verdicts on answers?", "grading", ("model answers",), "./scripts/bench grading",
+         "pairs judged by one reader; every checker with its own defaults"),
+        ("Does a killed run lose anything?", "crash", ("Runs killed",), "./scripts/bench crash --full",
+         "scripted engines, a frozen gate"),
+        ("Does it run for ever?", "soak", ("Soak: what the process holds",), "./scripts/bench soak --full",
+         "an hour, not a month"),
+    )
+)  # fmt: skip
 
 
 if __name__ == "__main__":

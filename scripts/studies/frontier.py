@@ -13,8 +13,7 @@ import anyio
 from atts.api import evaluate
 from atts.errors import UsageError
 from scripts.studies.arms import Arm, Sum, arm, right
-from scripts.studies.charts import Chart
-from scripts.studies.harness import Options, Row, Table, interval, say
+from scripts.studies.harness import Chart, Options, Row, Table, interval, say
 
 
 def study(options: Options) -> list[Table]:

@@ -10,7 +10,7 @@ from atts.evaluators import compare_runs, mean_estimate
 from scripts.studies.gpu_lab import Lab
 from scripts.studies.gpu_loops import least_step, shape_of
 from scripts.studies.gpu_pairs import ARMS, RATE
-from scripts.studies.tables import Row, Table, figure, points
+from scripts.studies.harness import Row, Table, figure, points
 
 
 def tables(lab: Lab) -> list[Table]:

@@ -1,4 +1,4 @@
-"""What every study shares: options, interleaved measuring, tables out as text, JSON, Markdown and charts."""
+"""What every study shares: options, measuring in turn, results as tables in Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from atts.evaluators import Estimate
-from scripts.studies.charts import draw
 from scripts.studies.machine import Machine
-from scripts.studies.tables import Cell as Cell
-from scripts.studies.tables import Row as Row
-from scripts.studies.tables import Table as Table
-from scripts.studies.tables import figure as figure
-from scripts.studies.tables import points as points
 
 T = TypeVar("T")
 Effort = Literal["quick", "default", "full"]
 EFFORTS: tuple[Effort, ...] = get_args(Effort)
+Scaling = Literal["linear", "log"]
+Cell = str | int | float | None
+Row = tuple[Cell, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +42,99 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
+class Chart:
+    """Which columns of a table are drawn: `x` across, `y` up, one line per value of `by` (none: one line).
+
+    With a `value`, cells of that column's colour instead, a panel per value of `by`, the column `note` written in them.
+    """
+
+    x: str
+    y: str
+    by: str = ""
+    x_scaling: Scaling = "linear"
+    y_scaling: Scaling = "linear"
+    value: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One result: named columns, rows, and notes that say what a reader must know."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = field(default=())
+    chart: Chart | None = None  # drawn from the table's own cells
+    shown: Literal["rows", "chart only"] = "rows"  # in Markdown; JSON has everything
+    headline: str = ""  # what BENCHMARKS.md says of it
+
+    @classmethod
+    def of(cls, title: str, header: str, rows: Iterable[Row], *notes: str, **more: Any) -> Table:
+        """A table whose header is written as in Markdown: "method | seconds"; `more` are the fields after the notes.
+
+        :raises AssertionError: a row has another number of cells than the header.
+        """
+        columns, held = tuple(name.strip() for name in header.split("|")), tuple(rows)
+        assert all(len(row) == len(columns) for row in held), f"{title}: {header}: a row of another length"
+        return cls(title, columns, held, notes, **more)
+
+    @classmethod
+    def read(cls, fields: Mapping[str, Any]) -> Table:
+        """The table that a study's JSON holds."""
+        made: dict[str, Any] = {**fields, "rows": tuple(map(tuple, fields["rows"]))}
+        made |= {name: tuple(fields[name]) for name in ("columns", "notes")}
+        made["chart"] = Chart(**fields["chart"]) if fields.get("chart") else None
+        return cls(**made)
+
+    def body(self) -> str:
+        """The table as GitHub Markdown without its title, notes last."""
+        if self.shown == "chart only":
+            return "\n".join(self.notes)
+        lines = ["| " + " | ".join(self.columns) + " |", "|" + " --- |" * len(self.columns)]
+        lines += ["| " + " | ".join(_text(cell) for cell in row) + " |" for row in self.rows]
+        return "\n".join([*lines, "", *self.notes]).strip()
+
+    def markdown(self) -> str:
+        """The same under its title."""
+        return f"### {self.title}\n\n{self.body()}\n"
+
+
+def _text(cell: Cell) -> str:
+    if isinstance(cell, float):
+        return figure(cell) if math.isfinite(cell) else "-"
+    return "-" if cell is None else str(cell).replace("|", "\\|")
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """A number with the digits that count; large ones in full, as people write them.
+
+    >>> figure(0.123456), figure(11_151.7), figure(2713.4, 3), figure(9999.7)
+    ('0.1235', '11,150', '2,710', '10,000')
+    """
+    rounded = f"{value:.{digits}g}"
+    return f"{float(rounded):,.0f}" if math.isfinite(value) and "e+" in rounded else rounded
+
+
+def times(factor: float) -> str:
+    """A factor, to two digits: more of one are not read."""
+    return f"{factor:.0f}x" if factor >= 9.95 else f"{factor:.1f}x"
+
+
+def interval(estimate: Estimate) -> str:
+    """A rate with its 95 % interval; a dash where there is none."""
+    if estimate.n_problems == 0 or math.isnan(estimate.value):
+        return "-"
+    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
+
+
+def points(estimate: Estimate, digits: int = 2) -> str:
+    """A difference in points with its interval."""
+    value, low, high = (f"{100 * each:+.{digits}f}" for each in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [{low}, {high}]"
+
+
+@dataclass(frozen=True, slots=True)
 class Spread:
     """Median, minimum and maximum of repeated measurements."""
 
@@ -58,21 +148,14 @@ class Spread:
         """The spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values), len(values))
 
+    def fixed(self, digits: int = 2) -> str:
+        """With so many digits after the point; the median alone where there is one value."""
+        median, low, high = (f"{value:.{digits}f}" for value in (self.median, self.low, self.high))
+        return median if self.n == 1 else f"{median} [{low}, {high}]"
+
     def __str__(self) -> str:
         median, low, high = (figure(value, 3) for value in (self.median, self.low, self.high))
         return f"{median} [{low}, {high}] n={self.n}"
-
-
-def times(factor: float) -> str:
-    """A factor, to two digits: more of one are not read."""
-    return f"{factor:.0f}x" if factor >= 9.95 else f"{factor:.1f}x"
-
-
-def interval(estimate: Estimate) -> str:
-    """A rate with its 95 % interval; a dash where there is none."""
-    if estimate.n_problems == 0 or math.isnan(estimate.value):
-        return "-"
-    return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def interleaved(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
@@ -93,16 +176,18 @@ def ratio(values: Mapping[str, Sequence[float]], over: str, under: str) -> Sprea
 
 def cpu_seconds(work: Callable[[], object]) -> float:
     """Processor seconds of one call in this process."""
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+    return _seconds(work, time.process_time)
 
 
 def wall_seconds(work: Callable[[], object]) -> float:
     """Wall seconds of one call."""
-    start = time.perf_counter()
+    return _seconds(work, time.perf_counter)
+
+
+def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 class Spent:
@@ -140,17 +225,17 @@ def tree_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    """Of this process and of the children that have ended: user and system time."""
+    return sum(os.times()[:4])
 
 
 def _busy_seconds() -> float:
+    """Of all processors since the machine started, but idle and waiting for disks."""
     try:
-        first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+        user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split()[1:9])
     except OSError:
         return math.nan
-    user, nice, system, _, _, irq, softirq, steal = (float(value) for value in first[1:9])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + sum(others)) / os.sysconf("SC_CLK_TCK")
 
 
 def say(words: str) -> None:
@@ -167,22 +252,9 @@ def emit(
     """
     facts = "\n".join(f"- {line}" for line in machine.words())
     text = f"## {name} ({options.effort}, seed {options.seed})\n\n{facts}\n\n"
-    text += "\n".join(table.markdown() for table in tables)
-    print(text)
-    if options.out is None:
-        return
-    options.out.mkdir(parents=True, exist_ok=True)
-    about = {"study": name, "effort": options.effort, "seed": options.seed, "machine": machine.fields(), "spent": spent}
-    record = {**about, "tables": [asdict(table) for table in tables]}
-    (options.out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-
-
-def drawing(table: Table) -> str:
-    """The chart of a table that has one, as SVG."""
-    assert table.chart is not None, "asked of tables with a chart"
-    return draw(table.title, table.chart, table.columns, table.rows)
-
-
-def picture_name(study: str, number: int) -> str:
-    """The file of a table's chart."""
-    return f"{study}-{number + 1}.svg"
+    print(text + "\n".join(table.markdown() for table in tables))
+    if (file := options.file(f"{name}.json")) is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        about = {"study": name, "effort": options.effort, "seed": options.seed, "machine": machine.fields()}
+        record = {**about, "spent": spent, "tables": [asdict(table) for table in tables]}
+        file.write_text(json.dumps(record, indent=1) + "\n")

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from scripts.studies.arms import Ledger, Sum, right, share
-from scripts.studies.charts import Chart
-from scripts.studies.harness import Row, Table, interval, points
+from scripts.studies.harness import Chart, Row, Table, interval, points
 
 
 def methods(

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from scripts.studies.charts import Chart
-from scripts.studies.harness import Options, Row, Table, say, times
+from scripts.studies.harness import Chart, Options, Row, Table, say, times
 from scripts.studies.machine import pair_name
 from scripts.studies.parts import Parts
 from scripts.studies.scale_cells import Cell, Found, Method, Results

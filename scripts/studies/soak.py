@@ -9,8 +9,7 @@ from statistics import median
 
 import anyio
 
-from scripts.studies.charts import Chart
-from scripts.studies.harness import Options, Row, Table
+from scripts.studies.harness import Chart, Options, Row, Table
 from tests.run.soaking import Kind, Level, Tally, soak
 
 _NOISE = 0.02  # share by which memory and objects may rise and still be called flat

@@ -9,8 +9,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from scripts.studies.arms import Solved
-from scripts.studies.charts import Chart
-from scripts.studies.harness import Row, Spread, Table, figure
+from scripts.studies.harness import Chart, Row, Spread, Table, figure
 
 ALONE = "target-only"
 METHODS = ("target-only, speculating", "exact", "atts", "ordinal", "draft-only")

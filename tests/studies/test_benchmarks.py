@@ -17,7 +17,6 @@ pages = pytest.importorskip("scripts.studies.benchmarks", reason="needs a checko
 scale = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
 cells = pytest.importorskip("scripts.studies.scale_cells", reason="needs a checkout")
 soak = pytest.importorskip("scripts.studies.soak", reason="needs a checkout")
-words = pytest.importorskip("scripts.studies.summary", reason="needs a checkout")
 
 LIMITS = {
     "copy_gib_per_second": 8.0,
@@ -34,7 +33,7 @@ def _emit(
     effort: str = "quick",
     title: str = "Growth of things",
 ) -> None:
-    chart = charts.Chart("n", "seconds", "who", "log")
+    chart = harness.Chart("n", "seconds", "who", "log")
     found = harness.Table(title, ("n", "seconds", "who"), rows, ("A note.",), chart)
     here = machine.Machine("a processor", 2, 4.0, 0.5, **LIMITS, software="Python")
     harness.emit("toy", [found], harness.Options(effort, 0, folder), here)
@@ -94,7 +93,7 @@ def test_a_chart_is_an_svg_with_a_line_per_name(tmp_path: Path) -> None:
     """Well-formed, named, every series drawn once with all its points."""
     _emit(tmp_path, ((1, 2.0, "a"), (2, 4.0, "a"), (1, 3.0, "b <&>"), (4, None, "b <&>"), (0, 1.0, "a")))
     found = pages.read(tmp_path)["toy"].find("Growth")
-    svg = tree.fromstring(harness.drawing(found.table))
+    svg = tree.fromstring(charts.draw(found.table))
     assert svg.tag == "{http://www.w3.org/2000/svg}svg"
     assert svg.get("aria-label") == "Growth of things"
     texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
@@ -184,11 +183,11 @@ def test_another_column_or_a_lost_picture_is_another_structure(small: Path) -> N
 def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(small: Path) -> None:
     """No number is made up for a study that was not run; what the page held of it stays."""
     found = {name: record.tables for name, record in pages.read(small).items()}
-    answers = {row[0]: str(row[1]) for row in words.summary(found).rows}
-    assert len(answers) == len(words.CLAIMS)
+    answers = {row[0]: str(row[1]) for row in pages.summary(found).rows}
+    assert len(answers) == len(pages.CLAIMS)
     unknown = {question for question, answer in answers.items() if answer.startswith("not measured")}
-    held = words.summary(found).body().replace("not measured", "4 days")
-    kept = {row[0]: str(row[1]) for row in words.summary(found, held).rows}
+    held = pages.summary(found).body().replace("not measured", "4 days")
+    kept = {row[0]: str(row[1]) for row in pages.summary(found, held).rows}
     assert {question for question, answer in kept.items() if answer.startswith("4 days")} == unknown
     assert any("saturate" in question for question in answers.keys() - unknown)
     assert any("for ever" in question for question in answers.keys() - unknown)

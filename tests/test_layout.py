@@ -40,7 +40,7 @@ FLOORS: list[set[str]] = [
         "atts.engine",
         "atts.graph",
         "atts.journal",
-        "atts.decode",
+        "atts.sampling",
         "atts.speculation",
         "atts.stored_blocks",
         "atts.tokenizing",

@@ -110,7 +110,7 @@ def joined(event: Event, second: Event) -> Event:
     return replace(event, span=second)
 
 
-class JournalReader:
+class LineReader:
     """Reads a journal in order, without holding more than a line and the latest texts; knows where it is."""
 
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
@@ -218,8 +218,8 @@ class JournalReader:
 
 
 def read_entries(path: Path, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
-    """Every event of a journal, or those of some kinds; see `JournalReader.entries`."""
-    return JournalReader(path, kinds).entries()
+    """Every event of a journal, or those of some kinds; see `LineReader.entries`."""
+    return LineReader(path, kinds).entries()
 
 
 def newer(path: Path, schema: object) -> JournalVersion:

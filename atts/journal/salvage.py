@@ -9,8 +9,8 @@ from typing import Any
 from atts.errors import JournalCorrupt, UsageError
 from atts.files import storage, sync_directory, write_atomic
 from atts.journal.files import held
-from atts.journal.lines import JournalReader
-from atts.journal.runs import open_run
+from atts.journal.lines import LineReader
+from atts.journal.reader import open_run
 from atts.journal.state import RunState
 from atts.journal.writer import JOURNAL, LOCK, MANIFEST
 
@@ -40,7 +40,7 @@ def check_journal(directory: Path) -> JournalCheck:
     :raises StorageError: it cannot be read.
     """
     run, state, damage = open_run(directory), RunState(), ""
-    reader = JournalReader(run.directory / JOURNAL)
+    reader = LineReader(run.directory / JOURNAL)
     try:
         for entry in reader.entries():
             state.apply(entry)

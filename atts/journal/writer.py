@@ -26,7 +26,7 @@ from atts.errors import JournalCorrupt, OptionError, StorageError
 from atts.files import is_same_file, refused, storage, sync_directory
 from atts.journal.events import SCHEMA, Entry, Event, SessionClosed, SessionOpened
 from atts.journal.files import Opener, held, locked, open_append, write_all
-from atts.journal.lines import JournalReader, LineWriter, joined
+from atts.journal.lines import LineReader, LineWriter, joined
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
 
 Durability = Literal["always", "interval", "close"]
@@ -61,7 +61,7 @@ class JournalOptions:
 class Journal:
     """A run directory open for writing; made by `open_journal`."""
 
-    def __init__(self, past: JournalReader, options: JournalOptions) -> None:
+    def __init__(self, past: LineReader, options: JournalOptions) -> None:
         self.path = path = past.path
         self.session = past.session + 1
         self._options = options
@@ -238,9 +238,9 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
 
 
-def _take_up(directory: Path, manifest: Manifest, on_entry: Callable[[Entry], None] | None) -> JournalReader:
+def _take_up(directory: Path, manifest: Manifest, on_entry: Callable[[Entry], None] | None) -> LineReader:
     """Check the manifest, read what is there, cut off a torn line."""
-    past = JournalReader(directory / JOURNAL)
+    past = LineReader(directory / JOURNAL)
     stored = load_manifest(directory / MANIFEST)
     if stored is None:
         if past.path.exists() and past.path.stat().st_size:

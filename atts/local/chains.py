@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atts.decode import SampledTokens, SamplingBatch
 from atts.errors import UnsupportedByEngine
 from atts.local.allocator import SlotIds
 from atts.local.batch import MANY, Ints, StepBatch, picked
@@ -29,6 +28,7 @@ from atts.local.loader import layer_deltas, load_adapter, load_weights
 from atts.local.messages import WorkerConfig
 from atts.local.native_model import Adapted, NativeModel, Segment, unknown_parts
 from atts.local.packing import PackedAdapter, Packing
+from atts.sampling import SampledTokens, SamplingBatch
 from atts.stored_blocks import unit_digests
 
 _Floats = NDArray[np.float32]

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from atts.decode import SamplingBatch, batch_sampling, filtered_rows, first_rows, inverse_cdf, probabilities
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import GroupedModel, Ints, Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
 from atts.local.model_config import ModelConfig
 from atts.local.native_model import AheadBatch, NativeModel
 from atts.local.sequence import Sequence
+from atts.sampling import SamplingBatch, batch_sampling, filtered_rows, first_rows, inverse_cdf, probabilities
 from atts.speculation import NOTHING, Ask, Proposer, TokenProposal
 
 _CONFIDENCE = 0.8  # of a drafted token, beside those that are looked up

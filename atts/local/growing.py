@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atts.core import TokenIds
-from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.local.allocator import SlotIds
 from atts.local.batch import Model, StepBatch, single_rows
 from atts.local.drafting import FedRow
 from atts.local.streams import StreamHeads
+from atts.sampling import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.speculation import Ask, OutcomeCache, OverlapStats, PlaceLaw
 
 Drawn = tuple[list[int], list[PlaceLaw]]

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from atts.core import SampleRequest
-from atts.decode import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.errors import EngineUnavailable
 from atts.local.batch import Draws, Model, PrefillChunk, StepBatches, StepPlan
 from atts.local.bursts import Bursts
 from atts.local.chains import ChainModel
 from atts.local.devices import is_out_of_memory
-from atts.local.drawing import DrawnTokens, beginning, draw_scored, extend_drawn
+from atts.local.draws_while_scoring import DrawnTokens, beginning, draw_scored, extend_drawn
 from atts.local.messages import (
     AddChain,
     Cancel,
@@ -40,6 +39,7 @@ from atts.local.messages import (
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, TokenTable, ending, new_sequence
 from atts.local.speculating import Speculation, is_ratio
+from atts.sampling import SamplingBatch, batch_sampling, probabilities, spread_rows
 
 _NOT_NUMBERS = "the model's logits are not numbers (NaN)", "Check the weights; in half precision try float32"
 _batch_sampling = lru_cache(256)(batch_sampling)

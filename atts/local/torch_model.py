@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atts.decode import SampledTokens, SamplingBatch, raw_logprobs, sample
 from atts.local.allocator import SlotIds
 from atts.local.attention import Attend, GatheredAttention, MakeAttend
 from atts.local.batch import Floats, StepBatch, Tap
@@ -22,6 +21,7 @@ from atts.local.grouping import AttentionGroup, attention_groups, joined
 from atts.local.loader import LayerWeights, Rope, Weights
 from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.step_graphs import Capture, StepGraphs
+from atts.sampling import SampledTokens, SamplingBatch, raw_logprobs, sample
 
 _SCORED_LOGITS = 1 << 25
 """Most logits made at once for scoring: a bound on memory where vocabularies are large."""

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from atts.core import Sampling, TokenIds
-from atts.decode import batch_sampling, inverse_cdf, probabilities
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local import LocalEngine, LocalOptions
 from atts.local.batch import Tap
 from atts.local.exits import ExitAdapter
 from atts.models import path
+from atts.sampling import batch_sampling, inverse_cdf, probabilities
 from atts.seeds import Seed, uniforms
 from atts.speculation import theory
 from atts.speculation.clock import AcceptanceTrace, Costs, Timeline, ahead, fuzzy_devices, mirror, serial

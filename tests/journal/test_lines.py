@@ -24,7 +24,7 @@ from atts.journal import (
     Warned,
     read_entries,
 )
-from atts.journal.lines import JournalReader, LineWriter
+from atts.journal.lines import LineReader, LineWriter
 from atts.journal.texts import Texts
 
 OPENED = SessionOpened(SCHEMA, 1, "0.1.0", 42)
@@ -45,14 +45,14 @@ def chunk_of(event: Event) -> Completion:
     return Completion(chunk.draft_ids, chunk.text, chunk.ended, chunk.logprobs)
 
 
-def end_of(reader: JournalReader) -> tuple[int, int, int]:
+def end_of(reader: LineReader) -> tuple[int, int, int]:
     """The next line's number, the session, the bytes of whole lines."""
     return reader.number, reader.session, reader.length
 
 
 def read(path: Path) -> tuple[list[Event], tuple[int, int, int]]:
     """Events after the session's opening, and where reading ended."""
-    reader = JournalReader(path)
+    reader = LineReader(path)
     events = [entry.event for entry in reader.entries()]
     return events[1:], end_of(reader)
 
@@ -115,7 +115,7 @@ def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event])
     lines = write(tmp_path / "j", [Sampled("p0", "k", chunk_of(story[2]), "draft"), *story])
     everything = list(read_entries(tmp_path / "j"))
     for kinds in ((TurnFinished,), (OutcomeReached, SessionOpened), (Sampled,), FACTS):
-        reader = JournalReader(tmp_path / "j", kinds)
+        reader = LineReader(tmp_path / "j", kinds)
         found = list(reader.entries())
         wanted = (*kinds, SessionOpened)  # sessions are always told of
         assert found == [entry for entry in everything if isinstance(entry.event, wanted)]
@@ -215,7 +215,7 @@ def test_a_journal_of_an_older_version_goes_on_with_chained_lines(tmp_path: Path
     lines = [unchained(line) for line in old.lines(replace(OPENED, schema=2), 0, 0).splitlines(keepends=True)]
     lines += [unchained(line) for line in old.lines(Warned("w", "old"), 0, 0).splitlines(keepends=True)]
     (tmp_path / "j").write_bytes(b"".join(lines))
-    reader = JournalReader(tmp_path / "j")
+    reader = LineReader(tmp_path / "j")
     assert len(list(reader.entries())) == 2
     new = LineWriter(reader.number, reader.crc)
     added = [new.lines(event, 0, 0) for event in (replace(OPENED, session=2), Warned("w", "a"), Warned("w", "b"))]

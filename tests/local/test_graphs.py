@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from atts.core import SampleRequest, Sampling, ScoreRequest
-from atts.decode import SampledTokens
 from atts.local.attention import GatheredAttention
 from atts.local.batch import StepBatch
 from atts.local.blocks import RowBlocks, bucketed, layout_of, packed, unpacked
@@ -22,6 +21,7 @@ from atts.local.messages import Command, SampleReply, Submit
 from atts.local.model_config import ModelConfig, read_model_config
 from atts.local.torch_model import TorchModel
 from atts.models import path
+from atts.sampling import SampledTokens
 from atts.seeds import Seed
 from tests.local.speculating import ids_of
 

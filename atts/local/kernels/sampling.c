@@ -1,4 +1,4 @@
-// Sampling from logits and log-probabilities, as in atts.decode, for settings without filters.
+// Sampling from logits and log-probabilities, as in atts.sampling, for settings without filters.
 
 #include "model.h"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from atts.core import Sampling
-from atts.decode import batch_sampling, inverse_cdf, probabilities, raw_logprobs, sample
+from atts.sampling import batch_sampling, inverse_cdf, probabilities, raw_logprobs, sample
 from atts.tokenizing import StopMatcher
 
 

@@ -1,4 +1,4 @@
-"""Rendering of chat templates, programs of a model's folder: plain ones here, others in a child process with limits."""
+"""Chat templates: plain ones are rendered here, others in a child process with limits, for they are programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that travel between engines, pipelines, gates and journals: frozen, slotted, plain data."""
+"""The values that engines, pipelines, gates and journals exchange: frozen, slotted, plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files replaced whole or not at all, and the operating system's refusals in words."""
+"""Files written whole or not at all, and errors of the operating system in words."""
 
 from __future__ import annotations
 

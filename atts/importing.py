@@ -1,4 +1,4 @@
-"""The lock that first uses of heavy libraries share."""
+"""The lock under which heavy libraries are first imported."""
 
 import threading
 

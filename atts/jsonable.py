@@ -1,4 +1,4 @@
-"""Strict JSON: values as it holds them (NaN as null, infinities as words), and texts read as it allows."""
+"""Strict JSON: Python values as JSON holds them (NaN as null, infinities as strings), and texts read strictly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where blocks run: which servers hold which, and to which of them a request goes next. Numbers in, decisions out."""
+"""Placement of blocks on servers, and the choice of a server for a request, as pure functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeded random streams: each belongs to what it is for, not to when it is drawn.
+"""Seeded random streams, each named by its purpose, so that draws do not depend on the order of work.
 
 Every uniform is a function of (run seed, problem, sample, turn, role, attempt, position) alone: any schedule, batch or
 restart draws the same ones. Philox is counter-based, its key a hash of the fields.

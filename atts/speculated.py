@@ -1,4 +1,4 @@
-"""Counts of speculation: what was proposed to an engine, what of it stood, what was expected and what came."""
+"""Counters of speculation: what was proposed to an engine and accepted, and what was expected and realised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one place that opens task groups, so that structured concurrency has one owner.
+"""Task groups and other small helpers of structured concurrency; no other module opens a task group.
 
 Everything here works on asyncio and trio, and nothing outlives the `async with` or the `await` that began it.
 """

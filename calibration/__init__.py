@@ -28,9 +28,9 @@ from atts.calibration.martingale import SimpleJumper
 from atts.calibration.metrics import pooled_auroc, rate_metrics
 from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
-from atts.calibration.order import HOLD
 from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row
 from atts.calibration.rate_check import RateCheck, check_rate, coin_band
+from atts.calibration.reorder_buffer import HOLD
 from atts.calibration.replay import ReplayResult, replay
 from atts.calibration.risk import lost_answers, net_losses
 from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale, scale_named

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from atts.calibration.exact_rate import check_fraction
 from atts.calibration.guarantees import TEXTS
-from atts.calibration.rates import check_fraction
 from atts.calibration.risk import problems_needed, rejected
 from atts.distributions import binomial_cdf
 from atts.errors import CalibrationInputError

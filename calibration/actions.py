@@ -1,4 +1,4 @@
-"""Actions taken on a model's word alone: the least probability at which few of them are wrong."""
+"""Unscored actions: the least predicted probability at which few of them are wrong."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from atts.calibration.exact_rate import check_fraction
 from atts.calibration.guarantees import TEXTS
-from atts.calibration.rates import check_fraction
 from atts.calibration.risk import betting_p_value
 
 _LADDERS = ((0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5), (0.8, 0.7, 0.6, 0.5))

@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from fractions import Fraction
 
-from atts.calibration.rates import Rate, exact_rate
+from atts.calibration.exact_rate import Rate, exact_rate
 from atts.core import Decision
 from atts.errors import CalibrationInputError
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 import numpy as np
 
+from atts.calibration.exact_rate import check_fraction
 from atts.calibration.guarantees import TEXTS
-from atts.calibration.rates import check_fraction
 from atts.calibration.risk import (
     RiskTest,
     checked_losses,

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.calibration.conformal import Scores
-from atts.calibration.rates import Rate, exact_rate
+from atts.calibration.exact_rate import Rate, exact_rate
 from atts.errors import CalibrationInputError
 
 Clusters = Mapping[Any, Scores]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.calibration.rates import Rate, check_fraction, exact_rate
+from atts.calibration.exact_rate import Rate, check_fraction, exact_rate
 from atts.distributions import beta_quantile
 from atts.errors import CalibrationInputError
 

@@ -34,11 +34,11 @@ class Controller(Part):
     def __init__(self, rate: float) -> None:
         self._rate = rate
 
-    def allowance(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
-        """The fraction of chunks like this one to escalate now: escalate iff p > 1 - allowance."""
+    def current_rate(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
+        """The fraction of chunks like this one to escalate now: escalate iff p > 1 - current_rate."""
         return self._rate
 
-    def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
+    def update(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         """Record what was really done with a chunk; it has no nonconformity if it was decided on without a score."""
 
     def forget(self, question: str) -> None:
@@ -48,7 +48,7 @@ class Controller(Part):
 class Adaptive(Controller):
     """Adaptive conformal inference on the escalation rate, overall or for each turn by itself.
 
-    After a decision the allowance moves by step * (rate - escalated), unclamped: at or below 0 nothing escalates, at or
+    After a decision the rate moves by step * (rate - escalated), unclamped: at or below 0 nothing escalates, at or
     above 1 everything does, so for any sequence |realised - rate| <= (max(rate, 1 - rate) + step) / (step * T); with
     d decisions in flight between deciding and observing, (max(rate, 1 - rate) + (d + 1) step) / (step * T).
 
@@ -67,7 +67,7 @@ class Adaptive(Controller):
         self._step, self._by_turn = step, by_turn
         self._allowances = StateTable(int, float)
 
-    def allowance(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
+    def current_rate(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
         level = self._allowances.get(turn if self._by_turn else 0, self._rate)
         if self._by_turn:
             return level
@@ -75,7 +75,7 @@ class Adaptive(Controller):
         paced = _HASTE * max(0.0, abs(lead) / self._step - end.slack) / max(_HASTE, end.left)
         return level if paced <= abs(lead) else self._rate + math.copysign(paced, lead)
 
-    def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
+    def update(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         group = turn if self._by_turn else 0
         self._allowances[group] = self._allowances.get(group, self._rate) + self._step * (self._rate - escalated)
 
@@ -113,13 +113,13 @@ class Tracking(Controller):
         self._middle = self._distance = 0.0  # the first median, and the sum of all distances from it
         self._seen = 0
 
-    def allowance(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
+    def current_rate(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
         if not self._scale or not 0 < self._rate < 1:
             return self._rate
         lean = self._integral * self._scale * math.tanh(self._owed / 25) if self._integral else 0.0
         return 1.0 if nonconformity > self._threshold - lean else 0.0
 
-    def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
+    def update(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         self._owed += self._rate - escalated
         if self._scale:
             self._threshold += self._step * self._scale * (escalated - self._rate)
@@ -184,7 +184,7 @@ class Feedback(Controller):
         self._owed = 0.0
         self._siblings = GroupTable(lambda: (Ranks(), Ranks()))  # kept, escalated
 
-    def allowance(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
+    def current_rate(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
         if not 0 < self._rate < 1:
             return self._rate
         owed = self._owed_question.get(question, 0.0)
@@ -204,7 +204,7 @@ class Feedback(Controller):
         kept, escalated = siblings
         return escalated.counts(nonconformity)[0] - (len(kept) - sum(kept.counts(nonconformity)))
 
-    def account(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
+    def update(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         owed = self._rate - escalated
         self._owed_question[question] += owed
         self._owed_turn[turn] += owed

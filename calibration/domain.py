@@ -1,4 +1,4 @@
-"""Domain of stored scores: whether a question scores like those that they come from."""
+"""Domain check: whether a question's scores are like the stored ones."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from atts.calibration.duplicate_scores import DuplicateScores, copied_p_value
+from atts.calibration.exact_rate import check_fraction
 from atts.calibration.martingale import SimpleJumper
 from atts.calibration.ranks import Ranks
-from atts.calibration.rates import check_fraction
 from atts.calibration.samples import QuestionSample
 from atts.calibration.state import Part, StateTable
 from atts.calibration.stored import StoredScores

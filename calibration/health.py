@@ -12,7 +12,7 @@ from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
 from atts.calibration.conformal import long_run, pac_threshold, split_threshold
 from atts.calibration.drift import DriftMonitor
 from atts.calibration.duplicate_scores import DuplicateScores
-from atts.calibration.rates import Rate, exact_rate
+from atts.calibration.exact_rate import Rate, exact_rate
 from atts.calibration.stored import StoredScores
 from atts.errors import CalibrationInputError
 

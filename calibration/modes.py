@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from atts.calibration.controllers import Adaptive, Controller, Feedback, Tracking
-from atts.calibration.memory import Fading, Memory, Window
 from atts.calibration.pools import MINIMUM, ByTurn, Frozen, Pooled, Residuals, ScorePool, SiblingPool
+from atts.calibration.score_history import Fading, ScoreHistory, Window
 from atts.errors import OptionError
 
 Mode = Literal["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"]
@@ -69,7 +69,7 @@ def build(
     if window is not None and decay is not None:
         raise OptionError("window and decay", "both given; a memory either ends or fades")
 
-    def remember() -> Memory:
+    def remember() -> ScoreHistory:
         return Window(window) if decay is None else Fading(decay)
 
     if mode == "split":

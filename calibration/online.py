@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 from atts.calibration.controllers import SLACK, RunEnd
 from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
+from atts.calibration.exact_rate import Rate, exact_rate
 from atts.calibration.guarantees import Facts, describe
 from atts.calibration.lengths import LengthStrata
 from atts.calibration.modes import DEFAULTS, Mode, Tuning, build
-from atts.calibration.order import HOLD, Held, IssueOrder, with_lengths
-from atts.calibration.rates import Rate, exact_rate
+from atts.calibration.reorder_buffer import HOLD, Held, ReorderBuffer, with_lengths
 from atts.calibration.scale import PERPLEXITY, Scale
 from atts.calibration.state import Part, read_state, same, strict, write_state
 from atts.calibration.stored import StoredScores, check_fingerprint, check_stored
@@ -91,7 +91,7 @@ class Calibrator(Part):
         self.decided = self.escalated = self._widened = 0
         self._strata = LengthStrata() if by_length else None
         self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
-        self._order, self._end = IssueOrder(hold), RunEnd()
+        self._order, self._end = ReorderBuffer(hold), RunEnd()
         self._over = set[str]()  # questions to forget, once none of their scores waits for its issue
         self._alert: DriftPolicy | None = None
         self._take_stored(drift)
@@ -136,7 +136,7 @@ class Calibrator(Part):
         self._end = RunEnd(expected, SLACK * (self.decided + expected))
         place = self._pool.rank(standing, question, turn)
         p = place.p(self._theta(nonconformity, question, turn, sample))
-        allowance = self._controller.allowance(standing, question, turn, self._end)
+        allowance = self._controller.current_rate(standing, question, turn, self._end)
         if left is not None and self.mode == "aci" and allowance < 1:
             allowance *= min(1.0, place.size / _FEW)
         if self._alert:
@@ -239,7 +239,7 @@ class Calibrator(Part):
         self.decided += 1
         self.escalated += done
         self._widened = max(0, self._widened - 1)
-        self._controller.account(nonconformity, question, turn, done)
+        self._controller.update(nonconformity, question, turn, done)
 
     def _learn_all(self, released: Sequence[Held]) -> None:
         for held in released:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 from atts.calibration.conformal import split_rank
+from atts.calibration.exact_rate import check_fraction
 from atts.calibration.guarantees import TEXTS
 from atts.calibration.ranks import Ranks
-from atts.calibration.rates import check_fraction
 from atts.errors import CalibrationInputError
 
 Probabilities = Sequence[float]

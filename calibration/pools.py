@@ -7,14 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from atts.calibration.memory import Memory, WeightedRank, Window
 from atts.calibration.ranks import Ranks
+from atts.calibration.score_history import ScoreHistory, WeightedRank, Window
 from atts.calibration.state import GroupTable, Part, StateTable
 
 MINIMUM = 20  # scores a turn's own pool needs before it answers in place of the pool of all turns
 
 _FORGOTTEN = "\x1fforgotten"  # the name under which sums of questions that are over are kept
-MemoryFactory = Callable[[], Memory]
+HistoryFactory = Callable[[], ScoreHistory]
 
 
 class ScorePool(Part, ABC):
@@ -47,7 +47,7 @@ class Pooled(ScorePool):
     __slots__ = ("_has_stored", "_live", "_stored")
     saved: ClassVar = {"live": "_live"}
 
-    def __init__(self, remember: MemoryFactory = Window) -> None:
+    def __init__(self, remember: HistoryFactory = Window) -> None:
         self._live = remember()
         self.drop_stored()
 
@@ -82,7 +82,7 @@ class ByTurn(ScorePool):
     __slots__ = ("_all", "_minimum", "_turns")
     saved: ClassVar = {"all": "_all", "turns": "_turns"}
 
-    def __init__(self, remember: MemoryFactory = Window, minimum: int = MINIMUM) -> None:
+    def __init__(self, remember: HistoryFactory = Window, minimum: int = MINIMUM) -> None:
         self._minimum = minimum
         self._all = Pooled(remember)
         self._turns = StateTable(int, lambda: Pooled(remember))
@@ -151,7 +151,7 @@ class Residuals(ScorePool):
     saved: ClassVar = {"ranks": "_ranks", "means": "_means", "own": "_own"}
 
     def __init__(
-        self, remember: MemoryFactory = Window, minimum: int = MINIMUM, shrinkage: float = 1.0, prior: float = 0.0
+        self, remember: HistoryFactory = Window, minimum: int = MINIMUM, shrinkage: float = 1.0, prior: float = 0.0
     ) -> None:
         self._ranks = ByTurn(remember, minimum)
         self._shrinkage, self._prior = shrinkage, prior

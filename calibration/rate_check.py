@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.calibration.rates import Rate, exact_rate
+from atts.calibration.exact_rate import Rate, exact_rate
 from atts.distributions import binomial_quantile, student_quantile
 from atts.errors import CalibrationInputError
 

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from atts.calibration.rates import check_fraction
+from atts.calibration.exact_rate import check_fraction
 from atts.distributions import beta_quantile, beta_upper_quantile, binomial_cdf
 from atts.errors import CalibrationInputError, OptionError
 

@@ -1,4 +1,4 @@
-"""Scores grouped by question for the two-sample test: how many of each to use, their mean and spread, normal scores."""
+"""Question samples of the two-sample test: how many scores of each to use, their mean and spread, normal scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Verdicts of comparisons, the limits that bound them, and how their parts give up."""
+"""Verdicts of comparisons, the limits that bound them, and the errors that end them."""
 
 import math
 from collections.abc import Mapping

@@ -1,10 +1,11 @@
-"""Ways to spend tokens on one problem, against the engine protocol."""
+"""Pipelines: ways to spend tokens on one problem, written against the engine protocol."""
 
 from atts.core import Features
 from atts.pipelines.calls import AdmittedEngine, Stage, check_completion, check_scores
 from atts.pipelines.capabilities import check_engines, needed_logprobs
 from atts.pipelines.chunks import prompt_of
-from atts.pipelines.context import Answers, Context, Remaining, RolloutListener, Silent
+from atts.pipelines.context import Answers, Context, NullListener, Remaining, RolloutListener
+from atts.pipelines.draft_length import DraftLength
 from atts.pipelines.gates import (
     Calibrating,
     ConformalGate,
@@ -20,7 +21,6 @@ from atts.pipelines.gates import (
     let_go,
     level_of,
 )
-from atts.pipelines.pace import DraftPace
 from atts.pipelines.policy import SMALL, Bounds, Budget, Chunking, ConfidenceStop, Policy
 from atts.pipelines.scores import ScoreRule, evidence
 from atts.pipelines.solve import solve
@@ -29,8 +29,8 @@ from atts.pipelines.wrappers import (
     CappedGate,
     CertifiedGate,
     ExploringGate,
+    GuaranteedGate,
     Meanwhile,
-    Promising,
     RandomisedGate,
     SparingGate,
     WarmingGate,
@@ -52,7 +52,7 @@ __all__ = [
     "ConformalGate",
     "Context",
     "CueGate",
-    "DraftPace",
+    "DraftLength",
     "ExploringGate",
     "RandomisedGate",
     "SparingGate",
@@ -65,11 +65,11 @@ __all__ = [
     "RolloutListener",
     "Meanwhile",
     "Policy",
-    "Promising",
+    "GuaranteedGate",
     "RandomGate",
     "RoundGate",
     "ScoreRule",
-    "Silent",
+    "NullListener",
     "StaticRankGate",
     "Stage",
     "Tally",

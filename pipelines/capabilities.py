@@ -1,4 +1,4 @@
-"""Refuses engines that cannot do what a policy and its gate will ask, before anything is asked."""
+"""The check that engines can do what a policy and its gate will ask, before anything is asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns what a model wrote into a chunk both models can read, token for token."""
+"""Chunks from completions, in the token ids of both models."""
 
 from __future__ import annotations
 

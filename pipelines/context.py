@@ -1,4 +1,4 @@
-"""What a pipeline is given to work with: engines, a gate, answers, a seed, and a listener."""
+"""The context of a pipeline: engines, a gate, answers, a seed, and a listener."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from atts.core import Chunk, Role, Rollout, Turn
 from atts.engine import Engine
 from atts.graph import Caller
 from atts.pipelines.calls import AdmittedEngine
+from atts.pipelines.draft_length import DraftLength
 from atts.pipelines.gates import Gate, RoundGate
-from atts.pipelines.pace import DraftPace
 from atts.pipelines.votes import Grouper
 
 
@@ -39,7 +39,7 @@ class RolloutListener(Protocol):
         ...
 
 
-class Silent:
+class NullListener:
     """A listener that ignores everything."""
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
@@ -71,11 +71,11 @@ class Context:
     gate: Gate | RoundGate
     answers: Answers
     seed: int = 0
-    listener: RolloutListener = Silent()
+    listener: RolloutListener = NullListener()
     bind: EngineBinder = AdmittedEngine
     logprobs: frozenset[Role] = frozenset({"draft", "target"})  # whose own are used: see `needed_logprobs`
     left: Remaining = field(default_factory=Remaining)
-    pace: DraftPace = field(default_factory=DraftPace)  # of the run's drafts under method exact
+    draft_length: DraftLength = field(default_factory=DraftLength)  # of the run's drafts under method exact
 
     def at(self, scope: Caller, timeout_seconds: float) -> Context:
         """The same with engines whose calls belong to this rollout: admitted, timed, validated and tried again."""

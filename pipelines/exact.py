@@ -1,4 +1,4 @@
-"""Method exact: the draft writes, the target draws while it scores, and only what it draws stays: target-only's text.
+"""Method exact: the draft proposes, the target draws while it scores, and its draws are the text, as target-only's.
 
 The draft draws with the target's own stream, so that it comes to the same token wherever both models' laws are alike.
 Up to the first difference its tokens are the target's; there the target's is put, and the draft goes on.
@@ -36,26 +36,26 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
 
 async def _drafted(builder: RolloutBuilder, rest: SampleRequest) -> TokenIds:
     """The draft's guess of the next tokens."""
-    pace, since = builder.context.pace, anyio.current_time()
-    ahead = replace(rest, max_tokens=pace.length(rest.max_tokens), logprobs="unneeded")
+    lengths, since = builder.context.draft_length, anyio.current_time()
+    ahead = replace(rest, max_tokens=lengths.length(rest.max_tokens), logprobs="unneeded")
     drafted = await builder.engine("draft").sample(ahead)
     builder.spend("draft", ahead, drafted)
-    pace.drafted += len(drafted.ids)
-    pace.draft_seconds += anyio.current_time() - since
+    lengths.drafted += len(drafted.ids)
+    lengths.draft_seconds += anyio.current_time() - since
     return drafted.ids
 
 
 async def _scored(builder: RolloutBuilder, rest: SampleRequest, drafted: TokenIds) -> Scores:
     """What the target draws in the guess's places."""
-    pace, since = builder.context.pace, anyio.current_time()
+    lengths, since = builder.context.draft_length, anyio.current_time()
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
     scores = await builder.engine("target").score(request)
     drawn = scores.begun.ids if scores.begun else ()
     stood = _standing(drafted, drawn)
-    pace.scores += 1
-    pace.score_seconds += anyio.current_time() - since
-    pace.stood += stood
-    pace.tested += min(stood + 1, len(drafted))
+    lengths.scores += 1
+    lengths.score_seconds += anyio.current_time() - since
+    lengths.stood += stood
+    lengths.tested += min(stood + 1, len(drafted))
     read = max(0, len(rest.ids) - scores.cached_tokens)
     builder.count(Usage(target_tokens=len(drawn), drawn_tokens=len(drawn)))
     builder.count(Usage(scored_tokens=len(drafted), target_prefill_tokens=read, calls=1))

@@ -1,4 +1,4 @@
-"""How a proposal comes to a decision: evidence, the target's score if the gate wants it, the gate's word."""
+"""Judging of a chunk: its features, the target's score where the gate asks for one, the gate's decision."""
 
 from __future__ import annotations
 

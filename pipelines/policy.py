@@ -1,4 +1,4 @@
-"""Everything a policy can choose, in one frozen value: a baseline is a row of settings, not another loop."""
+"""The policy of a pipeline: every choice but its gate, in one frozen value; a baseline is a row of settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vote of a problem while its rollouts end: once it is settled, the rollouts still running can be spared."""
+"""The running vote of a problem: whether it is settled, so that rollouts still running can be cancelled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RunningVote:
         """The count so far, by sample number so that the order of arrival does not matter."""
         return tally([self._cast[sample] for sample in sorted(self._cast)], self.group)
 
-    def settled_by(self, result: RolloutResult[Rollout]) -> bool:
+    def add_result(self, result: RolloutResult[Rollout]) -> bool:
         """Count a rollout that ended; whether the rest could be spared."""
         self.ended += 1
         cast = ballot(self.policy.vote, result.value) if result.value is not None else None
@@ -42,7 +42,7 @@ class RunningVote:
                 self.why = f"settled with probability {probability:.3f} (Dirichlet model), {remaining} left"
         return bool(self.why)
 
-    def is_enough(self) -> bool:
+    def can_stop(self) -> bool:
         """Whether the waves so far have settled the vote, or agree enough to spare the rest."""
         agreeing = self.tally.agreement * len(self._cast)
         if not self.why and self.ended < self.policy.samples and agreeing >= max(1, self.policy.agreement * self.ended):

@@ -1,4 +1,4 @@
-"""What the rollouts of one problem know of each other: who stands where, which answers came, what was scored."""
+"""Facts that the rollouts of one problem share: their answers, the chunks they have in common, the scores of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One problem from prompt to outcome: rollouts side by side, a vote that may settle early."""
+"""Solving of one problem, from prompt to outcome: rollouts side by side, and a vote that may settle early."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
     results: list[RolloutResult[Rollout]] = []
     for samples in policy.waves:
         admit: Admit = "together" if policy.barrier else "each"
-        results += await scope.rollouts(rollout, samples, admit=admit, settle=vote.settled_by)
-        if vote.is_enough():
+        results += await scope.rollouts(rollout, samples, admit=admit, settle=vote.add_result)
+        if vote.can_stop():
             break
     outcome = conclude(problem, prompt, results, vote)
     if isinstance(judge, ChunkJudge) and isinstance(context.gate, Learning) and outcome.is_complete:

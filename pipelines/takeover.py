@@ -1,4 +1,4 @@
-"""What happens to a rejected chunk: the target goes on after it, rewrites or mends it, or the draft tries again."""
+"""Takeover of a rejected chunk: the target continues, replaces or repairs it, or the draft tries again."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class WarmingGate:
 
 
 @runtime_checkable
-class Promising(Protocol):
+class GuaranteedGate(Protocol):
     """A gate that carries a promise of its own: it goes into the manifest, and from there into the report."""
 
     @property

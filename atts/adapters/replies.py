@@ -1,4 +1,4 @@
-"""What harnesses ask and are told: conversations as questions, outcomes as replies, options by their names."""
+"""Conversion between harnesses and `atts`: conversations to questions, outcomes to replies, options by their names."""
 
 from __future__ import annotations
 

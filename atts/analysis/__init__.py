@@ -1,4 +1,4 @@
-"""What recorded runs say: reports, comparisons, plans, replays under other policies.
+"""Analysis of recorded runs: reports, comparisons, plans, replays under other policies.
 
 built = build_report(Path("runs/first"), against=[Path("runs/target-only")])
 built.report.calibration.rate            # every number is a frozen value

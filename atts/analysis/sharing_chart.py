@@ -1,4 +1,4 @@
-"""The picture of a zoo: a row for each model, a dot for each of its blocks, in another colour where no other has it."""
+"""The chart of a zoo: a row for each model and a dot for each of its blocks, coloured by whether it is shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a recorded run stands: over, under way, or left where the same command goes on."""
+"""Status of a recorded run: finished, under way, or interrupted and able to resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one recorded turn took: tokens by model, and the chunk that was judged."""
+"""Facts of one recorded turn: tokens by model, and the chunk that was judged."""
 
 from __future__ import annotations
 

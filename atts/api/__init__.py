@@ -24,7 +24,7 @@ from atts.api.setup import Setup, answers_for, load_problems
 from atts.importing import import_lock
 
 if TYPE_CHECKING:
-    from atts.api.standing_in import ComparedBlocks, MeasuredPair, compare_blocks
+    from atts.api.block_comparison import ComparedBlocks, MeasuredPair, compare_blocks
     from atts.api.sweeping import Sweep, SweepEnd, SweepPoint, plan_sweep, run_sweep, sweep, sweep_sync
 
 __all__ = [
@@ -84,7 +84,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "atts.api.standing_in": "ComparedBlocks MeasuredPair compare_blocks",
+    "atts.api.block_comparison": "ComparedBlocks MeasuredPair compare_blocks",
     "atts.api.sweeping": "Sweep SweepEnd SweepPoint plan_sweep run_sweep sweep sweep_sync",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

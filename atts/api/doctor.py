@@ -1,4 +1,4 @@
-"""Examination before a long run: settings, disk, memory, both engines, and what they make of each other."""
+"""Checks before a long run: settings, disk, memory, both engines, and whether they fit each other."""
 
 from __future__ import annotations
 

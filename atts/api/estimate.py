@@ -1,4 +1,4 @@
-"""Dry runs: what a configuration would run and an estimate of its tokens, no model loaded."""
+"""Dry runs: what a configuration would run, and an estimate of its tokens, without loading a model."""
 
 from __future__ import annotations
 

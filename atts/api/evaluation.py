@@ -19,8 +19,8 @@ from anyio.lowlevel import current_token
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from atts import tasks
-from atts.api.deciding import common, comparison_setting, until
 from atts.api.setup import Setup, answers_for, load_problems
+from atts.api.stop_when import common, comparison_setting, read_stop_when
 from atts.core import AnswerKind, Outcome, Problem
 from atts.errors import EngineUnavailable, OptionError, UsageError
 from atts.graph import Graph
@@ -71,7 +71,7 @@ class evaluate:
             )
         if against is not None and shard is not None:
             raise OptionError("stop_when", "a shard has a part of the problems, which decides nothing; leave one out")
-        self._until = None if against is None or stop_when is None else until(against, stop_when)
+        self._stop_when = None if against is None or stop_when is None else read_stop_when(against, stop_when)
         self._dataset = dataset
         self._setup = setup or Setup()
         self._within = within
@@ -129,8 +129,8 @@ class evaluate:
 
     async def _run(self) -> RunResult:
         problems = load_problems(self._dataset, self._limit)
-        if self._until is not None:
-            problems = common(problems, self._until, self._setup.seed)
+        if self._stop_when is not None:
+            problems = common(problems, self._stop_when, self._setup.seed)
         if self._shard is not None:
             problems = self._shard.take(whole := problems)
             if not problems:
@@ -143,9 +143,9 @@ class evaluate:
         if self._shard is not None:
             held = {"shard": Setting(str(self._shard), "--shard")}
             plan = replace(plan, configuration={**plan.configuration, **held})
-        if self._until is not None:
-            held = comparison_setting(self._until)
-            plan = replace(plan, until=self._until, configuration={**plan.configuration, **held})
+        if self._stop_when is not None:
+            held = comparison_setting(self._stop_when)
+            plan = replace(plan, stop_when=self._stop_when, configuration={**plan.configuration, **held})
         return await run_evaluation(problems, plan, options)
 
 

@@ -1,4 +1,4 @@
-"""`Setup`, what one wants in short words, and the run plan that it stands for."""
+"""`Setup`, the settings of a run in short form, and the run plan that is made of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of one shape that may stand in for each other: how near their parameters are, and chains with some of them."""
+"""Similarity of blocks of one shape: how near their parameters are, and models with some of them replaced."""
 
 from __future__ import annotations
 

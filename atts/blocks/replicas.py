@@ -1,4 +1,4 @@
-"""Processes that each hold a zoo's models: a request goes to the one in which it costs least."""
+"""Processes that each hold a zoo's models, and the choice of the one in which a request costs least."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who shares what in a zoo: the parts that the same models have, as a tree, and bytes stored beside bytes apart."""
+"""Blocks that a zoo's models share, as a tree, and the bytes stored beside those of separate models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The zoo's directory: models added, removed and exported, so that a crash at any moment loses none of them."""
+"""The directory of a zoo: models are added, removed and exported, and a crash at any moment loses none of them."""
 
 from __future__ import annotations
 

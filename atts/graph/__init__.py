@@ -32,10 +32,10 @@ and places are given back together.
 
 from atts.graph.calls import Caller
 from atts.graph.graph import Graph, ProblemResult
+from atts.graph.graph_state import Sink
 from atts.graph.groups import Admit, RolloutResult, RolloutScope
-from atts.graph.ledger import Sink
 from atts.graph.limits import Limit
-from atts.graph.policy import RetryPolicy
+from atts.graph.retries import RetryPolicy
 from atts.graph.scopes import ProblemScope
 from atts.graph.timing import Timing, measure, sibling_edges
 from atts.graph.trace import write_trace

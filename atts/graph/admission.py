@@ -9,7 +9,7 @@ from typing import Protocol
 import anyio
 
 from atts.errors import OptionError
-from atts.graph.ledger import Ledger
+from atts.graph.graph_state import GraphState
 
 # How much may wait, per rollout in flight, for what is no engine's work, such as grading.
 CONCLUDING_PER_PLACE = 4
@@ -127,7 +127,7 @@ class Admission:
 class Run:
     """The state of one call of `Graph.run`; its `cancel_scope` holds everything that the run started."""
 
-    ledger: Ledger
+    state: GraphState
     admission: Admission
     cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     intake: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # holds the opening of problems alone

@@ -7,7 +7,7 @@ from typing import TypeVar, TypeVarTuple, Unpack
 
 import anyio
 
-from atts.graph.ledger import Ledger
+from atts.graph.graph_state import GraphState
 from atts.graph.limits import Pool
 from atts.spans import CallSpan
 
@@ -19,19 +19,19 @@ _UNKNOWN = -1.0  # of times: it has not come yet
 class Caller:
     """A rollout or a problem, as what calls engines. Calls may run side by side within one caller."""
 
-    __slots__ = ("_declared", "_ledger", "_ready", "frontier", "problem", "sample")
+    __slots__ = ("_declared", "_state", "_ready", "frontier", "problem", "sample")
 
-    def __init__(self, ledger: Ledger, problem: str, sample: int, frontier: tuple[int, ...]) -> None:
+    def __init__(self, state: GraphState, problem: str, sample: int, frontier: tuple[int, ...]) -> None:
         self.problem = problem
         self.sample = sample
-        self._ledger = ledger
+        self._state = state
         self.frontier = frontier  # numbers of the finished calls that the next one will have waited for
         self._declared: anyio.Event | None = None  # set by a problem's first call: the next problem may be opened
         self._ready: float | None = None  # when it began to wait for siblings, if that is what came last
 
     def emit(self, event: object) -> None:
         """Put an event of one's own into the graph's stream."""
-        self._ledger.emit(event)
+        self._state.emit(event)
 
     async def call(
         self,
@@ -56,12 +56,12 @@ class Caller:
         """
         if self._declared is not None:
             self._declared.set()
-        ledger, engine = self._ledger, engine or stage
-        now, policy = ledger.now, ledger.policy
-        pool = ledger.pools.get(engine) or ledger.pool(engine)
+        state, engine = self._state, engine or stage
+        now, policy = state.now, state.policy
+        pool = state.pools.get(engine) or state.pool(engine)
         attempt = 0
         while True:
-            ledger.last_id = node = ledger.last_id + 1
+            state.last_id = node = state.last_id + 1
             queued = now()
             ready, self._ready = queued if self._ready is None else self._ready, None
             who, times = (node, stage, engine, self.problem, self.sample, turn), (ready, queued, queued, _UNKNOWN)
@@ -90,18 +90,18 @@ class Caller:
 
     def _close(self, span: CallSpan, pool: Pool, is_held: bool, is_kept: bool) -> None:
         """Give the slot of a call back, count what it took, and tell of it unless it was kept."""
-        ledger = self._ledger
-        ended = span.ended = ledger.now() if span.ended == _UNKNOWN else span.ended
+        state = self._state
+        ended = span.ended = state.now() if span.ended == _UNKNOWN else span.ended
         if is_held:
             pool.give(span.tokens)
             pool.busy_seconds += ended - span.started
         else:
             span.started = ended
         pool.queue_seconds += span.started - span.queued
-        ledger.nodes += 1
+        state.nodes += 1
         if span.status != "cancelled":
             # in straight-line code nothing else finished meanwhile, and this call is all the next one waits for
             before, after = self.frontier, span.after
             self.frontier = (span.node,) if before is after else (*[n for n in before if n not in after], span.node)
-        if ledger.sink is not None and not is_kept:
-            ledger.sink(span)
+        if state.sink is not None and not is_kept:
+            state.sink(span)

@@ -1,4 +1,4 @@
-"""The graph itself: problems in, results out, everything in between bounded, timed and told."""
+"""The task graph: problems in, results out, with everything between them bounded, timed and reported."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Generic, Protocol, TypeVar
 import anyio
 
 from atts.graph.admission import Admission, Run
-from atts.graph.ledger import EngineUse, GraphStats, Ledger, Sink
+from atts.graph.graph_state import EngineUse, GraphState, GraphStats, Sink
 from atts.graph.limits import Limit, Pool
-from atts.graph.policy import RetryPolicy
+from atts.graph.retries import RetryPolicy
 from atts.graph.scopes import ProblemScope
 from atts.spans import ProblemStatus
 from atts.tasks import TaskGroup, task_group
@@ -70,9 +70,9 @@ class Graph:
         first_node: int = 0,
         beside: Graph | None = None,
     ) -> None:
-        pools = beside._ledger.pools if beside else {name: Pool(name, limit) for name, limit in (limits or {}).items()}
-        is_strict = beside._ledger.strict if beside else bool(pools)
-        self._ledger: Ledger = Ledger(pools, is_strict, policy or RetryPolicy(), sink, first_node - 1)
+        pools = beside._state.pools if beside else {name: Pool(name, limit) for name, limit in (limits or {}).items()}
+        is_strict = beside._state.strict if beside else bool(pools)
+        self._state: GraphState = GraphState(pools, is_strict, policy or RetryPolicy(), sink, first_node - 1)
         self._admission: Admission = beside._admission if beside else Admission(rollouts)
         self._runs: list[Run] = []
         self._seconds = 0.0
@@ -107,10 +107,10 @@ class Graph:
 
         :raises Exception: the first fatal error, or what `finished` raised.
         """
-        self._ledger.enter_loop()
+        self._state.enter_loop()
         if not self._runs:
-            self._began = self._ledger.now()
-        run = Run(self._ledger, self._admission)
+            self._began = self._state.now()
+        run = Run(self._state, self._admission)
         self._runs.append(run)
         try:
             async with task_group() as tasks:
@@ -124,7 +124,7 @@ class Graph:
         finally:
             self._runs.remove(run)
             if not self._runs:
-                self._seconds += self._ledger.now() - self._began
+                self._seconds += self._state.now() - self._began
         if run.error is not None:
             raise run.error
 
@@ -140,17 +140,17 @@ class Graph:
 
     def stats(self) -> GraphStats:
         """Where the graph stands."""
-        ledger, admission = self._ledger, self._admission
+        state, admission = self._state, self._admission
         return GraphStats(
-            seconds=self._seconds + (ledger.now() - self._began if self._runs else 0.0),
+            seconds=self._seconds + (state.now() - self._began if self._runs else 0.0),
             problems_open=admission.open,
-            problems_done=ledger.problems_done,
+            problems_done=state.problems_done,
             rollouts_waiting=admission.waiting,
             rollouts_in_flight=admission.in_flight,
-            rollouts=MappingProxyType(dict(ledger.rollouts)),
-            nodes=ledger.nodes,
-            sibling_seconds=ledger.sibling_seconds,
-            engines=MappingProxyType({name: EngineUse(*_use(pool)) for name, pool in ledger.pools.items()}),
+            rollouts=MappingProxyType(dict(state.rollouts)),
+            nodes=state.nodes,
+            sibling_seconds=state.sibling_seconds,
+            engines=MappingProxyType({name: EngineUse(*_use(pool)) for name, pool in state.pools.items()}),
         )
 
     async def _open(
@@ -176,7 +176,7 @@ async def _solve(
     solve: Callable[[P, ProblemScope], Awaitable[T]],
     finished: Callable[[ProblemResult[T]], None],
 ) -> None:
-    started = scope.run.ledger.now()
+    started = scope.run.state.now()
     status: ProblemStatus = "cancelled"
     value: T | None = None
     error: Exception | None = None
@@ -186,7 +186,7 @@ async def _solve(
             status = "done"
     except Exception as failure:  # noqa: BLE001 - one problem's failure is recorded and sinks no other
         status, error = "failed", failure
-        if scope.run.ledger.policy.is_fatal(failure):
+        if scope.run.state.policy.is_fatal(failure):
             scope.run.fail(failure)
     finally:
         scope.end(status, started, error)

@@ -41,7 +41,7 @@ class RolloutScope(Caller, Generic[T]):
     __slots__ = ("_group", "attempt", "saved", "waited")
 
     def __init__(self, group: Group[T], sample: int) -> None:
-        super().__init__(group.run.ledger, group.problem, sample, group.frontier)
+        super().__init__(group.run.state, group.problem, sample, group.frontier)
         self._group = group
         self.attempt = 0
         self.saved: T | None = None  # survives an attempt that failed: the next one may go on from it
@@ -60,7 +60,7 @@ class RolloutScope(Caller, Generic[T]):
         """
         if self._group.admit != "together":
             raise OptionError("admit", "rollouts admitted one by one must not wait for each other; admit them together")
-        since = self._ledger.now()
+        since = self._state.now()
         current = self._group.round
         current.values[self.sample] = value
         current.nodes.extend(self.frontier)
@@ -68,7 +68,7 @@ class RolloutScope(Caller, Generic[T]):
             if not self._group.close_round():
                 await current.closed.wait()
         finally:
-            self.waited += self._ledger.now() - since
+            self.waited += self._state.now() - since
         self.frontier = current.frontier
         self._ready = since
         return current.values
@@ -76,11 +76,11 @@ class RolloutScope(Caller, Generic[T]):
     @asynccontextmanager
     async def hold(self, lock: anyio.Lock, turn: int) -> AsyncGenerator[None]:
         """Hold what one of the siblings may hold at a time and another does; the wait for it is a node of its own."""
-        since = self._ledger.now()
+        since = self._state.now()
         try:
             await lock.acquire()
         finally:
-            until = self._ledger.now()
+            until = self._state.now()
             self.waited += until - since
             self._note_wait(HOLD, turn, since, until, self.frontier)
         try:
@@ -94,10 +94,10 @@ class RolloutScope(Caller, Generic[T]):
 
     def _note_wait(self, stage: str, turn: int, since: float, until: float, after: tuple[int, ...]) -> None:
         """Tell, as a node without compute, of a wait for siblings."""
-        ledger = self._ledger
-        ledger.last_id = node = ledger.last_id + 1
+        state = self._state
+        state.last_id = node = state.last_id + 1
         who, times = (node, stage, "", self.problem, self.sample, turn), (since, until, until, until)
-        ledger.emit(CallSpan(*who, *times, after, self.attempt))
+        state.emit(CallSpan(*who, *times, after, self.attempt))
 
 
 @dataclass(slots=True)
@@ -134,7 +134,7 @@ class Group(Generic[T]):
     _ended: list[tuple[RolloutScope[T], RolloutSpan]] = field(default_factory=list[Any])
 
     def __post_init__(self) -> None:
-        self.why, self.queued = self.run.stopped, self.run.ledger.now()
+        self.why, self.queued = self.run.stopped, self.run.state.now()
         self.round = Round(self.frontier)
 
     @property
@@ -178,7 +178,7 @@ class Group(Generic[T]):
         return "settled" if self.why == "settled" else "cancelled"
 
     async def _rollout(self, sample: int) -> None:
-        started = self.run.ledger.now()
+        started = self.run.state.now()
         scope = RolloutScope(self, sample)
         status: RolloutStatus = "cancelled"
         value: T | None = None
@@ -196,7 +196,7 @@ class Group(Generic[T]):
             self._end(scope, RolloutResult(sample, status, value, error), started)
 
     async def _attempts(self, scope: RolloutScope[T]) -> T:
-        policy = self.run.ledger.policy
+        policy = self.run.state.policy
         while True:
             try:
                 return await self.function(scope)
@@ -207,7 +207,7 @@ class Group(Generic[T]):
             scope.attempt += 1
 
     def _end(self, scope: RolloutScope[T], result: RolloutResult[T], started: float) -> None:
-        now = self.run.ledger.now()
+        now = self.run.state.now()
         span = RolloutSpan(
             scope.problem,
             scope.sample,
@@ -230,16 +230,16 @@ class Group(Generic[T]):
                 self._leave(scope)
             else:
                 self.run.admission.release(1)
-                self.run.ledger.close_rollout(span)
+                self.run.state.close_rollout(span)
             if len(self.results) == len(self.samples):
                 self.done.set()
 
     def _judge(self, result: RolloutResult[T]) -> None:
-        error, ledger = result.error, self.run.ledger
-        has_given_up = ledger.has_given_up(result.status)
-        if error is not None and (has_given_up or ledger.policy.is_fatal(error)):
+        error, state = result.error, self.run.state
+        has_given_up = state.has_given_up(result.status)
+        if error is not None and (has_given_up or state.policy.is_fatal(error)):
             if has_given_up:
-                error.add_note(f"the run was given up after {ledger.failures_in_row} failed rollouts in a row")
+                error.add_note(f"the run was given up after {state.failures_in_row} failed rollouts in a row")
             self.run.fail(error)
         elif self.settle is not None and not self.why and result.status in ("done", "failed") and self.settle(result):
             self.close("settled")
@@ -267,7 +267,7 @@ class Group(Generic[T]):
     def release(self) -> None:
         """Give the places back that were taken together; until now every finished rollout waited for its siblings."""
         if self.admit == "together" and self._next:
-            released = self.run.ledger.now()
+            released = self.run.state.now()
             self.run.admission.release(len(self.samples))
             after = tuple(dict.fromkeys(self.last_nodes))
             for scope, span in self._ended:
@@ -275,4 +275,4 @@ class Group(Generic[T]):
                     span.waited += released - span.ended
                     scope.note_release(span.ended, released, after)
                 span.released = released
-                self.run.ledger.close_rollout(span)
+                self.run.state.close_rollout(span)

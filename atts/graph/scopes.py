@@ -1,4 +1,4 @@
-"""What a problem's function is given: rollouts, calls, and the way out."""
+"""The scope that a problem's function is given: it starts rollouts, makes calls and ends the problem."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProblemScope(Caller):
     __slots__ = ("cancel_scope", "declared", "index", "is_opening", "order", "run", "why")
 
     def __init__(self, run: Run, problem: str, index: int, order: int) -> None:
-        super().__init__(run.ledger, problem, -1, ())
+        super().__init__(run.state, problem, -1, ())
         self.index = index
         self.order = order  # of opening, over all runs of the graph: older problems come first
         self.why = ""
@@ -103,13 +103,13 @@ class ProblemScope(Caller):
 
     def end(self, status: ProblemStatus, started: float, error: Exception | None) -> None:
         """Close the problem's books; the next one may be opened."""
-        admission, ledger = self.run.admission, self.run.ledger
+        admission, state = self.run.admission, self.run.state
         self._declare()
         admission.open -= 1
         admission.dispatch()
-        ledger.problems_done += 1
+        state.problems_done += 1
         words = "" if error is None else f"{type(error).__name__}: {error}"
-        ledger.emit(ProblemSpan(self.problem, self.index, status, started, ledger.now(), words))
+        state.emit(ProblemSpan(self.problem, self.index, status, started, state.now(), words))
 
     def _declare(self) -> None:
         if self.is_opening:

@@ -1,4 +1,4 @@
-"""A run as a picture: Chrome trace JSON, which Perfetto and chrome://tracing open."""
+"""A run as a Chrome trace in JSON, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The append-only event log of a run: its truth, from which results, reports, resume and replay are made."""
+"""The append-only event log of a run, from which results, reports, resume and replay are made."""
 
 from atts.journal.events import (
     COMPARED,
@@ -29,8 +29,8 @@ from atts.journal.finished import FinishedProblem, FinishedSample, is_censored
 from atts.journal.lines import LineWriter, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, save_manifest
 from atts.journal.reader import MERGED, RecordedRun, check_exists, open_run
-from atts.journal.replies import REPLIES, SharedReplies, SharedReply, reply_key, run_number
 from atts.journal.salvage import JournalCheck, check_journal, salvage
+from atts.journal.shared_replies import REPLIES, SharedReplies, SharedReply, reply_key, run_number
 from atts.journal.state import (
     FACTS,
     OpenProblem,

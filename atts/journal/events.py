@@ -1,4 +1,4 @@
-"""What a journal can say: one frozen value per kind of event.
+"""The events of a journal: one frozen value for each kind.
 
 The order of the lines is the order in which things happened. Three families:
 

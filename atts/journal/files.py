@@ -1,4 +1,4 @@
-"""Append-only files, and lock files that are free when their process is gone."""
+"""Append-only files, and lock files that are released when their process ends."""
 
 from __future__ import annotations
 

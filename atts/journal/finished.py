@@ -1,4 +1,4 @@
-"""A finished problem in brief: the value that results, reports, comparisons and plans are made from."""
+"""A finished problem in brief: what results, reports, comparisons and plans are made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of journals that an earlier schema wrote, completed by what later ones add."""
+"""Migration of journals of earlier schemas: their events are completed by the fields that later ones added."""
 
 from __future__ import annotations
 

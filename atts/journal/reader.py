@@ -1,4 +1,4 @@
-"""The one reader of run directories, finished or not.
+"""The reader of run directories, finished or not.
 
     run = open_run(directory)            # JournalError: there is none, or a damaged or newer one
     run.manifest, run.setting("method")  # what was run

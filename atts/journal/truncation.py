@@ -1,4 +1,4 @@
-"""The rollouts of a run that a limit cut before they could answer, told in the same words everywhere."""
+"""Truncated rollouts: those that a limit cut before they could answer, and the warning about them."""
 
 from __future__ import annotations
 

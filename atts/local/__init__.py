@@ -2,9 +2,9 @@
 
 from atts.local.checking import check_adapter, check_model, check_weights
 from atts.local.engine import LocalEngine
-from atts.local.laws import Divergence, divergence
 from atts.local.messages import LoopStats
 from atts.local.model_config import Family
+from atts.local.model_divergence import Divergence, divergence
 from atts.local.options import LocalOptions
 
 __all__ = [

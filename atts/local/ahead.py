@@ -1,4 +1,4 @@
-"""Drafting beside the target: while a step is verified, guesses of what it comes to are continued.
+"""Parallel drafting: while the target verifies a step, the drafter continues guesses of its outcome.
 
 A guess that came true is the next proposal, at once. After one that did not, the target steps without a proposal while
 the drafter begins anew; so it does while the drafter is late. Branches read the prefix from the slots of their sequence
@@ -19,9 +19,9 @@ from torch import Tensor
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import Model, StepBatch
 from atts.local.devices import own_stream
+from atts.local.draft_branches import BranchWriter, DraftBranch, DraftJob, DraftLine
 from atts.local.drafting import DraftedRows, ModelDrafter, fed_rows
 from atts.local.exits import Ear, Exits, Told
-from atts.local.growing import BranchWriter, DraftBranch, DraftJob, DraftLine
 from atts.local.model_config import ModelConfig
 from atts.local.streams import StreamHeads
 from atts.local.transport import PATIENCE, DraftTransport

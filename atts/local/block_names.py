@@ -1,4 +1,4 @@
-"""What parts of a zoo's models are called: equal where they compute the same."""
+"""Names of the parts of a zoo's models: parts that compute the same have the same name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from atts.local.adapters import LowRank
 from atts.local.loader import Rope, Weights
+from atts.local.lora import LowRank
 from atts.local.model_config import ModelConfig
 from atts.stored_blocks import content_digest, unit_digests
 

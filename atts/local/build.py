@@ -13,16 +13,15 @@ from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
-from atts.local.apart import DrafterProcess, DraftSetup
 from atts.local.batch import Layers, Model, RangedModel, TappedModel
 from atts.local.cache import SPARE_SLOTS, allocate_cache, default_tokens, free_room
 from atts.local.chains import ChainModel, shared_kernels
 from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
 from atts.local.devices import device_of, drafter_device
+from atts.local.drafter_process import DrafterProcess, DraftSetup
 from atts.local.drafting import DraftedRows, FuzzyDrafter, ModelDrafter
 from atts.local.exits import EXIT_FILE, ExitAdapter, ExitModel, Exits
-from atts.local.ledger import SlotLedger
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
@@ -34,6 +33,7 @@ from atts.local.prefix import PrefixTree
 from atts.local.scheduler import MOST_BRANCHES, Scheduler, SchedulerConfig
 from atts.local.scheme_drafting import GUESSING, SchemeDrafting
 from atts.local.sequence import TokenTable
+from atts.local.slot_ledger import SlotLedger
 from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Speculation
 from atts.local.stage_line import HeldLine
 from atts.local.staged_loop import StagedLoop

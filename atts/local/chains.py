@@ -23,11 +23,11 @@ from atts.local.allocator import SlotIds
 from atts.local.batch import MANY, Ints, StepBatch, picked
 from atts.local.block_names import content_name, half_names, key_names, rope_names
 from atts.local.compiling import native_library
-from atts.local.ledger import Lineage, SlotLedger
 from atts.local.loader import layer_deltas, load_adapter, load_weights
 from atts.local.messages import WorkerConfig
 from atts.local.native_model import Adapted, NativeModel, Segment, unknown_parts
 from atts.local.packing import PackedAdapter, Packing
+from atts.local.slot_ledger import Lineage, SlotLedger
 from atts.sampling import SampledTokens, SamplingBatch
 from atts.stored_blocks import unit_digests
 

@@ -1,4 +1,4 @@
-"""Draws made while a text is scored: how the model's own completion in the text's place would begin."""
+"""Tokens drawn while a text is scored: the beginning of the model's own completion in the text's place."""
 
 from __future__ import annotations
 

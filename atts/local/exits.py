@@ -1,4 +1,4 @@
-"""The target's early exit: after some of its layers, what it is likely to write, told while the others are computed."""
+"""The target's early exit: a guess of its next tokens from its first layers, while the others are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attentions of a row of layers that read one input, as one layer's with as many times the heads."""
+"""Attention of neighbouring layers that read one input, computed as one layer with as many times the heads."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory
 from atts.importing import import_lock
-from atts.local.adapters import Adapter, LowRank, fused, read_adapter
+from atts.local.lora import Adapter, LowRank, fused, read_adapter
 from atts.local.model_config import NO_ROPE, UNREADABLE, ModelConfig, read_hf_config
 from atts.stored_blocks import ADAPTER, adapter_file, tensor_files
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from atts.core import SampleRequest
 from atts.errors import EngineUnavailable
 from atts.local.batch import Draws, Model, PrefillChunk, StepBatches, StepPlan
-from atts.local.bursts import Bursts
 from atts.local.chains import ChainModel
 from atts.local.devices import is_out_of_memory
 from atts.local.draws_while_scoring import DrawnTokens, beginning, draw_scored, extend_drawn
@@ -36,6 +35,7 @@ from atts.local.messages import (
     ScoreReply,
     Submit,
 )
+from atts.local.multi_step import MultiStep
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, TokenTable, ending, new_sequence
 from atts.local.speculating import Speculation, is_ratio
@@ -78,7 +78,7 @@ class StepLoop:
         self._reported_at = 0.0
         self._sampling: tuple[list[Sequence], SamplingBatch] = ([], batch_sampling([], 1))
         self._batches = StepBatches()
-        self._bursts = Bursts.of(model, scheduler, token_table) if speculation is None else None
+        self._multi_step = MultiStep.of(model, scheduler, token_table) if speculation is None else None
         self._is_closing = False
 
     def run(self, inbox: Inbox) -> None:
@@ -158,8 +158,9 @@ class StepLoop:
 
     def _compute(self, plan: StepPlan) -> Computed:
         """Feed the plan's tokens, then sample and score; no sequence changes."""
-        if self._bursts is not None and (turns := self._bursts.turns(plan)) > 1:
-            return self._burst(plan, *self._bursts.draw(plan, self._batches.of(plan, self._scheduler.table), turns))
+        if self._multi_step is not None and (steps := self._multi_step.turns(plan)) > 1:
+            batch = self._batches.of(plan, self._scheduler.table)
+            return self._take_several(plan, *self._multi_step.draw(plan, batch, steps))
         hidden = self._hidden(plan) if plan.decoding or plan.prefills else None
         started, chunks = plan.started(), plan.scored()
         sequences = plan.ready + plan.decoding + started
@@ -173,7 +174,7 @@ class StepLoop:
             drawn=list(draw_scored(self._model, chunks, hidden[count:])) if hidden is not None else [],
         )
 
-    def _burst(self, plan: StepPlan, drawn: list[Draws], logits: Tensor) -> Computed:
+    def _take_several(self, plan: StepPlan, drawn: list[Draws], logits: Tensor) -> Computed:
         """As many steps as were drawn at once; the logits are those after the first."""
         more = len(drawn[0][1]) - 1
         self._stats.steps += more

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atts.local.adapters import LowRank
+from atts.local.lora import LowRank
 
 
 class PanelKind(IntEnum):

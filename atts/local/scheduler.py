@@ -11,10 +11,10 @@ import numpy as np
 
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import PrefillChunk, StepPlan
-from atts.local.ledger import SlotLedger
-from atts.local.lending import WORTH_WAITING, Lending, Loan
+from atts.local.kv_sharing import WORTH_WAITING, KVSharing, SharedSlots
 from atts.local.prefix import PrefixMatch, PrefixNode, PrefixTree
 from atts.local.sequence import Sequence
+from atts.local.slot_ledger import SlotLedger
 
 _SLOT_RUN = 32  # slots taken at a time while decoding: neighbours in memory are read faster, and calls are few
 _HEADROOM = 16  # slots kept free per running sequence when another is admitted
@@ -43,7 +43,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, tree: PrefixTree, ledger: SlotLedger | None = None) -> None:
         self._config, self.tree = config, tree
-        self._lending = None if ledger is None else Lending(tree, ledger)
+        self._lending = None if ledger is None else KVSharing(tree, ledger)
         self.allocator: SlotAllocator = ledger or SlotAllocator(config.kv_tokens)
         self._chunk_tokens = config.chunk_tokens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
@@ -189,7 +189,7 @@ class Scheduler:
         assert node is not None, "a running sequence holds a lock"
         computed = sequence.num_computed
         if self._lending is not None:
-            self._lending.unite(sequence, row, max(shared, node.depth))
+            self._lending.deduplicate(sequence, row, max(shared, node.depth))
         found = self.tree.insert(tuple(sequence.ids[node.depth : computed]), row[node.depth : computed], node)
         self.tree.lock(found.node, node)
         known = node.depth + found.length
@@ -275,12 +275,12 @@ class Scheduler:
             return free >= count
         return self._lending is None or self.allocator.num_slots - self.num_locked >= count
 
-    def _borrow(self, sequence: Sequence, loan: Loan) -> None:
+    def _borrow(self, sequence: Sequence, loan: SharedSlots) -> None:
         """Make room for a loan, and hold it."""
         self.tree.lock(loan.found.node)
         self._evict_until_free(loan.stop - sequence.capacity)
         self.tree.unlock(loan.found.node)
-        loan.grant(sequence, self.table[sequence.row], self.allocator.num_free)
+        loan.put_into(sequence, self.table[sequence.row], self.allocator.num_free)
 
     def _should_wait(self, sequence: Sequence, known: int) -> bool:
         """Whether a running prefill, be it a relative's, is about to compute a good part of this request's ids."""

@@ -1,4 +1,4 @@
-"""Drafting that learns what pays here: drafts before a step, or guesses continued beside it, on one draft model."""
+"""Drafting with a learnt choice of scheme: proposals before a step, or guesses continued beside it, by one drafter."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence as Many
 from time import perf_counter
 
 from atts.local.ahead import AheadDrafter
-from atts.local.apart import DrafterProcess
 from atts.local.batch import StepPlan
+from atts.local.drafter_process import DrafterProcess
 from atts.local.speculating import FixedLength, Lengths, SpeculationRound
 from atts.speculation import Ask, Forecast, Guessing, OverlapStats, Proposer, SchemeControl, TokenProposal
 

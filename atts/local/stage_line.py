@@ -1,4 +1,4 @@
-"""Ranges of layers in workers: steps on their way through them, and which worker has which range."""
+"""Steps on their way through ranges of layers, and the choice of the worker that runs each range."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers and ranges of layers from the side of the step loop: what is asked of one, and who holds the other."""
+"""Workers and layer ranges as the step loop sees them: what is asked of a worker, and which workers hold a range."""
 
 from __future__ import annotations
 

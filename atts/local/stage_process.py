@@ -1,4 +1,4 @@
-"""A stage's process, from the side of the step loop."""
+"""The process of one stage, as the step loop sees it."""
 
 from __future__ import annotations
 

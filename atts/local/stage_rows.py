@@ -1,4 +1,4 @@
-"""What went into a stage's layers, and which of its workers has keys and values of it: who goes on with a sequence."""
+"""Sequences in a stage: what was fed to its layers, and which of its workers has the keys and values."""
 
 from __future__ import annotations
 

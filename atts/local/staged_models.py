@@ -17,12 +17,12 @@ from atts.local.batch import Floats, ModelAround, RangedModel, StepBatch, Tap, p
 from atts.local.block_names import half_names
 from atts.local.cache import allocate_cache, default_tokens
 from atts.local.chains import ChainModel, adapted_rows, bounds_of
-from atts.local.ledger import SlotLedger
 from atts.local.loader import layer_deltas, load_adapter, load_ropes, load_weights
 from atts.local.messages import WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.local.native_model import NativeModel
 from atts.local.packing import PackedAdapter, Packing
+from atts.local.slot_ledger import SlotLedger
 from atts.local.stage_line import Flight, HeldLine
 from atts.local.stages import BuildStage, HeldLayers, StageSetup
 

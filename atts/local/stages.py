@@ -1,4 +1,4 @@
-"""Ranges of a model's layers, each with its keys and values in a worker of its own: what it holds, is told and does."""
+"""Stages of a model: ranges of its layers in workers, with their keys and values, and the messages they answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transports of a drafter that works beside the target: at once in the same thread, or in one of its own."""
+"""Transports of a drafter that works beside the target: in the same thread, or in a thread of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engine on one HTTP server, probed when it opens and when it may have been replaced; the report of a probe."""
+"""The engine on one HTTP server, probed when it opens and when it may have been replaced, and the report of a probe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Probe of a server: what it was seen to do of what its dialect claims, and values to recognise it by."""
+"""Probe of a server: which of its dialect's claims hold, and values by which it is recognised later."""
 
 from __future__ import annotations
 

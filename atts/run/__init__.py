@@ -7,19 +7,19 @@ Call it again with the same directory and it goes on where it was, whatever ende
 """
 
 from atts.run.abstaining import Abstain, Answered, answered
-from atts.run.calls import RecallTiming
 from atts.run.conditions import Conditions, check_conditions, conditions_of, read_conditions
 from atts.run.evaluate import Keep, RunOptions, evaluate
-from atts.run.gates import replay_event
 from atts.run.merging import Merged, Shard, merge
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.progress import Progress, ProgressSnapshot
+from atts.run.recorded_calls import RecallTiming
+from atts.run.recorded_gates import replay_event
 from atts.run.recorder import CallBegun, ChunkWritten, EngineAwaited, Listener, Notice, Recorder, RunBegun
 from atts.run.result import INTERRUPTED, RunResult, RunStatus
 from atts.run.sharing import SharingEngine
+from atts.run.stop_when import StopWhen
 from atts.run.stopping import Signals, Stop
 from atts.run.summary import Summary
-from atts.run.until import Until
 
 __all__ = [
     "INTERRUPTED",
@@ -50,7 +50,7 @@ __all__ = [
     "ProgressSnapshot",
     "Stop",
     "Summary",
-    "Until",
+    "StopWhen",
     "answered",
     "check_conditions",
     "conditions_of",

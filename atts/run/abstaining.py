@@ -1,4 +1,4 @@
-"""Answers that are withheld: where the vote agrees less than labelled problems ask for."""
+"""Abstention in a run: answers are withheld where the vote agrees less than labelled problems require."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds scores from before a run to the conditions of the run."""
+"""The check that scores from before a run were made under the conditions of the run."""
 
 from __future__ import annotations
 

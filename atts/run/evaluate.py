@@ -38,16 +38,16 @@ from atts.journal import (
     judged,
     open_journal,
 )
-from atts.pipelines import Context, DraftPace, Learning, RoundGate, needed_logprobs
-from atts.run.calls import RecordedEngine, RecordedSteps
+from atts.pipelines import Context, DraftLength, Learning, RoundGate, needed_logprobs
 from atts.run.conditions import check_conditions
-from atts.run.forewarning import forewarnings
-from atts.run.gates import AlarmWatch, RecordedGate, RecordedLearningGate, RecordedRoundGate, replay_event
+from atts.run.engine_warnings import engine_warnings
 from atts.run.plan import Plan, verdict_by
+from atts.run.recorded_calls import RecordedEngine, RecordedSteps
+from atts.run.recorded_gates import AlarmWatch, RecordedGate, RecordedLearningGate, RecordedRoundGate, replay_event
 from atts.run.recorder import DecisionsLeft, EscalationCounter, Listener, ProblemRecord, Recorder, RunBegun
 from atts.run.result import Missing, RunResult, RunStatus
+from atts.run.stop_when import SequentialComparison
 from atts.run.stopping import Signals, Stop, watch_signals
-from atts.run.until import Comparing
 from atts.speculated import speculated_by, speculated_since, together
 
 Keep = Literal["lines", "nothing"]
@@ -173,13 +173,13 @@ class _Run:
             for problem in filter(state.is_over, state.finished):
                 left.conclude(problem)
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
-        self._pace = DraftPace()
+        self._draft_length = DraftLength()
         self._places: dict[str, int] = {}  # of the problems in the dataset
         self._lines: dict[str, FinishedProblem] = {}
         self._kept: list[Outcome] = []
         self._unfinished = 0
         self._missing = Missing()
-        self._comparing = Comparing(plan.until, state, self._recorder.record)
+        self._comparing = SequentialComparison(plan.stop_when, state, self._recorder.record)
         self._taken = 0  # problems this session had to work on
         self._seen: Literal["some", "all"] = "some"  # of the dataset
 
@@ -189,7 +189,7 @@ class _Run:
         self._recorder.tell(self._begun())
         if not self._state.sessions:
             told = [("conditions", doubt)] * bool(doubt) + [("budget", text) for text in self._plan.warnings]
-            for code, text in (*told, *forewarnings(self._plan, self._manifest.problems or 1)):
+            for code, text in (*told, *engine_warnings(self._plan, self._manifest.problems or 1)):
                 self._recorder.record(Warned(code, text))
         for name, problem in self._state.finished.items():
             self._keep(name, problem)
@@ -296,7 +296,7 @@ class _Run:
             bind=bind,
             logprobs=needed,
             left=self._left,
-            pace=self._pace,
+            draft_length=self._draft_length,
         )
 
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:

@@ -1,4 +1,4 @@
-"""What an evaluation is made of, in one frozen value."""
+"""The plan of an evaluation: everything that it is made of, in one frozen value."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from atts.engine import Engine, EngineSpec
 from atts.errors import OptionError
 from atts.graph import Limit, ProblemScope
 from atts.journal import Json, Manifest, Setting, VerdictStatus, dataset_digest
-from atts.pipelines import Answers, Context, Gate, Policy, Promising, RoundGate, check_engines, solve
+from atts.pipelines import Answers, Context, Gate, GuaranteedGate, Policy, RoundGate, check_engines, solve
 from atts.run.abstaining import Abstain
-from atts.run.calls import RecallTiming
 from atts.run.conditions import Conditions
-from atts.run.until import Until
+from atts.run.recorded_calls import RecallTiming
+from atts.run.stop_when import StopWhen
 
 
 class Pipeline(Protocol):
@@ -98,7 +98,7 @@ class Plan:
     conditions: Conditions = "match"  # what other conditions than those do
     warnings: Sequence[str] = ()  # what a reader of the run should know beforehand
     abstain: Abstain | None = None  # where answers are withheld
-    until: Until | None = None  # what it is compared with as it goes, and ends once that is settled
+    stop_when: StopWhen | None = None  # what it is compared with as it goes, and ends once that is settled
     within: Callable[[int], Policy] | None = None  # the policy for a context of so many tokens; None: `policy` as it is
     domain: Domain | None = None  # of stored scores: problems unlike theirs are told
     timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
@@ -142,7 +142,7 @@ class Plan:
         if count is not None and not any(problem.choices for problem in problems):
             policy["letter"] = ""  # it is said after choices only, and runs from before it existed go on
         own = {"policy": Setting(policy, "policy"), "gate": Setting(type(self.gate).__name__, "gate")}
-        if isinstance(self.gate, Promising):
+        if isinstance(self.gate, GuaranteedGate):
             own["promise"] = Setting(list(self.gate.promise), "gate")
         own |= self.abstain.setting() if self.abstain is not None else {}
         manifest = Manifest(

@@ -1,4 +1,4 @@
-"""How a run is asked to end: the first request lets calls in flight finish, the second ends everything."""
+"""Stopping of a run: the first request lets calls in flight finish, the second ends everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps and proposals take, as measured: seconds by the number of tokens, never falling as there are more.
+"""Measured costs of steps and proposals: seconds by the number of tokens, never falling as there are more.
 
 A shared machine is slower now than it was a second ago. So the logs of times are the sum of what the machine adds now,
 which wanders, and of what so many tokens take, which stays: a Kalman filter tells them apart, for steps of different

@@ -1,4 +1,4 @@
-"""Speculation lengths by goodput: proposal tokens go where they are likely to stand, while that makes a step pay."""
+"""Speculation lengths by goodput: proposal tokens are spent where they are likely to be accepted and a step gains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proposer of text that came with a request: a rejected chunk, a sibling's, an earlier attempt."""
+"""The hint proposer: it proposes text that came with a request, such as a rejected chunk or a sibling's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outcome cache: continuations of what a verification may come to, ready before it is known which it is."""
+"""The outcome cache: continuations of the possible outcomes of a verification, ready before the outcome is known."""
 
 from __future__ import annotations
 

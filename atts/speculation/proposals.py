@@ -1,4 +1,4 @@
-"""Proposals of the tokens to come, the protocol of what makes them, and the choice of the best among several."""
+"""Proposals of next tokens: their protocol, and the choice of the best among several proposers."""
 
 from __future__ import annotations
 

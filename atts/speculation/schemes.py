@@ -1,4 +1,4 @@
-"""The choice among ways to draft: each is tried in turn, and that which writes most tokens a second is used."""
+"""The choice among drafting schemes: each is tried in turn, and the one with the most tokens a second is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proposer of what followed before: the longest end of a text that was seen in it, or in a sibling's, goes on."""
+"""The suffix proposer: it continues the longest end of a text that occurred before, in it or in a sibling's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How likely each place of a proposal is to stand, from what stood before: censored, decayed, shrunk to the pool's."""
+"""Survival of proposals: how likely each place is to be accepted, from what was accepted before."""
 
 from __future__ import annotations
 

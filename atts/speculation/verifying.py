@@ -1,4 +1,4 @@
-"""Verification: how much of a proposal stands, and what is written in place of what does not.
+"""Verification: how many tokens of a proposal are accepted, and what replaces the first that is not.
 
 By replay the target draws at every place with the uniform that belongs to request and position, and a token stands if
 it is what was drawn: what is written is what would be written without any proposal, at any temperature.

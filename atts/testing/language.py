@@ -1,4 +1,4 @@
-"""The toy language model: next-token distributions that are an honest function of the ids before.
+"""The toy language model: next-token distributions that depend on the previous ids alone.
 
 A solution is a chain of steps ended by blank lines, `So we take: 17 plus 5 is 22.`, and a last one, `The answer is
 \\boxed{31}.` A model that slips goes on from its wrong value, so a wrong step makes a wrong answer, unless some later

@@ -1,4 +1,4 @@
-"""Extraction of the final answer from a reasoning text: boxed, after a mark, in a last sentence, or a last number."""
+"""Extraction of the final answer from a reasoning text: boxed, after a mark, in a last sentence, or the last number."""
 
 import re
 from dataclasses import dataclass

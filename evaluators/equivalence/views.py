@@ -1,4 +1,4 @@
-"""Views of a parsed answer: what it names, its members, labels and signs, its matrix, its letter, its digits."""
+"""Views of a parsed answer: its names, members, labels, signs, matrix, letter and digits."""
 
 from collections.abc import Sequence
 from contextlib import suppress

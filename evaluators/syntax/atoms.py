@@ -1,4 +1,4 @@
-"""Parser of answers, by what stands alone in them: numbers, variables, functions, fractions, roots, matrices, sums."""
+"""Parser of the atoms of answers: numbers, variables, functions, fractions, roots, matrices, sums."""
 
 from collections.abc import Callable
 from fractions import Fraction

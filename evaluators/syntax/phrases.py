@@ -1,4 +1,4 @@
-"""Phrases around a value: neutral words are passed over, units and counts bind to it, any other word makes it text."""
+"""Parser of phrases around a value: neutral words are skipped, units and counts bind to it, others make it text."""
 
 from collections.abc import Sequence
 from fractions import Fraction

@@ -15,8 +15,8 @@ from scipy import stats
 from atts.calibration import MODES, StoredScores, replay
 from atts.calibration.drift import DriftMonitor
 from atts.calibration.duplicate_scores import DuplicateScores
+from atts.calibration.exact_rate import exact_rate
 from atts.calibration.metrics import Floats, rate_metrics, sorted_decisions
-from atts.calibration.rates import exact_rate
 from atts.calibration.samples import QuestionSample, features
 from atts.calibration.stored import read_scores
 from scripts.studies.harness import Options, Row, Table, say

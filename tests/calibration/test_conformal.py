@@ -15,8 +15,8 @@ from atts.calibration.conformal import (
     split_rank,
     split_threshold,
 )
-from atts.calibration.memory import Window
 from atts.calibration.scale import PERPLEXITY, REAL
+from atts.calibration.score_history import Window
 from atts.errors import CalibrationInputError
 
 

@@ -93,8 +93,8 @@ def test_a_hard_problem_moves_the_level_alike_with_any_number_of_rollouts() -> N
         calibrator = Calibrator(0.2, "aci", tuning=Tuning.for_rollouts(samples))
         controller = Adaptive(0.2, calibrator.tuning.aci_step)
         for _ in range(samples):
-            controller.account(9.0, "hard", 0, escalated=True)
-        levels.append(controller.allowance(9.0, "next", 0))
+            controller.update(9.0, "hard", 0, escalated=True)
+        levels.append(controller.current_rate(9.0, "next", 0))
     assert levels == pytest.approx([0.2 - 0.8 * 0.016] * 3)
     assert Tuning.for_rollouts(8) == Tuning()
 
@@ -106,12 +106,12 @@ def test_aci_bound_holds_against_an_adversary_and_delay(wishes: list[bool], step
     rate, waiting, total = 0.4, list[bool](), 0
     controller = Adaptive(rate, step)
     for count, wish in enumerate(wishes, 1):
-        level = controller.allowance(0.0, "", 0)
+        level = controller.current_rate(0.0, "", 0)
         escalated = True if level >= 1 else False if level <= 0 else wish
         total += escalated
         waiting.append(escalated)
         if len(waiting) > delay:
-            controller.account(0.0, "", 0, waiting.pop(0))
+            controller.update(0.0, "", 0, waiting.pop(0))
         bound = (max(rate, 1 - rate) + (delay + 1) * step) / step + delay
         assert abs(total - rate * count) <= bound + 1e-9
         if not delay:
@@ -126,8 +126,8 @@ def aci_bound(rate: float, step: float, decisions: int) -> float:
 def test_aci_bound_is_nearly_reached() -> None:
     """A wrong constant would show: the worst adversary comes within a step of it."""
     controller, total = Adaptive(0.4, 0.05), 0
-    while (level := controller.allowance(0.0, "", 0)) > 0:
-        controller.account(0.0, "", 0, level > 0)
+    while (level := controller.current_rate(0.0, "", 0)) > 0:
+        controller.update(0.0, "", 0, level > 0)
         total += 1
     assert abs(total / total - 0.4) >= 0.9 * (aci_bound(0.4, 0.05, total) - 0.05 / (0.05 * total)) * 0.4 / 0.6
 

@@ -9,8 +9,8 @@ import pytest
 
 from atts.calibration.conformal import split_threshold
 from atts.calibration.martingale import SimpleJumper
-from atts.calibration.memory import Window
 from atts.calibration.risk import hoeffding_bentkus_p_value, rejected
+from atts.calibration.score_history import Window
 
 
 def oracle(name: str) -> Any:

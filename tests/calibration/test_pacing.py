@@ -83,9 +83,9 @@ def test_any_sequence_ends_within_a_decision_if_what_is_left_is_known_to_a_facto
     controller, total = Adaptive(rate, 0.002), 0
     for place, wish in enumerate(wishes):
         left = (len(wishes) - place) * data.draw(st.floats(0.2, 2.0))
-        level = controller.allowance(0.0, "", 0, RunEnd(left, slack))
+        level = controller.current_rate(0.0, "", 0, RunEnd(left, slack))
         escalated = level >= 1 or (level > 0 and wish)
-        controller.account(0.0, "", 0, escalated)
+        controller.update(0.0, "", 0, escalated)
         total += escalated
     assert abs(total - rate * len(wishes)) <= 1 + slack + 1e-6
 
@@ -96,9 +96,9 @@ def test_every_decision_that_was_expected_in_vain_adds_at_most_one(wishes: list[
     """With `extra` decisions beyond twice the truth, the sum of errors is at most 1 + (1 - rate) extra."""
     controller, total = Adaptive(rate, 0.002), 0
     for place, wish in enumerate(wishes):
-        level = controller.allowance(0.0, "", 0, RunEnd(2 * (len(wishes) - place + extra)))
+        level = controller.current_rate(0.0, "", 0, RunEnd(2 * (len(wishes) - place + extra)))
         escalated = level >= 1 or (level > 0 and wish)
-        controller.account(0.0, "", 0, escalated)
+        controller.update(0.0, "", 0, escalated)
         total += escalated
     assert abs(total - rate * len(wishes)) <= 1 + max(rate, 1 - rate) * extra + 1e-6
 

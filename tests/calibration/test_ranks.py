@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atts.calibration.memory import Fading, Memory, Window
 from atts.calibration.ranks import Ranks
+from atts.calibration.score_history import Fading, ScoreHistory, Window
 from atts.errors import CalibrationInputError
 
 VALUES = st.one_of(st.integers(0, 6).map(float), st.floats(allow_nan=False), st.sampled_from([math.inf, -math.inf]))
@@ -101,7 +101,7 @@ def test_fading_is_geometric_weights(values: list[float], decay: float, probe: f
 
 
 @pytest.mark.parametrize("memory", [Window(), Window(5), Fading(0.8)])
-def test_memories_are_rebuilt_from_their_scores(memory: Memory) -> None:
+def test_memories_are_rebuilt_from_their_scores(memory: ScoreHistory) -> None:
     """Adding them to an empty memory of the same kind gives the same places."""
     draw = random.Random(0)
     for _ in range(300):

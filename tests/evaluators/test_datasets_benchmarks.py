@@ -365,7 +365,7 @@ class Hub(BaseHTTPRequestHandler):
     asked: list[str]
 
     def log_message(self, format: str, *args: object) -> None:
-        """Silent."""
+        """NullListener."""
 
     def do_HEAD(self) -> None:
         """As GET."""

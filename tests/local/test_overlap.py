@@ -17,8 +17,8 @@ from atts.core import SampleRequest, Sampling
 from atts.errors import OptionError
 from atts.local import LocalEngine, LocalOptions
 from atts.local.ahead import AheadDrafter
+from atts.local.draft_branches import BranchWriter
 from atts.local.exits import ExitModel
-from atts.local.growing import BranchWriter
 from atts.local.loop import StepLoop
 from atts.local.messages import Cancel, Command
 from atts.local.native_model import NativeModel
@@ -117,7 +117,7 @@ def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
         return [PlaceLaw(0.5, (), ())] * len(logits)
 
     monkeypatch.setattr(BranchWriter, "_sampled", wrong)
-    monkeypatch.setattr("atts.local.growing.place_laws", unknown)
+    monkeypatch.setattr("atts.local.draft_branches.place_laws", unknown)
     monkeypatch.setattr(ExitModel, "_heard", lambda *args: {})
     ahead = NativeModel.draw_ahead
     monkeypatch.setattr(NativeModel, "draw_ahead", lambda *args: (ahead(*args) + 1) % 300)

@@ -11,8 +11,8 @@ import pytest
 
 from atts.core import Sampling
 from atts.local.ahead import AheadDrafter
-from atts.local.apart import DrafterProcess
 from atts.local.batch import StepPlan
+from atts.local.drafter_process import DrafterProcess
 from atts.local.scheme_drafting import GUESSING, SchemeDrafting
 from atts.local.speculating import FixedLength, SpeculationRound
 from atts.local.transport import PATIENCE, InlineTransport, ThreadTransport

@@ -13,7 +13,7 @@ from atts.core import Message, SampleRequest, Sampling
 from atts.errors import ModelLoadError
 from atts.evaluators.datasets.arithmetic import problems
 from atts.local import LocalEngine, LocalOptions
-from atts.local.growing import BranchWriter
+from atts.local.draft_branches import BranchWriter
 from atts.local.model_config import read_model_config
 from atts.local.padding_shape import padding_shape
 from atts.local.streams import STREAM_FILE
@@ -74,7 +74,7 @@ def test_a_padded_drafter_streams_as_well(make_model: Make, monkeypatch: pytest.
     folder = with_heads(make_model("llama", vocab_size=322, num_hidden_layers=2))
     orders, stack = requests(2, 24, HOT), padding_shape(read_model_config(folder, "tiny"), 2_000_000)
     monkeypatch.setattr("atts.local.build.ThreadTransport", InlineTransport)
-    monkeypatch.setattr("atts.local.growing._CONFIDENT", 0.0)
+    monkeypatch.setattr("atts.local.draft_branches._CONFIDENT", 0.0)
     alone, padded = (
         run(folder, [orders], None, 6, folder, speculate="mirror", padding=padding) for padding in (None, stack)
     )

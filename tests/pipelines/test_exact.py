@@ -15,7 +15,7 @@ from atts.engine import EngineAround, EngineSpec
 from atts.errors import BadReply, OptionError, UnsupportedByEngine
 from atts.methods import preset
 from atts.pipelines import FixedGate, Policy, ThresholdGate, check_engines, check_scores
-from atts.pipelines.pace import DraftPace
+from atts.pipelines.draft_length import DraftLength
 from atts.seeds import Seed
 from atts.testing import ScriptedEngine, check_engine, run_virtual, toy_problems
 
@@ -43,7 +43,7 @@ def used(outcomes: Sequence[Outcome], kind: str) -> int:
 def test_exact_writes_what_the_target_alone_writes(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch, temperature: float, length: int
 ) -> None:
-    monkeypatch.setattr(DraftPace, "length", lambda _self, most: min(most, length))
+    monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, length))
     base = replace(PLAIN, sampling=Sampling(temperature))
     alone = attempt(preset("target-only").policy(base), FixedGate("accept"))
     exact = attempt(preset("exact").policy(base), FixedGate("accept"))
@@ -157,22 +157,22 @@ def _spec(engine: ScriptedEngine) -> EngineSpec:
 
 
 def test_what_a_run_learns_of_its_drafts_serves_all_of_its_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    paces = list[DraftPace]()
+    kept = list[DraftLength]()
 
-    def watched(pace: DraftPace, most: int) -> int:
-        paces.append(pace)
+    def watched(length: DraftLength, most: int) -> int:
+        kept.append(length)
         return most
 
-    monkeypatch.setattr(DraftPace, "length", watched)
+    monkeypatch.setattr(DraftLength, "length", watched)
     setup = Setup(draft="scripted", target="scripted", method="exact", policy=replace(PLAIN, samples=1))
     found = evaluate_sync(toy_problems(3, 5), setup)
     assert len(found.problems) == 3
-    assert all(pace is paces[0] for pace in paces)
+    assert all(one is kept[0] for one in kept)
 
 
 def test_more_is_drafted_where_more_stands() -> None:
     lengths = [
-        DraftPace(1000, stood, 1000, draft_seconds=1.0, scores=100, score_seconds=1.0).length(64)
+        DraftLength(1000, stood, 1000, draft_seconds=1.0, scores=100, score_seconds=1.0).length(64)
         for stood in (0, 300, 600, 900, 980, 1000)
     ]
     assert lengths == sorted(lengths)

@@ -35,8 +35,8 @@ from atts.journal import (
 )
 from atts.pipelines import CappedGate, Chunking, Policy, TopGate
 from atts.run import RunResult
-from atts.run.calls import RecordedEngine, RecordedSteps
-from atts.run.gates import replay_event
+from atts.run.recorded_calls import RecordedEngine, RecordedSteps
+from atts.run.recorded_gates import replay_event
 from atts.run.recorder import DecisionsLeft, EscalationCounter, Recorder
 from atts.run.stopping import Stop
 from atts.seeds import Seed

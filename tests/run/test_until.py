@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from atts.api import compare, evaluate_sync, report
-from atts.api.deciding import drawn_order
 from atts.api.setup import Setup
+from atts.api.stop_when import drawn_order
 from atts.core import Outcome
 from atts.errors import DatasetError, FingerprintError, OptionError
 from atts.journal import COMPARED, JOURNAL, Warned
 from atts.pipelines import FixedGate, Policy
-from atts.run import Until
+from atts.run import StopWhen
 from atts.testing import toy_problems
 
 PROBLEMS = toy_problems(30, 5)
@@ -28,8 +28,8 @@ def votes(value: float) -> Mapping[str, float]:
 
 def plan(world: Any, against: Mapping[str, float], **changes: Any) -> Any:
     """A run of the target alone, six rollouts at once."""
-    until = Until("earlier", against)
-    return world.plan(gate=FixedGate("escalate"), until=until, rollouts=6, **changes)
+    until = StopWhen("earlier", against)
+    return world.plan(gate=FixedGate("escalate"), stop_when=until, rollouts=6, **changes)
 
 
 def said(world: Any, name: str = "run") -> list[str]:

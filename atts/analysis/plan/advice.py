@@ -1,4 +1,4 @@
-"""The best policy under a cap among those that recorded runs can answer for, and what stands behind it."""
+"""The best policy under a cap among those that recorded runs can evaluate, with its evidence."""
 
 from __future__ import annotations
 

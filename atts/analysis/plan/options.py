@@ -1,4 +1,4 @@
-"""Policies that a recorded run can answer for: fewer rollouts of it, and fewer turns."""
+"""Policies that a recorded run can evaluate: fewer of its rollouts, and fewer turns."""
 
 from __future__ import annotations
 

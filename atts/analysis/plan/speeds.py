@@ -1,4 +1,4 @@
-"""How fast the engines were, and what chunks of another length would change about the time."""
+"""Speeds of the engines, and what another chunk length would change about the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates that were not run: what they would cost, and between which bounds their accuracy lies."""
+"""Rates that were not run: their estimated cost, and bounds on their accuracy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run got right and what that cost, alone and beside other runs on the same problems."""
+"""Accuracy and cost of a run, alone and beside other runs on the same problems."""
 
 from __future__ import annotations
 

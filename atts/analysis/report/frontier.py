@@ -1,4 +1,4 @@
-"""What accuracy costs: fewer rollouts, fewer turns, other runs."""
+"""The accuracy-cost frontier: fewer rollouts, fewer turns, other runs."""
 
 from __future__ import annotations
 

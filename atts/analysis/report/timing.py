@@ -1,4 +1,4 @@
-"""Where a run's time went: stages, engine lanes, bubbles, the critical path."""
+"""Timing of a run: stages, engine lanes, idle gaps, the critical path."""
 
 from __future__ import annotations
 

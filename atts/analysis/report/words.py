@@ -1,4 +1,4 @@
-"""What reports say of gates, flags, verdicts, metrics and rates, read from `words.toml`."""
+"""Texts of reports about gates, flags, verdicts, metrics and rates, read from `words.toml`."""
 
 from __future__ import annotations
 

@@ -14,13 +14,13 @@ from atts.blocks import Zoo
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.local.build import build_loop
 from atts.local.chains import ChainModel
-from atts.local.ledger import Lineage, SlotLedger
 from atts.local.messages import AddChain, FailureReply, LoopReport, Reply, SampleReply, Submit
+from atts.local.slot_ledger import Lineage, SlotLedger
 from atts.seeds import Seed
 
 from .conftest import MakeZoo
 from .test_chains import OPTIONS, config_of
-from .test_ledger import said
+from .test_slot_ledger import said
 
 Ask = SampleRequest | ScoreRequest
 IDS = tuple(random.Random(1).choices(range(3, 300), k=60))

@@ -1,4 +1,4 @@
-"""What all scopes of one graph share: its clock, its pools, its sink, its totals."""
+"""The state that all scopes of one graph share: its clock, its pools, its sink, its totals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import get_args
 
 from atts.errors import OptionError
 from atts.graph.limits import Limit, Pool
-from atts.graph.policy import RetryPolicy
+from atts.graph.retries import RetryPolicy
 from atts.spans import RolloutSpan, RolloutStatus
 from atts.tasks import clock
 
@@ -54,7 +54,7 @@ def _no_clock() -> float:
 
 
 @dataclass(slots=True, eq=False)
-class Ledger:
+class GraphState:
     """The mutable heart of a graph; only its scopes touch it."""
 
     pools: dict[str, Pool]

@@ -1,4 +1,4 @@
-"""How far apart the laws of two models are after the same texts."""
+"""Divergence of two models: how far apart their next-token distributions are after the same texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations that end once they are told apart from an earlier run: the votes they are compared with."""
+"""The reader of `stop_when`: the earlier run and its votes, to which an evaluation is compared as it goes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from atts.core import Problem
 from atts.errors import DatasetError, OptionError
 from atts.journal import Setting
-from atts.run import Until
+from atts.run import StopWhen
 from atts.seeds import Seed, generator
 
 
@@ -19,7 +19,7 @@ def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
     return tuple(problems[place] for place in places)
 
 
-def until(against: str | Path, stop_when: str) -> Until:
+def read_stop_when(against: str | Path, stop_when: str) -> StopWhen:
     """What a run is compared with, and how near counts as alike.
 
     :raises OptionError: `stop_when` is not "decided" or "decided=POINTS".
@@ -36,10 +36,10 @@ def until(against: str | Path, stop_when: str) -> Until:
     from atts.analysis import read_results
 
     run = read_results(Path(against))
-    return Until(run.name, {name: one.vote for name, one in run.problems.items()}, near)
+    return StopWhen(run.name, {name: one.vote for name, one in run.problems.items()}, near)
 
 
-def common(problems: Sequence[Problem], found: Until, seed: int) -> tuple[Problem, ...]:
+def common(problems: Sequence[Problem], found: StopWhen, seed: int) -> tuple[Problem, ...]:
     """The problems that can be compared, in the order in which they are taken.
 
     :raises DatasetError: there are none.
@@ -52,7 +52,7 @@ def common(problems: Sequence[Problem], found: Until, seed: int) -> tuple[Proble
     return drawn_order(both, seed)
 
 
-def comparison_setting(found: Until) -> dict[str, Setting]:
+def comparison_setting(found: StopWhen) -> dict[str, Setting]:
     """What a resume must find unchanged of it."""
     votes = repr(sorted(found.votes.items())).encode()
     digest = blake2b(votes, digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""A drafter in a process of its own: ids go over, and what it lets follow each guessed outcome comes back as ids."""
+"""A drafter in a process of its own: token ids go to it, and continuations of guessed outcomes come back as ids."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DrafterProcess(Proposer):
         """
         self._scheduler, self._exits, self._hears = scheduler, exits, False
         self._all_exits = exits
-        command, pipe = python_command("atts.local.apart_child", str(os.getpid())), subprocess.PIPE
+        command, pipe = python_command("atts.local.drafter_child", str(os.getpid())), subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0)
         self.pid = process.pid
         self._orders: SimpleQueue[Order | None] = SimpleQueue()  # a full pipe must not hold the target up

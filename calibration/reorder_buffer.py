@@ -1,4 +1,4 @@
-"""A reorder buffer: scores are released in the order they were asked for, not the order they finished."""
+"""The reorder buffer: scores are released in the order in which they were asked for, not in which they finished."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Held = tuple[float, str, int, float | None]
 HOLD = 64  # scores that may wait for an earlier issue, unless told
 
 
-class IssueOrder:
+class ReorderBuffer:
     """A reorder buffer with a watermark: an issue is released once every earlier one was pushed or skipped.
 
     What finishes first is short, so pools fed in completion order are biased towards short chunks at any moment.

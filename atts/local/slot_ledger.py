@@ -1,4 +1,4 @@
-"""The ledger of keys and values that models share: who holds which slot of which layers, and where models part.
+"""The ledger of cache slots that models share: who holds which slot of which layers, and where models differ.
 
 Layers are divided where models of the loop part; each column of layers has slots of its own. A position of a sequence
 has a slot in each column. Where a relative has computed the same tokens through the same blocks, its slots are held
@@ -26,7 +26,7 @@ class Lineage(NamedTuple):
     whole: int  # the last unit before which the states of all of a step's rows are there
 
 
-class Kin(NamedTuple):
+class Relative(NamedTuple):
     """A relative that may have computed a sequence's first tokens."""
 
     chain: int
@@ -61,7 +61,7 @@ class SlotLedger(SlotAllocator):
         self._columns = [SlotAllocator(num_slots)]
         self.holders: NDArray[np.int32] = np.zeros((1, num_slots + 1), dtype=np.int32)
         self.starts: tuple[int, ...] = (0,)  # the first layer of each column
-        self.kin: dict[int, list[Kin]] = {}
+        self.kin: dict[int, list[Relative]] = {}
         self.kept: dict[int, Kept] = {}  # by the unit that it goes into
 
     def relate(self, chains: Mapping[int, Lineage], divide: Callable[[list[int]], None] = lambda parents: None) -> None:
@@ -79,10 +79,10 @@ class SlotLedger(SlotAllocator):
         columns, holders = [deepcopy(self._columns[at]) for at in parents], self.holders[parents]
         places = {units[n]: bisect_right(starts, n - 1) - 1 for n in sorted(units, reverse=True)}
         kept = {unit: self._kept(unit, column, parents[column]) for unit, column in places.items()}
-        kin: dict[int, list[Kin]] = {chain: [] for chain in chains}
+        kin: dict[int, list[Relative]] = {chain: [] for chain in chains}
         for (chain, other), (layers, _) in found.items():
             if layers:
-                kin[chain].append(Kin(other, layers, units[layers]))
+                kin[chain].append(Relative(other, layers, units[layers]))
         divide(parents)
         self._columns, self.holders, self.starts, self.kept, self.kin = columns, holders, starts, kept, kin
 
@@ -97,17 +97,17 @@ class SlotLedger(SlotAllocator):
         """The column that a layer is in."""
         return bisect_right(self.starts, layer) - 1
 
-    def reach(self, kin: Kin, slots: SlotIds) -> int:
+    def reach(self, kin: Relative, slots: SlotIds) -> int:
         """From how many of a relative's positions on, one after the other, a sequence can go on."""
         kept = self.kept[kin.unit]
         known = kept.is_known[slots[:, kept.column]] if len(slots) else np.zeros(0, dtype=np.bool_)
         return len(known) if known.all() else int(known.argmin())
 
-    def borrow(self, kin: Kin, slots: SlotIds) -> SlotIds:
+    def borrow(self, kin: Relative, slots: SlotIds) -> SlotIds:
         """Hold a relative's slots of the layers that are the same, beside new ones of the others."""
         return self._hold(slots[:, : self._shared(kin)])
 
-    def exchange(self, kin: Kin, mine: SlotIds, theirs: SlotIds) -> None:
+    def exchange(self, kin: Relative, mine: SlotIds, theirs: SlotIds) -> None:
         """Hold a relative's slots instead, in place, wherever both were computed alike, so that they are equal."""
         kept, alike = self.kept[kin.unit], np.ones(len(mine), dtype=np.bool_)
         for slots in (mine, theirs):
@@ -120,7 +120,7 @@ class SlotLedger(SlotAllocator):
             mine[alike, at] = new
         self._count()
 
-    def _shared(self, kin: Kin) -> int:
+    def _shared(self, kin: Relative) -> int:
         return 1 + self.column_of(kin.layers - 1)
 
     def _hold(self, slots: SlotIds) -> SlotIds:

@@ -1,4 +1,4 @@
-"""Gates whose recorded decisions stand, and whose state is rebuilt by living through them again."""
+"""Recorded gates: decisions of a resumed run stay as recorded, and the gate's state is rebuilt by replaying them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from atts.calibration import DriftEvent
 from atts.core import Decision
 from atts.journal import Decided, Drifted, Observed, Taught
 from atts.pipelines import Features, Gate, Learning, RoundGate
-from atts.run.calls import RecordedSteps
+from atts.run.recorded_calls import RecordedSteps
 from atts.run.recorder import Recorder
 
 _TOLD = ("attempt", "tokens", "draft_logprob", "has_answer", "answered", "agreement", "agrees", "is_scored")

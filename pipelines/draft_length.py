@@ -1,4 +1,4 @@
-"""How much a draft writes before the target looks: what brings most tokens a second."""
+"""The draft length of method exact: how many tokens to draft before the target scores them, by goodput."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class DraftPace:
+class DraftLength:
     """What is known of a run's drafts: how many of their tokens stand, and what writing and scoring them takes.
 
     It decides how much is drafted before a score, and so changes when calls are made, never what is written.
@@ -22,8 +22,10 @@ class DraftPace:
     def length(self, most: int) -> int:
         """How many tokens to draft: those that bring most target tokens a second; all while little is known.
 
-        >>> DraftPace(1000, 980, 1000, 1.0, 30, 0.6).length(64), DraftPace(1000, 700, 1000, 2.0, 300, 3.0).length(64)
-        (36, 3)
+        >>> DraftLength(1000, 980, 1000, 1.0, 30, 0.6).length(64)
+        36
+        >>> DraftLength(1000, 700, 1000, 2.0, 300, 3.0).length(64)
+        3
         """
         if self.tested < 50 or not self.draft_seconds or not self.score_seconds:
             return most

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from atts.core import SampleRequest, Sampling
-from atts.local.bursts import Bursts
 from atts.local.messages import Cancel, Command, SampleReply, Submit
+from atts.local.multi_step import MultiStep
 from atts.local.native_model import NativeModel
 from atts.tokenizing import ModelTokenizer
 from tests.local.speculating import LAWS, Driven, Make, ids_of, requests, run, same, texts
@@ -35,7 +35,7 @@ class Watched:
 def one_by_one(monkeypatch: pytest.MonkeyPatch, *args: Any) -> Driven:
     """The same script with a call for every step."""
     with monkeypatch.context() as patch:
-        patch.setattr(Bursts, "turns", lambda *args: 1)
+        patch.setattr(MultiStep, "turns", lambda *args: 1)
         return run(*args)
 
 

@@ -1,4 +1,4 @@
-"""Bursts: several steps of a small model in one call of the kernels, up to one in which a text may end."""
+"""Multi-step decoding: several steps of a small model in one call of the kernels, up to one in which a text may end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALL = 1_000_000
 """Weights of the largest model whose steps take longer outside of the kernels than in them."""
 
 
-class Bursts:
+class MultiStep:
     """Draws what so many plain steps would: the same tokens, by the same kernels, with the same numbers."""
 
     def __init__(self, model: NativeModel, scheduler: Scheduler, table: TokenTable) -> None:
@@ -34,7 +34,7 @@ class Bursts:
         self._kept: tuple[list[Sequence], Tensor | None, NDArray[np.uint8]] = [], None, np.zeros(0, dtype=np.uint8)
 
     @classmethod
-    def of(cls, model: Model, scheduler: Scheduler, table: TokenTable) -> Bursts | None:
+    def of(cls, model: Model, scheduler: Scheduler, table: TokenTable) -> MultiStep | None:
         """Those of a model that gains by them; None for another."""
         if not isinstance(model, NativeModel) or model.config.matrix_weights > _SMALL:
             return None

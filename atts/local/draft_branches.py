@@ -1,4 +1,4 @@
-"""What a drafter works on beside the target, lines and branches of what may come, and what it writes in them.
+"""Branches that a drafter writes beside the target: continuations of guessed outcomes, written pass by pass.
 
 It writes pass by pass, with the random numbers of the places that are filled.
 """

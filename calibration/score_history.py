@@ -1,4 +1,4 @@
-"""Score memories: a sliding window, or all scores with exponentially decaying weights."""
+"""Score histories: a sliding window, or all scores with exponentially decaying weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from atts.calibration.exact_rate import check_fraction
 from atts.calibration.ranks import Ranks
-from atts.calibration.rates import check_fraction
 from atts.errors import CalibrationInputError
 
 _LOAD = 128  # scores per block of a fading memory after a rebuild
@@ -127,5 +127,5 @@ class Fading:
         self._total = math.fsum(self._sums)
 
 
-Memory = Window | Fading
+ScoreHistory = Window | Fading
 """Scores that can place a new one; adding what one iterates over to an empty one of its kind makes the same again."""

@@ -1,4 +1,4 @@
-"""What happens to a call, a rollout and a run when something fails."""
+"""Retries: what happens to a call, a rollout and a run when something fails."""
 
 from __future__ import annotations
 

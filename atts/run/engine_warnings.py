@@ -1,4 +1,4 @@
-"""Warnings of a run that only its open engines can give: contexts that are too short, models that are too slow."""
+"""Warnings about open engines: contexts that are too short, models that are too slow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ENDLESS = 1 << 40  # tokens of a context that cuts nothing
 _FLOPS_PER_CORE = 2e10  # what a core is taken to compute in a second, to tell hours from minutes
 
 
-def forewarnings(plan: Plan, problems: int) -> Iterator[tuple[str, str]]:
+def engine_warnings(plan: Plan, problems: int) -> Iterator[tuple[str, str]]:
     """The code of each warning, and its words."""
     yield from _short_contexts(plan)
     yield from _slow_models(plan, problems)

@@ -1,4 +1,4 @@
-"""The escalation rate as an exact fraction, and numbers that must lie between 0 and 1."""
+"""The escalation rate as an exact fraction, and the check of numbers between 0 and 1."""
 
 from __future__ import annotations
 

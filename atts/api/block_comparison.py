@@ -1,4 +1,4 @@
-"""Chains of a zoo's model with other blocks at some places, measured beside the model itself."""
+"""Blocks of a zoo's model replaced by others, and what that changes about the model, as measured."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import pytest
 from atts.core import SampleRequest, Sampling, TokenIds
 from atts.errors import ModelLoadError, OptionError
 from atts.local import LocalOptions
-from atts.local.apart import DrafterProcess, DraftStep
-from atts.local.apart_child import DraftRows
+from atts.local.drafter_child import DraftRows
+from atts.local.drafter_process import DrafterProcess, DraftStep
 from atts.seeds import Seed
 from atts.speculation import Ask, OverlapStats
 from tests.local.speculating import Driven, Make, counts, ids_of, requests, run, same
@@ -37,7 +37,7 @@ def overlap(done: Driven) -> OverlapStats:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer is waited for: steps seem to take a minute each."""
     times = count(0, 60)
-    monkeypatch.setattr("atts.local.apart.perf_counter", lambda: float(next(times)))
+    monkeypatch.setattr("atts.local.drafter_process.perf_counter", lambda: float(next(times)))
 
 
 @pytest.mark.usefixtures("patient")
@@ -123,7 +123,7 @@ def test_nothing_is_left_of_a_process_whose_start_broke(
     def broken(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atts.local.apart.subprocess.Popen", kept)
+    monkeypatch.setattr("atts.local.drafter_process.subprocess.Popen", kept)
     monkeypatch.setattr("atts.local.messages.write", broken)
     with pytest.raises(KeyboardInterrupt):
         run(make_model("llama"), [requests(1)], None, 4, near, speculate="pearl", beside="process")

@@ -18,10 +18,10 @@ from atts.blocks import Zoo
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.local.build import build_loop
 from atts.local.chains import ChainModel
-from atts.local.ledger import Lineage, SlotLedger, parting
 from atts.local.loop import StepLoop
 from atts.local.messages import AddChain, Cancel, LoopReport, Reply, SampleReply, ScoreReply, Submit
 from atts.local.prefix import PrefixNode
+from atts.local.slot_ledger import Lineage, SlotLedger, parting
 from atts.seeds import Seed
 
 from .conftest import MakeZoo, Tune

@@ -1,4 +1,4 @@
-"""The main program of a drafter's process: it keeps its own cache of the sequences it is told of."""
+"""The main program of a drafter's process, which keeps its own cache of the sequences that it is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from atts.errors import EngineError
 from atts.local.ahead import AheadDrafter
 from atts.local.allocator import SlotAllocator, SlotIds
-from atts.local.apart import Drafted, DraftedLine, DraftSetup, DraftStep, Order
+from atts.local.drafter_process import Drafted, DraftedLine, DraftSetup, DraftStep, Order
 from atts.local.exits import Ear
 from atts.local.messages import GONE, FailureReply, write
 from atts.local.sequence import Sequence, new_sequence

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from atts.speculation.clock import AcceptanceTrace, Costs, Timeline, ahead, fuzzy_devices, mirror, serial
 from scripts.studies.charts import page
+from scripts.studies.virtual_devices import AcceptanceTrace, Costs, Timeline, ahead, fuzzy_devices, mirror, serial
 
 _WIDTH, _LEFT, _STRIP, _GAP = 760, 86, 18, 30
 _UNIT = 108  # pixels of a target step

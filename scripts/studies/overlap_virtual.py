@@ -19,11 +19,11 @@ from atts.local.exits import ExitAdapter
 from atts.models import path
 from atts.sampling import batch_sampling, inverse_cdf, probabilities
 from atts.seeds import Seed, uniforms
-from atts.speculation import theory
-from atts.speculation.clock import AcceptanceTrace, Costs, Timeline, ahead, fuzzy_devices, mirror, serial
+from scripts.studies import closed_forms as theory
 from scripts.studies.harness import Options, Row, Table, interval, say
 from scripts.studies.local_subjects import asked
 from scripts.studies.train_heads import Reader, Text
+from scripts.studies.virtual_devices import AcceptanceTrace, Costs, Timeline, ahead, fuzzy_devices, mirror, serial
 
 Speedup = Callable[[float], float]
 Run = Callable[[AcceptanceTrace], Timeline]

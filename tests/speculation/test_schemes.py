@@ -10,9 +10,13 @@ from dataclasses import dataclass
 import pytest
 
 from atts.speculation import SchemeControl
-from atts.speculation.theory import expected_tokens
 
 Rates = Callable[[int], Sequence[float]]
+
+
+def expected_tokens(accepted: float, proposed: int) -> float:
+    """Of one step: those that stand, and the one after them."""
+    return sum(accepted**place for place in range(proposed + 1))
 
 
 def used(control: SchemeControl, rates: Rates, steps: int, sequences: int = 1, seed: int = 1) -> Counter[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from atts.speculation.theory import pearl_speedup
+from scripts.studies.closed_forms import pearl_speedup
+from scripts.studies.overlap_virtual import needed
 
-needed = pytest.importorskip("scripts.studies.overlap_virtual", reason="needs a checkout").needed
+pytestmark = pytest.mark.checkout
 
 
-@pytest.mark.checkout
 def test_what_a_goal_needs() -> None:
     """The least acceptance that reaches it, or none at all."""
     found = needed(lambda accepted: pearl_speedup(accepted, 5, 5), 2.2832)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from atts.speculation.clock import AcceptanceTrace, Costs, ahead, fuzzy_devices, mirror, serial
-from atts.speculation.theory import (
+from scripts.studies.closed_forms import (
     best_serial,
     expected_tokens,
     grouped_drafting,
@@ -15,6 +14,9 @@ from atts.speculation.theory import (
     pearl_speedup,
     serial_speedup,
 )
+from scripts.studies.virtual_devices import AcceptanceTrace, Costs, ahead, fuzzy_devices, mirror, serial
+
+pytestmark = pytest.mark.checkout
 
 PLACES = 6_000
 CELLS = ((0.6, 3, 2), (0.8, 5, 4), (0.9, 10, 7))

@@ -24,7 +24,7 @@ from atts.local.drafting import DraftedRows, ModelDrafter, fed_rows
 from atts.local.exits import Ear, Exits, Told
 from atts.local.model_config import ModelConfig
 from atts.local.streams import StreamHeads
-from atts.local.transport import PATIENCE, DraftTransport
+from atts.local.transport import PATIENCE, InlineTransport
 from atts.speculation import (
     NOTHING,
     Ask,
@@ -62,7 +62,7 @@ class AheadDrafter(ModelDrafter):
         vocabulary: int,
         *,
         cache: Tensor,
-        transport: DraftTransport,
+        transport: InlineTransport,
         guessing: Guessing,
         most: int,
         exits: Exits | None = None,

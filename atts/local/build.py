@@ -41,7 +41,7 @@ from atts.local.staged_models import StagedChains, StagedModel, shared_layers, s
 from atts.local.stages import StageSetup, stage_setups
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
-from atts.local.transport import DraftTransport, ThreadTransport
+from atts.local.transport import InlineTransport, ThreadTransport
 from atts.processes import usable_cores
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
@@ -279,7 +279,7 @@ def _drafter_beside(config: WorkerConfig, models: _Models, scheduler: Scheduler)
 def ahead_drafter(
     config: WorkerConfig,
     rows: DraftedRows,
-    transport: DraftTransport,
+    transport: InlineTransport,
     exits: Exits | None,
     *,
     slots: int,

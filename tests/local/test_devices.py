@@ -84,7 +84,7 @@ def test_the_option_reaches_the_drafters_model(
             entered.pop()
 
     def drawn(model: NativeModel, *args: Any) -> Any:
-        if entered != ["atts-drafter"] and streams:
+        if entered != ["atts-drafter_0"] and streams:
             outside.append(current_thread().name)
         return ahead(model, *args)
 

@@ -29,6 +29,7 @@ FLOORS: list[set[str]] = [
         "atts.jsonable",
         "atts.placement",
         "atts.processes",
+        "atts.recent",
         "atts.seeds",
         "atts.slots",
         "atts.speculated",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -297,21 +297,8 @@ def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
     """The common case, one token each, without the bookkeeping of chunks."""
     numbers = [(row, s.rope_row, position, token, s.chain, 0) for s, row, position, token in fed]
     rows, ropes, positions, tokens, chains, units = np.array(numbers, dtype=np.int64).T.copy()
-    starts, last = np.arange(len(rows) + 1), positions + 1
-    slots, ones = table[rows, positions].astype(np.int64), last - positions
-    return StepBatch(
-        tokens=tokens,
-        positions=positions + ropes,
-        slots=slots,
-        table_rows=rows,
-        query_starts=starts,
-        context_lens=last,
-        num_logits=ones,
-        num_single=len(rows),
-        logit_rows=starts[:-1],
-        chains=chains,
-        units=units,
-    )
+    plain = single_rows(tokens, positions, rows, table)
+    return replace(plain, positions=positions + ropes, chains=chains, units=units)
 
 
 class StepBatches:

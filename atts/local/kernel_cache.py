@@ -35,7 +35,7 @@ def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
     """
     folder, trouble = _cache_folder()
     for path in sorted(folder.glob(f"{_prefix(key)}*.so")) if folder else ():
-        problem = _distrust(path) or _damage(path, key)
+        problem = _damage(path, key)
         if not problem:
             with suppress(OSError):
                 return ctypes.CDLL(str(path)), trouble
@@ -107,8 +107,10 @@ def _distrust(path: Path) -> str:
 def _damage(path: Path, key: str) -> str:
     """Why a file is not what was built, in words; nothing when it is."""
     try:
+        if problem := _distrust(path):
+            return problem
         is_whole = _digest(path.read_bytes()) == path.stem.removeprefix(_prefix(key))
-    except OSError as error:
+    except OSError as error:  # as where another process that found it damaged was quicker to remove it
         return f"cannot be read ({error.strerror})"
     return "" if is_whole else "is damaged"
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -292,15 +293,10 @@ class _TensorReader:
         """The biases of these projections in a row, zeros for those without one; None when none has any."""
         if not any(f"{part}.bias" in self._where for part in parts):
             return None
-        whole = torch.cat(
-            [
-                self(f"{part}.bias", size)
-                if f"{part}.bias" in self._where
-                else torch.zeros(size, dtype=self._dtype, device=self._device)
-                for part, size in parts.items()
-            ]
-        )
-        return _in_order(whole, rows)
+        zeros = partial(torch.zeros, dtype=self._dtype, device=self._device)
+        own = {f"{part}.bias": size for part, size in parts.items()}
+        whole = [self(key, size) if key in self._where else zeros(size) for key, size in own.items()]
+        return _in_order(torch.cat(whole), rows)
 
 
 def _in_order(whole: Tensor, rows: Tensor | None) -> Tensor:

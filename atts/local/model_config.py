@@ -103,6 +103,12 @@ class ModelConfig:
         return math.sqrt(self.hidden_size) if self.rules.is_gemma else 1.0
 
 
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "whole number": (int,), "number": (int, float), "true or false": (bool,), "text": (str,), "list": (list,),
+    "object": (dict,),
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class _Value:
     """What a key of config.json may hold; null where `optional`."""
@@ -121,15 +127,15 @@ class _Value:
 
     def accepts(self, value: object) -> bool:
         """Whether it may be this."""
-        if value is None or self.kind in ("true or false", "text", "object"):
-            kinds = {"true or false": bool, "text": str, "object": dict}
-            fits = self.optional if value is None else isinstance(value, kinds[self.kind])
-            return fits and (value is None or not self.choices or value in self.choices)
-        if self.kind == "list":
-            parts = self.parts
-            return isinstance(value, list) and (parts is None or all(parts.accepts(part) for part in value))
-        kinds_of_number = (int,) if self.kind == "whole number" else (int, float)
-        return type(value) in kinds_of_number and self.low <= value <= self.high  # type: ignore[operator]
+        if value is None:
+            return self.optional
+        if type(value) not in _KINDS[self.kind]:
+            return False
+        if isinstance(value, list):
+            return self.parts is None or all(map(self.parts.accepts, value))
+        if isinstance(value, int | float):
+            return self.low <= value <= self.high
+        return not self.choices or value in self.choices
 
 
 def _whole(low: float, high: float, *, optional: bool = False) -> _Value:

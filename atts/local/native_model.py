@@ -249,17 +249,9 @@ class NativeModel:
         following = _Step.from_buffer_copy(self._step)
         _fill(following, ahead.following, table, hidden)
         tokens = np.empty_like(ahead.uniforms, dtype=np.int64)
-        sampling = _Sampling(
-            num_rows=count,
-            vocabulary=vocabulary,
-            logits=logits.data_ptr(),
-            temperatures=ahead.temperatures.data_ptr(),
-            uniforms=_address(ahead.uniforms),
-            tokens=_address(tokens),
-            logprobs=None if logprobs is None else _address(logprobs),
-            scratch=_address(self._sample_scratch),
-            ends=None if ahead.ends is None else _address(ahead.ends),
-        )
+        sampling = self._drawing(logits, ahead.temperatures, ahead.uniforms, torch.from_numpy(tokens))
+        sampling.logprobs = None if logprobs is None else _address(logprobs)
+        sampling.ends = None if ahead.ends is None else _address(ahead.ends)
         parts = [ctypes.byref(part) for part in (self._model, self._grouped, self._step, following, sampling)]
         turns: int = self._library.atts_draw_ahead(*parts, len(tokens), _address(ahead.counts), apart)
         return tokens[:turns]
@@ -314,20 +306,25 @@ class NativeModel:
 
     def _sample(self, logits: Tensor, temperatures: Tensor, numbers: NDArray[np.float64]) -> SampledTokens:
         """One token a row from its whole law."""
-        num_rows, vocabulary = logits.shape
-        tokens, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
-        request = _Sampling(
-            num_rows=num_rows,
-            vocabulary=vocabulary,
+        tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        drawing = self._drawing(logits, temperatures, numbers, tokens)
+        drawing.logprobs = logprobs.data_ptr()
+        self._library.atts_sample(ctypes.byref(drawing))
+        return SampledTokens(tokens, logprobs)
+
+    def _drawing(
+        self, logits: Tensor, temperatures: Tensor, uniforms: NDArray[np.float64], tokens: Tensor
+    ) -> _Sampling:
+        """What the kernels are told of draws to be written to `tokens`."""
+        return _Sampling(
+            num_rows=len(temperatures),
+            vocabulary=logits.shape[-1],
             logits=logits.data_ptr(),
             temperatures=temperatures.data_ptr(),
-            uniforms=_address(numbers),
+            uniforms=_address(uniforms),
             tokens=tokens.data_ptr(),
-            logprobs=logprobs.data_ptr(),
             scratch=_address(self._sample_scratch),
         )
-        self._library.atts_sample(ctypes.byref(request))
-        return SampledTokens(tokens, logprobs)
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
         """Each row's token under the raw distribution."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from atts.core import TokenIds
 from atts.local.allocator import SlotIds
+from atts.recent import Recent
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +61,7 @@ class PrefixTree:
         self.num_cached = 0  # slots the tree owns
         self._num_locked = 0  # of them, those a running sequence reads
         self._idle: list[tuple[int, int, PrefixNode]] = []  # leaves without locks, and some that were; by last use then
-        self._logits: OrderedDict[int, tuple[PrefixNode, Tensor]] = OrderedDict()
-        self._max_logits = max_logits
+        self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
 
     def root(self, kind: int) -> PrefixNode:
         """Where sequences of a kind begin, which share nothing with those of another."""
@@ -151,9 +150,6 @@ class PrefixTree:
     def keep_logits(self, node: PrefixNode, logits: Tensor) -> None:
         """Remember the logits after this node's last token; the oldest such memory goes when there are too many."""
         self._logits[id(node)] = (node, logits)
-        self._logits.move_to_end(id(node))
-        if len(self._logits) > self._max_logits:
-            self._logits.popitem(last=False)
 
     def logits(self, node: PrefixNode) -> Tensor | None:
         """The logits after this node's last token, if they are still known."""

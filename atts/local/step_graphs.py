@@ -35,23 +35,18 @@ class StepGraphs:
     def __init__(self, compute: Callable[[DeviceStep], Tensor], capture: Capture, cache: Tensor) -> None:
         self._compute, self._capture, self._device = compute, capture, cache.device
         self._spare_slot = cache.shape[2] - 1
-        self._graphs = dict[StepLayout, _Graph]()
+        self.captured = dict[StepLayout, _Graph]()
         self._seen = set[StepLayout]()
         self.num_replayed = 0
         self.trouble = ""  # why nothing is captured any more
-
-    @property
-    def num_captured(self) -> int:
-        """How many layouts have a graph."""
-        return len(self._graphs)
 
     def run(self, batch: StepBatch, table: SlotIds, blocks: RowBlocks) -> Tensor | None:
         """The hidden states of the batch's `logit_rows`, which the next step may overwrite; None: compute it anew."""
         if self.trouble or batch.num_single < len(batch.table_rows) or len(batch.tokens) > MOST_CAPTURED_ROWS:
             return None
         layout = bucketed(batch, blocks)
-        graph = self._graphs.get(layout)
-        if graph is None and (layout not in self._seen or len(self._graphs) == _MOST_GRAPHS):
+        graph = self.captured.get(layout)
+        if graph is None and (layout not in self._seen or len(self.captured) == _MOST_GRAPHS):
             self._seen.add(layout)
             return None
         array = torch.from_numpy(packed(batch, table, [blocks], layout, self._spare_slot))
@@ -73,7 +68,7 @@ class StepGraphs:
             def work() -> None:
                 hidden.copy_(self._compute(unpacked(held, layout)))
 
-            graph = self._graphs[layout] = _Graph(held, hidden, self._capture(work))
+            graph = self.captured[layout] = _Graph(held, hidden, self._capture(work))
         except Exception as error:  # noqa: BLE001  whatever a driver says, the step can be computed without it
             self.trouble = f"steps are not captured ({type(error).__name__}: {error}): they are launched one by one"
             return None

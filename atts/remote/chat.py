@@ -60,9 +60,8 @@ class TextDialect(Dialect):
     logprobs: LogProbs = "none"
 
     def __init__(self, options: RemoteOptions) -> None:
-        self._options = options
+        super().__init__(options)
         self._text = TextTokenizer()
-        self._model = ""
 
 
 class ChatDialect(TextDialect):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 import anyio
 
-from atts.core import Completion, Ending, SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.core import Completion, Ending, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import EngineSpec, Tokenizer
 from atts.errors import BadReply, UnsupportedByEngine
+from atts.recent import Recent
 from atts.remote.client import Call, Client
 from atts.remote.dialects import Dialect, Forcer, Rater, RawCompletion, Scorer
 from atts.remote.replies import is_logprob, is_score
@@ -101,8 +101,9 @@ class DialectClient:
     async def _raw(self, sampled: RawCompletion, request: SampleRequest, place: int) -> tuple[float, ...]:
         """Raw log-probs of the ids that count: as sent where those are raw, else asked for."""
         known = [value for value in sampled.logprobs[:place] if value is not None]
-        heated = request.sampling.temperature not in (0.0, 1.0)  # at 0 servers take the best at temperature 1
-        processed = heated and self.sampled == "processed"
+        law = request.sampling if self.dialect.cuts_logprobs else Sampling(request.sampling.temperature)
+        is_raw = law.temperature == 0.0 or law == Sampling()  # at 0 servers take the best at temperature 1
+        processed = self.sampled == "processed" and not is_raw
         if len(known) == place and not processed:
             return tuple(known)
         if request.logprobs == "unneeded":
@@ -175,7 +176,7 @@ class _RatingCache:
 
     def __init__(self, ask: Callable[[TokenIds], Awaitable[dict[str, float]]]) -> None:
         self._ask = ask
-        self._kept: OrderedDict[TokenIds, dict[str, float]] = OrderedDict()
+        self._kept: Recent[TokenIds, dict[str, float]] = Recent(_KEPT_RATINGS)
         self._asking: dict[TokenIds, anyio.Event] = {}
 
     async def of(self, ids: TokenIds) -> dict[str, float]:
@@ -189,8 +190,6 @@ class _RatingCache:
                 self._kept[ids] = await self._ask(ids)
             finally:
                 self._asking.pop(ids).set()
-            if len(self._kept) > _KEPT_RATINGS:
-                self._kept.popitem(last=False)
         return self._kept[ids]
 
 

@@ -1,8 +1,9 @@
-"""Protocols of the server dialects (vLLM, SGLang, llama.cpp, Ollama, chat API), and the helpers they share."""
+"""What the server dialects (vLLM, SGLang, llama.cpp, Ollama, chat API) have in common, and the helpers they share."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -10,7 +11,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from atts.core import SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.errors import UnsupportedByEngine
 from atts.remote.client import Call, Client
-from atts.remote.replies import ModelRow, ModelRows, decode, tokens_in
+from atts.remote.options import RemoteOptions
+from atts.remote.replies import ModelRow, ModelRows, Tokenized, decode
 from atts.remote.transport import HttpReply
 
 LogProbs = Literal["raw", "processed", "none"]
@@ -38,7 +40,7 @@ class RawCompletion:
     cached_tokens: int = 0
 
 
-class Dialect(Protocol):
+class Dialect(ABC):
     """How one kind of server is spoken to.
 
     Reading raises ValueError on a reply of another shape; the engine makes it a BadReply. What only some servers can do
@@ -49,21 +51,27 @@ class Dialect(Protocol):
     speaks: Literal["ids", "text"] = "ids"
     spare: int = 1  # places of the context that the server needs for itself
     logprobs: LogProbs = "raw"  # what comes with sampled tokens, unless the probe finds otherwise
+    cuts_logprobs = False  # whether processed ones are of what top-k, top-p and min-p leave
+    priority_sign = 1  # -1 where a higher number means sooner
 
+    def __init__(self, options: RemoteOptions) -> None:
+        self._options = options
+        self._model = ""
+
+    @abstractmethod
     async def identify(self, client: Client, model: str) -> Identity:
         """Ask who is there; remembers model and routes for the calls to come.
 
         :raises UnsupportedByEngine: another kind of server, or it does not have that model.
         """
-        ...
 
+    @abstractmethod
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """The call that continues these ids."""
-        ...
 
+    @abstractmethod
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """Its reply."""
-        ...
 
     def abort(self, rid: str) -> Call | None:
         """The call that frees a request; None where closing the connection is all there is."""
@@ -80,6 +88,11 @@ class Dialect(Protocol):
     async def speculation(self, client: Client) -> str | None:
         """How the server speculates, in words: "" where it does not, None where it does not say."""
         return None
+
+    def _priority(self, request: SampleRequest | ScoreRequest) -> dict[str, int]:
+        """The field for a request's priority, in the server's direction; nothing where priorities are not sent."""
+        priority = request.priority if self._options.priorities == "send" else 0
+        return {"priority": self.priority_sign * priority} if priority else {}
 
 
 @runtime_checkable
@@ -177,10 +190,8 @@ async def served(client: Client, model: str) -> ModelRow:
 
 async def tokens_of(client: Client, body: dict[str, Any]) -> TokenIds:
     """What /tokenize makes of a text."""
-    reply = await client.look("/tokenize", body)
-    if reply.status != 200:
-        raise client.refusal(reply)
-    return tokens_in(reply.body)
+    found: Tokenized = await json_at(client, "/tokenize", Tokenized, body)
+    return found.tokens
 
 
 async def in_queue(client: Client, running: str, waiting: str = "") -> int | None:
@@ -188,11 +199,6 @@ async def in_queue(client: Client, running: str, waiting: str = "") -> int | Non
     text = (await client.look("/metrics")).body.decode(errors="replace")
     found = metric(text, running)
     return None if found is None else found + (metric(text, waiting) or 0 if waiting else 0)
-
-
-def priority_field(priority: int, wanted: bool, sooner: Literal["lower", "higher"]) -> dict[str, int]:
-    """The field for a request's priority, in the server's direction; nothing where priorities are not wanted."""
-    return {"priority": priority if sooner == "lower" else -priority} if wanted and priority else {}
 
 
 def metric(text: str, name: str) -> int | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import anyio
 from anyio import to_thread
 
-from atts.core import TokenIds
 from atts.engine import Capability, EngineSpec, Tokenizer
 from atts.errors import EngineError, EngineUnavailable, OptionError, UnsupportedByEngine
 from atts.remote.chat import ChatDialect
@@ -18,7 +17,7 @@ from atts.remote.client import Client
 from atts.remote.dialects import Dialect, Identity, Rater, Scorer
 from atts.remote.llamacpp import LlamaCppDialect
 from atts.remote.ollama import OllamaDialect
-from atts.remote.options import DIALECTS, RemoteOptions
+from atts.remote.options import DIALECTS
 from atts.remote.sglang import SglangDialect
 from atts.remote.vllm import VllmDialect
 from atts.tasks import clock
@@ -27,12 +26,8 @@ _log = logging.getLogger("atts.remote")
 _log.addHandler(logging.NullHandler())
 _LOOK_AGAIN_SECONDS = 5.0  # at a server that did not come back in time
 _AUTO = (("/server_info", "sglang"), ("/props", "llamacpp"), ("/version", "vllm"), ("/api/version", "ollama"))
-_MAKERS: Mapping[str, Callable[[RemoteOptions], Dialect]] = {
-    "vllm": lambda options: VllmDialect(priorities=options.priorities == "send"),
-    "sglang": lambda options: SglangDialect(priorities=options.priorities == "send"),
-    "llamacpp": lambda options: LlamaCppDialect(),
-    "ollama": OllamaDialect,
-    "chat": ChatDialect,
+_KNOWN: Mapping[str, type[Dialect]] = {
+    kind.name: kind for kind in (VllmDialect, SglangDialect, LlamaCppDialect, OllamaDialect, ChatDialect)
 }
 
 
@@ -109,11 +104,11 @@ async def find_dialect(client: Client, name: str) -> Dialect:
     :raises UnsupportedByEngine: nothing known answers.
     """
     if name != "auto":
-        return _MAKERS[name](client.options)
+        return _KNOWN[name](client.options)
     replies = [(await client.look(path), candidate) for path, candidate in _AUTO]
     for reply, candidate in replies:
         if reply.status == 200:
-            return _MAKERS[candidate](client.options)
+            return _KNOWN[candidate](client.options)
     for reply, _ in replies:
         if reply.status in (401, 403):
             raise client.refusal(reply)
@@ -140,12 +135,13 @@ def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokeniz
     """
     if identity.context_length <= dialect.spare:
         raise UnsupportedByEngine(name, "it does not say how long its context is")
+    end: Any = getattr(tokenizer, "end_id", None)
     return EngineSpec(
         name=name,
         model=identity.model,
         tokenizer=tokenizer.digest,
         context_length=identity.context_length - dialect.spare,
-        end_ids=end_ids_of(tokenizer),
+        end_ids=tuple(getattr(tokenizer, "end_ids", () if end is None else (end,))),
         vocabulary=vocabulary_of(tokenizer),
         engine=identity.engine,
         dtype="of the server",
@@ -186,15 +182,6 @@ def _load_tokenizer(model: str, name: str) -> Tokenizer:
     from atts.tokenizing import ModelTokenizer
 
     return ModelTokenizer(find_tokenizer(model, name), name)
-
-
-def end_ids_of(tokenizer: Tokenizer) -> TokenIds:
-    """The ids with which a model ends its text, as far as the tokenizer knows."""
-    several: Any = getattr(tokenizer, "end_ids", None)
-    if several is not None:
-        return tuple(several)
-    one: Any = getattr(tokenizer, "end_id", None)
-    return () if one is None else (int(one),)
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> int:

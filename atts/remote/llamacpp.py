@@ -22,6 +22,7 @@ from atts.remote.dialects import (
 from atts.remote.replies import Count, ModelRow, Token, Tokens, decode
 
 _FORCE = 1e9  # a bias that leaves no other token a chance; log-probs are taken before it
+_TOLD = {"cache_prompt": True, "n_probs": 1, "post_sampling_probs": False, "return_tokens": True}
 
 
 class _Settings(Struct):
@@ -77,12 +78,8 @@ class LlamaCppDialect(Dialect):
             "repeat_penalty": 1.0,
             "seed": seed_of(request, 31),
             "stop": request.stop,
-            "cache_prompt": True,
-            "n_probs": 1,
-            "post_sampling_probs": False,
-            "return_tokens": True,
         }
-        return Call("/completion", body)
+        return Call("/completion", body | _TOLD)
 
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`; a log-prob is None from where the server began to leave them out."""
@@ -95,18 +92,8 @@ class LlamaCppDialect(Dialect):
 
     def forcing(self, ids: TokenIds, token: int) -> Call:
         """See `Forcer`: one token, with all weight on the one asked for."""
-        body = {
-            "prompt": ids,
-            "n_predict": 1,
-            "temperature": 1.0,
-            "samplers": ["temperature"],
-            "logit_bias": [[token, _FORCE]],
-            "cache_prompt": True,
-            "n_probs": 1,
-            "post_sampling_probs": False,
-            "return_tokens": True,
-        }
-        return Call("/completion", body)
+        body = {"prompt": ids, "n_predict": 1, "temperature": 1.0, "samplers": ["temperature"]}
+        return Call("/completion", body | {"logit_bias": [[token, _FORCE]]} | _TOLD)
 
     def forced(self, reply: bytes, token: int) -> float:
         """See `Forcer`."""

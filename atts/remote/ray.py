@@ -16,7 +16,7 @@ import anyio
 import anyio.to_thread
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import BaseEngine, Engine, EngineSpec, EngineStats, Tokenizer, not_open
+from atts.engine import BaseEngine, Engine, EngineSpec, Tokenizer, not_open
 from atts.errors import ATTSError, ContextOverflow, EngineError, EngineUnavailable, OptionError, UsageError
 from atts.remote.pool import ReplicaPool, require_alike
 from atts.slots import SlotQueue
@@ -285,10 +285,6 @@ class Host:
     async def score(self, request: ScoreRequest) -> Scores | Failure:
         """Scores, or why there are none."""
         return await self._ask(lambda engine: engine.score(request))
-
-    async def stats(self) -> EngineStats | Failure:
-        """The engine's counters."""
-        return EngineStats() if self._engine is None else self._engine.stats()
 
     async def close(self) -> None:
         """Close the engine, and wait until it is closed."""

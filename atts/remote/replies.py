@@ -9,8 +9,6 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from atts.core import TokenIds
-
 T = TypeVar("T")
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
@@ -95,7 +93,9 @@ class Version(Struct):
     version: str
 
 
-class _Tokenized(Struct):
+class Tokenized(Struct):
+    """What /tokenize tells."""
+
     tokens: Tokens
 
 
@@ -113,12 +113,6 @@ class TokenCounts(Struct):
     def cached(self) -> int:
         """Cached prompt tokens, 0 as well where the server does not tell."""
         return (self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens) or 0
-
-
-def tokens_in(reply: bytes) -> TokenIds:
-    """The ids that /tokenize answers with."""
-    found: _Tokenized = decode(reply, _Tokenized)
-    return found.tokens
 
 
 def said(reply: bytes) -> str:

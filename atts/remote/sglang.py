@@ -15,13 +15,13 @@ from atts.remote.dialects import (
     RawCompletion,
     in_queue,
     json_at,
-    priority_field,
     sampling_fields,
     seed_of,
     served,
     short,
     tokens_of,
 )
+from atts.remote.options import RemoteOptions
 from atts.remote.replies import Count, Token, Tokens, decode, finish_of, logprob_of
 
 
@@ -55,9 +55,10 @@ class SglangDialect(Dialect):
     name = "sglang"
     spare = 2  # it shortens a request that would fill the context, without saying so
     logprobs: LogProbs = "processed"
+    priority_sign = -1
 
-    def __init__(self, *, priorities: bool = False) -> None:
-        self._priorities = priorities
+    def __init__(self, options: RemoteOptions) -> None:
+        super().__init__(options)
         self._speculates = ""
 
     async def identify(self, client: Client, model: str) -> Identity:
@@ -83,7 +84,7 @@ class SglangDialect(Dialect):
         if request.stop:
             sampling["stop"] = request.stop
         body = {"rid": rid, "input_ids": request.ids, "sampling_params": sampling, "return_logprob": True}
-        return Call("/generate", body | self._priority(request.priority))
+        return Call("/generate", body | self._priority(request))
 
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
@@ -104,7 +105,7 @@ class SglangDialect(Dialect):
             "return_logprob": True,
             "logprob_start_len": len(request.prefix) - 1,
         }
-        return Call("/generate", body | self._priority(request.priority))
+        return Call("/generate", body | self._priority(request))
 
     def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """See `Scorer`."""
@@ -131,6 +132,3 @@ class SglangDialect(Dialect):
     async def speculation(self, client: Client) -> str | None:
         """See `Dialect`."""
         return self._speculates
-
-    def _priority(self, priority: int) -> dict[str, int]:
-        return priority_field(priority, self._priorities, "higher")

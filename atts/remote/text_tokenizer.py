@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Literal
+
+import numpy as np
 
 from atts.core import Message, TokenIds
 
@@ -36,7 +39,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> TokenIds:
         """The ids of `text`."""
-        return tuple(_number(piece.encode()) for piece in _WORD.findall(text))
+        return tuple(map(_number, _cut(text)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, ends and roles left out."""
@@ -65,18 +68,23 @@ class TextTokenizer:
 
         :raises ValueError: it is longer than that many ids can be.
         """
-        parts = [piece.encode() for piece in _WORD.findall(text)]
-        while len(parts) > count:
-            place = min(range(len(parts) - 1), key=lambda n: len(parts[n]) + len(parts[n + 1]))
-            parts[place : place + 2] = [parts[place] + parts[place + 1]]
-        while len(parts) < count and (place := max(range(len(parts)), key=lambda n: len(parts[n]), default=-1)) >= 0:
-            middle = len(parts[place]) // 2
-            if not middle:
-                break
-            parts[place : place + 1] = [parts[place][:middle], parts[place][middle:]]
-        if any(len(part) > _LONGEST for part in parts):
+        whole, ends = text.encode(), np.cumsum([0, *map(len, _cut(text))])
+        while len(ends) > count + 1:  # the two that make the shortest one are joined
+            ends = np.delete(ends, 1 + (ends[2:] - ends[:-2]).argmin())
+        while len(ends) <= min(count, len(whole)):  # the longest is halved
+            sizes = np.diff(ends)
+            place = sizes.argmax()
+            ends = np.insert(ends, place + 1, ends[place] + sizes[place] // 2)
+        if np.diff(ends).max(initial=0) > _LONGEST:
             raise ValueError(f"{len(text)} characters in {count} tokens")
-        return tuple(_number(part) for part in parts)
+        return tuple(_number(whole[start:end]) for start, end in pairwise(ends.tolist()))
+
+
+def _cut(text: str) -> Iterator[bytes]:
+    """The bytes of the pieces of a text, none longer than an id can stand for."""
+    for piece in _WORD.findall(text):
+        data: bytes = piece.encode()
+        yield from (data[at : at + _LONGEST] for at in range(0, len(data), _LONGEST))
 
 
 def _number(piece: bytes) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 from atts.engine import Capability, Engine
 from atts.errors import OptionError
 from atts.remote.engine import RemoteEngine
-from atts.remote.options import ApiKey, DialectName, RemoteOptions, is_url
+from atts.remote.options import KEY_VARIABLE, ApiKey, DialectName, RemoteOptions, is_url
 from atts.remote.pool import ReplicaPool
 
 _DIALECTS: dict[str, DialectName | Literal["auto"]] = {
@@ -19,10 +20,12 @@ _DIALECTS: dict[str, DialectName | Literal["auto"]] = {
     "openai": "chat", "chat": "chat", "server": "auto",
 }  # fmt: skip
 SCHEMES = tuple(_DIALECTS)
-_KNOWN = (
-    "tokenizer", "model", "in_flight", "timeout", "wait", "proxy", "priorities", "prefill", "extras", "context", "key",
-    "key_file",
-)  # fmt: skip
+_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {  # by the setting's name
+    "in_flight": ("in_flight", int), "timeout": ("timeout_seconds", float), "wait": ("wait_seconds", float),
+    "proxy": ("proxy", str), "priorities": ("priorities", str), "prefill": ("prefill", str),
+    "extras": ("extras", str), "context": ("context", int),
+}  # fmt: skip
+_KNOWN = ("tokenizer", "model", *_OPTIONS, "key", "key_file")
 _VERSION = re.compile(r"v\d+\w*")
 
 
@@ -118,19 +121,9 @@ def _chat_path(path: str) -> tuple[str, str]:
 
 
 def _options(settings: dict[str, str]) -> RemoteOptions:
-    default = RemoteOptions()
     try:
-        in_flight = int(settings.get("in_flight", default.in_flight))
-        timeout = float(settings.get("timeout", default.timeout_seconds))
-        wait = float(settings.get("wait", default.wait_seconds))
-        context = int(settings.get("context", default.context))
+        given = {option: read(settings[key]) for key, (option, read) in _OPTIONS.items() if key in settings}
     except ValueError as error:
         raise OptionError("engine", f"not a number: {error}") from error
     file = settings.get("key_file")
-    words: dict[str, Any] = {
-        name: settings[name] for name in ("proxy", "priorities", "prefill", "extras") if name in settings
-    }
-    key = ApiKey(settings.get("key", default.key.variable), Path(file) if file else None)
-    return RemoteOptions(
-        in_flight=in_flight, timeout_seconds=timeout, wait_seconds=wait, context=context, key=key, **words
-    )
+    return RemoteOptions(key=ApiKey(settings.get("key", KEY_VARIABLE), Path(file) if file else None), **given)

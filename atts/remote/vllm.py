@@ -19,13 +19,13 @@ from atts.remote.dialects import (
     in_queue,
     json_at,
     metric,
-    priority_field,
     sampling_fields,
     seed_of,
     served,
     short,
     tokens_of,
 )
+from atts.remote.options import RemoteOptions
 from atts.remote.replies import TokenCounts, Tokens, Version, decode, finish_of, logprob_of
 
 GENERATE = "/inference/v1/generate"
@@ -65,12 +65,12 @@ class VllmDialect(Dialect):
 
     name = "vllm"
     spare = 1  # a scoring request must generate a token
+    cuts_logprobs = True
 
-    def __init__(self, *, priorities: bool = False) -> None:
-        self._model = ""
+    def __init__(self, options: RemoteOptions) -> None:
+        super().__init__(options)
         self._scale_out = False
         self._cached_scores: tuple[str, bool] | None = None  # of which version, and whether it gives them
-        self._priorities = priorities
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
@@ -100,7 +100,7 @@ class VllmDialect(Dialect):
         }
         if request.stop:
             body |= {"stop": request.stop, "include_stop_str_in_output": True}
-        return Call("/v1/completions", body | self._priority(request.priority), self._named(rid))
+        return Call("/v1/completions", body | self._priority(request), self._named(rid))
 
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
@@ -117,8 +117,8 @@ class VllmDialect(Dialect):
         if not self._reads_cache:
             body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
             head: dict[str, Any] = {"model": self._model}
-            return Call("/v1/completions", head | body | self._priority(request.priority))
-        return Call(GENERATE, self._cached_scoring(request, rid, cache) | self._priority(request.priority))
+            return Call("/v1/completions", head | body | self._priority(request))
+        return Call(GENERATE, self._cached_scoring(request, rid, cache) | self._priority(request))
 
     def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """See `Scorer`; a scored chunk that is cached past its start comes back without scores."""
@@ -181,9 +181,6 @@ class VllmDialect(Dialect):
     def _named(self, rid: str) -> dict[str, str]:
         """The header that names a request, where it can be aborted by its name; it outlives gateways."""
         return {"X-Request-Id": rid} if self._scale_out else {}
-
-    def _priority(self, priority: int) -> dict[str, int]:
-        return priority_field(priority, self._priorities, "lower")
 
 
 def _prompt_logprobs(found: _Completion, request: ScoreRequest) -> Scores:

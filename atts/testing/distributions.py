@@ -5,28 +5,18 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import accumulate
 
 from atts.core import Sampling
-from atts.testing.recent import Recent
 
-_FILTERED_KEPT = 8
+_FILTERED_KEPT = 8192
 
 
 class Distribution:
     """A few likely tokens, and one small probability for each of the others; all of it sums to one."""
 
-    __slots__ = (
-        "_bounds",
-        "_filtered",
-        "_floor_ids",
-        "_logprobs",
-        "_mass",
-        "floor",
-        "ids",
-        "probabilities",
-        "vocabulary",
-    )
+    __slots__ = ("_bounds", "_floor_ids", "_logprobs", "_mass", "floor", "ids", "probabilities", "vocabulary")
 
     def __init__(
         self, ids: tuple[int, ...], probabilities: tuple[float, ...], floor: float, floors: int, vocabulary: int
@@ -40,7 +30,6 @@ class Distribution:
         self._mass = self._bounds[-1] + floors * floor
         self._logprobs = {index: math.log(p) for index, p in zip(ids, probabilities, strict=True)}
         self._floor_ids = floors
-        self._filtered: Recent[Sampling, Distribution] = Recent(_FILTERED_KEPT)
 
     @classmethod
     def of(cls, weights: Mapping[int, float], vocabulary: int, leak: float) -> Distribution:
@@ -71,14 +60,9 @@ class Distribution:
 
     def under(self, sampling: Sampling) -> Distribution:
         """This distribution under a temperature, then cut by top-k, top-p and min-p, and normalised again."""
-        found = self._filtered.get(sampling)
-        if found is None:
-            found = self._filtered[sampling] = self._under(sampling)
-        return found
+        return self if sampling == Sampling() else _filtered(self, sampling)
 
     def _under(self, sampling: Sampling) -> Distribution:
-        if sampling == Sampling():
-            return self
         if sampling.temperature == 0:
             return Distribution(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
         power = 1 / sampling.temperature
@@ -106,6 +90,9 @@ class Distribution:
                 break
             rank += 1
         return rank
+
+
+_filtered = lru_cache(_FILTERED_KEPT)(Distribution._under)  # asked for at every token
 
 
 def _nucleus(weights: list[float], floor: float, floors: int, top_p: float) -> tuple[list[float], int]:

@@ -12,8 +12,8 @@ import anyio
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import Engine, EngineAround
 from atts.errors import EngineTimeout, EngineUnavailable, OptionError, UsageError
+from atts.recent import Recent
 from atts.seeds import Seed
-from atts.testing.recent import Recent
 
 FaultKind = Literal["refused", "slow", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"]
 """refused: turned away at once. slow: answers late. dropped: fails mid-answer. timeout: gives up late. hang: for ever.
@@ -119,21 +119,22 @@ class FaultSchedule:
         if kind == "timeout":
             raise EngineTimeout(self._engine, f"no answer within {self._faults.delay_seconds:g} s", "Try again")
 
-    def after(self, kind: FaultKind | None, answer: _Answer, vocabulary: int) -> _Answer:
-        """The answer as it arrives."""
-        logprobs: tuple[float, ...] = answer.logprobs
-        if kind == "wrong_length":
-            return replace(answer, logprobs=logprobs[:-1])
-        if kind == "nan":
-            return replace(answer, logprobs=(*logprobs[:-1], math.nan))
-        if kind == "empty":
-            spoilt = replace(answer, logprobs=())
-            return replace(spoilt, ids=(), text="") if isinstance(spoilt, Completion) else spoilt
-        if kind == "wrong_ids":
-            if isinstance(answer, Completion):
-                return replace(answer, ids=(*answer.ids[:-1], vocabulary + 7))
-            return replace(answer, logprobs=(*logprobs[:-1], 1.0))
-        return answer
+
+def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
+    """The answer as it arrives with a fault of this kind; as it is where the kind spoils none."""
+    logprobs: tuple[float, ...] = answer.logprobs
+    if kind == "wrong_length":
+        return replace(answer, logprobs=logprobs[:-1])
+    if kind == "nan":
+        return replace(answer, logprobs=(*logprobs[:-1], math.nan))
+    if kind == "empty":
+        nothing = replace(answer, logprobs=())
+        return replace(nothing, ids=(), text="") if isinstance(nothing, Completion) else nothing
+    if kind == "wrong_ids":
+        if isinstance(answer, Completion):
+            return replace(answer, ids=(*answer.ids[:-1], vocabulary + 7))
+        return replace(answer, logprobs=(*logprobs[:-1], 1.0))
+    return answer
 
 
 class FaultyEngine(EngineAround):
@@ -150,7 +151,7 @@ class FaultyEngine(EngineAround):
             raise UsageError("a faulty engine must be opened with `async with` before it is called")
         kind = self._schedule.pick(request)
         await self._schedule.before(kind)
-        return self._schedule.after(kind, await call(request), self.spec.vocabulary)
+        return spoilt(kind, await call(request), self.spec.vocabulary)
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 from atts.core import TokenIds
+from atts.recent import Recent
 from atts.testing.distributions import Distribution
 from atts.testing.grammar import ReadingState, atoms
 from atts.testing.questions import MOODS, Question, read_question
-from atts.testing.recent import Recent
 from atts.testing.tokenizer import FILLERS, LANGUAGE, SPECIALS, ToyTokenizer
 
 _ASSISTANT = SPECIALS.index("<|assistant|>")
@@ -56,12 +57,11 @@ class ToyModel:
         self.tokenizer = tokenizer
         self._atoms = tuple(atoms(piece) for piece in tokenizer.pieces)
         self._known: Recent[tuple[object, ...], Distribution] = Recent(_DISTRIBUTIONS_KEPT)
-        self._questions: Recent[TokenIds, Question] = Recent(_QUESTIONS_KEPT)
 
     def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
         """A state after `ids`; going on from `state`, which is left as it was, when one is given."""
         # ids that open no assistant's turn are a text to go on with: its question is made from the first id alone
-        state = ReadingState(self._question((ids[0],))) if state is None else state.copy()
+        state = ReadingState(_question(self.tokenizer, (ids[0],))) if state is None else state.copy()
         for index in ids:
             self.advance(state, index)
         return state
@@ -78,15 +78,9 @@ class ToyModel:
 
     def _turn(self, state: ReadingState, index: int) -> None:
         if index == _ASSISTANT:
-            state.restart(self._question(tuple(state.prompt or ())))
+            state.restart(_question(self.tokenizer, tuple(state.prompt or ())))
         else:  # what the system and the user say is read as one text
             state.prompt = state.prompt or []
-
-    def _question(self, prompt: TokenIds) -> Question:
-        found = self._questions.get(prompt)
-        if found is None:
-            found = self._questions[prompt] = read_question(self.tokenizer.decode(prompt))
-        return found
 
     def distribution(self, state: ReadingState) -> Distribution:
         """The distribution of the next id."""
@@ -175,6 +169,11 @@ class ToyModel:
                 weights[index] = weights.get(index, 0.0) + weight
         found = self._known[key] = Distribution.of(weights, self.tokenizer.vocabulary, _LEAK)
         return found
+
+
+@lru_cache(_QUESTIONS_KEPT)
+def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
+    return read_question(tokenizer.decode(prompt))
 
 
 def _likings() -> dict[int, tuple[float, ...]]:

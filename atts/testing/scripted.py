@@ -16,7 +16,7 @@ from atts.engine import BaseEngine, Capability, EngineSpec
 from atts.errors import OptionError
 from atts.seeds import Seed
 from atts.slots import SlotQueue
-from atts.testing.faults import NO_FAULTS, Faults, FaultSchedule
+from atts.testing.faults import NO_FAULTS, Faults, FaultSchedule, spoilt
 from atts.testing.language import DRAFT, TARGET, ToyModel
 from atts.testing.tokenizer import ToyTokenizer
 from atts.testing.writing import PrefixMemory, Writer
@@ -139,7 +139,7 @@ class ScriptedEngine(BaseEngine):
             answer = await work(request)
         finally:
             self._slots.give()
-        return self._faults.after(fault, answer, self.spec.vocabulary)
+        return spoilt(fault, answer, self.spec.vocabulary)
 
     async def _write(self, request: SampleRequest) -> Completion:
         written = self._writer.write(request)

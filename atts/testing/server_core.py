@@ -11,7 +11,7 @@ import anyio
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import Engine
 from atts.seeds import Seed
-from atts.testing.faults import check_shares
+from atts.testing.faults import check_shares, spoilt
 
 T = TypeVar("T")
 _BLOCK = 16
@@ -145,10 +145,7 @@ class ServerCall:
         done = await self._job(rid or f"job {id(request)}", lambda: state.engine.sample(state.quirks.written(request)))
         cached = state.cache.hit(request.ids)
         state.cache.keep(request.ids + done.ids)
-        if spoil and self.fault == "wrong_ids":
-            done = replace(done, ids=(*done.ids[:-1], state.engine.spec.vocabulary + 7))
-        if spoil and self.fault == "nan":
-            done = replace(done, logprobs=(*done.logprobs[:-1], float("nan")))
+        done = spoilt(self.fault if spoil else None, done, state.engine.spec.vocabulary)
         return replace(done, cached_tokens=cached)
 
     async def score(self, ids: TokenIds, start: int, rid: str = "") -> tuple[TokenIds, Scores]:
@@ -158,12 +155,9 @@ class ServerCall:
         """
         request = ScoreRequest(ids[:start], ids[start:])
         scores = await self._job(rid or f"job {id(request)}", lambda: self.state.engine.score(request))
-        said = request.suffix
         if self.fault == "wrong_ids":
-            said = (*said[:-1], self.state.engine.spec.vocabulary + 7)
-        if self.fault == "nan":
-            scores = replace(scores, logprobs=(*scores.logprobs[:-1], float("nan")))
-        return said, scores
+            return (*request.suffix[:-1], self.state.engine.spec.vocabulary + 7), scores
+        return request.suffix, spoilt(self.fault, scores, self.state.engine.spec.vocabulary)
 
     async def _job(self, rid: str, work: Callable[[], Awaitable[T]]) -> T:
         state, done = self.state, list[T]()
@@ -251,8 +245,3 @@ def shown(done: Completion, stop: tuple[str, ...]) -> str:
     """The text up to the first stop string, which is left out."""
     places = [done.text.find(word) for word in stop if word in done.text]
     return done.text[: min(places)] if places else done.text
-
-
-def spoilt(text: str, fault: ServerFault | None) -> str | None:
-    """The text, or none where numbers would have been spoilt."""
-    return None if fault == "nan" else text

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atts.core import Message, Sampling, TokenIds
-from atts.testing.server_core import Refusal, Routes, ServerCall, finish_word, request_of, shown, spoilt
+from atts.testing.server_core import Refusal, Routes, ServerCall, finish_word, request_of, shown
 
 _STRICT = ("top_k", "min_p", "continue_final_message", "add_generation_prompt")  # what hosted ones refuse
 
@@ -29,7 +29,7 @@ async def completions(call: ServerCall) -> Any:
     request = request_of(ids, limit, body, Sampling())
     done = await call.sample(request, spoil=False)
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_word(done)}
-    text = spoilt(shown(done, request.stop), call.fault)
+    text = None if call.fault == "nan" else shown(done, request.stop)
     choice["message"] = {"role": "assistant", "content": text, "refusal": None}
     if body.get("logprobs"):
         if quirks.ratings == "off":

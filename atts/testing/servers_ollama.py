@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atts.core import Message, Sampling
-from atts.testing.server_core import Refusal, Routes, ServerCall, finish_word, request_of, shown, spoilt
+from atts.testing.server_core import Refusal, Routes, ServerCall, finish_word, request_of, shown
 
 _SMALL = 64  # places, unless more are asked for
 _DEFAULT = Sampling(0.8, 40, 0.9)
@@ -38,7 +38,7 @@ async def chat(call: ServerCall) -> Any:
         ids = ids[-room + 1 :]
     request = request_of(ids, min(int(options.get("num_predict", 128)), room - len(ids)), options, _DEFAULT)
     done = await call.sample(request, spoil=False)
-    message = {"role": "assistant", "content": spoilt(shown(done, request.stop), call.fault)}
+    message = {"role": "assistant", "content": None if call.fault == "nan" else shown(done, request.stop)}
     reason = "load" if call.fault == "wrong_ids" else finish_word(done)
     counts = {"prompt_eval_count": len(ids), "eval_count": len(done.ids), "total_duration": 1}
     return {"model": body["model"], "message": message, "done": True, "done_reason": reason, **counts}

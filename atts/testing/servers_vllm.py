@@ -81,9 +81,9 @@ def _check_open(call: ServerCall) -> None:
 
 
 def sent_logprobs(state: ServerState, done: Completion, request: SampleRequest) -> list[float]:
-    """Sampled log-probs as sent; dividing by the temperature stands in for "after it"."""
-    heat = request.sampling.temperature
-    divide = heat if state.quirks.logprobs == "processed" and heat > 0 else 1.0
+    """Sampled log-probs as sent; dividing by the temperature stands in for "after it", halving for "cut"."""
+    heat, is_cut = request.sampling.temperature, request.sampling != Sampling(request.sampling.temperature)
+    divide = heat * (1 + is_cut) if state.quirks.logprobs == "processed" and heat > 0 else 1.0
     return [max(_CLAMP, value / divide) if not math.isnan(value) else value for value in done.logprobs]
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from atts.core import Beginning, Completion, Ending, SampleRequest, ScoreRequest, TokenIds
+from atts.recent import Recent
 from atts.seeds import uniforms
 from atts.testing.grammar import ReadingState
 from atts.testing.language import ToyModel
-from atts.testing.recent import Recent
 from atts.tokenizing import StopMatcher
 
 

@@ -143,6 +143,24 @@ def test_what_was_not_built_here_is_built_anew(what: str, builds: Builds) -> Non
     assert builds.leftovers() == []
 
 
+def test_a_library_that_another_process_removes_meanwhile_is_built_anew(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was listed, and is gone when it is looked at: the kernels are built, not given up."""
+    path = Path(builds.load()[0])
+    listed = Path.glob
+
+    def glob(folder: Path, pattern: str) -> list[Path]:
+        found = list(listed(folder, pattern))
+        if path in found:
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "glob", glob)
+    assert f"{path} cannot be read" in builds.load()[1]
+    assert (builds.count, path.is_file()) == (2, True)
+
+
 def test_a_library_under_anothers_digest_is_not_loaded(builds: Builds) -> None:
     """A digest that is right for the content, but of a file that the loader refuses, helps as little."""
     path = Path(builds.load()[0])

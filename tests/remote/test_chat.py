@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from atts.errors import (
 from atts.methods import preset
 from atts.pipelines import Chunking, FixedGate, Gate, Policy, ThresholdGate
 from atts.remote import ApiKey, RemoteEngine, RemoteOptions
+from atts.remote.text_tokenizer import TextTokenizer
 from atts.run import Plan, RunOptions, evaluate
 from atts.tasks import collect
 from atts.testing import (
@@ -51,6 +53,24 @@ OPTIONS = RemoteOptions(
 )
 QUESTION = Message("user", "Start at 4. +3, -2. What is the result?")
 RATING = "\n\nI think the quality score is: "
+
+
+@pytest.mark.parametrize("share", [0.8, 1.3])
+def test_a_long_text_of_many_tokens_is_cut_in_no_time(share: float) -> None:
+    """As many pieces as the server counted, of which the text is made, however long it is."""
+    tokenizer, text = TextTokenizer(), "So x_{1} = 12345, which is 7 more than before.\n\n" * 800
+    count = int(len(tokenizer.encode(text)) * share)
+    began = process_time()
+    ids = tokenizer.pieces(text, count)
+    assert process_time() - began < 2.0
+    assert (len(ids), tokenizer.decode(ids)) == (count, text)
+
+
+def test_a_long_run_of_spaces_is_made_of_known_ids() -> None:
+    """No id stands for more bytes than the vocabulary has room for."""
+    tokenizer, text = TextTokenizer(), "a" + " " * 200 + "\n" * 200
+    assert max(tokenizer.encode(text)) < tokenizer.vocabulary
+    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def chat(server: DialectServer, options: RemoteOptions = OPTIONS, **settings: Any) -> RemoteEngine:

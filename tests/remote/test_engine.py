@@ -83,10 +83,11 @@ async def test_the_cached_prefix_is_reported(serve: Serve, client: Connect, dial
 
 
 @pytest.mark.anyio
-async def test_processed_log_probs_are_replaced_by_scores(serve: Serve, client: Connect) -> None:
+@pytest.mark.parametrize("law", [Sampling(temperature=0.6), Sampling(top_p=0.9), Sampling(top_k=3)])
+async def test_processed_log_probs_are_replaced_by_scores(serve: Serve, client: Connect, law: Sampling) -> None:
     """A vLLM server with processed log-probs is found out, and completions hold raw ones all the same."""
     plain, processed = serve("vllm"), serve("vllm", quirks=ServerQuirks(logprobs="processed"))
-    request = SampleRequest(PROMPT, 20, Sampling(temperature=0.6))
+    request = SampleRequest(PROMPT, 20, law)
     async with client(plain.url) as raw, client(processed.url) as other:
         assert "processed" in next(found.seen for found in other.findings if found.name == "convention")
         want, got = await raw.sample(request), await other.sample(request)

@@ -11,7 +11,7 @@ from msgspec import Struct
 from atts.core import Message, SampleRequest, TokenIds
 from atts.errors import UnsupportedByEngine
 from atts.remote.client import Call, Client
-from atts.remote.dialects import Dialect, Identity, LogProbs, RawCompletion, choose_model, json_of, seed_of
+from atts.remote.dialects import Dialect, Identity, LogProbs, Rater, RawCompletion, choose_model, json_of, seed_of
 from atts.remote.options import Prefill, RemoteOptions
 from atts.remote.replies import ModelRow, ModelRows, TokenCounts, decode, finish_of, is_score
 from atts.remote.text_tokenizer import END, TextTokenizer
@@ -64,7 +64,7 @@ class TextDialect(Dialect):
         self._text = TextTokenizer()
 
 
-class ChatDialect(TextDialect):
+class ChatDialect(TextDialect, Rater):
     """Any server with /chat/completions; its URL ends where that path begins (https://api.openai.com/v1).
 
     Stop strings are not sent: these servers do not tell a stop from the model's own end. They are looked for here.

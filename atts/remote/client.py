@@ -162,7 +162,7 @@ class Client:
         :raises EngineTimeout: the deadline passed.
         :raises EngineError: every attempt failed, or the server refused the request for good.
         """
-        attempt = 1
+        attempt, last = 1, ""
         with anyio.CancelScope(deadline=self._clock() + self.options.timeout_seconds):
             while True:
                 try:
@@ -171,11 +171,12 @@ class Client:
                     if not error.retryable or attempt == self.options.attempts:
                         raise
                     wait = error.wait if isinstance(error, Refused) else 0.0
+                    last = f"; the attempt before failed: {error.problem}"
                 self.traffic.retries += 1
                 salt = int(self._prefix, 16) + self._made
                 await anyio.sleep(max(wait, backoff(attempt, self.options.delay_seconds, salt=salt)))
                 attempt += 1
-        raise EngineTimeout(self.name, f"no answer within {self.options.timeout_seconds:g} s")
+        raise EngineTimeout(self.name, f"no answer within {self.options.timeout_seconds:g} s{last}")
 
     async def _once(self, make: Callable[[str], Call], abort: Callable[[str], Call | None], most: int) -> HttpReply:
         self._made += 1

@@ -31,9 +31,6 @@ class DialectClient:
         self.tokenizer = tokenizer
         self.sampled: Literal["raw", "processed"] = "processed" if dialect.logprobs == "processed" else "raw"
         self._name = client.name
-        self._scorer = dialect if isinstance(dialect, Scorer) else None
-        self._forcer = dialect if isinstance(dialect, Forcer) else None
-        self._rater = dialect if isinstance(dialect, Rater) else None
         self._ratings = _RatingCache(self._rate)
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -57,12 +54,12 @@ class DialectClient:
         :raises UnsupportedByEngine: the server can neither.
         :raises BadReply: what came cannot be true.
         """
-        if self._scorer is None:
+        if not isinstance(self.dialect, Scorer):
             return await self._rated(request)
-        found = await self._score_once(self._scorer, request, "read")
+        found = await self._score_once(self.dialect, request, "read")
         if found is None:  # the server scored or wrote this very chunk before, and read it from its cache
             self.client.traffic.uncached += 1
-            found = await self._score_once(self._scorer, request, "skip")
+            found = await self._score_once(self.dialect, request, "skip")
         if found is None:
             raise BadReply(self._name, "scores are missing although the cache was not read")
         return found
@@ -109,12 +106,12 @@ class DialectClient:
         if request.logprobs == "unneeded":
             return ()
         ids = sampled.ids[:place]
-        if self._scorer is not None:
+        if isinstance(self.dialect, Scorer):
             return (await self.score(ScoreRequest(request.ids, ids, request.rollout, request.priority))).logprobs
         missing = [number for number, value in enumerate(sampled.logprobs[:place]) if value is None]
-        if processed or self._forcer is None:
+        if processed or not isinstance(self.dialect, Forcer):
             raise UnsupportedByEngine(self._name, "it sends no raw log-probabilities", "Sample at temperature 1")
-        force = partial(self._force, self._forcer)
+        force = partial(self._force, self.dialect)
         forced = await collect([partial(force, request.ids + ids[:number], ids[number]) for number in missing])
         return (*known, *forced)  # they are missing from one place on
 
@@ -151,9 +148,9 @@ class DialectClient:
         return Scores(((await self.ratings(request.prefix)).get(word, float("-inf")),))
 
     async def _rate(self, ids: TokenIds) -> dict[str, float]:
-        rater = self._rater
-        if rater is None:
-            raise UnsupportedByEngine(self._name, f"{self.dialect.name} can neither score nor rate")
+        rater = self.dialect
+        if not isinstance(rater, Rater):
+            raise UnsupportedByEngine(self._name, f"{rater.name} can neither score nor rate")
 
         def read(reply: bytes) -> dict[str, float]:
             found = self._read(rater.rated, reply)

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.errors import UnsupportedByEngine
@@ -95,43 +95,40 @@ class Dialect(ABC):
         return {"priority": self.priority_sign * priority} if priority else {}
 
 
-@runtime_checkable
-class Scorer(Protocol):
+class Scorer(Dialect):
     """A dialect that can score a given suffix."""
 
+    @abstractmethod
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """The call that scores the suffix."""
-        ...
 
+    @abstractmethod
     def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """Its reply; None when scores are missing because they were cached, and skipping the cache would help."""
-        ...
 
 
-@runtime_checkable
-class Forcer(Protocol):
+class Forcer(Dialect):
     """A dialect without scores that can be made to write a given token, which tells its log-probability."""
 
+    @abstractmethod
     def forcing(self, ids: TokenIds, token: int) -> Call:
         """The call that writes this very token."""
-        ...
 
+    @abstractmethod
     def forced(self, reply: bytes, token: int) -> float:
         """Its reply."""
-        ...
 
 
-@runtime_checkable
-class Rater(Protocol):
+class Rater(Dialect):
     """A dialect that tells the likeliest next tokens with their log-probabilities: enough for a rating of one digit."""
 
+    @abstractmethod
     def rating(self, ids: TokenIds, rid: str) -> Call:
         """The call for one token and its alternatives."""
-        ...
 
+    @abstractmethod
     def rated(self, reply: bytes) -> dict[str, float]:
         """Its reply: log-probability by text."""
-        ...
 
 
 def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float]:

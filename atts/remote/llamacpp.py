@@ -9,7 +9,7 @@ from msgspec import Struct
 from atts.core import SampleRequest, TokenIds
 from atts.remote.client import Call, Client
 from atts.remote.dialects import (
-    Dialect,
+    Forcer,
     Identity,
     RawCompletion,
     choose_model,
@@ -53,7 +53,7 @@ class _Completion(Struct):
     timings: _Timings | None = None
 
 
-class LlamaCppDialect(Dialect):
+class LlamaCppDialect(Forcer):
     """llama.cpp's own server. It leaves out the log-probs of stop words and of cut characters: they are asked for."""
 
     name = "llamacpp"

@@ -9,10 +9,10 @@ from msgspec import Struct
 from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.remote.client import Call, Client
 from atts.remote.dialects import (
-    Dialect,
     Identity,
     LogProbs,
     RawCompletion,
+    Scorer,
     in_queue,
     json_at,
     sampling_fields,
@@ -49,7 +49,7 @@ class _Generated(Struct):
     output_ids: Tokens = ()
 
 
-class SglangDialect(Dialect):
+class SglangDialect(Scorer):
     """SGLang from 0.5 on. Its sampled log-probs are after temperature unless the server was told otherwise."""
 
     name = "sglang"

@@ -13,9 +13,9 @@ from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.errors import EngineTimeout
 from atts.remote.client import Call, Client
 from atts.remote.dialects import (
-    Dialect,
     Identity,
     RawCompletion,
+    Scorer,
     in_queue,
     json_at,
     metric,
@@ -60,7 +60,7 @@ class _Completion(Struct):
         return self.usage.cached if self.usage else 0
 
 
-class VllmDialect(Dialect):
+class VllmDialect(Scorer):
     """vLLM from 0.10 on; scoring reads the cached prefix when the server runs with --enable-scale-out (0.33)."""
 
     name = "vllm"

@@ -206,13 +206,6 @@ class ServerCall:
         labels = f'{{engine="0",model_name="{self.state.model}"}}'
         return f"{running}{labels} {float(len(self.state.jobs))}\n{waiting}{labels} 0.0\n"
 
-    def metrics(self) -> str:
-        """What vLLM's /metrics answers: counters of speculation only where there is any."""
-        text = self.gauges("vllm:num_requests_running", "vllm:num_requests_waiting")
-        counts = {"drafts": "400.0", "draft_tokens": "1.2e+06", "accepted_tokens": "900000.0"}
-        lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}\n' for name, count in counts.items()]
-        return text + "".join(lines) * (self.state.quirks.speculation != "off")
-
 
 @dataclass(frozen=True, slots=True)
 class Routes:
@@ -232,8 +225,9 @@ def request_of(
         float(fields.get("top_p", default.top_p)),
         float(fields.get("min_p", default.min_p)),
     )
-    stop, stop_ids = tuple(fields.get("stop") or ()), tuple(fields.get("stop_token_ids") or ())
-    return SampleRequest(ids, limit, sampling, Seed(run=int(fields.get(seed) or 0)), stop, stop_ids)
+    stop, stop_ids = fields.get("stop") or (), tuple(fields.get("stop_token_ids") or ())
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    return SampleRequest(ids, limit, sampling, Seed(run=int(fields.get(seed) or 0)), stops, stop_ids)
 
 
 def finish_word(done: Completion) -> Literal["stop", "length"]:

@@ -109,11 +109,19 @@ def _stop_reason(done: Completion, request: SampleRequest) -> str | int | None:
     return next((stop for stop in request.stop if stop in done.text), done.ids[-1])
 
 
+def metrics(call: ServerCall) -> str:
+    """GET /metrics: counters of speculation only where there is any."""
+    text = call.gauges("vllm:num_requests_running", "vllm:num_requests_waiting")
+    counts = {"drafts": "400.0", "draft_tokens": "1.2e+06", "accepted_tokens": "900000.0"}
+    lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}\n' for name, count in counts.items()]
+    return text + "".join(lines) * (call.state.quirks.speculation != "off")
+
+
 ROUTES = Routes(
     {
         "/version": lambda call: {"version": call.state.quirks.version or "0.33.0"},
         "/v1/models": lambda call: {"object": "list", "data": [call.model_row("vllm")]},
-        "/metrics": lambda call: call.metrics(),
+        "/metrics": metrics,
         "/tokenize": lambda call: call.tokens("prompt") | {"max_model_len": call.state.context_length},
         "/inference/v1/abort_requests": abort,
     },

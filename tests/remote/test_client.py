@@ -9,9 +9,9 @@ import anyio
 import pytest
 
 from atts.core import Message, SampleRequest
-from atts.errors import EngineUnavailable
-from atts.remote import RemoteEngine
-from atts.remote.client import CLEAN_SECONDS, COOL_SECONDS, AdaptiveLimit
+from atts.errors import EngineTimeout, EngineUnavailable
+from atts.remote import RemoteEngine, RemoteOptions
+from atts.remote.client import CLEAN_SECONDS, COOL_SECONDS, AdaptiveLimit, Call, Client
 from atts.remote.replies import decode, is_score, logprob_of
 from atts.tasks import task_group
 from atts.testing import ServerFaults, ToyTokenizer
@@ -129,3 +129,14 @@ def test_what_python_servers_send_for_infinity_is_read() -> None:
     for broken in (b"[1,", b"", b"<html>", b"[" * 100_000, b'["1"]', b"[true]", b"[1e999]"):
         with pytest.raises(ValueError, match=r".+"):
             decode(broken, list[float])
+
+
+@pytest.mark.anyio
+async def test_a_missed_deadline_says_what_the_attempt_before_met(serve: Callable[..., DialectServer]) -> None:
+    """Who is refused until the deadline hears of the refusal, not of silence."""
+    server = serve("sglang", faults=ServerFaults({"429": 1.0}))
+    options = RemoteOptions(timeout_seconds=5.0, attempts=1000, delay_seconds=0.01, connect_seconds=20.0)
+    one = Client("remote", server.url, options)
+    with pytest.raises(EngineTimeout, match="no answer within 5 s; the attempt before failed: status 429"):
+        await one.ask(lambda rid: Call("/generate", {"rid": rid}), bytes, lambda rid: None, 1)
+    await one.aclose()

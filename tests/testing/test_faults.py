@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import anyio
 import pytest
 
-from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores
+from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest, Scores
 from atts.engine import Engine
 from atts.errors import EngineTimeout, EngineUnavailable, OptionError, UsageError
 from atts.seeds import Seed
@@ -22,6 +22,7 @@ from atts.testing import (
     run_virtual,
     toy_problems,
 )
+from atts.testing.server_core import request_of
 
 TEXT = toy_problems(1)[0].text
 SLOW = Latency(per_sample=1.0, per_score=0.5)
@@ -167,3 +168,9 @@ def test_impossible_faults_are_errors() -> None:
     for shares in ({"nan": -0.1}, {"nan": 0.7, "slow": 0.7}, {"nan": math.nan}):
         with pytest.raises(OptionError, match="probabilities"):
             Faults(shares)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("stop", ["\n\n", ["\n\n"], ("\n\n",)])
+def test_a_server_takes_one_stop_string_as_well_as_several(stop: object) -> None:
+    """A string is one stop, not one for each of its characters."""
+    assert request_of((1,), 1, {"stop": stop}, Sampling()).stop == ("\n\n",)

@@ -1,4 +1,4 @@
-"""What the server dialects (vLLM, SGLang, llama.cpp, Ollama, chat API) have in common, and the helpers they share."""
+"""The base classes of the server dialects (vLLM, SGLang, llama.cpp, Ollama, chat API), and the helpers they share."""
 
 from __future__ import annotations
 

@@ -22,9 +22,8 @@ from atts.calibration.clusters import (
     summarise,
 )
 from atts.calibration.domain import Domain
-from atts.calibration.drift import DriftEvent, DriftMonitor
+from atts.calibration.drift import DriftEvent, DriftMonitor, SimpleJumper
 from atts.calibration.health import Health, examine, first_alarm
-from atts.calibration.martingale import SimpleJumper
 from atts.calibration.metrics import pooled_auroc, rate_metrics
 from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
@@ -38,56 +37,11 @@ from atts.calibration.state import state_text, write_state
 from atts.calibration.stored import StoredScores, check_fingerprint, is_state, labels_of, parse_lines, read_scores
 
 __all__ = [
-    "Abstention",
-    "Calibrator",
-    "Candidate",
-    "Certificate",
-    "ClusterSummary",
-    "DEFAULTS",
-    "Domain",
-    "DriftEvent",
-    "DriftMonitor",
-    "GroupBudget",
-    "HOLD",
-    "Health",
-    "LOG_PROB",
-    "MODES",
-    "Mode",
-    "OrdinalGate",
-    "OrdinalLearner",
-    "PERPLEXITY",
-    "REAL",
-    "ReplayResult",
-    "RateCheck",
-    "Scale",
-    "SimpleJumper",
-    "StoredScores",
-    "TokenBucket",
-    "Tuning",
-    "by_cluster",
-    "capped",
-    "certify",
-    "certify_abstention",
-    "certify_net",
-    "check_fingerprint",
-    "check_rate",
-    "coin_band",
-    "examine",
-    "feature_row",
-    "first_alarm",
-    "hierarchical_p_value",
-    "hierarchical_threshold",
-    "labels_of",
-    "lost_answers",
-    "net_losses",
-    "is_state",
-    "parse_lines",
-    "pooled_auroc",
-    "rate_metrics",
-    "read_scores",
-    "replay",
-    "scale_named",
-    "summarise",
-    "state_text",
-    "write_state",
-]
+    "Abstention", "Calibrator", "Candidate", "Certificate", "ClusterSummary", "DEFAULTS", "Domain", "DriftEvent",
+    "DriftMonitor", "GroupBudget", "HOLD", "Health", "LOG_PROB", "MODES", "Mode", "OrdinalGate", "OrdinalLearner",
+    "PERPLEXITY", "REAL", "RateCheck", "ReplayResult", "Scale", "SimpleJumper", "StoredScores", "TokenBucket", "Tuning",
+    "by_cluster", "capped", "certify", "certify_abstention", "certify_net", "check_fingerprint", "check_rate",
+    "coin_band", "examine", "feature_row", "first_alarm", "hierarchical_p_value", "hierarchical_threshold", "is_state",
+    "labels_of", "lost_answers", "net_losses", "parse_lines", "pooled_auroc", "rate_metrics", "read_scores", "replay",
+    "scale_named", "state_text", "summarise", "write_state",
+]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -95,17 +95,11 @@ def certify(
     :raises CalibrationInputError: without candidates, with losses of different lengths or outside [0, 1], or an
         epsilon or delta outside (0, 1).
     """
-    _check(candidates, epsilon, delta)
-    chains = _chains(candidates)
-    share = delta / len(chains)
+    chains, share = _chains(candidates, epsilon, delta)
     tested = _tested(chains, share, lambda losses: risk_p_value(losses, epsilon, test))
-    chosen = _cheapest(tested)
     safest = min(float(checked_losses(chain[0].losses).mean()) for chain in chains)
     needed = problems_needed(safest, epsilon, share)
-    problems = len(candidates[0].losses)
-    if needed is not None and chosen is None:
-        needed = max(needed, problems + 1, fewest_problems(epsilon, share))
-    return Certificate(epsilon, delta, problems, chosen, tested, needed)
+    return _certificate(Certificate(epsilon, delta, len(chains[0][0].losses), None, tested, needed), share)
 
 
 def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1) -> Certificate:
@@ -116,16 +110,22 @@ def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 
 
     :raises CalibrationInputError: as `certify`, with net losses in [-1, 1].
     """
-    _check(candidates, epsilon, delta)
-    chains = _chains(candidates)
-    share = delta / len(chains)
+    chains, share = _chains(candidates, epsilon, delta)
     tested = _tested(chains, share, lambda losses: net_p_value(losses, epsilon))
-    chosen, superior = _cheapest(tested), _cheapest(_tested(chains, share, lambda losses: net_p_value(losses, 0.0)))
-    needed = min((n for chain in chains if (n := _net_problems(chain[0].losses, epsilon, share))), default=None)
-    problems = len(candidates[0].losses)
+    superior = _cheapest(_tested(chains, share, lambda losses: net_p_value(losses, 0.0)))
+    enough = [_net_problems(chain[0].losses, epsilon, share) for chain in chains]
+    needed = min((count for count in enough if count is not None), default=None)
+    problems = len(chains[0][0].losses)
+    found = Certificate(epsilon, delta, problems, None, tested, needed, superior=superior, kind="net-certificate")
+    return _certificate(found, share)
+
+
+def _certificate(found: Certificate, share: float) -> Certificate:
+    """With its cheapest policy; where there is none, more problems are needed than there are."""
+    chosen, needed = _cheapest(found.tested), found.needed
     if needed is not None and chosen is None:
-        needed = max(needed, problems + 1)
-    return Certificate(epsilon, delta, problems, chosen, tested, needed, superior=superior, kind="net-certificate")
+        needed = max(needed, found.problems + 1, fewest_problems(found.epsilon, share))
+    return replace(found, chosen=chosen, needed=needed)
 
 
 def _net_problems(losses: Sequence[float], epsilon: float, share: float) -> int | None:
@@ -133,13 +133,15 @@ def _net_problems(losses: Sequence[float], epsilon: float, share: float) -> int 
     array = np.asarray(losses, float)
     gap = epsilon - float(array.mean())
     reach = -normal_quantile(share)
-    return math.ceil(float(array.var()) * (reach / gap) ** 2) if gap > 0 else None
+    return max(1, math.ceil(float(array.var()) * (reach / gap) ** 2)) if gap > 0 else None
 
 
-def _chains(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-    """The candidates of each gate from the highest rate down."""
+def _chains(candidates: Sequence[Candidate], epsilon: float, delta: float) -> tuple[list[list[Candidate]], float]:
+    """The candidates of each gate from the highest rate down, and each gate's share of delta."""
+    _check(candidates, epsilon, delta)
     ordered = sorted(candidates, key=lambda candidate: (candidate.gate, -candidate.rate))
-    return [list(chain) for _, chain in groupby(ordered, key=lambda candidate: candidate.gate)]
+    chains = [list(chain) for _, chain in groupby(ordered, key=lambda candidate: candidate.gate)]
+    return chains, delta / len(chains)
 
 
 def _cheapest(tested: Sequence[Tested]) -> Tested | None:
@@ -156,17 +158,10 @@ def _walk(chain: list[Candidate], share: float, p_value: PValue) -> list[Tested]
         p_values.append(p_value(candidate.losses))
         if p_values[-1] > share:
             break
-    passed = len(rejected(p_values, share))
+    passed, reached = len(rejected(p_values, share)), [*p_values, *[None] * (len(chain) - len(p_values))]
     return [
-        Tested(
-            candidate.gate,
-            candidate.rate,
-            candidate.cost,
-            float(np.mean(candidate.losses)),
-            p_values[place] if place < len(p_values) else None,
-            place < passed,
-        )
-        for place, candidate in enumerate(chain)
+        Tested(each.gate, each.rate, each.cost, float(np.mean(each.losses)), p, place < passed)
+        for place, (each, p) in enumerate(zip(chain, reached, strict=True))
     ]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from atts.calibration.ranks import Ranks
+from atts.calibration.score_history import Ranks
 from atts.calibration.state import GroupTable, Part, StateTable
 from atts.errors import CalibrationInputError
 
@@ -45,6 +45,12 @@ class Controller(Part):
         """No more decisions on this question will come."""
 
 
+def _checked(step: float) -> float:
+    if not 0 < step < math.inf:
+        raise CalibrationInputError("step", step, "a positive number")
+    return step
+
+
 class Adaptive(Controller):
     """Adaptive conformal inference on the escalation rate, overall or for each turn by itself.
 
@@ -57,18 +63,16 @@ class Adaptive(Controller):
     slack, for any sequence; every decision it is short of that adds at most max(rate, 1 - rate).
     """
 
-    __slots__ = ("_allowances", "_by_turn", "_step")
-    saved: ClassVar = {"levels": "_allowances"}
+    __slots__ = ("_by_turn", "_levels", "_step")
+    saved = ("_levels",)
 
     def __init__(self, rate: float, step: float, by_turn: bool = False) -> None:
-        if not 0 < step < math.inf:
-            raise CalibrationInputError("step", step, "a positive number")
         super().__init__(rate)
-        self._step, self._by_turn = step, by_turn
-        self._allowances = StateTable(int, float)
+        self._step, self._by_turn = _checked(step), by_turn
+        self._levels = StateTable(int, float)
 
     def current_rate(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
-        level = self._allowances.get(turn if self._by_turn else 0, self._rate)
+        level = self._levels.get(turn if self._by_turn else 0, self._rate)
         if self._by_turn:
             return level
         lead = level - self._rate
@@ -77,12 +81,12 @@ class Adaptive(Controller):
 
     def update(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         group = turn if self._by_turn else 0
-        self._allowances[group] = self._allowances.get(group, self._rate) + self._step * (self._rate - escalated)
+        self._levels[group] = self._levels.get(group, self._rate) + self._step * (self._rate - escalated)
 
     def merge(self, state: Any) -> None:
-        for group, allowance in state["levels"].items():
-            mine = self._allowances.get(int(group))
-            self._allowances[int(group)] = float(allowance) if mine is None else mine + (allowance - self._rate)
+        for group, level in state["levels"].items():
+            mine = self._levels.get(int(group))
+            self._levels[int(group)] = float(level) if mine is None else mine + (level - self._rate)
 
 
 class Tracking(Controller):
@@ -98,16 +102,11 @@ class Tracking(Controller):
 
     __slots__ = ("_distance", "_integral", "_last", "_middle", "_owed", "_scale", "_seen", "_step", "_threshold",
                  "_warm")  # fmt: skip
-    saved: ClassVar = {
-        "last": "_last", "threshold": "_threshold", "scale": "_scale", "owed": "_owed", "middle": "_middle",
-        "distance": "_distance", "seen": "_seen",
-    }  # fmt: skip
+    saved = ("_last", "_threshold", "_scale", "_owed", "_middle", "_distance", "_seen")
 
     def __init__(self, rate: float, step: float, integral: float = 0.0, warm: int = 20) -> None:
-        if not 0 < step < math.inf:
-            raise CalibrationInputError("step", step, "a positive number")
         super().__init__(rate)
-        self._step, self._integral, self._warm = step, integral, warm
+        self._step, self._integral, self._warm = _checked(step), integral, warm
         self._last = deque[float](maxlen=warm)
         self._threshold = self._scale = self._owed = 0.0
         self._middle = self._distance = 0.0  # the first median, and the sum of all distances from it
@@ -167,10 +166,8 @@ class Feedback(Controller):
     1 of zero.
     """
 
-    __slots__ = ("_gains", "_limit", "_logit", "_order", "_owed", "_owed_question", "_owed_turn", "_siblings")
-    saved: ClassVar = {
-        "questions": "_owed_question", "turns": "_owed_turn", "overall": "_owed", "siblings": "_siblings",
-    }  # fmt: skip
+    __slots__ = ("_gains", "_limit", "_logit", "_order", "_overall", "_questions", "_siblings", "_turns")
+    saved = ("_questions", "_turns", "_overall", "_siblings")  # of the first three, what is owed
 
     def __init__(self, rate: float, gains: tuple[float, float, float], order: float, limit: float) -> None:
         """`gains` of question, turn and stream, and `order`, are times the variance rate * (1 - rate)."""
@@ -179,19 +176,19 @@ class Feedback(Controller):
         variance = max(rate * (1 - rate), 1e-3)
         self._gains = tuple(gain / variance for gain in gains)
         self._order, self._limit = order / variance, limit
-        self._owed_question = StateTable(str, float)
-        self._owed_turn = StateTable(int, float)
-        self._owed = 0.0
+        self._questions = StateTable(str, float)
+        self._turns = StateTable(int, float)
+        self._overall = 0.0
         self._siblings = GroupTable(lambda: (Ranks(), Ranks()))  # kept, escalated
 
     def current_rate(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
         if not 0 < self._rate < 1:
             return self._rate
-        owed = self._owed_question.get(question, 0.0)
+        owed = self._questions.get(question, 0.0)
         if abs(owed) >= self._limit:
             return 1.0 if owed > 0 else 0.0
         by_question, by_turn, overall = self._gains
-        lean = by_question * owed + by_turn * self._owed_turn.get(turn, 0.0) + overall * self._owed
+        lean = by_question * owed + by_turn * self._turns.get(turn, 0.0) + overall * self._overall
         if self._order:
             lean += self._order * max(-3, min(3, self._standing(nonconformity, question, turn)))
         return 1 / (1 + math.exp(-max(-700.0, min(700.0, self._logit + lean))))
@@ -206,12 +203,12 @@ class Feedback(Controller):
 
     def update(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
         owed = self._rate - escalated
-        self._owed_question[question] += owed
-        self._owed_turn[turn] += owed
-        self._owed += owed
+        self._questions[question] += owed
+        self._turns[turn] += owed
+        self._overall += owed
         if self._order and nonconformity is not None:
             self._siblings[question, turn][escalated].add(nonconformity)
 
     def forget(self, question: str) -> None:
-        self._owed_question.pop(question, None)
+        self._questions.pop(question, None)
         self._siblings.forget(question)

@@ -1,21 +1,19 @@
-"""Drift monitor: sequential two-sample tests of a run's scores against the stored ones, false alarms bounded."""
+"""Drift monitor: sequential two-sample tests and a martingale of a run's scores against the stored ones."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 from atts.calibration.duplicate_scores import DuplicateScores, copied_p_value
 from atts.calibration.exact_rate import check_fraction
-from atts.calibration.martingale import SimpleJumper
-from atts.calibration.ranks import Ranks
-from atts.calibration.samples import QuestionSample
+from atts.calibration.score_history import Ranks
 from atts.calibration.state import Part, StateTable
 from atts.calibration.stored import StoredScores
-from atts.calibration.two_sample import two_sample_test
-from atts.errors import OptionError
+from atts.calibration.two_sample import QuestionSample, two_sample_test
+from atts.errors import CalibrationInputError, OptionError
 
 DriftPolicy = Literal["recalibrate", "widen", "escalate", "report"]
 DRIFT_POLICIES: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
@@ -32,6 +30,55 @@ _MARTINGALE = 0.029  # its share
 _SLACK = 3.5  # an alarm also needs p below so many times its share were the stored questions a sample themselves
 _FEWEST = 4  # live questions at a look, stored ones at all
 _KEPT = 512  # live questions remembered
+_BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
+_JUMP = 0.01  # the share of the capital that moves between the bets at each step
+
+
+class SimpleJumper(Part):
+    """The simple jumper martingale: five bets, between which a little capital moves at each step.
+
+    On p-values that are independent and uniform, as smoothed online conformal p-values of exchangeable values are, its
+    value ever reaches 1 / a with probability at most a (Ville). Kept in logarithms, so it cannot overflow.
+
+    >>> martingale = SimpleJumper()
+    >>> for _ in range(20): martingale.update(0.99)
+    >>> martingale.log_value > 4
+    True
+    """
+
+    __slots__ = ("_log_total", "_shares", "log_peak")
+    saved = ("_shares", "_log_total", "log_peak")
+
+    def __init__(self) -> None:
+        self._shares = [1 / len(_BETS)] * len(_BETS)
+        self._log_total = 0.0
+        self.log_peak = 0.0
+
+    def update(self, p: float) -> None:
+        """Bet on one p-value.
+
+        :raises CalibrationInputError: if it is outside [0, 1].
+        """
+        if not 0 <= p <= 1:
+            raise CalibrationInputError("p-value", p, "a number in [0, 1]")
+        common = _JUMP / len(_BETS)
+        grown = [
+            ((1 - _JUMP) * share + common) * (1 + bet * (p - 0.5))
+            for share, bet in zip(self._shares, _BETS, strict=True)
+        ]
+        total = math.fsum(grown)
+        self._shares = [share / total for share in grown]
+        self._log_total += math.log(total)
+        self.log_peak = max(self.log_peak, self._log_total)
+
+    @property
+    def log_value(self) -> float:
+        """The logarithm of the capital."""
+        return self._log_total
+
+    def alarm(self, significance: float) -> bool:
+        """Whether the capital has ever reached 1 / significance."""
+        return self.log_peak >= -math.log(significance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +108,7 @@ class DriftMonitor(Part):
     if the siblings of the run do not.
     """
 
-    saved: ClassVar = {
-        "live": "_live", "scores": "_scores", "seen": "_seen", "looks": "_looks", "ranked": "_ranked",
-        "martingale": "_martingale",
-    }  # fmt: skip
+    saved = ("_live", "_scores", "_seen", "_looks", "_ranked", "_martingale")
 
     def __init__(self, stored: StoredScores, significance: float = 0.007, policy: DriftPolicy = "recalibrate") -> None:
         """:raises OptionError: for an unknown policy.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atts.calibration.samples import QuestionSample
 from atts.calibration.stored import StoredScores
+from atts.calibration.two_sample import QuestionSample
 from atts.distributions import binomial_tail
 
 FEW = 0.02  # a share of repeats up to which nothing is said

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from atts.calibration.ranks import Ranks
-from atts.calibration.score_history import WeightedRank
+from atts.calibration.score_history import Ranks, WeightedRank
 from atts.calibration.state import Part
 
 _LEAST, _SHARE = 30, 16  # a stratum is split from so many scores on, and once it holds one in so many of all

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, ClassVar
+from typing import Any
 
 from atts.calibration.controllers import SLACK, RunEnd
 from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
@@ -31,7 +31,7 @@ _KIND, _VERSION = "atts calibrator", 1
 _NORMAL = NormalDist()
 _FEW = 40  # scores: with fewer known, a run of known size keeps escalations back for when ranks mean more
 _WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-_WIDENED, _WIDER = 500, 1.5  # after a "widen" alarm: for so many decisions the allowance is so many times higher
+_WIDENED, _WIDER = 500, 1.5  # after a "widen" alarm: for so many decisions the current rate is so many times higher
 
 
 class Calibrator(Part):
@@ -47,9 +47,7 @@ class Calibrator(Part):
     >>> calibrator.observe(decision)
     """
 
-    saved: ClassVar = {
-        "decided": "decided", "escalated": "escalated", "pool": "_pool", "controller": "_controller",
-    }  # fmt: skip
+    saved = ("decided", "escalated", "_pool", "_controller")
 
     def __init__(
         self,
@@ -129,20 +127,18 @@ class Calibrator(Part):
         if left is not None and not 0 <= left <= 1:
             raise CalibrationInputError("left", left, "a share in [0, 1]")
         nonconformity = self.scale.nonconformity(score)
-        standing = nonconformity
-        if self._strata is not None:
-            standing = self._standing(nonconformity, question, turn, sample, length)
+        standing = self._standing(nonconformity, question, turn, sample, length)
         expected = math.inf if left is None or left >= 1 else self.decided * left / (1 - left)
         self._end = RunEnd(expected, SLACK * (self.decided + expected))
         place = self._pool.rank(standing, question, turn)
         p = place.p(self._theta(nonconformity, question, turn, sample))
-        allowance = self._controller.current_rate(standing, question, turn, self._end)
-        if left is not None and self.mode == "aci" and allowance < 1:
-            allowance *= min(1.0, place.size / _FEW)
+        rate = self._controller.current_rate(standing, question, turn, self._end)
+        if left is not None and self.mode == "aci" and rate < 1:
+            rate *= min(1.0, place.size / _FEW)
         if self._alert:
-            allowance = 1.0 if self._alert == "escalate" else allowance * _WIDER if self._widened else allowance
-        up = allowance >= 1 or (allowance > 0 and p > 1 - allowance)
-        why = f"p {p:.4f} {'>' if up else '<='} {1 - allowance:.4f}"
+            rate = 1.0 if self._alert == "escalate" else rate * _WIDER if self._widened else rate
+        up = rate >= 1 or (rate > 0 and p > 1 - rate)
+        why = f"p {p:.4f} {'>' if up else '<='} {1 - rate:.4f}"
         origin: Origin = "gate"
         if up and self.cap is not None and self.escalated >= math.ceil(self.cap * (self.decided + 1)):
             up, why, origin = False, f"{why}; hard cap: no escalation left", "budget"
@@ -168,9 +164,7 @@ class Calibrator(Part):
                 self.skip(decision.issue)
             return
         nonconformity = self.scale.nonconformity(decision.score)
-        standing = nonconformity
-        if self._strata is not None:
-            standing = self._standing(nonconformity, question, turn, decision.sample, decision.length)
+        standing = self._standing(nonconformity, question, turn, decision.sample, decision.length)
         self._count(standing, question, turn, done)
         held = (nonconformity, question, turn, decision.length)
         self._learn_all([held] if decision.issue is None else self._order.push(decision.issue, held))
@@ -248,11 +242,8 @@ class Calibrator(Part):
             self._forget_over()
 
     def _learn(self, nonconformity: float, question: str, turn: int, length: float | None) -> None:
-        if self._strata is None:
-            self._pool.add(nonconformity, question, turn)
-        else:
-            self._pool.add(self._standing(nonconformity, question, turn, -1, length), question, turn)
-            self._store_length(nonconformity, length)
+        self._pool.add(self._standing(nonconformity, question, turn, -1, length), question, turn)
+        self._store_length(nonconformity, length)
         if self._monitor.watching:
             event = self._monitor.observe(nonconformity, question, turn, self._theta(nonconformity, question, turn, -1))
             if event is not None:
@@ -290,8 +281,8 @@ class Calibrator(Part):
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") * 2.0**-56
 
     def _facts(self) -> Facts:
-        facts = Facts(self._nominal, self.stored, self.decided, self.escalated, self.tuning, self.events)
-        return replace(facts, left=self._end.left, cap=self.cap)
+        seen = (self.stored, self.decided, self.escalated, self.tuning, self.events)
+        return Facts(self._nominal, *seen, left=self._end.left, cap=self.cap)
 
     def _additions(self) -> list[str]:
         """What adds to the promise of the mode."""

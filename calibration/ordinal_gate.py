@@ -63,8 +63,7 @@ class OrdinalStage:
 
     def learn(self, row: Row, level: str, question: str) -> None:
         """Take one labelled chunk."""
-        if self.model is not None and self._familiar(row):
-            law = self.model.probabilities(row)
+        if law := self._law(row):
             self.sets.learn(law, LEVELS.index(level), question)
             self.accept.learn(law[0], level != "accept", question)
             self.escalate.learn(law[-1], level != "escalate", question)
@@ -77,29 +76,32 @@ class OrdinalStage:
 
     def levels(self, row: Row) -> tuple[Action, ...]:
         """The conformal set of a chunk; every level while nothing was fitted, or the row lacks what no row lacked."""
-        if self.model is None or not self._familiar(row):
-            return LEVELS
-        window = self.sets.levels(self.model.probabilities(row))
+        law = self._law(row)
+        window = self.sets.levels(law) if law else range(len(LEVELS))
         return LEVELS[window.start : window.stop]
 
     def action(self, row: Row) -> Action:
         """What may be done with a chunk on the model's word; "verify" where that was not found to be safe."""
-        if self.model is None or not self._familiar(row):
-            return "verify"
-        law = self.model.probabilities(row)
-        if law[0] >= self.accept.threshold:
+        law = self._law(row)
+        if law and law[0] >= self.accept.threshold:
             return "accept"
-        return "escalate" if law[-1] >= self.escalate.threshold else "verify"
+        return "escalate" if law and law[-1] >= self.escalate.threshold else "verify"
 
     @property
     def guarantee(self) -> str:
         """What sets and actions promise, in words."""
         return f"{self.sets.guarantee}; accepted so: {self.accept.guarantee}; handed over so: {self.escalate.guarantee}"
 
-    def _familiar(self, row: Row) -> bool:
-        """Whether every missing feature was sometimes missing in the fit: a model cannot tell what that means else."""
-        known = self.model.sometimes_missing if self.model is not None else ()
-        return all(value is not None or place in known for place, value in enumerate(row))
+    def _law(self, row: Row) -> tuple[float, ...]:
+        """The probability of each level; empty before a fit, and where a feature is missing that never was in the fit.
+
+        A model cannot tell what it means that such a feature is missing.
+        """
+        if self.model is None:
+            return ()
+        known = self.model.sometimes_missing
+        is_familiar = all(value is not None or place in known for place, value in enumerate(row))
+        return self.model.probabilities(row) if is_familiar else ()
 
 
 class OrdinalLearner:
@@ -160,6 +162,9 @@ class OrdinalGate:
     __slots__ = ("calibrator", "learner")
 
     def __init__(self, calibrator: Calibrator, learner: OrdinalLearner) -> None:
+        """:raises CalibrationInputError: for a calibrator with a cap: what goes over unscored would pass it."""
+        if calibrator.cap is not None:
+            raise CalibrationInputError("cap of an ordinal gate's calibrator", str(calibrator.cap), "none")
         self.calibrator, self.learner = calibrator, learner
 
     def preview(self, features: Features) -> Decision:
@@ -176,7 +181,7 @@ class OrdinalGate:
         :raises CalibrationInputError: if it is not a score.
         """
         place = (features.question, features.turn, features.sample, features.issue)
-        said = self.calibrator.decide(score, *place, features.left)
+        said = self.calibrator.decide(score, *place, left=features.left, length=features.tokens or None)
         row = feature_row(features, said.p)
         levels, action = self.learner.levels(row), self.learner.action(row)
         if action != "verify":
@@ -186,6 +191,10 @@ class OrdinalGate:
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Count what was really done, and store the score if there is one."""
         self.calibrator.observe(decision, escalated)
+
+    def forget(self, question: str) -> None:
+        """The question is over: the calibrator keeps nothing that served its decisions only."""
+        self.calibrator.forget(question)
 
     def learn(self, features: Features, p: float | None, level: str) -> None:
         """Take the label of a finished chunk; `p` is the p-value its decision carried."""

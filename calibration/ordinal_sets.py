@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from atts.calibration.conformal import split_rank
 from atts.calibration.exact_rate import check_fraction
 from atts.calibration.guarantees import TEXTS
-from atts.calibration.ranks import Ranks
+from atts.calibration.score_history import Ranks
 from atts.errors import CalibrationInputError
 
 Probabilities = Sequence[float]

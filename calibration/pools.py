@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
-from atts.calibration.ranks import Ranks
-from atts.calibration.score_history import ScoreHistory, WeightedRank, Window
+from atts.calibration.score_history import Ranks, ScoreHistory, WeightedRank, Window
 from atts.calibration.state import GroupTable, Part, StateTable
 
 MINIMUM = 20  # scores a turn's own pool needs before it answers in place of the pool of all turns
@@ -45,7 +44,7 @@ class Pooled(ScorePool):
     """One pool for every question and turn."""
 
     __slots__ = ("_has_stored", "_live", "_stored")
-    saved: ClassVar = {"live": "_live"}
+    saved = ("_live",)
 
     def __init__(self, remember: HistoryFactory = Window) -> None:
         self._live = remember()
@@ -80,7 +79,7 @@ class ByTurn(ScorePool):
     """A pool per turn beside the pool of all turns, which answers while a turn has too few scores of its own."""
 
     __slots__ = ("_all", "_minimum", "_turns")
-    saved: ClassVar = {"all": "_all", "turns": "_turns"}
+    saved = ("_all", "_turns")
 
     def __init__(self, remember: HistoryFactory = Window, minimum: int = MINIMUM) -> None:
         self._minimum = minimum
@@ -113,7 +112,7 @@ class SiblingPool(ScorePool):
     """
 
     __slots__ = ("_base", "_groups", "_prior")
-    saved: ClassVar = {"base": "_base", "groups": "_groups"}
+    saved = ("_base", "_groups")
 
     def __init__(self, base: ScorePool, prior: float) -> None:
         self._base, self._prior = base, prior
@@ -148,7 +147,7 @@ class Residuals(ScorePool):
     """
 
     __slots__ = ("_means", "_own", "_prior", "_ranks", "_shrinkage", "_stored_means")
-    saved: ClassVar = {"ranks": "_ranks", "means": "_means", "own": "_own"}
+    saved = ("_ranks", "_means", "_own")
 
     def __init__(
         self, remember: HistoryFactory = Window, minimum: int = MINIMUM, shrinkage: float = 1.0, prior: float = 0.0

@@ -11,7 +11,7 @@ from atts.calibration.drift import DriftEvent, DriftPolicy
 from atts.calibration.metrics import rate_metrics
 from atts.calibration.modes import DEFAULTS, Mode, Tuning
 from atts.calibration.online import Calibrator
-from atts.calibration.scale import PERPLEXITY, Scale
+from atts.calibration.scale import PERPLEXITY, Scale, plain_number
 from atts.calibration.stored import StoredScores, whole_number
 from atts.core import Decision
 from atts.errors import CalibrationInputError
@@ -91,9 +91,10 @@ def _decide(calibrator: Calibrator, record: Mapping[str, Any], number: int) -> D
     counts = {name: record.get(name) for name in ("sample", "issue") if record.get(name) is not None}
     for name, value in {"turn": turn, **counts}.items():
         whole_number(f"{name} of record {number}", value)
+    given = {name: record[name] for name in ("left", "length") if record.get(name) is not None}
+    numbers: dict[str, Any] = {name: plain_number(f"{name} of record {number}", value) for name, value in given.items()}
     try:
-        told = {name: record.get(name) for name in ("left", "length")}
-        return calibrator.decide(score, str(question), int(turn), **counts, **told)
+        return calibrator.decide(score, str(question), int(turn), **counts, **numbers)
     except CalibrationInputError as problem:
         if problem.what != "score":
             raise

@@ -44,12 +44,7 @@ class Scale:
         >>> PERPLEXITY.nonconformity(1.0), LOG_PROB.nonconformity(-2.5)
         (0.0, 2.5)
         """
-        if isinstance(score, (bool, str, bytes)):
-            raise CalibrationInputError(what, score, f"a number, {self.domain}")
-        try:
-            value = float(score)  # type: ignore[arg-type]  # any real number, numpy's included
-        except (TypeError, ValueError, OverflowError):
-            raise CalibrationInputError(what, score, f"a number, {self.domain}") from None
+        value = plain_number(what, score, f"a number, {self.domain}")
         if not self.low <= value <= self.high:
             if not self.low - _SLACK <= value <= self.high + _SLACK:
                 raise CalibrationInputError(what, value, self.domain)
@@ -62,6 +57,19 @@ class Scale:
     def domain(self) -> str:
         """The domain in words."""
         return f"a {self.name} in [{self.low:g}, {self.high:g}]"
+
+
+def plain_number(what: str, value: object, expected: str = "a number") -> float:
+    """Any real number as a float, numpy's included.
+
+    :raises CalibrationInputError: naming it as `what`, if it is none; texts and truth values are none.
+    """
+    try:
+        if not isinstance(value, (bool, str, bytes)):
+            return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise CalibrationInputError(what, value, expected)
 
 
 PERPLEXITY = Scale("perplexity", 1.0, math.inf, "higher", "log")

@@ -18,23 +18,23 @@ V = TypeVar("V")
 
 
 class Part:
-    """What has a state: the attributes that `saved` names, under the names they have in the file.
+    """What has a state: the attributes that `saved` names, in the file without their leading underscore.
 
     Numbers and collections of scores add up in a merge, lists are taken over. So what is merged into a fresh part is
     restored.
     """
 
     __slots__ = ()
-    saved: ClassVar[Mapping[str, str]] = {}  # name in the file: attribute
+    saved: ClassVar[tuple[str, ...]] = ()
 
     def state(self) -> Any:
         """Everything that decides the next answer, as JSON."""
-        return {name: _as_json(getattr(self, attribute)) for name, attribute in self.saved.items()}
+        return {name.lstrip("_"): _as_json(getattr(self, name)) for name in self.saved}
 
     def merge(self, state: Any) -> None:
         """Add what another part of the same kind has seen."""
-        for name, attribute in self.saved.items():
-            setattr(self, attribute, _merged(getattr(self, attribute), state[name]))
+        for name in self.saved:
+            setattr(self, name, _merged(getattr(self, name), state[name.lstrip("_")]))
 
 
 class StateTable(dict[K, V], Part):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from msgspec import Meta, Struct, ValidationError, convert
 
-from atts.calibration.scale import PERPLEXITY, SCALES, Scale
+from atts.calibration.scale import PERPLEXITY, SCALES, Scale, plain_number
 from atts.calibration.state import read_state, strict
 from atts.errors import CalibrationInputError, FingerprintError
 from atts.files import read_ordinary
@@ -75,7 +75,7 @@ class StoredScores:
 
         :raises CalibrationInputError: if the scores are not whole questions, or one is no score.
         """
-        values = tuple(float(score) for score in scores)
+        values = tuple(plain_number(f"score {number}", score) for number, score in enumerate(scores, 1))
         if per_question is not None and (per_question < 1 or len(values) % per_question):
             raise CalibrationInputError("per_question", per_question, f"a divisor of {len(values)} scores")
         names = (f"stored {at // per_question}" if per_question else "" for at in range(len(values)))
@@ -88,22 +88,23 @@ class StoredScores:
         scale: Scale = PERPLEXITY,
         fingerprint: Mapping[str, object] | None = None,
     ) -> StoredScores:
-        """Records {"score"} with optional "question" and "turn".
+        """Records {"score"} with optional "question", "turn" and "length".
 
-        :raises CalibrationInputError: if a record has no score, or an impossible turn.
+        :raises CalibrationInputError: if a record has no score, or an impossible turn or length.
         """
         rows = list(records)
         for number, row in enumerate(rows, 1):
             if "score" not in row:
                 fields = ", ".join(map(str, row))
                 raise CalibrationInputError(f"record {number}", f"without a score ({fields})", 'a field "score"')
+        known = rows if all(row.get("length") for row in rows) else ()
         return cls(
             tuple(row["score"] for row in rows),
             tuple(str(row.get("question", "")) for row in rows),
             tuple(whole_number(f"turn of record {number}", row.get("turn", 0)) for number, row in enumerate(rows, 1)),
             scale,
             dict(fingerprint or {}),
-            tuple(float(row["length"]) for row in rows) if all(row.get("length") for row in rows) else (),
+            tuple(plain_number(f"length of record {number}", row["length"]) for number, row in enumerate(known, 1)),
         )
 
     def rows(self) -> Iterator[tuple[float, str, int, float | None]]:

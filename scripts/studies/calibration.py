@@ -17,8 +17,8 @@ from atts.calibration.drift import DriftMonitor
 from atts.calibration.duplicate_scores import DuplicateScores
 from atts.calibration.exact_rate import exact_rate
 from atts.calibration.metrics import Floats, rate_metrics, sorted_decisions
-from atts.calibration.samples import QuestionSample, features
 from atts.calibration.stored import read_scores
+from atts.calibration.two_sample import QuestionSample, features
 from scripts.studies.harness import Options, Row, Table, say
 from scripts.studies.machine import shared_data
 

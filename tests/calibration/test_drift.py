@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from atts.calibration import Calibrator, StoredScores
-from atts.calibration.drift import DriftMonitor
-from atts.calibration.martingale import SimpleJumper
+from atts.calibration.drift import DriftMonitor, SimpleJumper
 from atts.errors import CalibrationInputError, OptionError
 
 ArrayOf = Callable[..., StoredScores]

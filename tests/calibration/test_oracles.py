@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from atts.calibration.conformal import split_threshold
-from atts.calibration.martingale import SimpleJumper
+from atts.calibration.drift import SimpleJumper
 from atts.calibration.risk import hoeffding_bentkus_p_value, rejected
 from atts.calibration.score_history import Window
 

@@ -186,6 +186,21 @@ def test_the_gate_skips_verifies_or_hands_over() -> None:
     assert "levels" in said.why
 
 
+def test_the_gate_tells_its_calibrator_lengths_and_questions_that_are_over() -> None:
+    """Ranks by length work behind it, what served one question only is let go, and a cap is refused."""
+    calibrator = Calibrator(0.3, "question-turn", by_length=True)
+    gate = OrdinalGate(calibrator, OrdinalLearner())
+    for k in range(40):
+        decision = gate.decide(chunk_evidence(f"q{k % 2}", 0, k), 1.5 + k / 40)
+        assert decision.length == 100
+        gate.observe(decision, decision.escalate)
+    assert set(calibrator.state()["controller"]["questions"]) == {"q0", "q1"}
+    gate.forget("q0")
+    assert set(calibrator.state()["controller"]["questions"]) == {"q1"}
+    with pytest.raises(CalibrationInputError, match="cap"):
+        OrdinalGate(Calibrator(0.3, cap=0.5), OrdinalLearner())
+
+
 def test_every_decision_of_the_gate_counts_for_the_rate() -> None:
     """Half of the chunks skip verification, and the realised rate still comes to .3 by the others."""
     calibrator, draw = Calibrator(0.3, "aci", tuning=Tuning(aci_step=0.02)), random.Random(1)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atts.calibration.ranks import Ranks
-from atts.calibration.score_history import Fading, ScoreHistory, Window
+from atts.calibration.score_history import Fading, Ranks, ScoreHistory, Window
 from atts.errors import CalibrationInputError
 
 VALUES = st.one_of(st.integers(0, 6).map(float), st.floats(allow_nan=False), st.sampled_from([math.inf, -math.inf]))

@@ -240,6 +240,18 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     assert atts("report", str(tmp_path / "absent.npy")).returncode == 4
 
 
+@pytest.mark.parametrize("bad", ["abc", [3], True, 10**400])
+def test_lengths_and_shares_that_are_no_numbers_are_refused(bad: Any) -> None:
+    """By the record that holds them."""
+    rows = [{"question": 1, "turn": 0, "score": 1.5, "length": length} for length in (3, bad)]
+    with pytest.raises(CalibrationInputError, match="length of record 2"):
+        StoredScores.from_records(rows)
+    with pytest.raises(CalibrationInputError, match="length of record 2"):
+        replay(rows, 0.5)
+    with pytest.raises(CalibrationInputError, match="left of record 1"):
+        replay([{"question": 1, "turn": 0, "score": 1.5, "left": bad}], 0.5)
+
+
 def test_health_of_a_real_array(array_of: Callable[..., StoredScores]) -> None:
     """Sixteen hundred scores worth about 160; half of the questions set the other half's rate with SD .06-.07."""
     health = examine(array_of(), 0.4)

@@ -267,3 +267,12 @@ def test_a_worse_policy_is_hardly_ever_certified_and_a_better_one_is_superior() 
     few = certify_net([Candidate("a", 0.3, [0.0] * 20 + [1.0, -1.0] * 5, 1.0)], 0.02)
     assert few.chosen is None
     assert "you need about" in few.guarantee
+
+
+def test_a_policy_that_never_differed_needs_more_problems_and_is_not_hopeless() -> None:
+    """Twenty problems without a loss do not certify five points; about as many as without a single loss do."""
+    alike = certify_net([Candidate("a", 0.3, [0.0] * 20, 1.0)], 0.05)
+    assert alike.chosen is None
+    assert alike.needed == 45
+    assert "you need about 45" in alike.guarantee
+    assert certify_net([Candidate("a", 0.3, [0.0] * 2 * 45, 1.0)], 0.05).chosen is not None

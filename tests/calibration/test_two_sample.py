@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from atts.calibration import StoredScores
-from atts.calibration.samples import Floats, QuestionSample
-from atts.calibration.two_sample import TwoSampleTest, mixture_ratios, two_sample_test
+from atts.calibration.two_sample import Floats, QuestionSample, TwoSampleTest, mixture_ratios, two_sample_test
 
 SIZE = 6
 

@@ -36,6 +36,7 @@ from atts.pipelines.wrappers import (
     WarmingGate,
     WarmScore,
 )
+from atts.pipelines.writer_choice import WriterChoice
 
 __all__ = [
     "SMALL",
@@ -78,6 +79,7 @@ __all__ = [
     "VoteKind",
     "WarmScore",
     "WarmingGate",
+    "WriterChoice",
     "ballot",
     "cannot_change",
     "check_completion",

@@ -13,6 +13,7 @@ from atts.pipelines.calls import AdmittedEngine
 from atts.pipelines.draft_length import DraftLength
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.votes import Grouper
+from atts.pipelines.writer_choice import WriterChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class Context:
     logprobs: frozenset[Role] = frozenset({"draft", "target"})  # whose own are used: see `needed_logprobs`
     left: Remaining = field(default_factory=Remaining)
     draft_length: DraftLength = field(default_factory=DraftLength)  # of the run's drafts under method exact
+    writers: WriterChoice = field(default_factory=WriterChoice)  # of the run's pieces under method exact
 
     def at(self, scope: Caller, timeout_seconds: float) -> Context:
         """The same with engines whose calls belong to this rollout: admitted, timed, validated and tried again."""

@@ -1,7 +1,8 @@
 """Method exact: the draft proposes, the target draws while it scores, and its draws are the text, as target-only's.
 
 The draft draws with the target's own stream, so that it comes to the same token wherever both models' laws are alike.
-Up to the first difference its tokens are the target's; there the target's is put, and the draft goes on.
+Up to the first difference its tokens are the target's; there the target's is put, and the draft goes on. Where the
+target alone writes more tokens a second, it writes itself: the text is the same.
 """
 
 from __future__ import annotations
@@ -16,11 +17,25 @@ from atts.pipelines.chunks import after, continued
 
 
 async def write_exactly(builder: RolloutBuilder) -> Chunk:
-    """The piece that the target alone would write next, without a step of its decoding.
+    """The piece that the target alone would write next.
 
     :raises ContextOverflow: not one more token fits.
     :raises EngineError: an engine failed for good.
     """
+    choice, since = builder.context.writers, anyio.current_time()
+    writer = choice.begin(since)
+    try:
+        chunk = await (_checked(builder) if writer == "draft" else builder.write("target", ()))
+    except BaseException:
+        choice.fail(anyio.current_time())
+        raise
+    now = anyio.current_time()
+    choice.end(writer, chunk.tokens, now - since, now)
+    return chunk
+
+
+async def _checked(builder: RolloutBuilder) -> Chunk:
+    """The piece as the draft writes it with the target's draws, without a step of the target's decoding."""
     request, begun, wasted = builder.request("target"), Beginning(), 0
     while begun.ended is None:
         rest = after(request, begun)

@@ -38,7 +38,7 @@ from atts.journal import (
     judged,
     open_journal,
 )
-from atts.pipelines import Context, DraftLength, Learning, RoundGate, needed_logprobs
+from atts.pipelines import Context, DraftLength, Learning, RoundGate, WriterChoice, needed_logprobs
 from atts.run.conditions import check_conditions
 from atts.run.engine_warnings import engine_warnings
 from atts.run.plan import Plan, verdict_by
@@ -173,7 +173,7 @@ class _Run:
             for problem in filter(state.is_over, state.finished):
                 left.conclude(problem)
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
-        self._draft_length = DraftLength()
+        self._draft_length, self._writers = DraftLength(), WriterChoice()
         self._places: dict[str, int] = {}  # of the problems in the dataset
         self._lines: dict[str, FinishedProblem] = {}
         self._kept: list[Outcome] = []
@@ -297,6 +297,7 @@ class _Run:
             logprobs=needed,
             left=self._left,
             draft_length=self._draft_length,
+            writers=self._writers,
         )
 
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -16,8 +16,10 @@ from atts.errors import BadReply, OptionError, UnsupportedByEngine
 from atts.methods import preset
 from atts.pipelines import FixedGate, Policy, ThresholdGate, check_engines, check_scores
 from atts.pipelines.draft_length import DraftLength
+from atts.pipelines.writer_choice import WriterChoice
 from atts.seeds import Seed
-from atts.testing import ScriptedEngine, check_engine, run_virtual, toy_problems
+from atts.spans import RolloutSpan
+from atts.testing import Latency, ScriptedEngine, check_engine, run_virtual, toy_problems
 
 Solve = Callable[..., list[Outcome]]
 PLAIN = Policy(samples=3, early_stop="none")
@@ -44,6 +46,7 @@ def test_exact_writes_what_the_target_alone_writes(
     attempt: Solve, monkeypatch: pytest.MonkeyPatch, temperature: float, length: int
 ) -> None:
     monkeypatch.setattr(DraftLength, "length", lambda _self, most: min(most, length))
+    monkeypatch.setattr(WriterChoice, "begin", lambda _self, _now: "draft")
     base = replace(PLAIN, sampling=Sampling(temperature))
     alone = attempt(preset("target-only").policy(base), FixedGate("accept"))
     exact = attempt(preset("exact").policy(base), FixedGate("accept"))
@@ -178,3 +181,59 @@ def test_more_is_drafted_where_more_stands() -> None:
     assert lengths == sorted(lengths)
     assert lengths[0] == 1
     assert lengths[-1] == 64
+
+
+def timed(attempt: Solve, method: str, problems: int, draft: ScriptedEngine, target: ScriptedEngine) -> float:
+    """Virtual seconds of a run."""
+    events = list[Any]()
+    attempt(
+        preset(method).policy(PLAIN), FixedGate("accept"), problems=problems, draft=draft, target=target, events=events
+    )
+    return max(event.ended for event in events if isinstance(event, RolloutSpan))
+
+
+def test_where_drafts_seldom_stand_the_target_writes_itself(attempt: Solve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of method exact does not wait for drafts that do not pay, and its text is that of the target alone."""
+
+    def engines() -> tuple[ScriptedEngine, ScriptedEngine]:
+        slow, quick = Latency(per_score=0.5, sampled_token=0.02), Latency(sampled_token=0.02)
+        return ScriptedEngine("draft", latency=quick), ScriptedEngine("target", latency=slow)
+
+    policy, gate = preset("exact").policy(PLAIN), FixedGate("accept")
+    draft, target = engines()
+    exact = attempt(policy, gate, problems=40, draft=Nonsense(draft, "own"), target=target)
+    alone = attempt(preset("target-only").policy(PLAIN), gate, problems=40)
+    assert texts(exact) == texts(alone)
+    assert used(exact, "drawn_tokens") < 0.25 * used(exact, "target_tokens")
+    chosen = timed(attempt, "exact", 40, *engines())  # in virtual time
+    monkeypatch.setattr(WriterChoice, "begin", lambda _self, _now: "draft")
+    assert chosen < 1.5 * timed(attempt, "target-only", 40, *engines())
+    assert chosen < 0.5 * timed(attempt, "exact", 40, *engines())
+
+
+def test_where_drafts_stand_and_the_target_is_slow_the_draft_goes_on_writing(attempt: Solve) -> None:
+    """The target is looked at for one piece, ever more seldom."""
+    draft = ScriptedEngine("target", latency=Latency(sampled_token=0.001))
+    target = ScriptedEngine("target", latency=Latency(per_score=0.03, sampled_token=0.03))
+    exact = attempt(preset("exact").policy(PLAIN), FixedGate("accept"), problems=40, draft=draft, target=target)
+    assert used(exact, "drawn_tokens") > 0.9 * used(exact, "target_tokens")
+
+
+def test_a_better_writer_is_found_again_when_it_has_changed() -> None:
+    """Tokens a second of the draft fall to a quarter in the middle of a run."""
+    choice, now, written = WriterChoice(), 0.0, {"draft": [0, 0], "target": [0, 0]}
+    for piece in range(3000):
+        writer = choice.begin(now)
+        seconds = (1.0 if piece < 1000 else 4.0) if writer == "draft" else 2.0
+        now += seconds
+        choice.end(writer, 10, seconds, now)
+        written[writer][piece >= 1000] += 1
+    assert written["draft"][0] > 20 * written["target"][0]
+    assert written["target"][1] > 20 * written["draft"][1]
+
+
+def test_a_piece_that_failed_is_no_longer_in_flight() -> None:
+    choice = WriterChoice()
+    choice.begin(0.0)
+    choice.fail(1.0)
+    assert choice.in_flight == 0

@@ -1,0 +1,104 @@
+"""Who writes the next piece under method exact, the draft or the target: the one that brings more tokens a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from atts.core import Role
+
+_PIECES = 8  # that are counted of a stretch at least, or half as many as are in flight
+_GAIN = 1.1  # in tokens a second, for which the target writes itself
+_SLOWER = 1.5  # a token of one piece took this many times as long: no stretch is tried
+_LONGEST = 16  # stretches between two looks
+
+
+@dataclass(slots=True)
+class WriterChoice:
+    """Who writes a run's next pieces under method exact: the draft, with the target's draws, or the target itself.
+
+    The text is the same; what counts is the tokens that all rollouts together write a second. Stretches of the better
+    writer go on; after some of them the other writes one piece, and a stretch unless that was far slower.
+    """
+
+    writer: Role = "draft"  # of the present stretch
+    best: Role = "draft"
+    rates: dict[Role, float] = field(default_factory=dict[Role, float])  # tokens a second, of all rollouts
+    seconds: dict[Role, float] = field(default_factory=dict[Role, float])  # for a token of the last piece
+    in_flight: int = 0
+    before: int = 0  # pieces still to end that began before this stretch
+    ended: int = 0  # pieces since then
+    tokens: int = 0  # of these
+    busy: float = 0.0  # seconds of these, while something was in flight
+    now: float = 0.0
+    stay: int = 1  # stretches of the better one between two looks at the other
+    left: int = 1  # of these
+    look: Literal["no", "due", "begun"] = "no"
+
+    def begin(self, now: float) -> Role:
+        """Who writes the next piece."""
+        self._pass(now)
+        self.in_flight += 1
+        if self.look != "due":
+            return self.writer
+        self.look = "begun"
+        return self._other
+
+    def end(self, writer: Role, tokens: int, seconds: float, now: float) -> None:
+        """A piece is written, in so many seconds."""
+        self._pass(now)
+        self.in_flight -= 1
+        self.seconds[writer] = seconds / max(1, tokens)
+        if self.look == "begun" and writer == self._other:
+            self._looked()
+            return
+        if self.before:
+            self.before, self.busy = self.before - 1, 0.0
+            return
+        self.ended, self.tokens = self.ended + 1, self.tokens + tokens
+        if self.ended >= max(_PIECES, self.in_flight // 2):
+            self._stretched(self.tokens / self.busy if self.busy else 0.0)
+
+    def fail(self, now: float) -> None:
+        """A piece was not written."""
+        self._pass(now)
+        self.in_flight -= 1
+        self.look = "due" if self.look == "begun" else self.look
+
+    def _pass(self, now: float) -> None:
+        self.busy += now - self.now if self.in_flight else 0.0
+        self.now = now
+
+    @property
+    def _other(self) -> Role:
+        return "draft" if self.best == "target" else "target"
+
+    def _looked(self) -> None:
+        """The other wrote one piece."""
+        self.look = "no"
+        if self.seconds[self._other] < _SLOWER * self.seconds[self.best]:
+            self._go_on(self._other)
+        else:
+            self._stay(2 * self.stay)
+
+    def _stretched(self, rate: float) -> None:
+        """A stretch is over."""
+        was = self.rates.get(self.writer, rate)
+        self.rates[self.writer] = (was + rate) / 2
+        is_try, self.left = self.writer != self.best, self.left - 1
+        best: Role = "target" if self.rates.get("target", 0.0) > _GAIN * self.rates["draft"] else "draft"
+        if best != self.best:
+            self._stay(1)
+        elif is_try:
+            self._stay(max(4, 2 * self.stay))
+        self.look = "due" if self.left <= 0 else "no"
+        self.best = best
+        self._go_on(best)
+
+    def _go_on(self, writer: Role) -> None:
+        """A stretch begins."""
+        self.before = self.in_flight if writer != self.writer else 0
+        self.writer, self.ended, self.tokens, self.busy = writer, 0, 0, 0.0
+
+    def _stay(self, stretches: int) -> None:
+        self.stay = self.left = min(stretches, _LONGEST)

@@ -10,7 +10,8 @@ from atts.core import Role
 _PIECES = 8  # that are counted of a stretch at least, or half as many as are in flight
 _GAIN = 1.1  # in tokens a second, for which the target writes itself
 _SLOWER = 1.5  # a token of one piece took this many times as long: no stretch is tried
-_LONGEST = 16  # stretches between two looks
+_AFTER_LOSS = 16  # stretches without a look after a stretch that lost
+_LONGEST = 64  # stretches between two looks
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class WriterChoice:
         if best != self.best:
             self._stay(1)
         elif is_try:
-            self._stay(max(4, 2 * self.stay))
+            self._stay(max(_AFTER_LOSS, 2 * self.stay))
         self.look = "due" if self.left <= 0 else "no"
         self.best = best
         self._go_on(best)

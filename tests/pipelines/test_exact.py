@@ -207,16 +207,16 @@ def test_where_drafts_seldom_stand_the_target_writes_itself(attempt: Solve, monk
     assert used(exact, "drawn_tokens") < 0.25 * used(exact, "target_tokens")
     chosen = timed(attempt, "exact", 40, *engines())  # in virtual time
     monkeypatch.setattr(WriterChoice, "begin", lambda _self, _now: "draft")
-    assert chosen < 1.5 * timed(attempt, "target-only", 40, *engines())
+    assert chosen < 2 * timed(attempt, "target-only", 40, *engines())
     assert chosen < 0.5 * timed(attempt, "exact", 40, *engines())
 
 
 def test_where_drafts_stand_and_the_target_is_slow_the_draft_goes_on_writing(attempt: Solve) -> None:
-    """The target is looked at for one piece, ever more seldom."""
+    """The target is tried for one stretch: the pieces in flight and half as many."""
     draft = ScriptedEngine("target", latency=Latency(sampled_token=0.001))
     target = ScriptedEngine("target", latency=Latency(per_score=0.03, sampled_token=0.03))
     exact = attempt(preset("exact").policy(PLAIN), FixedGate("accept"), problems=40, draft=draft, target=target)
-    assert used(exact, "drawn_tokens") > 0.9 * used(exact, "target_tokens")
+    assert used(exact, "drawn_tokens") > 0.85 * used(exact, "target_tokens")
 
 
 def test_a_better_writer_is_found_again_when_it_has_changed() -> None:

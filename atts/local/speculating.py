@@ -223,7 +223,8 @@ class Speculation:
         return replace(stats, tested_at=[*stats.tested_at], stood_at=[*stats.stood_at], overlap=own)
 
     def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
-        """A step broke: it is tried again without proposals; where memory ran out, later ones are shorter."""
+        """A step broke: it is tried again without proposals, untimed; where memory ran out, later ones are shorter."""
+        self._is_timed = False
         if shorten:
             self._most = min(self._most, max(map(len, plan.proposals)) // 2)
         plan.proposals.clear()

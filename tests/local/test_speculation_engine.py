@@ -257,3 +257,25 @@ def test_choosing_and_learning_are_no_part_of_a_plain_step(
     run(make_model("llama"), [requests(2)], None, Slow(1), near)
     assert len(told) > 5
     assert told == [(3, 0), *[(13, 0)] * (len(told) - 1)]
+
+
+def test_a_step_that_is_tried_again_teaches_nothing(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it took is that of two, and that nothing of it was verified says nothing about proposers."""
+    orders, compute = requests(2), StepLoop._compute  # pyright: ignore[reportPrivateUsage]
+    plain, broken, told = run(make_model("llama"), [orders]), list[StepPlan](), list[bool]()
+
+    def breaking(loop: StepLoop, plan: StepPlan, *rest: Any) -> Any:
+        if plan.proposals and len(told) % 2:
+            broken.append(plan)
+            raise RuntimeError("a kernel broke")
+        return compute(loop, plan, *rest)
+
+    class Said(AnyLength):
+        def observed(self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]) -> None:
+            told.append(any(plan is each for each in broken))
+
+    monkeypatch.setattr(StepLoop, "_compute", breaking)
+    assert same(plain, run(make_model("llama"), [orders], Knowing(texts(plain), "right"), Said(4, 1)))
+    assert broken
+    assert told
+    assert not any(told)

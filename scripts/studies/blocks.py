@@ -4,7 +4,7 @@ Requests arrive by a Poisson process; the clock is the processor time of the ste
 nothing but the noise. The four engines take turns on the core, step by step, as processes of equal rights do. The
 tenants are the embedded target, two adapters of its last layers, and one whose last layers are tuned; their new numbers
 are random, for what a step takes does not depend on them. Prompts are each request's own, or common to four requests
-that follow each other, of whichever tenants. `blocks-memory` reads what the engines' processes take.
+that follow each other, of whichever tenants.
 """
 
 # pyright: reportPrivateUsage=false
@@ -17,17 +17,19 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+import anyio
 import torch
 from safetensors.torch import load_file, save_file
 
 from atts.blocks import Zoo
 from atts.core import SampleRequest, Sampling
-from atts.local import LocalOptions, check_model
+from atts.local import LocalEngine, LocalOptions, check_model
 from atts.local.build import build_loop
 from atts.local.chains import ChainModel
 from atts.local.loop import StepLoop
@@ -35,8 +37,9 @@ from atts.local.messages import AddChain, LoopReport, SampleReply, Submit, Worke
 from atts.local.native_model import NativeModel
 from atts.models import path
 from atts.seeds import Seed
-from scripts.studies import blocks_memory, blocks_simulated
-from scripts.studies.harness import Options, Row, Table, say
+from atts.tasks import collect
+from scripts.studies import blocks_simulated
+from scripts.studies.harness import Options, Row, Table, children, say
 
 TENANTS = ("base", "adapter-1", "adapter-2", "tuned")
 PROMPT, LENGTH = 80, 40  # tokens
@@ -45,6 +48,13 @@ OWN = (1, 3)  # last layers that are the tenants' own, of six
 ALIKE = 4  # requests with a common prompt
 Prompts = Literal["own", "common"]
 _LAYERS = 6
+RELATIVES = ("draft", "wordings", "operations", "tuned")
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "the target alone": ("base",),
+    "the target and a draft on its trunk": ("base", "draft"),
+    "four tenants": ("base", "wordings", "operations", "tuned"),
+}
+_REQUESTS, _TOKENS, _PROCESS = 16, 200, LocalOptions(device="cpu", threads=1)
 _OPTIONS = LocalOptions(device="cpu", kernel="native", kv_tokens=8192, max_batch=64, threads=1)
 
 
@@ -57,8 +67,7 @@ class Arrival(NamedTuple):
     prompt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(NamedTuple):
     """What became of some requests: the core's time in all, and of each from its arrival to its end."""
 
     seconds: float
@@ -67,11 +76,6 @@ class Served:
     weight_bytes: int
     kv_tokens: int  # most that were cached at once, summed over the loops
     block_rows: int  # tokens, summed over the blocks that each passed
-
-    def quantile(self, share: float) -> float:
-        """Seconds within which this share was served."""
-        ordered = sorted(self.waits)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
     @property
     def tokens_per_second(self) -> float:
@@ -83,12 +87,11 @@ class Arm:
     """Loops on one core that take turns, step by step: one for all tenants, or one for each."""
 
     def __init__(self, zoo: Zoo, *, shares: bool) -> None:
-        self._finished, self._tokens = list[int](), 0
+        self._finished, self._tokens, self._shares = list[int](), 0, shares
         configs = [_config(zoo, name, shares=shares) for name in TENANTS]
         self._loops: list[StepLoop] = [build_loop(c, self._hear)[0] for c in (configs[:1] if shares else configs)]
         if shares:
             self._loops[0]._handle([AddChain(config) for config in configs[1:]])
-        self._shares = shares
 
     def serve(self, arrivals: Sequence[Arrival]) -> Served:
         """Run all requests to their end."""
@@ -128,17 +131,19 @@ class Arm:
 
     def _submit(self, arrival: Arrival) -> None:
         rng = random.Random(arrival.prompt)
-        ids = tuple(rng.randrange(3, 200) for _ in range(PROMPT))
-        seed = Seed(arrival.number, "p", 0, 0, "target", 0)
-        request = SampleRequest(ids, LENGTH, Sampling(1.0), seed=seed)
-        chain = arrival.tenant if self._shares else 0
-        self._loops[0 if self._shares else arrival.tenant]._handle([Submit(arrival.number, request, chain)])
+        request = _request([rng.randrange(3, 200) for _ in range(PROMPT)], LENGTH, arrival.number)
+        chain, loop = (arrival.tenant, 0) if self._shares else (0, arrival.tenant)
+        self._loops[loop]._handle([Submit(arrival.number, request, chain)])
 
     def _hear(self, report: LoopReport) -> None:
         for reply in report.replies:
             assert isinstance(reply, SampleReply), "every request is sampled to its end"
             self._finished.append(reply.request_id)
             self._tokens += len(reply.ids)
+
+
+def _request(ids: Iterable[int], tokens: int, number: int) -> SampleRequest:
+    return SampleRequest(tuple(ids), tokens, Sampling(1.0), Seed(number, "p", 0, 0, "target", 0))
 
 
 def _weights_of(loop: StepLoop) -> int:
@@ -230,8 +235,7 @@ def study(options: Options) -> list[Table]:
 
 def part(name: str, options: Options) -> list[Table]:
     """The study on virtual GPUs, or that of memory."""
-    parts = {"simulated": blocks_simulated.study, "memory": blocks_memory.study}
-    return parts[name](options)
+    return {"simulated": blocks_simulated.study, "memory": memory}[name](options)
 
 
 def _at_once(one: Arm, four: Arm, rounds: int) -> tuple[list[Row], float]:
@@ -258,6 +262,57 @@ def _loaded(one: Arm, four: Arm, arrivals: Sequence[Arrival]) -> list[Row]:
     rows = list[Row]()
     for name, arm in (("zoo", one), ("four engines", four)):
         found = arm.serve(arrivals)
-        measured = found.quantile(0.5), found.quantile(0.95), found.tokens_per_second, found.block_rows, found.kv_tokens
-        rows.append((name, *measured))
+        waits = (sorted(found.waits)[min(len(arrivals) - 1, int(share * len(arrivals)))] for share in (0.5, 0.95))
+        rows.append((name, *waits, found.tokens_per_second, found.block_rows, found.kv_tokens))
     return rows
+
+
+def memory(options: Options) -> list[Table]:
+    """Megabytes of the shipped family, in one loop and apart.
+
+    Read is the proportional share (`Pss`) of the processes that compute, while each engine writes: pages that several
+    processes share, of libraries and mapped weights, count once among them.
+    """
+    rows, rounds = list[Row](), options.pick(1, 3, 5)
+    with tempfile.TemporaryDirectory() as folder:
+        zoo = family(Path(folder))
+        for words, names in FAMILIES.items():
+            together = max(anyio.run(_megabytes, zoo, [(name, 0) for name in names]) for _ in range(rounds))
+            alone = max(anyio.run(_megabytes, zoo, [(n, at) for at, n in enumerate(names)]) for _ in range(rounds))
+            say(f"{words}: {together:.0f} MB, apart {alone:.0f}")
+            rows.append((words, len(names), together, alone, f"{together / alone - 1:+.0%}"))
+    title = (
+        f"Memory of a family's processes, MB, most of {rounds} rounds; {_REQUESTS} requests of {_TOKENS} tokens to each"
+    )
+    return [Table.of(title, "models | engines | one loop | a process each | to these", rows)]
+
+
+def family(folder: Path) -> Zoo:
+    """A zoo of the embedded target and its shipped relatives."""
+    zoo, shipped = Zoo(folder / "zoo"), path("target").parent / "family"
+    zoo.add("base", path("target"))
+    for name in RELATIVES:
+        zoo.add(name, shipped / name, "base")
+    return zoo
+
+
+async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
+    """What their processes take at the end of some work; those of one number share one."""
+    async with AsyncExitStack() as stack:
+        opened = [LocalEngine(zoo.folder(name), options=_PROCESS, replica=at) for name, at in engines]
+        for engine in opened:
+            await stack.enter_async_context(engine)
+        await collect(
+            [
+                partial(engine.sample, _request(range(3 + number, 43 + number), _TOKENS, number))
+                for number in range(_REQUESTS)
+                for engine in opened
+            ]
+        )
+        return sum(map(resident, children())) / 1e3
+
+
+def resident(process: Path) -> int:
+    """Kilobytes of memory, pages that processes share in parts."""
+    lines = (process / "smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).with_name("bare")))  # last: for what is not installed; children get the same path
 
+from atts.local.options import Graphs
 from scripts.studies.gpu_checks import exactness, kernel
 from scripts.studies.gpu_lab import TINY, Lab, OutOfTime, Sizes
 from scripts.studies.gpu_loops import RandomModel, TheirModel, decoding, scoring
@@ -33,42 +34,28 @@ Job = Callable[[Lab], None]
 
 def rates(lab: Lab, size: str) -> None:
     """Writing and scoring by random weights, captured and not."""
-    for graphs in ("auto", "off"):
-        wanted = [
-            f"{work} | {size} | {graphs} | {batch}"
-            for batch in lab.sizes.batches
-            for work in ("decode", "score")
-            if work == "decode" or graphs == "auto"
-        ]
-        if all(name in lab.parts for name in wanted):
-            continue
-        if lab.left < 20.0 * lab.is_cuda:
-            raise OutOfTime
-        model = RandomModel(lab, size, "auto" if graphs == "auto" else "off")
+    _rates(lab, size, "auto", {"decode": decoding, "score": scoring})
+    lab.clear()
+    _rates(lab, size, "off", {"decode": decoding})
+
+
+def _rates(lab: Lab, size: str, graphs: Graphs, works: Mapping[str, Callable[[Lab, RandomModel, int], Any]]) -> None:
+    cells = [(f"{work} | {size} | {graphs} | {batch}", work, batch) for batch in lab.sizes.batches for work in works]
+    if lab.missing((name for name, *_ in cells), 20.0):
+        model = RandomModel(lab, size, graphs)
         lab.cell(f"shape | {size}", partial(dict, kernel=model.model.device_name, trouble=model.trouble))
-        for name in wanted:
-            work, batch = name.split(" | ")[0], int(name.split(" | ")[3])
-            if batch <= model.most_sequences:
-                measure = decoding if work == "decode" else scoring
-                lab.cell(name, partial(measure, lab, model, batch), 4.0 * lab.is_cuda)
-            else:
-                lab.cell(name, lambda: None)
-        del model
-        lab.clear()
+        for name, work, batch in cells:
+            fits = batch <= model.most_sequences
+            lab.cell(name, partial(works[work], lab, model, batch) if fits else lambda: None, 4.0 * fits)
 
 
 def their_rates(lab: Lab, size: str) -> None:
     """The same sizes by `transformers.generate`."""
     names = {f"generate | {size} | {batch}": batch for batch in lab.sizes.generate}
-    if all(name in lab.parts for name in names):
-        return
-    if lab.left < 25.0 * lab.is_cuda:
-        raise OutOfTime
-    model = TheirModel(lab, size)
-    for name, batch in names.items():
-        lab.cell(name, partial(model.decoding, lab, batch), 8.0 * lab.is_cuda)
-    del model
-    lab.clear()
+    if lab.missing(names, 25.0):
+        model = TheirModel(lab, size)
+        for name, batch in names.items():
+            lab.cell(name, partial(model.decoding, lab, batch), 8.0)
 
 
 def jobs(sizes: Sizes) -> dict[str, Job]:
@@ -76,7 +63,7 @@ def jobs(sizes: Sizes) -> dict[str, Job]:
     found: dict[str, Job] = {
         "device": lambda lab: lab.cell("device", lab.look),
         "kernel": lambda lab: lab.cell("kernel", partial(kernel, lab)),
-        "exactness": lambda lab: None if exactness(lab) else None,
+        "exactness": exactness,
         f"rates {sizes.shapes[0]}": partial(rates, size=sizes.shapes[0]),
     }
     for draft, target in sizes.pairs:

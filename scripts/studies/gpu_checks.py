@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +17,7 @@ from atts.local import LocalOptions
 from atts.local.attention import GatheredAttention
 from atts.local.build import MakeModel, build_loop
 from atts.local.cuda_model import disagreement, paged_attention
-from atts.local.messages import FailureReply, LoopReport, SampleReply, ScoreReply, WorkerConfig
+from atts.local.messages import FailureReply, LoopReport, WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.local.padding_shape import padding_shape, read_size
 from atts.local.torch_model import TorchModel
@@ -55,12 +57,10 @@ def kernel(lab: Lab) -> list[dict[str, Any]]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Texts:
+class Texts(NamedTuple):
     """What a model wrote, and how it scored texts."""
 
     ids: list[TokenIds]
-    logprobs: list[tuple[float, ...]]
     scores: list[tuple[float, ...]]
 
 
@@ -68,31 +68,30 @@ def orders(lab: Lab) -> list[SampleRequest]:
     """Questions of the embedded pair under four laws."""
     tokenizer = ModelTokenizer(path("target"), "target")
     asked = [tokenizer.render(prompt_of(problem, Policy())) for problem in problems("test", lab.sizes.requests)]
-    tokens = lab.sizes.tokens
-    return [SampleRequest(ids, tokens, LAWS[n % 4], Seed(1, sample=n)) for n, ids in enumerate(asked)]
+    return [SampleRequest(ids, lab.sizes.tokens, LAWS[n % 4], Seed(1, sample=n)) for n, ids in enumerate(asked)]
 
 
 def run(lab: Lab, device: str, scored: list[TokenIds] | None = None, **changes: Any) -> Texts:
     """The embedded target on that device: its texts, and its scores of those that are given, else of its own."""
     gathered = changes.pop("kernel", "") == "torch" and device != "cpu"
-    config = _config(device, **changes)
+    config, asked = _config(device, **changes), orders(lab)
     make: MakeModel | None = (lambda own, weights, cache: TorchModel(own.model, weights, cache)) if gathered else None
-    replies: dict[int, SampleReply | ScoreReply] = {}
 
-    def tell(report: LoopReport) -> None:
-        for reply in report.replies:
-            if isinstance(reply, FailureReply):
-                raise reply.error("the model")
-            replies[reply.request_id] = reply
+    def served(requests: Sequence[SampleRequest | ScoreRequest]) -> list[Any]:
+        replies = dict[int, Any]()
 
-    asked = orders(lab)
-    build_loop(config, tell, make)[0].run(Script(asked, 1))
-    written = [replies[n + 1] for n in range(len(asked))]
-    ids = [one.ids for one in written if isinstance(one, SampleReply)]
+        def tell(report: LoopReport) -> None:
+            for reply in report.replies:
+                if isinstance(reply, FailureReply):
+                    raise reply.error("the model")
+                replies[reply.request_id] = reply
+
+        build_loop(config, tell, make)[0].run(Script(requests, 0))
+        return [replies[number] for number in range(len(requests))]
+
+    ids = [reply.ids for reply in served(asked)]
     chunks = [ScoreRequest(own.ids, text) for own, text in zip(asked, scored or ids, strict=True)]
-    build_loop(config, tell, make)[0].run(Script(chunks, 1000))
-    scores = [replies[n + 1000].logprobs for n in range(len(asked))]
-    return Texts(ids, [one.logprobs for one in written], scores)
+    return Texts(ids, [reply.logprobs for reply in served(chunks)])
 
 
 def _config(device: str, **changes: Any) -> WorkerConfig:
@@ -109,18 +108,15 @@ def _config(device: str, **changes: Any) -> WorkerConfig:
 def compare(lab: Lab, arm: str, reference: Texts) -> dict[str, Any]:
     """One way to compute on the device beside float32 on a CPU."""
     found = run(lab, lab.device.type, reference.ids, **_ARMS[arm])
-    same = [_shared(a, b) for a, b in zip(found.ids, reference.ids, strict=True)]
-    offs = [
-        abs(a - b)
-        for ours, theirs in zip(found.scores, reference.scores, strict=True)
-        for a, b in zip(ours, theirs, strict=True)
-    ]
+    pairs = list(zip(found.ids, reference.ids, strict=True))
+    ours, theirs = (chain.from_iterable(texts.scores) for texts in (found, reference))
+    offs = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     return {
-        "texts": len(found.ids),
-        "equal": sum(a == b for a, b in zip(found.ids, reference.ids, strict=True)),
-        "tokens": sum(same),  # up to the first difference of each text
+        "texts": len(pairs),
+        "equal": sum(one == other for one, other in pairs),
+        "tokens": sum(_shared(one, other) for one, other in pairs),  # up to the first difference of each text
         "of": sum(map(len, reference.ids)),
-        "off_mean": sum(offs) / len(offs),
+        "off_mean": fmean(offs),
         "off_most": max(offs),
     }
 
@@ -129,14 +125,10 @@ def _shared(one: TokenIds, other: TokenIds) -> int:
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def exactness(lab: Lab) -> dict[str, dict[str, Any]]:
+def exactness(lab: Lab) -> None:
     """Every way to compute, in turn."""
-    found: dict[str, dict[str, Any]] = {}
-    reference: Texts | None = None
-    for arm in _ARMS:
-        name = f"exactness | {arm}"
-        if name not in lab.parts:
-            reference = reference or run(lab, "cpu")
-            lab.cell(name, partial(compare, lab, arm, reference), 5.0 * lab.is_cuda)
-        found[arm] = lab.parts[name]
-    return found
+    names = {f"exactness | {arm}": arm for arm in _ARMS}
+    if lab.missing(names, 5.0):
+        reference = run(lab, "cpu")
+        for name, arm in names.items():
+            lab.cell(name, partial(compare, lab, arm, reference), 5.0)

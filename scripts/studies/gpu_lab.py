@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,21 +41,9 @@ class Sizes:
 
 
 TINY = Sizes(
-    shapes=("8M",),
-    pairs=(("", "8M"),),
-    vocabulary=512,
-    batches=(2,),
-    generate=(2,),
-    tokens=8,
-    prompt=8,
-    prefix=16,
-    chunk=6,
-    requests=3,
-    samples=(2,),
-    questions=1,
-    rollouts=(2,),
-    cache=4096,
-)
+    shapes=("8M",), pairs=(("", "8M"),), vocabulary=512, batches=(2,), generate=(2,), tokens=8, prompt=8, prefix=16,
+    chunk=6, requests=3, samples=(2,), questions=1, rollouts=(2,), cache=4096,
+)  # fmt: skip
 """Of the same parts where only the code is to be tried."""
 
 
@@ -85,14 +73,22 @@ class Lab:
         """A part begins, which may take that share of what is left."""
         self._own_until = time.time() + share * (self._until - time.time())
 
+    def missing(self, names: Iterable[str], seconds: float) -> list[str]:
+        """Those of these cells that are not finished; `seconds` is about how long it takes until the first of them is.
+
+        :raises OutOfTime: there are some, and there is not so much left.
+        """
+        found = [name for name in names if name not in self.parts]
+        if found and self.left < seconds:
+            raise OutOfTime
+        return found
+
     def cell(self, name: str, measure: Callable[[], Any], seconds: float = 0.0) -> Any:
         """A finished cell's value, measured now if it is not there; `seconds` is about how long that takes.
 
         :raises OutOfTime: there is not so much left.
         """
-        if name not in self.parts:
-            if self.left < seconds:
-                raise OutOfTime
+        if self.missing([name], seconds):
             self.parts.keep(name, measure())
             print(f"gpu: {name}: {str(self.parts[name])[:160]}", file=sys.stderr, flush=True)
         return self.parts[name]

@@ -27,6 +27,7 @@ from atts.local.torch_model import TorchModel
 from atts.models import path
 from atts.seeds import Seed
 from scripts.studies.gpu_lab import Lab
+from scripts.studies.theirs import generated, random_model
 
 _STEP_TOKENS = 2048  # of prompts and chunks in one step
 
@@ -142,38 +143,19 @@ class TheirModel:
     """The same sizes in transformers, with its own random weights."""
 
     def __init__(self, lab: Lab, size: str) -> None:
-        from transformers import AutoModelForCausalLM, LlamaConfig
-
         own = shape_of(lab, size)
-        names: dict[str, Any] = {
-            "vocab_size": own.vocabulary,
-            "hidden_size": own.hidden_size,
-            "intermediate_size": own.intermediate_size,
-            "num_hidden_layers": own.num_layers,
-            "num_attention_heads": own.num_heads,
-            "num_key_value_heads": own.num_kv_heads,
-            "head_dim": own.head_dim,
-            "max_position_embeddings": own.context_length,
-            "eos_token_id": None,
-            "bos_token_id": None,
-            "pad_token_id": 0,
-            "tie_word_embeddings": True,
-        }
+        sizes = {"hidden_size": own.hidden_size, "intermediate_size": own.intermediate_size, "head_dim": own.head_dim}
+        heads = {"num_attention_heads": own.num_heads, "num_key_value_heads": own.num_kv_heads}
+        room = {"vocab_size": own.vocabulary, "max_position_embeddings": own.context_length}
         with torch.device(lab.device):
-            self._model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**names), dtype=lab.half).eval()
+            self._model = random_model(lab.half, **sizes, **heads, **room, num_hidden_layers=own.num_layers)
 
     def decoding(self, lab: Lab, batch: int) -> dict[str, Any]:
         """What the tokens take beyond the first, which the prompt is read for."""
         sizes = lab.sizes
         ids = torch.tensor(prompts(batch, sizes.prompt, batch), device=lab.device)
         counts = (max(2, sizes.tokens // 2), 1)
-        self._generate(ids, 2)
-        whole, first = (lab.seconds(partial(self._generate, ids, count)) for count in counts)
+        generated(self._model, ids, 2)
+        whole, first = (lab.seconds(partial(generated, self._model, ids, count)) for count in counts)
         step = (whole - first) / (counts[0] - 1)
         return {"step": step, "rate": batch / step}
-
-    def _generate(self, ids: torch.Tensor, count: int) -> None:
-        settings: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": True}
-        settings |= {"temperature": 0.7, "top_k": 0, "attention_mask": torch.ones_like(ids)}
-        with torch.inference_mode():
-            self._model.generate(ids, **settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 import anyio
 
 from atts.calibration import HOLD, Calibrator, StoredScores, Tuning
-from atts.core import Outcome, Problem, SampleRequest, Sampling
+from atts.core import Outcome, Problem, SampleRequest, Sampling, TokenIds
 from atts.evaluators import extract
 from atts.evaluators.datasets.arithmetic import problems
-from atts.graph import Graph, ProblemScope
+from atts.graph import Graph
 from atts.local import LocalEngine, LocalOptions
 from atts.methods import GateInputs, preset
 from atts.models import path, scores_path
@@ -44,24 +44,33 @@ class Pair:
         self._draft, self._target = draft, target
         self._gates: dict[tuple[str, int], Gate | RoundGate] = {}  # each learns from one question for the next
 
-    async def answer(self, arm: str, problem: Problem, samples: int, seed: int) -> tuple[Outcome, float]:
-        """One question, its rollouts side by side, and the seconds until the vote."""
+    async def answer(self, arm: str, problem: Problem, samples: int, seed: int) -> dict[str, Any]:
+        """What one question comes to, its rollouts side by side, and the seconds until the vote."""
         chosen = preset(arm)
         policy = chosen.policy(Policy(samples=samples)).filled(SMALL)
         gate = self._gates.setdefault((arm, samples), chosen.gate(GateInputs(_calibrator(samples))))
         answers = Answers(partial(extract, kind="math", fallback="none"), _by_spelling)
         needed = needed_logprobs(policy, gate, self._draft.spec, self._target.spec)
         context = Context(self._draft, self._target, gate, answers=answers, seed=seed, logprobs=needed)
-
-        async def one(problem: Problem, scope: ProblemScope) -> Outcome:
-            return await solve(problem, policy, context, scope)
-
         began = anyio.current_time()
-        (result,) = await Graph(rollouts=samples).run([problem], one)
+        (result,) = await Graph(rollouts=samples).run([problem], lambda one, scope: solve(one, policy, context, scope))
         if result.error is not None:
             raise result.error
         assert result.value is not None, "no error, so an outcome"
-        return result.value, anyio.current_time() - began
+        return {"seconds": anyio.current_time() - began, **_figures(result.value)}
+
+
+def _figures(outcome: Outcome) -> dict[str, float]:
+    usage, answer = outcome.usage, outcome.problem.answer
+    ended = [line for line in outcome.rollouts if line.finish not in ("settled", "cancelled")]
+    return {
+        "right": float(outcome.answer == answer),
+        "share": sum(line.answer == answer for line in ended) / max(1, len(ended)),
+        "draft": usage.draft_tokens,
+        "scored": usage.scored_tokens,
+        "target": usage.target_tokens,
+        "drawn": usage.drawn_tokens,
+    }
 
 
 def _calibrator(samples: int) -> Calibrator:
@@ -96,97 +105,68 @@ def pair_cells(lab: Lab, draft: str, target: str) -> None:
 
     :raises OutOfTime: there is not enough left for another question.
     """
-    names = [
-        (samples, number, arm)
+    cells = {
+        f"pair | {draft} | {target} | {samples} | {number} | {arm}": (samples, number, arm)
         for block in range(0, lab.sizes.questions, _BLOCK)
         for samples in lab.sizes.samples
         for number in range(block, min(block + _BLOCK, lab.sizes.questions))
         for arm in (*ARMS[number % len(ARMS) :], *ARMS[: number % len(ARMS)])
-    ]
-    missing = [one for one in names if _name(draft, target, *one) not in lab.parts]
-    if missing:
-        if lab.left < 40.0 * lab.is_cuda:
-            raise OutOfTime
-        anyio.run(_answer_all, lab, draft, target, missing)
+    }
+    if missing := lab.missing(cells, 40.0):
+        anyio.run(_answer_all, lab, draft, target, {name: cells[name] for name in missing})
 
 
-def _name(draft: str, target: str, samples: int, number: int, arm: str) -> str:
-    return f"pair | {draft} | {target} | {samples} | {number} | {arm}"
-
-
-async def _answer_all(lab: Lab, draft: str, target: str, missing: list[tuple[int, int, str]]) -> None:
+async def _answer_all(lab: Lab, draft: str, target: str, cells: Mapping[str, tuple[int, int, str]]) -> None:
     asked = problems("test", 2 + lab.sizes.questions)
     warmed = set[int]()
     async with opened(lab, draft, target) as pair:
-        for samples, number, arm in missing:
+        for name, (samples, number, arm) in cells.items():
             if samples not in warmed:  # sizes of steps are captured, kernels compiled
-                for name in ARMS:
-                    await pair.answer(name, asked[-1], samples, 7)
+                for each in ARMS:
+                    await pair.answer(each, asked[-1], samples, 7)
                 warmed.add(samples)
-            outcome, seconds = await pair.answer(arm, asked[number], samples, 11 + number)
-            lab.cell(_name(draft, target, samples, number, arm), partial(_record, outcome, seconds))
-            if lab.left < 3 * seconds:
+            found = await pair.answer(arm, asked[number], samples, 11 + number)
+            lab.cell(name, partial(dict, found))
+            if lab.left < 3 * found["seconds"]:
                 raise OutOfTime
 
 
-def _record(outcome: Outcome, seconds: float) -> dict[str, Any]:
-    usage, answer = outcome.usage, outcome.problem.answer
-    ended = [line for line in outcome.rollouts if line.finish not in ("settled", "cancelled")]
-    return {
-        "seconds": seconds,
-        "right": float(outcome.answer == answer),
-        "share": sum(line.answer == answer for line in ended) / max(1, len(ended)),
-        "draft": usage.draft_tokens,
-        "scored": usage.scored_tokens,
-        "target": usage.target_tokens,
-        "drawn": usage.drawn_tokens,
-    }
+_WAYS: Mapping[str, dict[str, Any]] = {
+    "off": {},
+    "auto": {"speculate": "auto"},
+    "k=3": {"speculate": "draft", "k": 3},
+    "k=6": {"speculate": "draft", "k": 6},
+    "suffix": {"speculate": "suffix"},
+}
 
 
 def speculation_cells(lab: Lab, draft: str, target: str) -> None:
     """The target alone, writing with and without proposals, at several numbers of rollouts."""
-    ways: dict[str, dict[str, Any]] = {
-        "off": {},
-        "auto": {"speculate": "auto"},
-        "k=3": {"speculate": "draft", "k": 3},
-        "k=6": {"speculate": "draft", "k": 6},
-        "suffix": {"speculate": "suffix"},
-    }
-    for way, changes in ways.items():
-        known = {count for count in lab.sizes.rollouts if _speculation_name(draft, target, way, count) in lab.parts}
-        wanted = [count for count in lab.sizes.rollouts if count not in known]
-        if wanted:
-            if lab.left < 30.0 * lab.is_cuda:
-                raise OutOfTime
+    for way, changes in _WAYS.items():
+        cells = {f"speculation | {draft} | {target} | {way} | {count}": count for count in lab.sizes.rollouts}
+        if missing := lab.missing(cells, 30.0):
             lent = {"drafter": str(path("draft")), "drafter_pad": draft} if changes else {}
-            anyio.run(_write_all, lab, (draft, target, way), {**lent, **changes}, wanted)
+            own = options(lab, target, **lent, **changes)
+            anyio.run(_write_all, lab, own, {name: cells[name] for name in missing})
 
 
-def _speculation_name(draft: str, target: str, way: str, rollouts: int) -> str:
-    return f"speculation | {draft} | {target} | {way} | {rollouts}"
-
-
-async def _write_all(lab: Lab, at: tuple[str, str, str], changes: dict[str, Any], wanted: list[int]) -> None:
-    asked, tokens = problems("test", 8), 2 * lab.sizes.tokens
-    engine = LocalEngine(path("target"), name="target", options=options(lab, at[1], **changes))
-
-    async with engine:
-        prompt = [engine.tokenizer.render(prompt_of(problem, Policy())) for problem in asked]
-
-        async def round_of(count: int, seed: int) -> tuple[int, float]:
-            law, ids = Sampling(0.7), prompt[seed % len(prompt)]
-            requests = [SampleRequest(ids, tokens, law, Seed(seed, sample=n), rollout=str(n)) for n in range(count)]
-            began = anyio.current_time()
-            replies = await collect([partial(engine.sample, request) for request in requests])
-            return sum(len(reply.ids) for reply in replies), anyio.current_time() - began
-
-        for count in wanted:
-            await round_of(count, 0)
-            await round_of(count, 1)
-            done = [await round_of(count, seed) for seed in (2, 3, 4)]
+async def _write_all(lab: Lab, options: LocalOptions, cells: Mapping[str, int]) -> None:
+    async with LocalEngine(path("target"), name="target", options=options) as engine:
+        prompts = [engine.tokenizer.render(prompt_of(problem, Policy())) for problem in problems("test", 8)]
+        for name, count in cells.items():
+            done = [await _round(engine, prompts[seed], count, seed, 2 * lab.sizes.tokens) for seed in range(5)][2:]
             stats = engine.loop_stats().speculation
             found = {"tokens": sum(n for n, _ in done), "seconds": sum(s for _, s in done)}
             found |= {"proposed": stats.proposed, "accepted": stats.accepted} if stats else {}
-            lab.cell(_speculation_name(*at, count), partial(dict, found))
-            if lab.left < 10.0 * lab.is_cuda:
+            lab.cell(name, partial(dict, found))
+            if lab.left < 10.0:
                 raise OutOfTime
+
+
+async def _round(engine: LocalEngine, prompt: TokenIds, count: int, seed: int, tokens: int) -> tuple[int, float]:
+    """Tokens and seconds of some rollouts on one question."""
+    seeds = [Seed(seed, sample=n) for n in range(count)]
+    requests = [SampleRequest(prompt, tokens, Sampling(0.7), one, rollout=str(one.sample)) for one in seeds]
+    began = anyio.current_time()
+    replies = await collect([partial(engine.sample, request) for request in requests])
+    return sum(len(reply.ids) for reply in replies), anyio.current_time() - began

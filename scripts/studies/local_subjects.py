@@ -21,6 +21,7 @@ from atts.models import EMBEDDED, path
 from atts.seeds import Seed
 from atts.tasks import collect
 from scripts.studies.harness import Options, cpu_seconds
+from scripts.studies.theirs import generated, opened, random_model
 
 PROMPT = 64
 """Tokens of a prompt in every decoding table."""
@@ -66,21 +67,16 @@ def subjects(options: Options, place: Path) -> list[Subject]:
 
 
 def _open(name: str, folder: Path, batches: tuple[int, ...], tokens: int) -> Subject:
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     config, halves = read_model_config(folder, name), json.loads((folder / "config.json").read_text()).get("dtype")
-    return Subject(name, folder, model, config, halves == "bfloat16", batches=batches, tokens=tokens)
+    return Subject(name, folder, opened(folder), config, halves == "bfloat16", batches=batches, tokens=tokens)
 
 
 def _random(folder: Path, width: int, layers: int, inner: int) -> Path:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+    from transformers import AutoTokenizer
 
-    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
-    heads = {"head_dim": 64, "num_attention_heads": width // 64, "num_key_value_heads": width // 128}
-    tokens = {"max_position_embeddings": 2048, "vocab_size": 4096, "eos_token_id": None, "bos_token_id": None}
-    sizes |= {**heads, **tokens, "tie_word_embeddings": True}
-    AutoModelForCausalLM.from_config(LlamaConfig(**sizes)).save_pretrained(folder)
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "head_dim": 64}
+    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 128}
+    random_model(torch.float32, **sizes, **heads, max_position_embeddings=2048, vocab_size=4096).save_pretrained(folder)
     AutoTokenizer.from_pretrained(path("target")).save_pretrained(folder)
     return folder
 
@@ -149,10 +145,7 @@ class Fresh:
     def theirs(self, tokens: int) -> float:
         """Seconds of one batch through `transformers.generate`."""
         ids = torch.tensor([list(request.ids) for request in self.requests(tokens)])
-        settings: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": True}
-        settings |= {"temperature": 0.7, "top_k": 0, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-        with torch.inference_mode():
-            return self._clock(lambda: self._subject.theirs.generate(ids, **settings))
+        return self._clock(lambda: generated(self._subject.theirs, ids, tokens))
 
 
 @contextmanager

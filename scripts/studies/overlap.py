@@ -1,14 +1,58 @@
-"""Draft and target at the same time: what the schemes come to on virtual devices, and live on this machine."""
+"""Draft and target at the same time: every scheme live on this machine, and what they come to in virtual time."""
 
 from __future__ import annotations
 
-import anyio
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, get_args
 
-from scripts.studies.harness import Options, Table
-from scripts.studies.overlap_groups import groups
-from scripts.studies.overlap_live import live
+import anyio
+import numpy as np
+import torch
+from anyio.from_thread import start_blocking_portal
+
+from atts.core import SampleRequest, TokenIds
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
+from atts.local import LocalEngine, build
+from atts.local.batch import StepBatch, single_rows
+from atts.local.compiling import native_library
+from atts.local.drafting import Calibration, FuzzyDrafter
+from atts.local.exits import Ear, ExitModel, Told
+from atts.local.loader import load_weights
+from atts.local.messages import OverlapStats
+from atts.local.model_config import read_model_config
+from atts.local.native_model import AheadBatch, NativeModel
+from atts.models import path
+from scripts.studies.harness import Cell, Options, Row, Spent, Table, cpu_seconds, interleaved, ratio, say, wall_seconds
+from scripts.studies.local_subjects import Lab, asked, send_all
 from scripts.studies.overlap_timelines import drawn, schemes
 from scripts.studies.overlap_virtual import closed_forms, published, record, recorded
+
+_PAIR = {"drafter": str(path("draft"))}
+_DEEP = {"drafter": str(path("deep")), "speculate": "draft", "k": 8}
+_MIRROR = {**_PAIR, "speculate": "mirror", "k": 16}
+_ARMS: Mapping[str, Mapping[str, Any]] = {
+    "plain": {},
+    "plain, two threads": {"threads": 2, "worker": "process"},  # other threads of this process would wake its helpers
+    "serial, k=4": {**_PAIR, "speculate": "draft", "k": 4},
+    "serial, k=8": {**_PAIR, "speculate": "draft", "k": 8},
+    "serial, k=auto": {**_PAIR, "speculate": "draft"},
+    "auto": {**_PAIR, "speculate": "auto"},
+    "pearl": {**_PAIR, "speculate": "pearl", "k": 16},
+    "pearl, process": {**_PAIR, "speculate": "pearl", "k": 16, "beside": "process"},
+    "ssd": {**_PAIR, "speculate": "ssd", "k": 16},
+    "mirror": _MIRROR,
+    "mirror, untrained": _MIRROR,
+    "mirror, oracle": _MIRROR,
+    "deep, k=8": _DEEP,
+    "easy: deep in groups of 4": {**_DEEP, "fuzzy": 4},
+}
+_GROUPS, _CONTEXTS = (1, 2, 3, 4, 6), (60, 150, 250)  # attentions together; tokens before what is drafted
+_TOKENS, _DRAWS = 8, 10  # drafted at a time, and how often in a round
 
 
 def study(options: Options) -> list[Table]:
@@ -24,3 +68,142 @@ def part(name: str, options: Options) -> list[Table]:
         (options.out.parent / "acceleration.svg").write_text(drawn(schemes()))
     texts = anyio.run(record, options.pick(6, 16, 200), options.seed)
     return [closed_forms(options), published(options), *recorded(options, texts)]
+
+
+class Oracle(ExitModel):
+    """An exit that knows what will be written, where the same texts are asked for again and again in this order."""
+
+    texts: ClassVar[list[TokenIds]] = []
+
+    def _heard(self, ear: Ear, batch: StepBatch, x: object) -> Told:
+        rows = np.repeat(batch.table_rows, np.diff(batch.query_starts))[batch.logit_rows].tolist()
+        told = dict[int, list[tuple[Sequence[int], Sequence[float]]]]()
+        for row, place in zip(rows, batch.positions[batch.logit_rows].tolist(), strict=True):
+            if row in ear.rows:
+                key = ear.rows[row][0]
+                coming = self.texts[(key - 1) % len(self.texts)][place + 1 : place + 2]
+                told.setdefault(key, []).append((coming, [1.0] * len(coming)))
+        return told
+
+
+@contextmanager
+def _exit(arm: str) -> Generator[None]:
+    """An engine that is opened meanwhile has the exit of its arm."""
+    build.__dict__["ExitModel"] = Oracle if "oracle" in arm else ExitModel
+    try:
+        yield
+    finally:
+        build.__dict__["ExitModel"] = ExitModel
+
+
+def live(options: Options) -> list[Table]:
+    """One sequence at a time, as long as there is one problem after the other; the same texts in all arms."""
+    spent, tables = Spent(), list[Table]()
+    for pad in options.pick(("",), ("", "20M", "200M"), ("", "20M", "200M")):
+        say(f"overlap: the embedded target{pad and f' padded to {pad}'}")
+        tables.append(_table(options, pad, spent))
+    return tables
+
+
+def _table(options: Options, pad: str, spent: Spent) -> Table:
+    count, rounds = (2, 3) if pad == "200M" else (options.pick(2, 4, 8), options.pick(2, 5, 9))
+    with start_blocking_portal() as portal, ExitStack() as stack:
+        lab, bare = Lab(options, portal), stack.enter_context(TemporaryDirectory())
+        engines = dict[str, LocalEngine]()
+        for name, changes in _ARMS.items():
+            with _exit(name):
+                engines[name] = stack.enter_context(lab.engine(_folder(name, Path(bare)), **{"pad": pad, **changes}))
+        requests = asked(engines["plain"], [one.text for one in arithmetic("test", count)], 160, options.seed)
+        texts = dict[str, list[TokenIds]]()
+        for name, engine in engines.items():
+            texts[name] = [portal.call(engine.sample, one).ids for one in requests]
+            Oracle.texts = [one.ids + text for one, text in zip(requests, texts["plain"], strict=True)]
+        before = {name: engine.loop_stats() for name, engine in engines.items()}
+        seen = interleaved({name: partial(_seconds, lab, each, requests) for name, each in engines.items()}, rounds)
+        rows = list[Row]()
+        for name, engine in engines.items():
+            now, then = engine.loop_stats(), before[name]
+            faster = texts[name] == texts["plain"], str(ratio(seen, "plain", name))
+            tokens = (now.sampled_tokens - then.sampled_tokens) / (now.steps - then.steps)
+            rows.append((name, *faster, tokens, *_shares(now.speculation.overlap if now.speculation else None)))
+    title = f"One sequence at a time, over plain decoding, embedded target{pad and f' at the cost of {pad} weights'}"
+    header = "arm | same texts | speed-up | tokens a step | hit rate | late | wasted a step | draft passes a token"
+    return Table.of(title, header, rows, f"{count} texts, {rounds} rounds in turn.", spent.disturbance())
+
+
+def _shares(found: OverlapStats | None) -> tuple[Cell, ...]:
+    """Hit rate, steps that a guess came too late for, wasted tokens, passes: where something was guessed."""
+    guessed = found.hits + found.misses if found else 0
+    passes = found.passes / found.drafted if found and found.drafted else None
+    if not found or not guessed:
+        return None, None, None, passes
+    return found.hits / guessed, found.late / (found.late + guessed), found.wasted / guessed, passes
+
+
+def _folder(arm: str, bare: Path) -> Path:
+    """The embedded target; for an untrained exit, a copy of its files without the adapter."""
+    if "untrained" not in arm:
+        return path("target")
+    for file in path("target").iterdir():
+        if file.is_file():
+            copyfile(file, bare / file.name)
+    return bare
+
+
+def _seconds(lab: Lab, engine: LocalEngine, requests: list[SampleRequest]) -> float:
+    """Wall seconds of all, one after the other: both threads of an arm count."""
+    return wall_seconds(lambda: [lab.portal.call(send_all, engine, [one]) for one in requests])
+
+
+def groups(options: Options) -> Table:
+    """EasySpec on this machine: the time of drafting in groups of attentions, and how much of it stands."""
+    say("overlap: groups of attentions of the deep drafter")
+    spent, times = Spent(), {context: _times(context, options.pick(5, 51, 201)) for context in _CONTEXTS}
+    rows = list[Row]()
+    with start_blocking_portal() as portal:
+        for size in _GROUPS:
+            stood = [_stood(Lab(options, portal), size, way) for way in get_args(Calibration)[: 2 if size > 1 else 1]]
+            gains = [str(ratio(times[context], "1", str(size))) for context in _CONTEXTS]
+            rows.append((size, stood[0], stood[1] if size > 1 else None, *gains))
+    header = (
+        "attentions a group | later places stand, calibrated | not calibrated | drafting after 60 tokens | 150 | 250"
+    )
+    note = f"Proposals of 4 tokens, T = 0.7; time of drafting {_TOKENS} tokens in exact steps over that in groups."
+    return Table.of("Drafting in groups of attentions", header, rows, note, spent.disturbance())
+
+
+def _times(context: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds by the size of the groups, all in turn."""
+    config = read_model_config(path("deep"), "deep")
+    weights = load_weights(path("deep"), config, torch.float32, torch.device("cpu"), "deep")
+    library, size = native_library("deep", config)[0], (8, 2, 1024, config.num_kv_heads, config.head_dim)
+    models = {
+        str(group): NativeModel(library, config, weights, torch.full(size, 0.1), 1, group=group) for group in _GROUPS
+    }
+    return interleaved({name: partial(_draft, model, context) for name, model in models.items()}, rounds)
+
+
+def _draft(model: NativeModel, context: int) -> float:
+    """Processor seconds of some calls that draft."""
+    table, row, total = np.arange(1, 1023, dtype=np.int32)[None], np.zeros(1, dtype=np.int64), 0.0
+    for _ in range(_DRAWS):
+        first, following = (single_rows(row + 5, row + at, row, table) for at in (context, context + 1))
+        counts, uniforms = np.ones(_TOKENS, dtype=np.int64), np.full((_TOKENS, 1), 0.5)
+        batch = AheadBatch(first, following, counts, torch.ones(1, dtype=torch.float64), uniforms)
+        total += cpu_seconds(partial(model.draw_ahead, batch, table))
+    return total
+
+
+def _stood(lab: Lab, size: int, calibration: Calibration) -> float:
+    """How often a place after the first stands where all before it do."""
+    kept, FuzzyDrafter.calibration = FuzzyDrafter.calibration, calibration
+    try:
+        with lab.engine(path("target"), **{**_DEEP, "k": 4, "fuzzy": size}) as engine:
+            texts = [one.text for one in arithmetic("test", lab.options.pick(2, 5, 20), seed=5)]
+            for request in asked(engine, texts, 300, lab.options.seed):
+                lab.portal.call(engine.sample, request)
+            told = engine.loop_stats().speculation
+    finally:
+        FuzzyDrafter.calibration = kept
+    assert told is not None, "it speculates"
+    return sum(told.stood_at[1:]) / sum(told.tested_at[1:])

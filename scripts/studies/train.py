@@ -5,23 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from statistics import fmean
 from typing import Any
 
 import torch
 
-from atts.evaluators.datasets.arithmetic import Exercise, exercises
+from atts.evaluators.datasets.arithmetic import exercises
 from scripts.studies import train_drafter, train_heads
 from scripts.studies.train_data import Batch, Cursor, Encoder, Errors, Mixture, batches, build_tokenizer, prompt
 from scripts.studies.train_drafter import DrafterRecipe
 from scripts.studies.train_eval import answer, chunked, first_wrong, generate
 from scripts.studies.train_heads import HeadsRecipe
 from scripts.studies.train_model import Descent, Llama, ModelConfig, save
-from scripts.studies.train_workers import Losses, Work, Workers
+from scripts.studies.train_workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
 _REPORT_EVERY, _KEEP_EVERY, _CHECK_EVERY = 20, 100, 250  # steps
@@ -33,7 +35,6 @@ class Stage:
 
     start: int
     mixture: Mixture
-    exit_weight: float = 0.0  # weight of the loss of one earlier layer a micro-batch, read by the same output matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +108,10 @@ class Trainer:
 
     def __init__(self, name: str, recipe: Recipe, work: Path, encoder: Encoder) -> None:
         torch.manual_seed(recipe.seed)
-        self.name, self.recipe, self.work, self.encoder = name, recipe, work, encoder
+        self.recipe, self.encoder, self.checkpoint = recipe, encoder, work / f"{name}.pt"
         self.model = Llama(recipe.model)
-        self.descent = Descent(self.model, recipe.muon_rate, recipe.adam_rate, recipe.decay)
+        self.descent = Descent.of(self.model, recipe.muon_rate, recipe.adam_rate, recipe.decay)
         self.progress = Progress()
-
-    @property
-    def checkpoint(self) -> Path:
-        """Where this run's state is kept."""
-        return self.work / f"{self.name}.pt"
 
     def keep(self) -> None:
         """Write the state in one step, so that a kill leaves the old one or the new one."""
@@ -133,9 +129,8 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         for (optimizer, _), stored in zip(self.descent.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(stored)
-        stored = dict(state["progress"])
-        stored["cursor"] = Cursor(**stored["cursor"])
-        self.progress = Progress(**stored)
+        stored = state["progress"]
+        self.progress = Progress(**stored | {"cursor": Cursor(**stored["cursor"])})
         return True
 
     def factor(self) -> float:
@@ -156,104 +151,75 @@ class Trainer:
         recipe = self.recipe
         return batches(self.encoder, self.stage.mixture, recipe.seed, self.progress.cursor, errors, recipe.micro_tokens)
 
-    def step(self, data: Iterator[tuple[Batch, Cursor]], workers: Workers) -> Losses:
-        """One update; gives the losses before it."""
-        recipe, progress = self.recipe, self.progress
-        taken = [next(data) for _ in range(recipe.micro_batches)]
-        learned = sum(batch.learned for batch, _ in taken)
-        layers = max(1, recipe.model.num_layers - 1)  # every layer but the last is an early exit in turn
-        work = [
-            Work(batch, learned, (progress.step + place) % layers, self.stage.exit_weight)
-            for place, (batch, _) in enumerate(taken)
-        ]
-        losses = workers.backward(work)
+    def step(self, data: Iterator[tuple[Batch, Cursor]], workers: Workers) -> float:
+        """One update; gives the loss before it."""
+        progress = self.progress
+        taken = [next(data) for _ in range(self.recipe.micro_batches)]
+        loss = workers.backward([batch for batch, _ in taken])
         self.descent.apply(self.factor())
         progress.step += 1
         progress.tokens += sum(batch.ids.numel() for batch, _ in taken)
         progress.cursor = taken[-1][1]
-        return losses
+        return loss
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a run is watched; nothing here changes the weights."""
-
-    work: Path
-    models: Path
-
-
-def train(name: str, recipe: Recipe, options: Options) -> None:
+def train(name: str, recipe: Recipe, work: Path, models: Path) -> None:
     """Train or take up one model until its recipe ends, then save it."""
-    trainer = Trainer(name, recipe, options.work, Encoder.open(options.models / name))
-    log = options.work / f"{name}.jsonl"
+    trainer, log = Trainer(name, recipe, work, Encoder.open(models / name)), partial(_say, work / f"{name}.jsonl")
     if trainer.resume():
-        _say(log, {"resumed": trainer.progress.step})
-    with Workers(trainer.model, recipe.workers) as workers:
-        _loop(trainer, workers, options, log)
-
-
-def _loop(trainer: Trainer, workers: Workers, options: Options, log: Path) -> None:
-    recipe, progress = trainer.recipe, trainer.progress
-    watch = exercises("calibration", 200, seed=77)
-    stage: Stage | None = None
-    data: Iterator[tuple[Batch, Cursor]] = iter(())
+        log(resumed=trainer.progress.step)
+    progress, stage = trainer.progress, None
     started, before = time.perf_counter() - progress.seconds, (progress.tokens, progress.seconds)
-    while progress.step < recipe.steps:
-        if trainer.stage != stage:
-            stage = trainer.stage
-            errors = draft_errors(options) if stage.mixture.drafted else Errors()
-            data = trainer.stream(errors)
-        losses = trainer.step(data, workers)
-        progress.seconds = time.perf_counter() - started
-        if progress.step % _REPORT_EVERY == 0:
-            speed = (progress.tokens - before[0]) / (progress.seconds - before[1])
-            before = (progress.tokens, progress.seconds)
-            line = {"step": progress.step, "of": recipe.steps, "tokens": progress.tokens, "speed": round(speed)}
-            told = {"loss": round(losses.final, 4), "exit": round(losses.early, 4), "rate": round(trainer.factor(), 4)}
-            _say(log, {**line, **told})
-        if progress.step % _KEEP_EVERY == 0 or progress.step == recipe.steps:
-            trainer.keep()
-        if progress.step % _CHECK_EVERY == 0 or progress.step == recipe.steps:
-            folder = options.models / trainer.name
-            save(trainer.model, folder, trainer.encoder.end, trainer.encoder.pad)
-            _check(folder, watch, log, progress.step)
+    with Workers(trainer.model, recipe.workers) as workers:
+        while progress.step < recipe.steps:
+            if trainer.stage != stage:
+                stage = trainer.stage
+                data = trainer.stream(draft_errors(work, models) if stage.mixture.drafted else ())
+            loss, step, is_last = trainer.step(data, workers), progress.step, progress.step == recipe.steps
+            progress.seconds = time.perf_counter() - started
+            if step % _REPORT_EVERY == 0:
+                speed = (progress.tokens - before[0]) / (progress.seconds - before[1])
+                before = (progress.tokens, progress.seconds)
+                told = {"loss": round(loss, 4), "rate": round(trainer.factor(), 4)}
+                log(step=step, of=recipe.steps, tokens=progress.tokens, speed=round(speed), **told)
+            if step % _KEEP_EVERY == 0 or is_last:
+                trainer.keep()
+            if step % _CHECK_EVERY == 0 or is_last:
+                save(trainer.model, models / name, trainer.encoder.end, trainer.encoder.pad)
+                log(step=step, **_checked(models / name))
 
 
-def _check(folder: Path, watch: Sequence[Exercise], log: Path, step: int) -> None:
+def _checked(folder: Path) -> dict[str, object]:
+    """Shares of problems that a saved model solves: of all, by level and by kind."""
+    watch = exercises("calibration", 200, seed=77)
     texts = generate(folder, [prompt(one.text) for one in watch], temperature=0.7, seed=0)
     right = [(one, answer(text) == one.answer) for one, text in zip(watch, texts, strict=True)]
-
-    def share(marks: Sequence[bool], digits: int = 3) -> float:
-        return round(sum(marks) / len(marks), digits)
-
-    levels = [share([mark for one, mark in right if one.level == n]) for n in sorted({one.level for one in watch})]
-    names = sorted({one.kind for one in watch})
-    kinds = {name: share([mark for one, mark in right if one.kind == name]) for name in names}
-    whole = share([mark for _, mark in right], 4)
-    _say(log, {"step": step, "pass@1": whole, "levels": levels, "kinds": kinds})
+    levels = [fmean(mark for one, mark in right if one.level == n) for n in sorted({one.level for one in watch})]
+    kinds = {name: fmean(mark for one, mark in right if one.kind == name) for name in sorted({o.kind for o in watch})}
+    shares = {name: round(value, 3) for name, value in kinds.items()}
+    return {"pass@1": fmean(mark for _, mark in right), "levels": [round(one, 3) for one in levels], "kinds": shares}
 
 
-def _say(log: Path, fields: dict[str, object]) -> None:
+def _say(log: Path, **fields: object) -> None:
     line = json.dumps({"at": time.strftime("%H:%M:%S"), **fields})
     with log.open("a") as file:
         file.write(line + "\n")
     print(line, flush=True)
 
 
-def draft_errors(options: Options) -> Errors:
+def draft_errors(work: Path, models: Path) -> Errors:
     """The draft's own mistakes on training problems, sampled once and kept in the work folder."""
-    path = options.work / "draft_errors.json"
+    path = work / "draft_errors.json"
     tests = exercises("train", 3000, seed=991, levels=(1, 2, 3, 4, 4, 5, 5))
     if not path.exists():
-        texts = generate(options.models / "draft", [prompt(item.text) for item in tests], temperature=0.8, seed=3)
+        texts = generate(models / "draft", [prompt(item.text) for item in tests], temperature=0.8, seed=3)
         path.write_text(json.dumps(texts))
-    found: list[tuple[Exercise, tuple[str, ...], int]] = []
-    for item, text in zip(tests, json.loads(path.read_text()), strict=True):
-        place = first_wrong(item, text)
-        if place is not None:
-            found.append((item, tuple(chunked(text)), place))
+    pairs = [
+        (item, text, first_wrong(item, text)) for item, text in zip(tests, json.loads(path.read_text()), strict=True)
+    ]
+    found = [(item, tuple(chunked(text)), place) for item, text, place in pairs if place is not None]
     Random(0).shuffle(found)
-    return Errors(tuple(found))
+    return tuple(found)
 
 
 def main() -> None:
@@ -271,21 +237,20 @@ def main() -> None:
     parser.add_argument("--drafter", type=Path, help="of heads: another than the embedded draft's")
     parser.add_argument("--prompts", type=Path, help="of heads: a file with a prompt a line, instead of arithmetic")
     found = parser.parse_args()
-    options = Options(found.work, found.models)
-    options.work.mkdir(parents=True, exist_ok=True)
+    work, models = found.work, found.models
+    work.mkdir(parents=True, exist_ok=True)
     for part in found.parts:
         if part == "tokenizer":
             for name in RECIPES:
-                build_tokenizer(options.models / name)
+                build_tokenizer(models / name)
         elif part == "heads":
-            target, drafter = found.target or options.models / "target", found.drafter or options.models / "draft"
+            target, drafter = found.target or models / "target", found.drafter or models / "draft"
             train_heads.main(HeadsRecipe(target, drafter, found.prompts))
         elif part == "deep":
-            models = options.models
             train_drafter.main(DrafterRecipe(models / "target", models / "draft", models / "deep"))
         else:
             recipe = RECIPES[part]
-            train(part, recipe if found.steps is None else replace(recipe, steps=found.steps), options)
+            train(part, recipe if found.steps is None else replace(recipe, steps=found.steps), work, models)
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from atts.evaluators.datasets.arithmetic import LIMIT, Exercise, Operation, Operator, Step, stream
 
@@ -192,12 +193,8 @@ def _flawed(random: Random, exercise: Exercise) -> list[Piece]:
 
 def wrong_chunk(random: Random, exercise: Exercise, place: int) -> str:
     """A chunk that a careless solver might write instead of `exercise.chunks[place]`."""
-    right = exercise.chunks[place]
-    for _ in range(20):
-        wrong = _wrong_candidate(random, exercise, place)
-        if wrong != right:
-            return wrong
-    return "The answer is \\boxed{0}."
+    tries = (_wrong_candidate(random, exercise, place) for _ in range(20))
+    return next((wrong for wrong in tries if wrong != exercise.chunks[place]), "The answer is \\boxed{0}.")
 
 
 def _wrong_candidate(random: Random, exercise: Exercise, place: int) -> str:
@@ -271,20 +268,14 @@ def encode(encoder: Encoder, conversations: Sequence[Sequence[Piece]]) -> list[t
     ids = iter(encoder.ids([piece.text for pieces in conversations for piece in pieces]))
     encoded: list[tuple[list[int], list[int]]] = []
     for pieces in conversations:
-        together, labels = list[int](), list[int]()
-        for piece in pieces:
-            part = next(ids)
-            together += part
-            labels += part if piece.learned else [-100] * len(part)
-        encoded.append((together, labels))
+        parts = [(next(ids), piece.learned) for piece in pieces]
+        labels = [part if learned else [-100] * len(part) for part, learned in parts]
+        encoded.append(([*chain.from_iterable(part for part, _ in parts)], [*chain.from_iterable(labels)]))
     return encoded
 
 
-@dataclass(frozen=True, slots=True)
-class Errors:
-    """Recorded draft errors: the exercise, the chunks the draft wrote, the first wrong one."""
-
-    items: tuple[tuple[Exercise, tuple[str, ...], int], ...] = ()
+Errors = tuple[tuple[Exercise, tuple[str, ...], int], ...]
+"""Recorded draft errors: the exercise, the chunks the draft wrote, the first wrong one."""
 
 
 BLOCK_SIZE = 4096  # conversations that are sorted by length and dealt to micro-batches together
@@ -294,12 +285,13 @@ def block(encoder: Encoder, mixture: Mixture, seed: int, index: int, errors: Err
     """The micro-batches of one block of conversations: alike in length within, shuffled between."""
     number = seed * 1_000_003 + index
     random = Random(f"block:{number}")
-    conversations: list[list[Piece]] = []
-    for exercise in islice(_thinned(random, stream("train", number + 1, LEVEL_MIX), dict(mixture.kept)), BLOCK_SIZE):
-        if errors.items and random.random() < mixture.drafted:
-            conversations.append(drafted_conversation(random, *random.choice(errors.items)))
-        else:
-            conversations.append(conversation(random, exercise, mixture))
+    found = islice(_thinned(random, stream("train", number + 1, LEVEL_MIX), dict(mixture.kept)), BLOCK_SIZE)
+    conversations = [
+        drafted_conversation(random, *random.choice(errors))
+        if errors and random.random() < mixture.drafted
+        else conversation(random, exercise, mixture)
+        for exercise in found
+    ]
     return packed(encoder, conversations, random, tokens)
 
 
@@ -323,12 +315,10 @@ def _thinned(random: Random, source: Iterator[Exercise], kept: dict[str, float])
 
 
 def _batch(encoded: Sequence[tuple[list[int], list[int]]], pad: int) -> Batch:
-    width = max(len(ids) for ids, _ in encoded)
-    ids = torch.full((len(encoded), width), pad)
-    labels = torch.full((len(encoded), width), -100)
-    for row, (own, wanted) in enumerate(encoded):
-        ids[row, : len(own)] = torch.tensor(own)
-        labels[row, : len(own)] = torch.tensor(wanted)
+    ids, labels = (
+        pad_sequence([torch.tensor(pair[side]) for pair in encoded], batch_first=True, padding_value=filler)
+        for side, filler in ((0, pad), (1, -100))
+    )
     labels = labels[:, 1:]  # the label of a place is the id after it
     return Batch(ids[:, :-1], labels, int((labels != -100).sum()))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import NamedTuple
 import anyio
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from atts.core import TokenIds
 from scripts.studies.train_heads import HeadsRecipe, Reader, Text, write_texts
-from scripts.studies.train_model import Descent, Llama, ModelConfig, load, save
+from scripts.studies.train_model import Descent, Llama, ModelConfig, descend, load, save
 
 _SHAPE = ModelConfig(
     hidden_size=64, num_layers=8, num_heads=1, num_kv_heads=1, intermediate_size=96, vocabulary=512, head_dim=32
@@ -94,16 +93,14 @@ def _aims(head: Tensor, batch: Sequence[Lesson]) -> Tensor:
 
 def learn(model: Llama, head: Tensor, found: Sequence[Lesson], recipe: DrafterRecipe) -> None:
     """Lead its laws to the target's."""
-    descent = Descent(model, _MUON, _ADAM, _DECAY)
-    data, began = _batches(found, Random(recipe.seed)), time.process_time()
-    for step in range(recipe.steps):
-        batch, factor = next(data), min(1.0, (step + 1) / _WARM) * min(1.0, _EVEN * (1 - step / recipe.steps))
-        loss = F.kl_div(_laws(model, batch), _aims(head, batch), log_target=True, reduction="batchmean")
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        descent.apply(factor)
-        if step % 100 == 99:
-            print(f"{step + 1}/{recipe.steps}: {loss.item():.4f} nats, {time.process_time() - began:.0f} s", flush=True)
+    data, steps = _batches(found, Random(recipe.seed)), recipe.steps
+
+    def loss() -> Tensor:
+        batch = next(data)
+        return F.kl_div(_laws(model, batch), _aims(head, batch), log_target=True, reduction="batchmean")
+
+    factors = [min(1.0, (step + 1) / _WARM) * min(1.0, _EVEN * (1 - step / steps)) for step in range(steps)]
+    descend("deep", Descent.of(model, _MUON, _ADAM, _DECAY), loss, factors)
 
 
 @torch.inference_mode()

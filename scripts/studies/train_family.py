@@ -11,7 +11,6 @@ import json
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,7 +18,6 @@ from pathlib import Path
 from random import Random
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -27,7 +25,7 @@ from torch.nn.utils import parametrize
 from atts.evaluators.datasets.arithmetic import LEVELS, Exercise, Operation, Step, split_of, stream
 from scripts.studies.train_data import LEVEL_MIX, Encoder, Mixture, Piece, conversation, packed, prompt
 from scripts.studies.train_eval import answer, generate
-from scripts.studies.train_model import Llama, ModelConfig, load, save
+from scripts.studies.train_model import Descent, Linear, Llama, ModelConfig, descend, load, save
 
 MODELS = Path(__file__).resolve().parents[2] / "atts" / "models"
 RANK, ALPHA, ADAPTED = 8, 16, (3, 4, 5)  # of adapters, and the layers that they change
@@ -57,7 +55,7 @@ def retold(text: str) -> str:
 
 
 def _reworded(split: str, random: Random) -> Iterator[Exercise]:
-    for one in stream("train" if split == "train" else "test", random.randrange(1 << 30), LEVEL_MIX):
+    for one in _plain(split, random):
         steps = tuple(replace(step, before=retold(step.before), after=retold(step.after)) for step in one.steps)
         yield Exercise(one.kind, retold(one.text), steps)
 
@@ -115,12 +113,12 @@ class Relative(Llama):
 
     def __init__(self, config: ModelConfig, *, ties: bool) -> None:
         super().__init__(config)
-        self.lm_head = None if ties else nn.Parameter(torch.empty(config.vocabulary, config.hidden_size))
+        self.lm_head = None if ties else Linear(config.hidden_size, config.vocabulary)
 
-    def logits(self, state: Tensor, compute: torch.dtype) -> Tensor:
-        """Raw next-token scores from a residual stream."""
-        head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head
-        return F.linear(self.model.norm(state, compute), head.to(compute)).float()
+    @property
+    def head(self) -> Tensor:
+        """The output matrix."""
+        return super().head if self.lm_head is None else self.lm_head.weight
 
 
 class LowRank(nn.Module):
@@ -142,7 +140,7 @@ def relative(name: str) -> Relative:
     is_draft = name == "draft"
     config = replace(base.config, num_layers=TRUNK) if is_draft else base.config
     model = Relative(config, ties=not is_draft)
-    weights = base.state_dict() | ({"lm_head": base.model.embed_tokens.weight} if is_draft else {})
+    weights = base.state_dict() | {"lm_head.weight": base.head}
     model.load_state_dict({key: weights[key] for key in model.state_dict()})
     for key, weight in model.named_parameters():
         weight.requires_grad_(bool(member.own and re.search(member.own, key)))
@@ -167,25 +165,13 @@ def _steps(encoder: Encoder, member: Member, random: Random) -> Iterator[tuple[T
 
 def learn(name: str, encoder: Encoder, steps: int) -> Relative:
     """Train one member."""
-    member, compute, began = MEMBERS[name], torch.bfloat16, time.process_time()
+    member = MEMBERS[name]
     torch.manual_seed(member.seed)
-    model = relative(name)
+    model, data = relative(name), _steps(encoder, member, Random(member.seed))
     own = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(own, lr=member.rate, betas=(0.9, 0.95), weight_decay=0.0)
-    data = _steps(encoder, member, Random(member.seed))
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = member.rate * min(1.0, (step + 1) / 20) * (1 - step / steps)
-        ids, labels = next(data)
-        rows = (labels.reshape(-1) != -100).nonzero()[:, 0]
-        state = model.states(ids, model.where(ids.shape[1], compute))[-1]
-        logits = model.logits(state.reshape(-1, state.shape[-1])[rows], compute)
-        loss = F.cross_entropy(logits, labels.reshape(-1)[rows])
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(own, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 50 == 49:
-            print(f"{name} {step + 1}/{steps}: loss {loss.item():.4f}, {time.process_time() - began:.0f} s", flush=True)
+    descent = Descent((torch.optim.AdamW(own, betas=(0.9, 0.95), weight_decay=0.0), member.rate))
+    factors = [min(1.0, (step + 1) / 20) * (1 - step / steps) for step in range(steps)]
+    descend(name, descent, lambda: model.loss(*next(data)), factors)
     return model
 
 
@@ -221,11 +207,6 @@ def whole(model: Relative, encoder: Encoder, out: Path) -> dict[str, Tensor]:
             parametrize.remove_parametrizations(part, "weight")
     save(model, out, encoder.end, encoder.pad)
     saved: dict[str, Tensor] = load_file(out / "model.safetensors")
-    if "lm_head" in saved:
-        saved["lm_head.weight"] = saved.pop("lm_head")
-        save_file(saved, out / "model.safetensors", metadata={"format": "pt"})
-        said = json.loads((out / "config.json").read_text()) | {"tie_word_embeddings": False}
-        (out / "config.json").write_text(json.dumps(said, indent=2) + "\n")
     return saved
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -167,19 +171,37 @@ class Llama(nn.Module):
 
     def logits(self, state: Tensor, compute: torch.dtype) -> Tensor:
         """Raw next-token scores from a residual stream."""
-        return F.linear(self.model.norm(state, compute), self.model.embed_tokens.weight.to(compute)).float()
+        return F.linear(self.model.norm(state, compute), self.head.to(compute)).float()
+
+    @property
+    def head(self) -> Tensor:
+        """The output matrix."""
+        return self.model.embed_tokens.weight
+
+    def loss(self, ids: Tensor, labels: Tensor, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
+        """Cross-entropy of the labels that are not -100, computed in bfloat16."""
+        wanted, compute = labels.reshape(-1), torch.bfloat16
+        rows = (wanted != -100).nonzero()[:, 0]
+        state = self.states(ids, self.where(ids.shape[1], compute))[-1]
+        logits = self.logits(state.reshape(-1, state.shape[-1])[rows], compute)
+        return F.cross_entropy(logits, wanted[rows], reduction=reduction)
 
 
 class Descent:
-    """Muon for the matrices of a model's layers, AdamW for all else."""
+    """Optimizers of a model's weights, each with its peak rate."""
 
-    def __init__(self, model: Llama, muon: float, adam: float, decay: float) -> None:
+    def __init__(self, *optimizers: tuple[torch.optim.Optimizer, float]) -> None:
+        self.optimizers = optimizers
+
+    @classmethod
+    def of(cls, model: Llama, muon: float, adam: float, decay: float) -> Descent:
+        """Muon for the matrices of a model's layers, AdamW for all else."""
         matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
         others = [weight for weight in model.parameters() if all(weight is not one for one in matrices)]
-        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+        return cls(
             (torch.optim.Muon(matrices, lr=muon, momentum=0.95, weight_decay=decay), muon),
             (torch.optim.AdamW(others, lr=adam, betas=(0.9, 0.95), weight_decay=0.0), adam),
-        ]
+        )
 
     def apply(self, factor: float) -> None:
         """A step along the gradients at a share of the peak rates; the gradients are gone then."""
@@ -188,6 +210,22 @@ class Descent:
                 group["lr"] = peak * factor
             optimizer.step()
             optimizer.zero_grad()
+
+
+def descend(name: str, descent: Descent, loss: Callable[[], Tensor], factors: Sequence[float]) -> None:
+    """A step along each loss's gradients, clipped to length 1, at each of these shares of the peak rates."""
+    began, weights = (
+        time.process_time(),
+        [group["params"] for opt, _ in descent.optimizers for group in opt.param_groups],
+    )
+    for step, factor in enumerate(factors, 1):
+        value = loss()
+        value.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(chain.from_iterable(weights), 1.0)
+        descent.apply(factor)
+        if step % 50 == 0:
+            seconds = time.process_time() - began
+            print(f"{name} {step}/{len(factors)}: loss {value.item():.4f}, {seconds:.0f} s", flush=True)
 
 
 def save(model: Llama, folder: Path, end: int, pad: int) -> None:
@@ -206,7 +244,7 @@ def save(model: Llama, folder: Path, end: int, pad: int) -> None:
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": model.head is model.model.embed_tokens.weight,
         "bos_token_id": None,
         "eos_token_id": end,
         "pad_token_id": pad,

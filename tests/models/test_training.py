@@ -88,7 +88,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_blocks")
 def test_a_cursor_gives_the_rest_of_the_data(encoder: Any) -> None:
     def taken(cursor: Any, count: int) -> Iterator[Any]:
-        return islice(data.batches(encoder, data.Mixture(), 5, cursor, data.Errors(), 4096), count)
+        return islice(data.batches(encoder, data.Mixture(), 5, cursor, (), 4096), count)
 
     whole = [batch.ids for batch, _ in taken(data.Cursor(), 6)]
     *_, (_, middle) = taken(data.Cursor(), 3)
@@ -103,7 +103,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, enco
         llama.ModelConfig(64, 2, 1, 1, 64),
         steps=4,
         seed=3,
-        stages=(pair.Stage(0, data.Mixture(), exit_weight=0.1),),
+        stages=(pair.Stage(0, data.Mixture()),),
         schedule=((0, 1.0), (4, 0.0)),
         micro_tokens=512,
         micro_batches=2,
@@ -114,7 +114,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, enco
         trainer = pair.Trainer("tiny", recipe, folder, encoder)
         assert trainer.resume() == resumed
         with working.Workers(trainer.model, 1) as workers:
-            stream = trainer.stream(data.Errors())
+            stream = trainer.stream(())
             while trainer.progress.step < stop:
                 trainer.step(stream, workers)
         trainer.keep()

@@ -6,8 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.studies.blocks import ALIKE, TENANTS, Arm, Arrival, arrive, make_family
-from scripts.studies.blocks_memory import resident
+from scripts.studies.blocks import ALIKE, TENANTS, Arm, Arrival, arrive, make_family, resident
 
 
 def test_requests_have_prompts_of_their_own_or_common_ones() -> None:

@@ -15,7 +15,7 @@ from atts.seeds import Seed
 from atts.tokenizing import ModelTokenizer
 from scripts.studies import train_drafter
 from scripts.studies.harness import Options
-from scripts.studies.overlap_groups import groups
+from scripts.studies.overlap import groups
 from scripts.studies.train_drafter import DrafterRecipe
 from tests.local.speculating import Driven, counts, run, same
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+import time
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from anyio.from_thread import start_blocking_portal
 
-from atts.core import Message, SampleRequest, Sampling, TokenIds
+from atts.core import SampleRequest, Sampling, TokenIds
 from atts.evaluators.datasets.arithmetic import problems
-from atts.local import LocalEngine, LoopStats
+from atts.local import LocalEngine
 from atts.local.messages import SpeculationStats
-from atts.models import path
+from atts.models import EMBEDDED, path
 from atts.seeds import Seed
-from scripts.studies.harness import Options, Row, Spent, Spread, Table, figure, interleaved, ratio, say, wall_seconds
-from scripts.studies.harness import cpu_seconds as processor_seconds
-from scripts.studies.local_subjects import Lab, texts
+from scripts.studies.harness import Options, Row, Spent, Spread, Table, figure, interleaved, ratio, say
+from scripts.studies.local_subjects import Lab, asked, texts
 from scripts.studies.speed_draft import noisy
+from scripts.studies.theirs import generated, opened
 
 TOKENS = 256
 SAMPLES = 4
@@ -39,26 +41,21 @@ class Arm:
     engine: LocalEngine
     prompts: Sequence[TokenIds]
     count: int  # texts a round
-    written: list[list[TokenIds]]
-    rates: list[float]  # tokens a second of the wall, round by round
+    written: list[list[TokenIds]] = field(default_factory=list[list[TokenIds]])
+    rates: list[float] = field(default_factory=list[float])  # tokens a second of the wall, round by round
     used: float = 0.0  # processor seconds
-    stats: LoopStats = field(default_factory=LoopStats)
 
     def seconds(self) -> float:
         """Processor seconds a token, in the next round."""
         first = len(self.written) * self.count
         requests = [self._request(number) for number in range(first, first + self.count)]
-        taken = list[float]()
-
-        def write() -> None:
-            self.written.append(self.lab.portal.call(texts, self.engine, requests))
-
-        used = processor_seconds(lambda: taken.append(wall_seconds(write)))
+        wall, processor = time.perf_counter(), time.process_time()
+        self.written.append(self.lab.portal.call(texts, self.engine, requests))
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
         total = sum(map(len, self.written[-1]))
-        self.rates.append(total / taken[0])
-        self.used += used
-        self.stats = self.engine.loop_stats()
-        return used / total
+        self.rates.append(total / wall)
+        self.used += processor
+        return processor / total
 
     def _request(self, number: int) -> SampleRequest:
         problem, sample = divmod(number, SAMPLES)
@@ -68,77 +65,89 @@ class Arm:
     @property
     def speculation(self) -> SpeculationStats:
         """What was proposed; nothing where none was."""
-        return self.stats.speculation or SpeculationStats()
+        return self.engine.loop_stats().speculation or SpeculationStats()
 
 
 def study(options: Options) -> list[Table]:
     """The embedded pair at every number of sequences, then weakened drafts at some; transformers beside one."""
     torch.set_num_threads(1)
     lengths = options.pick((4,), (2, 4, 8, 12), (1, 2, 4, 6, 8, 12, 16))
-    rows, places, chosen = list[Row](), list[Row](), list[Row]()
+    rows, places, chosen = list[Row](), dict[str, Row](), list[Row]()
     with tempfile.TemporaryDirectory() as place, start_blocking_portal() as portal:
         lab, spent = Lab(options, portal), Spent()
-        for name, folder in _drafts(Path(place), options):
-            sizes = options.pick((1, 4), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32))
-            arms = dict[str, Arm]()
-            for batch in sizes if name == "embedded" else options.pick((), (1, 4, 16), (1, 4, 16)):
+        for name, folder in _drafts(Path(place), options).items():
+            is_own = name == "embedded"
+            for batch in options.pick((1, 4), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32)) if is_own else (1, 4, 16):
                 say(f"speculation: {name} draft, {batch} sequences")
-                arms, seen = _race(lab, folder, batch, lengths if name == "embedded" else lengths[:3])
-                rows += [_row(name, batch, arm, arms, seen) for arm in arms]
-                chosen.append(_choice(name, batch, arms, seen))
-            places.append(_places(name, arms["k=auto"].speculation))
+                with _opened(lab, folder, batch, lengths if is_own else lengths[:3]) as arms:
+                    seen = _race(lab, arms)
+                    rows += [_row((name, batch), arm, arms, seen) for arm in arms]
+                    chosen.append(_choice((name, batch), arms["k=auto"].speculation, seen))
+                    places[name] = _places(name, arms["k=auto"].speculation)
         theirs = _beside_transformers(lab)
-        return [_speeds(rows, spent), _choices(chosen), _by_place(places), theirs]
+    choices = (
+        "draft | sequences | best fixed | k=auto, ratio to it | to plain decoding | mean k chosen | "
+        "seconds expected over come"
+    )
+    header = "draft | " + " | ".join(str(place) for place in range(1, 9))
+    return [
+        _speeds(rows, spent),
+        Table.of(
+            "What the controller chooses, beside the best fixed length",
+            choices,
+            chosen,
+            "Learning is included but for two rounds of warming up.",
+        ),
+        Table.of("How often a place stands when all before it do", header, places.values()),
+        theirs,
+    ]
 
 
 @contextmanager
 def _opened(lab: Lab, drafter: Path, batch: int, lengths: Sequence[int]) -> Generator[dict[str, Arm]]:
-    target, draft = path("target"), {"drafter": str(drafter), "speculate": "draft"}
+    draft = {"drafter": str(drafter), "speculate": "draft"}
     # in a process of its own: with helpers of other threads beside, OpenMP's own sleep between a step's parts
     ways: dict[str, dict[str, Any]] = {"plain": {}, "plain, two threads": {"threads": 2, "worker": "process"}}
     ways |= {f"k={k}": {**draft, "k": k} for k in lengths}
     ways |= {"k=auto": draft, "k=auto, all proposers": {"drafter": str(drafter)}, "suffix": {"speculate": "suffix"}}
+    questions = [problem.text for problem in problems("test", 512, 7 + lab.options.seed)]
     with ExitStack() as stack:
         arms = dict[str, Arm]()
         for name, changes in ways.items():
-            engine = stack.enter_context(lab.engine(target, max_batch=batch, kv_tokens=1 << 16, **changes))
-            found = problems("test", 512, 7 + lab.options.seed)
-            prompts = [engine.tokenizer.render([Message("user", problem.text)]) for problem in found]
-            arms[name] = Arm(lab, engine, prompts, max(8, 2 * batch), [], [])
+            engine = stack.enter_context(lab.engine(path("target"), max_batch=batch, kv_tokens=1 << 16, **changes))
+            prompts = [request.ids for request in asked(engine, questions, TOKENS, 0)]
+            arms[name] = Arm(lab, engine, prompts, max(8, 2 * batch))
         yield arms
 
 
-def _race(lab: Lab, drafter: Path, batch: int, lengths: Sequence[int]) -> tuple[dict[str, Arm], dict[str, list[float]]]:
+def _race(lab: Lab, arms: Mapping[str, Arm]) -> dict[str, list[float]]:
     """Processor seconds a token by arm, round by round.
 
     :raises AssertionError: an arm wrote another text than plain decoding did.
     """
-    with _opened(lab, drafter, batch, lengths) as arms:
-        measures: dict[str, Callable[[], float]] = {name: arm.seconds for name, arm in arms.items()}
-        seen = interleaved(measures, lab.options.pick(2, 4, 9), warmup=lab.options.pick(1, 2, 2))
-        for name, arm in arms.items():
-            assert arm.written == arms["plain"].written, f"{name} wrote another text"
-        return arms, seen
+    measures = {name: arm.seconds for name, arm in arms.items()}
+    seen = interleaved(measures, lab.options.pick(2, 4, 9), warmup=lab.options.pick(1, 2, 2))
+    for name, arm in arms.items():
+        assert arm.written == arms["plain"].written, f"{name} wrote another text"
+    return seen
 
 
-def _row(draft: str, batch: int, name: str, arms: Mapping[str, Arm], seen: Mapping[str, Sequence[float]]) -> Row:
-    arm, plain = arms[name], arms["plain"]
-    rounds = len(seen[name])
-    wall = Spread.of([one / other for one, other in zip(arm.rates[-rounds:], plain.rates[-rounds:], strict=True)])
+def _row(lead: Row, name: str, arms: Mapping[str, Arm], seen: Mapping[str, Sequence[float]]) -> Row:
+    arm, rounds = arms[name], len(seen[name])
+    wall = ratio({way: one.rates[-rounds:] for way, one in arms.items()}, name, "plain")
     found, written = arm.speculation, sum(len(text) for texts in arm.written for text in texts)
     processor = "-" if "threads" in name else str(ratio(seen, "plain", name))
-    share = found.seconds / arm.used
     stood = found.accepted / found.proposed if found.proposed else None
-    return draft, batch, name, processor, str(wall), written / arm.stats.step_sequences, stood, share
+    steps = arm.engine.loop_stats().step_sequences
+    return *lead, name, processor, str(wall), written / steps, stood, found.seconds / arm.used
 
 
-def _choice(draft: str, batch: int, arms: Mapping[str, Arm], seen: Mapping[str, Sequence[float]]) -> Row:
+def _choice(lead: Row, found: SpeculationStats, seen: Mapping[str, Sequence[float]]) -> Row:
     fixed = {name: Spread.of(values).median for name, values in seen.items() if name[2:].isdigit() or name == "plain"}
     best = min(fixed, key=fixed.__getitem__)
-    found = arms["k=auto"].speculation
     expected = found.expected_seconds / found.came_seconds if found.came_seconds else None
     ratios = str(ratio(seen, best, "k=auto")), str(ratio(seen, "plain", "k=auto"))
-    return draft, batch, best, *ratios, found.chosen / max(1, found.choices), expected
+    return *lead, best, *ratios, found.chosen / max(1, found.choices), expected
 
 
 def _places(draft: str, found: SpeculationStats) -> Row:
@@ -148,51 +157,36 @@ def _places(draft: str, found: SpeculationStats) -> Row:
     return draft, *shares, *["-"] * (8 - len(shares))
 
 
-def _drafts(place: Path, options: Options) -> list[tuple[str, Path]]:
+def _drafts(place: Path, options: Options) -> dict[str, Path]:
     """The embedded draft, and copies with noise in their weights, which cost the same and agree less often."""
-    found = [("embedded", path("draft"))]
-    for name, noise in NOISE.items() if options.effort != "quick" else ():
-        found.append((name, noisy(place / name, noise)))
-    return found
+    noises = NOISE if options.effort != "quick" else {}
+    return {"embedded": path("draft"), **{name: noisy(place / name, noise) for name, noise in noises.items()}}
 
 
 def _beside_transformers(lab: Lab) -> Table:
     """One text after another, on the same prompts."""
-    from transformers import AutoModelForCausalLM
-
     say("speculation: assisted generation")
-    models: list[Any] = [
-        AutoModelForCausalLM.from_pretrained(path(name), dtype=torch.float32).eval() for name in ("target", "draft")
-    ]
+    target, draft = (opened(path(name)) for name in EMBEDDED[::-1])
     with _opened(lab, path("draft"), 1, (8,)) as arms:
         own = arms["k=auto"]
         own.count = 4
 
         def theirs(**ways: Any) -> float:
-            ids = [torch.tensor([own.prompts[number]]) for number in range(2)]
-            settings: dict[str, Any] = {"max_new_tokens": TOKENS, "do_sample": True, "temperature": 0.7, "top_k": 0}
-            written = list[int]()
+            began, written = time.process_time(), 0
+            for prompt in own.prompts[:2]:
+                text = generated(target, torch.tensor([prompt]), TOKENS, min_new_tokens=0, **ways)
+                written += text.shape[1] - len(prompt)
+            return (time.process_time() - began) / written
 
-            def write() -> None:
-                for prompt in ids:
-                    found = models[0].generate(prompt, pad_token_id=0, **settings, **ways)
-                    written.append(found.shape[1] - prompt.shape[1])
-
-            with torch.inference_mode():
-                used = processor_seconds(write)
-            return used / sum(written)
-
-        measures: dict[str, Callable[[], float]] = {
-            "k=auto": own.seconds, "generate": theirs, "assisted": lambda: theirs(assistant_model=models[1]),
-        }  # fmt: skip
+        measures = {"k=auto": own.seconds, "generate": theirs, "assisted": partial(theirs, assistant_model=draft)}
         seen = interleaved(measures, lab.options.pick(2, 4, 9))
-    rows: list[Row] = [
-        (name, 1 / Spread.of(seen[name]).median, str(ratio(seen, name, "k=auto"))) for name in ("generate", "assisted")
-    ]
     return Table.of(
         "Beside assisted generation of `transformers`, one text after another",
         "`generate` | its tokens a processor second | k=auto, ratio of tokens a processor second",
-        rows,
+        [
+            (name, 1 / Spread.of(seen[name]).median, str(ratio(seen, name, "k=auto")))
+            for name in ("generate", "assisted")
+        ],
         "Embedded pair, float32, temperature 0.7, one thread on each side.",
     )
 
@@ -212,18 +206,3 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
         spent.disturbance(),
         headline=f"tokens a second beside plain decoding, embedded pair: {told} sequences",
     )
-
-
-def _choices(rows: Sequence[Row]) -> Table:
-    return Table.of(
-        "What the controller chooses, beside the best fixed length",
-        "draft | sequences | best fixed | k=auto, ratio to it | to plain decoding | mean k chosen | "
-        "seconds expected over come",
-        rows,
-        "Learning is included but for two rounds of warming up.",
-    )
-
-
-def _by_place(rows: Sequence[Row]) -> Table:
-    header = "draft | " + " | ".join(str(place) for place in range(1, 9))
-    return Table.of("How often a place stands when all before it do", header, rows)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, Literal
+from itertools import groupby, product
+from typing import Any, Literal, NamedTuple, get_args
 
 from scripts.studies.arms import Solved
 from scripts.studies.harness import Chart, Row, Spread, Table, figure
@@ -26,7 +26,7 @@ _CLOCKS: dict[Clock, str] = {
     "other work: what one core would take. Engines that overlap on two cores are not seen, nor targets that use both.",
 }
 
-
+How = Literal["latency", "throughput"]
 Clock = Literal["wall", "processor"]
 """What is measured: time as it passes, all cores at work; or processor time with one thread, on a busy machine."""
 
@@ -37,7 +37,7 @@ class Cell:
 
     target: str
     samples: int
-    how: Literal["latency", "throughput"]
+    how: How
 
     def __str__(self) -> str:
         return f"cell {self.target} {self.samples} {self.how}"
@@ -82,25 +82,52 @@ class Measured:
         """An arm; those without a draft stand beside every draft."""
         return self.figures.get(f"{method}|{draft}") or self.figures.get(f"{method}|")
 
-    def rivals(self, draft: str) -> dict[str, float]:
-        """Seconds of everything else that is as right as the target."""
-        found = {method: self.of(method, draft) for method in _RIVALS}
-        return {method: one.seconds for method, one in found.items() if one is not None}
+    def best(self, draft: str, *methods: str) -> float:
+        """Seconds of the fastest of these, of which one at least was measured."""
+        return min(one.seconds for method in methods if (one := self.of(method, draft)))
 
     def bound(self, method: str, draft: str) -> float:
         """Seconds of the arm's tokens, each model's at the rate it has alone: d + s + g."""
-        drafting, alone, own = self.of("draft-only", draft), self.of(ALONE, draft), self.of(method, draft)
-        assert drafting is not None, "all arms of a cell are measured"
-        assert alone is not None, "all arms of a cell are measured"
-        assert own is not None, "all arms of a cell are measured"
+        drafting, alone, own = (
+            self.figures[name] for name in (f"draft-only|{draft}", f"{ALONE}|", f"{method}|{draft}")
+        )
         seconds, tokens = self.scoring[draft]
-        base = min(one.seconds for one in (alone, self.of("target-only, all cores", draft)) if one)
+        base = self.best(draft, *_RIVALS[:2])
         d, s, g = drafting.seconds / max(1, drafting.draft), seconds / max(1, tokens), base / max(1, alone.target)
         return own.draft * d + own.scored * s + own.target * g
 
 
-Group = tuple[Cell, str, list[Measured]]
-"""A cell beside one draft, in all repeats."""
+class Group(NamedTuple):
+    """A cell beside one draft, in all repeats."""
+
+    cell: Cell
+    draft: str
+    repeats: Sequence[Measured]
+
+    @property
+    def lead(self) -> tuple[str, str]:
+        """Setting and target, in words."""
+        return _panel(self.cell.how, self.draft), _target(self.cell.target)
+
+    def over(self, method: str, *rivals: str) -> list[float]:
+        """The method's time in units of the fastest of these, in every repeat that has it."""
+        held = [(one, own) for one in self.repeats if (own := one.of(method, self.draft))]
+        return [own.seconds / one.best(self.draft, *rivals) for one, own in held]
+
+    def gain(self) -> Spread:
+        """Time of the best alternative over that of atts, repeat by repeat."""
+        return Spread.of([1 / share for share in self.over("atts", *_RIVALS)])
+
+    def medians(self) -> dict[str, float]:
+        """Median over repeats of every method's time in units of the target alone."""
+        shares = {method: self.over(method, *_RIVALS[:2]) for method in (*_RIVALS, "atts", "ordinal")}
+        return {method: statistics.median(found) for method, found in shares.items() if found}
+
+    def best_rival(self) -> str:
+        """The fastest of those that have the target's accuracy."""
+        medians = {method: value for method, value in self.medians().items() if method in _RIVALS}
+        best = min(medians, key=medians.__getitem__)
+        return _SHORT.get(best, best)
 
 
 def tables(found: Sequence[Measured], agreement: Mapping[str, float]) -> list[Table]:
@@ -116,63 +143,30 @@ def tables(found: Sequence[Measured], agreement: Mapping[str, float]) -> list[Ta
 
 def _groups(found: Sequence[Measured], drafts: Sequence[str]) -> Iterator[Group]:
     """In the order of the map: setting, draft, the target's cost, rollouts."""
-    cells = sorted({one.cell for one in found}, key=lambda cell: (cell.how, SIZES.index(cell.target), cell.samples))
-    for how in ("latency", "throughput"):
-        for draft in drafts:
-            for cell in cells:
-                if cell.how == how:
-                    yield cell, draft, [one for one in found if one.cell == cell]
+    for how, draft, target, samples in product(get_args(How), drafts, SIZES, SAMPLES):
+        cell = Cell(target, samples, how)
+        if repeats := [one for one in found if one.cell == cell]:
+            yield Group(cell, draft, repeats)
 
 
-def _panel(cell: Cell, draft: str) -> str:
-    setting = "one problem at a time" if cell.how == "latency" else "many problems at once"
+def _panel(how: How, draft: str) -> str:
+    setting = "one problem at a time" if how == "latency" else "many problems at once"
     return f"{setting}, draft {draft}"
 
 
-def _target(cell: Cell) -> str:
-    return f"{cell.target} target" + ("" if cell.target == "4M" else ", padded")
-
-
-def _gain(group: Group, method: str = "atts") -> Spread:
-    """Time of the best alternative over the method's, repeat by repeat."""
-    _, draft, repeats = group
-    ratios = [min(one.rivals(draft).values()) / own.seconds for one in repeats if (own := one.of(method, draft))]
-    return Spread.of(ratios)
-
-
-def _medians(group: Group) -> dict[str, float]:
-    """Median over repeats of every method's time in units of the target alone."""
-    _, draft, repeats = group
-    found = dict[str, float]()
-    for method in (*_RIVALS, "atts", "ordinal"):
-        ratios = [
-            own.seconds / min(s for name, s in one.rivals(draft).items() if name in _RIVALS[:2])
-            for one in repeats
-            if (own := one.of(method, draft))
-        ]
-        if ratios:
-            found[method] = statistics.median(ratios)
-    return found
-
-
-def _best_rival(group: Group) -> str:
-    medians = {method: value for method, value in _medians(group).items() if method in _RIVALS}
-    best = min(medians, key=medians.__getitem__)
-    return _SHORT.get(best, best)
+def _target(size: str) -> str:
+    return f"{size} target" + ("" if size == "4M" else ", padded")
 
 
 def _map(groups: Sequence[Group], drafts: str, load: str) -> Table:
-    rows: list[Row] = []
-    for panel, own in groupby(groups, lambda group: _panel(group[0], group[1])):
-        held = {group[0]: group for group in own}
-        how = next(iter(held)).how
-        for cell in [Cell(size, samples, how) for size in SIZES for samples in SAMPLES]:
-            if cell in held:
-                gain = _gain(held[cell])
-                rows.append((panel, _target(cell), cell.samples, gain.median, _best_rival(held[cell]), str(gain)))
-            else:
-                rows.append((panel, _target(cell), cell.samples, None, NOT_YET, "-"))
-        rows += [(panel, _target(Cell(size, 0, how)), "GPU", None, NOT_YET, "-") for size in SIZES]
+    rows, held = list[Row](), {(*one.lead, one.cell.samples): one for one in groups}
+    for panel in dict.fromkeys(one.lead[0] for one in groups):
+        for place in product([panel], map(_target, SIZES), SAMPLES):
+            cells = (None, NOT_YET, "-")
+            if own := held.get(place):
+                cells = (own.gain().median, own.best_rival(), str(own.gain()))
+            rows.append((*place, *cells))
+        rows += [(panel, _target(size), "GPU", None, NOT_YET, "-") for size in SIZES]
     return Table.of(
         "Where it pays: time of the best alternative over that of atts",
         "setting | target | rollouts | atts is faster by | best alternative | median and range",
@@ -185,9 +179,10 @@ def _map(groups: Sequence[Group], drafts: str, load: str) -> Table:
 
 
 def _advice(groups: Sequence[Group]) -> Table:
-    rows: list[Row] = []
-    for (panel, target), own in groupby(groups, lambda group: (_panel(group[0], group[1]), _target(group[0]))):
-        rows.append((panel, target, sentence([(group[0].samples, _medians(group)) for group in own])))
+    rows = [
+        (*lead, sentence([(one.cell.samples, one.medians()) for one in own]))
+        for lead, own in groupby(groups, lambda group: group.lead)
+    ]
     return Table.of("What to take", "setting | target | take", rows)
 
 
@@ -197,25 +192,18 @@ def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
     >>> sentence([(1, {"exact": 0.5, "atts": 0.9}), (2, {"exact": 0.6, "atts": 0.8}), (4, {"exact": 1.0, "atts": 0.4})])
     'exact up to 2 rollouts (2.0 to 1.7 times the target alone), atts at 4 (2.5 times)'
     """
-    chosen = list[tuple[str, int, float]]()
+    chosen, parts = list[tuple[str, int, float]](), list[str]()
     for samples, medians in cells:
         least = min(medians.values())
         names = [_SHORT.get(name, name) for name, value in medians.items() if value <= least * (1 + _CLOSE)]
         chosen.append((" or ".join(dict.fromkeys(names)), samples, 1 / least))
-    parts = list[str]()
     for name, own in groupby(chosen, lambda one: one[0]):
-        held = list(own)
-        first, last, gains = held[0][1], held[-1][1], sorted({f"{gain:.1f}" for _, _, gain in held}, reverse=True)
-        where = (
-            f"up to {last}"
-            if not parts and len(held) > 1
-            else f"at {first}"
-            if first == last
-            else f"at {first} to {last}"
-        )
-        words = f"{gains[0]} to {gains[-1]} times" if len(gains) > 1 else f"{gains[0]} times"
+        _, samples, gains = zip(*own, strict=True)
+        first, last, told = samples[0], samples[-1], sorted({f"{gain:.1f}" for gain in gains}, reverse=True)
+        where = f"at {first}" if first == last else f"at {first} to {last}" if parts else f"up to {last}"
+        words = f"{' to '.join(dict.fromkeys((told[0], told[-1])))} times"
         unit = "rollout" if first == last == 1 else "rollouts"
-        parts.append(f"{name} {where}{f' ({words})'}" if parts else f"{name} {where} {unit} ({words} the target alone)")
+        parts.append(f"{name} {where} ({words})" if parts else f"{name} {where} {unit} ({words} the target alone)")
     never = "" if any("atts" in name for name, _, _ in chosen) else "; atts nowhere"
     return ", ".join(parts) + never
 
@@ -223,11 +211,10 @@ def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
 def _bounds(groups: Sequence[Group]) -> Table:
     rows: list[Row] = []
     for group in groups:
-        cell, draft, repeats = group
         for method in ("atts", "ordinal"):
-            values = [(one.bound(method, draft), own.seconds) for one in repeats if (own := one.of(method, draft))]
-            parts = Spread.of([seconds / bound for bound, seconds in values if bound > 0])
-            rows.append((_panel(cell, draft), _target(cell), cell.samples, method, str(parts)))
+            found = [(one.of(method, group.draft), one.bound(method, group.draft)) for one in group.repeats]
+            shares = Spread.of([own.seconds / bound for own, bound in found if own and bound > 0])
+            rows.append((*group.lead, group.cell.samples, method, str(shares)))
     return Table.of(
         "Time over the bound d + s + g",
         "setting | target | rollouts | method | time over the bound, median and range",
@@ -240,17 +227,14 @@ def _bounds(groups: Sequence[Group]) -> Table:
 
 def _arms(groups: Sequence[Group]) -> Table:
     rows: list[Row] = []
-    for cell, draft, repeats in groups:
-        for method in ("target-only", "target-only, all cores", *METHODS):
-            own = [found for one in repeats if (found := one.of(method, draft))]
+    for group in groups:
+        for method in (*_RIVALS[:2], *METHODS):
+            own = [found for one in group.repeats if (found := one.of(method, group.draft))]
             if own:
-                bases = [base for one in repeats if (base := one.of(ALONE, draft))]
-                ratios = [one.seconds / base.seconds for one, base in zip(own, bases, strict=True)]
+                times = Spread.of(group.over(method, ALONE))
                 right = f"{sum(one.right for one in own)} of {sum(one.problems for one in own)}"
                 tokens = [figure(sum(getattr(one, kind) for one in own)) for kind in ("draft", "scored", "target")]
-                rows.append(
-                    (_panel(cell, draft), _target(cell), cell.samples, method, str(Spread.of(ratios)), right, *tokens)
-                )
+                rows.append((*group.lead, group.cell.samples, method, str(times), right, *tokens))
     return Table.of(
         "Every arm: time in units of the target alone",
         "setting | target | rollouts | method | time, median and range | right | draft tokens | scored | target tokens",

@@ -28,19 +28,17 @@ def _found(lab: Lab, kind: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
 
 
 def _device(lab: Lab) -> Table:
-    found = lab.parts.get("device")
-    rows: list[Row] = []
-    if found:
-        rates = found["bytes"] / 1e9, found["flops"] / 1e12, 1e6 * found["launch"]
-        rows = [(found["name"], found["memory"] / 1e9, *rates)]
+    rows: list[Row] = [
+        (one["name"], one["memory"] / 1e9, one["bytes"] / 1e9, one["flops"] / 1e12, 1e6 * one["launch"])
+        for _, one in _found(lab, "device")
+    ]
     header = "device | GB | GB/s read and written by a copy | TFLOP/s of a matrix product | us to launch an operation"
     return Table.of("The device, and what nothing on it can pass", header, rows)
 
 
 def _kernel(lab: Lab) -> Table:
-    rows: list[Row] = [
-        (one["shape"], one["type"], one["off"], one["words"]) for one in lab.parts.get("kernel", []) if one
-    ]
+    names = ("shape", "type", "off", "words")
+    rows: list[Row] = [tuple(one[name] for name in names) for one in lab.parts.get("kernel", [])]
     return Table.of(
         "The attention kernel beside gathered slots in float32",
         "heads of | type | largest difference | state",
@@ -85,9 +83,8 @@ def _rows_of(lab: Lab, size: str) -> Iterator[Row]:
         if not ours:
             continue
         theirs = parts.get(f"generate | {size} | {batch}") or {}
-        least = least_step(lab, shape_of(lab, size), batch, limits)
-        step, rate = ours["step"], ours["rate"]
-        their_rate = theirs.get("rate")
+        least, step = least_step(lab, shape_of(lab, size), batch, limits), ours["step"]
+        rate, their_rate = ours["rate"], theirs.get("rate")
         yield (
             size, batch, rate, 1e3 * step, 1e3 * least, least / step, 1e3 * eager["step"] if eager else None,
             their_rate, rate / their_rate if their_rate else None,

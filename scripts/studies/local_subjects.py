@@ -122,6 +122,15 @@ def asked(engine: LocalEngine, texts: Iterable[str], tokens: int, seed: int) -> 
     return [SampleRequest(ids, tokens, law, Seed(seed, sample=number)) for number, ids in enumerate(prompts)]
 
 
+async def written(
+    folder: Path, questions: Iterable[str], tokens: int, seed: int
+) -> list[tuple[SampleRequest, TokenIds]]:
+    """What a model on its own answers."""
+    async with LocalEngine(folder, options=LocalOptions(worker="thread", threads=1)) as engine:
+        requests = asked(engine, questions, tokens, seed)
+        return list(zip(requests, await texts(engine, requests), strict=True))
+
+
 class Fresh:
     """Requests whose prompts were never seen, so that no cache helps; both sides write the same number of tokens."""
 

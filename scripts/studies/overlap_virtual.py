@@ -13,7 +13,6 @@ from torch import Tensor
 from atts.core import Sampling, TokenIds
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
-from atts.local import LocalEngine, LocalOptions
 from atts.local.batch import Tap
 from atts.local.exits import ExitAdapter
 from atts.models import path
@@ -21,7 +20,7 @@ from atts.sampling import batch_sampling, inverse_cdf, probabilities
 from atts.seeds import Seed, uniforms
 from scripts.studies import closed_forms as theory
 from scripts.studies.harness import Options, Row, Table, interval, say
-from scripts.studies.local_subjects import asked
+from scripts.studies.local_subjects import written
 from scripts.studies.train_heads import Reader, Text
 from scripts.studies.virtual_devices import AcceptanceTrace, Costs, Timeline, ahead, fuzzy_devices, mirror, serial
 
@@ -197,13 +196,9 @@ def _places(laws: Tensor, tokens: Tensor) -> list[int]:
 
 async def record(count: int, seed: int) -> Recorded:
     """The embedded target's texts on some problems."""
-    texts = list[tuple[TokenIds, int, Seed]]()
-    async with LocalEngine(path("target"), options=LocalOptions(worker="thread", threads=1)) as engine:
-        requests = asked(engine, [problem.text for problem in arithmetic("test", count)], 400, seed)
-        for request in requests:
-            done = await engine.sample(request)
-            texts.append((request.ids + done.ids, len(request.ids), request.seed))
-    return Recorded(texts, requests[0].sampling)
+    questions = [problem.text for problem in arithmetic("test", count)]
+    found = await written(path("target"), questions, 400, seed)
+    return Recorded([(one.ids + text, len(one.ids), one.seed) for one, text in found], found[0][0].sampling)
 
 
 def recorded(options: Options, texts: Recorded) -> list[Table]:

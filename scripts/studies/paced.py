@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any, Literal
 
 import anyio
@@ -169,36 +170,31 @@ def study(options: Options) -> list[Table]:
     """Every pair, number of rollouts and method: virtual, then live."""
     rows, lives, spent = list[Row](), list[Came](), Spent()
     faster = FASTER if os.getloadavg()[0] < (os.cpu_count() or 1) else 1.0
+    pairs = options.pick(("8B/70B",), ("8B/70B", "1.5B/70B"), ("8B/70B", "1.5B/70B"))
+    problems = arithmetic("test", options.pick(1, 1, 8))
     with pair_law() as law:
-        for name in options.pick(("8B/70B",), ("8B/70B", "1.5B/70B"), ("8B/70B", "1.5B/70B")):
-            pair = paced(PAIRS[name], faster)
-            for samples in options.pick((8,), (8, 16, 64), (8, 16, 64)):
-                problems = arithmetic("test", options.pick(1, 1, 8))
-                found: dict[str, tuple[Came, Came]] = {}
-                for arm in ARMS:
-                    predicted = run_virtual(direct, arm, problems, samples, pair, law)
-                    known = law.known
-                    live = anyio.run(over_http, arm, problems, samples, pair, law)
-                    say(f"paced: {name}, {samples}, {arm.name}: {predicted.seconds:.2f} s, live {live.seconds:.2f} s, "
-                        f"{law.known - known} texts were not foreseen")  # fmt: skip
-                    found[arm.name] = predicted, live
-                    lives.append(live)
-                rows += _rows(name, samples, found)
-    return [_table(rows, lives, options.pick(1, 1, 8), faster=faster, spent=spent)]
+        for name, samples in product(pairs, options.pick((8,), (8, 16, 64), (8, 16, 64))):
+            pair, found = paced(PAIRS[name], faster), dict[str, tuple[Came, Came]]()
+            for arm in ARMS:
+                predicted = run_virtual(direct, arm, problems, samples, pair, law)
+                known = law.known
+                live = anyio.run(over_http, arm, problems, samples, pair, law)
+                say(f"paced: {name}, {samples}, {arm.name}: {predicted.seconds:.2f} s, live {live.seconds:.2f} s, "
+                    f"{law.known - known} texts were not foreseen")  # fmt: skip
+                found[arm.name] = predicted, live
+                lives.append(live)
+            rows += _rows(name, samples, found)
+    return [_table(rows, lives, len(problems), faster=faster, spent=spent)]
 
 
 @contextmanager
 def pair_law() -> Generator[PairLaw]:
     """The embedded pair, open in a thread of its own."""
     options = LocalOptions(worker="thread", threads=1, device="cpu")
-    with ExitStack() as stack:
-        portal = stack.enter_context(start_blocking_portal())
-        engines: dict[Role, LocalEngine] = {
-            role: stack.enter_context(
-                portal.wrap_async_context_manager(LocalEngine(path(role), name=role, options=options))
-            )
-            for role in ("draft", "target")
-        }
+    engines: dict[Role, LocalEngine] = {role: LocalEngine(path(role), name=role, options=options) for role in _ROLES}
+    with start_blocking_portal() as portal, ExitStack() as stack:
+        for engine in engines.values():
+            stack.enter_context(portal.wrap_async_context_manager(engine))
         yield PairLaw(portal, engines)
 
 

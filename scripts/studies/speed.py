@@ -34,6 +34,7 @@ from scripts.studies.speed_map import ALONE, METHODS, Cell, Clock, Figures, Meas
 TARGETS = {"4M": "", "20M": "20M", "200M": "200M"}
 """By what a token costs, and the padding; the embedded target itself has none."""
 DRAFTS = ("as it is", "weakened")
+_ALL_CORES = "target-only, all cores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,6 @@ class Bench:
     """What is open while the cells of one target are measured, and by which clock."""
 
     clock: Clock
-
     drafts: Mapping[str, Draft]
     targets: Mapping[str, Engine]  # by number of threads, and by the draft that speculates
 
@@ -74,8 +74,7 @@ async def _study(options: Options, place: Path) -> list[Table]:
     async with _drafts(options, place, kept) as drafts:
         for repeat in range(options.pick(1, 3, 5)):
             for target in list(TARGETS)[: options.pick(2, 3, 3)]:
-                todo = [cell for cell in cells(target, options) if f"{cell} {clock} {repeat}" not in kept]
-                if todo:
+                if todo := [cell for cell in cells(target, options) if f"{cell} {clock} {repeat}" not in kept]:
                     async with _targets(target, drafts, clock) as targets:
                         for cell in todo:
                             say(f"speed: {cell}, {clock}, repeat {repeat + 1}, load {os.getloadavg()[0]:.1f}")
@@ -120,16 +119,13 @@ async def _targets(name: str, drafts: Mapping[str, Draft], clock: Clock) -> Asyn
     Where processor time is measured, one thread each: a second one would count its waiting.
     """
     cores, pad = (os.cpu_count() or 1) if clock == "wall" else 1, TARGETS[name]
-    threads = cores if pad else 1
-    changes: dict[str, dict[str, Any]] = {ALONE: {"threads": threads}}
-    if threads < cores:
-        changes["target-only, all cores"] = {"threads": cores}
-    changes |= {each: {"threads": threads, "drafter": str(draft.folder)} for each, draft in drafts.items()}
+    own: dict[str, Any] = {"pad": pad, "threads": cores if pad else 1}
+    changes = {ALONE: own, **{each: {**own, "drafter": str(draft.folder)} for each, draft in drafts.items()}}
+    if own["threads"] < cores:
+        changes[_ALL_CORES] = {"pad": pad, "threads": cores}
     async with AsyncExitStack() as stack:
-        yield {
-            each: await stack.enter_async_context(_engine(model_path("target"), pad=pad, **own))
-            for each, own in changes.items()
-        }
+        target = model_path("target")
+        yield {each: await stack.enter_async_context(_engine(target, **how)) for each, how in changes.items()}
 
 
 def _engine(folder: Path, **changes: Any) -> LocalEngine:
@@ -145,7 +141,7 @@ async def _measure(cell: Cell, repeat: int, bench: Bench, options: Options) -> M
     """Every arm once on the same problems, in an order that turns from repeat to repeat."""
     problems, load = _problems(cell, repeat, options), os.getloadavg()[0]
     schedule: Schedule = "one by one" if cell.how == "latency" else "together"
-    arms = [("target-only, all cores", ""), (ALONE, "")] if "target-only, all cores" in bench.targets else [(ALONE, "")]
+    arms = [(method, "") for method in (_ALL_CORES, ALONE) if method in bench.targets]
     arms += [(method, draft) for method in METHODS for draft in bench.drafts]
     turn = repeat % len(arms)
     now = time.perf_counter if bench.clock == "wall" else tree_seconds

@@ -17,7 +17,6 @@ from torch import Tensor
 from atts.core import SampleRequest, TokenIds
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems
-from atts.local import LocalEngine, LocalOptions
 from atts.local.batch import PrefillChunk, StepPlan, Tap, step_batch
 from atts.local.exits import EXIT_FILE, ExitAdapter
 from atts.local.loader import load_weights
@@ -25,7 +24,7 @@ from atts.local.model_config import read_model_config
 from atts.local.sequence import new_sequence
 from atts.local.streams import STREAM_FILE, StreamHead, StreamHeads
 from atts.local.torch_model import TorchModel
-from scripts.studies.local_subjects import asked, texts
+from scripts.studies.local_subjects import written
 
 _RANK = 64  # of the exit adapter
 _HEADS, _WIDTH, _FADE = 2, 256, 0.8  # streaming heads, their width, and how much less the next one's loss counts
@@ -101,10 +100,8 @@ async def write_texts(recipe: HeadsRecipe) -> list[Text]:
         prompts = [each.text for each in problems("train", recipe.texts)]
     else:
         prompts = recipe.prompts.read_text(encoding="utf-8").splitlines()[: recipe.texts]
-    async with LocalEngine(recipe.target, options=LocalOptions(worker="thread", threads=1)) as engine:
-        requests = asked(engine, prompts, _TOKENS, recipe.seed)
-        written = await texts(engine, requests)
-    return sorted(Text(one.ids + text, len(one.ids)) for one, text in zip(requests, written, strict=True))
+    found = await written(recipe.target, prompts, _TOKENS, recipe.seed)
+    return sorted(Text(one.ids + text, len(one.ids)) for one, text in found)
 
 
 def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapter:

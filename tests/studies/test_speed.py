@@ -12,6 +12,7 @@ from atts.models import path
 
 maps = pytest.importorskip("scripts.studies.speed_map", reason="needs a checkout")
 harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
+charts = pytest.importorskip("scripts.studies.charts", reason="needs a checkout")
 drafts = pytest.importorskip("scripts.studies.speed_draft", reason="needs a checkout")
 
 AGREEMENT = {"as it is": 0.98, "weakened": 0.75}
@@ -37,7 +38,7 @@ def test_the_map_compares_with_the_best_of_the_others() -> None:
     assert own["20M target, padded", 1] == (2.0, "exact", "2 [1.25, 2.5] n=3")
     assert own["20M target, padded", 4][:2] == (0.5, "exact")
     assert [row for row in own.values() if row == (None, "not yet measured", "-")] == [own["4M target", "GPU"]] * 16
-    svg = tree.fromstring(harness.drawing(table))
+    svg = tree.fromstring(charts.draw(table))
     texts = [element.text for element in svg.iter(TEXT)]
     assert texts.count("2x") == texts.count("0.5x") == len(AGREEMENT)
     assert texts.count("not yet") == 16 * len(AGREEMENT)

@@ -168,7 +168,7 @@ def train(name: str, recipe: Recipe, work: Path, models: Path) -> None:
     trainer, log = Trainer(name, recipe, work, Encoder.open(models / name)), partial(_say, work / f"{name}.jsonl")
     if trainer.resume():
         log(resumed=trainer.progress.step)
-    progress, stage = trainer.progress, None
+    progress, stage, data = trainer.progress, None, trainer.stream(())
     started, before = time.perf_counter() - progress.seconds, (progress.tokens, progress.seconds)
     with Workers(trainer.model, recipe.workers) as workers:
         while progress.step < recipe.steps:

@@ -23,10 +23,10 @@ from atts.local.compiling import native_library
 from atts.local.drafting import Calibration, FuzzyDrafter
 from atts.local.exits import Ear, ExitModel, Told
 from atts.local.loader import load_weights
-from atts.local.messages import OverlapStats
 from atts.local.model_config import read_model_config
 from atts.local.native_model import AheadBatch, NativeModel
 from atts.models import path
+from atts.speculation.proposals import OverlapStats
 from scripts.studies.harness import Cell, Options, Row, Spent, Table, cpu_seconds, interleaved, ratio, say, wall_seconds
 from scripts.studies.local_subjects import Lab, asked, send_all
 from scripts.studies.overlap_timelines import drawn, schemes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -178,7 +178,8 @@ def _beside_transformers(lab: Lab) -> Table:
                 written += text.shape[1] - len(prompt)
             return (time.process_time() - began) / written
 
-        measures = {"k=auto": own.seconds, "generate": theirs, "assisted": partial(theirs, assistant_model=draft)}
+        measures: dict[str, Callable[[], float]] = {"k=auto": own.seconds, "generate": theirs}
+        measures["assisted"] = partial(theirs, assistant_model=draft)
         seen = interleaved(measures, lab.options.pick(2, 4, 9))
     return Table.of(
         "Beside assisted generation of `transformers`, one text after another",

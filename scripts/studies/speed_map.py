@@ -162,7 +162,7 @@ def _map(groups: Sequence[Group], drafts: str, load: str) -> Table:
     rows, held = list[Row](), {(*one.lead, one.cell.samples): one for one in groups}
     for panel in dict.fromkeys(one.lead[0] for one in groups):
         for place in product([panel], map(_target, SIZES), SAMPLES):
-            cells = (None, NOT_YET, "-")
+            cells: Row = (None, NOT_YET, "-")
             if own := held.get(place):
                 cells = (own.gain().median, own.best_rival(), str(own.gain()))
             rows.append((*place, *cells))
@@ -198,8 +198,8 @@ def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
         names = [_SHORT.get(name, name) for name, value in medians.items() if value <= least * (1 + _CLOSE)]
         chosen.append((" or ".join(dict.fromkeys(names)), samples, 1 / least))
     for name, own in groupby(chosen, lambda one: one[0]):
-        _, samples, gains = zip(*own, strict=True)
-        first, last, told = samples[0], samples[-1], sorted({f"{gain:.1f}" for gain in gains}, reverse=True)
+        held = list(own)
+        first, last, told = held[0][1], held[-1][1], sorted({f"{gain:.1f}" for _, _, gain in held}, reverse=True)
         where = f"at {first}" if first == last else f"at {first} to {last}" if parts else f"up to {last}"
         words = f"{' to '.join(dict.fromkeys((told[0], told[-1])))} times"
         unit = "rollout" if first == last == 1 else "rollouts"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,7 +13,6 @@ import numpy as np
 from scipy import stats
 
 from atts.calibration import MODES, StoredScores, replay
-from atts.calibration.drift import DriftMonitor
 from atts.calibration.duplicate_scores import DuplicateScores
 from atts.calibration.exact_rate import exact_rate
 from atts.calibration.metrics import Floats, rate_metrics, sorted_decisions
@@ -21,12 +20,12 @@ from atts.calibration.stored import read_scores
 from atts.calibration.two_sample import QuestionSample, features
 from scripts.studies.harness import Options, Row, Table, say
 from scripts.studies.machine import shared_data
+from tests.calibration.live_scores import noticed_after
 
 Records = list[dict[str, Any]]
 ORDERS = ("sim", "lock")
 ARRAY = "ec846181"
 """The array that the recorded run was calibrated with."""
-SCORES = 300
 
 
 def study(options: Options) -> list[Table]:
@@ -71,36 +70,36 @@ def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> 
     """Every mode at one rate beside the published rule, the synchronous sort and a coin."""
     rows = list[Row]()
     for order, records in streams.items():
-        for name, decisions in _others(records, stored, rate).items():
-            questions, turns = ([record[key] for record in records] for key in ("question", "turn"))
-            scores = [math.log(record["score"]) for record in records]
-            taken = [bool(decision) for decision in decisions]
-            rows.append((order, name, *rate_metrics(questions, turns, scores, taken, rate).values()))
+        questions, turns = ([record[key] for record in records] for key in ("question", "turn"))
+        scores = [math.log(record["score"]) for record in records]
+        for name, taken in _others(questions, turns, np.array(scores), stored, rate).items():
+            rows.append(
+                (order, name, *rate_metrics(questions, turns, scores, taken.astype(bool).tolist(), rate).values())
+            )
         for mode in MODES:
             done = replay(records, rate=rate, mode=mode, stored=stored if mode == "split" else ())
             rows.append((order, f"mode {mode}", *done.metrics.values()))
-    errors = {str(row[1]): row[3:5] for row in rows if row[0] == ORDERS[0]}  # by turn, by question
-    words = {name: [f"{error:.2g}" for error in errors[name]] for name in ("published", "mode question-turn")}
-    headline = "by turn the published rule is off by {0}, by question by {1}; ours by **{2}** and **{3}** "
-    headline = headline.format(*(word for each in words.values() for word in each))
+    errors = {str(row[1]): [f"{error:.2g}" for error in row[3:5]] for row in rows if row[0] == ORDERS[0]}
+    (by_turn, by_question), (our_turn, our_question) = (errors[name] for name in ("published", "mode question-turn"))
     return Table.of(
         f"Every mode on the real stream at rate {rate:g}",
         "order | rule | overall error | turn RMS | question RMS | worst rolling 500 | AUROC in (question, turn) | "
         "like the sort",
         rows,
-        headline=headline + f"(root mean squares, nominal {rate:g})",
+        headline=f"by turn the published rule is off by {by_turn}, by question by {by_question}; ours by "
+        f"**{our_turn}** and **{our_question}** (root mean squares, nominal {rate:g})",
     )
 
 
-def _others(records: Records, stored: StoredScores, rate: float) -> dict[str, Floats]:
-    pool, x = np.sort(np.asarray(stored.nonconformity)), np.array([math.log(record["score"]) for record in records])
-    published = [int(below) >= (1 - exact_rate(rate)) * len(pool) for below in np.searchsorted(pool, x)]
-    q, t = (np.array([record[name] for record in records]) for name in ("question", "turn"))
-    coin = np.random.default_rng(0).random(len(x)) < rate
+def _others(
+    questions: Sequence[Any], turns: Sequence[int], scores: Floats, stored: StoredScores, rate: float
+) -> dict[str, Floats]:
+    """The decisions of the published rule, of the sort that waits for all siblings, and of a coin."""
+    pool = np.sort(np.asarray(stored.nonconformity))
     return {
-        "published": np.array(published, float),
-        "sort": sorted_decisions(q, t, x, rate),
-        "coin": coin.astype(float),
+        "published": np.searchsorted(pool, scores) >= math.ceil((1 - exact_rate(rate)) * len(pool)),
+        "sort": sorted_decisions(np.array(questions), np.array(turns), scores, rate),
+        "coin": np.random.default_rng(0).random(len(scores)) < rate,
     }
 
 
@@ -112,16 +111,18 @@ def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
     rows = list[Row]()
     for name, stored in {**chosen, **(_synthetic() if others else {})}.items():
         runs = clean if name == own or options.effort == "full" else clean // 4
-        false = sum(_after(stored, stored, seed) is not None for seed in range(runs))
-        rows.append((name, "clean", runs, false, None, None))
-        false = sum(_after(_sampled(stored, seed), stored, seed) is not None for seed in range(runs // 4))
-        rows.append((name, "clean, and itself a sample", runs // 4, false, None, None))
-        for kind, array in _broken(stored).items():
-            seen = [_after(array, stored, seed) for seed in range(broken)]
+        kinds = {
+            "clean": [stored] * runs,
+            "clean, and itself a sample": [_sampled(stored, n) for n in range(runs // 4)],
+        }
+        kinds |= {kind: [array] * broken for kind, array in _broken(stored).items()}
+        for kind, loaded in kinds.items():
+            seen = [noticed_after(array, stored, seed) for seed, array in enumerate(loaded)]
             hits = [after for after in seen if after is not None]
-            rows.append((name, kind, broken, len(hits), median(hits) if hits else None, max(hits, default=None)))
+            when = (median(hits), max(hits)) if hits and not kind.startswith("clean") else (None, None)
+            rows.append((name, kind, len(loaded), len(hits), *when))
     return Table.of(
-        f"Alarms within {SCORES} scores of whole questions drawn from the array",
+        "Alarms within 300 scores of whole questions drawn from the array",
         "array | loaded calibration | runs | alarms | median score of the alarm | latest",
         rows,
         "Clean runs draw questions with replacement from the array they are compared with: alarms there are false. "
@@ -135,13 +136,12 @@ def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
     runs = options.pick(10, 60, 200)
     rows = list[Row]()
     for name, stored in found.items():
-        seen = [_after(stored, found[own], seed) for seed in range(runs)]
-        back = [_after(found[own], stored, seed) for seed in range(runs)]
-        shares = (sum(after is not None for after in each) / runs for each in (seen, back))
-        effect, best = _effect(stored, found[own]), _oracle(stored, found[own])
+        sides = ((stored, found[own]), (found[own], stored))
+        shares = (sum(noticed_after(*side, seed) is not None for seed in range(runs)) / runs for side in sides)
+        effect, best = _effect(*sides[0]), _oracle(*sides[0])
         rows.append((name, len(stored), f"{DuplicateScores.of(stored).within:.0%}", effect, *shares, best))
     return Table.of(
-        f"Share of {runs} runs of {own} that notice another array within {SCORES} scores",
+        f"Share of {runs} runs of {own} that notice another array within 300 scores",
         "loaded calibration | scores | repeats | difference of question levels (SD) | noticed | the other way | "
         "best possible",
         rows,
@@ -152,14 +152,19 @@ def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
     )
 
 
+def _by_question(values: Sequence[float], stored: StoredScores) -> Floats:
+    return np.array(values).reshape(len(set(stored.questions)), -1)
+
+
 def _broken(stored: StoredScores) -> dict[str, StoredScores]:
-    scores = stored.scores
-    return {
-        "shifted by +0.5 in log": StoredScores.of([score * math.exp(0.5) for score in scores], 16),
-        "shifted by -0.5 in log": StoredScores.of([max(1.0, score * math.exp(-0.5)) for score in scores], 16),
-        "half of the draws duplicated": StoredScores.of([scores[at - at % 2] for at in range(len(scores))], 16),
-        "one draw in ten duplicated": StoredScores.of([scores[at - (at % 10 == 9)] for at in range(len(scores))], 16),
+    scores, places = np.array(stored.scores), np.arange(len(stored))
+    kinds: dict[str, Floats] = {
+        "shifted by +0.5 in log": scores * math.exp(0.5),
+        "shifted by -0.5 in log": np.maximum(1.0, scores * math.exp(-0.5)),
+        "half of the draws duplicated": scores[places - places % 2],
+        "one draw in ten duplicated": scores[places - (places % 10 == 9)],
     }
+    return {kind: StoredScores.of(values.tolist(), 16) for kind, values in kinds.items()}
 
 
 def _synthetic() -> dict[str, StoredScores]:
@@ -178,33 +183,14 @@ def _synthetic() -> dict[str, StoredScores]:
 
 def _sampled(stored: StoredScores, seed: int) -> StoredScores:
     """As many whole questions, drawn with replacement and moved by less than shows, so that none repeats another."""
-    questions = np.array(stored.scores).reshape(len(set(stored.questions)), -1)
-    draw = np.random.default_rng([seed, 1])
+    questions, draw = _by_question(stored.scores, stored), np.random.default_rng([seed, 1])
     chosen = questions[draw.integers(len(questions), size=len(questions))]
     moved = np.maximum(1.0, chosen * np.exp(draw.normal(0, 1e-6, chosen.shape)))
     return StoredScores.of(moved.ravel().tolist(), questions.shape[1])
 
 
-def _stream(stored: StoredScores, seed: int) -> Iterator[tuple[float, str]]:
-    size = len(stored) // len(set(stored.questions))
-    questions = np.array(stored.nonconformity).reshape(-1, size)
-    draw = np.random.default_rng(seed)
-    for live in range(math.ceil(SCORES / size)):
-        for nonconformity in questions[draw.integers(len(questions))][: SCORES - size * live]:
-            yield float(nonconformity), f"live {live}"
-
-
-def _after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
-    monitor = DriftMonitor(stored)
-    for nonconformity, question in _stream(source, seed):
-        if monitor.events:
-            break
-        monitor.observe(nonconformity, question, 0)
-    return monitor.events[0].scores if monitor.events else None
-
-
 def _effect(stored: StoredScores, other: StoredScores) -> float:
-    levels = [np.array(s.nonconformity).reshape(len(set(s.questions)), -1).mean(axis=1) for s in (stored, other)]
+    levels = [_by_question(each.nonconformity, each).mean(axis=1) for each in (stored, other)]
     return float((levels[0].mean() - levels[1].mean()) / math.sqrt((levels[0].var() + levels[1].var()) / 2))
 
 

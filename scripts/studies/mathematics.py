@@ -5,23 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, get_args
 
 import anyio
 
-from atts.api import Configuration, Pair, build_engines, configure, find_pair
-from atts.core import Role
+from atts.api import Configuration, Pair, answers_for, build_engines, config_keys, configure, find_pair
+from atts.api.pairs import PublishedRow
+from atts.core import Role, Usage
 from atts.engine import Engine
 from atts.errors import ATTSError, OptionError
-from atts.evaluators import Dataset
+from atts.evaluators import Dataset, Estimate, Samples, compare_runs, samples_of, score, share_estimate
+from atts.journal import FinishedProblem
 from atts.run import INTERRUPTED, RunOptions, RunResult, evaluate
-from scripts.studies.harness import say
-from scripts.studies.mathematics_table import Measured, as_json, tables
+from scripts.studies.harness import Row, Spread, Table, interval, points, say
 
 PUBLISHED: dict[str, Any] = {"samples": 16, "turns": 15, "max_tokens": 15_000, "rate": 0.4, "rollouts": 256}
 """As the published suites have it: 16 samples, 15 turns, pieces of 500 tokens, temperature 0.8, nothing cut short."""
@@ -60,6 +62,16 @@ class Job:
     repeats: int
     out: Path | None
 
+    @property
+    def rate(self) -> float:
+        """The nominal one."""
+        return self.configuration["rate"]
+
+    @property
+    def published(self) -> PublishedRow | None:
+        """The authors' own row for this benchmark, where it is known."""
+        return self.pair.published.get(self.dataset.name.split("[")[0])
+
 
 class Interrupted(Exception):
     """A run that did not come to its end; with --out the same command goes on."""
@@ -82,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def measure(job: Job) -> list[Measured]:
+async def measure(job: Job) -> dict[str, Measured]:
     """Every arm as often as asked, arms in turn, on engines that are opened once.
 
     :raises Interrupted: a run was asked to end.
@@ -98,7 +110,7 @@ async def measure(job: Job) -> list[Measured]:
             for arm in (*job.arms[start:], *job.arms[:start]):
                 say(f"math: {arm.name} ({arm.what}), seed {job.configuration['seed'] + repeat}")
                 found[arm.name].append(await _run(job, arm, repeat, draft, target))
-    return [Measured(arm.name, arm.what, tuple(found[arm.name])) for arm in job.arms]
+    return {arm.name: Measured(tuple(found[arm.name])) for arm in job.arms}
 
 
 async def _run(job: Job, arm: Arm, repeat: int, draft: Engine, target: Engine) -> RunResult:
@@ -112,23 +124,149 @@ async def _run(job: Job, arm: Arm, repeat: int, draft: Engine, target: Engine) -
     return result
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The runs of one arm, a seed each, on the same problems."""
+
+    runs: tuple[RunResult, ...]
+
+    @cached_property
+    def problems(self) -> list[FinishedProblem]:
+        """Every problem with the samples and decisions of all runs together."""
+        return [
+            replace(
+                lines[0],
+                samples=tuple(chain.from_iterable(line.samples for line in lines)),
+                escalated=sum(line.escalated for line in lines),
+                judged=sum(line.judged for line in lines),
+            )
+            for lines in zip(*(run.problems for run in self.runs), strict=True)
+        ]
+
+    @cached_property
+    def graded(self) -> list[Samples]:
+        """Those whose samples all have a verdict."""
+        group = answers_for("math").group
+        found = (samples_of(one.problem, one.complete_samples, group) for one in self.problems)
+        return [each for each in found if each is not None]
+
+    @property
+    def size(self) -> int:
+        """Samples a problem in one run."""
+        return max((len(line.samples) for run in self.runs for line in run.problems), default=1)
+
+    @cached_property
+    def accuracies(self) -> Mapping[str, Estimate]:
+        """Right in "any" sample of a run, in its "vote", and in "one"; all the same with one sample a problem."""
+        found = score(self.graded, ks=(self.size,)).estimates
+        names = {"any": f"pass@{self.size}", "vote": f"maj@{self.size}", "one": "pass@1"}
+        return {metric: found.get(name, found["pass@1"]) for metric, name in names.items()}
+
+    @property
+    def rate(self) -> Estimate:
+        """The share of judged chunks that went to the target."""
+        return share_estimate((one.escalated, one.judged) for one in self.problems)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all runs."""
+        return sum((run.usage for run in self.runs), Usage())
+
+    @property
+    def failed(self) -> int:
+        """Problems that came to nothing; they are in no rate."""
+        return sum(line.status == "failed" for run in self.runs for line in run.problems)
+
+    def speed_ups(self, alone: Measured | None) -> list[float]:
+        """The target's seconds over this arm's, run by run."""
+        pairs = zip(alone.runs, self.runs, strict=True) if alone else ()
+        return [theirs.seconds / mine.seconds for theirs, mine in pairs]
+
+    def minus(self, alone: Measured | None) -> str:
+        """How much more often single samples are right than the target's alone, paired by problem, in points."""
+        if alone is None or alone is self:
+            return "-"
+        mine, theirs = (
+            {held.problem: sum(one is True for one in held.correct) / len(held.correct) for held in side.graded}
+            for side in (self, alone)
+        )
+        pairs = [(right, mine[problem]) for problem, right in theirs.items() if problem in mine]
+        return points(compare_runs(*map(list, zip(*pairs, strict=True))).difference, 1) if pairs else "-"
+
+    def as_json(self, alone: Measured | None) -> dict[str, Any]:
+        """All of it as one strict JSON object."""
+        return {
+            **{metric: found.as_json() for metric, found in self.accuracies.items()},
+            "rate": self.rate.as_json(),
+            "usage": asdict(self.usage),
+            "seconds": [run.seconds for run in self.runs],
+            "speed_up": self.speed_ups(alone),
+            "failed": self.failed,
+        }
+
+
+def tables(job: Job, arms: Mapping[str, Measured]) -> list[Table]:
+    """The paper's layout where its three runs are there, and every run by itself."""
+    return [*([_paper(job, arms)] if set(_DEFAULT_ARMS) <= arms.keys() else []), _runs(job, arms)]
+
+
+def _paper(job: Job, arms: Mapping[str, Measured]) -> Table:
+    target, *others = (arms[name] for name in _DEFAULT_ARMS)
+    words = {"any": f"right in any of {target.size}", "vote": f"vote of {target.size}", "one": "one sample"}
+    rows: list[Row] = [
+        (word, *(interval(one.accuracies[metric]) for one in (*others, target)), *[""] * 4)
+        for metric, word in words.items()
+    ]
+    speeds = [Spread.of(one.speed_ups(target)).fixed() for one in others]
+    rows[0] = (*rows[0][:4], *speeds, *(interval(one.rate) for one in others))
+    repeats = len(target.runs)
+    how = f"median and range of {repeats} repeats" if repeats > 1 else "one measurement; --repeats gives a range"
+    notes = [
+        f"{len(job.dataset)} problems (digest {job.dataset.digest[:12]}), {target.size} samples, {repeats} seed"
+        f"{'s' * (repeats > 1)}; 95 % intervals over problems. Answers are graded here, by equivalence.",
+        f"Speed-up: seconds of the target alone over seconds of the arm, {how}. Arms run one after another on the same "
+        "engines, whose caches stay warm.",
+    ]
+    if known := job.published:
+        published = (f"{known.accuracy:.3f}", "", "", f"{known.marginal:.2f}", f"{known.conditional:.2f}", "", "")
+        rows.append(("published, any of 16", *published))
+        notes.append(
+            "The published row is the authors' own: answers judged by a model, their hardware, the first 15 problems "
+            f"of AIME, another 50 for AMC. {job.pair.name} was not run by this project, which had no GPUs for it."
+        )
+    return Table.of(
+        f"{job.dataset.name}: {job.pair.draft} drafts, {job.pair.target} is the target",
+        "| accuracy, marginal | accuracy, conditional | target accuracy | speed-up, marginal | speed-up, conditional | "
+        f"rate, marginal (nominal {job.rate:g}) | rate, conditional",
+        rows,
+        *notes,
+    )
+
+
+def _runs(job: Job, arms: Mapping[str, Measured]) -> Table:
+    alone, rows = arms.get("target"), list[Row]()
+    whole = alone.usage.target_tokens if alone else 0
+    for name, one in arms.items():
+        tokens = (one.usage.draft_tokens, one.usage.scored_tokens, one.usage.target_tokens)
+        share = f"{one.usage.target_tokens / whole:.1%}" if whole else "-"
+        accuracies = (*map(interval, one.accuracies.values()), one.minus(alone))
+        seconds = Spread.of([run.seconds for run in one.runs]).fixed(1)
+        rows.append((name, *accuracies, interval(one.rate), *tokens, share, seconds))
+    failed = sum(one.failed for one in arms.values())
+    return Table.of(
+        f"{job.dataset.name}: every run",
+        f"run | any | vote | one sample | minus target, points | rate (nominal {job.rate:g}) | draft tokens | scored | "
+        "target tokens | of target alone | seconds",
+        rows,
+        "The difference is of single samples, paired by problem.",
+        *([f"{failed} problems failed and are in no rate; the journals say why."] if failed else []),
+    )
+
+
 def _job(asked: argparse.Namespace) -> Job:
     pair = find_pair(asked.pair)
-    names = (
-        "dataset",
-        "pair",
-        "at",
-        "draft",
-        "target",
-        "file",
-        "limit",
-        "samples",
-        "turns",
-        "max_tokens",
-        "rate",
-        "seed",
-    )
-    told = {name: getattr(asked, name) for name in names if getattr(asked, name) is not None}
+    names = config_keys().keys() - {"out", "repeats"}  # these are of all runs together
+    told = {name: value for name, value in vars(asked).items() if name in names and value is not None}
     usual, words = (PUBLISHED, _PUBLISHED_PAIRS) if pair.name != "embedded" else ({}, ())
     chunk = [f"chunking.{role}_tokens={asked.chunk}" for role in ("draft", "target")] if asked.chunk else []
     configuration = configure({**usual, **told}, ["early_stop=none", *words, *chunk, *asked.set])
@@ -143,11 +281,17 @@ def _arms(names: str) -> tuple[Arm, ...]:
     return tuple(known[name] for name in dict.fromkeys(wanted))
 
 
-def _emit(job: Job, measured: Sequence[Measured], is_json: bool) -> None:
-    engines: dict[Role, str] = {role: job.configuration[role] for role in get_args(Role)}
-    rate = job.configuration["rate"]
-    record = as_json(job.dataset, job.pair, engines, rate, measured)
-    text = "\n".join(table.markdown() for table in tables(job.dataset, job.pair, rate, measured))
+def _emit(job: Job, measured: Mapping[str, Measured], is_json: bool) -> None:
+    dataset, alone = job.dataset, measured.get("target")
+    record = {
+        "dataset": {"name": dataset.name, "source": dataset.source, "digest": dataset.digest, "problems": len(dataset)},
+        "pair": job.pair.name,
+        "engines": {role: job.configuration[role] for role in get_args(Role)},
+        "nominal_rate": job.rate,
+        "published": asdict(job.published) if job.published else None,
+        "arms": {name: one.as_json(alone) for name, one in measured.items()},
+    }
+    text = "\n".join(table.markdown() for table in tables(job, measured))
     if job.out is not None:
         (job.out / "math.json").write_text(json.dumps(record, indent=1) + "\n")
         (job.out / "math.md").write_text(text)

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import anyio
 
+from atts.api import Setup, calibrate
+from atts.calibration import Calibrator
+from atts.core import Outcome, Problem
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
-from atts.methods import PRESETS
-from scripts.studies.arms import RATE, Grid, Ledger, Pair, arm, right, run_block, run_grid, scores_of
-from scripts.studies.harness import Options, Table, points, say
+from atts.methods import (
+    PRESETS,
+    LabelledRun,
+    SkippingGate,
+    certified_gate,
+    certify_net_runs,
+    certify_runs,
+    frozen_gate,
+)
+from atts.pipelines import Gate
+from scripts.studies.arms import RATE, Arm, Grid, Ledger, Pair, Sum, arm, right, run_block, run_grid, scores_of
+from scripts.studies.harness import Cell, Options, Row, Table, points, say
 from scripts.studies.machine import pair_name
 from scripts.studies.pipelines_exact import same_transcripts
-from scripts.studies.pipelines_gates import certified_table, ordinal_tables
-from scripts.studies.pipelines_tables import control, curve, methods, verdict
+from scripts.studies.pipelines_tables import control, curve, methods, scores_asked, verdict
 from scripts.studies.pipelines_time import timed
 
 CLAIMED = {"target-only": RATE, "atts": 0.19}
 """The default policy, its rate such that what the target writes stays below a fifth: at 0.2 it is about that."""
 ON_AXES = ("draft-only", "target-only", "atts")
+SEQUENTIAL = 4
+"""Samples where turns and tokens are limited."""
+EPSILON, NET, DELTA = 0.05, 0.02, 0.1
+"""Two runs of the target alone differ in a few answers, too: no bound below that can be certified by any number."""
 
 
 def study(options: Options) -> list[Table]:
@@ -44,12 +59,12 @@ async def claim(options: Options) -> list[Table]:
     Every rollout runs to its end: an early stop changes no vote, and without it pass@1 is that of all rollouts.
     """
     ledger = _ledger(options, "claim")
+    seeds = options.pick((0,), (0,), (0, 1, 2))  # a seed is a whole answer, the next ones make it narrower
+    grid = Grid(options.pick(20, 160, 2000), seeds, 250, options.pick(20, 40, 50))
     async with Pair() as pair:
         for m in options.pick((8,), (8,), (8, 16)):
-            for seed in options.pick((0,), (0,), (0, 1, 2)):  # a seed is a whole answer, the next ones make it narrower
-                grid = Grid(options.pick(20, 160, 2000), (seed,), 250, options.pick(20, 40, 50))
-                arms = [arm(name, samples=m, rate=rate, early_stop="none") for name, rate in CLAIMED.items()]
-                await run_grid(arms, grid, ledger, pair, "claim")
+            arms = [arm(name, samples=m, rate=rate, early_stop="none") for name, rate in CLAIMED.items()]
+            await run_grid(arms, grid, ledger, pair, "claim")
     return claimed(ledger)
 
 
@@ -102,44 +117,107 @@ async def every_method(options: Options) -> list[Table]:
     return [methods(f"Methods at rate {RATE:g}", ledger, [one.name for one in arms], 8)]
 
 
+_SAMPLES_NOTES = (
+    "Live runs, votes stopped as soon as they cannot change; per problem; 95 % intervals over problems.",
+    "With ties given to whichever comes first, the vote of 2 is no better than 1: monotone is the vote of odd numbers "
+    "where the right answer is the most probable one, and on problems where a wrong answer is, more samples make it "
+    "worse.",
+)
+_LIMIT_NOTE = (
+    f"{SEQUENTIAL} samples; a rollout that is cut has no answer and does not vote, so accuracy cannot fall as the "
+    "limit grows except by chance. The target's own steps are as long as the draft's, so both need as many turns."
+)
+
+
 async def axes(options: Options) -> list[Table]:
     """Both axes of scaling: samples per problem, then turns and tokens per rollout."""
-    ledger, count, sequential = _ledger(options, "axes"), options.pick(8, 40, 400), 4
-    sizes = [1 << power for power in range(options.pick(8, 64, 64).bit_length())]
+    ledger, count, tables = _ledger(options, "axes"), options.pick(8, 40, 400), list[Table]()
     turns = options.pick((2, 4, 8), (2, 4, 6, 8, 12), (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15))
     tokens = options.pick((50, 200), (50, 100, 150, 200, 300), (25, 50, 75, 100, 125, 150, 200, 250, 300, 400))
-    limits = {"turns": turns, "max_tokens": tokens}
+    limits: list[tuple[str, str, Sequence[int], tuple[str, ...]]] = [
+        ("Samples per problem", "samples", [1 << n for n in range(options.pick(4, 7, 7))], _SAMPLES_NOTES),
+        ("Turns per rollout", "turns", turns, (_LIMIT_NOTE,)),
+        ("Tokens per rollout", "max_tokens", tokens, (_LIMIT_NOTE,)),
+    ]
     async with Pair() as pair:
-        grid = Grid(count, block=options.pick(8, 20, 50))
-        for m in sizes:
-            await run_grid([arm(name, samples=m) for name in ON_AXES], grid, ledger, pair, "samples axis")
-        grid = Grid(count, block=options.pick(8, 40, 50))
-        for option, steps in limits.items():
+        for title, limit, steps, notes in limits:
+            grid = Grid(count, block=options.pick(8, 20 if limit == "samples" else 40, 50))
+            arms = {(name, step): _limited(name, limit, step) for name in ON_AXES for step in steps}
             for step in steps:
-                arms = [
-                    arm(name, samples=sequential).but(f"{name}, {option} {step}", **{option: step}) for name in ON_AXES
-                ]
-                await run_grid(arms, grid, ledger, pair, f"{option} axis")
-    found = {(name, m): ledger.of(name, m) for name in ON_AXES for m in sizes}
-    tables = [
-        curve(
-            "Samples per problem",
-            found,
-            "Live runs, votes stopped as soon as they cannot change; per problem; 95 % intervals over problems.",
-            "With ties given to whichever comes first, the vote of 2 is no better than 1: monotone is the vote of odd "
-            "numbers where the right answer is the most probable one, and on problems where a wrong answer is, more "
-            "samples make it worse.",
+                await run_grid([arms[name, step] for name in ON_AXES], grid, ledger, pair, f"{limit} axis")
+            found = {place: ledger.of(one.name, one.setup.policy.samples) for place, one in arms.items()}
+            tables.append(curve(title, found, *notes))
+    return tables
+
+
+def _limited(name: str, limit: str, step: int) -> Arm:
+    if limit == "samples":
+        return arm(name, samples=step)
+    return arm(f"{name}, {limit} {step}", name, samples=SEQUENTIAL, **{limit: step})
+
+
+async def ordinal(options: Options) -> list[Table]:
+    """The gate of ordered levels, taught by the scores themselves, beside the conformal one at the same rate."""
+    grid = Grid(options.pick(20, 150, 600), (options.seed,), 600, options.pick(20, 50, 50))
+    ledger, arms = _ledger(options, f"ordinal-{options.seed}"), [arm("conformal", "atts")]
+    for alpha in options.pick((0.05,), (0.05, 0.1), (0.02, 0.05, 0.1)):
+        gate = SkippingGate(Calibrator(RATE, Setup().mode, seed=options.seed), alpha)
+        arms.append(arm(f"ordinal, labels by score, alpha {alpha:g}", "ordinal", gate=gate))
+    async with Pair() as pair:
+        await run_grid(arms, grid, ledger, pair, "ordinal")
+    title, names = f"The ordinal gate beside the conformal one, rate {RATE:g}", [one.name for one in arms]
+    words = "Labels are learnt in this run from the scores, of every chunk at first, then of a seeded 15 %."
+    asked = scores_asked("Scores asked for", ledger, names, 8, "conformal")
+    return [methods(title, ledger, names, 8, words, base="conformal"), asked]
+
+
+async def certified(options: Options) -> list[Table]:
+    """Stored scores, labelled runs from the highest rate down, a certificate, the certified gate on test problems."""
+    warm, labelled, fresh = options.pick((10, 40, 20), (40, 200, 200), (100, 1000, 1000))
+    found, unseen = arithmetic("calibration", warm + labelled), arithmetic("test", fresh)
+    problems, seed = found[warm:], options.seed
+    stored = await calibrate(found[:warm], replace(arm("atts", samples=4).setup, seed=seed))
+    runs, rows = list[LabelledRun](), list[Row]()
+    async with Pair() as pair:
+
+        async def run(on: Sequence[Problem], seed: int, gate: Gate | None = None) -> tuple[Outcome, ...]:
+            method = arm("target-only") if gate is None else arm("atts", gate=gate)
+            return (await run_block(on, pair.plan(method, seed)))[0]
+
+        target = await run(problems, seed)
+        for rate in options.pick((0.3, 0.2), (0.4, 0.3, 0.2, 0.1), (0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)):
+            say(f"certificate: rate {rate:g}")
+            runs.append(LabelledRun("split", rate, await run(problems, seed, frozen_gate(rate, stored))))
+            last = certify_runs(target, runs, _is_right, EPSILON, DELTA).tested[-1]
+            word = "yes" if last.certified else "no"
+            rows.append(_certified("calibration", runs[-1].outcomes, rate, last.loss, last.p, word))
+            if not last.certified:
+                break  # a fixed sequence ends at its first failure: lower rates could not be certified
+        certificate = certify_runs(target, runs, _is_right, EPSILON, DELTA)
+        if certificate.chosen is not None:
+            alone = await run(unseen, seed + 1)
+            outcomes = await run(unseen, seed + 1, certified_gate(certificate, stored))
+            lost = [_is_right(one) and not _is_right(other) for one, other in zip(alone, outcomes, strict=True)]
+            rows.append(_certified("unseen", outcomes, certificate.chosen.rate, sum(lost) / fresh, None, "deployed"))
+    return [
+        Table.of(
+            f"Certified policy: at most {EPSILON:.0%} of answers lost, confidence {1 - DELTA:.0%}",
+            "problems | rate | escalated | lost answers | p | certified | target tokens per problem",
+            rows,
+            f"{certificate.guarantee}.",
+            f"Void with: {certificate.voided_by}.",
+            f"Of the net difference: {certify_net_runs(target, runs, _is_right, NET, DELTA).guarantee}.",
         )
     ]
-    for (option, steps), title in zip(limits.items(), ("Turns per rollout", "Tokens per rollout"), strict=True):
-        found = {(n, step): ledger.of(f"{n}, {option} {step}", sequential) for n in ON_AXES for step in steps}
-        note = (
-            f"{sequential} samples; a rollout that is cut has no answer and does not vote, so accuracy cannot fall as "
-            "the limit grows except by chance. The target's own steps are as long as the draft's, so both need as many "
-            "turns."
-        )
-        tables.append(curve(title, found, note))
-    return tables
+
+
+def _is_right(outcome: Outcome) -> bool:
+    return outcome.answer == outcome.problem.answer
+
+
+def _certified(name: str, outcomes: Sequence[Outcome], rate: float, *tested: Cell) -> Row:
+    found = Sum.of(name, outcomes)
+    return f"{len(outcomes)} {name}", rate, round(found.rate or 0.0, 3), *tested, round(found.each("target"), 1)
 
 
 PARTS: dict[str, Callable[[Options], Awaitable[list[Table]]]] = {
@@ -149,6 +227,6 @@ PARTS: dict[str, Callable[[Options], Awaitable[list[Table]]]] = {
     "axes": axes,
     "time": timed,
     "exact": same_transcripts,
-    "ordinal": ordinal_tables,
-    "certified": certified_table,
+    "ordinal": ordinal,
+    "certified": certified,
 }

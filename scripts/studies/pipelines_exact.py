@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
+from functools import cache
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
 
 from atts.api import Setup
-from atts.core import Outcome, Problem, Rollout, Sampling
+from atts.core import Outcome, Problem, Rollout, Turn
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.models import path as model_path
@@ -61,13 +65,14 @@ async def _run(method: Arm, problems: Sequence[Problem], pair: Pair, seed: int) 
 def _compared(exact: Sequence[Outcome], alone: Sequence[Outcome], seed: int) -> dict[str, Any]:
     """What a block came to, in numbers."""
     pairs = [pair for a, b in zip(exact, alone, strict=True) for pair in zip(a.rollouts, b.rollouts, strict=True)]
-    flips = [asdict(_flip(mine, theirs, seed)) for mine, theirs in pairs if _written(mine) != _written(theirs)]
-    used = {name: sum(getattr(one.usage, name) for one in exact) for name in ("drawn_tokens", "target_tokens")}
-    drafted = {name: sum(getattr(one.usage, name) for one in exact) for name in ("draft_tokens", "wasted_tokens")}
-    answers = sum(a.answer == b.answer for a, b in zip(exact, alone, strict=True))
-    tokens = sum(len(line.ids("target")) - len(line.prompt.target_ids) for _, line in pairs)
-    counts = {"problems": len(exact), "rollouts": len(pairs), "same_votes": answers, "tokens": tokens}
-    return {**counts, **used, **drafted, "flips": flips}
+    kinds = ("drawn_tokens", "target_tokens", "draft_tokens", "wasted_tokens")
+    return {
+        "problems": len(exact),
+        "rollouts": len(pairs),
+        "same_votes": sum(a.answer == b.answer for a, b in zip(exact, alone, strict=True)),
+        **{name: sum(getattr(one.usage, name) for one in exact) for name in kinds},
+        "flips": [asdict(_flip(mine, theirs, seed)) for mine, theirs in pairs if _written(mine) != _written(theirs)],
+    }
 
 
 def _written(line: Rollout) -> tuple[object, ...]:
@@ -84,54 +89,38 @@ def _flip(mine: Rollout, theirs: Rollout, seed: int) -> Flip:
 
 def _margin(line: Rollout, place: int, tokens: set[int], seed: int) -> float:
     """How far the uniform of a place must be moved for the draw there to change between these tokens."""
-    turn, within = _turn_of(line, place)
-    known = torch.tensor([line.ids("target")[:place]])
-    uniform = float(uniforms(Seed(seed, line.problem, line.sample, turn, "target"), within + 1)[-1])
-    model: Any = _reference()
+    ends = [*accumulate((_length(turn) for turn in line.turns), initial=len(line.prompt.target_ids))]
+    at = min(bisect_right(ends, place), len(line.turns)) - 1  # the end itself is drawn in the last turn
+    draw = Seed(seed, line.problem, line.sample, line.turns[at].index, "target")
+    uniform = float(uniforms(draw, place - ends[at] + 1)[-1])
     with torch.inference_mode():
-        logits = model(known).logits[:, -1]
-    law = probabilities(logits, batch_sampling([_sampling()], logits.shape[-1]))
-    edges = law.cumsum(-1)[0]
-    distances = (edges - uniform).abs()
-    margin = float(distances.min())
+        logits = _reference()(torch.tensor([line.ids("target")[:place]])).logits[:, -1]
+    law = probabilities(logits, batch_sampling([Setup().run_policy.sampling_of("target")], logits.shape[-1]))
+    margin = float((law.cumsum(-1)[0] - uniform).abs().min())
     moved = [uniform, max(0.0, uniform - 1.01 * margin), min(1.0, uniform + 1.01 * margin)]
     drawn = inverse_cdf(law.expand(3, -1), torch.tensor(moved, dtype=torch.float64))
-    return margin if tokens <= set(drawn.tolist()) else float("inf")
+    return margin if tokens <= set(drawn.tolist()) else math.inf
 
 
-def _turn_of(line: Rollout, place: int) -> tuple[int, int]:
-    """The turn that a token of a rollout was drawn in, and how many of that turn's came before it."""
-    first = len(line.prompt.target_ids)
-    for turn in line.turns:
-        length = sum(len(chunk.target_ids) for chunk in turn.chunks)
-        if place < first + length:
-            return turn.index, place - first
-        first += length
-    last = line.turns[-1]  # the end itself, which is part of no text
-    return last.index, sum(len(chunk.target_ids) for chunk in last.chunks)
+def _length(turn: Turn) -> int:
+    return sum(len(chunk.target_ids) for chunk in turn.chunks)
 
 
-_MODELS = dict[str, Any]()
-
-
+@cache
 def _reference() -> Any:
     """The target in transformers, loaded when the first difference is met."""
     from transformers import AutoModelForCausalLM
 
-    if not _MODELS:
-        loader: Any = AutoModelForCausalLM
-        _MODELS["target"] = loader.from_pretrained(model_path("target"), dtype=torch.float32).eval()
-    return _MODELS["target"]
-
-
-def _sampling() -> Sampling:
-    return Setup().run_policy.sampling_of("target")
+    loader: Any = AutoModelForCausalLM
+    return loader.from_pretrained(model_path("target"), dtype=torch.float32).eval()
 
 
 def _table(blocks: Sequence[dict[str, Any]]) -> Table:
     total = {name: sum(block[name] for block in blocks) for name in blocks[0] if name != "flips"}
     flips = [Flip(**flip) for block in blocks for flip in block["flips"]]
-    differing = share_estimate(_by_problem(total["problems"], flips))
+    by_problem = Counter(flip.problem for flip in flips)
+    counts = [*by_problem.values(), *[0] * (total["problems"] - len(by_problem))]
+    differing = share_estimate((count, SAMPLES) for count in counts)
     near = sum(flip.margin <= NEAR for flip in flips)
     rows: list[Row] = [
         ("problems x samples", f"{total['problems']} x {SAMPLES}"),
@@ -155,9 +144,3 @@ def _table(blocks: Sequence[dict[str, Any]]) -> Table:
         headline=f"method exact wrote {total['rollouts'] - len(flips):,} of {total['rollouts']:,} rollouts token for "
         f"token as the target alone; the others part at a draw on a border ({near} of {len(flips)})",
     )
-
-
-def _by_problem(problems: int, flips: Sequence[Flip]) -> Iterator[tuple[int, int]]:
-    names = [flip.problem for flip in flips]
-    yield from ((names.count(name), SAMPLES) for name in dict.fromkeys(names))
-    yield from [(0, SAMPLES)] * (problems - len(set(names)))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-
-import numpy as np
+from statistics import fmean
 
 from scripts.studies.arms import Ledger, Sum, right, share
 from scripts.studies.harness import Chart, Row, Table, interval, points
@@ -31,22 +30,15 @@ def methods(
 
 
 def _method(name: str, one: Sum, alone: Sum) -> Row:
-    is_base, ratio = one.pieces == alone.pieces, one.speed_up(alone)
-    return (
-        name,
-        interval(one.estimate(right)),
-        "-" if is_base else points(one.minus(alone, right)),
-        interval(one.estimate(share)),
-        "-" if is_base else points(one.minus(alone, share)),
-        round(one.each("draft"), 1),
-        round(one.each("scored"), 1),
-        round(one.each("target"), 1),
-        f"{one.each('target') / max(1e-9, alone.each('target')):.1%}",
-        round(one.gflops, 3),
-        f"{one.seconds:.1f}" if all(piece.seconds for piece in one.pieces) else "-",
-        "-" if ratio is None else f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
-        "-" if one.rate is None else f"{one.rate:.3f}",
-    )
+    accuracies: list[str] = []
+    for value in (right, share):
+        minus = "-" if one.pieces == alone.pieces else points(one.minus(alone, value))
+        accuracies += [interval(one.estimate(value)), minus]
+    tokens = (round(one.each("draft"), 1), round(one.each("scored"), 1), round(one.each("target"), 1))
+    part = f"{one.each('target') / max(1e-9, alone.each('target')):.1%}"
+    seconds = f"{one.seconds:.1f}" if all(piece.seconds for piece in one.pieces) else None
+    speed, rate = one.speed_up(alone), None if one.rate is None else f"{one.rate:.3f}"
+    return name, *accuracies, *tokens, part, round(one.gflops, 3), seconds, speed and speed.fixed(), rate
 
 
 def scores_asked(title: str, ledger: Ledger, names: Sequence[str], samples: int, base: str) -> Table:
@@ -55,10 +47,9 @@ def scores_asked(title: str, ledger: Ledger, names: Sequence[str], samples: int,
     rows: list[Row] = []
     for name in names:
         one = ledger.of(name, samples)
-        judged, asked = one.each("judged"), one.each("scored")
-        change = f"{asked / max(1e-9, alone.each('judged')) - 1:+.0%}"
-        vote = "-" if name == base else points(one.minus(alone, right))
-        rows.append((name, round(one.each("draft"), 1), round(judged, 1), round(asked, 1), change, vote))
+        tokens = (round(one.each("draft"), 1), round(one.each("judged"), 1), round(one.each("scored"), 1))
+        change = f"{one.each('scored') / max(1e-9, alone.each('judged')) - 1:+.0%}"
+        rows.append((name, *tokens, change, "-" if name == base else points(one.minus(alone, right))))
     return Table.of(
         f"{title}: {len(alone.by_problem(right))} problems x {samples} samples",
         f"gate | drafted tokens | of chunks decided on by a score | asked of the target | change | "
@@ -74,20 +65,20 @@ def scores_asked(title: str, ledger: Ledger, names: Sequence[str], samples: int,
 def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
     """Realised rates of a live arm by turn, level and question."""
     found = ledger.of(arm, samples)
-    groups: defaultdict[tuple[str, int], list[bool]] = defaultdict(list)
+    groups: dict[str, defaultdict[int, list[bool]]] = {kind: defaultdict(list) for kind in ("turn", "level", "all")}
     for one in found.solved:
         for _, turn, over in one.decisions:
-            for key in (("turn", turn), ("level", one.level), ("all", 0)):
-                groups[key].append(over)
+            for kind, number in (("turn", turn), ("level", one.level), ("all", 0)):
+                groups[kind][number].append(over)
     rows: list[Row] = []
-    for (kind, number), taken in sorted(groups.items(), key=lambda item: (("turn", "level", "all").index(item[0][0]),
-                                                                          item[0][1])):  # fmt: skip
-        if len(taken) >= 50:
-            rate = sum(taken) / len(taken)
-            name = kind if kind == "all" else f"{kind} {number}"
-            rows.append((name, len(taken), round(rate, 4), round(rate - nominal, 4)))
+    for kind, numbers in groups.items():
+        for number, taken in sorted(numbers.items()):
+            if len(taken) >= 50:
+                rate = fmean(taken)
+                name = kind if kind == "all" else f"{kind} {number}"
+                rows.append((name, len(taken), round(rate, 4), round(rate - nominal, 4)))
     asked = [len(one.decisions) for one in found.solved if one.decisions]
-    coins = math.sqrt(float(np.mean([nominal * (1 - nominal) / n for n in asked]))) if asked else math.nan
+    coins = math.sqrt(fmean(nominal * (1 - nominal) / n for n in asked)) if asked else math.nan
     return Table.of(
         f"Rate control of {arm} in the live pipeline, nominal {nominal:g}, {samples} samples",
         "group | decisions | realised rate | minus nominal",
@@ -97,9 +88,9 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
     )
 
 
-def verdict(ledger: Ledger, arm: str, samples: int, base: str = "target-only") -> Table:
+def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
     """The claim in three lines: is it met, and by how much."""
-    alone, found = ledger.of(base, samples), ledger.of(arm, samples)
+    alone, found = ledger.of("target-only", samples), ledger.of(arm, samples)
     vote, single = found.minus(alone, right), found.minus(alone, share)
     part = found.each("target") / alone.each("target")
     rows: list[tuple[str, str, bool]] = [
@@ -118,10 +109,9 @@ def curve(title: str, found: Mapping[tuple[str, int], Sum], *notes: str) -> Tabl
     """Accuracy, tokens and time of methods under a growing limit."""
     rows: list[Row] = []
     for (method, limit), one in found.items():
-        vote, n = one.estimate(right), len(one.solved)
-        tokens = (round(one.each("target"), 1), round(one.each("draft") + one.each("target"), 1))
-        costs = (*tokens, round(one.gflops, 3), round(one.seconds / n, 4))
-        accuracy = (round(vote.value, 4), f"[{vote.low:.3f}, {vote.high:.3f}]", interval(one.estimate(share)))
+        vote, tokens = one.estimate(right), (one.each("target"), one.each("draft") + one.each("target"))
+        accuracy = (round(vote.value, 4), interval(vote).partition(" ")[2], interval(one.estimate(share)))
+        costs = (*(round(each, 1) for each in tokens), round(one.gflops, 3), round(one.seconds / len(one.solved), 4))
         rows.append((method, limit, *accuracy, *costs))
     problems = len(next(iter(found.values())).solved)
     return Table.of(

@@ -23,11 +23,14 @@ Rates = Mapping[Literal["draft", "scored", "target"], float]
 
 async def timed(options: Options) -> list[Table]:
     """The target alone with either number of threads, the policy plain, drafting on, and skipping scores."""
-    return [await _timed(how, options.pick(4, 20, 100), options.seed) for how in ("latency", "throughput")]
+    count, seed = options.pick(4, 20, 100), options.seed
+    return [
+        await _timed("latency: one problem at a time", "one by one", count, seed),
+        await _timed("throughput: all problems at once, 64 rollouts in flight", "together", count, seed),
+    ]
 
 
-async def _timed(how: Literal["latency", "throughput"], count: int, seed: int) -> Table:
-    schedule: Schedule = "one by one" if how == "latency" else "together"
+async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
     make = partial(arm, samples=SAMPLES, schedule=schedule)
     arms = [
         make("target-only"),
@@ -41,22 +44,21 @@ async def _timed(how: Literal["latency", "throughput"], count: int, seed: int) -
         make("ordinal"),
         make("draft-only", early_stop="none"),
     ]
+    name, _, words = how.partition(": ")
     ledger, scoring = Ledger(), Rescoring()
     async with Pair((1, 2), {one.variant for one in arms if one.variant != "plain"}) as pair:
         rescore = partial(scoring.rescore, schedule=schedule, target=pair.targets[1])
-        await run_grid(arms, Grid(count * ROUNDS, (seed,), count * ROUNDS, count), ledger, pair, how, rescore)
+        await run_grid(arms, Grid(count * ROUNDS, (seed,), count * ROUNDS, count), ledger, pair, name, rescore)
     found = {one.name: ledger.of(one.name) for one in arms}
     base = min((found[name] for name in ("target-only", "target-only, 2 threads")), key=lambda one: one.seconds)
-    drafting = found["draft-only"]
     rates: Rates = {
-        "draft": drafting.seconds / max(1, drafting.total("draft")),
+        "draft": found["draft-only"].seconds / max(1, found["draft-only"].total("draft")),
         "scored": scoring.seconds / max(1, scoring.tokens),
         "target": base.seconds / max(1, base.total("target")),
     }
     d, s, t = rates.values()
-    words = "one problem at a time" if how == "latency" else "all problems at once, 64 rollouts in flight"
     return Table.of(
-        f"Time, {how}: {words}, {count * ROUNDS} problems x {SAMPLES} samples, the same vote and early stop everywhere",
+        f"Time, {how}, {count * ROUNDS} problems x {SAMPLES} samples, the same vote and early stop everywhere",
         "method | right | seconds | speed-up | processor time | d | s | g | bound d + s + g | measured part | "
         "deviation | draft tokens | scored | target tokens | of these drawn while scoring",
         [_time_row(name, one, base, (found["target-only"], rates)) for name, one in found.items()],
@@ -78,16 +80,16 @@ def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
     alone, rates = plain
     decoded = {kind: one.total(kind) - (one.total("drawn") if kind == "target" else 0) for kind in rates}
     parts = [decoded[kind] * rate / base.seconds for kind, rate in rates.items()]
-    measured, bound, spread = one.seconds / base.seconds, sum(parts), one.speed_up(base)
-    used = alone.speed_up(one, "processor")
-    assert spread is not None, "they ran side by side"
-    assert used is not None, "so did these"
+    measured, bound = one.seconds / base.seconds, sum(parts)
+    spread, used = one.speed_up(base), alone.speed_up(one, "processor")
+    assert spread, "they ran side by side"
+    assert used, "so did these"
     return (
         name,
         interval(one.estimate(right)),
         round(one.seconds, 2),
         f"{1 / measured:.2f} [{spread.low:.2f}, {spread.high:.2f}]",
-        f"{used.median:.2f} [{used.low:.2f}, {used.high:.2f}]",
+        used.fixed(),
         *(round(part, 3) for part in (*parts, bound, measured)),
         f"{measured / bound - 1:+.0%}" if bound else "-",
         *(one.total(kind) for kind in rates),

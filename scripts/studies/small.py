@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from statistics import fmean
 
 import anyio
@@ -57,8 +59,12 @@ class Ended:
         """Of what the gate decided, and what came of it."""
         worst = sorted(gate.made, reverse=True)[: max(1, round(rate * len(gate.made)))]
         right = {one.problem.id: float(one.answer == one.problem.answer) for one in outcomes}
-        caught = fmean(over for _, over in worst)
-        return cls(len(gate.made), sum(over for _, over in gate.made), caught, right)
+        return cls(len(gate.made), sum(over for _, over in gate.made), fmean(over for _, over in worst), right)
+
+    @property
+    def share(self) -> float:
+        """The realised rate."""
+        return self.escalated / self.decisions
 
 
 def study(options: Options) -> list[Table]:
@@ -70,24 +76,18 @@ def study(options: Options) -> list[Table]:
 
 
 async def _run_all(parts: Parts, sizes: Sequence[tuple[int, int]], seeds: int, first: int) -> None:
-    cells = [
-        (seed, size, order, rate, gate)
-        for seed in range(first, first + seeds)
-        for size in sizes for rate in RATES for order in ORDERS for gate in GATES
-    ]  # fmt: skip
     async with Pair() as pair:
-        for seed, (problems, samples), order, rate, gate in cells:
+        for seed, size, rate, order, gate in product(range(first, first + seeds), sizes, RATES, ORDERS, GATES):
+            problems, samples = size
             name = f"{problems}|{samples}|{order}|{rate}|{gate}|{seed}"
-            if name in parts:
-                continue
-            say(f"small runs: {name}")
-            chosen = _ordered(arithmetic("test", problems, 5000 + seed), order)
-            plan = pair.plan(arm("atts", samples=samples, rate=rate), seed * 31 + len(order))
-            tuning = Tuning.for_rollouts(samples)
-            watched = WatchedGate(Calibrator(rate, "aci", seed=plan.seed, tuning=tuning), gate == GATES[0])
-            plan = replace(plan, gate=watched)
-            outcomes, _ = await run_block(chosen, plan)
-            parts.keep(name, asdict(Ended.of(watched, outcomes, rate)))
+            if name not in parts:
+                say(f"small runs: {name}")
+                plan = pair.plan(arm("atts", samples=samples, rate=rate), seed * 31 + len(order))
+                tuning = Tuning.for_rollouts(samples)
+                watched = WatchedGate(Calibrator(rate, "aci", seed=plan.seed, tuning=tuning), gate == GATES[0])
+                chosen = _ordered(arithmetic("test", problems, 5000 + seed), order)
+                outcomes, _ = await run_block(chosen, replace(plan, gate=watched))
+                parts.keep(name, asdict(Ended.of(watched, outcomes, rate)))
 
 
 def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:
@@ -97,27 +97,25 @@ def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:
 
 
 def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
-    found = {tuple(name.split("|")): Ended(**value) for name, value in parts.items()}
+    found: defaultdict[tuple[str, ...], dict[str, Ended]] = defaultdict(dict)  # by all but the seed, then by seed
+    for name, value in parts.items():
+        *cell, seed = name.split("|")
+        found[tuple(cell)][seed] = Ended(**value)
     rows = list[Row]()
-    for problems, samples in sizes:
-        for order in ORDERS:
-            for rate in RATES:
-                key = (str(problems), str(samples), order, str(rate))
-                runs = {gate: {n[5]: run for n, run in found.items() if n[:5] == (*key, gate)} for gate in GATES}
-                both = sorted(runs[GATES[0]].keys() & runs[GATES[1]].keys())
-                cells = [value for gate in GATES for value in _facts([runs[gate][seed] for seed in both], rate)]
-                others = {seed: _others(found, key[:3], seed) for seed in both}
-                gained = _gained([(runs[GATES[1]][seed].right, runs[GATES[0]][seed].right) for seed in both])
-                alike = _gained(
-                    [
-                        (_at_share(others[seed], ended.escalated / ended.decisions), ended.right)
-                        for seed, ended in runs[GATES[0]].items()
-                        if len(others.get(seed, ())) > 1
-                    ]
-                )
-                spent = [sum(runs[gate][seed].escalated for seed in both) for gate in GATES]
-                more = spent[1] / spent[0] if both else None
-                rows.append((f"{problems} x {samples}", order, rate, len(both), *cells, more, gained, alike))
+    for (problems, samples), order, rate in product(sizes, ORDERS, RATES):
+        cell = (str(problems), str(samples), order)
+        counted, streaming = (found[*cell, str(rate), gate] for gate in GATES)
+        both = sorted(counted.keys() & streaming.keys())
+        facts = [fact for runs in (counted, streaming) for fact in _facts([runs[seed] for seed in both], rate)]
+        spent = [sum(runs[seed].escalated for seed in both) for runs in (counted, streaming)]
+        gained = _gained([(streaming[seed].right, counted[seed].right) for seed in both])
+        alike = list[tuple[Mapping[str, float], Mapping[str, float]]]()
+        for seed, run in counted.items():
+            others = [found[*cell, str(each), GATES[1]].get(seed) for each in RATES]
+            if len(known := [one for one in others if one is not None]) > 1:
+                alike.append((_at_share(known, run.share), run.right))
+        more = spent[1] / spent[0] if both else None
+        rows.append((f"{problems} x {samples}", order, rate, len(both), *facts, more, gained, _gained(alike)))
     return Table.of(
         "Small runs, live: how far they end from their rate, and what of the worst chunks went over",
         "problems x samples | order | rate | runs | RMS error, counted | worst caught | RMS error, streaming in | "
@@ -130,19 +128,12 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
     )
 
 
-def _others(found: Mapping[tuple[str, ...], Ended], key: Sequence[str], seed: str) -> list[Ended]:
-    """The runs of a seed that were not told their size, at all rates."""
-    return [run for rate in RATES if (run := found.get((*key, str(rate), GATES[1], seed))) is not None]
-
-
 def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
     """How often each problem was right where this share of chunks was escalated: on the line of the two nearest."""
-    (low, first), (high, last) = sorted(
-        sorted(((run.escalated / run.decisions, run.right) for run in runs), key=lambda one: abs(one[0] - share))[:2],
-        key=lambda one: one[0],
-    )
-    place = (share - low) / (high - low)
-    return {name: right + place * (last[name] - right) for name, right in first.items()}
+    nearest = sorted(runs, key=lambda run: abs(run.share - share))[:2]
+    low, high = sorted(nearest, key=lambda run: run.share)
+    place = (share - low.share) / (high.share - low.share)
+    return {name: right + place * (high.right[name] - right) for name, right in low.right.items()}
 
 
 def _gained(runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
@@ -152,7 +143,7 @@ def _gained(runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> 
 
 
 def _facts(runs: Sequence[Ended], rate: float) -> tuple[float | None, float | None]:
+    """How far runs end from their rate (root mean square), and what share of their worst chunks went over."""
     if not runs:
         return None, None
-    errors = [(run.escalated / run.decisions - rate) ** 2 for run in runs]
-    return math.sqrt(sum(errors) / len(runs)), sum(run.caught for run in runs) / len(runs)
+    return math.sqrt(fmean((run.share - rate) ** 2 for run in runs)), fmean(run.caught for run in runs)

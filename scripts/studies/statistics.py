@@ -6,33 +6,144 @@ import heapq
 import math
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from scipy import stats
 
+from atts.analysis.ratios import ratio_interval
 from atts.calibration import Candidate, Tuning, certify, certify_net, replay
+from atts.calibration.metrics import Floats
 from atts.core import Decision
+from atts.evaluators.metrics.intervals import mean_estimate
+from atts.evaluators.metrics.paired import difference_estimate
+from atts.evaluators.metrics.rates import Votes, maj_at_k, pass_at_k
 from atts.run.recorder import DecisionsLeft
 from scripts.studies.calibration import traces
-from scripts.studies.coverage import coverage_tables
 from scripts.studies.harness import Options, Row, Table
 from scripts.studies.scale_work import recorded_rollouts
 
+T = TypeVar("T")
+Draw = np.random.Generator
+Ends = tuple[float, float]
 Turns = Sequence[tuple[float, int]]
 """A recorded rollout: score and characters of each chunk."""
 
-EPSILON = 0.02
+EPSILON, SAMPLES = 0.02, 16
+TRUTHS = (0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99)
+_MANY = 20_000  # problems from which a true value is computed
 
 
 def study(options: Options) -> list[Table]:
     """Coverage by simulation; rates on recorded scores, where the traces are at hand."""
-    tables = [*coverage_tables(options), certificates(options), lengths(options)]
+    tables = [coverage(problems, options) for problems in options.pick((30,), (30, 40, 500), (30, 40, 500))]
+    tables += [certificates(options), lengths(options)]
     folder = traces()
     return tables if folder is None else [*tables, small_runs(folder, options)]
 
+
+def coverage(problems: int, options: Options) -> Table:
+    """How often a nominal 95 % holds the truth: everything that is printed, beside the others' formulas."""
+    rows, many, runs = list[Row](), options.pick(100, 400, 4000), options.pick(50, 300, 2000)
+    for truth in TRUTHS:
+        rows += _rates(np.random.default_rng([options.seed, problems, round(1000 * truth)]), truth, problems, many)
+    draw = np.random.default_rng([options.seed, problems, 1])
+    rows += [_differences(draw, shift, problems, runs) for shift in (0.0, 0.02, 0.1)]
+    for law, (costs, known) in RATIOS.items():
+        held = fmean(_holds(ratio_interval(*costs(draw, problems)), known) for _ in range(runs))
+        rows.append((f"ratio of costs, {law}", known, held, None, None))
+    return Table.of(
+        f"What a nominal 95 % covers with {problems} problems of {SAMPLES} samples",
+        " | ".join(["what", "true value", *FORMULAS]),
+        rows,
+        f"{many:,} simulated benchmarks a row, {runs:,} for differences and ratios, a quarter "
+        "for maj@5, where wrong answers fall on three values; difficulties are Beta. The others' formulas are theirs, "
+        "computed here: inspect_ai has none for differences and ratios, lm_eval takes two runs as independent.",
+    )
+
+
+def _ours(values: Floats) -> Ends:
+    """The interval that is printed."""
+    found = mean_estimate(values, values.size * SAMPLES)
+    return found.low, found.high
+
+
+def _around(values: Floats, reach: float) -> Ends:
+    half = reach * float(values.std(ddof=1)) / math.sqrt(values.size)
+    return float(values.mean()) - half, float(values.mean()) + half
+
+
+FORMULAS: Mapping[str, Callable[[Floats], Ends]] = {
+    "ours": _ours,
+    "inspect_ai": lambda values: _around(values, float(stats.t.ppf(0.975, values.size - 1))),
+    "lm_eval": lambda values: _around(values, 1.96),
+}
+"""Theirs: standard errors clustered by problem with Student's t; standard errors of the mean, 1.96 to either side."""
+
+
+def _holds(ends: Ends, known: float) -> bool:
+    return ends[0] <= known <= ends[1]
+
+
+def _rates(draw: Draw, truth: float, problems: int, runs: int) -> Iterator[Row]:
+    def row(name: str, known: float, found: list[Floats]) -> Row:
+        return name, known, *(fmean(_holds(formula(one), known) for one in found) for formula in FORMULAS.values())
+
+    law = (2 * truth, 2 * (1 - truth))
+    right = draw.binomial(SAMPLES, draw.beta(*law, (runs, problems))).astype(float)
+    for k in (1, 4):
+        known = float((1 - (1 - draw.beta(*law, 400_000)) ** k).mean())
+        yield row(f"pass@{k}", known, [pass_at_k(np.full(problems, SAMPLES), one, k) for one in right])
+    many = draw.binomial(SAMPLES, draw.beta(*law, _MANY)).astype(float)
+    known = float(_majorities(draw, many).mean())
+    yield row("maj@5", known, [_majorities(draw, one) for one in right[: max(1, runs // 4)]])
+
+
+def _majorities(draw: Draw, right: Floats) -> Floats:
+    """Exact maj@5 of every problem: its right samples agree, its wrong ones fall on three answers."""
+    wrong = draw.multinomial(SAMPLES - right.astype(int), (0.5, 0.3, 0.2))
+    sizes = np.column_stack([right.astype(int), wrong]).tolist()
+    return maj_at_k([Votes(tuple(each), (1.0, 0.0, 0.0, 0.0)) for each in sizes], 5)
+
+
+def _differences(draw: Draw, shift: float, problems: int, runs: int) -> Row:
+    """Two runs of the same problems, single answers, accuracies near .9 that differ by `shift`."""
+    ours, theirs = list[bool](), list[bool]()
+    for _ in range(runs):
+        chance = draw.beta(9, 1, problems) * (1 - shift)
+        first = (draw.random(problems) < chance).astype(float)
+        second = (draw.random(problems) < np.minimum(1, chance + shift)).astype(float)
+        found = difference_estimate(second - first)
+        ours.append(_holds((found.low, found.high), shift))
+        half = 1.96 * math.hypot(first.std(ddof=1), second.std(ddof=1)) / math.sqrt(problems)
+        theirs.append(abs(float(second.mean() - first.mean()) - shift) <= half)
+    return f"difference of {shift:g}", shift, fmean(ours), None, fmean(theirs)
+
+
+def _correlated(draw: Draw, problems: int) -> tuple[Floats, Floats]:
+    common, own = draw.normal(0, 0.6, problems), draw.normal(0, 0.4, (2, problems))
+    return np.exp(common + own[0]), 0.2 * np.exp(common + own[1])
+
+
+def _long_tails(draw: Draw, problems: int) -> tuple[Floats, Floats]:
+    first, second = np.exp(draw.normal(0, 1, problems) + draw.normal(0, 0.8, (2, problems)))
+    return first, second
+
+
+def _mostly_nothing(draw: Draw, problems: int) -> tuple[Floats, Floats]:
+    taken = (draw.random(problems) < 0.3) * draw.exponential(1, problems)
+    return np.exp(draw.normal(-0.125, 0.5, problems)), taken
+
+
+RATIOS: Mapping[str, tuple[Callable[[Draw, int], tuple[Floats, Floats]], float]] = {
+    "correlated": (_correlated, 0.2),
+    "long tails": (_long_tails, 1.0),
+    "second mostly nothing": (_mostly_nothing, 0.3),
+}
+"""What a problem costs in two runs: each law's costs, and the ratio of their means."""
 
 LAWS = {
     "as good, 8.5 % lost and won": (0.085, 0.085),
@@ -48,10 +159,9 @@ def certificates(options: Options) -> Table:
     for name, (lost, won) in LAWS.items():
         for problems in (500, 2000):
             draw = np.random.default_rng([options.seed, problems])
-            laws = (lost, won, 1 - lost - won)
-            found = [draw.choice((1.0, -1.0, 0.0), problems, p=laws).tolist() for _ in range(runs)]
-            old = [certify([Candidate("a", 0.2, [max(loss, 0.0) for loss in one], 1.0)], EPSILON) for one in found]
-            net = [certify_net([Candidate("a", 0.2, one, 1.0)], EPSILON) for one in found]
+            found = draw.choice((1.0, -1.0, 0.0), (runs, problems), p=(lost, won, 1 - lost - won))
+            old = [certify([_policy(np.maximum(one, 0.0))], EPSILON) for one in found]
+            net = [certify_net([_policy(one)], EPSILON) for one in found]
             rows.append((name, problems, *(fmean(c.chosen is not None for c in each) for each in (old, net))))
     return Table.of(
         f"Share of runs that are certified at {EPSILON}, by simulation",
@@ -59,6 +169,10 @@ def certificates(options: Options) -> Table:
         rows,
         f"{runs:,} simulated runs a row, delta .1. A policy worse by .025 may be certified in one run of ten.",
     )
+
+
+def _policy(losses: Floats) -> Candidate:
+    return Candidate("a", 0.2, losses.tolist(), 1.0)
 
 
 def lengths(options: Options) -> Table:
@@ -83,34 +197,49 @@ def lengths(options: Options) -> Table:
 
 def _first_chunks(chunks: int, in_flight: int, draw: random.Random) -> list[dict[str, Any]]:
     places = [draw.gauss(0, 1) for _ in range(chunks)]
-    waiting = [(min(500.0, 60 + math.exp(4 + 0.5 * place)), place) for place in places]
-    going, found, now = list[tuple[float, float, float]](), list[dict[str, Any]](), 0.0
-    while waiting or going:
-        while waiting and len(going) < in_flight:
-            length, place = waiting.pop()
-            heapq.heappush(going, (now + length + 1e-6 * draw.random(), length, place))
-        now, length, place = heapq.heappop(going)
+    lengths = ((min(500.0, 60 + math.exp(4 + 0.5 * place)), place) for place in reversed(places))
+    found = list[dict[str, Any]]()
+    for length, place in _as_they_end(([(one[0] + 1e-6 * draw.random(), one)] for one in lengths), in_flight):
         score = math.exp(abs(0.6 + 0.15 * (0.54 * place + math.sqrt(1 - 0.54**2) * draw.gauss(0, 1))))
         found.append({"question": len(found), "turn": 0, "score": score, "length": length})
     return found
 
 
+def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> Iterator[T]:
+    """The steps of lines of work, each with its duration, in the order of their ends, so many lines at once."""
+    waiting, going, now = enumerate(map(iter, lines)), list[tuple[float, int, T, Iterator[tuple[float, T]]]](), 0.0
+
+    def step(number: int, line: Iterator[tuple[float, T]]) -> None:
+        for seconds, what in line:
+            heapq.heappush(going, (now + seconds, number, what, line))
+            return
+
+    while True:
+        while len(going) < in_flight and (new := next(waiting, None)):
+            step(*new)
+        if not going:
+            return
+        now, number, what, line = heapq.heappop(going)
+        yield what
+        step(number, line)
+
+
 def small_runs(folder: Path, options: Options) -> Table:
     """The default mode on recorded rollouts, drawn anew for every run; the run's size known, and not."""
-    runs = options.pick(2, 6, 20)
-    recorded = _rollouts(folder)
-    rows = list[Row]()
-    for problems, samples in options.pick(
-        ((20, 8),), ((20, 8), (30, 16), (40, 8)), ((20, 8), (30, 16), (40, 8), (100, 8))
-    ):
+    runs, sizes, rows = options.pick(2, 6, 20), ((20, 8), (30, 16), (40, 8), (100, 8)), list[Row]()
+    recorded: defaultdict[int, list[Turns]] = defaultdict(list)
+    for record in recorded_rollouts(folder) or ():
+        if turns := [(turn["ppl"], turn["draft_chars"]) for turn in record["turns"] if turn["ppl"] is not None]:
+            recorded[record["question_id"]].append(turns)
+    for problems, samples in sizes[: options.pick(1, 3, 4)]:
+        fit = [rollouts for rollouts in recorded.values() if len(rollouts) >= samples]
         for order in ("random", "hard first", "easy first"):
-            streams = [_arrivals(recorded, problems, samples, order, seed) for seed in range(runs)]
+            streams = [_arrivals(fit, problems, samples, order, seed) for seed in range(runs)]
             for rate in (0.1, 0.2, 0.4):
-                cells = [
-                    cell
-                    for known in (True, False)
-                    for cell in _facts([_ended(stream, rate, samples, known) for stream in streams])
-                ]
+                cells = list[float]()
+                for known in (True, False):
+                    errors, caught = zip(*(_ended(one, rate, samples, known) for one in streams), strict=True)
+                    cells += [math.sqrt(fmean(error**2 for error in errors)), fmean(caught)]
                 rows.append((f"{problems} x {samples}", order, rate, *cells))
     return Table.of(
         "How far the default mode ends from its rate (root mean square)",
@@ -122,41 +251,27 @@ def small_runs(folder: Path, options: Options) -> Table:
     )
 
 
-def _rollouts(folder: Path) -> list[list[Turns]]:
-    found: defaultdict[int, list[Turns]] = defaultdict(list)
-    for record in recorded_rollouts(folder) or ():
-        if turns := [(turn["ppl"], turn["draft_chars"]) for turn in record["turns"] if turn["ppl"] is not None]:
-            found[record["question_id"]].append(turns)
-    return list(found.values())
-
-
-def _arrivals(recorded: list[list[Turns]], problems: int, samples: int, order: str, seed: int) -> list[dict[str, Any]]:
+def _arrivals(fit: Sequence[list[Turns]], problems: int, samples: int, order: str, seed: int) -> list[dict[str, Any]]:
     draw = random.Random(f"{seed} {problems} {samples} {order}")
-    fit = [rollouts for rollouts in recorded if len(rollouts) >= samples]
     chosen = [draw.sample(draw.choice(fit), samples) for _ in range(problems)]
     if order != "random":
-        chosen.sort(key=_hardness, reverse=order == "hard first")
-    waiting = [(n, s, turns) for n, rollouts in enumerate(chosen) for s, turns in enumerate(rollouts)][::-1]
-    found, going = list[dict[str, Any]](), list[tuple[float, int, int, int, Turns]]()
-    now, left = 0.0, DecisionsLeft(problems, samples)
-    while waiting or going:
-        while waiting and len(going) < 64:
-            problem, sample, turns = waiting.pop()
-            heapq.heappush(going, (now + turns[0][1] * draw.uniform(0.8, 1.2), problem, sample, 0, turns))
-        now, problem, sample, turn, turns = heapq.heappop(going)
+        hardness = [fmean(score for turns in rollouts for score, _ in turns) for rollouts in chosen]
+        places = sorted(range(problems), key=hardness.__getitem__, reverse=order == "hard first")
+        chosen = [chosen[place] for place in places]
+
+    def line(problem: int, sample: int, turns: Turns) -> Iterator[tuple[float, tuple[int, int, int, Turns]]]:
+        for turn, (_, characters) in enumerate(turns):
+            yield characters * draw.uniform(0.8, 1.2), (problem, sample, turn, turns)
+
+    lines = (line(n, s, turns) for n, rollouts in enumerate(chosen) for s, turns in enumerate(rollouts))
+    found, left = list[dict[str, Any]](), DecisionsLeft(problems, samples)
+    for problem, sample, turn, turns in _as_they_end(lines, 64):
         place = {"question": problem, "sample": sample, "turn": turn}
         found.append({**place, "score": max(1.0, turns[turn][0]), "left": left.share})
         left.count(Decision("accept", 0.5, str(problem), turn, sample))
-        if turn + 1 < len(turns):
-            heapq.heappush(going, (now + turns[turn + 1][1] * draw.uniform(0.8, 1.2), problem, sample, turn + 1, turns))
-        else:
+        if turn + 1 == len(turns):
             left.end(str(problem), sample)
     return found
-
-
-def _hardness(rollouts: Sequence[Turns]) -> float:
-    scores = [score for turns in rollouts for score, _ in turns]
-    return sum(scores) / len(scores)
 
 
 def _ended(stream: list[dict[str, Any]], rate: float, samples: int, known: bool) -> tuple[float, float]:
@@ -165,7 +280,3 @@ def _ended(stream: list[dict[str, Any]], rate: float, samples: int, known: bool)
     done = replay(told, rate=rate, mode="aci", tuning=Tuning.for_rollouts(samples))
     worst = sorted(done.decisions, key=lambda decision: -(decision.score or 0.0))[: max(1, round(rate * len(stream)))]
     return done.escalated - rate, fmean(decision.escalate for decision in worst)
-
-
-def _facts(runs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    return math.sqrt(fmean(error**2 for error, _ in runs)), fmean(caught for _, caught in runs)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from atts.analysis.ratios import ratio_interval
-from scripts.studies.coverage import RATIOS
+from scripts.studies.statistics import RATIOS
 
 
 @pytest.mark.parametrize("law", ["long tails", "second mostly nothing"])

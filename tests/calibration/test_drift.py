@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -12,27 +12,9 @@ import pytest
 from atts.calibration import Calibrator, StoredScores
 from atts.calibration.drift import DriftMonitor, SimpleJumper
 from atts.errors import CalibrationInputError, OptionError
+from tests.calibration.live_scores import noticed_after, whole_questions
 
 ArrayOf = Callable[..., StoredScores]
-
-
-def whole_questions(stored: StoredScores, seed: int, count: int = 300) -> Iterator[tuple[float, str]]:
-    """Scores of whole questions drawn with replacement, as a clean run would bring them."""
-    questions = np.array(stored.nonconformity).reshape(-1, 16)
-    draw = np.random.default_rng(seed)
-    for live in range(math.ceil(count / 16)):
-        for nonconformity in questions[draw.integers(len(questions))][: max(0, count - 16 * live)]:
-            yield float(nonconformity), f"live {live}"
-
-
-def noticed_after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
-    """After how many of 300 scores a monitor of `stored` alarms on questions of `source`."""
-    monitor = DriftMonitor(stored)
-    for nonconformity, question in whole_questions(source, seed):
-        if monitor.events:
-            break
-        monitor.observe(nonconformity, question, 0)
-    return monitor.events[0].scores if monitor.events else None
 
 
 def shifted(stored: StoredScores, by: float) -> StoredScores:

@@ -1,0 +1,30 @@
+"""Live scores drawn from stored ones by whole questions, and how soon a drift monitor notices them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from atts.calibration import StoredScores
+from atts.calibration.drift import DriftMonitor
+
+
+def whole_questions(stored: StoredScores, seed: int, count: int = 300) -> Iterator[tuple[float, str]]:
+    """Scores of whole questions drawn with replacement, as a clean run would bring them."""
+    questions = np.array(stored.nonconformity).reshape(len(set(stored.questions)), -1)
+    size, draw = questions.shape[1], np.random.default_rng(seed)
+    for live in range(math.ceil(count / size)):
+        for nonconformity in questions[draw.integers(len(questions))][: max(0, count - size * live)]:
+            yield float(nonconformity), f"live {live}"
+
+
+def noticed_after(stored: StoredScores, source: StoredScores, seed: int) -> int | None:
+    """After how many of 300 scores a monitor of `stored` alarms on questions of `source`."""
+    monitor = DriftMonitor(stored)
+    for nonconformity, question in whole_questions(source, seed):
+        if monitor.events:
+            break
+        monitor.observe(nonconformity, question, 0)
+    return monitor.events[0].scores if monitor.events else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 import anyio
@@ -21,33 +22,27 @@ _LOSS = -0.01  # votes it may lose at most, at the lower end of the interval
 
 def study(options: Options) -> list[Table]:
     """Every choice, all arms in turn block by block; a folder remembers what is done."""
-    return anyio.run(_study, options)
-
-
-async def _study(options: Options) -> list[Table]:
     chosen = choices(options.seed)
     grid = Grid(options.pick(20, _ENOUGH, 1000), (options.seed,), 2000, options.pick(10, 25, 50))
     ledger = Ledger(options.file(f"ablations-{options.effort}-{pair_name()}.jsonl"))
-    async with Pair() as pair:
-        arms = [arm("atts"), *(one for options in chosen.values() for one in options)]
-        await run_grid(arms, grid, ledger, pair, "ablations")
-    default = ledger.of("atts", SAMPLES)
-    found = {choice: {one.name: ledger.of(one.name, SAMPLES) for one in options} for choice, options in chosen.items()}
-    count = len(default.solved)
-    verdicts: list[Row] = []
-    for choice, options_ in found.items():
-        words = {name: _verdict(one, default) for name, one in options_.items()}
+    anyio.run(_run, [arm("atts"), *(one for arms in chosen.values() for one in arms)], grid, ledger)
+    default, found = (
+        ledger.of("atts", SAMPLES),
+        [(choice, one.name, ledger.of(one.name, SAMPLES)) for choice, arms in chosen.items() for one in arms],
+    )
+    count, verdicts = len(default.solved), list[Row]()
+    for choice in chosen:
+        words = {name: _verdict(one, default) for of, name, one in found if of == choice}
         wins = [f"{name}: {word}" for name, word in words.items() if word]
         change = "change" if count >= _ENOUGH else "ask again with more problems"
         verdicts.append((choice, "; ".join(wins) or "none", change if wins else "keep"))
     changed = [str(row[0]) for row in verdicts if row[2] != "keep"]
-    rows = [_row(choice, name, one, default) for choice, options_ in found.items() for name, one in options_.items()]
     return [
         Table.of(
             "Ablations beside the default policy",
             "choice | option | vote right | minus default, points | target tokens | arithmetic | time | "
             "realised rate | rate error by question",
-            [_row("default", "atts", default, default), *rows],
+            [_row(*each, default) for each in [("default", "atts", default), *found]],
             f"{count} problems x {SAMPLES} samples, rate {RATE:g}; arithmetic and time are those of the option over "
             "the default's; 95 % intervals, paired by problem.",
         ),
@@ -60,22 +55,21 @@ async def _study(options: Options) -> list[Table]:
             "default stays.",
             f"No default is changed on fewer than {_ENOUGH} problems; here are {count}. Several options per choice "
             "are looked at: one narrow win among them is weaker evidence than its interval.",
-            headline=f"of {len(found)} choices, those that another option beats: {', '.join(changed) or 'none'}",
+            headline=f"of {len(chosen)} choices, those that another option beats: {', '.join(changed) or 'none'}",
         ),
     ]
+
+
+async def _run(arms: Sequence[Arm], grid: Grid, ledger: Ledger) -> None:
+    async with Pair() as pair:
+        await run_grid(arms, grid, ledger, pair, "ablations")
 
 
 def choices(seed: int = 0) -> dict[str, list[Arm]]:
     """What the policy, the gate and the vote could be instead."""
     atts = arm("atts")
-    scores = {
-        "min": ScoreRule("min"),
-        "last 4": ScoreRule("last", 4),
-        "last 8": ScoreRule("last", 8),
-        "per byte": ScoreRule("byte"),
-        "mean": ScoreRule("mean"),
-        "speculative": ScoreRule("speculative"),
-    }
+    scores = {"last 4": ScoreRule("last", 4), "last 8": ScoreRule("last", 8), "per byte": ScoreRule("byte")}
+    scores |= {kind: ScoreRule(kind) for kind in ("min", "mean", "speculative")}
 
     def explored(fraction: float) -> Arm:
         gate = ExploringGate(ConformalGate(Calibrator(RATE, atts.setup.mode, seed=seed)), fraction, seed)
@@ -105,17 +99,9 @@ def choices(seed: int = 0) -> dict[str, list[Arm]]:
 
 
 def _row(choice: str, name: str, one: Sum, default: Sum) -> Row:
-    return (
-        choice,
-        name,
-        interval(one.estimate(right)),
-        "-" if one is default else points(one.minus(default, right)),
-        one.each("target"),
-        one.gflops / default.gflops,
-        _time(one, default),
-        one.rate,
-        one.rate_error(RATE),
-    )
+    minus = "-" if one is default else points(one.minus(default, right))
+    costs = (one.each("target"), one.gflops / default.gflops, _time(one, default))
+    return choice, name, interval(one.estimate(right)), minus, *costs, one.rate, one.rate_error(RATE)
 
 
 def _time(one: Sum, default: Sum) -> float:

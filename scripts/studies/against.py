@@ -111,13 +111,10 @@ def _table(where: str, clock: Literal["seconds", "processor"], found: Mapping[st
 
 
 def _row(name: str, clock: Literal["seconds", "processor"], one: Sum, alone: Sum) -> Row:
-    made = sorted(
-        (issue, solved.problem, turn, over) for solved in one.solved for issue, turn, over in solved.decisions
-    )
-    questions, turns = [question for _, question, _, _ in made], [turn for _, _, turn, _ in made]
-    metrics = rate_metrics(questions, turns, [1.0] * len(made), [over for _, _, _, over in made], RATE)
+    made = [(issue, solved.problem, turn, over) for solved in one.solved for issue, turn, over in solved.decisions]
+    _, questions, turns, taken = zip(*sorted(made), strict=True) if made else [()] * 4
+    metrics = rate_metrics(questions, turns, [1.0] * len(made), taken, RATE)
     errors = (metrics["turn_rms"], metrics["question_rms"], metrics["worst_rolling_500"])
-    target = one.total("target") / alone.total("target")
+    target = f"{one.total('target') / alone.total('target'):.1%}"
     tokens = f"{one.total('draft')}, {one.total('scored')}"
-    speed = one.speed_up(alone, clock)
-    return name, interval(one.estimate(right)), str(speed), f"{target:.1%}", tokens, one.rate, *errors
+    return name, interval(one.estimate(right)), str(one.speed_up(alone, clock)), target, tokens, one.rate, *errors

@@ -70,7 +70,7 @@ class Step:
 
     name: str
     effort: Effort
-    seconds: float = 0.0
+    seconds: float = 0
 
 
 def main() -> None:
@@ -79,7 +79,8 @@ def main() -> None:
     effort: Effort = "full" if asked.full else "quick" if asked.quick or "quick" in asked.studies else "default"
     steps = planned(asked.studies, effort)
     if len(steps) == 1:
-        return run(steps[0].name, Options(effort, asked.seed, asked.out))
+        run(steps[0].name, Options(effort, asked.seed, asked.out))
+        return
     began, done = Spent(), Parts(Options(out=asked.out).file("bench-progress.jsonl"))
     try:
         failed = run_all(steps, asked.seed, done, lambda step: _run_apart(step, asked.seed, asked.out))
@@ -89,15 +90,13 @@ def main() -> None:
     say(f"bench: {len(steps)} studies: {began}")
     if failed:
         sys.exit(f"bench: failed: {', '.join(failed)}; the same command tries these again")
-    return None
 
 
 def run(name: str, options: Options) -> None:
     """One study here: what the machine is, then the tables."""
     say(f"study {name} ({options.effort}): {STUDIES[name].what}")
     machine = look()
-    for line in machine.words():
-        say(f"  {line}")
+    say("\n".join(f"  {line}" for line in machine.words()))
     (study, _, part), began = name.partition("-"), Spent()
     module = importlib.import_module(f"scripts.studies.{study}")
     tables: list[Table] = module.part(part, options) if part else module.study(options)
@@ -138,8 +137,7 @@ def _run_apart(step: Step, seed: int, out: Path | None) -> bool:
 
 def planned(asked: Sequence[str], effort: Effort) -> list[Step]:
     """The steps that these words ask for, each once."""
-    whole = "all" in asked
-    names = list(dict.fromkeys(asked))
+    whole, names = "all" in asked, list(dict.fromkeys(asked))
     if whole or "quick" in asked:
         names = [name for name, one in STUDIES.items() if (one.default if whole else one.quick)]
     steps: list[Step] = []
@@ -147,7 +145,7 @@ def planned(asked: Sequence[str], effort: Effort) -> list[Step]:
         one = STUDIES[name]
         small = whole and one.smallest and effort == "default"
         seconds = {"quick": one.quick, "default": one.default, "full": 0}[effort]
-        steps.append(Step(name, "quick" if small else effort, float(seconds)))
+        steps.append(Step(name, "quick" if small else effort, seconds))
     return steps
 
 

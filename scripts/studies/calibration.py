@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import stats
 
 from atts.calibration import MODES, StoredScores, replay
@@ -93,7 +94,7 @@ def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> 
 
 def _others(
     questions: Sequence[Any], turns: Sequence[int], scores: Floats, stored: StoredScores, rate: float
-) -> dict[str, Floats]:
+) -> dict[str, NDArray[Any]]:
     """The decisions of the published rule, of the sort that waits for all siblings, and of a coin."""
     pool = np.sort(np.asarray(stored.nonconformity))
     return {

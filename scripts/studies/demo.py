@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 
 from atts.api import Setup, evaluate, report
-from atts.run import RunResult, Summary
+from atts.run import Summary
 from scripts.studies.harness import interval, say
 
 ARMS: dict[str, tuple[dict[str, Any], str]] = {
@@ -33,19 +34,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder for the runs; a new one below runs/ unless told")
     asked = parser.parse_args()
     base = Setup(rate=asked.rate, seed=asked.seed)
-    policy = replace(base.policy, samples=asked.samples)
+    base = replace(base, policy=replace(base.policy, samples=asked.samples))
     folder = asked.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     found: dict[str, Summary] = {}
     for name, (words, what) in ARMS.items():
         say(f"demo: {name}: {what}, {asked.problems} problems x {asked.samples} rollouts")
-        setup = replace(base, policy=policy, **words)
-        found[name] = anyio.run(_evaluate, setup, asked.problems, folder / name).summary
+        run = partial(evaluate, "arithmetic", replace(base, **words), limit=asked.problems, directory=folder / name)
+        found[name] = anyio.run(run).summary
     page = report(folder / "atts", against=[folder / "target-only", folder / "draft-only"])
     print("\n".join([*table(found, asked.rate), "", f"report  {page}"]))
-
-
-async def _evaluate(setup: Setup, problems: int, directory: Path) -> RunResult:
-    return await evaluate("arithmetic", setup, limit=problems, directory=directory)
 
 
 def table(found: dict[str, Summary], rate: float) -> list[str]:
@@ -55,16 +52,14 @@ def table(found: dict[str, Summary], rate: float) -> list[str]:
     rows: list[tuple[str, ...]] = [head]
     for name, one in found.items():
         usage = one.usage
-        tokens = [f"{n:,}" for n in (usage.draft_tokens, usage.scored_tokens, usage.target_tokens)]
         decoded = usage.target_tokens - usage.drawn_tokens
+        tokens = (f"{n:,}" for n in (usage.draft_tokens, usage.scored_tokens, usage.target_tokens, decoded))
         saved = f"{1 - decoded / max(1, alone.usage.target_tokens):.0%}"
-        speed = f"{alone.seconds / one.seconds:.2f}x"
-        rows.append((name, interval(one.answers), tokens[0], tokens[1], tokens[2], f"{decoded:,}", saved, speed))
+        rows.append((name, interval(one.answers), *tokens, saved, f"{alone.seconds / one.seconds:.2f}x"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pairs = [list(zip(row[1:], widths[1:], strict=True)) for row in rows]
-    lines = ["  ".join(cell.rjust(width) for cell, width in pair) for pair in pairs]
+    lines = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
     return [
-        *(f"{row[0]:<{widths[0]}}  {line}" for row, line in zip(rows, lines, strict=True)),
+        *("  ".join([row[0].ljust(widths[0]), *line[1:]]) for row, line in zip(rows, lines, strict=True)),
         "",
         f"Chunks handed to the large model: {interval(realised)}; asked for: {rate:g}.",
         f"{alone.answers.n_problems} problems of generated arithmetic; an answer is the vote of a problem's rollouts.",

@@ -16,8 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from atts.evaluators import equivalent, group
 from scripts.studies.harness import Options, Row, Table, say
@@ -25,6 +26,7 @@ from scripts.studies.machine import rows_of
 from tests.evaluators.mutants import BUILT_IN, mutants
 
 _PATIENCE = 10.0  # seconds for one pair; a timer of processor time would make its clock coarse
+T = TypeVar("T")
 Check = Callable[[str, str], bool]
 
 
@@ -39,36 +41,24 @@ class Pair:
 
 def study(options: Options) -> list[Table]:
     """The tables; other checkers are included where they are installed, sets where they are at hand."""
-    share = options.pick(40, 250, 10_000)
     core = [row for row in rows_of("equivalence/cases.jsonl") if row["tag"] == "core" and row["kind"] == "answer"]
+    judged = rows_of("traces/answer_pairs.jsonl")
+    answers = [row["answer"].strip("$") for row in rows_of("benchmarks/math500.jsonl") if len(row["answer"]) < 200]
+    changed = mutants([*BUILT_IN, *answers], options.pick(20, 60, 10_000))
     sets = {
         "cases": [Pair(row["gold"], row["pred"], row["expected"]) for row in core],
-        "model answers": [
-            Pair(row["gold"], row["pred"], row["judged_equal"]) for row in rows_of("traces/answer_pairs.jsonl")
-        ],
+        "model answers": [Pair(row["gold"], row["pred"], row["judged_equal"]) for row in judged],
+        "changed answers": [Pair(one.gold, one.answer, False) for one in changed],
     }
-    answers = [row["answer"].strip("$") for row in rows_of("benchmarks/math500.jsonl") if len(row["answer"]) < 200]
-    sets["changed answers"] = [
-        Pair(one.gold, one.answer, False) for one in mutants([*BUILT_IN, *answers], options.pick(20, 60, 10_000))
-    ]
-    tables = [beside(name, _some(pairs, share)) for name, pairs in sets.items() if pairs]
+    tables = [beside(name, _some(pairs, options.pick(40, 250, 10_000))) for name, pairs in sets.items() if pairs]
     hostile = rows_of("equivalence/adversarial.jsonl")  # made to hang, crash or fool a checker
     attacks = [Pair(row["gold"], row["pred"], row["expected"] is not False) for row in hostile]
     tables.append(hostile_answers(_some(attacks, options.pick(60, 460, 460))))
     return [*tables, grouping(options.pick(2_000, 100_000, 100_000))]
 
 
-def checkers() -> dict[str, Check]:
-    """Every checker at hand as a function of two texts; each is left with its own defaults."""
-    found: dict[str, Check] = {"atts": lambda gold, answer: equivalent(gold, answer).is_equal}
-    for name, make in _OTHERS.items():
-        with contextlib.suppress(ImportError):
-            found[name] = make()
-    return found
-
-
-def _string() -> Check:
-    return lambda gold, answer: "".join(gold.split()) == "".join(answer.split())
+def _some(pairs: list[Pair], count: int) -> list[Pair]:
+    return random.Random(1).sample(pairs, count) if len(pairs) > count else pairs
 
 
 def _math_verify() -> Check:
@@ -82,48 +72,47 @@ def _math_verify() -> Check:
     return check
 
 
-def _sympy() -> Check:
-    importlib.import_module("lark")  # the parser sympy needs for this
+def _simplified(parse: Callable[[str], Any]) -> Check:
+    """Whether the difference of both trees simplifies to 0."""
     sympy: Any = importlib.import_module("sympy")
-    parse_latex = importlib.import_module("sympy.parsing.latex").parse_latex
-
-    def check(gold: str, answer: str) -> bool:
-        one, two = (parse_latex(text, backend="lark") for text in (gold, answer))
-        return bool(sympy.simplify(one - two) == 0)
-
-    return check
-
-
-def _latex2sympy() -> Check:
-    sympy: Any = importlib.import_module("sympy")
-    parse = importlib.import_module("latex2sympy2_extended").latex2sympy
     return lambda gold, answer: bool(sympy.simplify(parse(gold) - parse(answer)) == 0)
 
 
-_OTHERS: dict[str, Callable[[], Check]] = {
+def _latex2sympy() -> Check:
+    return _simplified(importlib.import_module("latex2sympy2_extended").latex2sympy)
+
+
+def _sympy() -> Check:
+    importlib.import_module("lark")  # the parser sympy needs for this
+    return _simplified(partial(importlib.import_module("sympy.parsing.latex").parse_latex, backend="lark"))
+
+
+_CHECKERS: dict[str, Callable[[], Check]] = {
+    "atts": lambda: lambda gold, answer: equivalent(gold, answer).is_equal,
     "math-verify": _math_verify,
     "latex2sympy2 + simplify": _latex2sympy,
     "sympy (lark) + simplify": _sympy,
-    "string": _string,
+    "string": lambda: lambda gold, answer: "".join(gold.split()) == "".join(answer.split()),
 }
 
 
 @dataclass(slots=True)
 class Score:
-    """What one checker did on one set."""
+    """What one checker, left with its own defaults, did on one set."""
 
+    check: Check
     seconds: list[float] = field(default_factory=list[float])
     right: int = 0
     false_equal: int = 0
     failed: int = 0
 
-    def judge(self, check: Check, pair: Pair) -> None:
+    def judge(self, pair: Pair) -> None:
         """One more pair."""
         start = time.process_time()
         signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                verdict = check(pair.gold, pair.answer)
+                verdict = self.check(pair.gold, pair.answer)
         except Exception:  # noqa: BLE001  # other checkers raise; that is part of the result
             self.failed += 1
             verdict = False
@@ -140,19 +129,20 @@ def _give_up(number: int, frame: object) -> None:
 
 
 def beside(name: str, pairs: Sequence[Pair]) -> Table:
-    """Every checker on every pair, turn by turn, so that a busy machine is busy for all."""
-    known = checkers()
+    """Every checker at hand on every pair, turn by turn, so that a busy machine is busy for all."""
+    scores = dict[str, Score]()
+    for checker, make in _CHECKERS.items():
+        with contextlib.suppress(ImportError):
+            scores[checker] = Score(make())
     signal.signal(signal.SIGALRM, _give_up)
-    scores = {checker: Score() for checker in known}
     for index, pair in enumerate(pairs):
         if index % 200 == 0:
             say(f"grading: {name} {index} of {len(pairs)}")
-        for checker, check in known.items():
-            scores[checker].judge(check, pair)
+        for score in scores.values():
+            score.judge(pair)
     rows, base = list[Row](), statistics.median(scores["atts"].seconds)
     for checker, score in scores.items():
-        ordered, middle = sorted(score.seconds), statistics.median(score.seconds)
-        slow = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        middle, slow = statistics.median(score.seconds), sorted(score.seconds)[int(0.99 * len(pairs))]
         times = (middle * 1e3, slow * 1e3, middle / base)
         rows.append((checker, score.right / len(pairs), score.false_equal, score.failed, *times))
     shares = ", ".join(f"{checker} {score.right / len(pairs):.1%}" for checker, score in scores.items())
@@ -164,12 +154,16 @@ def beside(name: str, pairs: Sequence[Pair]) -> Table:
     )
 
 
+def _apart(work: Callable[..., T], *given: object) -> T:
+    """What a call comes to in a process of its own, which has loaded nothing of the other checkers."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(work, *given).result()
+
+
 def hostile_answers(pairs: Sequence[Pair]) -> Table:
     """Our own path alone, in a process of its own: the slowest pair, what was wrongly called equal, peak memory."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        row = process.submit(_attacked, pairs).result()
     names = "equal | different | unscored | false equal | slowest wall s | CPU s | peak MB"
-    return Table.of(f"Hostile answers: {len(pairs)}", names, [row])
+    return Table.of(f"Hostile answers: {len(pairs)}", names, [_apart(_attacked, pairs)])
 
 
 def _attacked(pairs: Sequence[Pair]) -> Row:
@@ -191,18 +185,27 @@ def grouping(count: int) -> Table:
     rows: list[Row] = []
     for name in (*_DISTINCT, "mixed", "100 values"):
         say(f"grouping: {name}")
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            rows.append((name, count, *process.submit(_grouped, name, count).result()))
+        rows.append((name, count, *_apart(_grouped, name, count)))
     return Table.of("Grouping", "answers | number | classes | wall s | CPU s | peak MB", rows)
+
+
+_DISTINCT = {
+    "radicals": r"\sqrt{{{0}}}+2",
+    "fractions": r"\frac{{{0}}}{{7}}",
+    "decimals": "{0}.00007",
+    "tuples": r"(\frac{{{0}}}{{7}}, \sqrt{{{0}}})",
+}
+_SPELLINGS = (
+    r"\frac{{{0}}}{{7}}", r"{0}\sqrt{{2}}", "{0}", "x = {0}", r"{0}\pi", "${0}$", r"{0}\text{{ cm}}", "({0}, 1)"
+)  # fmt: skip
 
 
 def _grouped(name: str, count: int) -> Row:
     """Classes, time and memory at the most of one grouping."""
-    if name in _DISTINCT:
-        texts = [_DISTINCT[name].format(7 * index + 1) for index in range(count)]
-    else:
-        values = count if name == "mixed" else 100
-        texts = [_spelled(index % values, index // values) for index in range(count)]
+    values = 100 if name == "100 values" else count
+    styles = (_DISTINCT[name],) if name in _DISTINCT else _SPELLINGS
+    numbers = [divmod(index, values)[::-1] for index in range(count)]
+    texts = [styles[(value + style) % len(styles)].format(7 * value + 1) for value, style in numbers]
     random.Random(0).shuffle(texts)
     start, busy = time.perf_counter(), time.process_time()
     classes = max(group(texts)) + 1
@@ -215,21 +218,3 @@ def _peak_megabytes() -> float | None:
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
     return int(found[1]) / 1024 if found else None
-
-
-_DISTINCT = {
-    "radicals": r"\sqrt{{{0}}}+2",
-    "fractions": r"\frac{{{0}}}{{7}}",
-    "decimals": "{0}.00007",
-    "tuples": r"(\frac{{{0}}}{{7}}, \sqrt{{{0}}})",
-}
-
-
-def _spelled(value: int, style: int) -> str:
-    styles = (r"\frac{{{0}}}{{7}}", r"{0}\sqrt{{2}}", "{0}", "x = {0}", r"{0}\pi", "${0}$", r"{0}\text{{ cm}}",
-              "({0}, 1)")  # fmt: skip
-    return styles[(value + style) % len(styles)].format(7 * value + 1)
-
-
-def _some(pairs: list[Pair], count: int) -> list[Pair]:
-    return random.Random(1).sample(pairs, count) if len(pairs) > count else pairs

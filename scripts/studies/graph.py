@@ -6,7 +6,7 @@ import gc
 import sys
 import tempfile
 import tracemalloc
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -103,12 +103,18 @@ def _problems(rollouts: int) -> Iterator[Named]:
     return (Named(f"problem-{number}") for number in range(rollouts // SAMPLES))
 
 
-def _microseconds(work: Callable[[], Awaitable[None]], load: Load) -> float:
+WAYS: Mapping[str, Callable[[Load], Awaitable[None]]] = {
+    "graph": lambda load: with_graph(load, Recording()),
+    "hand": lambda load: by_hand(load, list[object]().append),
+}
+
+
+def _microseconds(way: str, load: Load) -> float:
     """Processor time per rollout, in microseconds."""
     gc.collect()
     gc.freeze()  # the collector looks at what this work makes, not again and again at what was imported before it
     try:
-        seconds = cpu_seconds(lambda: anyio.run(work, backend=load.backend))
+        seconds = cpu_seconds(lambda: anyio.run(WAYS[way], load, backend=load.backend))
     finally:
         gc.unfreeze()
     return 1e6 * seconds / (load.rollouts // SAMPLES * SAMPLES)
@@ -120,9 +126,9 @@ def _overhead(options: Options) -> Table:
         for draft, target in ((IN_FLIGHT, IN_FLIGHT), (256, 64)):
             load = Load(backend, rollouts, draft, target)
             say(f"overhead: {load}")
-            values = interleaved({"graph": partial(_graph_cost, load), "hand": partial(_hand_cost, load)}, repeats)
-            spreads = [str(Spread.of(values[arm])) for arm in ("graph", "hand")]
-            rows.append((backend, f"{draft}/{target}", *spreads, str(ratio(values, "graph", "hand"))))
+            values = interleaved({way: partial(_microseconds, way, load) for way in WAYS}, repeats)
+            spreads = [str(Spread.of(values[way])) for way in WAYS]
+            rows.append((backend, f"{draft}/{target}", *spreads, str(ratio(values, *WAYS))))
     return Table.of(
         f"CPU microseconds per rollout of 12 nodes, {IN_FLIGHT} rollouts in flight, {rollouts} rollouts",
         "back end | slots draft/target | graph, recording | by hand, recording | graph / hand (bar: 2.5)",
@@ -137,15 +143,12 @@ def _flatness(options: Options) -> Table:
         every = sizes if places == IN_FLIGHT else sizes[:2]
         loads = [Load("asyncio", size, draft, target, places) for size in every]
         say(f"flatness: {loads}")
-        arms: dict[str, Callable[[], float]] = {}
-        for load in loads:
-            arms[f"graph {load.rollouts}"] = partial(_graph_cost, load)
-            arms[f"hand {load.rollouts}"] = partial(_hand_cost, load)
+        arms = {f"{way} {load.rollouts}": partial(_microseconds, way, load) for load in loads for way in WAYS}
         values = interleaved(arms, options.pick(2, 3, 3), warmup=0)
         for size in every:
-            names = (f"graph {size}", f"hand {size}")
-            growth = [str(ratio(values, arm, f"{arm.split()[0]} {sizes[0]}")) for arm in names]
-            rows.append((places, f"{draft}/{target}", size, *(str(Spread.of(values[arm])) for arm in names), *growth))
+            spreads = [str(Spread.of(values[f"{way} {size}"])) for way in WAYS]
+            growth = [str(ratio(values, f"{way} {size}", f"{way} {sizes[0]}")) for way in WAYS]
+            rows.append((places, f"{draft}/{target}", size, *spreads, *growth))
     return Table.of(
         "CPU microseconds per rollout as the number of rollouts grows, everything recorded in memory",
         "in flight | slots draft/target | rollouts | graph | by hand | graph / its smallest (bar: 1.25) | "
@@ -155,14 +158,6 @@ def _flatness(options: Options) -> Table:
         "cheaper for touching less memory. The collector of garbage explains a part: without it, it grows less.",
         f"With {IN_FLIGHT // 4} in flight it is four waves, and what grows is growth with the number of rollouts.",
     )
-
-
-def _graph_cost(load: Load) -> float:
-    return _microseconds(partial(with_graph, load, Recording()), load)
-
-
-def _hand_cost(load: Load) -> float:
-    return _microseconds(partial(by_hand, load, list[object]().append), load)
 
 
 def _memory(options: Options) -> Table:
@@ -186,9 +181,4 @@ def _memory(options: Options) -> Table:
 
 async def _journalled(load: Load, folder: Path) -> None:
     async with open_journal(folder, Manifest(), JournalOptions(durability="close")) as journal:
-
-        def sink(event: object) -> None:
-            if isinstance(event, CallSpan):
-                journal.record(event)
-
-        await with_graph(load, sink)
+        await with_graph(load, lambda event: journal.record(event) if isinstance(event, CallSpan) else None)

@@ -65,7 +65,7 @@ class Job:
     @property
     def rate(self) -> float:
         """The nominal one."""
-        return self.configuration["rate"]
+        return float(self.configuration["rate"])
 
     @property
     def published(self) -> PublishedRow | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atts.evaluators import Estimate
+from atts.evaluators import Estimate, Samples, score
 from atts.evaluators.datasets.arithmetic import Exercise, exercises
 from atts.models import EMBEDDED, Embedded, info, path
 from scripts.studies.harness import Cell, Options, Row, Table, say
@@ -30,15 +30,20 @@ TEMPERATURE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Solutions of one model: for each exercise, its texts."""
+    """Solutions of one model: for each exercise, its texts, whose last boxed integer is the answer."""
 
     tests: Sequence[Exercise]
     texts: Sequence[Sequence[str]]
 
+    @property
+    def answers(self) -> list[list[int | None]]:
+        """Of every text."""
+        return [[answer(text) for text in texts] for texts in self.texts]
+
     def marks(self, level: int | None = None) -> list[list[bool]]:
-        """Which are right, of one level or of all: the last boxed integer is the answer."""
-        pairs = zip(self.tests, self.texts, strict=True)
-        return [[answer(text) == one.answer for text in texts] for one, texts in pairs if level in (None, one.level)]
+        """Which are right, of one level or of all."""
+        pairs = zip(self.tests, self.answers, strict=True)
+        return [[given == one.answer for given in answers] for one, answers in pairs if level in (None, one.level)]
 
 
 def study(options: Options) -> list[Table]:
@@ -73,16 +78,14 @@ def _accuracy(sampled: Mapping[Embedded, Sampled]) -> Table:
 def _voting(sampled: Mapping[Embedded, Sampled], samples: int) -> Table:
     rows: list[Row] = []
     for name, found in sampled.items():
-        voted, held, wrong, same = list[list[bool]](), list[list[bool]](), 0, 0
-        for one, texts in zip(found.tests, found.texts, strict=True):
-            answers = [answer(text) for text in texts]
-            voted.append([Counter(answers).most_common(1)[0][0] == one.answer])
-            held.append([one.answer in answers])
-            errors = Counter(given for given in answers if given != one.answer)
-            wrong += sum(count * (samples - 1) for count in errors.values())
-            same += sum(count * (count - 1) for count in errors.values())
-        agree = round(same / wrong, 3) if wrong else None
-        rows.append((name, *(rate(marks).value for marks in (found.marks(), voted, held)), agree))
+        held = [Samples("", tuple(m), tuple(a)) for m, a in zip(found.marks(), found.answers, strict=True)]
+        rates = score(held, ks=(samples,)).estimates
+        given = zip(found.tests, found.answers, strict=True)
+        wrong = [Counter(each for each in answers if each != one.answer) for one, answers in given]
+        again = sum(count * (count - 1) for errors in wrong for count in errors.values())
+        asked = sum(errors.total() * (samples - 1) for errors in wrong)
+        accuracies = (rates[kind].value for kind in ("pass@1", f"maj@{samples}", f"pass@{samples}"))
+        rows.append((name, *accuracies, round(again / asked, 3) if asked else None))
     return Table.of(
         "Voting",
         f"model | pass@1 | maj@{samples} | pass@{samples} | same wrong answer again",
@@ -118,17 +121,16 @@ def _evidence(target: Llama, encoder: Encoder, drafts: Sampled, limit: int) -> T
     """How well the target's mean log-probability tells the draft's first wrong chunks from the right ones before."""
     right, wrong = list[float](), list[float]()
     for one, texts in zip(drafts.tests, drafts.texts, strict=True):
-        if len(right) + len(wrong) >= limit:
-            break
-        place, chunks = first_wrong(one, texts[0]), chunked(texts[0])
-        known = chunks if place is None else chunks[: place + 1]
-        for index, score in enumerate(_scores(target, encoder, one, known)):
-            (wrong if index == place else right).append(score)
-    below = sum((a > b) + 0.5 * (a == b) for a in right for b in wrong) / max(1, len(right) * len(wrong))
+        if len(right) + len(wrong) < limit:
+            place, chunks = first_wrong(one, texts[0]), chunked(texts[0])
+            scores = _scores(target, encoder, one, chunks if place is None else chunks[: place + 1])
+            wrong += scores[len(scores) if place is None else place :]
+            right += scores[:place]
+    better = sum((a > b) + 0.5 * (a == b) for a in right for b in wrong) / max(1, len(right) * len(wrong))
     return Table.of(
         "Chunk scores as evidence",
         "right chunks | wrong chunks | area",
-        [(len(right), len(wrong), below)],
+        [(len(right), len(wrong), better)],
         "Area under the curve: the chance that a right chunk scores better than a wrong one.",
     )
 
@@ -137,13 +139,9 @@ def _scores(target: Llama, encoder: Encoder, one: Exercise, chunks: Sequence[str
     pieces = encoder.ids([prompt(one.text), *chunks])
     ids = torch.tensor([[token for piece in pieces for token in piece]])
     states = target.states(ids[:, :-1], target.where(ids.shape[1] - 1, torch.float32))
-    logprobs = target.logits(states[-1], torch.float32).log_softmax(-1)
-    found = logprobs[0].gather(1, ids[0, 1:, None])[:, 0]
-    scores, start = list[float](), len(pieces[0]) - 1
-    for piece in pieces[1:]:
-        scores.append(float(found[start : start + len(piece)].mean()))
-        start += len(piece)
-    return scores
+    logprobs = target.logits(states[-1], torch.float32).log_softmax(-1)[0].gather(1, ids[0, 1:, None])[:, 0]
+    _, *told = torch.split(logprobs, [len(pieces[0]) - 1, *map(len, pieces[1:])])
+    return [float(each.mean()) for each in told]
 
 
 @torch.inference_mode()
@@ -163,11 +161,12 @@ def _exits(target: Llama, encoder: Encoder, tests: Sequence[Exercise]) -> Table:
 
 def _cost() -> Table:
     known, contexts = {name: info(name) for name in EMBEDDED}, (0, 128, 256)
-    rows: list[Row] = []
-    for name, found in known.items():
-        flops = [round(found.flops_per_token(context) / 1e6, 3) for context in contexts]
-        rows.append((name, found.layers, found.hidden_size, found.weights_per_token, *flops, found.bytes))
-    ratios = [known["target"].flops_per_token(c) / known["draft"].flops_per_token(c) for c in contexts]
+    flops = {name: [found.flops_per_token(context) / 1e6 for context in contexts] for name, found in known.items()}
+    rows: list[Row] = [
+        (name, one.layers, one.hidden_size, one.weights_per_token, *(round(each, 3) for each in flops[name]), one.bytes)
+        for name, one in known.items()
+    ]
+    ratios = (target / draft for target, draft in zip(flops["target"], flops["draft"], strict=True))
     rows.append(("ratio", None, None, None, *ratios, None))
     header = "model | layers | hidden | weights/token | MFLOP, no context | at 128 | at 256 | bytes"
     return Table.of("Cost of a token, output matrix included", header, rows)

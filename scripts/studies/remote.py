@@ -6,8 +6,8 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,34 +28,26 @@ TOKENS = 8
 PROMPT = tuple(range(4, 68))
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a number of requests took."""
-
-    per_second: float
-    cpu_ms: float
-
-
 def study(options: Options) -> list[Table]:
     """Requests a second and processor time a request, at 1,000 and 4,000 in flight."""
     repeats, requests = options.pick(1, 3, 5), options.pick(400, 4000, 20000)
     rows: list[Row] = []
     gc.set_threshold(20_000, 10, 10)  # as the command line does, here for all three
-    with _Server() as url:
+    with _server() as url:
         for in_flight in options.pick((100,), (1000, 4000), (256, 1000, 4000)):
             count = max(requests, 2 * in_flight)
             small = min(count, 4 * in_flight, 2000)
-            costs: dict[str, list[Cost]] = {"aiohttp": [], "atts": [], "atts on trio": []}
+            costs: dict[str, list[tuple[float, float]]] = {"aiohttp": [], "atts": [], "atts on trio": []}
             for number in range(repeats + 1):
                 say(f"{in_flight} in flight, round {number} of {repeats}")
                 costs["aiohttp"].append(anyio.run(_bare, url, in_flight, count))
                 costs["atts"].append(anyio.run(_ours, url, in_flight, count))
                 costs["atts on trio"].append(anyio.run(_ours, url, in_flight, small, backend="trio"))
-            base = [cost.per_second for cost in costs["aiohttp"][1:]]
+            base = [speed for speed, _ in costs["aiohttp"][1:]]
             for name, each in costs.items():
-                speed, cpu = [cost.per_second for cost in each[1:]], [cost.cpu_ms for cost in each[1:]]
-                shares = [mine / theirs for mine, theirs in zip(speed, base, strict=True)]
-                rows.append((in_flight, name, *(str(Spread.of(values)) for values in (speed, shares, cpu))))
+                speeds, cpu = zip(*each[1:], strict=True)
+                shares = [mine / theirs for mine, theirs in zip(speeds, base, strict=True)]
+                rows.append((in_flight, name, *(str(Spread.of(values)) for values in (speeds, shares, cpu))))
     ours = [row for row in rows if row[1] == "atts"][-1]
     table = Table.of(
         "Throughput of servers",
@@ -70,7 +62,7 @@ def study(options: Options) -> list[Table]:
     return [table]
 
 
-async def _ours(url: str, in_flight: int, count: int) -> Cost:
+async def _ours(url: str, in_flight: int, count: int) -> tuple[float, float]:
     """As pipelines call it."""
     options = RemoteOptions(in_flight=in_flight, connect_seconds=PATIENCE_SECONDS, recheck_seconds=3600)
     async with RemoteEngine(url, dialect="vllm", tokenizer=ToyTokenizer(), options=options) as engine:
@@ -79,7 +71,7 @@ async def _ours(url: str, in_flight: int, count: int) -> Cost:
         )
 
 
-async def _bare(url: str, in_flight: int, count: int) -> Cost:
+async def _bare(url: str, in_flight: int, count: int) -> tuple[float, float]:
     """As one writes it by hand: the same fields out, ids and log-probs in; no limits, retries, checks or aborts."""
     body = {
         "model": "toy", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
@@ -96,7 +88,8 @@ async def _bare(url: str, in_flight: int, count: int) -> Cost:
         return await _timed(ask, in_flight, count)
 
 
-async def _timed(ask: Callable[[int], Awaitable[Any]], in_flight: int, count: int) -> Cost:
+async def _timed(ask: Callable[[int], Awaitable[Any]], in_flight: int, count: int) -> tuple[float, float]:
+    """Requests a second, and milliseconds of processor time for each."""
     numbers = iter(range(count))
 
     async def work() -> None:
@@ -106,22 +99,21 @@ async def _timed(ask: Callable[[int], Awaitable[Any]], in_flight: int, count: in
     began, cpu = time.perf_counter(), time.process_time()
     await collect([work] * in_flight)
     took = time.perf_counter() - began
-    return Cost(count / took, 1000 * (time.process_time() - cpu) / count)
+    return count / took, 1000 * (time.process_time() - cpu) / count
 
 
-class _Server:
+@contextmanager
+def _server() -> Iterator[str]:
     """A server that answers what vLLM would, at once but for the delay, in a process of its own."""
-
-    def __enter__(self) -> str:
-        context = get_context("spawn")
-        here, there = context.Pipe()
-        self._process = context.Process(target=_serve, args=(there,), daemon=True)
-        self._process.start()
-        return f"http://127.0.0.1:{here.recv()}"
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.join()
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(there,), daemon=True)
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{here.recv()}"
+    finally:
+        process.terminate()
+        process.join()
 
 
 def _serve(pipe: Connection) -> None:
@@ -141,9 +133,9 @@ async def _answer(pipe: Connection) -> None:
 
     async def completions(request: web.Request) -> web.Response:
         body = json.loads(await request.read())
-        ids = [int(number) for number in range(4, 4 + int(body["max_tokens"]))]
-        choice: dict[str, Any] = {"token_ids": ids, "finish_reason": "length", "index": 0}
-        choice["logprobs"] = {"token_logprobs": [-0.5] * len(ids)}
+        count = int(body["max_tokens"])
+        choice: dict[str, Any] = {"token_ids": list(range(4, 4 + count)), "finish_reason": "length", "index": 0}
+        choice["logprobs"] = {"token_logprobs": [-0.5] * count}
         if body.get("prompt_logprobs") is not None:
             rows = [{str(token): {"logprob": -0.5 if token < 4 + 12 else -9.0}} for token in body["prompt"][1:]]
             choice["prompt_logprobs"] = [None, *rows]

@@ -16,6 +16,9 @@ from tests.studies.simulated import local_validation
 
 EIGHT, SMALL = PAIRS["8B/70B"], PAIRS["1.5B/70B"]
 METHODS: tuple[Method, ...] = ("atts", "atts, votes settle", "top-b", "target-only", "draft-only")
+GAINED: tuple[Method, ...] = (
+    "atts", "top-b", "atts, question by question", "atts, votes settle", "atts, chunks replaced"
+)  # fmt: skip
 _Scaled = tuple[Method, int, float, float, float, float, float, float]
 PAPER_SPEEDUP, PAPER_THROUGHPUT = 56.7, 4.14
 _SCALING = "method | replicas | seconds | tokens/s | speed-up over 1 | efficiency | draft busy | target busy"
@@ -98,8 +101,8 @@ class _Grids:
             for method in METHODS:
                 cell = self.cell(pair, method, samples)
                 found = self.get(cell)
-                measured = (found.seconds / cell.problems, found.throughput, found.intensity)
-                rows.append((samples, method, *measured, found.draft_busy, found.target_busy, found.realised))
+                measured = (found.seconds / cell.problems, found.throughput, found.intensity, *found.busy)
+                rows.append((samples, method, *measured, found.realised))
         return Table.of(
             f"Samples per question, {pair.name}: 1 replica, 256 rollouts in flight, rate 0.2, up to 15 turns",
             "samples | method | s a question | tokens/s | r | draft busy | target busy | realised rate",
@@ -115,10 +118,7 @@ class _Grids:
                 alone = self.get(self.cell(pair, "target-only", samples)).seconds
                 for rate in self.options.pick((0.2,), (0.2, 0.4), (0.05, 0.1, 0.2, 0.4, 0.6)):
                     cell = self.cell(pair, "atts", samples, rate=rate)
-                    ours, rounds = self.get(cell).seconds, self.get(cell, method="top-b").seconds
-                    queue = self.get(cell, method="atts, question by question").seconds
-                    settled = self.get(cell, method="atts, votes settle").seconds
-                    replaced = self.get(cell, method="atts, chunks replaced").seconds
+                    ours, rounds, queue, settled, replaced = (self.get(cell, method=how).seconds for how in GAINED)
                     gains = (alone / ours, alone / settled, alone / replaced, rounds / ours, queue / ours)
                     rows.append((pair.name, samples, rate, *gains))
                     if samples == 16 and rate == 0.2:
@@ -161,8 +161,9 @@ class _Grids:
             for rate in self.options.pick((0.05, 0.6), (0.05, 0.1, 0.2, 0.4, 0.6), (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)):
                 found = self.get(base, rate=rate)
                 share = found.target_tokens / (found.target_tokens + found.draft_tokens)
-                measured = (found.realised, alone / found.seconds, found.throughput, share)
-                rows.append((pair.name, rate, *measured, found.draft_busy, found.target_busy))
+                rows.append(
+                    (pair.name, rate, found.realised, alone / found.seconds, found.throughput, share, *found.busy)
+                )
         return Table.of(
             f"The rate: {samples} samples, up to 15 turns",
             "pair | rate | realised rate | over target-only | tokens/s | target's share of tokens | draft busy | "
@@ -213,8 +214,7 @@ class _Grids:
             found = self.get(Cell(EIGHT, method, count, 16, replicas=replicas, seed=self.options.seed))
             first = first or (replicas, found.throughput)
             gain = found.throughput / first[1] * first[0]
-            speed = (found.seconds, found.throughput, gain, gain / replicas)
-            rows.append((method, replicas, *speed, found.draft_busy, found.target_busy))
+            rows.append((method, replicas, found.seconds, found.throughput, gain, gain / replicas, *found.busy))
         return rows
 
     def headlines(self) -> Table:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Literal
 
 from atts.calibration import Calibrator
 from atts.core import Outcome, Problem, Role
-from atts.engine import Engine
 from atts.graph import Graph, Limit, ProblemScope, measure
 from atts.methods import GateInputs, preset
 from atts.pipelines import Chunking, Context, Gate, Policy, RoundGate, solve
@@ -80,6 +78,11 @@ class Found:
     target_peak: float  # KV tokens at work at once on one replica
 
     @property
+    def busy(self) -> tuple[float, float]:
+        """Shares of the time that draft and target worked."""
+        return self.draft_busy, self.target_busy
+
+    @property
     def throughput(self) -> float:
         """Tokens written a second."""
         return (self.draft_tokens + self.target_tokens) / self.seconds
@@ -93,15 +96,12 @@ def run_cell(cell: Cell, law: TraceLaw) -> Found:
 async def _run(cell: Cell, law: TraceLaw) -> Found:
     drafts = _engines(cell, law, "draft", cell.pair.draft, cell.pair.draft_kv)
     targets = _engines(cell, law, "target", cell.pair.target, cell.pair.target_kv)
-    policy, gate = _plan(cell, law)
     recording, outcomes = Recording(), list[Outcome]()
     tokens = None if cell.budget is None else max(1, cell.budget * cell.replicas // law.grain)
-    limits = {"draft": Limit(), "target": Limit() if tokens is None else Limit(tokens=tokens)}
-    async with AsyncExitStack() as stack:
-        draft: Engine = await stack.enter_async_context(_pool(drafts))
-        target: Engine = await stack.enter_async_context(_pool(targets))
+    graph = Graph(rollouts=cell.places, limits={"draft": Limit(), "target": Limit(tokens=tokens)}, sink=recording)
+    policy, gate = _plan(cell, law)
+    async with _pool(drafts) as draft, _pool(targets) as target:
         context = Context(draft, target, gate, ANSWERS, cell.seed)
-        graph = Graph(rollouts=cell.places, limits=limits, sink=recording)
 
         async def one(problem: Problem, scope: ProblemScope) -> None:
             outcomes.append(await solve(problem, policy, context, scope))
@@ -154,12 +154,10 @@ def _plan(cell: Cell, law: TraceLaw) -> tuple[Policy, Gate | RoundGate]:
     return chosen.policy(base), gate
 
 
-def _batches(cell: Cell, law: TraceLaw) -> Iterator[list[Problem]]:
+def _batches(cell: Cell, law: TraceLaw) -> list[list[Problem]]:
     problems = law.problems(cell.problems)
-    if cell.order == "question by question" or cell.method == "atts, question by question":
-        yield from ([problem] for problem in problems)
-    else:
-        yield problems
+    is_split = "question by question" in (cell.order, cell.method.removeprefix("atts, "))
+    return [[problem] for problem in problems] if is_split else [problems]
 
 
 class Results:

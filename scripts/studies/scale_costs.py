@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,6 @@ class Pair:
     target: Cost
     draft_kv: int
     target_kv: int
-    note: str = ""
 
 
 _MS = 1e-3
@@ -77,9 +75,8 @@ _ROOM_70B = int((4 * 80e9 * 0.9 - 141e9) / 327_680)  # bytes left after weights 
 _ROOM_8B = int((80e9 * 0.9 - 16.1e9) / 131_072)
 _ROOM_1B = int((80e9 * 0.9 - 3.1e9) / 28_672)
 
-PAIRS: Mapping[str, Pair] = MappingProxyType(
-    {
-        "1.5B/70B": Pair("1.5B/70B", DRAFT_1B, TARGET_70B, _ROOM_1B, _ROOM_70B, "1 + 4 H100"),
-        "8B/70B": Pair("8B/70B", DRAFT_8B, TARGET_70B, _ROOM_8B, _ROOM_70B, "1 + 4 H100"),
-    }
-)
+PAIRS: Mapping[str, Pair] = {
+    "1.5B/70B": Pair("1.5B/70B", DRAFT_1B, TARGET_70B, _ROOM_1B, _ROOM_70B),
+    "8B/70B": Pair("8B/70B", DRAFT_8B, TARGET_70B, _ROOM_8B, _ROOM_70B),
+}
+"""Each with one H100 for the draft and four for the target."""

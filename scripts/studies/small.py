@@ -99,8 +99,8 @@ def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:
 def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
     found: defaultdict[tuple[str, ...], dict[str, Ended]] = defaultdict(dict)  # by all but the seed, then by seed
     for name, value in parts.items():
-        *cell, seed = name.split("|")
-        found[tuple(cell)][seed] = Ended(**value)
+        *place, seed = name.split("|")
+        found[tuple(place)][seed] = Ended(**value)
     rows = list[Row]()
     for (problems, samples), order, rate in product(sizes, ORDERS, RATES):
         cell = (str(problems), str(samples), order)

@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import stats
 
 from atts.calibration import MODES, StoredScores, replay
@@ -74,9 +73,7 @@ def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> 
         questions, turns = ([record[key] for record in records] for key in ("question", "turn"))
         scores = [math.log(record["score"]) for record in records]
         for name, taken in _others(questions, turns, np.array(scores), stored, rate).items():
-            rows.append(
-                (order, name, *rate_metrics(questions, turns, scores, taken.astype(bool).tolist(), rate).values())
-            )
+            rows.append((order, name, *rate_metrics(questions, turns, scores, taken, rate).values()))
         for mode in MODES:
             done = replay(records, rate=rate, mode=mode, stored=stored if mode == "split" else ())
             rows.append((order, f"mode {mode}", *done.metrics.values()))
@@ -94,13 +91,14 @@ def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> 
 
 def _others(
     questions: Sequence[Any], turns: Sequence[int], scores: Floats, stored: StoredScores, rate: float
-) -> dict[str, NDArray[Any]]:
+) -> dict[str, list[bool]]:
     """The decisions of the published rule, of the sort that waits for all siblings, and of a coin."""
-    pool = np.sort(np.asarray(stored.nonconformity))
+    pool, coins = np.sort(np.asarray(stored.nonconformity)), np.random.default_rng(0).random(len(scores))
+    least = math.ceil((1 - exact_rate(rate)) * len(pool))
     return {
-        "published": np.searchsorted(pool, scores) >= math.ceil((1 - exact_rate(rate)) * len(pool)),
-        "sort": sorted_decisions(np.array(questions), np.array(turns), scores, rate),
-        "coin": np.random.default_rng(0).random(len(scores)) < rate,
+        "published": (np.searchsorted(pool, scores) >= least).tolist(),
+        "sort": sorted_decisions(np.array(questions), np.array(turns), scores, rate).astype(bool).tolist(),
+        "coin": (coins < rate).tolist(),
     }
 
 

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -103,7 +103,7 @@ async def _timed(ask: Callable[[int], Awaitable[Any]], in_flight: int, count: in
 
 
 @contextmanager
-def _server() -> Iterator[str]:
+def _server() -> Generator[str]:
     """A server that answers what vLLM would, at once but for the delay, in a process of its own."""
     context = get_context("spawn")
     here, there = context.Pipe()

@@ -62,7 +62,8 @@ class Distribution:
         """This distribution under a temperature, then cut by top-k, top-p and min-p, and normalised again."""
         return self if sampling == Sampling() else _filtered(self, sampling)
 
-    def _under(self, sampling: Sampling) -> Distribution:
+    def filtered(self, sampling: Sampling) -> Distribution:
+        """What `under` remembers."""
         if sampling.temperature == 0:
             return Distribution(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
         power = 1 / sampling.temperature
@@ -92,7 +93,7 @@ class Distribution:
         return rank
 
 
-_filtered = lru_cache(_FILTERED_KEPT)(Distribution._under)  # asked for at every token
+_filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)  # asked for at every token
 
 
 def _nucleus(weights: list[float], floor: float, floors: int, top_p: float) -> tuple[list[float], int]:

@@ -21,7 +21,7 @@ from atts.local.batch import Model, StepBatch
 from atts.local.devices import own_stream
 from atts.local.draft_branches import BranchWriter, DraftBranch, DraftJob, DraftLine
 from atts.local.drafting import DraftedRows, ModelDrafter, fed_rows
-from atts.local.exits import Ear, Exits, Told
+from atts.local.exits import ExitGuesses, ExitListener, Exits
 from atts.local.model_config import ModelConfig
 from atts.local.streams import StreamHeads
 from atts.local.transport import PATIENCE, InlineTransport
@@ -238,9 +238,9 @@ class AheadDrafter(ModelDrafter):
         self._transport.post(lambda: self._run(job, self._write))
         if self._exits is not None:
             rows = {line.row: (line.ask.key, line.ask.sampling) for line in job.lines}
-            self._exits.listen(Ear(rows, self._heard))
+            self._exits.listen(ExitListener(rows, self._heard))
 
-    def _heard(self, told: Told | Exception) -> None:
+    def _heard(self, told: ExitGuesses | Exception) -> None:
         """The target at its exit: what is likely at the places of all lines is continued while it goes on."""
         job, self._began = self._job, perf_counter()
         assert job is not None, "it listens while a job is under way"

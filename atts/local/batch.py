@@ -130,7 +130,7 @@ class Tap(NamedTuple):
     """Who hears of a step on its way: of its `logit_rows` after so many layers, before the last norm."""
 
     layers: int
-    hear: Callable[[Tensor], None]
+    receive: Callable[[Tensor], None]
 
 
 class Model(Protocol):

@@ -15,7 +15,7 @@ from atts.errors import EngineError
 from atts.local.ahead import AheadDrafter
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.drafter_process import Drafted, DraftedLine, DraftSetup, DraftStep, Order
-from atts.local.exits import Ear
+from atts.local.exits import ExitListener
 from atts.local.messages import GONE, FailureReply, write
 from atts.local.sequence import Sequence, new_sequence
 from atts.local.speculating import ask_of
@@ -33,15 +33,15 @@ class ToldTarget(InlineTransport):
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.ear: Ear | None = None
+        self.listener: ExitListener | None = None
 
     def elapsed(self, began: float) -> float:
         """As told."""
         return self.seconds
 
-    def listen(self, ear: Ear | None) -> None:
+    def listen(self, listener: ExitListener | None) -> None:
         """Who is told next."""
-        self.ear = ear
+        self.listener = listener
 
 
 class DraftRows:
@@ -122,20 +122,20 @@ class Drafting(NamedTuple):
 
     def take(self, message: Order) -> bool:
         """Work on a message; whether that was all of a step."""
-        ear = self.target.ear
+        listener = self.target.listener
         if isinstance(message, Guessing):
             self.drafter.begin_anew(message)
             return False
         if not isinstance(message, DraftStep):
             self.target.listen(None)
-            if ear is not None:
-                ear.hear(message)
-            return ear is not None
+            if listener is not None:
+                listener.receive(message)
+            return listener is not None
         self.target.seconds = message.seconds
         for proposed, stood in message.settled:
             self.drafter.settled(0, TokenProposal((0,) * proposed), stood)
         self.drafter.propose(self.rows.follow(message))
-        return self.target.ear is None
+        return self.target.listener is None
 
     def answer(self) -> Drafted:
         """All branches as ids."""

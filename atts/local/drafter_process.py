@@ -16,7 +16,7 @@ from typing import IO, NamedTuple
 
 from atts.core import SampleRequest, TokenIds
 from atts.errors import EngineError
-from atts.local.exits import Ear, Exits, Told
+from atts.local.exits import ExitGuesses, ExitListener, Exits
 from atts.local.messages import GONE, WorkerConfig, first_answer, write
 from atts.local.scheduler import Scheduler
 from atts.local.transport import PATIENCE
@@ -52,7 +52,7 @@ class DraftedLine(NamedTuple):
     follows: dict[tuple[int, int], TokenIds]
 
 
-Order = DraftStep | Guessing | Told
+Order = DraftStep | Guessing | ExitGuesses
 
 
 class Drafted(NamedTuple):
@@ -181,9 +181,9 @@ class DrafterProcess(Proposer):
         if self._exits is not None:
             rows = {self._scheduler.sequence(ask.key).row: (ask.key, ask.sampling) for ask in asks}
             self._hears = True
-            self._exits.listen(Ear(rows, self._heard))
+            self._exits.listen(ExitListener(rows, self._heard))
 
-    def _heard(self, told: Told | Exception) -> None:
+    def _heard(self, told: ExitGuesses | Exception) -> None:
         """Passed on while the target goes on; of an exit that broke there is nothing to tell."""
         self._hears, self._began = False, perf_counter()
         self._orders.put({} if isinstance(told, Exception) else told)

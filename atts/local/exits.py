@@ -23,21 +23,21 @@ from atts.sampling import batch_sampling, probabilities
 EXIT_FILE = "heads/exit.safetensors"
 """Inside a model's folder: what `scripts/train heads` makes of it."""
 _TOLD = 9  # likeliest tokens of a place: eight beside one that may be proposed there
-Told = Mapping[int, Many[tuple[Many[int], Many[float]]]]
+ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
 """By sequence: of its places in order, likely tokens and their probabilities."""
 
 
-class Ear(NamedTuple):
+class ExitListener(NamedTuple):
     """Who is to be told of a step's rows, of those that decode."""
 
     rows: Mapping[int, tuple[int, Sampling]]  # by row of the slot table: the sequence, and how it draws
-    hear: Callable[[Told | Exception], None]
+    receive: Callable[[ExitGuesses | Exception], None]
 
 
 class Exits(Protocol):
     """An exit that may be listened to."""
 
-    def listen(self, ear: Ear | None) -> None:
+    def listen(self, listener: ExitListener | None) -> None:
         """Tell once, of the next step."""
         ...
 
@@ -90,11 +90,11 @@ class ExitModel(ModelAround):
         """`inner` has the output matrix: the model itself, or the one beside which padding is computed."""
         super().__init__(model)
         self._inner, self._adapter, self._eps = inner, adapter, eps
-        self._ear: Ear | None = None
+        self._listener: ExitListener | None = None
 
-    def listen(self, ear: Ear | None) -> None:
+    def listen(self, listener: ExitListener | None) -> None:
         """Tell once, of the next step: of a sequence's newest token and what is proposed to follow it."""
-        self._ear = ear
+        self._listener = listener
 
     @property
     def device_name(self) -> str:
@@ -103,22 +103,22 @@ class ExitModel(ModelAround):
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
         """The final, normed hidden states of the batch's `logit_rows`."""
-        ear, self._ear = self._ear, None
-        if ear is None:
+        listener, self._listener = self._listener, None
+        if listener is None:
             return self._model.forward(batch, table)
-        return self._model.forward(batch, table, Tap(self._adapter.layers, lambda x: self._tell(ear, batch, x)))
+        return self._model.forward(batch, table, Tap(self._adapter.layers, lambda x: self._tell(listener, batch, x)))
 
-    def _tell(self, ear: Ear, batch: StepBatch, x: Tensor) -> None:
+    def _tell(self, listener: ExitListener, batch: StepBatch, x: Tensor) -> None:
         try:
-            told: Told | Exception = self._heard(ear, batch, x)
+            told: ExitGuesses | Exception = self._heard(listener, batch, x)
         except Exception as error:  # noqa: BLE001  whoever hears says what became of it; the step goes on
             told = error
-        ear.hear(told)
+        listener.receive(told)
 
     @torch.inference_mode()
-    def _heard(self, ear: Ear, batch: StepBatch, x: Tensor) -> Told:
+    def _heard(self, listener: ExitListener, batch: StepBatch, x: Tensor) -> ExitGuesses:
         rows = np.repeat(batch.table_rows, np.diff(batch.query_starts))[batch.logit_rows].tolist()
-        found = [(at, *ear.rows[row]) for at, row in enumerate(rows) if row in ear.rows]
+        found = [(at, *listener.rows[row]) for at, row in enumerate(rows) if row in listener.rows]
         told: dict[int, list[tuple[list[int], list[float]]]] = {key: [] for _, key, _ in found}
         if found:
             adapted = self._adapter(x[[at for at, _, _ in found]], self._eps)

@@ -214,7 +214,7 @@ class NativeModel:
     def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: Tap) -> Tensor:
         x, (middle, last) = _floats(len(batch.tokens), hidden.shape[1]), (1 + 2 * tap.layers, self._step.last_unit)
         self.through(batch, table, (x, hidden), (0, middle))
-        tap.hear(torch.from_numpy(x[batch.logit_rows]))
+        tap.receive(torch.from_numpy(x[batch.logit_rows]))
         self.through(batch, table, (x, hidden), (middle, last))
         return torch.from_numpy(hidden)
 

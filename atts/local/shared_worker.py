@@ -111,7 +111,7 @@ class SharedWorker:
             host.cancel(self)
             host.leave(self)
 
-    def hear(self, replies: list[tuple[Reply, int]], stats: LoopStats | None, in_flight: int) -> None:
+    def receive(self, replies: list[tuple[Reply, int]], stats: LoopStats | None, in_flight: int) -> None:
         """Take replies that are this engine's, each with how many ids were given, and the loop's counters."""
         for reply, given in replies:
             self._count(reply, given)
@@ -207,7 +207,7 @@ class _Host:
         if any(not reply.request_id for reply in report.replies):
             self._retire()
         for member, heard in replies.items():
-            member.hear(heard, report.stats, in_flight[member])
+            member.receive(heard, report.stats, in_flight[member])
 
     def leave(self, member: SharedWorker) -> None:
         """One engine less; the last one ends the loop."""

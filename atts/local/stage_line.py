@@ -214,7 +214,7 @@ class HeldLine:
         answered = self._ready(watched, seconds if asked else 0.0) if watched else []
         for node in (*asked, *idle):
             if node.worker in answered:
-                node.hear()
+                node.receive()
         for node in self.nodes:
             if node.error is not None:
                 self._mend(node, node.error)

@@ -42,7 +42,7 @@ class Worker(Protocol):
         ...
 
 
-Hear = Callable[[Any], object]
+Receive = Callable[[Any], object]
 """Is told the answer to a message, or why there will be none."""
 
 
@@ -70,8 +70,8 @@ class HeldNode:
     def __init__(self, number: int, label: str, worker: Worker) -> None:
         self.number, self.label, self.worker = number, label, worker
         self.due = self.sent = 0.0  # when it will have done what it is asked, and when it was last asked
-        self._queue = deque[tuple[object, Hear]]()
-        self._heard: Hear | None = None  # by the answer that is waited for
+        self._queue = deque[tuple[object, Receive]]()
+        self._heard: Receive | None = None  # by the answer that is waited for
         self.error: EngineUnavailable | None = None
 
     @property
@@ -84,13 +84,13 @@ class HeldNode:
         """Seconds until it is free."""
         return max(0.0, self.due - perf_counter()) if self.is_asked else 0.0
 
-    def ask(self, message: object, hear: Hear, seconds: float = 0.0) -> None:
+    def ask(self, message: object, receive: Receive, seconds: float = 0.0) -> None:
         """Send a message when those before are answered, which is thought to take so long."""
         if self.error is not None:
-            hear(self.error)
+            receive(self.error)
             return
         self.due = perf_counter() + self.wait + seconds
-        self._queue.append((message, hear))
+        self._queue.append((message, receive))
         self.go()
 
     def go(self) -> None:
@@ -104,9 +104,9 @@ class HeldNode:
                 self._lose(error)
             else:
                 if isinstance(self.worker, WorkerHere):
-                    self.hear()
+                    self.receive()
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Take the answer to what it was asked; one that was asked nothing and can be read is gone."""
         try:
             answer = self.worker.take()
@@ -123,7 +123,7 @@ class HeldNode:
         :raises EngineUnavailable: it is gone.
         """
         if self._heard is not None:
-            self.hear()
+            self.receive()
         try:
             if self.error is None:
                 self.worker.send(message)
@@ -136,15 +136,15 @@ class HeldNode:
     def _lose(self, error: EngineUnavailable) -> None:
         self.error = error.with_traceback(None)  # its frames would keep who asked
         self.worker.close()
-        waiting = [self._heard, *(hear for _, hear in self._queue)]
+        waiting = [self._heard, *(receive for _, receive in self._queue)]
         self._heard = None
         self._queue.clear()
-        for hear in waiting:
-            if hear is not None:
-                hear(error)
+        for receive in waiting:
+            if receive is not None:
+                receive(error)
 
 
-class Told:
+class SentTable:
     """What a worker was told of a range's slot table."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class HeldRange:
     def __init__(self, setup: StageSetup, nodes: int) -> None:
         self.setup, self.members = setup, dict[int, StageSetup]()
         self.homes = list[int]()  # the workers that are to hold it
-        self.holders = dict[int, Told]()
+        self.holders = dict[int, SentTable]()
         self.loading = Counter[int]()
         self.failure: EngineError | None = None
         self.costs, self.seconds, options = StageCosts(setup), 0.0, setup.config.options
@@ -187,7 +187,7 @@ class HeldRange:
         if isinstance(answer, FailureReply):
             self.failure = answer.error(self.setup.config.name)
         elif answer is None and not self.loading[number]:
-            self.holders.setdefault(number, Told())
+            self.holders.setdefault(number, SentTable())
         self.loading += Counter()
 
     def leave(self, number: int) -> None:
@@ -198,7 +198,7 @@ class HeldRange:
 
     def forget(self, number: int, slots: SlotIds) -> None:
         """What a worker has there, and was told, is not known any more."""
-        self.holders[number] = Told()
+        self.holders[number] = SentTable()
         if self.kept is not None:
             self.kept.held[number, slots] = False
 

@@ -118,7 +118,7 @@ class TorchModel:
                     x, attended = x[step.logit_rows], attended[step.logit_rows]
                 x = self._fed_forward(x, attended, self._weights.layers[index])
             if tap is not None and tap.layers == group.layers.stop:
-                tap.hear(x if step.logit_rows is None else x[step.logit_rows])
+                tap.receive(x if step.logit_rows is None else x[step.logit_rows])
         return x
 
     def _attention_of(self, group: AttentionGroup) -> _Attention:

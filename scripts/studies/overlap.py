@@ -21,7 +21,7 @@ from atts.local import LocalEngine, build
 from atts.local.batch import StepBatch, single_rows
 from atts.local.compiling import native_library
 from atts.local.drafting import Calibration, FuzzyDrafter
-from atts.local.exits import Ear, ExitModel, Told
+from atts.local.exits import ExitGuesses, ExitListener, ExitModel
 from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
 from atts.local.native_model import AheadBatch, NativeModel
@@ -75,12 +75,12 @@ class Oracle(ExitModel):
 
     texts: ClassVar[list[TokenIds]] = []
 
-    def _heard(self, ear: Ear, batch: StepBatch, x: object) -> Told:
+    def _heard(self, listener: ExitListener, batch: StepBatch, x: object) -> ExitGuesses:
         rows = np.repeat(batch.table_rows, np.diff(batch.query_starts))[batch.logit_rows].tolist()
         told = dict[int, list[tuple[Sequence[int], Sequence[float]]]]()
         for row, place in zip(rows, batch.positions[batch.logit_rows].tolist(), strict=True):
-            if row in ear.rows:
-                key = ear.rows[row][0]
+            if row in listener.rows:
+                key = listener.rows[row][0]
                 coming = self.texts[(key - 1) % len(self.texts)][place + 1 : place + 2]
                 told.setdefault(key, []).append((coming, [1.0] * len(coming)))
         return told

@@ -107,6 +107,14 @@ class StoredScores:
             tuple(plain_number(f"length of record {number}", row["length"]) for number, row in enumerate(known, 1)),
         )
 
+    def records(self) -> list[dict[str, Any]]:
+        """The way back from `from_records`: score, question, turn and length of each."""
+        rows = zip(self.scores, self.rows(), strict=True)
+        return [
+            {"score": score, "question": question, "turn": turn, "length": length}
+            for score, (_, question, turn, length) in rows
+        ]
+
     def rows(self) -> Iterator[tuple[float, str, int, float | None]]:
         """Nonconformity, question, turn and length of every score."""
         yield from zip(self.nonconformity, self.questions, self.turns, self.lengths or (None,) * len(self), strict=True)

@@ -17,7 +17,7 @@ from atts.analysis.report.build import BuiltReport, build_report
 from atts.analysis.report.calibration_page import calibration_format, render_calibration, save_calibration
 from atts.analysis.report.calibration_report import CalibrationReport, calibration_of_run, calibration_of_scores
 from atts.analysis.report.numbers import RateControl, Standing
-from atts.analysis.report.render import FILE_NAMES, Format, as_format, render, save_report
+from atts.analysis.report.render import FILE_NAMES, FORMATS, Format, as_format, render, save_report
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.results import read_results
 from atts.analysis.run_replay import PolicyChange, Replay, ReplaySide, replay_run
@@ -37,6 +37,7 @@ __all__ = [
     "ChunkAdvice",
     "Compared",
     "FILE_NAMES",
+    "FORMATS",
     "Format",
     "Option",
     "Plot",

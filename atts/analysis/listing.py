@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import add
 from pathlib import Path
 
 from atts.analysis.status import RunStanding, standing_of
-from atts.core import Usage
 from atts.errors import JournalError
 from atts.evaluators import Estimate, accuracy_estimate, share_estimate
 from atts.files import storage
@@ -76,17 +73,16 @@ def _line(directory: Path) -> RunLine:
         state = run.state((*FACTS, Decided, Observed))
     except JournalError as error:
         return RunLine(str(directory), None, begun=_changed(directory), problem=str(error))
-    finished = list(state.finished.values())
-    usage = reduce(add, (one.usage for one in finished), Usage())
+    usage = state.usage
     return RunLine(
         str(directory),
         standing_of(directory, state),
         method=str(run.setting("method") or run.setting("gate") or ""),
         models=_models(run),
-        done=sum(map(state.is_over, state.finished)),
+        done=state.done,
         problems=run.manifest.problems,
-        accuracy=accuracy_estimate(one.is_right for one in finished if one.verdict is not None),
-        rate=share_estimate((one.escalated, one.judged) for one in finished),
+        accuracy=accuracy_estimate(one.is_right for one in state.graded.values()),
+        rate=share_estimate((one.escalated, one.judged) for one in state.finished.values()),
         draft_tokens=usage.draft_tokens,
         target_tokens=usage.target_tokens,
         scored_tokens=usage.scored_tokens,

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from atts.analysis.turns import drafted_chunk, was_cut_short
-from atts.core import Chunk, Decision, Outcome, Rollout, Turn, TurnKey, Usage
+from atts.analysis.turns import drafted_chunk, usage_of, was_cut_short
+from atts.core import Decision, Outcome, Rollout, Turn, TurnKey
 from atts.errors import CalibrationInputError
 from atts.journal import Decided, is_censored
 from atts.pipelines import Features, Gate, Grouper, Policy, RoundGate, Tally, ballot, evidence, tally
@@ -171,7 +171,7 @@ def _problem(
 def _rollout(rollout: Rollout, decisions: Mapping[TurnKey, Decision], policy: Policy) -> ReplayedRollout:
     turns = rollout.turns[: policy.turns]
     is_whole = len(turns) == len(rollout.turns)
-    spent = rollout.usage if is_whole else _spent(turns)
+    spent = rollout.usage if is_whole else usage_of(turns)  # which has what entered no turn as well
     return ReplayedRollout(
         rollout.problem,
         rollout.sample,
@@ -184,40 +184,14 @@ def _rollout(rollout: Rollout, decisions: Mapping[TurnKey, Decision], policy: Po
     )
 
 
-def _spent(turns: Sequence[Turn]) -> Usage:
-    """The tokens of some turns; those of a whole rollout are its usage, which counts what entered no turn as well."""
-    chunks = [chunk for turn in turns for chunk in (*turn.chunks, *turn.discarded)]
-    drafted = sum(chunk.tokens for chunk in chunks if chunk.author == "draft")
-    return Usage(
-        draft_tokens=drafted - sum(_counted_twice(turn) for turn in turns),
-        target_tokens=sum(chunk.tokens for chunk in chunks if chunk.author == "target"),
-        scored_tokens=sum(turn.scored_tokens for turn in turns),
-    )
-
-
 def _strays(rollout: Rollout, turn: Turn, decisions: Mapping[TurnKey, Decision]) -> bool:
     new = decisions.get((rollout.problem, rollout.sample, turn.index))
     return new is not None and turn.decision is not None and new.escalate != turn.decision.escalate
 
 
-def _counted_twice(turn: Turn) -> int:
-    """Tokens of a repaired chunk that stay: they stand in the turn by themselves and in the discarded chunk."""
-    return sum(
-        kept.tokens
-        for kept in turn.chunks
-        for whole in turn.discarded
-        if not kept.logprobs and whole.logprobs and whole.author == kept.author
-        if kept.target_ids == whole.target_ids[: len(kept.target_ids)]
-    )
-
-
-def _judged(turn: Turn) -> Chunk:
-    return drafted_chunk(turn) or turn.chunks[0]
-
-
 def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy) -> _JudgedChunk:
     assert turn.score is not None, "only scored turns are asked about"
-    chunk, told = _judged(turn), decided.features if decided is not None else {}
+    chunk, told = drafted_chunk(turn) or turn.chunks[0], decided.features if decided is not None else {}
     features = Features(
         rollout.problem,
         turn.index,

@@ -57,8 +57,7 @@ def read_results(path: Path) -> GradedRun:
 
 def _run(directory: Path) -> GradedRun:
     run = open_run(directory)
-    finished = run.state().finished
-    problems = {name: _brief(one) for name, one in finished.items() if one.verdict is not None}
+    problems = {name: _brief(one) for name, one in run.state().graded.items()}
     return GradedRun(str(directory), str(run.setting("method") or ""), problems)
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Literal
 
 from atts.analysis.doubly_robust import LoggedRollout, LoggedTurn, Valued, doubly_robust
@@ -224,13 +225,11 @@ def _estimated(recorded: _Recorded, again: Replayed, pairs: Sequence[ReplayedDec
         right = recorded.right(asked[one.problem], one.answer)
         if right is not None:
             logged.append(
-                LoggedRollout(one.problem, sorted(turns.get((one.problem, one.sample), ()), key=_turn), right)
+                LoggedRollout(
+                    one.problem, sorted(turns.get((one.problem, one.sample), ()), key=attrgetter("turn")), right
+                )
             )
     return doubly_robust(logged) if turns else None
-
-
-def _turn(one: LoggedTurn) -> int:
-    return one.turn
 
 
 def _with_takeovers(recorded: _Recorded, tokens: int | None, more: int) -> int | None:

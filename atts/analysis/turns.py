@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from atts.core import Chunk, Role, Turn
+from collections.abc import Iterable
+
+from atts.core import Chunk, Role, Turn, Usage
 
 
 def tokens_written(turn: Turn, author: Role) -> int:
     """Tokens this model wrote in the turn, discarded ones included."""
     chunks = [chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == author]
     return sum(chunk.tokens for chunk in chunks if is_written(turn, chunk))
+
+
+def usage_of(turns: Iterable[Turn]) -> Usage:
+    """The tokens of some turns of a rollout."""
+    found = Usage()
+    for turn in turns:
+        found += Usage(tokens_written(turn, "draft"), tokens_written(turn, "target"), turn.scored_tokens)
+    return found
 
 
 def is_written(turn: Turn, chunk: Chunk) -> bool:

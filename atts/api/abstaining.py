@@ -29,12 +29,12 @@ def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | 
     state = run.state()
     if run.setting("abstain") is not None:
         raise OptionError("labelled", f"the run in {labelled} withheld answers itself; label problems without abstain")
-    undone = (run.manifest.problems or 0) - sum(map(state.is_over, state.finished))
+    undone = (run.manifest.problems or 0) - state.done
     if undone > 0:
         raise OptionError(
             "labelled", f"{undone} problems of {labelled} are not over: those that are were the quick ones"
         )
-    graded = [one for one in state.finished.values() if one.verdict is not None]
+    graded = state.graded.values()
     if not graded:
         raise OptionError("labelled", f"no problem of {labelled} was graded; problems need reference answers")
     confidence = [one.agreement if one.answer is not None else math.nan for one in graded]

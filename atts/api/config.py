@@ -28,6 +28,7 @@ from atts.graph import Limit
 from atts.journal import Json, Setting
 from atts.methods import preset
 from atts.pipelines import Policy
+from atts.run import Shard
 
 if TYPE_CHECKING:
     from atts.evaluators import Dataset
@@ -154,6 +155,12 @@ class Configuration:
             return Path(job.out)
         name = re.sub(r"[^\w.]+", "-", f"{Path(job.dataset).name}-{self['method']}").strip("-")
         return Path(job.runs) / f"{name}-{self.digest}"
+
+    def directory_of(self, shard: Shard | None) -> Path:
+        """Where a part of the run is kept: as said, or beside the other parts."""
+        if shard is None or self.job.out is not None:
+            return self.directory
+        return self.directory.with_name(f"{self.directory.name}-{shard.number}-of-{shard.of}")
 
     @property
     def deciding(self) -> dict[str, Any]:

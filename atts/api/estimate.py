@@ -13,8 +13,9 @@ from atts.api.engines import speculation_words
 from atts.api.setup import Setup
 from atts.core import Problem, Usage
 from atts.errors import JournalError
-from atts.journal import MANIFEST, OutcomeReached, RolloutFinished, Setting, open_run
+from atts.journal import FACTS, MANIFEST, FinishedProblem, Setting, open_run
 from atts.pipelines import FixedGate, Policy
+from atts.run import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +63,20 @@ class _Past:
     dataset: str
 
 
-def dry_run(configuration: Configuration) -> DryRun:
+def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
     """What this configuration would do. Reads the dataset and earlier runs of the same models; loads no model.
+
+    Of a `shard`, what that part of the dataset would take.
 
     :raises DatasetError: the dataset cannot be read, or holds nothing.
     :raises OptionError: something is impossible.
     """
-    setup, job, directory = configuration.setup(), configuration.job, configuration.directory
-    problems = job.load().problems
+    setup, job, directory = configuration.setup(), configuration.job, configuration.directory_of(shard)
+    problems = job.load().problems if shard is None else shard.take(job.load().problems)
     setup.engines()  # opens nothing; refuses what names no engine
     policy = setup.run_policy
     rollouts = len(problems) * policy.samples
-    done = len(_outcomes(directory))
+    done = len(_finished(directory))
     mean, basis = _mean_rollout(configuration, setup, problems)
     return DryRun(
         job.dataset,
@@ -160,32 +163,23 @@ def _earlier_runs(configuration: Configuration) -> Iterator[_Past]:
     """Runs beside this one, and its own beginning, that had the same models and method."""
     folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")} | {configuration.directory}
     for folder in sorted(folders):
-        outcomes = _outcomes(folder)
-        rollouts = sum(len(outcome.samples) for outcome in outcomes)
+        finished = _finished(folder)
+        rollouts = sum(len(one.samples) for one in finished)
         settings = {name: held.value for name, held in open_run(folder).manifest.settings.items()} if rollouts else {}
         if rollouts and all(settings.get(name) == configuration[name] for name in ("draft", "target", "method")):
-            used = sum((outcome.usage for outcome in outcomes), Usage())
+            used = sum((one.usage for one in finished), Usage())
             mean = Tokens(used.draft_tokens, used.scored_tokens, used.target_tokens).times(1 / rollouts)
             dataset = _without_slice(str(settings.get("dataset", "other problems")))
             yield _Past(folder, rollouts, mean, float(str(settings["rate"])), dataset)
 
 
-def _outcomes(directory: Path) -> list[OutcomeReached]:
-    """Every complete outcome that a run recorded; none where there is no run, or one that cannot be read."""
-    outcomes, failed = dict[str, OutcomeReached](), set[tuple[str, int]]()
+def _finished(directory: Path) -> list[FinishedProblem]:
+    """Every complete problem of a run; none where there is no run, or one that cannot be read."""
     try:
-        for entry in open_run(directory).entries((RolloutFinished, OutcomeReached)):
-            match entry.event:
-                case RolloutFinished(problem, sample, finish):
-                    (failed.add if finish == "failed" else failed.discard)((problem, sample))
-                case OutcomeReached(problem) as reached:
-                    outcomes[problem] = reached
-                case _:
-                    pass
+        state = open_run(directory).state(FACTS)
     except JournalError:
         return []
-    found = (one for one in outcomes.values() if one.status != "failed")
-    return [one for one in found if not any((one.problem, sample) in failed for sample in one.samples)]
+    return [one for one in state.finished.values() if one.is_complete]
 
 
 def _without_slice(dataset: str) -> str:

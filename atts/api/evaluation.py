@@ -132,9 +132,7 @@ class evaluate:
         if self._stop_when is not None:
             problems = common(problems, self._stop_when, self._setup.seed)
         if self._shard is not None:
-            problems = self._shard.take(whole := problems)
-            if not problems:
-                raise OptionError("shard", f"{self._shard} of {len(whole)} problems is empty; take fewer shards")
+            problems = self._shard.take(problems)
         setup, options = self._setup, self._options
         if self._within is None:
             plan = setup.plan(*setup.engines(), problems[0].kind)

@@ -1,4 +1,25 @@
-"""The verbs over recorded runs: report, trace, compare, plan, replay and merge."""
+"""The verbs over recorded runs: report, trace, compare, plan, replay and merge.
+
+>>> import tempfile
+>>> from atts.api import Setup, evaluate_sync
+>>> from atts.testing import toy_problems
+>>> def run(method: str = "atts", shard: str | None = None) -> RunResult:
+...     setup = Setup(draft="scripted", target="scripted", method=method, rate=0.3)
+...     return evaluate_sync(toy_problems(5), setup, directory=tempfile.mkdtemp(dir=folder.name), shard=shard)
+>>> folder = tempfile.TemporaryDirectory()
+>>> first, target = run(), run("target-only")
+>>> report(first).name, report(first, format="markdown", against=[target]).name, trace(first).name
+('report.html', 'report.md', 'trace.json')
+>>> compare(target, first).problems, certify(target, [first], epsilon=0.02).problems
+(5, 5)
+>>> plan(first, tokens=10_000).best is not None
+True
+>>> replay(first).changed, replay(first, method="draft-only").replayed.rate.value
+(0, 0.0)
+>>> merge([run(shard="1/2"), run(shard="2/2")], f"{folder.name}/all").problems
+5
+>>> folder.cleanup()
+"""
 
 from __future__ import annotations
 
@@ -41,19 +62,10 @@ def report(
     :raises OptionError: for an unknown format.
     :raises UsageError: for a result that was kept in memory only.
     :raises JournalError: a directory holds no run, or one that cannot be read.
-
-    >>> import tempfile
-    >>> from atts.api import Setup, evaluate_sync
-    >>> from atts.testing import toy_problems
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     setup = Setup(draft="scripted", target="scripted")
-    ...     result = evaluate_sync(toy_problems(2), setup, directory=folder)
-    ...     report(result).name, report(folder, format="markdown").name
-    ('report.html', 'report.md')
     """
-    from atts.analysis import as_format, build_report, save_report
+    from atts.analysis import FORMATS, as_format, build_report, save_report
 
-    known = as_format(format)
+    known = as_format(format, FORMATS)
     built = build_report(directory_of(run), [directory_of(other) for other in against])
     return save_report(built, known, None if out is None else Path(out))
 
@@ -81,16 +93,6 @@ def compare(first: Run, second: Run, *, points: float | None = None, seed: int =
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises DatasetError: a file holds no results, or the two have no graded problem in common.
     :raises UsageError: for a result that was kept in memory only.
-
-    >>> import tempfile
-    >>> from atts.api import Setup, evaluate_sync
-    >>> from atts.testing import toy_problems
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     def run(method: str) -> RunResult:
-    ...         setup = Setup(draft="scripted", target="scripted", method=method)
-    ...         return evaluate_sync(toy_problems(2), setup, directory=f"{folder}/{method}")
-    ...     compare(run("target-only"), run("atts")).problems
-    2
     """
     from atts.analysis import compare, read_results
 
@@ -108,16 +110,6 @@ def certify(target: Run, runs: Sequence[Run], *, epsilon: float, delta: float = 
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises CalibrationInputError: runs of other problems, without references, or an epsilon or delta outside (0, 1).
     :raises UsageError: for a result that was kept in memory only.
-
-    >>> import tempfile
-    >>> from atts.api import Setup, evaluate_sync
-    >>> from atts.testing import toy_problems
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     def run(method: str) -> RunResult:
-    ...         setup = Setup(draft="scripted", target="scripted", method=method)
-    ...         return evaluate_sync(toy_problems(2), setup, directory=f"{folder}/{method}")
-    ...     certify(run("target-only"), [run("atts")], epsilon=0.02).problems
-    2
     """
     from atts.methods import certify_graded
 
@@ -130,14 +122,14 @@ def _graded(directory: Path) -> GradedPolicy:
     from atts.methods import GradedPolicy
 
     run = open_run(directory)
-    finished = {name: one for name, one in run.state().finished.items() if one.verdict is not None}
+    graded = run.state().graded
     names = (run.setting("method"), run.setting("mode"))
-    tokens = sum(one.usage.target_tokens for one in finished.values())
+    tokens = sum(one.usage.target_tokens for one in graded.values())
     return GradedPolicy(
         "/".join(str(name) for name in names if name),
         float(run.setting("rate") or 0.0),
-        {name: one.is_correct for name, one in finished.items()},
-        tokens / max(1, len(finished)),
+        {name: one.is_correct for name, one in graded.items()},
+        tokens / max(1, len(graded)),
     )
 
 
@@ -153,15 +145,6 @@ def plan(
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises UsageError: a result kept in memory only, a run without a graded problem, runs of different problems, or a
         cap that is not positive.
-
-    >>> import tempfile
-    >>> from atts.api import Setup, evaluate_sync
-    >>> from atts.testing import toy_problems
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     setup = Setup(draft="scripted", target="scripted")
-    ...     advice = plan(evaluate_sync(toy_problems(3), setup, directory=folder), tokens=10_000)
-    >>> advice.problems, advice.best is not None
-    (3, True)
     """
     from atts.analysis import Cap, advise
 
@@ -189,16 +172,6 @@ def replay(
 
     :raises OptionError: an unknown method, mode or vote, more samples or turns than were recorded, a negative budget.
     :raises JournalError: there is no run, or it cannot be read.
-
-    >>> import tempfile
-    >>> from atts.api import Setup, evaluate_sync
-    >>> from atts.testing import toy_problems
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     setup = Setup(draft="scripted", target="scripted", rate=0.3)
-    ...     result = evaluate_sync(toy_problems(2), setup, directory=folder)
-    ...     same, none = replay(result), replay(result, method="draft-only")
-    >>> same.changed, none.replayed.rate.value, none.changed == none.recorded.decisions
-    (0, 0.0, False)
     """
     from atts.analysis import PolicyChange, replay_run
 
@@ -224,17 +197,6 @@ def merge(runs: Sequence[Run], out: str | Path) -> Merged:
     :raises UsageError: they are not the shards of one evaluation, all over; or a result was kept in memory only.
     :raises FingerprintError: they ran under different settings.
     :raises JournalError: one cannot be read, or `out` not be written.
-
-    >>> import tempfile
-    >>> from atts.api import Setup, evaluate_sync
-    >>> from atts.testing import toy_problems
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     setup, problems = Setup(draft="scripted", target="scripted"), toy_problems(5)
-    ...     parts = [
-    ...         evaluate_sync(problems, setup, shard=f"{number}/2", directory=f"{folder}/{number}") for number in (1, 2)
-    ...     ]
-    ...     merge(parts, f"{folder}/all").problems
-    5
     """
     return merge_runs([directory_of(run) for run in runs], Path(out))
 

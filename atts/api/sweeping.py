@@ -30,7 +30,7 @@ from atts.api.keys import Key, keys_of
 from atts.engine import Engine
 from atts.errors import JournalError, OptionError
 from atts.files import write_atomic
-from atts.journal import JOURNAL, LOCK, REPLIES, SharedReplies, check_directory, locked, open_run
+from atts.journal import JOURNAL, LOCK, REPLIES, SharedReplies, check_directory, locked, run_if_begun
 from atts.jsonable import jsonable
 from atts.run import Listener, RunOptions, RunResult, SharingEngine
 from atts.run import evaluate as run_evaluation
@@ -262,14 +262,10 @@ def _words(point: SweepPoint) -> tuple[str, str]:
 
 def _is_over(directory: Path) -> bool:
     """Whether nothing is left to do there."""
-    try:
-        run = open_run(directory)
-    except JournalError:
-        if (directory / JOURNAL).exists():
-            raise
+    if (run := run_if_begun(directory)) is None:
         return False
     state = run.state()
-    return state.ended is not None and sum(map(state.is_over, state.finished)) == run.manifest.problems
+    return state.ended is not None and state.done == run.manifest.problems
 
 
 def _keep(planned: Sweep) -> None:

@@ -66,11 +66,8 @@ def _table(found: Compared) -> list[str]:
     lines += _accuracy("vote", found.vote)
     if found.if_right is not None:
         first, second = found.unscored
-        between = found.if_right.difference
-        lines.append(
-            f"{'':16}unscored, counted wrong: {first} and {second}; were they right: difference {between.value:+.3f} "
-            f"[{between.low:+.3f}, {between.high:+.3f}]"
-        )
+        between = found.if_right.difference.signed()
+        lines.append(f"{'':16}unscored, counted wrong: {first} and {second}; were they right: difference {between}")
     if found.mcnemar is not None:
         pairs = found.mcnemar
         lines.append(

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from atts.cli.options import ConfigFile, Json, Pairs, configured
+from atts.cli.options import ConfigFile, Json, Pairs
 from atts.cli.output import print_json
 from atts.cli.terminal import say
 from atts.jsonable import jsonable
@@ -36,10 +36,10 @@ def show(
 
     Example: ATTS_RATE=0.3 atts config show rate
     """
-    from atts.api import config_keys
+    from atts.api import config_keys, configure
     from atts.errors import OptionError
 
-    found = configured({}, config, pairs).settings
+    found = configure({}, pairs or (), file=config).settings
     shown = {name: known for name, known in config_keys().items() if key in name}
     if not shown:
         raise OptionError("config", f"no key contains {key!r}; `atts config show` lists them all")

@@ -14,7 +14,7 @@ from atts.cli.terminal import say
 from atts.errors import CheckFailed
 
 
-@options.with_setup("pair at method rate samples turns max_tokens draft target", before="card")
+@options.with_keys("pair at method rate samples turns max_tokens draft target card out config pairs as_json")
 def doctor(
     context: typer.Context,
     card: Annotated[
@@ -26,7 +26,7 @@ def doctor(
     ] = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: options.ObjectJson = False,
 ) -> None:
     """Look at both engines, their tokenizers and templates, lengths, memory and disk, and say what to do.
 
@@ -36,8 +36,7 @@ def doctor(
     """
     from atts.api import diagnose, write_settings
 
-    given = {name: value for name, value in context.params.items() if name != "out"}
-    configuration = options.configured(given, config, pairs)
+    configuration = options.configured(context, config, pairs, without="out")
 
     async def main() -> None:
         found = await diagnose(configuration, card)

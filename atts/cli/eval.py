@@ -20,67 +20,20 @@ if TYPE_CHECKING:
     from atts.run import RunResult, Shard
 
 
-File = Annotated[str | None, typer.Option(help="Read the benchmark from this file, not from the hub.")]
-Columns = Annotated[list[str] | None, typer.Option(help="FIELD=COLUMN of a file, such as text=Question; repeatable.")]
-References = Annotated[
-    str | None,
-    typer.Option(
-        "--answers", "--references", help="optional: problems without a reference will do.", show_default="required"
-    ),
-]
-Out = Annotated[
-    str | None,
-    typer.Option(
-        help="Run directory; the same command goes on there.", show_default="one below runs/", metavar="DIRECTORY"
-    ),
-]
-ReportFormat = Annotated[
-    str | None, typer.Option(help="Written at the end: html, markdown, json or none.", show_default="html")
-]
-Part = Annotated[
-    str | None,
-    typer.Option(help="Part 2/3: every third problem from the second on; `atts merge` joins.", metavar="I/N"),
-]
-Abstain = Annotated[
-    str | None,
-    typer.Option(help="Answer only where wrong at most RISK of the time, by --labelled.", metavar="RISK@PROBABILITY"),
-]
-Labelled = Annotated[str | None, typer.Option(help="A graded run of the same settings, for --abstain.", metavar="RUN")]
-Against = Annotated[
-    str | None, typer.Option(help="An earlier run to be told apart from, with --stop-when.", metavar="RUN")
-]
-StopWhen = Annotated[
-    str | None,
-    typer.Option(
-        help="decided: once the difference in accuracy is; decided=2: also once it is within 2 points.",
-        metavar="decided[=POINTS]",
-    ),
-]
-DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="Say what would run and its tokens; run nothing.")]
-Json = Annotated[bool, typer.Option("--json", help="One object per problem, then a summary.")]
-
-
-@options.with_setup(before="limit")
+@options.with_keys(
+    f"dataset {options.SETUP} limit file column references seed rollouts out report shard abstain labelled against "
+    "stop_when config pairs dry_run as_json"
+)
 def evaluate(
     context: typer.Context,
-    dataset: options.DatasetName = None,
-    limit: options.Limit = None,
-    file: File = None,
-    column: Columns = None,
-    references: References = None,
-    seed: options.Seed = None,
-    rollouts: options.Rollouts = None,
-    out: Out = None,
-    report: ReportFormat = None,
-    shard: Part = None,
-    abstain: Abstain = None,
-    labelled: Labelled = None,
-    against: Against = None,
-    stop_when: StopWhen = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="Part 2/3: every third problem from the second on; `atts merge` joins.", metavar="I/N"),
+    ] = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
-    dry_run: DryRunFlag = False,
-    as_json: Json = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and its tokens; run nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object per problem, then a summary.")] = False,
 ) -> None:
     """Evaluate a method on a dataset: the main job.
 
@@ -93,16 +46,17 @@ def evaluate(
 
     Example: atts eval math500 --draft hf:Qwen/Qwen3-1.7B --target vllm:http://localhost:8000/Qwen/Qwen3-32B --dry-run
     """
-    configuration = options.configured(context.params, config, pairs)
-    if not dry_run:
-        raise typer.Exit(run_and_print(configuration, shard, as_json))
     from atts.api import dry_run as estimated
+    from atts.run import Shard
 
-    found = estimated(configuration)
+    configuration, part = options.configured(context, config, pairs), None if shard is None else Shard.parse(shard)
+    if not dry_run:
+        raise typer.Exit(run_and_print(configuration, part, as_json))
+    found = estimated(configuration, part)
     print_result(found.as_json() if as_json else found, as_json, lambda _: dry_run_lines(found, configuration))
 
 
-def run_and_print(configuration: Configuration, shard: str | None, as_json: bool) -> int:
+def run_and_print(configuration: Configuration, shard: Shard | None, as_json: bool) -> int:
     """Run it, write its report, print the results; the exit code."""
     from atts.api import report
     from atts.journal import JOURNAL
@@ -115,7 +69,7 @@ def run_and_print(configuration: Configuration, shard: str | None, as_json: bool
     except KeyboardInterrupt:  # one that came before the run listened, or after it had ended
         return _unfinished("interrupted: everything done is kept", 130)
     except EngineError as error:
-        if not (_place(configuration, shard)[0] / JOURNAL).exists():  # nothing was begun
+        if not (configuration.directory_of(shard) / JOURNAL).exists():  # nothing was begun
             raise
         return _unfinished(str(error), error.exit_code)
     return (
@@ -131,14 +85,14 @@ def _unfinished(why: str, code: int) -> int:
     return code
 
 
-def run(configuration: Configuration, shard: str | None = None) -> RunResult:
+def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
     """The evaluation or a part of it, to its end or to an interrupt."""
     from atts.api import evaluate as evaluation
     from atts.cli.progress import progress_display
     from atts.journal import JOURNAL
     from atts.run import Progress, RunOptions
 
-    directory, part = _place(configuration, shard)
+    directory = configuration.directory_of(shard)
     job, setup = configuration.job, configuration.setup()
     problems, progress = job.load().problems, Progress(loading=(configuration["draft"], configuration["target"]))
     for text in setup.warnings:
@@ -150,21 +104,10 @@ def run(configuration: Configuration, shard: str | None = None) -> RunResult:
     async def main() -> RunResult:
         async with progress_display(progress):
             return await evaluation(
-                problems, setup, directory=directory, options=listening, shard=part, **job.comparison
+                problems, setup, directory=directory, options=listening, shard=shard, **job.comparison
             )
 
     return run_async(main)
-
-
-def _place(configuration: Configuration, shard: str | None) -> tuple[Path, Shard | None]:
-    """The run directory, and the part of the dataset that is run there."""
-    from atts.run import Shard
-
-    part = None if shard is None else Shard.parse(shard)
-    directory = configuration.directory
-    if part is not None and configuration.job.out is None:  # parts of one evaluation, side by side
-        directory = directory.with_name(f"{directory.name}-{part.number}-of-{part.of}")
-    return directory, part
 
 
 def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from atts.cli.interrupts import run_async
+from atts.cli.options import ObjectJson
 from atts.cli.output import json_line
 from atts.cli.terminal import say
 from atts.errors import CheckFailed
@@ -32,7 +33,7 @@ def probe(
     proxy: Annotated[
         Literal["never", "environment"] | None, typer.Option(help="Whether HTTP_PROXY counts.", show_default="never")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: ObjectJson = False,
 ) -> None:
     """Say what a server can do for a run: its engine, tokenizer, stops, scores, log-prob convention, cancelling.
 

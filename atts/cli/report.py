@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from atts.analysis import BuiltReport
 
 _DAY = 86_400.0
-_SHORT = {"md": "markdown"}
 
 
 def report(
@@ -44,9 +43,9 @@ def report(
 
     Example: atts report runs/first --follow
     """
-    from atts.analysis import FILE_NAMES, as_format, build_report, render, save_report
+    from atts.analysis import FILE_NAMES, FORMATS, as_format, build_report, render, save_report
 
-    named = as_format(_SHORT.get(format, format))
+    named = as_format(format, FORMATS)
     if every is not None and not (following and 0 < every <= _DAY):
         raise OptionError("--every", f"{every:g}: give seconds, up to a day, together with --follow")
     if out is not None and str(out) == "-":

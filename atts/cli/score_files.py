@@ -76,7 +76,7 @@ def records_of(file: str, per_question: int | None, scale: str) -> list[dict[str
     if file != "-":
         check_exists(Path(file))
     if file != "-" and (Path(file).is_dir() or Path(file).suffix in (".npy", ".json")):
-        return _rows(scores_of(file, per_question, scale, None))
+        return scores_of(file, per_question, scale, None).records()
     try:
         text = sys.stdin.read() if file == "-" else read_ordinary(Path(file)).decode("utf-8")
     except OSError as problem:
@@ -84,14 +84,8 @@ def records_of(file: str, per_question: int | None, scale: str) -> list[dict[str
     except UnicodeDecodeError:
         raise CalibrationInputError(file, "not text", "JSON Lines, a .npy array or JSON") from None
     if file != "-" and is_state(text):
-        return _rows(scores_of(file, per_question, scale, None))
+        return scores_of(file, per_question, scale, None).records()
     records = parse_lines(text.splitlines(), "stdin" if file == "-" else file)
     if not records:
         raise CalibrationInputError(f"number of records in {'stdin' if file == '-' else file}", 0, "at least one")
     return records
-
-
-def _rows(found: StoredScores) -> list[dict[str, Any]]:
-    names = ("score", "question", "turn", "length")
-    rows = zip(found.scores, *list(zip(*found.rows(), strict=True))[1:], strict=True)
-    return [dict(zip(names, row, strict=True)) for row in rows]

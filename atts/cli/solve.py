@@ -26,13 +26,12 @@ _STYLES = {"draft": "dim", "accepted": "green", "rejected": "red", "target": "bo
 _KINDS = ("math", "choice", "text")
 
 
-@options.with_setup(before="seed")
+@options.with_keys(f"problem kind follow {options.SETUP} seed config pairs as_json")
 def solve(
     context: typer.Context,
     problem: Annotated[str, typer.Argument(help="The problem, a file that holds it, or - for stdin.")],
     kind: Annotated[str, typer.Option(help="Of the answer: math, choice or text.")] = "math",
     follow: Annotated[str, typer.Option(help="Which rollout is shown: a number, or all.")] = "0",
-    seed: options.Seed = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every rollout's events, one object per line.")] = False,
@@ -52,7 +51,7 @@ def solve(
     if kind not in _KINDS:
         raise OptionError("kind", f"{kind!r} is not a kind of answer", _KINDS, kind)
     asked = Problem("problem", text_of(problem), kind=kind)  # type: ignore[arg-type]  # checked above
-    setup = options.configured(context.params, config, pairs).setup().informed()
+    setup = options.configured(context, config, pairs).setup().informed()
     for text in setup.warnings:
         tell(f"atts: {text}")
     printer: StoryPrinter | EventPrinter = EventPrinter() if as_json else StoryPrinter(follow, setup.policy.samples)

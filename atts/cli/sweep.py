@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,39 +22,29 @@ if TYPE_CHECKING:
     from atts.run import Listener
 
 
-Over = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A key and its values: rate=.1,.2,.4, or a JSON list; every choice of them is run; repeatable.",
-        metavar="KEY=VALUE,VALUE",
-        show_default="rate=.1,.2,.4",
-    ),
-]
-Out = Annotated[
-    str | None,
-    typer.Option(
-        help="Directory of the set; the same command goes on there.",
-        show_default="one below runs/",
-        metavar="DIRECTORY",
-    ),
-]
-DryRunFlag = Annotated[bool, typer.Option("--dry-run", help="List the runs; run nothing.")]
-Json = Annotated[bool, typer.Option("--json", help="One object per run, then a summary.")]
-
-
-@options.with_setup(before="limit")
+@options.with_keys(f"dataset over {options.SETUP} limit seed rollouts out config pairs dry_run as_json")
 def sweep(
     context: typer.Context,
-    dataset: options.DatasetName = None,
-    over: Over = None,
-    limit: options.Limit = None,
-    seed: options.Seed = None,
-    rollouts: options.Rollouts = None,
-    out: Out = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key and its values: rate=.1,.2,.4, or a JSON list; every choice of them is run; repeatable.",
+            metavar="KEY=VALUE,VALUE",
+            show_default="rate=.1,.2,.4",
+        ),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Directory of the set; the same command goes on there.",
+            show_default="one below runs/",
+            metavar="DIRECTORY",
+        ),
+    ] = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
-    dry_run: DryRunFlag = False,
-    as_json: Json = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs; run nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One object per run, then a summary.")] = False,
 ) -> None:
     """Evaluate under every choice of some settings, and draw accuracy against tokens, seconds and samples.
 
@@ -67,8 +58,8 @@ def sweep(
     """
     from atts.api import plan_sweep
 
-    given = {name: str(value) if name == "out" else value for name, value in context.params.items()}
-    planned = plan_sweep(axes(over or ["rate=.1,.2,.4"]), _flags(given), pairs or (), file=config)
+    flags = options.flags_of(context)
+    planned = plan_sweep(axes(over or ["rate=.1,.2,.4"]), flags, pairs or (), file=config)
     for note in planned.notes:
         tell(f"atts: {note}")
     if dry_run:
@@ -130,16 +121,18 @@ def _listed(values: str, words: str) -> list[object]:
     return listed
 
 
-def _flags(given: Mapping[str, Any]) -> dict[str, object]:
-    from atts.api import config_keys
-
-    return {name: value for name, value in given.items() if name in config_keys() and value not in (None, "None")}
-
-
 def _planned(planned: Sweep, as_json: bool) -> list[str]:
     if as_json:
         return [
-            json_line({"type": "run", **{name: getattr(one, name) for name in ("name", "kind", "values", "directory")}})
+            json_line(
+                {
+                    "type": "run",
+                    "name": one.name,
+                    "kind": one.kind,
+                    "values": one.values,
+                    "directory": str(one.directory),
+                }
+            )
             for one in planned.points
         ]
     problems = len(planned.points[-1].configuration.job.load().problems)
@@ -163,6 +156,4 @@ def _objects(end: SweepEnd) -> list[str]:
 
 
 def _facts(point: ScalingPoint) -> dict[str, Any]:
-    from dataclasses import fields
-
     return {field.name: getattr(point, field.name) for field in fields(point) if field.name != "right"}

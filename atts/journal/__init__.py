@@ -28,7 +28,7 @@ from atts.journal.files import is_held, locked
 from atts.journal.finished import FinishedProblem, FinishedSample, is_censored
 from atts.journal.lines import LineWriter, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, save_manifest
-from atts.journal.reader import MERGED, RecordedRun, check_exists, open_run
+from atts.journal.reader import MERGED, RecordedRun, check_exists, open_run, run_if_begun
 from atts.journal.salvage import JournalCheck, check_journal, salvage
 from atts.journal.shared_replies import REPLIES, SharedReplies, SharedReply, reply_key, run_number
 from atts.journal.state import (
@@ -104,6 +104,7 @@ __all__ = [
     "read_entries",
     "read_outcomes",
     "reply_key",
+    "run_if_begun",
     "run_number",
     "save_manifest",
     "truncation",

@@ -107,6 +107,19 @@ def check_exists(path: Path) -> None:
         raise JournalError(path, "there is no run or file here", "Give the directory of `atts eval --out`, or a file")
 
 
+def run_if_begun(directory: Path) -> RecordedRun | None:
+    """The run in this directory; None where none was begun.
+
+    :raises JournalError: it cannot be read.
+    """
+    try:
+        return open_run(directory)
+    except JournalError:
+        if (directory / JOURNAL).exists():
+            raise
+        return None
+
+
 def open_run(directory: Path, advice: str = "Give the directory of `atts eval --out DIRECTORY`") -> RecordedRun:
     """The run that a directory holds.
 

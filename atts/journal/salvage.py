@@ -48,7 +48,7 @@ def check_journal(directory: Path) -> JournalCheck:
         damage = str(error)
     with storage(reader.path):
         size = reader.path.stat().st_size
-    complete = sum(map(state.is_over, state.finished))
+    complete = state.done
     begun = len(state.finished.keys() | state.open.keys())
     lost = size - reader.length
     return JournalCheck(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from atts.core import Decision, Outcome, Problem, Rollout, Turn
+from atts.core import Decision, Outcome, Problem, Rollout, Turn, Usage
 from atts.errors import JournalCorrupt
 from atts.journal.events import (
     CallFailed,
@@ -237,6 +237,21 @@ class RunState:
     def seconds(self) -> float:
         """By the run's clock, all sessions together."""
         return self.clock.seconds
+
+    @property
+    def done(self) -> int:
+        """How many problems nothing is left to do for."""
+        return sum(map(self.is_over, self.finished))
+
+    @property
+    def graded(self) -> dict[str, FinishedProblem]:
+        """The finished problems whose answer has a verdict."""
+        return {name: one for name, one in self.finished.items() if one.verdict is not None}
+
+    @property
+    def usage(self) -> Usage:
+        """Of all finished problems together."""
+        return sum((one.usage for one in self.finished.values()), Usage())
 
     def is_over(self, problem: str) -> bool:
         """Whether nothing is left to do for it."""

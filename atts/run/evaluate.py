@@ -206,7 +206,7 @@ class _Run:
         plan, state = self._plan, self._state
         return RunBegun(
             self._manifest.problems,
-            sum(map(state.is_over, state.finished)),
+            state.done,
             plan.policy.samples,
             seconds=state.seconds,
             draft=plan.draft.spec.model,

@@ -60,8 +60,13 @@ class Shard:
         return cls(int(number), int(of))
 
     def take(self, problems: Any) -> Any:
-        """The shard's part of a sequence."""
-        return problems[self.number - 1 :: self.of]
+        """The shard's part of a sequence.
+
+        :raises OptionError: it is empty.
+        """
+        if part := problems[self.number - 1 :: self.of]:
+            return part
+        raise OptionError("shard", f"{self} of {len(problems)} problems is empty; take fewer shards")
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"

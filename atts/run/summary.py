@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import reduce
-from operator import add
 from typing import Any
 
 from atts.core import Usage
@@ -53,7 +51,7 @@ def summarise(problems: Sequence[FinishedProblem], seconds: float, truncation: T
         answers=accuracy_estimate(one.is_right for one in graded),
         samples_right=_of_samples(graded),
         rate=share_estimate((one.escalated, one.judged) for one in problems),
-        usage=reduce(add, (problem.usage for problem in problems), Usage()),
+        usage=sum((problem.usage for problem in problems), Usage()),
         seconds=seconds,
         failed=sum(not one.is_complete for one in problems),
         unanswered=sum(one.status == "unanswered" for one in problems),

@@ -54,6 +54,10 @@ class Estimate:
             return missing
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]" + (f" ({self.doubt})" if self.unscored else "")
 
+    def signed(self) -> str:
+        """A difference with its interval, each end with its sign."""
+        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
     def beside(self, best: "Estimate", unscored: int) -> "Estimate":
         """This estimate, which counts so many unscored as wrong, with the one that counts them right."""
         return replace(self, unscored=unscored, if_right=(best.value, best.low, best.high)) if unscored else self

@@ -62,8 +62,7 @@ def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
     from atts.cli import options
 
     for flag in ("method", "rate", "samples", "turns", "max_tokens", "mode", "draft", "target", "seed", "rollouts"):
-        option = vars(options)["_SETUP"].get(flag) or getattr(options, flag.title())
-        shown = option.__metadata__[0].show_default
+        shown = options.OPTIONS[flag].default.show_default
         default = config_keys()[flag].default
         if default is None:  # as the models need it
             assert "none: " in config_keys()[flag].help
@@ -192,6 +191,26 @@ def test_a_dry_run_runs_nothing_and_says_how_it_knows(atts: Any, scripted: tuple
     assert larger["expected"]["draft"] == pytest.approx(10 * again["expected"]["draft"])
     assert again["expected"]["draft"] <= again["at_most"]["draft"]
     assert first["directory"] in larger["basis"]
+
+
+def test_a_sweeps_dry_run_lists_its_runs_for_machines(atts: Any) -> None:
+    """Every run with its values and its directory, one object per line; nothing is made."""
+    words = ("--draft", "scripted", "--target", "scripted", "--over", "rate=.1,.3", "--out", "set")
+    said = atts("sweep", "arithmetic[:2]", *words, "--dry-run", "--json")
+    assert said.code == 0, said.err
+    runs = [json.loads(line) for line in said.out.splitlines()]
+    found = {run["name"]: (run["kind"], run["directory"]) for run in runs}
+    assert found["rate=0.1"] == ("point", "set/rate=0.1")
+    assert not Path("set").exists()
+
+
+def test_a_shards_dry_run_is_of_its_part(atts: Any, scripted: tuple[str, ...]) -> None:
+    """Its problems and its directory are those that the same command would run; an empty part is refused."""
+    words = ("eval", "arithmetic[:5]", *scripted, "--dry-run", "--json", "--shard")
+    whole, part = json.loads(atts(*words[:-1]).out), json.loads(atts(*words, "2/2").out)
+    assert (whole["problems"], part["problems"]) == (5, 2)
+    assert part["directory"] == f"{whole['directory']}-2-of-2"
+    assert "6/6 of 5 problems is empty" in atts(*words, "6/6").err
 
 
 def test_the_embedded_pair_can_be_foretold(atts: Any, tmp_path: Path) -> None:

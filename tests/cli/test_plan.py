@@ -181,3 +181,11 @@ def test_the_words_name_the_choice_and_how_it_was_found(atts: Any, runs: Path) -
     assert f"--method atts --rate {best['rate']:g} --samples {best['samples']} --turns {best['turns']}" in said.out
     assert "counted over all subsets" in said.out
     assert "nothing recorded stays below" in atts("plan", "runs/atts", "--tokens", "1").out
+
+
+def test_a_rate_nobody_ran_is_held_below_the_runs_cap(tmp_path: Path) -> None:
+    """The gate that decides again has the cap of the run's own: no rate escalates more than that."""
+    setup = Setup(draft="scripted", target="scripted", policy=Policy(samples=4, early_stop="none"), rate=0.1, cap=0.1)
+    found = plan(evaluate_sync(toy_problems(PROBLEMS), setup, directory=tmp_path / "run"))
+    assert [one.rate for one in found.other_rates][-1] == 0.6
+    assert all(one.realised <= 0.11 for one in found.other_rates)

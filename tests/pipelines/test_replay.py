@@ -7,7 +7,7 @@ from dataclasses import replace as changed
 
 from atts.analysis import replay_policy
 from atts.calibration import Calibrator
-from atts.core import Outcome, TurnKey, Usage
+from atts.core import Chunk, Outcome, Turn, TurnKey, Usage
 from atts.journal import Decided
 from atts.pipelines import Answers, ConformalGate, FixedGate, Gate, Policy, ThresholdGate, TopGate
 
@@ -86,6 +86,19 @@ def test_fewer_samples_and_turns_are_cuts_of_the_record(attempt: Solve, answers:
     assert [p.answer for p in one.problems] == [o.rollouts[0].answer for o in outcomes]
     brief = replay_policy(outcomes, ThresholdGate(1.8), changed(POLICY, turns=1), answers.group)
     assert all(r.answer is None for p in brief.problems for r in p.rollouts)
+
+
+def test_words_that_were_put_in_are_no_models_tokens(attempt: Solve, answers: Answers) -> None:
+    """Of a rollout cut to fewer turns, what budget forcing put in counts no more than in the whole rollout's usage."""
+    outcomes = attempt(POLICY, ThresholdGate(1.8))
+    wait = Turn(0, (Chunk("draft", "Wait", (1, 2, 3), (1, 2, 3), "delimiter"),), is_forced=True)
+    forced = [
+        changed(o, rollouts=tuple(changed(r, turns=(wait, *(changed(t, index=t.index + 1) for t in r.turns)))
+                                  for r in o.rollouts))
+        for o in outcomes
+    ]  # fmt: skip
+    brief = replay_policy(forced, ThresholdGate(1.8), changed(POLICY, turns=1), answers.group)
+    assert all(r.draft_tokens == 0 for p in brief.problems for r in p.rollouts)
 
 
 def test_a_round_gate_replays_over_whole_rounds(attempt: Solve, answers: Answers) -> None:

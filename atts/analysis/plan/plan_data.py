@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from atts.analysis.turns import tokens_written
 from atts.core import Outcome, Turn, TurnKey, Usage
@@ -34,11 +33,6 @@ class CompleteRollout:
     turns: tuple[TurnCost, ...]
     label: Hashable | None
     is_right: bool | None  # None where that could not be told
-
-    @property
-    def is_correct(self) -> bool:
-        """Whether it was graded and found right."""
-        return self.is_right is True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +66,6 @@ class PlanData:
         """What was asked for."""
         value = self.run.setting("rate")
         return float(value) if isinstance(value, int | float) else float("nan")
-
-    def policy(self, *path: str) -> Any:
-        """A value of the policy that was run."""
-        value: Any = self.run.policy
-        for name in path:
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return value
 
 
 def read_plan_data(directory: Path) -> PlanData:

@@ -71,7 +71,7 @@ def _speed(engine: str, spans: Sequence[tuple[float, float]], written: int, scor
 
 def chunk_advice(data: PlanData) -> ChunkAdvice | None:
     """About the draft's chunk limit; None where the draft wrote nothing."""
-    limit = data.policy("chunking", "draft_tokens")
+    limit = data.run.policy.get("chunking", {}).get("draft_tokens")
     drafted = [_drafted(rollout) for outcome in data.outcomes for rollout in outcome.rollouts]
     chunks = [chunk for own in drafted for chunk in own]
     turns = [turn for case in data.cases for rollout in case.rollouts for turn in rollout.turns]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from atts.analysis.plan.plan_data import GradedCase, PlanData
 from atts.analysis.policy_replay import ReplayedProblem, replay_policy
-from atts.calibration import Calibrator, Mode, StoredScores, Tuning
+from atts.analysis.recorded_gate import fresh_calibrator
+from atts.calibration import Mode
 from atts.pipelines import ConformalGate, Policy
 
 RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)
@@ -48,13 +49,9 @@ def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[Untri
 def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
     """One rate; `target_tokens` are those of a problem whose every chunk escalates."""
     mode: Mode = data.run.setting("mode") or "question-turn"
-    stored = StoredScores.of(data.run.setting("stored") or (), lengths=data.run.setting("stored_lengths") or ())
     samples = max((len(outcome.rollouts) for outcome in data.outcomes), default=1)
-    tuning = Tuning.for_rollouts(data.policy("samples") or samples)
-    by_length = bool(data.run.setting("by_length"))
-    calibrator = Calibrator(rate, mode, seed=data.run.manifest.seed, stored=stored, tuning=tuning, by_length=by_length)
-    gate = ConformalGate(calibrator)
-    policy = Policy(samples=samples, turns=max(1, data.policy("turns") or 1))
+    gate = ConformalGate(fresh_calibrator(data.run, rate, mode))
+    policy = Policy(samples=samples, turns=max(1, data.run.policy.get("turns") or 1))
     done = replay_policy(data.outcomes, gate, policy, _apart, decided=data.decided)
     cases = {case.problem: case for case in data.cases}
     bounds = [_bounds(one, cases[one.problem]) for one in done.problems if one.problem in cases]
@@ -69,8 +66,8 @@ def _bounds(replayed: ReplayedProblem, case: GradedCase) -> tuple[float, float]:
         return case.vote, case.vote
     known = [rollout for rollout in case.rollouts if rollout.sample not in strayed]
     unknown = len(replayed.rollouts) - len(known)
-    right = _largest(rollout.label for rollout in known if rollout.is_correct)
-    wrong = _largest(rollout.label for rollout in known if not rollout.is_correct and rollout.label is not None)
+    right = _largest(rollout.label for rollout in known if rollout.is_right)
+    wrong = _largest(rollout.label for rollout in known if not rollout.is_right and rollout.label is not None)
     return _share(right, wrong + unknown), _share(right + unknown, wrong)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from functools import partial, reduce
-from operator import add
+from functools import partial
 
 from atts.analysis.report.numbers import Baseline, NamedRate, Spend
 from atts.analysis.report.run_data import ProblemFacts, RunData
@@ -140,7 +139,7 @@ def accuracy_of(data: RunData) -> Estimate:
 
 def total_usage(problems: Collection[ProblemFacts]) -> Usage:
     """What these problems cost together."""
-    return reduce(add, (one.brief.usage for one in problems), Usage())
+    return sum((one.brief.usage for one in problems), Usage())
 
 
 def written(usage: Usage) -> int:

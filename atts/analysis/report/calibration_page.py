@@ -13,14 +13,13 @@ from atts.analysis.report import tables
 from atts.analysis.report.calibration_report import CalibrationReport
 from atts.analysis.report.charts import Chart, calibration_charts, labelled_chart, over_time_chart
 from atts.analysis.report.figures import save_figures
-from atts.analysis.report.render import filled, page
+from atts.analysis.report.render import as_format, filled, page
 from atts.errors import OptionError
 from atts.files import write_out
 from atts.jsonable import jsonable
 
 CalibrationFormat = Literal["html", "markdown", "json", "svg", "png"]
 _FORMATS: tuple[CalibrationFormat, ...] = get_args(CalibrationFormat)
-_NAMES: dict[str, CalibrationFormat] = {**dict(zip(_FORMATS, _FORMATS, strict=True)), "md": "markdown"}
 _ENDINGS: dict[str, CalibrationFormat] = {".html": "html", ".htm": "html", ".md": "markdown", ".json": "json"}
 
 
@@ -31,9 +30,7 @@ def calibration_format(format: str | None, out: Path | None) -> CalibrationForma
     """
     if format is None:
         return _ENDINGS.get(out.suffix.lower() if out else "", "html")
-    if format not in _NAMES:
-        raise OptionError("format", f"{format!r} is not a format", _FORMATS, format)
-    return _NAMES[format]
+    return as_format(format, _FORMATS)
 
 
 def render_calibration(report: CalibrationReport, format: CalibrationFormat) -> str:

@@ -113,11 +113,8 @@ def _made(
 
 def _rows(scores: StoredScores) -> list[dict[str, object]]:
     """Records in their order; a score whose question is not known is one of its own."""
-    rows = zip(scores.scores, scores.rows(), strict=True)
-    return [
-        {"score": score, "question": question or f"score {place}", "turn": turn, "length": length}
-        for place, (score, (_, question, turn, length)) in enumerate(rows, 1)
-    ]
+    rows = enumerate(scores.records(), 1)
+    return [{**row, "question": row["question"] or f"score {place}"} for place, row in rows]
 
 
 def _labels_of_run(data: RunData) -> list[tuple[GateStep, bool]]:

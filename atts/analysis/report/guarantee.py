@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from atts.analysis.recorded_gate import fresh_calibrator
 from atts.analysis.report.numbers import StatedGuarantee
 from atts.analysis.report.run_data import AUDIT, GateStep, RunData
 from atts.analysis.report.words import WORDS
-from atts.calibration import DEFAULTS, HOLD, MODES, Calibrator, Mode, StoredScores, Tuning
+from atts.calibration import MODES, Calibrator, Mode
 from atts.errors import CalibrationInputError
 
 _TRIAL = 300  # steps by which the mode is recognised
@@ -83,19 +84,8 @@ def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
 
 
 def _replayed(data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float, audit: int) -> _Match | None:
-    found = data.run.setting("stored")
-    stored = [float(score) for score in found if isinstance(score, int | float)] if isinstance(found, list) else []
-    aci_step = data.run.setting("aci_step")
-    tuning = Tuning(aci_step=aci_step) if isinstance(aci_step, float) else DEFAULTS
     try:
-        seed, rollouts = data.run.manifest.seed, data.run.manifest.settings.get("rollouts")
-        hold = max(HOLD, rollouts.value) if rollouts and isinstance(rollouts.value, int) else HOLD
-        start = StoredScores.of(stored, lengths=data.run.setting("stored_lengths") or ())
-        by_length = bool(data.run.setting("by_length"))
-        calibrator = Calibrator(
-            rate, mode, seed=seed, stored=start, hold=hold, tuning=tuning, by_length=by_length,
-            cap=data.run.setting("cap"),
-        )  # fmt: skip
+        calibrator = fresh_calibrator(data.run, rate, mode)
     except CalibrationInputError:  # a mode that needs stored scores
         return None
     checked = same = 0

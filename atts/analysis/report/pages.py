@@ -27,7 +27,9 @@ class Pages:
         self.limit = _LIMITS[0]  # the shortest cut so far, in characters per chunk; set where something was cut
 
     def add(self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], brief: FinishedProblem) -> None:
-        """Keep this problem's story, as whole as its share of the budget allows."""
+        """Keep this problem's story, as whole as its share of the budget allows: nothing of it where that is none."""
+        if not self._each:
+            return
         turns = (turn for rollout in outcome.rollouts for turn in rollout.turns)
         longest = max((len(chunk.text) for turn in turns for chunk in (*turn.chunks, *turn.discarded)), default=0)
         packed, limit = "", longest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -39,7 +40,9 @@ class LabelledScores:
 
 def labelled_scores(labels: Sequence[tuple[GateStep, bool]]) -> LabelledScores | None:
     """Shares of right answers over equal numbers of chunks, by p-value; None where no chunk is labelled."""
-    known = sorted(((step.decision.p, right, step) for step, right in labels if step.decision.p is not None), key=_p)
+    known = sorted(
+        ((step.decision.p, right, step) for step, right in labels if step.decision.p is not None), key=itemgetter(0)
+    )
     if not known:
         return None
     values = np.array([p for p, _, _ in known], float)
@@ -47,10 +50,6 @@ def labelled_scores(labels: Sequence[tuple[GateStep, bool]]) -> LabelledScores |
     auroc = pooled_auroc(values, wrong, np.zeros(len(known), np.int64)) if 0 < wrong.mean() < 1 else math.nan
     parts = np.array_split(np.arange(len(known)), min(_BINS, len(known)))
     return LabelledScores(len(known), auroc, tuple(_bin([known[at] for at in part]) for part in parts))
-
-
-def _p(row: tuple[float, bool, GateStep]) -> float:
-    return row[0]
 
 
 def _bin(rows: Sequence[tuple[float, bool, GateStep]]) -> RightBin:

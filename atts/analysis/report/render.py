@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
 
@@ -21,7 +21,9 @@ from atts.errors import OptionError
 from atts.files import write_atomic, write_out
 from atts.jsonable import jsonable
 
+F = TypeVar("F", bound=str)
 Format = Literal["html", "markdown", "json"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 FILE_NAMES: dict[Format, str] = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
 
 
@@ -30,7 +32,7 @@ def render(built: BuiltReport, format: Format) -> str:
 
     :raises OptionError: for an unknown format.
     """
-    match as_format(format):
+    match as_format(format, FORMATS):
         case "html":
             return _html(built)
         case "markdown":
@@ -54,14 +56,15 @@ def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> 
     return path
 
 
-def as_format(name: str) -> Format:
-    """The format of this name.
+def as_format(name: str, known: Sequence[F]) -> F:
+    """The format of this name, which may be its short one.
 
     :raises OptionError: there is none.
     """
-    if name not in FILE_NAMES:
-        raise OptionError("format", f"{name!r} is not a format", [*FILE_NAMES], name)
-    return name
+    for each in known:
+        if each == {"md": "markdown"}.get(name, name):
+            return each
+    raise OptionError("format", f"{name!r} is not a format", known, name)
 
 
 def _html(built: BuiltReport) -> str:

@@ -152,7 +152,7 @@ def baseline_table(report: RunReport) -> ReportTable:
 def _signed(found: Estimate) -> Cell:
     if math.isnan(found.value):
         return cell(found)
-    return Cell(f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]", found.value)
+    return Cell(found.signed(), found.value)
 
 
 def _p(value: float) -> Cell:

@@ -5,17 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from operator import add
 from pathlib import Path
 
 from atts.analysis.status import RunStanding, standing_of
 from atts.analysis.sweep.run_set import PointKind, RunSet, RunSetPoint, Value, load_run_set
-from atts.core import Usage
-from atts.errors import JournalError
 from atts.evaluators import Estimate, accuracy_estimate, compare_runs, mean_estimate, share_estimate
 from atts.journal import (
-    JOURNAL,
     REPLIES,
     Json,
     RecordedRun,
@@ -24,8 +19,8 @@ from atts.journal import (
     Scored,
     SharedReplies,
     SharedReply,
-    open_run,
     reply_key,
+    run_if_begun,
     run_number,
 )
 
@@ -131,30 +126,23 @@ def read_sweep(directory: Path) -> SweepReport:
 
 
 def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> ScalingPoint:
-    try:
-        run = open_run(directory / point.folder)
-    except JournalError:
-        if (directory / point.folder / JOURNAL).exists():
-            raise
-        run = None
+    folder = directory / point.folder
+    run = run_if_begun(folder)
     state, calls = (RunState(), CallTotals()) if run is None else _read(run, point.folder, replies)
-    finished = list(state.finished.values())
-    usage = reduce(add, (one.usage for one in finished), Usage())
-    count = len(finished) or math.nan
-    graded = [one for one in finished if one.verdict is not None]
+    usage, count, graded = state.usage, len(state.finished) or math.nan, state.graded.values()
     is_any_right = [float(any(sample.verdict == "correct" for sample in one.samples)) for one in graded]
     return ScalingPoint(
         point.name,
         point.kind,
         point.values,
-        directory=str(directory / point.folder),
-        standing=standing_of(directory / point.folder, None if run is None else state),
-        done=sum(map(state.is_over, state.finished)),
+        directory=str(folder),
+        standing=standing_of(folder, None if run is None else state),
+        done=state.done,
         problems=None if run is None else run.manifest.problems,
         samples=0 if run is None else int(run.policy.get("samples", 0)),
         accuracy=accuracy_estimate(one.is_right for one in graded),
         oracle=mean_estimate(is_any_right, len(graded)),
-        rate=share_estimate((one.escalated, one.judged) for one in finished),
+        rate=share_estimate((one.escalated, one.judged) for one in state.finished.values()),
         target_tokens=usage.target_tokens / count,
         draft_tokens=usage.draft_tokens / count,
         scored_tokens=usage.scored_tokens / count,

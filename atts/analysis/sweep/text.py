@@ -44,19 +44,13 @@ def _table(report: SweepReport) -> Iterator[str]:
     for point in (*report.references, *report.grid):
         done = f"{point.done}/{point.problems if point.problems is not None else '?'}"
         what = point.accuracy.brief("-") if point.done else point.standing
-        difference = "" if point.difference is None else _signed(point)
+        difference = "" if point.difference is None else point.difference.signed()
         yield (
             f"{marks[point.name]} {point.name:<{wide}}  {done:>9}  {what:<21}  {difference:<24}  "
             f"{_number(point.oracle.value, '.3f'):>11}  {_number(point.rate.value, '.2f'):>5}  "
             f"{_number(point.target_tokens, ',.0f'):>8}  {_number(point.seconds, ',.2f'):>8}"
         ).rstrip()
     yield "  target: tokens that the target wrote per problem; seconds: of engine calls per problem, added up."
-
-
-def _signed(point: ScalingPoint) -> str:
-    found = point.difference
-    assert found is not None, "asked for where there is one"
-    return f"{found.value:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
 
 
 def _number(value: float, form: str) -> str:

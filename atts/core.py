@@ -302,6 +302,11 @@ class Turn:
     is_forced: bool = False  # the chunk's words were put in: no model wrote them
 
     @property
+    def drafted(self) -> Chunk | None:
+        """The draft's chunk that was judged, kept or discarded; None where the draft wrote none."""
+        return next((chunk for chunk in (*self.discarded, *self.chunks) if chunk.author == "draft"), None)
+
+    @property
     def is_recalled(self) -> bool:
         """Whether its score is that of an equal sibling's chunk, and nothing was asked."""
         return self.score is not None and not self.scored_tokens

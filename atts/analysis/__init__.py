@@ -17,13 +17,13 @@ from atts.analysis.report.build import BuiltReport, build_report
 from atts.analysis.report.calibration_page import calibration_format, render_calibration, save_calibration
 from atts.analysis.report.calibration_report import CalibrationReport, calibration_of_run, calibration_of_scores
 from atts.analysis.report.numbers import RateControl, Standing
-from atts.analysis.report.render import FILE_NAMES, FORMATS, Format, as_format, render, save_report
+from atts.analysis.report.render import FORMATS, Format, as_format, render, save_report
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.results import read_results
 from atts.analysis.run_replay import PolicyChange, Replay, ReplaySide, replay_run
 from atts.analysis.sharing_chart import save_sharing
 from atts.analysis.status import RunStanding, is_running, standing_of
-from atts.analysis.sweep.curves import ScalingPoint, SweepReport, read_sweep
+from atts.analysis.sweep.curves import LENGTHS, ScalingPoint, SweepReport, read_sweep
 from atts.analysis.sweep.page import render_sweep
 from atts.analysis.sweep.run_set import SWEEP, PointKind, RunSet, RunSetPoint, Value, load_run_set, save_run_set
 from atts.analysis.sweep.text import sweep_lines
@@ -36,9 +36,9 @@ __all__ = [
     "Cap",
     "ChunkAdvice",
     "Compared",
-    "FILE_NAMES",
     "FORMATS",
     "Format",
+    "LENGTHS",
     "Option",
     "Plot",
     "PointKind",

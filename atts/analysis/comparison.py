@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from atts.analysis.ratios import ratio_interval
+from atts.analysis.ratios import cost_ratio, ratio_interval
 from atts.analysis.results import COSTS, GradedRun
 from atts.errors import DatasetError
 from atts.evaluators import Comparison, McNemar, Sequential, compare_in_order, compare_runs, mcnemar
@@ -95,5 +95,4 @@ def _cost(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> CostRatio | 
         return None
     first, second = (np.array([costs[name] for costs in side], dtype=np.float64) for side in (ours, theirs))
     before, after = float(first.mean()), float(second.mean())
-    ratio = after / before if before else math.inf if after else math.nan
-    return CostRatio(name, before, after, ratio, *ratio_interval(first, second))
+    return CostRatio(name, before, after, cost_ratio(after, before), *ratio_interval(first, second))

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from atts.analysis.turns import drafted_chunk, usage_of, was_cut_short
+from atts.analysis.turns import usage_of, was_cut_short
 from atts.core import Decision, Outcome, Rollout, Turn, TurnKey
 from atts.errors import CalibrationInputError
 from atts.journal import Decided, is_censored
@@ -191,7 +191,7 @@ def _strays(rollout: Rollout, turn: Turn, decisions: Mapping[TurnKey, Decision])
 
 def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy) -> _JudgedChunk:
     assert turn.score is not None, "only scored turns are asked about"
-    chunk, told = drafted_chunk(turn) or turn.chunks[0], decided.features if decided is not None else {}
+    chunk, told = turn.drafted or turn.chunks[0], decided.features if decided is not None else {}
     features = Features(
         rollout.problem,
         turn.index,

@@ -13,6 +13,11 @@ Floats = NDArray[np.float64]
 Ends = tuple[float, float]
 
 
+def cost_ratio(cost: float, beside: float) -> float:
+    """One cost over another; infinite where the other took nothing, undefined where neither took anything."""
+    return cost / beside if beside else math.inf if cost else math.nan
+
+
 def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
     """Where the ratio of the second's mean cost to the first's may lie, one pair of costs from 0 up a problem.
 

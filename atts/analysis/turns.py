@@ -31,11 +31,6 @@ def is_written(turn: Turn, chunk: Chunk) -> bool:
     )
 
 
-def drafted_chunk(turn: Turn) -> Chunk | None:
-    """The draft's chunk that was judged, kept or discarded; None where the draft wrote none."""
-    return next((chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == "draft"), None)
-
-
 def was_cut_short(turn: Turn) -> bool:
     """Whether it was judged and not carried out, because its rollout was stopped."""
     return bool(turn.discarded) and not turn.chunks

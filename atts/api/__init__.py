@@ -18,7 +18,7 @@ from atts.api.engines import SCHEMES, build_engine, build_engines
 from atts.api.estimate import DryRun, Tokens, dry_run
 from atts.api.evaluation import Session, SyncSession, evaluate, evaluate_sync, solve, solve_sync
 from atts.api.pairs import Pair, find_pair, known_pairs
-from atts.api.placement import CARDS, Placement, place
+from atts.api.placement import CARDS, USUAL_CARDS, Placement, place
 from atts.api.recorded import certify, compare, merge, plan, replay, report, trace
 from atts.api.setup import Setup, answers_for, load_problems
 from atts.importing import import_lock
@@ -47,6 +47,7 @@ __all__ = [
     "SweepPoint",
     "SyncSession",
     "Tokens",
+    "USUAL_CARDS",
     "answers_for",
     "build_engine",
     "build_engines",

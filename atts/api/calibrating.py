@@ -233,5 +233,4 @@ def _kept(run: RunResult) -> Iterator[tuple[Decision, float]]:
     turns = [turn for outcome in run.outcomes() for rollout in outcome.rollouts for turn in rollout.turns]
     for turn in sorted(turns, key=lambda turn: turn.index):
         if turn.decision is not None and turn.decision.score is not None:
-            drafted = (chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == "draft")
-            yield turn.decision, float(next((chunk.tokens for chunk in drafted), 0))
+            yield turn.decision, float(turn.drafted.tokens if turn.drafted else 0)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from atts.api.config import Configuration
 from atts.api.pairs import Pair, find_pair
-from atts.api.placement import CARDS, place
+from atts.api.placement import CARDS, USUAL_CARDS, place
 from atts.api.setup import Setup
 from atts.core import Message, Problem, Role, SampleRequest, ScoreRequest
 from atts.engine import Engine
@@ -23,7 +23,6 @@ from atts.pipelines import check_engines, needed_logprobs, prompt_of
 
 Status = Literal["ok", "warn", "fail"]
 _SIGNATURE = "# Written by `atts doctor`"
-_SHOWN_CARDS = ("rtx4090", "h100", "h200")
 _TIGHT_GB, _FULL_GB = 2.0, 0.2
 _PROBLEM = Problem("doctor", "What is (17 + 25) * 3?")
 _TRIED = 16  # tokens that the draft writes to see the target score them
@@ -118,7 +117,7 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
         return
     here = [] if card else list(_cards_here())
     tokens = configuration.setup().run_policy.bounds().max_tokens
-    for kind in [card] if card else sorted({name for name, _ in here}) or _SHOWN_CARDS:
+    for kind in [card] if card else sorted({name for name, _ in here}) or USUAL_CARDS:
         found = place(pair, kind, tokens)
         if found is None:
             yield Check("memory", "fail" if card or here else "warn", f"not even eight {kind} hold {pair.name}")

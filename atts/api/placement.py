@@ -15,6 +15,8 @@ CARDS: Mapping[str, float] = MappingProxyType(
     {"rtx4090": 24, "rtx5090": 32, "l40s": 48, "a100": 80, "h100": 80, "h200": 141, "b200": 180}
 )
 """Gigabytes of memory."""
+USUAL_CARDS = ("rtx4090", "h100", "h200")
+"""What is shown where no card is named."""
 COUNTS = (1, 2, 4, 8)
 _USABLE = 0.92  # of a card: the rest is the driver's, and what other programs hold
 _OVERHEAD = 2.0  # gigabytes of a server besides weights and cache: context, graphs, activations

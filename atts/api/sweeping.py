@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from atts.analysis import (
+    LENGTHS,
     SWEEP,
     PointKind,
     RunSet,
@@ -39,7 +40,6 @@ PAGE = "sweep.html"
 REFERENCES = ("target-only", "draft-only")
 """Methods that every sweep is compared with, on the longest settings of it."""
 _MODELS = ("pair", "at", "draft", "target", "draft_servers", "target_servers")
-_LENGTHS = ("samples", "max_tokens", "turns")
 _FIXED = (*(key.name for key in keys_of(Job, Job())), "rollouts", "conditions", "speculate")
 """Keys that cannot vary: all runs are of the same problems, or their results do not depend on them."""
 
@@ -122,7 +122,7 @@ def plan_sweep(
         name = ",".join(
             str(value) if key == "method" else f"{key}={_word(value)}"
             for key, value in values.items()
-            if key not in _LENGTHS
+            if key not in LENGTHS
         )
         try:
             made = point("reference", name, values)
@@ -167,7 +167,7 @@ def _references(axes: Mapping[str, tuple[Value, ...]], methods: Sequence[str]) -
     longest: dict[str, Value] = {
         name: max(values, key=lambda value: float(str(value)) if value is not None else 0.0)
         for name, values in axes.items()
-        if name in _LENGTHS
+        if name in LENGTHS
     }
     for method in methods:
         for chosen in product(*models.values()):

@@ -14,8 +14,6 @@ from atts.cli.terminal import say
 if TYPE_CHECKING:
     from atts.api import Pair, Placement
 
-_CARDS = ("rtx4090", "h100", "h200")
-
 
 def pairs(
     name: Annotated[str, typer.Argument(help="Only this pair, with all that is known of it.", show_default="all")] = "",
@@ -30,10 +28,10 @@ def pairs(
 
     Example: atts pairs; atts pairs r1-1.5b/r1-70b --card h100
     """
-    from atts.api import find_pair, known_pairs
+    from atts.api import USUAL_CARDS, find_pair, known_pairs
 
     chosen = [find_pair(name)] if name else list(known_pairs().values())
-    placed = {pair.name: {kind: _placed(pair, kind) for kind in ([card] if card else _CARDS)} for pair in chosen}
+    placed = {pair.name: {kind: _placed(pair, kind) for kind in ([card] if card else USUAL_CARDS)} for pair in chosen}
     if as_json:
         say("\n".join(json_line(_facts(pair, placed[pair.name])) for pair in chosen))
     elif name:

@@ -43,7 +43,7 @@ def report(
 
     Example: atts report runs/first --follow
     """
-    from atts.analysis import FILE_NAMES, FORMATS, as_format, build_report, render, save_report
+    from atts.analysis import FORMATS, as_format, build_report, render, save_report
 
     named = as_format(format, FORMATS)
     if every is not None and not (following and 0 < every <= _DAY):
@@ -54,17 +54,15 @@ def report(
         hand_out(render(build_report(directory, against or ()), named))
         return
 
-    def write() -> BuiltReport:
+    def write() -> tuple[BuiltReport, Path]:
         built = build_report(directory, against or ())
-        save_report(built, named, out)
-        return built
+        return built, save_report(built, named, out)
 
     if following:
         tell("atts: the report is written anew as long as the run goes on; Ctrl-C ends that, and not the run")
-        built = follow(directory, write, EVERY_SECONDS if every is None else every)
+        built, path = follow(directory, write, EVERY_SECONDS if every is None else every)
     else:
-        built = write()
-    path = out or Path(built.report.run.directory) / FILE_NAMES[named]
+        built, path = write()
     verdict, sentence = built.report.verdict, built.report.headline.sentence
     if as_json:
         print_json({"report": str(path), "standing": verdict.standing, "sentence": sentence, "verdict": verdict.line})

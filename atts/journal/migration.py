@@ -30,7 +30,7 @@ def _with_facts(turn: Turn) -> Turn:
     """The turn with what its note tells of, or its chunks: the first that the draft wrote was scored."""
     if turn.note in (_EQUAL_CHUNK, _FORCING):
         return replace(turn, note="", is_forced=turn.note == _FORCING)
-    drafted = next((chunk for chunk in (*turn.discarded, *turn.chunks) if chunk.author == "draft"), None)
+    drafted = turn.drafted
     return turn if turn.score is None or drafted is None else replace(turn, scored_tokens=len(drafted.target_ids))
 
 

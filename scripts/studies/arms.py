@@ -13,7 +13,6 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from atts.analysis.turns import drafted_chunk
 from atts.api import Setup
 from atts.core import Outcome, Problem, Turn
 from atts.engine import Engine
@@ -157,7 +156,7 @@ class Solved:
 
 
 def _judged(turn: Turn) -> int:
-    chunk = drafted_chunk(turn)
+    chunk = turn.drafted
     return 0 if turn.score is None or chunk is None else len(chunk.target_ids)
 
 

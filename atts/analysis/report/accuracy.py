@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import partial
 
+from atts.analysis.ratios import cost_ratio
 from atts.analysis.report.numbers import Baseline, NamedRate, Spend
 from atts.analysis.report.run_data import ProblemFacts, RunData
 from atts.analysis.report.words import WORDS
@@ -113,9 +114,9 @@ def baseline(own: RunData, other: RunData) -> Baseline | None:
         difference=paired.difference,
         p_value=paired.p_value,
         problems_needed=paired.problems_needed,
-        token_ratio=_cost_ratio(written(our_usage), written(their_usage)),
-        target_token_ratio=_cost_ratio(our_usage.target_tokens, their_usage.target_tokens),
-        second_ratio=_cost_ratio(seconds, other_seconds),
+        token_ratio=cost_ratio(written(our_usage), written(their_usage)),
+        target_token_ratio=cost_ratio(our_usage.target_tokens, their_usage.target_tokens),
+        second_ratio=cost_ratio(seconds, other_seconds),
         target_tokens_per_problem=their_usage.target_tokens / len(common),
         seconds=other.state.seconds,
     )
@@ -157,7 +158,3 @@ def _graded_names(data: RunData) -> dict[str, ProblemFacts]:
 
 def _ratio(part: float, whole: float, without: float) -> float:
     return part / whole if whole else without
-
-
-def _cost_ratio(ours: float, theirs: float) -> float:
-    return _ratio(ours, theirs, math.inf if ours else math.nan)

@@ -17,6 +17,7 @@ from atts.analysis.report.headline import headline
 from atts.analysis.report.numbers import (
     Caveat,
     NamedRate,
+    Point,
     ProblemRow,
     RateControl,
     RunFacts,
@@ -24,6 +25,7 @@ from atts.analysis.report.numbers import (
     RunVerdict,
     Spend,
     Standing,
+    worst_of,
 )
 from atts.analysis.report.pages import Pages, shorten
 from atts.analysis.report.realised_rate import realised_rate
@@ -137,7 +139,7 @@ def _verdict(
     count: int,
 ) -> RunVerdict:
     problems = f"{count:,} problem{'s' * (count != 1)}"
-    points: list[tuple[Standing, str]] = []
+    points = list[Point]()
     if accuracy:
         known = accuracy[0].estimate.n_problems
         of = "" if known == count else f"{known:,} of "
@@ -151,12 +153,10 @@ def _verdict(
     points.extend(("good", caveat.text) for caveat in warnings if caveat.code == COMPARED)
     worst = [caveat for caveat in warnings if caveat.standing == "bad"]
     points.extend((caveat.standing, f"{caveat.count:,} {caveat.text}") for caveat in worst)
-    standings = {standing for standing, _ in points}
-    standing: Standing = "bad" if "bad" in standings else "care" if "care" in standings else "good"
-    return RunVerdict(standing, "; ".join(text for _, text in points[:3]), tuple(points))
+    return RunVerdict(worst_of(points), "; ".join(text for _, text in points[:3]), tuple(points))
 
 
-def _rate_point(control: RateControl) -> tuple[Standing, str]:
+def _rate_point(control: RateControl) -> Point:
     found = control.check()
     if found is None:
         share = control.escalated / control.decisions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from atts.analysis.report.headline import percent
-from atts.analysis.report.numbers import DriftTest, Headline, RateControl, ShownNumber, Standing
+from atts.analysis.report.headline import percent, span
+from atts.analysis.report.numbers import DriftTest, Headline, Point, RateControl, ShownNumber
 from atts.calibration import Health
 
 _SPAN = "{} to {}"
@@ -17,9 +17,9 @@ def calibration_headline(kind: str, health: Health, control: RateControl) -> Hea
     return Headline(_sentence(kind, health, control), (_share(kind, control), _worth(health), drift))
 
 
-def calibration_points(kind: str, health: Health, control: RateControl) -> tuple[tuple[Standing, str], ...]:
+def calibration_points(kind: str, health: Health, control: RateControl) -> tuple[Point, ...]:
     """What speaks against the calibration, worst first; of scores alone nothing was promised that they could break."""
-    found: list[tuple[Standing, str]] = []
+    found = list[Point]()
     check = control.check()
     if kind == "run" and check is not None and check.standing != "held":
         found.append(("bad" if check.standing == "left" else "care", str(check)))
@@ -63,8 +63,8 @@ def _share(kind: str, control: RateControl) -> ShownNumber:
     counts = f"{control.escalated:,} of {control.decisions:,}"
     if kind == "run":
         asked = "no share was promised" if nominal is None else f"asked for: {percent(nominal)}"
-        interval = f"95 % interval {percent(control.rate.low)} to {percent(control.rate.high)} over questions"
-        return ShownNumber(share, "of the steps were handed to the large model", f"{counts}; {asked}; {interval}")
+        note = f"{counts}; {asked}; {span(control.rate)} over questions"
+        return ShownNumber(share, "of the steps were handed to the large model", note)
     asked = "" if nominal is None else f"; asked for: {percent(nominal)}"
     what = "of these steps would have been handed over, decided one by one"
     return ShownNumber(share, what, f"{counts} in mode {control.promise.mode}{asked}")

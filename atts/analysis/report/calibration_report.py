@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atts.analysis.report.calibration_headline import calibration_headline, calibration_points
-from atts.analysis.report.numbers import DriftAlarm, Headline, RateControl, Standing, StatedGuarantee
+from atts.analysis.report.numbers import DriftAlarm, Headline, Point, RateControl, Standing, StatedGuarantee, worst_of
 from atts.analysis.report.realised_rate import rate_control, realised_rate
 from atts.analysis.report.reliability import LabelledScores, labelled_scores
 from atts.analysis.report.run_data import GateStep, RunData, read_run_data
@@ -32,7 +32,7 @@ class CalibrationReport:
     mode: str
     headline: Headline
     standing: Standing
-    points: tuple[tuple[Standing, str], ...]
+    points: tuple[Point, ...]
     health: Health
     control: RateControl
     labelled: LabelledScores | None
@@ -101,12 +101,10 @@ def _made(
 ) -> CalibrationReport:
     health, (rate, mode) = examine(scores, asked[0]), asked
     points = calibration_points(kind, health, control)
-    standings = {standing for standing, _ in points}
-    standing: Standing = "bad" if "bad" in standings else "care" if "care" in standings else "good"
     sentence = calibration_headline(kind, health, control)
     labelled = labelled_scores(labels)
     return CalibrationReport(
-        source, kind, rate, mode, sentence, standing, points=points, health=health, control=control,
+        source, kind, rate, mode, sentence, worst_of(points), points=points, health=health, control=control,
         labelled=labelled, conditions=scores.fingerprint,
     )  # fmt: skip
 

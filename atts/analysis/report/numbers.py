@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,13 +15,23 @@ Standing = Literal["good", "care", "bad"]
 """Nothing to hold against it; read with care; do not rely on it."""
 
 
+Point = tuple[Standing, str]
+"""Something that speaks for or against the numbers."""
+
+
+def worst_of(points: Iterable[Point]) -> Standing:
+    """How the whole stands, by the worst of its points."""
+    standings = {standing for standing, _ in points}
+    return "bad" if "bad" in standings else "care" if "care" in standings else "good"
+
+
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
     """The report in one line, and the points it rests on."""
 
     standing: Standing
     line: str
-    points: tuple[tuple[Standing, str], ...]
+    points: tuple[Point, ...]
 
 
 @dataclass(frozen=True, slots=True)

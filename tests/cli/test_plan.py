@@ -71,9 +71,9 @@ def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
             answered = [line for line in pair if line.label is not None]
             same = len({line.label for line in answered}) == 1
             rights.append(
-                float(answered[0].is_correct)
+                float(answered[0].is_right is True)
                 if same
-                else sum(line.is_correct for line in answered) / max(1, len(answered))
+                else sum(line.is_right is True for line in answered) / max(1, len(answered))
             )
             waits.append(max(sum(step.seconds for step in line.turns) for line in pair))
     assert found.accuracy.value == pytest.approx(sum(rights) / len(rights))
@@ -101,7 +101,7 @@ def test_fewer_turns_cost_what_was_written_in_them(record: PlanData) -> None:
     found = next(option for option in options(record) if (option.samples, option.turns) == (1, 1))
     firsts = [line.turns[0] for case in record.cases for line in case.rollouts]
     assert found.draft_tokens == pytest.approx(sum(step.draft_tokens for step in firsts) / len(firsts))
-    right = [len(line.turns) == 1 and line.is_correct for case in record.cases for line in case.rollouts]
+    right = [len(line.turns) == 1 and line.is_right is True for case in record.cases for line in case.rollouts]
     assert found.accuracy.value == pytest.approx(sum(right) / len(right))
 
 

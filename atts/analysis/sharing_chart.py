@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from atts.analysis.report.charts import Chart
 from atts.analysis.report.figures import standalone
 from atts.analysis.report.svg import Axis, Plot
-from atts.analysis.report.tables import ReportTable
 from atts.files import write_out
 
 Rows = Sequence[tuple[str, Mapping[str, int]]]
@@ -28,9 +28,8 @@ def sharing_chart(rows: Rows) -> Chart:
     most = max([len(parts) for _, parts in rows], default=1)
     across = Axis(-0.5, most - 0.5, "block, as a token passes them (shared; red: the model's own)", values="whole")
     plot = Plot(across, Axis(-0.8, len(rows) - 0.2, "models", values="whole"), 760, 110 + 34 * len(rows))
-    data = ReportTable.of("", ("model", "block", "models"), [(name, *part) for name, p in rows for part in p.items()])
-    title = "Blocks of a zoo"
-    return Chart(title, "Who shares which block.", plot.drawn(title, _marks(plot, rows)), data, wide=True)
+    data = ("model", "block", "models"), [(name, *part) for name, parts in rows for part in parts.items()]
+    return replace(Chart.of("Blocks of a zoo", "Who shares which block.", plot, _marks(plot, rows), data), wide=True)
 
 
 def _marks(plot: Plot, rows: Rows) -> Iterator[str]:

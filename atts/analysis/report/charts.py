@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from atts.analysis.report.numbers import DriftTest, GroupRate, RateControl, TimeBreakdown, Uniformity
@@ -11,6 +11,9 @@ from atts.analysis.report.reliability import LabelledScores
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.report.tables import ReportTable
 from atts.calibration import coin_band
+
+Data = tuple[Sequence[str], Iterable[Sequence[object]]]
+"""The columns and rows of what a chart shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,12 @@ class Chart:
     data: ReportTable
     wide: bool = False
     legend: tuple[tuple[str, str], ...] = ()  # the class that has the colour, and what it stands for
+
+    @classmethod
+    def of(cls, title: str, caption: str, plot: Plot, marks: Iterable[str], data: Data, label: str = "") -> Chart:
+        """From a plot and its marks; `label` is for those who cannot see it, where the title is not enough."""
+        columns, rows = data
+        return cls(title, caption, plot.drawn(label or title, marks), ReportTable.of("", columns, rows))
 
 
 def calibration_charts(control: RateControl) -> list[Chart]:
@@ -51,12 +60,12 @@ def _by_turn(control: RateControl) -> Chart:
     if control.nominal is not None:
         marks.append(plot.line([(-0.5, control.nominal), (len(shown) - 0.5, control.nominal)], "nominal"))
         words += " The grey band holds all turns at once with 95 % if every decision were a coin of the nominal rate."
-    return Chart("Rate by turn", words, plot.drawn("Realised rate by turn", marks), _group_data(control.turns))
+    return Chart.of("Rate by turn", words, plot, marks, _group_data(control.turns), "Realised rate by turn")
 
 
-def _group_data(groups: Sequence[GroupRate]) -> ReportTable:
+def _group_data(groups: Sequence[GroupRate]) -> Data:
     columns = ("group", "decisions", "escalated", "rate", "band from", "to")
-    return ReportTable.of("", columns, [(g.name, g.decisions, g.escalated, g.share, g.low, g.high) for g in groups])
+    return columns, [(g.name, g.decisions, g.escalated, g.share, g.low, g.high) for g in groups]
 
 
 def _tip(group: GroupRate) -> str:
@@ -84,8 +93,8 @@ def _by_question(control: RateControl) -> Chart:
     ]
     words = f"Each dot is a question. Root mean square distance from the nominal rate {control.question_rms:.3f}"
     words += f"; fair coins would give {control.coin_rms:.3f}." if control.nominal is not None else "."
-    picture = plot.drawn("Realised rate by question", marks)
-    return Chart("Rate by question", words, picture, _group_data(control.by_question))
+    data = _group_data(control.by_question)
+    return Chart.of("Rate by question", words, plot, marks, data, "Realised rate by question")
 
 
 def over_time_chart(control: RateControl) -> Chart:
@@ -104,8 +113,8 @@ def over_time_chart(control: RateControl) -> Chart:
         f"Thick: all decisions so far; thin: the latest {control.window}. Band: where that many fair coins stay (95 %)."
     )
     rows = [(m.decisions, m.share, m.low, m.high, m.rolling) for m in moments[:: max(1, len(moments) // 20)]]
-    data = ReportTable.of("", ("decisions", "rate so far", "band from", "to", "latest"), rows)
-    return Chart("Rate over time", words, plot.drawn("Realised rate over time", marks), data)
+    data = ("decisions", "rate so far", "band from", "to", "latest"), rows
+    return Chart.of("Rate over time", words, plot, marks, data, "Realised rate over time")
 
 
 def reliability_chart(found: Uniformity) -> Chart:
@@ -125,8 +134,8 @@ def reliability_chart(found: Uniformity) -> Chart:
         f"what was decided makes up for p-values that are not; so where a mode has feedback this describes, and the "
         f"guarantee does not rest on it."
     )
-    data = ReportTable.of("", ("rate asked for", "rate these p-values give"), curve[::5])
-    return Chart("Reliability", words, plot.drawn("Rate asked for against the rate that p-values give", marks), data)
+    data = ("rate asked for", "rate these p-values give"), curve[::5]
+    return Chart.of("Reliability", words, plot, marks, data, "Rate asked for against the rate that p-values give")
 
 
 def _p_histogram(found: Uniformity) -> Chart:
@@ -147,8 +156,8 @@ def _p_histogram(found: Uniformity) -> Chart:
         f"the grey band where all bars stay with 95 % if they are, for {found.effective:,.0f} independent ones."
     )
     rows = [(n / bins, (n + 1) / bins, count, low, high) for n, count in enumerate(found.counts)]
-    data = ReportTable.of("", ("from", "to", "decisions", "band from", "band to"), rows)
-    return Chart("Histogram of p-values", words, plot.drawn("Histogram of p-values", marks), data)
+    columns = ("from", "to", "decisions", "band from", "band to")
+    return Chart.of("Histogram of p-values", words, plot, marks, (columns, rows))
 
 
 def labelled_chart(found: LabelledScores) -> Chart:
@@ -167,8 +176,8 @@ def labelled_chart(found: LabelledScores) -> Chart:
             f"questions."
         )
     rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
-    data = ReportTable.of("", ("p-value from", "to", "answers that are right", "chunks"), rows)
-    return Chart("Right answers by p-value", words, plot.drawn("Right answers by p-value", marks), data)
+    columns = ("p-value from", "to", "answers that are right", "chunks")
+    return Chart.of("Right answers by p-value", words, plot, marks, (columns, rows))
 
 
 def _drift(found: DriftTest) -> Chart:
@@ -188,8 +197,7 @@ def _drift(found: DriftTest) -> Chart:
     )
     step = max(1, len(found.path) // 20)
     rows = [(n + 1, found.path[n]) for n in range(0, len(found.path), step)]
-    data = ReportTable.of("", ("questions", "log10 of wealth"), rows)
-    return Chart("Drift", words, plot.drawn("Drift martingale", marks), data)
+    return Chart.of("Drift", words, plot, marks, (("questions", "log10 of wealth"), rows), "Drift martingale")
 
 
 def timeline_chart(found: TimeBreakdown) -> Chart:

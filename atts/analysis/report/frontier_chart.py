@@ -10,7 +10,6 @@ from functools import partial
 from atts.analysis.report.charts import Chart
 from atts.analysis.report.numbers import THIS_RUN, FrontierPoint
 from atts.analysis.report.svg import HEIGHT, WIDTH, Axis, Plot
-from atts.analysis.report.tables import ReportTable
 
 _LEGEND = (
     ("own", THIS_RUN),
@@ -103,8 +102,7 @@ def _drawn(title: str, caption: str, points: Sequence[FrontierPoint], kind: type
     marks = list(_marks(plot, points, axis.place))
     columns = ("what", "kind", "target tokens per problem", "all tokens per problem", "accuracy", "from", "to")
     rows = [(p.label, p.kind, p.cost, p.tokens, p.accuracy.value, p.accuracy.low, p.accuracy.high) for p in points]
-    picture = plot.drawn("Accuracy against target tokens per problem", marks)
-    return Chart(title, caption, picture, ReportTable.of("", columns, rows))
+    return Chart.of(title, caption, plot, marks, (columns, rows), "Accuracy against target tokens per problem")
 
 
 def _marks(plot: Plot, points: Sequence[FrontierPoint], up: Callable[[float], float]) -> Iterator[str]:

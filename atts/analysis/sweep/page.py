@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from atts.analysis.report.charts import Chart
 from atts.analysis.report.render import page
@@ -68,14 +69,7 @@ def _chart(report: SweepReport, title: str, label: str, cost: Callable[[ScalingP
         "rollout solved."
     )
     along = f" Along each curve: {report.along}." if report.along else ""
-    return Chart(
-        title,
-        words + along,
-        plot.drawn(title, marks),
-        ReportTable.of("", columns, rows),
-        wide=True,
-        legend=tuple(legend),
-    )
+    return replace(Chart.of(title, words + along, plot, marks, (columns, rows)), wide=True, legend=tuple(legend))
 
 
 def _accuracies(drawn: Sequence[ScalingPoint]) -> Axis:

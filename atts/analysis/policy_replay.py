@@ -192,20 +192,11 @@ def _strays(rollout: Rollout, turn: Turn, decisions: Mapping[TurnKey, Decision])
 def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy) -> _JudgedChunk:
     assert turn.score is not None, "only scored turns are asked about"
     chunk, told = turn.drafted or turn.chunks[0], decided.features if decided is not None else {}
-    features = Features(
-        rollout.problem,
-        turn.index,
-        rollout.sample,
+    features = replace(
+        Features.recorded(rollout.problem, turn.index, rollout.sample, told),
         issue=turn.decision.issue if turn.decision else None,
-        left=told.get("left"),
-        attempt=int(told.get("attempt", 0)),
         tokens=chunk.tokens,
         draft_logprob=told.get("draft_logprob", evidence(policy.score, chunk)),
-        has_answer=bool(told.get("has_answer", 0.0)),
-        answered=int(told.get("answered", 0)),
-        agreement=told.get("agreement", 0.0),
-        agrees=bool(told.get("agrees", 0.0)),
-        is_scored=bool(told.get("is_scored", 0.0)),
         text=chunk.text,
     )
     return _JudgedChunk((rollout.problem, rollout.sample, turn.index), features, turn.score)

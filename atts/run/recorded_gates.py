@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from atts.calibration import DriftEvent
@@ -11,8 +11,6 @@ from atts.journal import Decided, Drifted, Observed, Taught
 from atts.pipelines import Features, Gate, Learning, RoundGate
 from atts.run.recorded_calls import RecordedSteps
 from atts.run.recorder import Recorder
-
-_TOLD = ("attempt", "tokens", "draft_logprob", "has_answer", "answered", "agreement", "agrees", "is_scored")
 
 
 class AlarmWatch:
@@ -49,7 +47,7 @@ class RecordedGate:
             return replace(calls[0].decision, action="verify", score=None, p=None, why="recalled", origin="recalled")
         decision = self._gate.preview(features)
         if decision.action != "verify" or decision.issue is not None:
-            self._steps.recorder.decided(Decided(decision, _told(features), "preview"))
+            self._steps.recorder.decided(Decided(decision, features.numbers, "preview"))
         return decision
 
     def decide(self, features: Features, score: float) -> Decision:
@@ -58,7 +56,7 @@ class RecordedGate:
         if calls and isinstance(calls[0], Decided):
             return calls.popleft().decision
         decision = self._gate.decide(features, score)
-        self._steps.recorder.decided(Decided(decision, _told(features)))
+        self._steps.recorder.decided(Decided(decision, features.numbers))
         return decision
 
     def observe(self, decision: Decision, escalated: bool) -> None:
@@ -86,7 +84,7 @@ class RecordedLearningGate(RecordedGate):
         if place in self._steps.recorded.taught:
             return
         self._learning.learn(features, p, level)
-        self._steps.recorder.record(Taught(self._steps.recorded.problem.id, *place, level, p, _told(features)))
+        self._steps.recorder.record(Taught(self._steps.recorded.problem.id, *place, level, p, features.numbers))
 
 
 class RecordedRoundGate:
@@ -105,7 +103,7 @@ class RecordedRoundGate:
             if calls and isinstance(calls[0], Decided):
                 decisions.append(calls.popleft().decision)
             else:
-                self._recorder.decided(Decided(decision, _told(features), "round"))
+                self._recorder.decided(Decided(decision, features.numbers, "round"))
                 decisions.append(decision)
         return decisions
 
@@ -114,38 +112,14 @@ def replay_event(gate: Gate, event: Decided | Observed | Taught) -> None:
     """Let a gate live through a recorded call again: called in the recorded order, it is then what it was."""
     if isinstance(event, Taught):
         if isinstance(gate, Learning):
-            gate.learn(_features(event.problem, event.turn, event.sample, event.features), event.p, event.level)
+            gate.learn(Features.recorded(event.problem, event.turn, event.sample, event.features), event.p, event.level)
         return
     decision = event.decision
     if isinstance(event, Observed):
         gate.observe(decision, event.escalated)
         return
-    features = _features(decision.question, decision.turn, decision.sample, event.features)
+    features = Features.recorded(decision.question, decision.turn, decision.sample, event.features)
     if event.asked == "preview":
         gate.preview(features)
     elif decision.score is not None:
         gate.decide(replace(features, issue=decision.issue), decision.score)
-
-
-def _features(question: str, turn: int, sample: int, recorded: Mapping[str, float]) -> Features:
-    """What the gate was told, as far as it is recorded: all but the text."""
-    told = {name: recorded.get(name, 0.0) for name in _TOLD}
-    return Features(
-        question,
-        turn,
-        sample,
-        attempt=int(told["attempt"]),
-        tokens=int(told["tokens"]),
-        draft_logprob=told["draft_logprob"],
-        has_answer=bool(told["has_answer"]),
-        answered=int(told["answered"]),
-        agreement=told["agreement"],
-        agrees=bool(told["agrees"]),
-        is_scored=bool(told["is_scored"]),
-        left=recorded.get("left"),
-    )
-
-
-def _told(features: Features) -> dict[str, float]:
-    told = {name: float(getattr(features, name)) for name in _TOLD}
-    return told if features.left is None else {**told, "left": features.left}

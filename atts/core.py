@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from atts.seeds import Seed, uniforms
 
@@ -214,18 +214,6 @@ class Decision:
         return self.question, self.sample, self.turn
 
 
-_RECORDED: Mapping[str, type[int | float | bool]] = {
-    "attempt": int,
-    "tokens": int,
-    "draft_logprob": float,
-    "has_answer": bool,
-    "answered": int,
-    "agreement": float,
-    "agrees": bool,
-    "is_scored": bool,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Features:
     """All a gate may know about a chunk besides its score: the draft's own evidence, and siblings' answers so far."""
@@ -244,18 +232,6 @@ class Features:
     agrees: bool = False  # this chunk's answer is the leading one
     is_scored: bool = False  # an equal chunk after an equal beginning was: its score is this one's
     text: str = ""
-
-    @classmethod
-    def recorded(cls, question: str, turn: int, sample: int, numbers: Mapping[str, float]) -> Features:
-        """From the numbers that a journal holds of them; what it lacks is as by default."""
-        held: dict[str, Any] = {name: kind(numbers[name]) for name, kind in _RECORDED.items() if name in numbers}
-        return cls(question, turn, sample, left=numbers.get("left"), **held)
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """What a journal holds of them: all but the text and the place, `left` where it is known."""
-        told = {name: float(getattr(self, name)) for name in _RECORDED}
-        return told if self.left is None else {**told, "left": self.left}
 
     def decision(
         self, action: Action, rate: float = math.nan, why: str = "", *, score: float | None = None,

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from atts.analysis.turns import usage_of, was_cut_short
 from atts.core import Decision, Outcome, Rollout, Turn, TurnKey
 from atts.errors import CalibrationInputError
-from atts.journal import Decided, is_censored
+from atts.journal import Decided, is_censored, recorded_features
 from atts.pipelines import Features, Gate, Grouper, Policy, RoundGate, Tally, ballot, evidence, tally
 
 
@@ -193,7 +193,7 @@ def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy
     assert turn.score is not None, "only scored turns are asked about"
     chunk, told = turn.drafted or turn.chunks[0], decided.features if decided is not None else {}
     features = replace(
-        Features.recorded(rollout.problem, turn.index, rollout.sample, told),
+        recorded_features(rollout.problem, turn.index, rollout.sample, told),
         issue=turn.decision.issue if turn.decision else None,
         tokens=chunk.tokens,
         draft_logprob=told.get("draft_logprob", evidence(policy.score, chunk)),

@@ -26,6 +26,7 @@ from atts.journal.events import (
 )
 from atts.journal.files import is_held, locked
 from atts.journal.finished import FinishedProblem, FinishedSample, is_censored
+from atts.journal.gate_inputs import feature_numbers, recorded_features
 from atts.journal.lines import LineWriter, read_entries
 from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, save_manifest
 from atts.journal.reader import MERGED, RecordedRun, check_exists, open_run, run_if_begun
@@ -94,6 +95,7 @@ __all__ = [
     "Warned",
     "check_directory",
     "dataset_digest",
+    "feature_numbers",
     "is_censored",
     "is_held",
     "judged",
@@ -103,6 +105,7 @@ __all__ = [
     "open_run",
     "read_entries",
     "read_outcomes",
+    "recorded_features",
     "reply_key",
     "run_if_begun",
     "run_number",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from atts.calibration import DriftEvent
 from atts.core import Decision
-from atts.journal import Decided, Drifted, Observed, Taught
+from atts.journal import Decided, Drifted, Observed, Taught, feature_numbers, recorded_features
 from atts.pipelines import Features, Gate, Learning, RoundGate
 from atts.run.recorded_calls import RecordedSteps
 from atts.run.recorder import Recorder
@@ -47,7 +47,7 @@ class RecordedGate:
             return replace(calls[0].decision, action="verify", score=None, p=None, why="recalled", origin="recalled")
         decision = self._gate.preview(features)
         if decision.action != "verify" or decision.issue is not None:
-            self._steps.recorder.decided(Decided(decision, features.numbers, "preview"))
+            self._steps.recorder.decided(Decided(decision, feature_numbers(features), "preview"))
         return decision
 
     def decide(self, features: Features, score: float) -> Decision:
@@ -56,7 +56,7 @@ class RecordedGate:
         if calls and isinstance(calls[0], Decided):
             return calls.popleft().decision
         decision = self._gate.decide(features, score)
-        self._steps.recorder.decided(Decided(decision, features.numbers))
+        self._steps.recorder.decided(Decided(decision, feature_numbers(features)))
         return decision
 
     def observe(self, decision: Decision, escalated: bool) -> None:
@@ -84,7 +84,9 @@ class RecordedLearningGate(RecordedGate):
         if place in self._steps.recorded.taught:
             return
         self._learning.learn(features, p, level)
-        self._steps.recorder.record(Taught(self._steps.recorded.problem.id, *place, level, p, features.numbers))
+        self._steps.recorder.record(
+            Taught(self._steps.recorded.problem.id, *place, level, p, feature_numbers(features))
+        )
 
 
 class RecordedRoundGate:
@@ -103,7 +105,7 @@ class RecordedRoundGate:
             if calls and isinstance(calls[0], Decided):
                 decisions.append(calls.popleft().decision)
             else:
-                self._recorder.decided(Decided(decision, features.numbers, "round"))
+                self._recorder.decided(Decided(decision, feature_numbers(features), "round"))
                 decisions.append(decision)
         return decisions
 
@@ -112,13 +114,13 @@ def replay_event(gate: Gate, event: Decided | Observed | Taught) -> None:
     """Let a gate live through a recorded call again: called in the recorded order, it is then what it was."""
     if isinstance(event, Taught):
         if isinstance(gate, Learning):
-            gate.learn(Features.recorded(event.problem, event.turn, event.sample, event.features), event.p, event.level)
+            gate.learn(recorded_features(event.problem, event.turn, event.sample, event.features), event.p, event.level)
         return
     decision = event.decision
     if isinstance(event, Observed):
         gate.observe(decision, event.escalated)
         return
-    features = Features.recorded(decision.question, decision.turn, decision.sample, event.features)
+    features = recorded_features(decision.question, decision.turn, decision.sample, event.features)
     if event.asked == "preview":
         gate.preview(features)
     elif decision.score is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
-from atts.local.batch import Layers, Model, RangedModel, TappedModel
+from atts.local.batch import Model, RangedModel, TappedModel
 from atts.local.cache import SPARE_SLOTS, allocate_cache, default_tokens, free_room
 from atts.local.chains import ChainModel, shared_kernels
 from atts.local.compiling import native_library
@@ -24,6 +24,7 @@ from atts.local.drafting import DraftedRows, FuzzyDrafter, ModelDrafter
 from atts.local.exits import EXIT_FILE, ExitAdapter, ExitModel, Exits
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop
+from atts.local.many_models import Chain, ZooLoader
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
 from atts.local.model_config import rope_rows
 from atts.local.native_model import NativeModel, unknown_parts
@@ -36,9 +37,8 @@ from atts.local.sequence import TokenTable
 from atts.local.slot_ledger import SlotLedger
 from atts.local.speculating import FixedLength, GoodputLengths, Lengths, Speculation
 from atts.local.stage_line import HeldLine
-from atts.local.staged_loop import StagedLoop
-from atts.local.staged_models import StagedChains, StagedModel, shared_layers, staged_chains
-from atts.local.stages import StageSetup, stage_setups
+from atts.local.staged_loop import StagedLoop, StagedModel
+from atts.local.stages import HeldLayers, SharedLayers, StageSetup, stage_setups
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
 from atts.local.transport import InlineTransport, ThreadTransport
@@ -105,12 +105,9 @@ def _build(
     kernels, trouble = shared_kernels(config, device)
     if kernels is None:
         config = replace(config, depth=0)
-        models = _staged(config, device) if config.options.stages > 1 else _models(config, device, make_model)
-    elif config.options.stages > 1:
-        target = staged_chains(config, kernels, build_stage, _threads(config))
-        models = _Models(target, target.cache)
+        models = _staged(config, device, None) if config.options.stages > 1 else _models(config, device, make_model)
     else:
-        models = _shared_models(config, device, kernels)
+        models = (_staged if config.options.stages > 1 else _shared_models)(config, device, kernels)
     options, model = config.options, config.model
     limits = SchedulerConfig(
         models.slots,
@@ -126,7 +123,7 @@ def _build(
     table = TokenTable(config.pieces, frozenset(model.end_ids))
     is_speculating = options.speculates or (config.proposer is not None and options.k != 0)
     speculation = _speculation(config, models, scheduler, table) if is_speculating else None
-    if isinstance(models.target, StagedModel | StagedChains) and speculation is None:
+    if isinstance(models.target, StagedModel) and speculation is None:
         loop: StepLoop = StagedLoop(models.target, scheduler, table, send)
     else:
         loop = StepLoop(models.target, scheduler, table, send, speculation)
@@ -138,7 +135,7 @@ def _shared_models(config: WorkerConfig, device: torch.device, kernels: ctypes.C
     """A model of a zoo, which others may join."""
     cache = allocate_cache(config, getattr(torch, config.options.dtype), device)
     ledger = SlotLedger(cache.shape[2] - SPARE_SLOTS, config.model.hidden_size)
-    return _Models(ChainModel(kernels, cache, _threads(config), config, ledger), cache, ledger)
+    return _Models(ChainModel(ZooLoader(kernels, cache, _threads(config)), ledger, config), cache, ledger)
 
 
 def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | None) -> _Models:
@@ -156,40 +153,55 @@ def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | 
     return _Models(exits or target, cache, None, drafter, exits, trouble)
 
 
-def _staged(config: WorkerConfig, device: torch.device) -> _Models:
-    """A model whose layers behind the first are in workers of their own, which load while this one does."""
-    dtype, options = getattr(torch, config.options.dtype), config.options
+def _staged(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL | None) -> _Models:
+    """Models of a zoo whose layers are in workers, or one whose layers behind the first are; workers load meanwhile."""
+    dtype, options, shares = getattr(torch, config.options.dtype), config.options, kernels is not None
     tokens = options.kv_tokens or default_tokens(config, dtype, device)
-    options = replace(options, kv_tokens=tokens, threads=_threads(config))
-    plain = replace(config, options=options, pieces=(), drafter=None, proposer=None, shares=False)
-    first, *others = stage_setups(plain)
-    line = HeldLine(plain, build_stage, sum(setup.replicas for setup in others))
+    kernel = "native" if shares else options.kernel
+    options = replace(options, kv_tokens=tokens, threads=_threads(config), kernel=kernel)
+    plain = replace(config, options=options, pieces=(), drafter=None, proposer=None, shares=shares, depth=0)
+    line = HeldLine(plain, build_stage, 1 + sum(options.replicas_of_stages))
     try:
+        if kernels is not None:
+            line.start_here()
+            for _ in range(sum(options.replicas_of_stages)):
+                line.start("a worker with layers of it")
+            cache = allocate_cache(replace(plain, model=plain.model.part(range(0))), dtype, device)
+            return _Models(StagedModel(ZooLoader(kernels, cache, _threads(config)), line, plain, cache), cache)
+        first, *others = stage_setups(plain)
         line.add(others, homes=[[line.start(str(setup)) for _ in range(setup.replicas)] for setup in others])
         model, cache, trouble = _stage(first)
         drafter = None if options.beside == "process" else _drafter_weights(config)
         line.load()
+        chain = Chain[RangedModel](model, ("", ""))
+        target = StagedModel(lambda config: chain, line, plain, cache, HeldLayers(first, model, cache))
     except BaseException:
         line.close()
         raise
-    return _Models(StagedModel(first, model, line, cache), cache, drafter=drafter, trouble=trouble)
+    return _Models(target, cache, drafter=drafter, trouble=trouble)
 
 
-def build_stage(setup: StageSetup) -> tuple[Layers, Tensor]:
+def build_stage(setup: StageSetup) -> HeldLayers:
     """The layers of one stage and their cache, for the thread that runs them.
 
     :raises EngineError: they cannot be loaded.
     """
     set_threads(setup.config)
+    model, cache, _ = _stage(setup)
     if not setup.config.shares:
-        return _stage(setup)[:2]
-    return shared_layers(setup, native_library(setup.config.name, setup.config.model)[0])
+        return HeldLayers(setup, model, cache)
+    assert isinstance(model, NativeModel), "kernels that can be shared were asked for"
+    return SharedLayers(setup, model, cache)
 
 
 def _stage(setup: StageSetup) -> tuple[RangedModel, Tensor, str]:
-    config, device = setup.config, device_of(setup.config)
-    dtype, own = getattr(torch, config.options.dtype), replace(config, model=config.model.part(setup.layers))
-    weights = load_weights(config.folder, config.model, dtype, device, config.name, layers=setup.layers)
+    """Some layers of a model, and its words where these are the first; those of a zoo's models are elsewhere."""
+    config, layers, device = setup.config, setup.layers, device_of(setup.config)
+    dtype, part, merges = getattr(torch, config.options.dtype), config.model.part(layers), not config.shares
+    weights = load_weights(
+        config.folder, config.model, dtype, device, config.name, merges=merges, layers=layers, words=merges
+    )
+    own = replace(config, model=part if merges else replace(part, vocabulary=0))
     cache = allocate_cache(own, dtype, device, config.options.kv_tokens)
     model, trouble = _model(own, weights, cache)
     return model, cache, trouble

@@ -8,7 +8,7 @@ that a model's numbers are those it computes alone, to the bit. What adapters ad
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
@@ -20,18 +20,14 @@ from torch import Tensor
 
 from atts.errors import UnsupportedByEngine
 from atts.local.allocator import SlotIds
-from atts.local.batch import MANY, Ints, StepBatch, picked
-from atts.local.block_names import content_name, half_names, key_names, rope_names
+from atts.local.batch import MANY, Floats, Ints, StepBatch, picked
 from atts.local.compiling import native_library
-from atts.local.loader import layer_deltas, load_adapter, load_weights
+from atts.local.many_models import Chain, ManyModels, ZooLoader
 from atts.local.messages import WorkerConfig
 from atts.local.native_model import Adapted, NativeModel, Segment, unknown_parts
-from atts.local.packing import PackedAdapter, Packing
-from atts.local.slot_ledger import Lineage, SlotLedger
-from atts.sampling import SampledTokens, SamplingBatch
-from atts.stored_blocks import unit_digests
+from atts.local.packing import PackedAdapter
+from atts.local.slot_ledger import Divide, SlotLedger
 
-_Floats = NDArray[np.float32]
 _Rows = slice | Ints
 _Part = tuple[int, ...]
 """Rows and units of a model, as `NativeModel.run` takes them."""
@@ -62,7 +58,7 @@ class _Layout(NamedTuple):
     keepings: list[_Keeping]
     runs: list[tuple[_Keeping | None, Ints]]
     adapted: Adapted
-    owners: _Floats  # of logit rows
+    owners: Ints  # of logit rows
     unit_calls: int
     unit_rows: int
 
@@ -74,7 +70,7 @@ class _Ready(NamedTuple):
     order: tuple[Ints, Ints]  # of the sequences, and where logit rows stand then
     batch: StepBatch
     layout: _Layout
-    rows: tuple[_Floats, _Floats]
+    rows: tuple[Floats, Floats]
     step: Any  # of the native model
 
     def fill(self) -> None:
@@ -85,55 +81,28 @@ class _Ready(NamedTuple):
         own.slots[:] = table[:, own.table_rows, own.context_lens - 1]
 
 
-class _Chain(NamedTuple):
-    model: NativeModel
-    units: tuple[str, ...]  # what each is called: equal where chains can pass it together
-    lineage: Lineage
-    adapter: PackedAdapter | None
+class ChainModel(ManyModels[NativeModel]):
+    """Runs steps of sequences of several models over one cache.
 
-
-class ChainModel:
-    """Runs steps of sequences of several models over one cache; a `Model`.
-
-    A chain's weights are loaded when it is first asked; those of blocks that another chain has are not kept twice.
     Sequences are computed in an order in which chains that share blocks are neighbours, so that a block takes a slice.
     """
 
-    def __init__(
-        self, library: ctypes.CDLL, cache: Tensor, threads: int, first: WorkerConfig, ledger: SlotLedger
-    ) -> None:
-        self._library, self._cache, self._threads, self._ledger = library, cache, threads, ledger
-        self._packing = Packing(library)
-        self._configs = [first]
-        self._chains: dict[int, _Chain] = {}
+    def __init__(self, load: ZooLoader, ledger: SlotLedger, first: WorkerConfig) -> None:
+        self._loader, self._ledger = load, ledger
         self._order: list[int] = []
         self._layouts: dict[tuple[bytes, ...], _Layout] = {}
         self._ready: _Ready | None = None
         self.unit_rows = self.unit_calls = 0  # rows taken through units, and how often a unit was run
-        self.open(0)
-        self._model = self._chains[0].model  # whose buffers all use
+        super().__init__(load, first)
 
-    def add(self, config: WorkerConfig) -> None:
-        """One more chain; its number follows the last one's."""
-        self._configs.append(config)
-
-    def open(self, number: int, divide: Callable[[list[int]], None] = lambda parents: None) -> None:
-        """Load a chain when it is first asked, and tell which of the ledger's old columns each is from then on."""
-        if number not in self._chains:
-            chains = {**self._chains, number: self._load(self._configs[number])}
-            self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
-            self._chains = chains
-            self._enter(number)
-
-    def _enter(self, number: int) -> None:
+    def _relate(self, number: int, chain: Chain[NativeModel], divide: Divide) -> None:
         """Number the chains, in an order in which neighbours differ in few of their units."""
-        self._order = _neighbours([*self._order, number], {at: chain.units for at, chain in self._chains.items()})
-        heads = {self._chains[chain].units[-1]: chain for chain in self._order}
-        self._ranks, self._depths, self._heads = np.zeros((3, 1 + max(self._order)), dtype=np.int64)
-        for rank, chain in enumerate(self._order):
-            units = self._chains[chain].units
-            self._ranks[chain], self._depths[chain], self._heads[chain] = rank, len(units), heads[units[-1]]
-        self._has_one_head = len(heads) == 1
+        chains = {**self._chains, number: chain}
+        self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
+        self._order = _neighbours([*self._order, number], {at: chain.units for at, chain in chains.items()})
+        self._ranks, self._depths = np.zeros((2, 1 + max(self._order)), dtype=np.int64)
+        for rank, at in enumerate(self._order):
+            self._ranks[at], self._depths[at] = rank, len(chains[at].units)
         self._layouts.clear()
         self._ready = None
 
@@ -145,13 +114,10 @@ class ChainModel:
     @property
     def num_bytes(self) -> int:
         """Bytes of packed weights, shared ones once."""
-        return self._packing.num_bytes
+        return self._loader.num_bytes
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size].
-
-        Where heads differ their chains are in one more column. There is a table for each column of the ledger's.
-        """
+        """The final, normed hidden states of the batch's `logit_rows`; each column of the ledger's has a table."""
         if self._ready is None or self._ready.given[0] is not batch or self._ready.given[1] is not table:
             self._ready = self._prepared(batch, table)
         else:  # the same arrays, filled anew
@@ -166,8 +132,8 @@ class ChainModel:
             self._model.run(self._ready.step, parts)
         self.unit_calls += layout.unit_calls
         self.unit_rows += layout.unit_rows
-        found = hidden if self._has_one_head else np.concatenate([hidden, layout.owners], axis=1)
-        return torch.from_numpy(found[self._ready.order[1]])
+        back = self._ready.order[1]
+        return self._owned(hidden[back], layout.owners[back])
 
     def _prepared(self, given: StepBatch, table: SlotIds) -> _Ready:
         order = np.lexsort((self._ranks[given.chains], given.units))
@@ -216,7 +182,7 @@ class ChainModel:
                 runs.append((keeping, parts))
         adapters = {chain: adapter for chain in present if (adapter := self._chains[chain].adapter)}
         adapted = adapted_rows(batch, bounds, adapters)
-        owners = batch.chains.repeat(np.diff(starts))[batch.logit_rows, None].astype(np.float32)
+        owners = batch.chains.repeat(np.diff(starts))[batch.logit_rows]
         arrays = [np.array(parts, dtype=np.int64).reshape(-1, 11) for _, parts in runs]
         passed = np.concatenate(arrays)
         units, rows = passed[:, 2] - passed[:, 1], passed[:, 6] - passed[:, 5]
@@ -231,7 +197,7 @@ class ChainModel:
         begun = (batch.units == unit).repeat(counts)
         return _Keeping(unit, _among(passing), _among(begun), _among(known), not (begun | known).any())
 
-    def _keep(self, keeping: _Keeping, slots: Ints, x: _Floats) -> None:
+    def _keep(self, keeping: _Keeping, slots: Ints, x: Floats) -> None:
         """Read what goes into a unit for sequences that are computed from there on; remember it of the others."""
         kept = self._ledger.kept[keeping.unit]
         mine = slots[kept.column]
@@ -254,59 +220,6 @@ class ChainModel:
             else:
                 found.append(Stage(at, at + 1, partition))
         return found
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Their logits: [logits, vocabulary] float32."""
-        if self._has_one_head:
-            return self._model.compute_logits(hidden)
-        logits = torch.empty(len(hidden), self._configs[0].model.vocabulary)
-        for model, rows in self._by_head(hidden):
-            logits[rows] = model.compute_logits(hidden[rows, :-1].contiguous())
-        return logits
-
-    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
-        """One log-probability a row, and the logits of some."""
-        if self._has_one_head:
-            return self._model.score(hidden, tokens, kept_rows)
-        values, asked = np.empty(len(tokens)), np.array(kept_rows, dtype=np.int64)
-        kept = torch.empty(len(kept_rows), self._configs[0].model.vocabulary)
-        for model, rows in self._by_head(hidden):
-            mine, own = np.isin(asked, rows), [tokens[row] for row in rows]
-            found, logits = model.score(hidden[rows, :-1].contiguous(), own, rows.searchsorted(asked[mine]).tolist())
-            values[rows], kept[mine.nonzero()[0]] = found, logits
-        return values.tolist(), kept
-
-    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
-        """One token a row."""
-        return self._model.sample(logits, sampling, uniforms)
-
-    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Each row's token under the raw distribution."""
-        return self._model.logprobs(logits, tokens)
-
-    def _by_head(self, hidden: Tensor) -> list[tuple[NativeModel, Ints]]:
-        """Rows by the head that they go to, and a model that has it."""
-        heads = self._heads[hidden[:, -1].numpy().astype(np.int64)]
-        return [(self._chains[head].model, (heads == head).nonzero()[0]) for head in sorted(set(heads.tolist()))]
-
-    def _load(self, config: WorkerConfig) -> _Chain:
-        """A chain, of as many layers as there is a cache for."""
-        folder, shape, name = config.folder, config.model, config.name
-        layers = range(min(shape.num_layers, len(self._cache)))
-        weights = load_weights(folder, shape, torch.float32, torch.device("cpu"), name, merges=False, layers=layers)
-        digests, part, count = unit_digests(folder, shape.num_layers), shape.part(layers), len(layers)
-        keys = [*digests[: 1 + 2 * count], digests[-1]]
-        model = NativeModel(self._library, part, weights, self._cache, self._threads, packing=self._packing, keys=keys)
-        added = load_adapter(folder, shape, name) if layers else {}
-        deltas = layer_deltas(added, shape) if added else [None] * 4 * count
-        ropes, halves = rope_names(shape, weights.ropes), half_names(folder, shape, weights.ropes)
-        units = [f"{half} {at // 2 + 1 == shape.num_layers}" for at, half in enumerate(halves)]
-        lows = [[content_name(low) for low in deltas[at : at + 2]] for at in range(0, 4 * count, 2)]
-        alone = [f"{half} {own}" for half, own in zip(halves, lows, strict=False)]
-        head = f"{digests[-1]} {digests[0] if shape.ties_embeddings else ''}"
-        lineage = Lineage((digests[0], *alone, head), key_names(part, weights, ropes[:count], deltas), 2 * count - 1)
-        adapter = self._packing.adapter(deltas) if added else None
-        return _Chain(model, (digests[0], *units, head), lineage, adapter)
 
 
 def bounds_of(batch: StepBatch) -> Ints:
@@ -361,7 +274,7 @@ def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> li
     return [tuple(span) for span in bounds[edges].reshape(-1, 2, 3).swapaxes(1, 2).reshape(-1, 6).tolist()]
 
 
-def _floats(rows: int, columns: int) -> _Floats:
+def _floats(rows: int, columns: int) -> Floats:
     return np.empty((rows, columns), dtype=np.float32)
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from atts.core import SampleRequest
 from atts.errors import EngineUnavailable
 from atts.local.batch import Draws, Model, PrefillChunk, StepBatches, StepPlan
-from atts.local.chains import ChainModel
 from atts.local.devices import is_out_of_memory
 from atts.local.draws_while_scoring import DrawnTokens, beginning, draw_scored, extend_drawn
+from atts.local.many_models import ManyModels
 from atts.local.messages import (
     AddChain,
     Cancel,
@@ -119,7 +119,7 @@ class StepLoop:
                     try:
                         sequence = new_sequence(request_id, request, perf_counter(), self._token_table.pieces)
                         sequence.chain = chain
-                        if isinstance(self._model, ChainModel):
+                        if isinstance(self._model, ManyModels):
                             self._model.open(chain, self._scheduler.divide)
                         self._scheduler.add(sequence)
                     except Exception as error:  # noqa: BLE001  it is this request's, and told to its caller alone
@@ -127,7 +127,7 @@ class StepLoop:
                         self._replies.append(FailureReply(request_id, "broken", problem, "The others go on"))
                         self._stats.failed += 1
                 case AddChain(config):
-                    assert isinstance(self._model, ChainModel), "only a loop that shares is given other models"
+                    assert isinstance(self._model, ManyModels), "only a loop that shares is given other models"
                     self._model.add(config)
                 case Cancel(request_id):
                     self._stats.cancelled += self._scheduler.cancel(request_id)
@@ -186,7 +186,7 @@ class StepLoop:
         """The states that follow from what a plan feeds."""
         tables, table = self._scheduler.tables, self._scheduler.table
         batch = self._batches.of(plan, tables[0])
-        return self._model.forward(batch, tables if isinstance(self._model, ChainModel) else table)
+        return self._model.forward(batch, tables if isinstance(self._model, ManyModels) else table)
 
     def _commit(self, plan: StepPlan, computed: Computed) -> None:
         """Tell each sequence what was computed for it; where that breaks, this sequence fails."""

@@ -131,8 +131,8 @@ class NativeModel:
         Models that share a `packing` share what has equal `keys`: of the embedding, each layer's halves, and the head.
         """
         self._library, self._config, self._threads, self._allocate = library, config, threads, allocate
-        self._packing = packing or Packing(library)
-        self._weights = NativeWeights(config, weights, cache, self._packing, keys, group)
+        self.packing = packing or Packing(library)
+        self._weights = NativeWeights(config, weights, cache, self.packing, keys, group)
         if rounds_scores:
             self._weights.add_pairs(weights)
         self._rounds_scores = rounds_scores

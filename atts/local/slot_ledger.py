@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 
 from atts.local.allocator import SlotAllocator, SlotIds
 
+Divide = Callable[[list[int]], None]
+"""Hears from which of the old columns each new one is."""
+
 
 class Lineage(NamedTuple):
     """What a chain computes, by names that are equal where it is the same: 0 embedding, 1 + 2 * layer attention, ..."""
@@ -42,6 +45,10 @@ class Kept(NamedTuple):
     is_known: NDArray[np.bool_]  # computed among many rows: alone, rows attend by other kernels, not to the same bit
 
 
+def alone(parents: list[int]) -> None:
+    """Nothing else has columns."""
+
+
 def parting(one: Lineage, other: Lineage) -> tuple[int, int]:
     """How many layers' keys and values two chains share, and the unit from which each computes alone."""
     pairs = zip(one.units, other.units, strict=False)
@@ -64,7 +71,7 @@ class SlotLedger(SlotAllocator):
         self.kin: dict[int, list[Relative]] = {}
         self.kept: dict[int, Kept] = {}  # by the unit that it goes into
 
-    def relate(self, chains: Mapping[int, Lineage], divide: Callable[[list[int]], None] = lambda parents: None) -> None:
+    def relate(self, chains: Mapping[int, Lineage], divide: Divide = alone) -> None:
         """Divide the layers where these chains part; `divide` hears from which of the old columns each new one is.
 
         What needs memory comes first: where that ends, or `divide` breaks, all is as it was.

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from atts.errors import EngineUnavailable
-from atts.local import ray_stages, stage_process
+from atts.local import stage_workers
 from atts.local.allocator import SlotIds
 from atts.local.batch import Floats, Ints, StepBatch, part_of
 from atts.local.messages import WorkerConfig
-from atts.local.stage_nodes import HeldNode, HeldRange, Worker, WorkerHere
-from atts.local.stage_rows import StageShare
+from atts.local.stage_rows import HeldRange, StageShare
+from atts.local.stage_workers import HeldNode, Worker, WorkerHere
 from atts.local.stages import BuildStage, Held, Leave, RangeStep, StageSetup, Visit, Visited, Wanted
 from atts.placement import placed
 
@@ -61,14 +61,6 @@ class _Stop(NamedTuple):
     logits: Ints
 
 
-class _Start(NamedTuple):
-    """Where entries come to a worker, and what it is brought for them."""
-
-    stop: _Stop
-    share: StageShare
-    brought: list[tuple[Ints, Held]]
-
-
 class HeldLine:
     """The ranges of one model, or of several, in workers. A sequence stays in a worker as far as its way leads there.
 
@@ -79,8 +71,7 @@ class HeldLine:
     def __init__(self, config: WorkerConfig, build: BuildStage, most: int) -> None:
         """`most` workers in all. Where a range has but one, nothing is kept for others to go on from."""
         self._config, self._build, self._most = config, build, most
-        self._is_here = config.options.stage_worker == "process"
-        self._ready: Any = stage_process.ready if self._is_here else ray_stages.ready
+        self._kind = stage_workers.KINDS[config.options.stage_worker]
         self._workers = list[Worker]()
         self.close: Callable[[], object] = weakref.finalize(self, _end, self._workers)
         self.nodes = list[HeldNode]()
@@ -105,13 +96,8 @@ class HeldLine:
         self.nodes.append(HeldNode(len(self.nodes), "", WorkerHere(self._build)))
 
     def _started(self, number: int, label: str) -> HeldNode:
-        name = self._config.name
-        if self._is_here:
-            worker: Worker = stage_process.StageProcess(name, label)
-        else:
-            worker = ray_stages.RayStage(name, label, self._build)
-        self._workers.append(worker)
-        return HeldNode(number, label, worker)
+        self._workers.append(self._kind(self._config.name, label, self._build))
+        return HeldNode(number, label, self._workers[-1])
 
     def add(self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()) -> None:
         """The ranges of a model, one after the other, and where they are; else beside those that they hand rows to."""
@@ -128,48 +114,53 @@ class HeldLine:
             for number in held.homes:
                 held.join(self.nodes[number], [held.members[chain]] if known else list(held.members.values()))
 
-    def load(self) -> None:
-        """Wait until all that is to be loaded is.
+    def load(self, chain: int = 0) -> None:
+        """Wait until all that was added of a model is loaded.
 
-        :raises EngineError: something could not be.
+        :raises EngineError: something could not be; the model is forgotten.
         """
-        while any(held.loading for held in self.ranges.values()):
+        path = self.paths[chain]
+        while any(held.loading for held in path):
             self._go_on(None)
-        failures = [held.failure for held in self.ranges.values() if held.failure]
-        for held in self.ranges.values():
-            held.failure = None
-        if failures:
+        if failures := [held.failure for held in path if held.failure]:
+            self._forget(chain)
             raise failures[0]
 
-    def forget(self, chain: int) -> None:
-        """Let go of a model that could not be loaded."""
+    def _forget(self, chain: int) -> None:
         for held in self.paths.pop(chain):
+            held.failure = None
             del held.members[chain]
             if not held.members:
                 del self.ranges[held.setup.name]
+                self._let_go(held, held.holders.copy())
+
+    def _let_go(self, held: HeldRange, numbers: set[int]) -> None:
+        """Some workers hold a range no longer."""
+        for number in numbers:
+            held.leave(number)
+            self.nodes[number].ask(Leave(held.setup.name), lambda answer: None)
 
     def _placed(self) -> dict[str, list[int]]:
         """By `placement.placed`, in as little room in each worker as will do."""
-        seconds = max(1e-3, perf_counter() - self._since)
+        seconds, alive = max(1e-3, perf_counter() - self._since), [node for node in self.nodes if node.error is None]
         demands = {name: held.demand(seconds) for name, held in self.ranges.items()}
         known = Counter(pair for path in self.paths.values() for pair in pairwise([held.setup.name for held in path]))
-        copies = sum(demands[name].bytes * held.setup.replicas for name, held in self.ranges.items())
-        room = copies / len(self.nodes)
+        room = sum(demands[name].bytes * held.setup.replicas for name, held in self.ranges.items()) / len(alive)
         while True:
             try:
-                return placed(demands, self.handed + known, [room] * len(self.nodes))
+                found = placed(demands, self.handed + known, [room] * len(alive))
             except ValueError:
                 room *= 1.1
+            else:
+                return {name: [alive[at].number for at in homes] for name, homes in found.items()}
 
     def place(self) -> None:
         """Have ranges move where fewer rows would be handed from one worker to another; old counts lose weight."""
         wanted = self._placed()
-        if (
-            self.crossing(wanted)
-            <= _FEWER * self.crossing({name: held.homes for name, held in self.ranges.items()}) - 1
-        ):
+        crossing = self.crossing({name: held.homes for name, held in self.ranges.items()})
+        if self.crossing(wanted) <= _FEWER * crossing - 1:
             for name, held in self.ranges.items():
-                for number in set(wanted[name]) - set(held.homes) - set(held.holders):
+                for number in set(wanted[name]) - set(held.homes) - held.holders:
                     held.join(self.nodes[number], list(held.members.values()))
                 held.homes = wanted[name]
         self.handed = Counter({pair: count // 2 for pair, count in self.handed.items()})
@@ -186,10 +177,9 @@ class HeldLine:
 
         :raises EngineUnavailable: a range has no worker left.
         """
-        counts = Counter(dict(zip(*np.unique(flight.chains, return_counts=True), strict=True)))
-        for chain, path in self.paths.items():
-            for one, two in pairwise(path):
-                self.handed[one.setup.name, two.setup.name] += int(counts[chain])
+        for chain, count in Counter(flight.chains.tolist()).items():
+            for one, two in pairwise(self.paths[chain]):
+                self.handed[one.setup.name, two.setup.name] += count
         self._flights.append(flight)
         self._steps += 1
         if self._config.shares and self._steps % _LOOKED_AT == 0:
@@ -209,9 +199,8 @@ class HeldLine:
 
     def _go_on(self, seconds: float | None) -> None:
         asked = [node for node in self.nodes if node.is_asked]
-        idle = [node for node in self.nodes if not node.is_asked and self._is_here and self._spare[node.number]]
-        watched = [node.worker for node in (*asked, *idle)]
-        answered = self._ready(watched, seconds if asked else 0.0) if watched else []
+        idle = [node for node in self.nodes if not node.is_asked and self._spare[node.number]]
+        answered = self._kind.ready([node.worker for node in (*asked, *idle)], seconds if asked else 0.0)
         for node in (*asked, *idle):
             if node.worker in answered:
                 node.receive()
@@ -219,7 +208,9 @@ class HeldLine:
             if node.error is not None:
                 self._mend(node, node.error)
             node.go()
-        self._move()
+        for held in self.ranges.values():
+            if held.holders >= set(held.homes):
+                self._let_go(held, held.holders - set(held.homes))
         for flight in [each for each in self._flights if not each.visits]:
             if flight.error or all(flight.levels == [len(self.paths[chain]) for chain in flight.chains.tolist()]):
                 self._flights.remove(flight)
@@ -250,31 +241,27 @@ class HeldLine:
                 if home not in held.holders and not held.loading[home]:
                     held.join(self.nodes[home], list(held.members.values()))
 
-    def _move(self) -> None:
-        """Let those go that ranges have moved away from."""
-        for held in self.ranges.values():
-            if held.holders.keys() - set(held.homes) and held.holders.keys() >= set(held.homes):
-                for number in held.holders.keys() - set(held.homes):
-                    held.leave(number)
-                    self.nodes[number].ask(Leave(held.setup.name), lambda answer: None)
-
     def _send(self, flight: Flight) -> None:
-        """Send every entry to a worker that has its next range, or wait for one that is loading."""
+        """Send every entry to a worker that has its next range, or wait for one that is loading.
+
+        :raises EngineUnavailable: none could load it.
+        """
         waits = {node.number: node.wait for node in self.nodes}
-        starts = defaultdict[int, list[_Start]](list)
-        try:
-            for held, entries in self._next(flight, flight.levels, np.arange(len(flight.levels))):
-                if held.holders:
-                    stop = _Stop(held, entries, *part_of(flight.batch, entries))
-                    for share in self._divided(stop, flight, waits):
-                        starts[share.worker].append(_Start(stop, share, self._brought(held, share)))
-        except EngineUnavailable:  # who had some of it; all are divided anew when that one was replaced
-            return
+        starts = defaultdict[int, dict[HeldRange, StageShare]](dict)
+        for held, entries in self._before(flight, flight.levels, np.arange(len(flight.levels))):
+            if held.failure and not held.holders and not held.loading:
+                problem = f"{held.setup} could not be loaded again ({held.failure.problem})"
+                raise EngineUnavailable(self._config.name, problem)
+            try:
+                for share in self._divided(held, flight, entries, waits) if held.holders else ():
+                    starts[share.worker][held] = share._replace(entries=entries[share.entries])
+            except EngineUnavailable:  # who had some of it; all are divided anew when that one was replaced
+                return
         for number, own in starts.items():
             self._visit(flight, self.nodes[number], own, waits[number] - self.nodes[number].wait)
 
-    def _next(self, flight: Flight, levels: Ints, entries: Ints) -> list[tuple[HeldRange, Ints]]:
-        """The ranges that these are before."""
+    def _before(self, flight: Flight, levels: Ints, entries: Ints) -> list[tuple[HeldRange, Ints]]:
+        """The ranges that these are before, as far as they are on their ways."""
         found, chains, places = dict[HeldRange, list[int]](), flight.chains.tolist(), levels.tolist()
         for at in entries.tolist():
             path = self.paths[chains[at]]
@@ -282,42 +269,35 @@ class HeldLine:
                 found.setdefault(path[places[at]], []).append(at)
         return [(held, np.array(own)) for held, own in found.items()]
 
-    def _divided(self, stop: _Stop, flight: Flight, waits: dict[int, float]) -> list[StageShare]:
+    def _divided(self, held: HeldRange, flight: Flight, entries: Ints, waits: dict[int, float]) -> list[StageShare]:
         """Who goes where; `waits` says when each worker begins, then when it is through."""
-        held, none = stop.held, np.zeros(0, dtype=np.int64)
         if held.kept is None:
-            return [StageShare(next(iter(held.holders)), np.arange(len(stop.entries)), [], [], none)]
-        own = {number: waits[number] for number in held.holders}
-        shares = held.kept.divided(stop.batch, flight.table, held.costs, own)
+            return [StageShare(next(iter(held.holders)), np.arange(len(entries)))]
+        own, batch = {number: waits[number] for number in held.holders}, part_of(flight.batch, entries)[0]
+        shares = held.kept.divided(batch, flight.table, held.costs, own, partial(self._bring, held))
         waits.update(own)
         return shares
 
-    def _brought(self, held: HeldRange, share: StageShare) -> list[tuple[Ints, Held]]:
-        """The keys and values that a worker lacks and others have."""
-        found = list[tuple[Ints, Held]]()
-        for number, slots in share.wanted:
-            began = perf_counter()
-            gift: Held = self.nodes[number].at_once(Wanted(held.setup.name, slots))
-            held.costs.brought(gift.nbytes, perf_counter() - began)
-            found.append((slots, gift))
-        return found
+    def _bring(self, held: HeldRange, number: int, slots: Ints) -> Held:
+        """Keys and values that a worker has and another lacks."""
+        began = perf_counter()
+        gift: Held = self.nodes[number].at_once(Wanted(held.setup.name, slots))
+        held.costs.brought(gift.nbytes, perf_counter() - began)
+        return gift
 
-    def _visit(self, flight: Flight, node: HeldNode, starts: Sequence[_Start], seconds: float) -> None:
+    def _visit(self, flight: Flight, node: HeldNode, starts: Mapping[HeldRange, StageShare], seconds: float) -> None:
         """Send a worker its entries, each as far as their way leads through what it has."""
-        entries = np.sort(np.concatenate([start.stop.entries[start.share.entries] for start in starts]))
-        fresh, steps, stops = {start.stop.held: start for start in starts}, list[RangeStep](), list[_Stop]()
+        entries = np.sort(np.concatenate([share.entries for share in starts.values()]))
+        (batch, rows, _), table = part_of(flight.batch, entries), flight.table
+        steps, stops = list[RangeStep](), list[tuple[_Stop, Ints]]()
         for stop in self._way(flight, node.number, entries):
-            start = fresh.get(stop.held)
-            brought, again = (start.brought, start.share.again) if start else ([], [])
-            news = stop.held.holders[node.number].news(stop.batch, flight.table)
+            share = starts.get(stop.held, StageShare(node.number, stop.entries))
             own = entries.searchsorted(stop.entries)
-            steps.append(RangeStep(stop.held.setup.name, own, brought, again, flight.table.shape, news))
-            stops.append(stop)
-        batch, rows, _ = part_of(flight.batch, entries)
-        slots = {start.stop.held: start.share.slots for start in starts}
+            steps.append(RangeStep(stop.held.setup.name, own, share.brought, share.again))
+            stops.append((stop, share.slots))
         flight.visits += 1
-        visit = Visit(batch, flight.rows[rows], steps)
-        node.ask(visit, partial(self._visited, flight, node, [(stop, slots.get(stop.held)) for stop in stops]), seconds)
+        visit = Visit(batch, flight.rows[rows], table.shape, node.news(batch, table), steps)
+        node.ask(visit, partial(self._visited, flight, node, stops), seconds)
 
     def _way(self, flight: Flight, number: int, entries: Ints) -> Iterator[_Stop]:
         """The ranges that entries pass in a worker: from one to the next where it has all that this one needs."""
@@ -325,11 +305,11 @@ class HeldLine:
         stays[entries] = True
         while stays.any():
             level = levels[stays].min()
-            for held, own in self._next(flight, levels, (stays & (levels == level)).nonzero()[0]):
+            for held, own in self._before(flight, levels, (stays & (levels == level)).nonzero()[0]):
                 yield _Stop(held, own, *part_of(flight.batch, own))
                 levels[own] += 1
                 stays[own] = False
-                for after, more in self._next(flight, levels, own):
+                for after, more in self._before(flight, levels, own):
                     if number in after.holders and after.kept is not None:
                         stays[more] = after.kept.has(number, part_of(flight.batch, more)[0], flight.table)
 
@@ -337,7 +317,7 @@ class HeldLine:
         self,
         flight: Flight,
         node: HeldNode,
-        stops: Sequence[tuple[_Stop, Ints | None]],
+        stops: Sequence[tuple[_Stop, Ints]],
         answer: Visited | EngineUnavailable,
     ) -> None:
         """What a worker did, range after range; where it is gone its entries are before the first as they were."""
@@ -350,13 +330,12 @@ class HeldLine:
                 stop.held.forget(node.number, flight.table[stop.batch.table_rows])
             return
         hop = perf_counter() - node.sent - sum(answer.seconds)
-        for (stop, more), rows, seconds in zip(stops, answer.rows, answer.seconds, strict=True):
-            held, kept = stop.held, stop.held.kept
-            if kept is not None:
-                kept.note(stop.batch, flight.rows[stop.rows])
-                kept.held[node.number, stop.batch.slots if more is None else np.append(more, stop.batch.slots)] = True
-            held.costs.heard(node.number, len(stop.rows), len(stop.entries), (seconds + hop, seconds))
-            held.seconds += seconds
+        for (stop, had), rows, seconds in zip(stops, answer.rows, answer.seconds, strict=True):
+            held = stop.held
+            if held.kept is not None:
+                held.kept.note(stop.batch, flight.rows[stop.rows])
+                held.kept.held[node.number, np.append(had, stop.batch.slots)] = True
+            held.heard(node.number, len(stop.rows), len(stop.entries), (seconds + hop, seconds))
             if held.setup.is_last:
                 flight.hidden[stop.logits] = rows
             else:

@@ -1,18 +1,28 @@
-"""Sequences in a stage: what was fed to its layers, and which of its workers has the keys and values."""
+"""Ranges of layers: which workers hold one, what was fed to it, and which worker has the keys and values."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from atts.errors import EngineError, EngineUnavailable
 from atts.local.allocator import SlotIds
 from atts.local.batch import MANY, Floats, Ints, StepBatch
-from atts.local.stages import StageSetup
-from atts.placement import Instance, dispatched
+from atts.local.cache import SPARE_SLOTS
+from atts.local.messages import FailureReply
+from atts.local.stage_workers import HeldNode
+from atts.local.stages import Held, StageSetup
+from atts.placement import Demand, Instance, dispatched
 
+_NONE: Ints = np.zeros(0, dtype=np.int64)
+Bring = Callable[[int, Ints], Held]
+"""Asks a worker for its keys and values of some slots."""
 _LATEST = 0.1
 """How much the latest time counts; what a hop takes at least rises by a hundredth of that a step."""
 
@@ -22,9 +32,9 @@ class StageShare(NamedTuple):
 
     worker: int
     entries: Ints  # of the batch
-    wanted: list[tuple[int, Ints]]  # whose keys and values it is brought, of which slots
-    again: list[tuple[StepBatch, Floats]]  # what it computes anew first
-    slots: Ints  # whose keys and values it has then
+    brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that others have, by slots
+    again: Sequence[tuple[StepBatch, Floats]] = ()  # what it computes anew first
+    slots: Ints = _NONE  # whose keys and values it has then
 
 
 class StageCosts:
@@ -83,13 +93,17 @@ class KeptRows:
         found: NDArray[np.bool_] = ~step.lacks[worker].any(axis=1)[step.entries]
         return found
 
-    def divided(self, batch: StepBatch, table: SlotIds, costs: StageCosts, waits: dict[int, float]) -> list[StageShare]:
+    def divided(
+        self, batch: StepBatch, table: SlotIds, costs: StageCosts, waits: dict[int, float], bring: Bring
+    ) -> list[StageShare]:
         """The sequences of a step by worker: each goes where it is through first; those that feed most choose first.
 
         `waits` says when each worker begins; then when it is through.
+
+        :raises EngineUnavailable: a worker that is to give keys and values is gone.
         """
         step, workers = self._lacking(batch, table), list(waits)
-        chosen, is_moved = np.zeros((2, len(step.fed)), dtype=np.int64)
+        chosen, is_moved = np.zeros_like(step.fed), np.zeros(len(step.fed), dtype=np.bool_)
         missing = step.lacks.sum(-1)
         is_lost = np.logical_and.reduce(step.lacks).any(axis=1).tolist()
         for at in np.argsort(-step.fed, kind="stable").tolist():
@@ -98,7 +112,7 @@ class KeptRows:
             best = dispatched(instances)
             chosen[at], found = workers[best], instances[best]
             waits[workers[best]], is_moved[at] = found.cost - found.hop, found.move <= found.recompute
-        return [self._share(one, step, chosen == one, is_moved == 1) for one in workers if one in chosen]
+        return [self._share(one, step, chosen == one, is_moved, bring) for one in workers if one in chosen]
 
     def _lacking(self, batch: StepBatch, table: SlotIds) -> _Sequences:
         rows, entries = np.unique(batch.table_rows, return_inverse=True)
@@ -113,11 +127,13 @@ class KeptRows:
         lacks = (np.arange(slots.shape[1]) < begins[:, None]) & ~self.held[:, slots]
         return _Sequences(whose, entries, np.bincount(entries, counts).astype(np.int64), slots, lacks)
 
-    def _share(self, worker: int, step: _Sequences, mine: NDArray[np.bool_], is_moved: NDArray[np.bool_]) -> StageShare:
+    def _share(
+        self, worker: int, step: _Sequences, mine: NDArray[np.bool_], is_moved: NDArray[np.bool_], bring: Bring
+    ) -> StageShare:
         lacking, again = step.lacks[worker] & mine[:, None], list[tuple[StepBatch, Floats]]()
         entries = mine[step.entries].nonzero()[0]
         if not lacking.any():
-            return StageShare(worker, entries, [], [], entries[:0])
+            return StageShare(worker, entries)
         moved, done = np.unique(step.slots[lacking & is_moved[:, None]]), np.zeros(len(self.rows), dtype=np.bool_)
         done[moved] = True
         for at in (lacking & ~is_moved[:, None]).any(1).nonzero()[0].tolist():
@@ -125,13 +141,13 @@ class KeptRows:
             done[step.slots[at][missing]] = True
             if len(missing):
                 again.append(self._again(step.whose[at], step.slots[at], missing))
-        wanted = list[tuple[int, Ints]]()
+        brought = list[tuple[Ints, Held]]()
         for other, held in enumerate(self.held):
             theirs = moved[held[moved]]
             if len(theirs):
-                wanted.append((other, theirs))
+                brought.append((theirs, bring(other, theirs)))
                 moved = np.setdiff1d(moved, theirs)
-        return StageShare(worker, entries, wanted, again, done.nonzero()[0])
+        return StageShare(worker, entries, brought, again, done.nonzero()[0])
 
     def _again(self, whose: Ints, slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
         """Earlier rows of a sequence, in runs as they were fed: the same to the bit.
@@ -166,3 +182,54 @@ class KeptRows:
             chains=np.full(len(counts), whose[2]),
         )
         return batch, self.rows[written]
+
+
+class HeldRange:
+    """A range of layers: the models that have it, the workers that hold it, and what went into it."""
+
+    def __init__(self, setup: StageSetup, nodes: int) -> None:
+        self.setup, self.members = setup, dict[int, StageSetup]()
+        self.homes = list[int]()  # the workers that are to hold it
+        self.holders = set[int]()
+        self.loading = Counter[int]()
+        self.failure: EngineError | None = None
+        self.costs, self.seconds, options = StageCosts(setup), 0.0, setup.config.options
+        self.kept: KeptRows | None = None
+        if setup.replicas > 1 or setup.config.shares:
+            assert options.kv_tokens is not None, "who begins knows how many there are"
+            self.kept = KeptRows(nodes, options.kv_tokens + SPARE_SLOTS, setup.config.model.hidden_size)
+
+    def join(self, node: HeldNode, setups: Sequence[StageSetup]) -> None:
+        """Have a worker load it, or what some models add to it; it holds it from then on."""
+        self.failure = None
+        self.loading[node.number] += 1
+        node.ask([*setups], partial(self._joined, node.number))
+
+    def _joined(self, number: int, answer: FailureReply | EngineUnavailable | None) -> None:
+        self.loading[number] -= 1
+        if isinstance(answer, FailureReply):
+            self.failure = answer.error(self.setup.config.name)
+        elif answer is None:
+            self.holders.add(number)
+        self.loading += Counter()
+
+    def leave(self, number: int) -> None:
+        """A worker that does not hold it any more."""
+        self.holders.discard(number)
+        if self.kept is not None:
+            self.kept.held[number] = False
+
+    def forget(self, number: int, slots: SlotIds) -> None:
+        """What a worker has there is not known any more."""
+        if self.kept is not None:
+            self.kept.held[number, slots] = False
+
+    def heard(self, number: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
+        """What a part of a step took: from its sending to its answer, and within the worker."""
+        self.costs.heard(number, rows, sequences, seconds)
+        self.seconds += seconds[1]
+
+    def demand(self, seconds: float) -> Demand:
+        """Its size in layers, and the workers that it takes, by what it took of so many seconds."""
+        size, busy = len(self.setup.layers), self.seconds / seconds / max(1, len(self.holders))
+        return Demand(size, self.setup.replicas - 1 + min(1.0, max(0.01 * size, busy)))

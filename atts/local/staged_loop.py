@@ -1,20 +1,132 @@
-"""The step loop of a model in stages: several steps are under way at once, each of other sequences."""
+"""Models whose layers are in workers, and their step loop: several steps are under way at once, of other sequences."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import pairwise
 from time import perf_counter
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from atts.local.batch import StepPlan, step_batch
+from atts.errors import EngineError
+from atts.local.allocator import SlotIds
+from atts.local.batch import RangedModel, StepBatch, StepPlan, step_batch
+from atts.local.loader import load_ropes
 from atts.local.loop import StepLoop
-from atts.local.messages import Cancel, Command, Inbox, LoopReport
+from atts.local.many_models import Chain, ManyModels, half_names
+from atts.local.messages import Cancel, Command, Inbox, LoopReport, WorkerConfig
+from atts.local.model_config import read_model_config
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import TokenTable
-from atts.local.stage_line import Flight
-from atts.local.staged_models import StagedChains, StagedModel
+from atts.local.slot_ledger import Divide
+from atts.local.stage_line import Flight, HeldLine
+from atts.local.stages import HeldLayers, StageSetup
+
+
+class StagedModel(ManyModels[RangedModel]):
+    """A model in stages, the first of which is here; or models of a zoo, whose ranges of layers some have in common.
+
+    Words and heads are here. Prompts are each model's own: none is lent to another.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[WorkerConfig], Chain[RangedModel]],
+        line: HeldLine,
+        config: WorkerConfig,
+        cache: Tensor,
+        first: HeldLayers | None = None,
+    ) -> None:
+        """`cache` is that of the `first` stage, or of no layers; states that are returned are of its type and there."""
+        self._line, self.cache, self._first = line, cache, first
+        self.close = line.close
+        self.most_steps = config.options.stage_steps or config.options.stages
+        self._ends = _ends(config) if config.shares else []
+        super().__init__(load, config)
+
+    def _relate(self, number: int, chain: Chain[RangedModel], divide: Divide) -> None:
+        """Have workers load what they lack of the layers of a model of a zoo."""
+        config, options = self._configs[number], self._configs[0].options
+        if config.shares:
+            own, copies = replace(config, options=options, pieces=(), depth=0), min(options.replicas_of_stages)
+            setups = list[StageSetup]()
+            for start, stop in pairwise(self._ends):
+                name = f"{start} {' '.join(chain.units[1 + 2 * start : 1 + 2 * stop])}"
+                setups.append(StageSetup(own, range(start, stop), copies, name, number))
+            self._line.add(setups, number)
+            self._line.load(number)
+
+    @property
+    def device_name(self) -> str:
+        """Where it computes."""
+        options, name = self._configs[0].options, self._model.device_name
+        if self._configs[0].shares:
+            return f"{name}, shared blocks in {len(self._line.nodes)} processes"
+        replicas = f" with {options.stage_replicas} replicas" * (options.stage_replicas != "1")
+        return f"{name}, {options.stages} stages{replicas}"
+
+    def begin(self, batch: StepBatch, table: SlotIds) -> Flight:
+        """Send a step on its way; what hinders it here is raised at its end.
+
+        :raises EngineUnavailable: a range has no worker left.
+        """
+        flight = Flight.of(batch, table, self._configs[0].model.hidden_size)
+        try:
+            if self._first is not None:
+                flight.rows = self._first.run(batch, table, flight.rows)
+            else:
+                self._embed(flight)
+        except Exception as error:  # noqa: BLE001  raised where the step ends
+            flight.error = error
+        else:
+            self._line.begin(flight)
+        return flight
+
+    def _embed(self, flight: Flight) -> None:
+        """The first rows, from each model's words."""
+        batch = flight.batch
+        owners = self._alike(0)[flight.chains].repeat(np.diff(batch.query_starts))
+        for chain in np.unique(owners):
+            own = np.empty_like(flight.rows)
+            self._chains[chain].model.through(batch, flight.table, (own, own), (0, 1))
+            np.copyto(flight.rows, own, where=(owners == chain)[:, None])
+
+    def end(self, flight: Flight) -> Tensor:
+        """What `forward` says of a step that was begun."""
+        hidden, batch = self._line.end(flight), flight.batch
+        if self._first is not None:
+            return torch.from_numpy(hidden).to(self.cache)
+        owners = flight.chains.repeat(np.diff(batch.query_starts))[batch.logit_rows]
+        heads = self._heads[owners]
+        for chain in np.unique(heads):
+            own = hidden[heads == chain]
+            self._chains[chain].model.through(batch, flight.table, (own, own), (1, 2))
+            hidden[heads == chain] = own
+        return self._owned(hidden, owners)
+
+    def forward(self, batch: StepBatch, tables: SlotIds) -> Tensor:
+        """The final, normed hidden states of the batch's `logit_rows`; only one table is read."""
+        return self.end(self.begin(batch, tables[0]))
+
+
+def _ends(config: WorkerConfig) -> list[int]:
+    """Where ranges begin and end: about as many layers in each, and wherever models of the zoo part or meet."""
+    layers, stages = config.model.num_layers, min(config.options.stages, config.model.num_layers)
+    names = list[list[str]]()
+    for folder in sorted(config.folder.parent.glob("[!.]*")):
+        try:
+            model = read_model_config(folder, config.name)
+            halves = half_names(folder, model, load_ropes(folder, model, config.name))
+        except EngineError:
+            continue  # it is not opened, or has ranges of its own
+        names += [halves] * (model.num_layers == layers)
+    alike = [[[*own].index(name) for name in own] for own in zip(*names, strict=True)]  # of each half of a layer
+    partings = {at for at in range(1, layers) if alike[2 * at : 2 * at + 2] != alike[2 * at - 2 : 2 * at]}
+    return sorted({0, layers, *(round(layers * at / stages) for at in range(1, stages)), *partings})
 
 
 class StagedLoop(StepLoop):
@@ -22,7 +134,7 @@ class StagedLoop(StepLoop):
 
     def __init__(
         self,
-        model: StagedModel | StagedChains,
+        model: StagedModel,
         scheduler: Scheduler,
         token_table: TokenTable,
         send: Callable[[LoopReport], None],

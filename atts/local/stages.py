@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +16,16 @@ from torch import Tensor
 from atts.errors import EngineError, UnsupportedByEngine
 from atts.local.allocator import SlotIds
 from atts.local.batch import Floats, Ints, Layers, StepBatch, part_of
+from atts.local.chains import adapted_rows, bounds_of
+from atts.local.loader import layer_deltas, load_adapter
 from atts.local.messages import FailureReply, WorkerConfig
+from atts.local.native_model import NativeModel
+from atts.local.packing import PackedAdapter
 
 Held = NDArray[np.uint8]
 """Keys and values of some slots in some layers, as bytes."""
+News = tuple[Ints, Ints, SlotIds]
+"""Slots that are new in a table, by row and column."""
 
 
 class StageSetup(NamedTuple):
@@ -42,17 +49,6 @@ class StageSetup(NamedTuple):
         return f"the stage of layers {self.layers.start} to {self.layers.stop - 1}"
 
 
-class SharedByModels(Layers, Protocol):
-    """Layers of one model, or of several of a zoo."""
-
-    def add(self, setup: StageSetup) -> None:
-        """One more model: what adapters add for its rows."""
-        ...
-
-
-BuildStage = Callable[[StageSetup], tuple[Layers, Tensor]]
-
-
 class RangeStep(NamedTuple):
     """What a worker is to do of a step in one of its ranges."""
 
@@ -60,8 +56,6 @@ class RangeStep(NamedTuple):
     entries: Ints  # of the visit's batch
     brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that another worker has, by slots
     again: Sequence[tuple[StepBatch, Floats]] = ()  # earlier rows whose keys and values are computed anew
-    shape: tuple[int, ...] = ()  # of the slot table
-    slots: tuple[Ints, Ints, SlotIds] | None = None  # that are new in it, by row and column
 
 
 class Visit(NamedTuple):
@@ -69,6 +63,8 @@ class Visit(NamedTuple):
 
     batch: StepBatch
     rows: Floats
+    shape: tuple[int, ...]  # of the slot table
+    news: News  # in it, since the visit before
     steps: Sequence[RangeStep]
 
 
@@ -93,36 +89,26 @@ class Leave(NamedTuple):
 
 
 class HeldLayers:
-    """Some layers of a model, and the slot table as far as it was told."""
+    """Some layers of a model, and their keys and values."""
 
     def __init__(self, setup: StageSetup, model: Layers, cache: Tensor) -> None:
-        self.setup, self._model, self._cache = setup, model, cache
-        shares = setup.config.shares  # the words of a zoo's models, their heads and norms are beside the loop
-        self._units = int(shares or setup.layers.start > 0), 1 + 2 * len(setup.layers) + (setup.is_last and not shares)
-        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)
+        self.setup, self.cache, self._model = setup, cache, model
+        alone = not setup.config.shares  # else the words of a zoo's models, their norms and heads are beside the loop
+        self._units = int(setup.layers.start > 0 or not alone), 1 + 2 * len(setup.layers) + (setup.is_last and alone)
 
     def join(self, setup: StageSetup) -> None:
         """One more model that has these layers.
 
         :raises EngineError: what is its own cannot be loaded.
         """
-        cast(SharedByModels, self._model).add(setup)
 
     def held(self, slots: Ints) -> Held:
         """The keys and values there."""
-        return self._cache[:, :, torch.from_numpy(slots)].view(torch.uint8).numpy(force=True)
+        return self.cache[:, :, torch.from_numpy(slots)].view(torch.uint8).numpy(force=True)
 
-    def step(self, step: RangeStep, batch: StepBatch, rows: Floats) -> Floats:
-        """What a step's rows are behind these layers."""
-        if self._table.shape != step.shape:
-            self._table = np.zeros(step.shape, dtype=np.int32)
-        if step.slots is not None:
-            self._table[step.slots[:2]] = step.slots[2]
-        for slots, held in step.brought:
-            self._cache[:, :, torch.from_numpy(slots)] = torch.from_numpy(held).view(self._cache.dtype).to(self._cache)
-        for earlier, fed in step.again:
-            self.run(earlier, self._table, fed)
-        return self.run(batch, self._table, rows)
+    def take(self, slots: Ints, held: Held) -> None:
+        """Keys and values from elsewhere."""
+        self.cache[:, :, torch.from_numpy(slots)] = torch.from_numpy(held).view(self.cache.dtype).to(self.cache)
 
     def run(self, batch: StepBatch, table: SlotIds, rows: Floats) -> Floats:
         """The rows behind these layers: all of them, behind the last those asked for."""
@@ -130,8 +116,41 @@ class HeldLayers:
             every = np.arange(len(batch.tokens))
             batch = replace(batch, num_logits=np.diff(batch.query_starts), logit_rows=every)
         hidden = np.empty((len(batch.logit_rows), rows.shape[1]), dtype=np.float32)
-        self._model.through(batch, table, (rows, hidden), self._units)
+        self._through(batch, table, (rows, hidden))
         return hidden
+
+    def _through(self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats]) -> None:
+        self._model.through(batch, table, rows, self._units)
+
+
+class SharedLayers(HeldLayers):
+    """Layers that several models of a zoo have: rows of all of them at once, to which each one's adapter adds."""
+
+    def __init__(self, setup: StageSetup, model: NativeModel, cache: Tensor) -> None:
+        super().__init__(setup, model, cache)
+        self._native = model
+        self._adapters = dict[int, PackedAdapter]()
+
+    def join(self, setup: StageSetup) -> None:
+        """One more model.
+
+        :raises EngineError: its adapter cannot be used.
+        """
+        config, layers = setup.config, setup.layers
+        if added := load_adapter(config.folder, config.model, config.name):
+            deltas = layer_deltas(added, config.model)[4 * layers.start : 4 * layers.stop]
+            if any(deltas):
+                self._adapters[setup.chain] = self._native.packing.adapter(deltas)
+
+    def _through(self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats]) -> None:
+        order = batch.logit_rows.argsort(kind="stable")
+        batch, hidden = replace(batch, logit_rows=batch.logit_rows[order]), np.empty_like(rows[1])
+        adapted = adapted_rows(batch, bounds_of(batch), self._adapters)
+        self._native.through(batch, table, (rows[0], hidden), self._units, adapted)
+        rows[1][order] = hidden
+
+
+BuildStage = Callable[[StageSetup], HeldLayers]
 
 
 class StageServer:
@@ -140,11 +159,12 @@ class StageServer:
     def __init__(self, build: BuildStage) -> None:
         self._build = build
         self._held: dict[str, HeldLayers] = {}
+        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # as far as it was told
 
     def answer(self, message: Any) -> object:
-        """What is said of a message; to what is to be held None, or why it cannot be."""
+        """What is said of a message; to what is to be held, by these models, None, or why it cannot be."""
         match message:
-            case StageSetup():
+            case list():
                 return self._load(message)
             case Visit():
                 return self._visited(message)
@@ -154,31 +174,44 @@ class StageServer:
                 del self._held[message.name]
                 return None
 
-    def _load(self, setup: StageSetup) -> FailureReply | None:
+    def _load(self, setups: Sequence[StageSetup]) -> FailureReply | None:
+        """Hold a range for all of these models, or none of it anew."""
+        name = setups[0].name
         try:
-            if setup.name not in self._held:
-                self._held[setup.name] = HeldLayers(setup, *self._build(setup))
-            if setup.config.shares:
-                self._held[setup.name].join(setup)
+            held = self._held.get(name) or self._build(setups[0])
+            for setup in setups:
+                held.join(setup)
         except EngineError as error:
             return FailureReply.of(error)
+        self._held[name] = held
         return None
 
     def _visited(self, visit: Visit) -> Visited:
+        if self._table.shape != visit.shape:
+            self._table = np.zeros(visit.shape, dtype=np.int32)
+        self._table[visit.news[:2]] = visit.news[2]
         found, seconds = list[Floats](), list[float]()
         for step in visit.steps:
             began, held = perf_counter(), self._held[step.name]
             try:
-                batch, at, _ = part_of(visit.batch, step.entries)
-                found.append(held.step(step, batch, visit.rows[at]))
-                if not held.setup.is_last:
-                    visit.rows[at] = found[-1]
+                found.append(self._run(held, step, visit))
             except MemoryError:
                 return Visited(MemoryError(f"{held.setup} cannot allocate memory"), seconds)
             except Exception as error:  # noqa: BLE001  raised where the step began
                 return Visited(RuntimeError(f"{held.setup}: {type(error).__name__}: {error}"), seconds)
             seconds.append(perf_counter() - began)
         return Visited(found, seconds)
+
+    def _run(self, held: HeldLayers, step: RangeStep, visit: Visit) -> Floats:
+        batch, at, _ = part_of(visit.batch, step.entries)
+        for slots, brought in step.brought:
+            held.take(slots, brought)
+        for earlier, fed in step.again:
+            held.run(earlier, self._table, fed)
+        rows = held.run(batch, self._table, visit.rows[at])
+        if not held.setup.is_last:
+            visit.rows[at] = rows
+        return rows
 
 
 def stage_setups(config: WorkerConfig) -> list[StageSetup]:
@@ -196,8 +229,6 @@ def stage_setups(config: WorkerConfig) -> list[StageSetup]:
     first = round((model.num_layers + outer) / stages - outer)
     first = max(1, min(first, model.num_layers - stages + 1)) if stages > 1 else model.num_layers
     rest = model.num_layers - first
-    ends = [first + rest * at // max(1, stages - 1) for at in range(stages)]
-    layers = [range(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
-    return [
-        StageSetup(config, each, count, str(each.start)) for each, count in zip(layers, (1, *replicas), strict=True)
-    ]
+    ends = [0, *(first + rest * at // max(1, stages - 1) for at in range(stages))]
+    layers = [range(*each) for each in pairwise(ends)]
+    return [StageSetup(config, each, n, str(each.start)) for each, n in zip(layers, (1, *replicas), strict=True)]

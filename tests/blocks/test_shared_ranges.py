@@ -17,11 +17,13 @@ import pytest
 
 from atts.blocks import Zoo
 from atts.core import Completion, SampleRequest, Sampling
-from atts.local import LocalEngine, stage_process, stage_rows
+from atts.errors import EngineUnavailable
+from atts.local import LocalEngine, stage_rows, stage_workers
 from atts.local.build import build_loop
 from atts.local.messages import AddChain, Command, FailureReply, LoopReport, Reply, Submit, WorkerConfig
 from atts.local.stage_line import HeldLine
-from atts.local.staged_models import StagedChains
+from atts.local.staged_loop import StagedModel
+from atts.local.stages import BuildStage
 from atts.placement import Instance, dispatched
 from atts.seeds import Seed
 from atts.stored_blocks import unit_digests
@@ -39,8 +41,7 @@ NAMES = ("base", "end", "middle", "head", "narrow", "wide")
 def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
     """Workers in this process."""
     StageHere.made = []
-    monkeypatch.setattr(stage_process, "StageProcess", StageHere)
-    monkeypatch.setattr(stage_process, "ready", lambda stages, seconds: [each for each in stages if each.answers])
+    monkeypatch.setitem(stage_workers.KINDS, "process", StageHere)
     return StageHere
 
 
@@ -60,7 +61,7 @@ def driven(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dic
     loop, ready = build_loop(first, tell)
     assert ready.shares
     loop.run(Script([list(step) for step in steps]))
-    assert isinstance(loop._model, StagedChains)
+    assert isinstance(loop._model, StagedModel)
     return replies, loop._model._line
 
 
@@ -143,12 +144,12 @@ def test_a_worker_that_dies_while_it_loads_is_replaced_once(
     made = list[int]()
 
     class Weak(StageHere):
-        def __init__(self, name: str, label: str) -> None:
-            super().__init__(name, label)
+        def __init__(self, name: str, label: str, build: BuildStage) -> None:
+            super().__init__(name, label, build)
             made.append(1)
             self.ends = 1 if len(made) == 1 else self.ends
 
-    monkeypatch.setattr(stage_process, "StageProcess", Weak)
+    monkeypatch.setitem(stage_workers.KINDS, "process", Weak)
     ask = SampleRequest((3, 4, 5), 10, Sampling(1.0), seed=Seed(1))
     alone, _ = run(config_of(family, "base"), [[Submit(1, ask)]])
     assert driven(staged(family, "base"), [[Submit(1, ask)]])[0] == alone
@@ -167,6 +168,29 @@ def test_a_model_that_cannot_be_loaded_hinders_no_other(family: Zoo, here: type[
     assert said[1] == alone[1]
     assert isinstance(said[2], FailureReply)
     assert len(line.paths) == 1
+
+
+@pytest.mark.parametrize("part", ["adapter", "layers.1.mlp"])
+def test_what_cannot_be_loaded_again_is_an_outage(
+    part: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is gone whose ranges are damaged meanwhile: no model goes on without its own, and all are told."""
+    digest = next(block.digest for block in family.model("wide").blocks if block.place == part)
+    path = family.directory / "blocks" / f"{digest}.safetensors"
+
+    class Prepared(Script):
+        def take(self, *, wait: bool) -> list[Command]:
+            if here.made and not here.made[0].kinds["steps"]:
+                return super().take(wait=wait)
+            path.write_bytes(path.read_bytes()[:100])
+            here.made[0].ends = min(here.made[0].ends, here.made[0].heard + 1)
+            return super().take(wait=wait)
+
+    monkeypatch.setattr("tests.blocks.test_shared_ranges.Script", Prepared)
+    asks = [SampleRequest((3 + n, 4, 5), 30, Sampling(1.0), seed=Seed(n)) for n in range(4)]
+    submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in enumerate(asks, 1)]
+    with pytest.raises(EngineUnavailable, match=r"layers . to . could not be loaded again \(.*damaged"):
+        driven(staged(family, "base", 3), [[AddChain(staged(family, "wide", 3)), *submits]])
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import random
 import shutil
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -25,14 +25,14 @@ import torch
 
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import EngineUnavailable, ModelLoadError, OptionError, UnsupportedByEngine
-from atts.local import LocalEngine, LocalOptions, stage_process, stage_rows
+from atts.local import LocalEngine, LocalOptions, stage_rows, stage_workers
 from atts.local.batch import StepBatch, single_rows
 from atts.local.build import build_stage
 from atts.local.messages import Cancel, Command, Submit, WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.local.native_model import NativeModel
 from atts.local.stage_rows import KeptRows, StageCosts
-from atts.local.stages import HeldLayers, StageServer, StageSetup, Visit, stage_setups
+from atts.local.stages import BuildStage, StageServer, StageSetup, Visit, stage_setups
 from atts.placement import Instance, dispatched
 from atts.seeds import Seed
 from atts.tasks import collect
@@ -64,9 +64,9 @@ class StageHere:
 
     made: ClassVar[list[StageHere]] = []
 
-    def __init__(self, name: str, label: str) -> None:
+    def __init__(self, name: str, label: str, build: BuildStage) -> None:
         self.label, self.heard, self.ends, self.kinds = label, 0, 1 << 30, Counter[str]()
-        self.server = StageServer(build_stage)
+        self.server = StageServer(build)
         self.answers: list[Any] = []
         StageHere.made.append(self)
 
@@ -88,13 +88,17 @@ class StageHere:
     def close(self) -> None:
         """Nothing is left behind."""
 
+    @staticmethod
+    def ready(stages: Sequence[StageHere], seconds: float | None) -> list[StageHere]:
+        """Those that have answered."""
+        return [each for each in stages if each.answers]
+
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
     """Stages in this process."""
     StageHere.made = []
-    monkeypatch.setattr(stage_process, "StageProcess", StageHere)
-    monkeypatch.setattr(stage_process, "ready", lambda stages, seconds: [each for each in stages if each.answers])
+    monkeypatch.setitem(stage_workers.KINDS, "process", StageHere)
     return StageHere
 
 
@@ -152,7 +156,7 @@ def stage_processes() -> dict[int, bytes]:
     lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
     children = sorted(int(pid) for path in lists if path.is_file() for pid in path.read_text().split())
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-    return {pid: command for pid, command in commands.items() if b"atts.local.stage_child" in command}
+    return {pid: command for pid, command in commands.items() if b"atts.local.stage_workers" in command}
 
 
 @pytest.mark.slow
@@ -275,8 +279,8 @@ def test_replicas_of_a_stage_say_what_one_says(
 def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
     """As they were fed, whichever of them are missing: long runs, short ones, rows alone, and parts of runs."""
     setup = setup_of(make_model("llama", eos_token_id=None, num_hidden_layers=5), range(1, 5), 2)
-    (model, cache), (other, copied) = (build_stage(setup) for _ in range(2))
-    one, two = HeldLayers(setup, model, cache), HeldLayers(setup, other, copied)
+    one, two = (build_stage(setup) for _ in range(2))
+    cache, copied = one.cache, two.cache
     rng, kept = np.random.default_rng(0), KeptRows(2, 4098, 64)
     table = np.arange(1, 258, dtype=np.int32)[None]
     fed = 0

@@ -55,7 +55,6 @@ _K_AHEAD = 16
 _SMALL_MODEL = 10_000_000
 """Weights below which a second thread costs more in waiting than it computes, unless the machine is idle."""
 
-
 MakeModel = Callable[[WorkerConfig, Weights, Tensor], TappedModel]
 
 
@@ -127,8 +126,7 @@ def _build(
         loop: StepLoop = StagedLoop(models.target, scheduler, table, send)
     else:
         loop = StepLoop(models.target, scheduler, table, send, speculation)
-    told = models.trouble or trouble
-    return loop, WorkerReady(models.slots, models.target.device_name, told, kernels is not None)
+    return loop, WorkerReady(models.slots, models.target.device_name, models.trouble or trouble, kernels is not None)
 
 
 def _shared_models(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL) -> _Models:
@@ -157,8 +155,9 @@ def _staged(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL | N
     """Models of a zoo whose layers are in workers, or one whose layers behind the first are; workers load meanwhile."""
     dtype, options, shares = getattr(torch, config.options.dtype), config.options, kernels is not None
     tokens = options.kv_tokens or default_tokens(config, dtype, device)
-    kernel = "native" if shares else options.kernel
-    options = replace(options, kv_tokens=tokens, threads=_threads(config), kernel=kernel)
+    options = replace(
+        options, kv_tokens=tokens, threads=_threads(config), kernel="native" if shares else options.kernel
+    )
     plain = replace(config, options=options, pieces=(), drafter=None, proposer=None, shares=shares, depth=0)
     line = HeldLine(plain, build_stage, 1 + sum(options.replicas_of_stages))
     try:
@@ -170,15 +169,15 @@ def _staged(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL | N
             return _Models(StagedModel(ZooLoader(kernels, cache, _threads(config)), line, plain, cache), cache)
         first, *others = stage_setups(plain)
         line.add(others, homes=[[line.start(str(setup)) for _ in range(setup.replicas)] for setup in others])
-        model, cache, trouble = _stage(first)
+        cache, model, trouble = _stage(first)
         drafter = None if options.beside == "process" else _drafter_weights(config)
         line.load()
         chain = Chain[RangedModel](model, ("", ""))
         target = StagedModel(lambda config: chain, line, plain, cache, HeldLayers(first, model, cache))
+        return _Models(target, cache, drafter=drafter, trouble=trouble)
     except BaseException:
         line.close()
         raise
-    return _Models(target, cache, drafter=drafter, trouble=trouble)
 
 
 def build_stage(setup: StageSetup) -> HeldLayers:
@@ -187,24 +186,21 @@ def build_stage(setup: StageSetup) -> HeldLayers:
     :raises EngineError: they cannot be loaded.
     """
     set_threads(setup.config)
-    model, cache, _ = _stage(setup)
-    if not setup.config.shares:
-        return HeldLayers(setup, model, cache)
-    assert isinstance(model, NativeModel), "kernels that can be shared were asked for"
-    return SharedLayers(setup, model, cache)
+    cache, model, _ = _stage(setup)
+    if setup.config.shares and isinstance(model, NativeModel):
+        return SharedLayers(setup, model, cache)
+    return HeldLayers(setup, model, cache)
 
 
-def _stage(setup: StageSetup) -> tuple[RangedModel, Tensor, str]:
+def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
     """Some layers of a model, and its words where these are the first; those of a zoo's models are elsewhere."""
-    config, layers, device = setup.config, setup.layers, device_of(setup.config)
-    dtype, part, merges = getattr(torch, config.options.dtype), config.model.part(layers), not config.shares
-    weights = load_weights(
-        config.folder, config.model, dtype, device, config.name, merges=merges, layers=layers, words=merges
-    )
-    own = replace(config, model=part if merges else replace(part, vocabulary=0))
+    config, part, alone = setup.config, setup.config.model.part(setup.layers), not setup.config.shares
+    dtype, device = getattr(torch, config.options.dtype), device_of(config)
+    read = config.folder, config.model, dtype, device, config.name
+    weights = load_weights(*read, merges=alone, layers=setup.layers, words=alone)
+    own = replace(config, model=part if alone else replace(part, vocabulary=0))
     cache = allocate_cache(own, dtype, device, config.options.kv_tokens)
-    model, trouble = _model(own, weights, cache)
-    return model, cache, trouble
+    return cache, *_model(own, weights, cache)
 
 
 def _speculation(config: WorkerConfig, models: _Models, scheduler: Scheduler, table: TokenTable) -> Speculation:

@@ -174,7 +174,7 @@ class _Host:
         with self._lock:
             if config.folder not in self._chains:
                 self._chains[config.folder] = len(self._chains)
-                self._worker.send(AddChain(config))
+                self._worker.send(AddChain(replace(config, shares=True)))
             return self._chains[config.folder]
 
     def submit(self, asked: _Asked, request: SampleRequest | ScoreRequest, chain: int) -> None:

@@ -188,9 +188,26 @@ def test_what_cannot_be_loaded_again_is_an_outage(
 
     monkeypatch.setattr("tests.blocks.test_shared_ranges.Script", Prepared)
     asks = [SampleRequest((3 + n, 4, 5), 30, Sampling(1.0), seed=Seed(n)) for n in range(4)]
-    submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in enumerate(asks, 1)]
+    submits: list[Command] = [Submit(n, ask, n % 3) for n, ask in enumerate(asks, 1)]
+    added = [AddChain(staged(family, name, 3)) for name in ("wide", "narrow")]
     with pytest.raises(EngineUnavailable, match=r"layers . to . could not be loaded again \(.*damaged"):
-        driven(staged(family, "base", 3), [[AddChain(staged(family, "wide", 3)), *submits]])
+        driven(staged(family, "base", 3), [[*added, *submits]])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_engines_in_ranges_say_what_they_say_in_one_process(family: Zoo, here: type[StageHere]) -> None:
+    """The model that comes second has its own adapter, or its own last layer, in the ranges that it shares."""
+    ask, options = SampleRequest((5, 6, 7), 20, Sampling(0.9), seed=Seed(1)), replace(SHARED, stages=2)
+    for name in ("wide", "end"):
+        found = list[Completion]()
+        for own in (SHARED, options):
+            async with LocalEngine(family.folder("base"), options=own) as base:
+                await base.sample(ask)
+                async with LocalEngine(family.folder(name), options=own) as engine:
+                    found.append(await engine.sample(ask))
+        assert found[0] == found[1]
+    assert all(stage.kinds["steps"] > 5 for stage in here.made)
 
 
 @pytest.mark.slow

@@ -153,11 +153,10 @@ def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | 
 
 def _staged(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL | None) -> _Models:
     """Models of a zoo whose layers are in workers, or one whose layers behind the first are; workers load meanwhile."""
-    dtype, options, shares = getattr(torch, config.options.dtype), config.options, kernels is not None
+    options, shares = config.options, kernels is not None
+    dtype, kernel = getattr(torch, options.dtype), "native" if shares else options.kernel
     tokens = options.kv_tokens or default_tokens(config, dtype, device)
-    options = replace(
-        options, kv_tokens=tokens, threads=_threads(config), kernel="native" if shares else options.kernel
-    )
+    options = replace(options, kv_tokens=tokens, threads=_threads(config), kernel=kernel)
     plain = replace(config, options=options, pieces=(), drafter=None, proposer=None, shares=shares, depth=0)
     line = HeldLine(plain, build_stage, 1 + sum(options.replicas_of_stages))
     try:

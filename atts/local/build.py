@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
-from atts.local.batch import Model, RangedModel, TappedModel
+from atts.local.batch import Model, TappedModel
 from atts.local.cache import SPARE_SLOTS, allocate_cache, default_tokens, free_room
 from atts.local.chains import ChainModel, shared_kernels
 from atts.local.compiling import native_library
@@ -171,8 +171,7 @@ def _staged(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL | N
         cache, model, trouble = _stage(first)
         drafter = None if options.beside == "process" else _drafter_weights(config)
         line.load()
-        chain = Chain[RangedModel](model, ("", ""))
-        target = StagedModel(lambda config: chain, line, plain, cache, HeldLayers(first, model, cache))
+        target = StagedModel(lambda _: Chain(model, ("", "")), line, plain, cache, HeldLayers(first, model, cache))
         return _Models(target, cache, drafter=drafter, trouble=trouble)
     except BaseException:
         line.close()

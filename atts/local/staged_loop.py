@@ -108,9 +108,9 @@ class StagedModel(ManyModels[RangedModel]):
             hidden[heads == chain] = own
         return self._owned(hidden, owners)
 
-    def forward(self, batch: StepBatch, tables: SlotIds) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`; only one table is read."""
-        return self.end(self.begin(batch, tables[0]))
+    def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
+        """The final, normed hidden states of the batch's `logit_rows`; of the tables the first is read."""
+        return self.end(self.begin(batch, table[0]))
 
 
 def _ends(config: WorkerConfig) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from atts.core import (
     Beginning,
@@ -33,7 +34,6 @@ from atts.seeds import Seed
 
 Scope = RolloutScope[Rollout]
 ROLES: tuple[Role, ...] = ("draft", "target")
-_NOTHING = Usage()
 _SEARCHED = 1_200  # characters without an answer, from which on they are not looked through again after every chunk
 
 
@@ -42,6 +42,7 @@ class Proposal:
     """A chunk the drafter wrote and what is known of it before anyone decides."""
 
     chunk: Chunk
+    place: int  # where the chunk leads in the tree of what siblings wrote
     answer: str | None
     attempt: int = 0
     score: float | None = None
@@ -99,21 +100,19 @@ class RolloutBuilder:
         """Take a rollout up as it stands."""
         self.rollout = self.siblings.rollouts[rollout.sample] = rollout
         self.turn = len(rollout.turns)
-        self._charged = rollout.usage.scored_tokens  # up to this turn
+        self.usage = rollout.usage  # with what the turn being worked on has cost so far
         self.text = rollout.text
         self._searched_at = self._asked_again_at
         self._ids: dict[Role, TokenIds] = {"draft": rollout.ids("draft"), "target": rollout.ids("target")}
         self.place = self.siblings.place(chunk for turn in rollout.turns for chunk in turn.chunks)
         self._room = self.room_left()
 
-    def _grow(self, turn: Turn, usage: Usage = _NOTHING) -> None:
+    def _grow(self, turn: Turn) -> None:
         """Add a turn, and what it cost."""
-        rollout = self.rollout
-        usage = rollout.usage if usage is _NOTHING else rollout.usage + usage
-        self.rollout = Rollout(rollout.problem, rollout.sample, rollout.prompt, (*rollout.turns, turn), usage=usage)
-        self.siblings.rollouts[rollout.sample] = self.rollout
+        old = self.rollout
+        self.rollout = rollout = Rollout(old.problem, old.sample, old.prompt, (*old.turns, turn), usage=self.usage)
+        self.siblings.rollouts[rollout.sample] = rollout
         self.turn += 1
-        self._charged = self.rollout.usage.scored_tokens
         self.place = self.siblings.place(turn.chunks, self.place)
         for chunk in turn.chunks:
             self.text += chunk.text
@@ -122,14 +121,15 @@ class RolloutBuilder:
                 "target": self._ids["target"] + chunk.target_ids,
             }
         self._room = self.room_left()
-        self.context.listener.turned(self.rollout, turn)
+        self.context.listener.turned(rollout, turn)
 
     async def propose(self, attempt: int = 0) -> Proposal:
         """Let the drafter write the next chunk, unless it was written ahead."""
         chunk, self._ahead = self._ahead, None
         if chunk is None or attempt:
             chunk = await self.write(self.policy.drafter, (), attempt)
-        return Proposal(chunk, self._extract(self.text + chunk.text, chunk), attempt)
+        place = self.siblings.place((chunk,), self.place)
+        return Proposal(chunk, place, self._extract(self.text + chunk.text, chunk), attempt)
 
     async def propose_ahead(self, chunk: Chunk) -> None:
         """Write the chunk after `chunk` before it has been judged: same prefix, same seed, same distribution as later.
@@ -159,9 +159,7 @@ class RolloutBuilder:
         request = self.request(role, pending, attempt, turn)
         completion = await self.engine(role).sample(request)
         self.spend(role, request, completion)
-        chunk = chunk_of(completion, role, self.context.draft, self.context.target)
-        self.context.listener.written(self.rollout, chunk)
-        return chunk
+        return self.written(role, completion)
 
     async def replace(self, proposal: Proposal) -> Chunk:
         """What the target writes in a proposal's place: what was drawn of it while it was scored, and the rest.
@@ -221,20 +219,20 @@ class RolloutBuilder:
         saved: int = 0,
     ) -> None:
         """Close the turn with these chunks, and the rollout if that was its end; `saved` of what is discarded stays."""
-        asked = self.rollout.usage.scored_tokens - self._charged
-        turn = Turn(self.turn, tuple(chunks), tuple(discarded), score, decision, note, scored_tokens=asked)
-        wasted = sum([chunk.tokens for chunk in discarded]) - saved
-        self._grow(turn, Usage(wasted_tokens=wasted) if wasted else _NOTHING)
+        asked = self.usage.scored_tokens - self.rollout.usage.scored_tokens
+        if discarded:
+            self.count(Usage(wasted_tokens=sum([chunk.tokens for chunk in discarded]) - saved))
+        self._grow(Turn(self.turn, tuple(chunks), tuple(discarded), score, decision, note, scored_tokens=asked))
         self._conclude()
 
     def adopt(self, other: Rollout, discarded: Chunk, decision: Decision, score: float | None) -> None:
         """Go on from a sibling's rollout up to and with this turn; its turns replace those reported before."""
         here = other.turns[self.turn]
         note = f"sample {self.rollout.sample} adopted the line of sample {other.sample}"
-        asked = self.rollout.usage.scored_tokens - self._charged
+        asked = self.usage.scored_tokens - self.rollout.usage.scored_tokens
         turn = Turn(self.turn, here.chunks, (*here.discarded, discarded), score, decision, note, scored_tokens=asked)
-        usage = self.rollout.usage + Usage(wasted_tokens=discarded.tokens)
-        self._set(replace(self.rollout, turns=(*other.turns[: self.turn], turn), usage=usage))
+        self.count(Usage(wasted_tokens=discarded.tokens))
+        self._set(replace(self.rollout, turns=(*other.turns[: self.turn], turn), usage=self.usage))
         for each in self.rollout.turns:
             self.context.listener.turned(self.rollout, each)
         self._conclude()
@@ -317,9 +315,9 @@ class RolloutBuilder:
         return self.context.draft if role == "draft" else self.context.target
 
     def _repeats(self) -> bool:
-        texts = [chunk.text for turn in self.rollout.turns for chunk in turn.chunks if chunk.text.strip()]
-        tail = texts[-self.policy.repeats :]
-        return len(tail) == self.policy.repeats and len(set(tail)) == 1
+        backwards = (chunk.text for turn in reversed(self.rollout.turns) for chunk in reversed(turn.chunks))
+        last = list(islice((text for text in backwards if text.strip()), self.policy.repeats))
+        return len(last) == self.policy.repeats and len(set(last)) == 1
 
     def _wait(self, answer: str | None) -> None:
         """Budget forcing: put words into the rollout's mouth and let it go on; an answer so far is kept in reserve."""
@@ -339,11 +337,12 @@ class RolloutBuilder:
             self.count(Usage(target_tokens=new, target_prefill_tokens=read, calls=1))
 
     def waste_unfinished(self) -> None:
-        """Count as wasted what was written since the last whole turn."""
+        """Count what the turn that was not completed cost; what was written in it is wasted."""
         if self._loose:
             self.count(Usage(wasted_tokens=self._loose))
         self._ahead, self._loose = None, 0
+        self.rollout = replace(self.rollout, usage=self.usage)
 
     def count(self, usage: Usage) -> None:
         """Add to what this rollout cost."""
-        self.rollout = replace(self.rollout, usage=self.rollout.usage + usage)
+        self.usage += usage

@@ -83,13 +83,15 @@ class AdmittedEngine:
         check: Callable[[Result, Request, EngineSpec], None],
         request: Request,
     ) -> Result:
+        late: TimeoutError | None = None
         try:
-            with anyio.fail_after(self._timeout_seconds):
+            with anyio.move_on_after(self._timeout_seconds):
                 reply = await ask(request)
-        except TimeoutError as late:
-            raise EngineTimeout(self.spec.name, f"no answer within {self._timeout_seconds:g} s") from late
-        check(reply, request, self.spec)
-        return reply
+                check(reply, request, self.spec)
+                return reply
+        except TimeoutError as error:
+            late = error
+        raise EngineTimeout(self.spec.name, f"no answer within {self._timeout_seconds:g} s") from late
 
 
 def check_completion(completion: Completion, request: SampleRequest, spec: EngineSpec) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+import anyio
+
 from atts.core import Chunk, Decision, Features, ScoreRequest, Scores, Usage
 from atts.errors import (
     CalibrationInputError,
@@ -100,21 +102,24 @@ async def scored_once(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     Where a sibling has asked and waits for the answer, it came first: waiting with it is shorter than asking. Who asked
     in an earlier session asks again, and is answered by what was recorded.
     """
-    siblings, chunk = builder.siblings, proposal.chunk
     if builder.policy.verification == "rating":
         return await scored(builder, proposal)
-    place = siblings.place((chunk,), builder.place)
-    lock = siblings.asking[place]
-    async with builder.scope.hold(lock, builder.turn) if lock.locked() else lock:
-        known = siblings.scores.get(place)
-        if builder.recorded:
-            has_asked = builder.recorded(_request(builder, chunk)) is not None
-            known = None if has_asked else known or _recalled(builder, chunk, builder.recorded)
-        if known:
-            return replace(proposal, score=known.score, doubt=known.doubt, is_recalled=True)
+    scores, asking, place = builder.siblings.scores, builder.siblings.asking, proposal.place
+    while place in asking:
+        await builder.scope.wait(asking[place], builder.turn)
+    known = scores.get(place)
+    if builder.recorded:
+        has_asked = builder.recorded(_request(builder, proposal.chunk)) is not None
+        known = None if has_asked else known or _recalled(builder, proposal.chunk, builder.recorded)
+    if known:
+        return replace(proposal, score=known.score, doubt=known.doubt, is_recalled=True)
+    asking[place] = anyio.Event()
+    try:
         proposal = await scored(builder, proposal)
         if proposal.score is not None and not proposal.flaw:
-            siblings.scores[place] = KnownScore(proposal.score, proposal.doubt)
+            scores[place] = KnownScore(proposal.score, proposal.doubt)
+    finally:
+        asking.pop(place).set()
     return proposal
 
 
@@ -204,7 +209,7 @@ def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
         answered=answered,
         agreement=share,
         agrees=agrees,
-        is_scored=builder.siblings.place((chunk,), builder.place) in builder.siblings.scores,
+        is_scored=proposal.place in builder.siblings.scores,
         text=chunk.text,
     )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import anyio
 
@@ -33,9 +31,7 @@ class Siblings:
         self.claimed: set[tuple[int, int]] = set()  # (sample, turn): forked from already
         self._places: dict[tuple[int, TokenIds], int] = {}
         self.scores: dict[int, KnownScore] = {}  # by place, of the chunk that leads there
-        self.asking: defaultdict[int, anyio.Lock] = defaultdict(
-            partial(anyio.Lock, fast_acquire=True)
-        )  # held by who asks
+        self.asking: dict[int, anyio.Event] = {}  # by place: set when the target has answered
 
     def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
         """Answered siblings, the leading answer's share among them, and whether `answer` belongs to it."""

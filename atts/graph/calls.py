@@ -64,8 +64,11 @@ class Caller:
             state.last_id = node = state.last_id + 1
             queued = now()
             ready, self._ready = queued if self._ready is None else self._ready, None
-            who, times = (node, stage, engine, self.problem, self.sample, turn), (ready, queued, queued, _UNKNOWN)
-            span = CallSpan(*who, *times, self.frontier, attempt, "done", tokens)
+            values = (
+                node, stage, engine, self.problem, self.sample, turn, ready, queued, queued, _UNKNOWN, self.frontier,
+                attempt, "done", tokens,
+            )  # fmt: skip
+            span = CallSpan(*values)
             is_held, is_kept = pool.take_nowait(tokens), False
             try:
                 if not is_held:

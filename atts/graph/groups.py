@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
@@ -73,20 +72,15 @@ class RolloutScope(Caller, Generic[T]):
         self._ready = since
         return current.values
 
-    @asynccontextmanager
-    async def hold(self, lock: anyio.Lock, turn: int) -> AsyncGenerator[None]:
-        """Hold what one of the siblings may hold at a time and another does; the wait for it is a node of its own."""
+    async def wait(self, event: anyio.Event, turn: int) -> None:
+        """Wait for what a sibling is about to know; a node of its own."""
         since = self._state.now()
         try:
-            await lock.acquire()
+            await event.wait()
         finally:
             until = self._state.now()
             self.waited += until - since
             self._note_wait(HOLD, turn, since, until, self.frontier)
-        try:
-            yield
-        finally:
-            lock.release()
 
     def note_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
         """Tell how long this finished rollout kept its place for its siblings."""

@@ -25,7 +25,7 @@ import msgspec
 
 from atts.errors import JournalCorrupt, JournalVersion
 from atts.files import open_ordinary, storage
-from atts.journal.codec import TAG_FIELD, dataclass_form
+from atts.journal.codec import TAG_FIELD, dataclass_form, form
 from atts.journal.events import KINDS, SCHEMA, Decided, Entry, Event, Observed, Sampled, Scored, SessionOpened
 from atts.journal.migration import TURN_FACTS, completed
 from atts.journal.texts import Texts
@@ -65,6 +65,8 @@ class _Opening(msgspec.Struct):
 
 _FORMS = {kind: (word, dataclass_form(kind, _EventLine, word)) for word, kind in KINDS.items()}
 _READS = {form.stored: form.read for _, form in _FORMS.values()}
+_WRITES = {kind: (word, form.write) for kind, (word, form) in _FORMS.items()}
+_write_span = form(CallSpan).write
 _LINES: Any = reduce(or_, _READS, _TextLine)
 _decode = msgspec.json.Decoder(_LINES).decode
 
@@ -77,10 +79,14 @@ class LineWriter:
         self._crc = crc
         self._texts = Texts.of_writer()
 
-    def lines(self, event: Event, at: float, wall: float) -> bytes:
-        """The event's line, long texts it brings along before it."""
-        word, form = _FORMS[type(event)]
-        fields, lines = form.write(event, self._texts), b""
+    def lines(self, event: Event, at: float, wall: float, second: CallSpan | Observed | None = None) -> bytes:
+        """The event's line, with a second one that it may hold; long texts that it brings along stand before it."""
+        word, write = _WRITES[type(event)]
+        fields, lines = write(event, self._texts), b""
+        if isinstance(second, CallSpan):
+            fields["span"] = _write_span(second, self._texts)
+        elif second is not None:
+            fields["escalated"] = second.escalated
         rows: list[dict[str, Any]] = [{"kind": "text", "id": name, "text": text} for name, text in self._texts.fresh]
         self._texts.fresh.clear()
         for row in (*rows, {"at": round(at, 6), "wall": round(wall, 3), "kind": word, **fields}):
@@ -99,15 +105,6 @@ _REFERENCE = re.compile(rb'[:,[]"@([\w-]{20})"')  # within a text every quote ha
 
 _SECOND: Mapping[type[Event], type[Event]] = {Sampled: CallSpan, Scored: CallSpan, Decided: Observed}
 """What lines of some kinds may hold besides."""
-
-
-def joined(event: Event, second: Event) -> Event:
-    """The event, holding the second one, for one line."""
-    if isinstance(event, Decided) and isinstance(second, Observed):
-        return replace(event, escalated=second.escalated)
-    assert isinstance(event, Sampled | Scored), "only a call or a decision holds another event"
-    assert isinstance(second, CallSpan), "a call holds its span, a decision what was done with it"
-    return replace(event, span=second)
 
 
 class LineReader:

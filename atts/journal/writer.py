@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import anyio
-import anyio.lowlevel
 import anyio.to_thread
 
 from atts import tasks
 from atts.errors import JournalCorrupt, OptionError, StorageError
 from atts.files import is_same_file, refused, storage, sync_directory
-from atts.journal.events import SCHEMA, Entry, Event, SessionClosed, SessionOpened
+from atts.journal.events import SCHEMA, Entry, Event, Observed, SessionClosed, SessionOpened
 from atts.journal.files import Opener, held, locked, open_append, write_all
-from atts.journal.lines import LineReader, LineWriter, joined
+from atts.journal.lines import LineReader, LineWriter
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
+from atts.spans import CallSpan
 
 Durability = Literal["always", "interval", "close"]
 """When lines reach the disk itself, which matters when the machine loses power; a killed process loses nothing written.
@@ -82,7 +82,7 @@ class Journal:
         self._sync_done = anyio.Event()
         self._syncs_ended = anyio.Event()
 
-    def record(self, event: Event, second: Event | None = None) -> None:
+    def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
         """Append an event. The event loop stands still meanwhile, but only for a copy into the system's cache.
 
         A `second` shares its line: a call's span, or what was done with a decision.
@@ -93,9 +93,8 @@ class Journal:
         if self._failure is not None:
             raise self._failure
         now, options = self._clock(), self._options
-        whole = event if second is None else joined(event, second)
         try:
-            line = self._lines.lines(whole, now - self._epoch, options.wall())
+            line = self._lines.lines(event, now - self._epoch, options.wall(), second)
             taken = self._file.write(line)
             if taken != len(line):
                 write_all(self._file, line[taken or 0 :])
@@ -111,14 +110,15 @@ class Journal:
             self._sync_due.set()
 
     async def saved(self) -> None:
-        """Give way; with "always", wait until everything recorded so far is on the disk.
+        """With "always", wait until everything recorded so far is on the disk; no cancellation cuts that short.
 
         :raises StorageError: the disk refuses.
         """
-        until = self._recorded
-        await anyio.lowlevel.checkpoint()
-        while self._options.durability == "always" and self._synced < until and self._failure is None:
-            await self._sync_done.wait()
+        if self._options.durability == "always":
+            until = self._recorded
+            with anyio.CancelScope(shield=True):
+                while self._synced < until and self._failure is None:
+                    await self._sync_done.wait()
         if self._failure is not None:
             raise self._failure
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import anyio
@@ -28,6 +28,7 @@ from atts.journal import (
 from atts.pipelines import AdmittedEngine, Stage, check_completion, check_scores
 from atts.run.recorder import CallBegun, EngineAwaited, Recorder
 from atts.run.stopping import Stop
+from atts.tasks import clock
 
 RecallTiming = Literal["instant", "recorded"]
 """How fast recalled calls return: at once, or in the time they took.
@@ -59,6 +60,7 @@ class RecordedSteps:
     recorded: OpenProblem
     stop: Stop
     timing: RecallTiming
+    now: Callable[[], float] = field(default_factory=clock)
 
 
 class RecordedEngine(AdmittedEngine):
@@ -115,19 +117,19 @@ class RecordedEngine(AdmittedEngine):
         stop = steps.stop
         if stop.asked:
             await anyio.sleep_forever()  # no call begins any more
-        since = anyio.current_time()
+        since = steps.now()
         stop.calls += 1
         try:
             steps.recorder.tell(CallBegun(self._problem, request.rollout, stage))
             result = await ask(request)
         except EngineError as error:
-            self._record_failure(key, request.rollout, error, anyio.current_time() - since)
+            self._record_failure(key, request.rollout, error, steps.now() - since)
             raise
         finally:
             stop.calls -= 1
             if stop.asked:
                 stop.report()
-        return _Reply(request, key, result, anyio.current_time() - since, "live")
+        return _Reply(request, key, result, steps.now() - since, "live")
 
     def _find(self, key: str, request: SampleRequest | ScoreRequest) -> deque[Call] | None:
         calls = self._steps.recorded.calls
@@ -158,18 +160,13 @@ class RecordedEngine(AdmittedEngine):
                 span.source = "recalled"
                 recorder.record(span)
             return
-        common: dict[str, Any] = {
-            "problem": self._problem, "key": reply.key, "role": self._role,
-            "rollout": request.rollout, "seconds": reply.seconds,
-        }  # fmt: skip
+        what = (self._problem, reply.key, reply.result, self._role, request.rollout)
         if isinstance(request, SampleRequest):
             seed = request.seed
-            common |= {"sample": seed.sample, "turn": seed.turn, "attempt": seed.attempt}
-            recorder.record(Sampled(completion=reply.result, **common), span)
+            recorder.record(Sampled(*what, seed.sample, seed.turn, seed.attempt, reply.seconds), span)
         else:
-            recorder.record(Scored(scores=reply.result, **common), span)
-        with anyio.CancelScope(shield=True):  # what is recorded is always returned, and so counted
-            await recorder.saved()
+            recorder.record(Scored(*what, reply.seconds), span)
+        await recorder.saved()
 
     def _record_failure(self, key: str, rollout: str, error: EngineError, seconds: float) -> None:
         """Failures a pipeline may go on from are steps as well; the others come again by themselves."""

@@ -21,7 +21,7 @@ from atts.journal import (
     Warned,
 )
 from atts.pipelines import Remaining, Stage
-from atts.spans import RolloutSpan
+from atts.spans import CallSpan, RolloutSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Recorder:
         self.saved = _nothing_to_save if journal is None else journal.saved  # waits until all noted is in the file
         self._decided: Decided | None = None  # not recorded yet: what is done with it may follow at once
 
-    def record(self, event: Event, second: Event | None = None) -> None:
+    def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
         """Note an event, and a `second` that goes with it on one line of the journal.
 
         :raises StorageError: the disk refuses.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 
 from atts import tasks
@@ -64,7 +65,7 @@ class Journal:
     def __init__(self, past: LineReader, options: JournalOptions) -> None:
         self.path = path = past.path
         self.session = past.session + 1
-        self._options = options
+        self._options, self.durability = options, options.durability
         self._lines = LineWriter(past.number, past.crc)
         self._clock = options.clock or tasks.clock()
         self._epoch = self._synced_at = self._clock()
@@ -110,15 +111,14 @@ class Journal:
             self._sync_due.set()
 
     async def saved(self) -> None:
-        """With "always", wait until everything recorded so far is on the disk; no cancellation cuts that short.
+        """Give way; with "always", wait until everything recorded so far is on the disk.
 
         :raises StorageError: the disk refuses.
         """
-        if self._options.durability == "always":
-            until = self._recorded
-            with anyio.CancelScope(shield=True):
-                while self._synced < until and self._failure is None:
-                    await self._sync_done.wait()
+        until = self._recorded
+        await anyio.lowlevel.checkpoint()
+        while self.durability == "always" and self._synced < until and self._failure is None:
+            await self._sync_done.wait()
         if self._failure is not None:
             raise self._failure
 

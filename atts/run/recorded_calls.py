@@ -166,7 +166,9 @@ class RecordedEngine(AdmittedEngine):
             recorder.record(Sampled(*what, seed.sample, seed.turn, seed.attempt, reply.seconds), span)
         else:
             recorder.record(Scored(*what, reply.seconds), span)
-        await recorder.saved()
+        if recorder.awaits_disk:
+            with anyio.CancelScope(shield=True):  # what is recorded is always returned, and so counted
+                await recorder.saved()
 
     def _record_failure(self, key: str, rollout: str, error: EngineError, seconds: float) -> None:
         """Failures a pipeline may go on from are steps as well; the others come again by themselves."""

@@ -190,6 +190,7 @@ class Recorder:
         self._tells = [listener.notify for listener in listeners]
         self._escalations = escalations
         self.saved = _nothing_to_save if journal is None else journal.saved  # waits until all noted is in the file
+        self.awaits_disk = journal is not None and journal.durability == "always"  # a call ends when its line is there
         self._decided: Decided | None = None  # not recorded yet: what is done with it may follow at once
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:

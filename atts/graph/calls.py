@@ -9,11 +9,12 @@ import anyio
 
 from atts.graph.graph_state import GraphState
 from atts.graph.limits import Pool
-from atts.spans import CallSpan
+from atts.spans import CallSpan, CallStatus
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
 _UNKNOWN = -1.0  # of times: it has not come yet
+_DONE: CallStatus = "done"
 
 
 class Caller:
@@ -66,7 +67,7 @@ class Caller:
             ready, self._ready = queued if self._ready is None else self._ready, None
             values = (
                 node, stage, engine, self.problem, self.sample, turn, ready, queued, queued, _UNKNOWN, self.frontier,
-                attempt, "done", tokens,
+                attempt, _DONE, tokens,
             )  # fmt: skip
             span = CallSpan(*values)
             is_held, is_kept = pool.take_nowait(tokens), False

@@ -44,7 +44,7 @@ class Scale:
         >>> PERPLEXITY.nonconformity(1.0), LOG_PROB.nonconformity(-2.5)
         (0.0, 2.5)
         """
-        value = plain_number(what, score, f"a number, {self.domain}")
+        value = score if type(score) is float else plain_number(what, score, f"a number, {self.domain}")
         if not self.low <= value <= self.high:
             if not self.low - _SLACK <= value <= self.high + _SLACK:
                 raise CalibrationInputError(what, value, self.domain)

@@ -110,8 +110,9 @@ class HeldLine:
             path.append(held)
         wanted = {held.setup.name: home for held, home in zip(path, homes, strict=True)} if homes else self._placed()
         for held in path:
-            known, held.homes = held.homes, held.homes or wanted[held.setup.name]
+            held.homes = held.homes or wanted[held.setup.name]
             for number in held.homes:
+                known = number in held.holders
                 held.join(self.nodes[number], [held.members[chain]] if known else list(held.members.values()))
 
     def load(self, chain: int = 0) -> None:
@@ -130,9 +131,17 @@ class HeldLine:
         for held in self.paths.pop(chain):
             held.failure = None
             del held.members[chain]
-            if not held.members:
+            if held.members:
+                self._fill(held)
+            else:
                 del self.ranges[held.setup.name]
                 self._let_go(held, held.holders.copy())
+
+    def _fill(self, held: HeldRange) -> None:
+        """Have the homes of a range load it that do not hold it."""
+        for home in held.homes:
+            if home not in held.holders and not held.loading[home]:
+                held.join(self.nodes[home], list(held.members.values()))
 
     def _let_go(self, held: HeldRange, numbers: set[int]) -> None:
         """Some workers hold a range no longer."""
@@ -199,7 +208,8 @@ class HeldLine:
 
     def _go_on(self, seconds: float | None) -> None:
         asked = [node for node in self.nodes if node.is_asked]
-        idle = [node for node in self.nodes if not node.is_asked and self._spare[node.number]]
+        alive = [node for node in self.nodes if node.error is None and self._spare[node.number]]
+        idle = [node for node in alive if not node.is_asked]
         answered = self._kind.ready([node.worker for node in (*asked, *idle)], seconds if asked else 0.0)
         for node in (*asked, *idle):
             if node.worker in answered:
@@ -237,9 +247,7 @@ class HeldLine:
                 held.homes += others[:1] if not held.homes else []
                 if not held.homes:
                     raise error
-            for home in held.homes:
-                if home not in held.holders and not held.loading[home]:
-                    held.join(self.nodes[home], list(held.members.values()))
+            self._fill(held)
 
     def _send(self, flight: Flight) -> None:
         """Send every entry to a worker that has its next range, or wait for one that is loading.

@@ -134,7 +134,8 @@ class KeptRows:
         entries = mine[step.entries].nonzero()[0]
         if not lacking.any():
             return StageShare(worker, entries)
-        moved, done = np.unique(step.slots[lacking & is_moved[:, None]]), np.zeros(len(self.rows), dtype=np.bool_)
+        is_brought, done = lacking & is_moved[:, None], np.zeros(len(self.rows), dtype=np.bool_)
+        moved = np.unique(step.slots[is_brought])
         done[moved] = True
         for at in (lacking & ~is_moved[:, None]).any(1).nonzero()[0].tolist():
             missing = (lacking[at] & ~done[step.slots[at]]).nonzero()[0]
@@ -142,8 +143,8 @@ class KeptRows:
             if len(missing):
                 again.append(self._again(step.whose[at], step.slots[at], missing))
         brought = list[tuple[Ints, Held]]()
-        for other, held in enumerate(self.held):
-            theirs = moved[held[moved]]
+        for other, lacks in enumerate(step.lacks):  # as they were chosen: what is heard while one is asked counts later
+            theirs = np.intersect1d(moved, step.slots[is_brought & ~lacks])
             if len(theirs):
                 brought.append((theirs, bring(other, theirs)))
                 moved = np.setdiff1d(moved, theirs)

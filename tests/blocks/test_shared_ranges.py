@@ -17,13 +17,13 @@ import pytest
 
 from atts.blocks import Zoo
 from atts.core import Completion, SampleRequest, Sampling
-from atts.errors import EngineUnavailable
+from atts.errors import EngineUnavailable, ModelLoadError
 from atts.local import LocalEngine, stage_rows, stage_workers
 from atts.local.build import build_loop
 from atts.local.messages import AddChain, Command, FailureReply, LoopReport, Reply, Submit, WorkerConfig
 from atts.local.stage_line import HeldLine
 from atts.local.staged_loop import StagedModel
-from atts.local.stages import BuildStage
+from atts.local.stages import BuildStage, StageSetup
 from atts.placement import Instance, dispatched
 from atts.seeds import Seed
 from atts.stored_blocks import unit_digests
@@ -168,6 +168,63 @@ def test_a_model_that_cannot_be_loaded_hinders_no_other(family: Zoo, here: type[
     assert said[1] == alone[1]
     assert isinstance(said[2], FailureReply)
     assert len(line.paths) == 1
+
+
+def test_a_worker_that_is_gone_while_a_damaged_model_is_loaded_costs_no_other_an_answer(
+    family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one in its place cannot load what both models need, and loads it again without the damaged one."""
+    digest = next(block.digest for block in family.model("wide").blocks if block.place == "adapter")
+    path = family.directory / "blocks" / f"{digest}.safetensors"
+
+    class Prepared(Script):
+        def take(self, *, wait: bool) -> list[Command]:
+            taken = super().take(wait=wait)
+            if any(isinstance(order, Submit) and order.chain for order in taken):
+                path.write_bytes(path.read_bytes()[:100])
+                here.made[0].ends = here.made[0].heard + 1
+            return taken
+
+    monkeypatch.setattr("tests.blocks.test_shared_ranges.Script", Prepared)
+    ask = SampleRequest((3, 4, 5), 10, Sampling(1.0), seed=Seed(1))
+    alone, _ = run(config_of(family, "base"), [[Submit(1, ask)], *[[]] * 30, [Submit(3, ask)]])
+    orders: list[list[Command]] = [[AddChain(staged(family, "wide")), Submit(1, ask)], *([[]] * 30)]
+    said, _ = driven(staged(family, "base"), [*orders, [Submit(2, ask, 1), Submit(3, ask)]])
+    assert isinstance(said.pop(2), FailureReply)
+    assert said == alone
+    assert len(here.made) == 2
+
+
+def test_a_range_that_could_not_be_loaded_again_is_loaded_for_all_of_its_models(
+    family: Zoo, here: type[StageHere]
+) -> None:
+    """The model that is opened then is not the only one whose adapter it has."""
+    setups = [StageSetup(staged(family, name), range(1), 1, "a", at) for at, name in enumerate(("narrow", "wide"))]
+    config, broken, joined = setups[0].config, list[bool](), list[int]()
+
+    class Layers:
+        def join(self, setup: StageSetup) -> None:
+            joined.append(setup.chain)
+
+    def build(setup: StageSetup) -> Any:
+        if broken and setup.name == "a":
+            raise ModelLoadError("a", "damaged")
+        joined.clear()
+        return Layers()
+
+    line = HeldLine(replace(config, options=replace(config.options, kv_tokens=64)), build, 1)
+    setups = [setup._replace(config=line._config) for setup in setups]
+    line.start("one")
+    line.add(setups[:1])
+    line.load()
+    broken.append(True)
+    here.made[0].ends = here.made[0].heard + 1
+    line.add([setups[1]._replace(name="b", chain=2)], 2)
+    line.load(2)
+    broken.clear()
+    line.add(setups[1:], 1)
+    line.load(1)
+    assert (len(here.made), line.ranges["a"].holders, joined) == (2, {0}, [0, 1])
 
 
 @pytest.mark.parametrize("part", ["adapter", "layers.1.mlp"])

@@ -66,7 +66,7 @@ class StageHere:
 
     def __init__(self, name: str, label: str, build: BuildStage) -> None:
         self.label, self.heard, self.ends, self.kinds = label, 0, 1 << 30, Counter[str]()
-        self.server = StageServer(build)
+        self.server, self.is_closed = StageServer(build), False
         self.answers: list[Any] = []
         StageHere.made.append(self)
 
@@ -87,10 +87,12 @@ class StageHere:
 
     def close(self) -> None:
         """Nothing is left behind."""
+        self.is_closed = True
 
     @staticmethod
     def ready(stages: Sequence[StageHere], seconds: float | None) -> list[StageHere]:
-        """Those that have answered."""
+        """Those that have answered; one that was closed cannot be asked, as a pipe cannot."""
+        assert not any(each.is_closed for each in stages)
         return [each for each in stages if each.answers]
 
 
@@ -297,6 +299,23 @@ def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
         batch, rows = kept._again(np.zeros(3, dtype=np.int64), table[0].astype(np.int64), missing)
         two.run(batch, table, rows)
         assert torch.equal(cache[:, :, : fed + 1], copied[:, :, : fed + 1])
+
+
+def test_keys_and_values_are_brought_whatever_is_heard_meanwhile(make_model: Make) -> None:
+    """Who is asked for them may first say that a step broke, so that what it has is not known any more."""
+    kept, costs = KeptRows(3, 64, 8), StageCosts(setup_of(make_model("llama"), range(1, 3), 3))
+    table, ends = np.arange(1, 25, dtype=np.int32).reshape(2, 12), np.array([10, 10])
+    kept.held[0] = True
+    rows, brought = np.arange(2), dict[int, list[int]]()
+
+    def bring(number: int, slots: Any) -> Any:
+        kept.held[number] = False
+        return slots
+
+    batch = single_rows(np.zeros_like(ends), ends, rows, table)
+    for share in kept.divided(batch, table, costs, {0: 9.0, 1: 0.0, 2: 0.0}, bring):
+        brought[share.worker] = [slot for slots, _ in share.brought for slot in slots.tolist()]
+    assert brought == {1: [*range(1, 11)], 2: [*range(13, 23)]}
 
 
 def run_of(first: int, number: int) -> StepBatch:

@@ -242,8 +242,11 @@ class Calibrator(Part):
             self._forget_over()
 
     def _learn(self, nonconformity: float, question: str, turn: int, length: float | None) -> None:
-        self._pool.add(self._standing(nonconformity, question, turn, -1, length), question, turn)
-        self._store_length(nonconformity, length)
+        if self._strata is None:
+            self._pool.add(nonconformity, question, turn)
+        else:
+            self._pool.add(self._standing(nonconformity, question, turn, -1, length), question, turn)
+            self._store_length(nonconformity, length)
         if self._monitor.watching:
             event = self._monitor.observe(nonconformity, question, turn, self._theta(nonconformity, question, turn, -1))
             if event is not None:

@@ -150,7 +150,7 @@ def _weights_of(loop: StepLoop) -> int:
     """Bytes of packed weights."""
     model: Any = loop._model
     assert isinstance(model, ChainModel | NativeModel)
-    return model.num_bytes if isinstance(model, ChainModel) else model._packing.num_bytes
+    return model.num_bytes if isinstance(model, ChainModel) else model.packing.num_bytes
 
 
 def _config(zoo: Zoo, name: str, *, shares: bool) -> WorkerConfig:

@@ -342,7 +342,8 @@ class HeldLine:
             held = stop.held
             if held.kept is not None:
                 held.kept.note(stop.batch, flight.rows[stop.rows])
-                held.kept.held[node.number, np.append(had, stop.batch.slots)] = True
+                if node.number in held.holders:  # else it was asked to let go of them after this
+                    held.kept.held[node.number, np.append(had, stop.batch.slots)] = True
             held.heard(node.number, len(stop.rows), len(stop.entries), (seconds + hop, seconds))
             if held.setup.is_last:
                 flight.hidden[stop.logits] = rows

@@ -210,7 +210,7 @@ class HeldRange:
         self.loading[number] -= 1
         if isinstance(answer, FailureReply):
             self.failure = answer.error(self.setup.config.name)
-        elif answer is None:
+        elif answer is None and not self.loading[number]:  # what is still to come must not be behind its leaving
             self.holders.add(number)
         self.loading += Counter()
 

@@ -13,17 +13,20 @@ from functools import partial
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from atts.blocks import Zoo
 from atts.core import Completion, SampleRequest, Sampling
 from atts.errors import EngineUnavailable, ModelLoadError
 from atts.local import LocalEngine, stage_rows, stage_workers
-from atts.local.build import build_loop
+from atts.local.batch import single_rows
+from atts.local.build import build_loop, build_stage
 from atts.local.messages import AddChain, Command, FailureReply, LoopReport, Reply, Submit, WorkerConfig
-from atts.local.stage_line import HeldLine
+from atts.local.stage_line import Flight, HeldLine
+from atts.local.stage_rows import HeldRange
 from atts.local.staged_loop import StagedModel
-from atts.local.stages import BuildStage, StageSetup
+from atts.local.stages import BuildStage, StageSetup, Visited
 from atts.placement import Instance, dispatched
 from atts.seeds import Seed
 from atts.stored_blocks import unit_digests
@@ -225,6 +228,30 @@ def test_a_range_that_could_not_be_loaded_again_is_loaded_for_all_of_its_models(
     line.add(setups[1:], 1)
     line.load(1)
     assert (len(here.made), line.ranges["a"].holders, joined) == (2, {0}, [0, 1])
+
+
+def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(family: Zoo, here: type[StageHere]) -> None:
+    """Neither what it was asked before and answers later, nor the range while it is still to load it once more."""
+    config = staged(family, "base", kv_tokens=64)
+    line = HeldLine(config, build_stage, 1)
+    line.start("one")
+    held = line.ranges["a"] = HeldRange(StageSetup(config, range(1), 1, "a"), 1)
+    line.paths[0] = [held]
+    held.loading[0] = 2
+    held._joined(0, None)
+    assert held.holders == set()
+    held._joined(0, None)
+    assert held.holders == {0}
+    zero, table = np.zeros(1, dtype=np.int64), np.ones((1, 4), dtype=np.int32)
+    batch = replace(single_rows(zero, zero, zero, table), chains=zero)
+    for is_kept in (True, False):
+        flight = Flight.of(batch, table, config.model.hidden_size)
+        stops = [(stop, zero[:0]) for stop in line._way(flight, 0, zero)]
+        if not is_kept:
+            held.leave(0)
+        line._visited(flight, line.nodes[0], stops, Visited([flight.rows], [0.0]))
+        assert held.kept is not None
+        assert (held.kept.held[0, 1], flight.levels.tolist()) == (is_kept, [1])
 
 
 @pytest.mark.parametrize("part", ["adapter", "layers.1.mlp"])

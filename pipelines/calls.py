@@ -57,6 +57,13 @@ class AdmittedEngine:
         """What an earlier session recorded of this call, which is not used up by that."""
         return None
 
+    def recorded_length(self, request: SampleRequest) -> int:
+        """How many tokens an earlier session asked for here, at most so many, if that answers at once; 0 if it did not.
+
+        The request may differ in nothing else.
+        """
+        return 0
+
     def stats(self) -> EngineStats:
         """The inner engine's: what it never saw is not counted."""
         return self._engine.stats()

@@ -11,9 +11,11 @@ from dataclasses import replace
 
 import anyio
 
-from atts.core import Beginning, Chunk, SampleRequest, ScoreRequest, Scores, TokenIds, Usage
+from atts.core import Beginning, Chunk, Role, SampleRequest, ScoreRequest, Scores, TokenIds, Usage
 from atts.pipelines.builder import RolloutBuilder
+from atts.pipelines.calls import AdmittedEngine
 from atts.pipelines.chunks import after, continued
+from atts.pipelines.draft_length import DraftLength
 
 
 async def write_exactly(builder: RolloutBuilder) -> Chunk:
@@ -22,10 +24,13 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
     :raises ContextOverflow: not one more token fits.
     :raises EngineError: an engine failed for good.
     """
+    earlier = _earlier_writer(builder)
+    if earlier is not None:
+        return await _written_by(builder, earlier)
     choice, since = builder.context.writers, anyio.current_time()
     writer = choice.begin(since)
     try:
-        chunk = await (_checked(builder) if writer == "draft" else builder.write("target", ()))
+        chunk = await _written_by(builder, writer)
     except BaseException:
         choice.fail(anyio.current_time())
         raise
@@ -34,13 +39,31 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
     return chunk
 
 
+def _earlier_writer(builder: RolloutBuilder) -> Role | None:
+    """Who began the piece in an earlier session and goes on with it; what is recalled says nothing of speeds."""
+    request = builder.request("target")
+    writers: tuple[Role, ...] = ("target", "draft")
+    return next((writer for writer in writers if _recorded_length(builder, writer, request)), None)
+
+
+def _recorded_length(builder: RolloutBuilder, role: Role, request: SampleRequest) -> int:
+    engine = builder.engine(role)
+    return engine.recorded_length(request) if isinstance(engine, AdmittedEngine) else 0
+
+
+async def _written_by(builder: RolloutBuilder, writer: Role) -> Chunk:
+    return await (_checked(builder) if writer == "draft" else builder.write("target", ()))
+
+
 async def _checked(builder: RolloutBuilder) -> Chunk:
     """The piece as the draft writes it with the target's draws, without a step of the target's decoding."""
     request, begun, wasted = builder.request("target"), Beginning(), 0
     while begun.ended is None:
         rest = after(request, begun)
-        drafted = await _drafted(builder, rest)
-        scores = await _scored(builder, rest, drafted)
+        earlier = _recorded_length(builder, "draft", rest)
+        lengths = DraftLength() if earlier else builder.context.draft_length
+        drafted = await _drafted(builder, lengths, rest, earlier or lengths.length(rest.max_tokens))
+        scores = await _scored(builder, lengths, rest, drafted)
         assert scores.begun is not None, "an engine that does not draw was refused at the start"
         more = scores.begun
         wasted += len(drafted) - _standing(drafted, more.ids)
@@ -49,10 +72,10 @@ async def _checked(builder: RolloutBuilder) -> Chunk:
     return builder.written("target", continued(begun, None, builder.engine("target")))
 
 
-async def _drafted(builder: RolloutBuilder, rest: SampleRequest) -> TokenIds:
+async def _drafted(builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, most: int) -> TokenIds:
     """The draft's guess of the next tokens."""
-    lengths, since = builder.context.draft_length, anyio.current_time()
-    ahead = replace(rest, max_tokens=lengths.length(rest.max_tokens), logprobs="unneeded")
+    since = anyio.current_time()
+    ahead = replace(rest, max_tokens=most, logprobs="unneeded")
     drafted = await builder.engine("draft").sample(ahead)
     builder.spend("draft", ahead, drafted)
     lengths.drafted += len(drafted.ids)
@@ -60,9 +83,9 @@ async def _drafted(builder: RolloutBuilder, rest: SampleRequest) -> TokenIds:
     return drafted.ids
 
 
-async def _scored(builder: RolloutBuilder, rest: SampleRequest, drafted: TokenIds) -> Scores:
+async def _scored(builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, drafted: TokenIds) -> Scores:
     """What the target draws in the guess's places."""
-    lengths, since = builder.context.draft_length, anyio.current_time()
+    since = anyio.current_time()
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
     scores = await builder.engine("target").score(request)
     drawn = scores.begun.ids if scores.begun else ()

@@ -73,11 +73,27 @@ class RecordedEngine(AdmittedEngine):
         self._steps = steps
         self._problem = steps.recorded.problem.id
         self.recalls = bool(steps.recorded.calls)
+        self._written: set[tuple[int, int]] | None = None  # samples and turns of recorded completions
 
     def recorded(self, request: ScoreRequest) -> Scores | None:
         """What an earlier session recorded of this call, which is not used up by that."""
         calls = self._find(request_key(self._role, request), request)
         return calls[0].scores if calls and isinstance(calls[0], Scored) else None
+
+    def recorded_length(self, request: SampleRequest) -> int:
+        """How many tokens an earlier session asked for here, which is not used up by that; 0 if it did not."""
+        if not self.recalls or self._steps.timing == "recorded":
+            return 0
+        calls = self._steps.recorded.calls
+        if self._written is None:
+            events = (event for found in calls.values() for event in found)
+            self._written = {
+                (one.sample, one.turn) for one in events if isinstance(one, Sampled) and one.role == self._role
+            }
+        if (request.seed.sample, request.seed.turn) not in self._written:
+            return 0
+        lengths = range(request.max_tokens, 0, -1)
+        return next((n for n in lengths if calls.get(request_key(self._role, replace(request, max_tokens=n)))), 0)
 
     async def _call(
         self, stage: Stage, ask: Callable[[Request], Awaitable[Result]], request: Request, turn: int, tokens: int

@@ -65,7 +65,7 @@ class Page:
         return found["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 60) -> None:
-        """StopWhen the expression is true."""
+        """Until the expression is true."""
         end = time.monotonic() + seconds
         while not self.run(condition):
             if time.monotonic() > end:

@@ -88,7 +88,7 @@ def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
         name,
         interval(one.estimate(right)),
         round(one.seconds, 2),
-        f"{1 / measured:.2f} [{spread.low:.2f}, {spread.high:.2f}]",
+        spread.fixed(),
         used.fixed(),
         *(round(part, 3) for part in (*parts, bound, measured)),
         f"{measured / bound - 1:+.0%}" if bound else "-",

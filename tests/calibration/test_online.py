@@ -327,8 +327,9 @@ def test_what_is_not_a_score_is_refused(scale: Scale, bad: Any) -> None:
             calibrator.observe(Decision("accept", 0.4, "q", score=bad))
     with pytest.raises(CalibrationInputError, match="score"):
         StoredScores.from_records([{"score": bad}], scale)
+    several: list[Any] = [bad]
     with pytest.raises(CalibrationInputError, match="score"):
-        StoredScores.of([bad], scale=scale)
+        StoredScores.of(several, scale=scale)
     assert calibrator.decided == 0
 
 

@@ -146,7 +146,7 @@ def native(config: ModelConfig, weights: Weights, cache: Tensor) -> NativeModel:
 
 def packed_matrices(model: Any) -> list[Tensor]:
     """Every matrix that a native model multiplies with."""
-    return [part for part in model._packing._kept if isinstance(part, Tensor) and part.dtype == torch.uint8]
+    return [part for part in model.packing._kept if isinstance(part, Tensor) and part.dtype == torch.uint8]
 
 
 def matrices(model: Any) -> Iterator[Tensor]:

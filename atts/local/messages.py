@@ -162,7 +162,7 @@ class SpeculationStats:
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    saved_seconds: float = 0.0  # of these, beside what steps without proposals take for as many tokens
+    saved_seconds: float = 0.0  # in these and the like ones between, beside steps without proposals
     overlap: OverlapStats | None = None  # of guesses continued beside the target, where there are any
 
     def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:
@@ -171,7 +171,8 @@ class SpeculationStats:
         self.expected_seconds += forecast.seconds
         self.came_tokens += came[0]
         self.came_seconds += came[1]
-        self.saved_seconds += forecast.plain * came[0] / sequences - came[1] if forecast.plain else 0.0
+        if forecast.plain:
+            self.saved_seconds += forecast.steps * (forecast.plain * came[0] / sequences - came[1])
 
     def add(self, proposed: int, stood: int) -> None:
         """One more round."""

@@ -77,10 +77,13 @@ class GoodputLengths(Lengths):
     def __init__(self, most: int, tokens_by_ratio: int) -> None:
         self._control, self._by_ratio = GoodputControl(most), tokens_by_ratio
         self._shape = StepShape((), 0, 0.0)  # of the step that lengths were chosen for last
+        self._seen: tuple[list[Sequence], bool] = [], False  # sequences, and whether a proposal is tested by ratio
 
     def rests(self, plan: StepPlan) -> bool:
         """As long as nothing pays."""
-        return not any(map(is_ratio, plan.decoding)) and self._control.rests(len(plan.decoding))
+        if plan.decoding != self._seen[0]:
+            self._seen = [*plan.decoding], any(map(is_ratio, plan.decoding))
+        return not self._seen[1] and self._control.rests(len(plan.decoding))
 
     def choose(self, plan: StepPlan) -> Many[int]:
         """As many as pay, by what is known of times and of what stood."""
@@ -129,7 +132,7 @@ class Speculation:
         self._asked = dict[int, tuple[TokenProposal, int]]()  # by sequence; with how many tokens there were at first
         self._branches = dict[int, list[Branch]]()  # by sequence
         self._rounds: list[SpeculationRound] = []
-        self._began = self._proposing = self._learning = 0.0  # the last: what it took to observe the step before
+        self._began = self._proposing = 0.0
         self._is_timed = False  # this step
         self._known = set[int]()  # request ids that proposers were asked about
         self._stats = SpeculationStats()
@@ -137,19 +140,20 @@ class Speculation:
     def propose(self, plan: StepPlan) -> None:
         """Add to the plan what may follow each decoding sequence's newest token, as far as there are slots for it."""
         self._is_timed = False
-        self._rounds.clear()
-        self._asked.clear()
-        self._branches.clear()
-        self._forget_finished()
+        if self._asked:
+            self._rounds.clear()
+            self._asked.clear()
+            self._branches.clear()
         if self._stats.trouble or not plan.decoding:
             return
         self._stats.choices += len(plan.decoding)
         if self._lengths.rests(plan):
             return
-        self._is_timed, self._began, self._proposing = True, self._clock(), 0.0
+        self._forget_finished()
+        self._is_timed, self._proposing = True, 0.0
         lengths = self._lengths.choose(plan)
+        self._began = self._clock()  # deciding takes long now and then, and is no part of what proposals take
         if not any(lengths):
-            self._proposing = self._clock() - self._began  # what a step that rests goes without
             return
         self._stats.chosen += sum(lengths)
         asks: list[Ask] = []
@@ -208,13 +212,12 @@ class Speculation:
             if each.proposed:
                 self._stats.add(each.proposed, each.stood)
         if self._is_timed and not self._stats.trouble:
-            ended = self._clock()
-            computing, proposing = ended - self._began - self._proposing, self._learning + self._proposing
+            proposing = self._proposing
+            computing = self._clock() - self._began - proposing
             forecast = self._lengths.observed(plan, self._rounds, (proposing, computing))
             if forecast is not None:
                 written = len(plan.decoding) + sum([each.stood for each in self._rounds])
                 self._stats.compare(forecast, (written, proposing + computing), len(plan.decoding))
-            self._learning = self._clock() - ended
 
     def report(self) -> SpeculationStats:
         """A copy of the counters."""

@@ -23,13 +23,19 @@ _AGEING = 0.00002  # variance that a step adds to a cell that was not seen in it
 _STEP, _LEARNING = 0.04, 1 / 32  # variance of one step's time at first, and how fast it is learnt
 _WANDERING = 0.05  # of it, variance that a step adds to the machine's slowness
 _OUTLYING = 2.5  # standard deviations beyond which a time tells no more
+_YOUNG = 0.25  # of one step's variance, that of a cell of few times: no step takes less than it must
 _STALE = 8  # times added before a curve is drawn anew
 _EXACT = 16  # rows up to which each number has a cell of its own; beyond, four cells an octave
 
 
+def size_class(sequences: int) -> int:
+    """Numbers of sequences are told apart by factors of two, each around a power of two."""
+    return (3 * sequences // 2).bit_length()
+
+
 def condition(*, is_mixed: bool, context: float, sequences: int) -> Condition:
-    """Under which one curve holds: contexts are told apart by factors of four, numbers of sequences by two."""
-    return is_mixed, sequences.bit_length(), int(context).bit_length() // 2
+    """Under which one curve holds: contexts are told apart by factors of four."""
+    return is_mixed, size_class(sequences), int(context).bit_length() // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +125,9 @@ class StepCosts:
         cell.variance = min(_NEW, cell.variance + _AGEING * (self._added - cell.seen))
         variance = self._of_machine + cell.variance + self._of_step
         most = _OUTLYING * sqrt(variance)
+        off = found - self._machine - cell.log
+        if off < -most and cell.variance > _YOUNG * self._of_step:  # the few before it were interrupted
+            cell.log += off + most
         surprise = max(-most, min(most, found - self._machine - cell.log))
         self._of_step += _LEARNING * self._of_step * (surprise**2 / variance - 1)
         self._machine += self._of_machine / variance * surprise

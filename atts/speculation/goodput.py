@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.speculation.costs import Condition, StepCosts, condition
+from atts.speculation.costs import Condition, StepCosts, condition, size_class
 from atts.speculation.survival import Outcome, Survival
 
 _MARGIN = 0.01  # gain below which everything stays as it is
@@ -19,14 +19,18 @@ _SURPRISE_WEIGHT, _MOST_SURPRISE = 1 / 32, 0.5  # of one step
 _CAUTION = 0.3  # standard deviations of a time by which it must pay to stop what seemed to pay
 _FORGETTING = 0.8  # what a rest leaves of surprises
 _FADED = 1.0  # tests of each place that what stood before a rest counts for
-_PERIODS = 8, 64  # steps between two decisions: after one that changed something, at most
+_PERIODS = 16, 128  # steps between two decisions: after one that changed something, at most
 _LOOKS = 8  # steps that are timed before anything is tried
+_EVERY = 4  # steps of which one is looked at while a decision holds
+_MIXED = 32  # steps in a row that feed other tokens too after which lengths are chosen for such steps
 _HOPE = 0.5  # of the time that proposals are thought to take where it was never measured, what it may turn out to be
-_PLAIN = 5  # steps without proposals that are timed now and then
+_PLAIN = 4  # steps without proposals that are timed now and then
+_SETTLING = 8  # such steps before these: the memory that a drafter read is in the caches of their weights
 _SHARE = 0.01  # of the time, what trials may lose
 _ADVANCE = 16  # steps without proposals whose time first trials of a length may lose ahead
-_SAVED = 12  # the most of such steps that are saved up for trials
-_HICCUP = 5  # the most of such steps that one of a trial counts for
+_SAVED = 12  # the most of such steps whose time is saved up for trials
+_HICCUP = 2  # the most of such steps that one of a trial counts for
+_TRIED = 2  # steps of a trial
 _RESTS = 64, 4096  # steps for which nothing is looked at: at first, at most
 _LENGTHS = 8, 4, 2, 1, 16  # tried for all sequences in advance; others beside lengths that pay
 _FEW = 4  # tokens tried for few sequences
@@ -58,15 +62,15 @@ class Forecast(NamedTuple):
     seconds: float
     is_trial: bool = False  # whether its lengths were tried, not chosen
     plain: float = 0.0  # seconds without proposals; 0 where others are fed beside
+    steps: int = 1  # that it stands for: those since the last one of which something was expected
 
 
 @dataclass(slots=True)
 class _Verdict:
-    """What was decided for the steps of one kind: those that feed other tokens beside, or the others."""
+    """What was decided."""
 
     until: int = 0  # the step of the next decision
     period: int = _PERIODS[0]
-    count: int = 0  # sequences it was made for
     mean: float = 0.0  # tokens proposed a sequence
     rate: float = 0.0  # tokens a second, expected
     keys: Sequence[int] = ()
@@ -78,9 +82,10 @@ class _Trial:
     """Some steps with other lengths than those decided."""
 
     length: int
-    left: int  # steps
+    left: int  # steps that are looked at
+    settling: int = 0  # steps before these
     keys: frozenset[int] | None = None  # whom tokens are proposed for; None: all
-    lost: float = 0.0  # in steps without proposals, beside what was decided
+    lost: float = 0.0  # seconds, beside steps without proposals
 
     def lengths(self, keys: Sequence[int]) -> list[int]:
         return [self.length if self.keys is None or key in self.keys else 0 for key in keys]
@@ -90,8 +95,10 @@ class _Trial:
 class _Load:
     """What holds where about as many sequences decode."""
 
-    verdicts: tuple[_Verdict, _Verdict] = field(default_factory=lambda: (_Verdict(), _Verdict()))
+    verdict: _Verdict = field(default_factory=_Verdict)
     steps: int = 0
+    looks: int = _LOOKS  # steps that are looked at one after another
+    mixed: int = 0  # steps in a row that fed other tokens too
     trial: _Trial | None = None
     next_plain: int = 0  # the step of the next trial without proposals
     gap: int = _PERIODS[0]  # steps from there to the next one
@@ -124,11 +131,13 @@ class GoodputControl:
         self._asks = 0
         self._rounds = 0  # verified so far
         self._is_stale = True  # what is known of what stands
-        self._balance = 0.0  # what trials may lose, in steps without proposals
+        self._balance = 0.0  # seconds that trials may lose
+        self._is_looking = False  # at this step
+        self._unseen = 1  # steps since the last one that was looked at, this one included
 
     def rests(self, sequences: int) -> bool:
         """Whether a step of so many sequences is one of those for which nothing is chosen or observed."""
-        load = self._loads.get(sequences.bit_length())
+        load = self._loads.get(size_class(sequences))
         if load is None or load.resting == 0:
             return False
         load.resting -= 1
@@ -137,17 +146,24 @@ class GoodputControl:
     def choose(self, step: StepShape) -> list[int]:
         """The most tokens to propose for each sequence."""
         count = len(step.keys)
-        load = self._loads.setdefault(count.bit_length(), _Load())
-        verdict = load.verdicts[step.others > 0]
+        load = self._loads.setdefault(size_class(count), _Load())
+        verdict = load.verdict
         load.steps += 1
+        load.mixed = load.mixed + 1 if step.others else 0
         if load.trial is None:
-            has_changed = verdict.mean > 0 and not 0.75 * count <= verdict.count <= 1.25 * count
+            # other tokens come and go: what pays in the long run is what pays without them
+            is_fit = load.mixed % _MIXED == 0 or not verdict.keys
             if load.rested:
                 self._wake(load, step)
-            elif load.steps >= verdict.until or has_changed:
+            elif is_fit and load.steps >= verdict.until:
                 self._decide(load, verdict, step)
             elif verdict.keys != step.keys:
                 _hand_on(verdict, step.keys)
+        self._is_looking = load.trial is not None or load.looks > 0 or load.steps % _EVERY == 0
+        load.looks -= load.looks > 0
+        if load.trial and load.trial.settling:
+            load.trial.settling -= 1
+            self._is_looking = False
         lengths = load.trial.lengths(step.keys) if load.trial else verdict.lengths
         self._total, self._asked = sum(lengths), self._wanted
         self._wanted = {key for key, length in zip(step.keys, lengths, strict=True) if length}
@@ -156,29 +172,33 @@ class GoodputControl:
     def observed(
         self, step: StepShape, rounds: Sequence[Outcome], rows: int, seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Learn from a step that fed so many rows; what was expected of it, None where nothing could be."""
-        load, forecast = self._loads[len(step.keys).bit_length()], self._forecast(step, rounds, rows)
-        if forecast is not None and load.trial is not None:
-            forecast = forecast._replace(is_trial=True)
+        """Learn from a step that fed so many rows; what was expected of it, None where nothing was."""
+        self._survival.add(rounds)
+        self._rounds += len(rounds)
+        if not self._is_looking:
+            self._unseen += 1
+            return None
+        load, forecast = self._loads[size_class(len(step.keys))], self._forecast(step, rounds, rows)
+        if forecast is not None:
+            forecast = forecast._replace(is_trial=load.trial is not None, steps=self._unseen)
         # where most were not asked for in the last step, a drafter had to catch up with them
         is_steady = 4 * len(self._wanted & self._asked) >= 3 * len(self._wanted)
+        self._costs.rest(self._unseen - 1)
         self._costs.add(step.condition, rows, seconds[1])
-        spent = sum(seconds) / self._costs.slowness
+        spent, plain = sum(seconds) / self._costs.slowness, self._plain(step)
         self._learn(rounds, seconds[0] / self._costs.slowness, is_steady)
-        plain = self._plain(step)
-        self._balance = min(self._balance + _SHARE * spent / plain, _SAVED)
+        earned = _SHARE * spent * self._unseen
+        self._balance = max(self._balance, min(self._balance + earned, _SAVED * plain))
+        self._unseen = 1
         if load.trial is not None:
             written = step.rows + sum([stood for _, _, stood in rounds])
-            rate = load.verdicts[step.others > 0].rate or step.rows / plain
-            self._charge(load, load.trial, min((spent - written / rate) / plain, _HICCUP))
+            self._charge(load, load.trial, min(spent - plain * written / step.rows, _HICCUP * plain))
         elif self._total and forecast is not None:
             surprise = max(-_MOST_SURPRISE, min(_MOST_SURPRISE, log(sum(seconds) / forecast.seconds)))
             load.surprise += _SURPRISE_WEIGHT * (surprise - load.surprise)
         return forecast
 
     def _learn(self, rounds: Sequence[Outcome], seconds: float, is_steady: bool) -> None:
-        self._survival.add(rounds)
-        self._rounds += len(rounds)
         if self._total:
             self._asks = min(16, self._asks + 1)
             self._coverage += (sum([proposed for _, proposed, _ in rounds]) / self._total - self._coverage) / self._asks
@@ -191,26 +211,26 @@ class GoodputControl:
         if not trial.left:
             self._balance -= max(0.0, trial.lost) if trial.length else 0.0
             load.trial = None
-            for verdict in load.verdicts:
-                verdict.until = load.steps
+            load.verdict.until = load.steps
 
     def _rest(self, load: _Load, step: StepShape) -> None:
         """Look at nothing until the account allows for more, and twice as long each time that nothing pays."""
-        due = -self._balance / _SHARE
+        due = -self._balance / _SHARE / self._plain(step)
         load.resting = load.rested = int(max(load.rest, min(_RESTS[1], due)))
         load.rest, load.rounds = min(_RESTS[1], load.rest * (1 if self._is_stale else 2)), self._rounds
 
     def _wake(self, load: _Load, step: StepShape) -> None:
         """Steps are timed anew before anything is tried."""
-        self._balance += _SHARE * (load.rested - load.resting)
+        self._balance += _SHARE * (load.rested - load.resting) * self._plain(step)
         self._costs.rest(load.rested - load.resting)
+        self._proposing.rest(load.rested - load.resting)
         if load.rounds == self._rounds:
             self._survival.fade(_FADED)
             self._is_stale = True
         load.resting, load.rested, load.next_plain, load.gap = 0, 0, 0, _PERIODS[0]
         load.surprise *= _FORGETTING
-        for verdict in load.verdicts:
-            verdict.keys, verdict.lengths, verdict.until = step.keys, [0] * len(step.keys), load.steps + _LOOKS
+        load.looks, verdict = _LOOKS, load.verdict
+        verdict.keys, verdict.lengths, verdict.until = step.keys, [0] * len(step.keys), load.steps + _LOOKS
 
     def _plain(self, step: StepShape) -> float:
         """Seconds of a step without proposals."""
@@ -230,26 +250,25 @@ class GoodputControl:
         chosen, wanted = self._best_total(load, verdict, step, tokens)
         chosen = 0 if self._is_stale else chosen
         verdict.period = min(2 * verdict.period, _PERIODS[1]) if chosen == before else _PERIODS[0]
-        verdict.until, verdict.count, verdict.mean = load.steps + verdict.period, count, chosen / count
+        verdict.until, verdict.mean = load.steps + verdict.period, chosen / count
         verdict.keys = step.keys
         verdict.lengths = np.bincount(order[:chosen] // self._most, minlength=count).tolist()
         self._next(load, verdict, step, wanted)
 
     def _next(self, load: _Load, verdict: _Verdict, step: StepShape, wanted: int | None) -> None:
         """Begin a trial, or a rest, where it is time for one."""
-        is_fit = step.others == 0 or load.verdicts[0].count == 0  # steps that feed other tokens too tell less
         if not verdict.rate:
             verdict.until = load.steps + _LOOKS
         elif self._is_stale and self._balance >= 0:
             newest = sorted(step.keys)[-(len(step.keys) // 8 + 1) :]  # with whom there is least to catch up
-            load.trial, self._is_stale = _Trial(min(_FEW, self._most), 4, frozenset(newest)), False
+            load.trial, self._is_stale = _Trial(min(_FEW, self._most), 4, keys=frozenset(newest)), False
         elif verdict.mean and load.steps >= load.next_plain:  # else nothing would say that they no longer pay
             forgone = 1 - step.rows / (verdict.rate * self._plain(step))
-            load.trial, load.next_plain = _Trial(0, _PLAIN), load.steps + load.gap
-            load.gap = min(2 * load.gap, max(64, int(150 * _PLAIN * forgone)))
-        elif wanted is not None and is_fit and not self._is_stale and self._balance > -_ADVANCE:
-            load.trial = _Trial(wanted, 3)
-        elif not any(each.mean for each in load.verdicts):  # nothing is proposed in steps of either kind
+            load.trial, load.next_plain = _Trial(0, _PLAIN, _SETTLING), load.steps + load.gap
+            load.gap = min(2 * load.gap, max(64, int(150 * (_PLAIN + _SETTLING) * forgone)))
+        elif wanted is not None and not self._is_stale and self._balance > -_ADVANCE * self._plain(step):
+            load.trial = _Trial(wanted, _TRIED)
+        elif not verdict.mean:
             self._rest(load, step)
 
     def _best_total(
@@ -312,7 +331,7 @@ class GoodputControl:
 
 
 def _among(sequences: int) -> Condition:
-    """Under which one curve of proposing times holds: numbers of sequences are told apart by factors of two."""
+    """Under which one curve of proposing times holds."""
     return condition(is_mixed=False, context=0, sequences=sequences)
 
 
@@ -320,6 +339,6 @@ def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:
     """Sequences that are new get the lengths of those that are gone: the total stays what it was chosen to be."""
     lengths = dict(zip(verdict.keys, verdict.lengths, strict=True))
     kept = {key: lengths.pop(key) for key in keys if key in lengths}
-    spare = sorted(lengths.values())
+    spare, usual = sorted(lengths.values()), round(verdict.mean)
     verdict.keys = keys
-    verdict.lengths = [kept[key] if key in kept else spare.pop() if spare else 0 for key in keys]
+    verdict.lengths = [kept[key] if key in kept else spare.pop() if spare else usual for key in keys]

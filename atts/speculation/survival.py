@@ -12,7 +12,7 @@ Outcome = tuple[int, int, int]  # sequence, tokens proposed, tokens that stood
 _PRIOR = 0.7  # a place of which nothing is known yet
 _POOL_DECAY, _OWN_DECAY = 0.99, 0.97  # a round; what stands changes within a text
 _POOL_WEIGHT, _OWN_WEIGHT = 2.0, 8.0  # of what a place is shrunk to, in tests
-_MOST_WAITING = 4096  # rounds
+_MOST_WAITING = 1024  # rounds
 
 
 class Survival:
@@ -58,17 +58,18 @@ class Survival:
     def _count(self) -> None:
         if not self._new:
             return
-        keys, proposed, stood = np.array(self._new, dtype=np.int64).T
-        self._new = []
+        rounds, self._new = self._new, []
+        keys, proposed, stood = np.array(rounds, dtype=np.int64).T
         reached = np.minimum(stood + 1, proposed)
         seen = np.stack([self._places < count[:, None] for count in (reached, stood)], 1).astype(np.float64)
-        self._pool = _faded(self._pool, seen, _POOL_DECAY)
-        for key in np.unique(keys).tolist():
-            self._own[key] = _faded(self._own.get(key, self._none), seen[keys == key], _OWN_DECAY)
-
-
-def _faded(counts: NDArray[np.float64], new: NDArray[np.float64], decay: float) -> NDArray[np.float64]:
-    """Counts with those of further rounds added, one after another."""
-    weights = decay ** np.arange(len(new) - 1, -1, -1)
-    faded: NDArray[np.float64] = counts * decay ** len(new) + np.tensordot(weights, new, 1)
-    return faded
+        counts = dict[int, int]()
+        later = [0] * len(rounds)  # rounds of the same sequence
+        for at in range(len(rounds) - 1, -1, -1):
+            later[at] = counts.get(rounds[at][0], 0)
+            counts[rounds[at][0]] = later[at] + 1
+        own = np.where(keys == np.array([*counts])[:, None], _OWN_DECAY ** np.array(later), 0.0)
+        pool = _POOL_DECAY ** np.arange(len(rounds) - 1, -1, -1)
+        added = (np.vstack([pool, own]) @ seen.reshape(len(rounds), -1)).reshape(-1, *self._none.shape)
+        self._pool = self._pool * _POOL_DECAY ** len(rounds) + added[0]
+        for new, (key, count) in zip(added[1:], counts.items(), strict=True):
+            self._own[key] = self._own.get(key, self._none) * _OWN_DECAY**count + new

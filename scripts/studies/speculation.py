@@ -96,7 +96,7 @@ def study(options: Options) -> list[Table]:
             "What the controller chooses, beside the best fixed length",
             choices,
             chosen,
-            "Learning is included but for two rounds of warming up.",
+            "Learning is included but for three rounds of warming up: six texts a sequence, 24 at the least.",
         ),
         Table.of("How often a place stands when all before it do", header, places.values()),
         theirs,
@@ -110,6 +110,7 @@ def _opened(lab: Lab, drafter: Path, batch: int, lengths: Sequence[int]) -> Gene
     ways: dict[str, dict[str, Any]] = {"plain": {}, "plain, two threads": {"threads": 2, "worker": "process"}}
     ways |= {f"k={k}": {**draft, "k": k} for k in lengths}
     ways |= {"k=auto": draft, "k=auto, all proposers": {"drafter": str(drafter)}, "suffix": {"speculate": "suffix"}}
+    ways["plain, once more"] = {}  # how far two engines that do the same are apart
     questions = [problem.text for problem in problems("test", 512, 7 + lab.options.seed)]
     with ExitStack() as stack:
         arms = dict[str, Arm]()
@@ -126,7 +127,7 @@ def _race(lab: Lab, arms: Mapping[str, Arm]) -> dict[str, list[float]]:
     :raises AssertionError: an arm wrote another text than plain decoding did.
     """
     measures = {name: arm.seconds for name, arm in arms.items()}
-    seen = interleaved(measures, lab.options.pick(2, 4, 9), warmup=lab.options.pick(1, 2, 2))
+    seen = interleaved(measures, lab.options.pick(2, 6, 9), warmup=lab.options.pick(1, 3, 3))
     for name, arm in arms.items():
         assert arm.written == arms["plain"].written, f"{name} wrote another text"
     return seen
@@ -202,8 +203,8 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
         rows,
         f"Embedded target on arithmetic problems, {SAMPLES} texts each, temperature {LAW.temperature}; one thread. "
         "Every arm wrote the same tokens as plain decoding, which is compared. `suffix` looks at texts of the same "
-        "problem. Weaker and weak: the embedded draft with Gaussian noise of "
-        f"{' and '.join(map(str, NOISE.values()))} of each matrix' standard deviation in its weights.",
+        "problem; `plain, once more` is another engine that does what `plain` does. Weaker and weak: the embedded draft "
+        f"with Gaussian noise of {' and '.join(map(str, NOISE.values()))} of each matrix' standard deviation.",
         spent.disturbance(),
         headline=f"tokens a second beside plain decoding, embedded pair: {told} sequences",
     )

@@ -32,7 +32,7 @@ class Text:
 class Machine:
     """Writes texts, with lengths that are chosen or fixed."""
 
-    looking = 4e-5  # seconds that it takes to choose and to observe
+    looking = 4e-5  # seconds that it takes to observe a step closely; an eighth of it, not to
 
     def __init__(self, lengths: GoodputControl | int, draft: str, seed: int = 0, is_shared: bool = False) -> None:
         self._lengths, self._stands, self._random = lengths, DRAFTS[draft], np.random.default_rng(seed)
@@ -54,8 +54,8 @@ class Machine:
         shape = StepShape([text.key for text in self._texts], 0, float(np.mean([text.ids for text in self._texts])))
         lengths = self._lengths.choose(shape)
         tokens, seconds, parts, rounds = self._written(lengths)
-        self._lengths.observed(shape, rounds, sequences + sum(lengths), parts)
-        return tokens, seconds + self.looking
+        looked = self._lengths.observed(shape, rounds, sequences + sum(lengths), parts) is not None
+        return tokens, seconds + self.looking * (1 if looked else 1 / 8)
 
     def _renew(self, sequences: int) -> None:
         self._texts = [text for text in self._texts if text.ids < text.end]
@@ -107,10 +107,9 @@ def fixed(draft: str, sequences: int) -> dict[int, float]:
 def test_little_is_lost_beside_the_best_length(draft: str, sequences: int) -> None:
     """At least .97 of plain decoding from the first step on; later near the best fixed length."""
     rates = fixed(draft, sequences)
-    machine = Machine(GoodputControl(MOST), draft)
-    assert machine.rate(1200, sequences) >= 0.97 * rates[0]
-    later = machine.rate(1200, sequences)
-    assert later >= 0.97 * rates[0]
+    machines = [Machine(GoodputControl(MOST), draft, seed) for seed in range(3)]
+    first, later = (np.mean([machine.rate(1200, sequences) for machine in machines]) for _ in range(2))
+    assert min(first, later) >= 0.97 * rates[0]
     assert later >= 0.95 * max(rates.values())
 
 
@@ -139,7 +138,7 @@ class Rounds(Machine):
     those of other sequences.
     """
 
-    looking = 8e-5
+    looking, dear = 8e-5, DEAR
     _left = 0  # texts of this round that are not begun
 
     def rate_of(self, tokens: int, sequences: int) -> float:
@@ -166,12 +165,16 @@ class Rounds(Machine):
             shape = StepShape(keys, others, context)
             lengths = control.choose(shape)
             tokens, seconds, (proposing, computing), rounds = self._fed(lengths, others)
-            control.observed(shape, rounds, shape.rows + sum(lengths), (proposing + self.looking, computing))
-            seconds += self.looking
+            looked = control.observed(shape, rounds, shape.rows + sum(lengths), (proposing, computing)) is not None
+            seconds += self.looking * (1 if looked else 1 / 8)
         for text in new:
             text.ids += 1
         self._texts += new
         return tokens + len(new), seconds
+
+    def _own(self, count: int) -> float:
+        """Seconds of a step of so many sequences without proposals."""
+        return 1e-3 * (0.12 + 0.17 * count)
 
     def _fed(
         self, lengths: list[int], others: int
@@ -179,9 +182,9 @@ class Rounds(Machine):
         """As above, with other tokens in the step."""
         tokens, seconds, (proposing, _), rounds = self._written(lengths)
         count, total = len(lengths), len(lengths) + sum(lengths)
-        plain, drafting = 1e-3 * (0.12 + 0.17 * count), seconds - self._plain(total)
-        dear = np.interp(total / count, (1, 3, 5, 9, 13), DEAR[1 << (count.bit_length() - 1)]) if count else 1.0
-        step = float(plain * dear) + 1.1e-4 * others
+        drafting = seconds - self._plain(total)
+        dear = np.interp(total / count, (1, 3, 5, 9, 13), self.dear[1 << (count.bit_length() - 1)]) if count else 1.0
+        step = float(self._own(count) * dear) + 1.1e-4 * others
         return tokens, drafting + step, (proposing, self._noisy(step)), rounds
 
 
@@ -194,3 +197,39 @@ def test_rounds_of_short_texts_are_no_slower_than_plain_decoding(draft: str, seq
         machine.rate_of(400 * sequences, sequences)
         kept.append(machine.rate_of(1500 * sequences, sequences) / plain.rate_of(1500 * sequences, sequences))
     assert np.mean(kept) >= 0.97, kept
+
+
+CHEAP = {
+    1: (1.0, 2.56, 3.46, 5.65, 7.26), 2: (1.0, 2.3, 3.03, 4.68, 6.18), 4: (1.0, 2.02, 3.06, 4.9, 6.85),
+    8: (1.0, 2.11, 3.08, 5.46, 7.88), 16: (1.0, 2.24, 3.63, 6.44, 9.25), 32: (1.0, 1.92, 3.09, 5.53, 7.96),
+}  # fmt: skip
+"""The same on another machine, where proposals pay."""
+
+
+class Opened(Rounds):
+    """An engine that was just opened: memory that is touched for the first time interrupts steps and drafts."""
+
+    looking = 1.3e-4
+    dear = CHEAP
+    _steps = 0
+
+    def _own(self, count: int) -> float:
+        return 1e-4 * (0.4 + 1.65 * count)
+
+    def _noisy(self, seconds: float) -> float:
+        self._steps += 1
+        first = 0.025 if self._steps == 16 else 0.0
+        pause = 5e-3 if self._random.random() < 0.06 * (1 - self._steps / 500) else 0.0
+        return super()._noisy(seconds) + (first + pause) * (seconds > 0)
+
+
+@pytest.mark.parametrize("sequences", [2, 4])
+def test_interrupted_first_steps_do_not_hide_what_pays(sequences: int) -> None:
+    """Whatever the first trials were taken for, later ones put it right."""
+    fixed = max(Opened(k, "embedded").rate_of(6000 * sequences, sequences) for k in (4, 8))
+    kept = list[float]()
+    for seed in range(24):
+        machine = Opened(GoodputControl(MOST), "embedded", seed)
+        machine.rate_of(300 * sequences, sequences)
+        kept.append(machine.rate_of(1000 * sequences, sequences) / fixed)
+    assert min(kept) >= 0.88, kept

@@ -58,13 +58,20 @@ class Caller:
         if self._declared is not None:
             self._declared.set()
         state, engine = self._state, engine or stage
-        now, policy = state.now, state.policy
-        pool = state.pools.get(engine) or state.pool(engine)
+        now = state.now
+        try:
+            pool = state.pools[engine]
+        except KeyError:
+            pool = state.pool(engine)
         attempt = 0
         while True:
             state.last_id = node = state.last_id + 1
             queued = now()
-            ready, self._ready = queued if self._ready is None else self._ready, None
+            ready = self._ready
+            if ready is None:
+                ready = queued
+            else:
+                self._ready = None
             values = (
                 node, stage, engine, self.problem, self.sample, turn, ready, queued, queued, _UNKNOWN, self.frontier,
                 attempt, _DONE, tokens,
@@ -82,20 +89,22 @@ class Caller:
                 return result
             except Exception as error:
                 span.status = "failed"
-                if is_kept or not policy.retries(error, attempt, policy.calls):
+                if is_kept or not state.policy.retries(error, attempt, state.policy.calls):
                     raise
             except BaseException:
                 span.status = "cancelled"
                 raise
             finally:
                 self._close(span, pool, is_held, is_kept)
-            await anyio.sleep(policy.delay(attempt, node))
+            await anyio.sleep(state.policy.delay(attempt, node))
             attempt += 1
 
     def _close(self, span: CallSpan, pool: Pool, is_held: bool, is_kept: bool) -> None:
         """Give the slot of a call back, count what it took, and tell of it unless it was kept."""
         state = self._state
-        ended = span.ended = state.now() if span.ended == _UNKNOWN else span.ended
+        ended = span.ended
+        if ended < 0:
+            ended = span.ended = state.now()
         if is_held:
             pool.give(span.tokens)
             pool.busy_seconds += ended - span.started

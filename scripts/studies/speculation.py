@@ -203,8 +203,8 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
         rows,
         f"Embedded target on arithmetic problems, {SAMPLES} texts each, temperature {LAW.temperature}; one thread. "
         "Every arm wrote the same tokens as plain decoding, which is compared. `suffix` looks at texts of the same "
-        "problem; `plain, once more` is another engine that does what `plain` does. Weaker and weak: the embedded draft "
-        f"with Gaussian noise of {' and '.join(map(str, NOISE.values()))} of each matrix' standard deviation.",
+        "problem; `plain, once more` is another engine that does what `plain` does. Weaker and weak: the embedded "
+        f"draft with Gaussian noise of {' and '.join(map(str, NOISE.values()))} of each matrix' standard deviation.",
         spent.disturbance(),
         headline=f"tokens a second beside plain decoding, embedded pair: {told} sequences",
     )

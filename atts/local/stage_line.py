@@ -154,14 +154,16 @@ class HeldLine:
         seconds, alive = max(1e-3, perf_counter() - self._since), [node for node in self.nodes if node.error is None]
         demands = {name: held.demand(seconds) for name, held in self.ranges.items()}
         known = Counter(pair for path in self.paths.values() for pair in pairwise([held.setup.name for held in path]))
-        room = sum(demands[name].bytes * held.setup.replicas for name, held in self.ranges.items()) / len(alive)
+        copies = {name: min(held.setup.replicas, len(alive)) for name, held in self.ranges.items()}
+        room = sum(demands[name].bytes * count for name, count in copies.items()) / len(alive)
         while True:
             try:
                 found = placed(demands, self.handed + known, [room] * len(alive))
             except ValueError:
-                room *= 1.1
-            else:
+                found = {}
+            if all(len(found.get(name, ())) >= count for name, count in copies.items()):
                 return {name: [alive[at].number for at in homes] for name, homes in found.items()}
+            room *= 1.1
 
     def place(self) -> None:
         """Have ranges move where fewer rows would be handed from one worker to another; old counts lose weight."""

@@ -174,6 +174,22 @@ def ratio(values: Mapping[str, Sequence[float]], over: str, under: str) -> Sprea
     return Spread.of([a / b for a, b in zip(values[over], values[under], strict=True)])
 
 
+def beside_best(values: Mapping[str, Sequence[float]], names: Sequence[str], arm: str) -> tuple[list[str], Spread]:
+    """The best of the named arms, and the spread of its times over another arm's.
+
+    The best is found in every other round and compared in those between, and the other way round: in the rounds that
+    it is found in, the best of several that are alike is better than it is.
+    """
+    found, ratios = list[str](), list[float]()
+    for start in (0, 1):
+        looked = {name: times[1 - start :: 2] for name, times in values.items()}
+        compared = {name: times[start::2] for name, times in values.items()}
+        best = min(names, key=lambda name: ratio(looked, name, arm).median)
+        found += [best] if best not in found else []
+        ratios += [a / b for a, b in zip(compared[best], compared[arm], strict=True)]
+    return found, Spread.of(ratios)
+
+
 def cpu_seconds(work: Callable[[], object]) -> float:
     """Processor seconds of one call in this process."""
     return _seconds(work, time.process_time)

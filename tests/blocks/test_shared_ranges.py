@@ -10,6 +10,7 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import anyio
@@ -96,6 +97,22 @@ def test_models_share_ranges_and_say_what_they_say_alone(
     assert all(stage.kinds["steps"] > 5 for stage in here.made)
     names = {chain: [held.setup.name for held in path] for chain, path in line.paths.items()}
     assert line.handed[names[0][0], names[0][1]] > line.handed[names[2][0], names[2][1]] > 0
+
+
+def test_every_range_is_in_as_many_workers_as_were_asked_for(family: Zoo, here: type[StageHere]) -> None:
+    """However busy each is: which is placed first decides what room is left in which worker for the others."""
+    added = [AddChain(staged(family, name)) for name in NAMES[1:]]
+    ask = SampleRequest((3, 4, 5), 2, Sampling(0.0))
+    _, line = driven(staged(family, "base", stage_replicas="2"), [added, [Submit(1, ask, 1)], [Submit(2, ask, 2)]])
+    assert len(line.ranges) == 5
+    rng = random.Random(0)
+    for workers in (3, 2, 1):
+        for _ in range(20):
+            line._since = perf_counter() - 1
+            for held in line.ranges.values():
+                held.seconds = rng.random()
+            assert min(map(len, line._placed().values())) >= min(2, workers)
+        line.nodes[workers - 1].error = EngineUnavailable("here", "is gone")
 
 
 @pytest.mark.parametrize("spare", ["replaced", "not"])

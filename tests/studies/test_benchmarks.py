@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 bench = pytest.importorskip("scripts.studies.bench", reason="needs a checkout")
@@ -192,3 +193,24 @@ def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(sm
     assert any("saturate" in question for question in answers.keys() - unknown)
     assert any("for ever" in question for question in answers.keys() - unknown)
     assert any("How much faster" in question for question in unknown)
+
+
+def test_the_best_of_arms_that_are_alike_is_as_good_as_another() -> None:
+    """Found in the rounds that it is compared in, it would be ahead for what luck it had in them."""
+    random = np.random.default_rng(0)
+    found, seen_best = list[float](), list[float]()
+    for _ in range(400):
+        values = {name: random.lognormal(0, 0.06, 6).tolist() for name in ("a", "b", "c", "d", "e", "chosen")}
+        found.append(harness.beside_best(values, "abcde", "chosen")[1].median)
+        seen_best.append(min(harness.ratio(values, name, "chosen").median for name in "abcde"))
+    assert np.mean(found) == pytest.approx(1, abs=0.01)
+    assert np.mean(seen_best) < 0.97
+
+
+def test_the_best_arm_is_named() -> None:
+    """Both where the halves of the rounds disagree."""
+    values = {"a": [1.0, 1.0, 1.0, 1.0], "b": [2.0, 2.0, 2.0, 2.0], "chosen": [1.0, 1.0, 1.0, 2.0]}
+    names, spread = harness.beside_best(values, ["a", "b"], "chosen")
+    assert names == ["a"]
+    assert (spread.low, spread.high, spread.n) == (0.5, 1.0, 4)
+    assert harness.beside_best(values | {"b": [2.0, 0.5, 2.0, 0.5]}, ["a", "b"], "chosen")[0] == ["b", "a"]

@@ -107,8 +107,8 @@ def study(options: Options) -> list[Table]:
             "What the controller chooses, beside the best fixed length",
             choices,
             chosen,
-            "The best fixed length is found in every other round and compared in those between, and the other way "
-            "round. Three rounds go before those that are compared; in the first one, of n=1, everything is yet to be learnt.",
+            "The best fixed length is found in every other round and compared in those between, and the reverse. Three "
+            "rounds go before those that are compared; in the first one, of n=1, everything is yet to be learnt.",
         ),
         Table.of("How often a place stands when all before it do", header, places.values()),
         theirs,

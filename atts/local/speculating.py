@@ -29,6 +29,7 @@ from atts.speculation import (
 )
 
 _NONE = NOTHING, 0  # of a sequence for which nothing was asked
+_BETWEEN = 8  # steps over which the time between two steps is averaged
 
 
 class Lengths(Protocol):
@@ -133,6 +134,8 @@ class Speculation:
         self._branches = dict[int, list[Branch]]()  # by sequence
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
+        self._ended = -1.0  # the last step; negative where it was not timed
+        self._between = 0.0  # seconds from the end of one step to this part of the next one
         self._is_timed = False  # this step
         self._known = set[int]()  # request ids that proposers were asked about
         self._stats = SpeculationStats()
@@ -148,7 +151,12 @@ class Speculation:
             return
         self._stats.choices += len(plan.decoding)
         if self._lengths.rests(plan):
+            self._ended = -1.0
             return
+        if self._ended >= 0:
+            between = self._clock() - self._ended
+            usual = self._between or between
+            self._between = usual + (min(between, 2 * usual) - usual) / _BETWEEN  # a wait for requests is none of it
         self._forget_finished()
         self._is_timed, self._proposing = True, 0.0
         lengths = self._lengths.choose(plan)
@@ -213,11 +221,12 @@ class Speculation:
                 self._stats.add(each.proposed, each.stood)
         if self._is_timed and not self._stats.trouble:
             proposing = self._proposing
-            computing = self._clock() - self._began - proposing
+            computing = self._clock() - self._began - proposing + self._between
             forecast = self._lengths.observed(plan, self._rounds, (proposing, computing))
             if forecast is not None:
                 written = len(plan.decoding) + sum([each.stood for each in self._rounds])
                 self._stats.compare(forecast, (written, proposing + computing), len(plan.decoding))
+        self._ended = self._clock() if self._is_timed else -1.0
 
     def report(self) -> SpeculationStats:
         """A copy of the counters."""

@@ -159,11 +159,11 @@ class Spread:
 
 
 def interleaved(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Measure every arm `repeats` times in turn, A B A B, so that a drifting machine hits all alike."""
+    """Measure every arm `repeats` times in turn, A B B A, so that a drifting machine hits all alike."""
     values: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(-warmup, repeats):
-        for name, measure in arms.items():
-            value = measure()
+        for name in [*arms][:: 1 if number % 2 else -1]:
+            value = arms[name]()
             if number >= 0:
                 values[name].append(value)
     return values

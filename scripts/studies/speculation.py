@@ -107,7 +107,7 @@ def study(options: Options) -> list[Table]:
             "What the controller chooses, beside the best fixed length",
             choices,
             chosen,
-            "The best fixed length is found in every other round and compared in those between, and the reverse. Three "
+            "The best fixed length is found in every other round and compared in those between, and the reverse. Ten "
             "rounds go before those that are compared; in the first one, of n=1, everything is yet to be learnt.",
         ),
         Table.of("How often a place stands when all before it do", header, places.values()),
@@ -129,7 +129,7 @@ def _opened(lab: Lab, drafter: Path, batch: int, lengths: Sequence[int]) -> Gene
         for name, changes in ways.items():
             engine = stack.enter_context(lab.engine(path("target"), max_batch=batch, kv_tokens=1 << 16, **changes))
             prompts = [request.ids for request in asked(engine, questions, TOKENS, 0)]
-            arms[name] = Arm(lab, engine, prompts, max(lab.options.pick(8, 32, 64), 2 * batch))
+            arms[name] = Arm(lab, engine, prompts, max(8, 2 * batch))
         yield arms
 
 
@@ -139,7 +139,7 @@ def _race(lab: Lab, arms: Mapping[str, Arm]) -> dict[str, list[float]]:
     :raises AssertionError: an arm wrote another text than plain decoding did.
     """
     measures = {name: arm.seconds for name, arm in arms.items()}
-    seen = interleaved(measures, lab.options.pick(2, 6, 9), warmup=lab.options.pick(1, 3, 3))
+    seen = interleaved(measures, lab.options.pick(2, 14, 24), warmup=lab.options.pick(1, 10, 10))
     for name, arm in arms.items():
         assert arm.written == arms["plain"].written, f"{name} wrote another text"
     return seen

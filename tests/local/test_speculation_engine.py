@@ -21,6 +21,7 @@ from atts.local.batch import StepPlan
 from atts.local.cache import allocate_cache
 from atts.local.loop import StepLoop
 from atts.local.messages import SampleReply, Submit
+from atts.local.scheduler import Scheduler
 from atts.seeds import Seed
 from atts.speculation import Ask, Proposer, TokenProposal
 from tests.local.speculating import AnyLength, Knowing, Make, counts, ids_of, requests, run, same, texts
@@ -257,6 +258,30 @@ def test_choosing_and_learning_are_no_part_of_what_a_step_takes(
     run(make_model("llama"), [requests(2)], None, Slow(1), near)
     assert len(told) > 5
     assert set(told) == {(0, 0)}
+
+
+def test_what_is_done_between_two_steps_is_part_of_what_the_second_takes(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans, replies and reports are as dear a step with one token as with nine; a wait now and then is none of it."""
+    now, told, plan = [0.0], list[float](), Scheduler.plan
+
+    class Told(AnyLength):
+        def observed(self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]) -> None:
+            told.append(seconds[1])
+
+    def planned(scheduler: Scheduler) -> StepPlan:
+        now[0] += 500 if len(told) == 9 else 5
+        return plan(scheduler)
+
+    monkeypatch.setattr(Scheduler, "plan", planned)
+    monkeypatch.setattr("atts.local.build.thread_time", lambda: now[0])
+    run(make_model("llama"), [requests(2)], None, Told(1), near)
+    assert len(told) > 15
+    assert told[0] == 0
+    assert set(told[1:9]) == {5}
+    assert 5 < told[9] < 6
+    assert told[-1] < told[9]
 
 
 def test_a_step_that_is_tried_again_teaches_nothing(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ class Speculation:
         self._branches = dict[int, list[Branch]]()  # by sequence
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
-        self._ended = -1.0  # the last step; negative where it was not timed
+        self._ended = -1.0  # the last step; negative where it was not timed; the first one after a wait never is
         self._between = 0.0  # seconds from the end of one step to this part of the next one
         self._is_timed = False  # this step
         self._known = set[int]()  # request ids that proposers were asked about
@@ -156,7 +156,7 @@ class Speculation:
         if self._ended >= 0:
             between = self._clock() - self._ended
             usual = self._between or between
-            self._between = usual + (min(between, 2 * usual) - usual) / _BETWEEN  # a wait for requests is none of it
+            self._between = usual + (min(between, 2 * usual) - usual) / _BETWEEN  # reports are sent now and then
         self._forget_finished()
         self._is_timed, self._proposing = True, 0.0
         lengths = self._lengths.choose(plan)

@@ -20,11 +20,11 @@ from atts.local import LocalEngine, LocalOptions
 from atts.local.batch import StepPlan
 from atts.local.cache import allocate_cache
 from atts.local.loop import StepLoop
-from atts.local.messages import SampleReply, Submit
+from atts.local.messages import Command, SampleReply, Submit
 from atts.local.scheduler import Scheduler
 from atts.seeds import Seed
 from atts.speculation import Ask, Proposer, TokenProposal
-from tests.local.speculating import AnyLength, Knowing, Make, counts, ids_of, requests, run, same, texts
+from tests.local.speculating import AnyLength, Knowing, Make, Script, counts, ids_of, requests, run, same, texts
 
 HERE = LocalOptions(device="cpu", worker="thread", kv_tokens=2048, max_batch=32, threads=1)
 
@@ -263,7 +263,7 @@ def test_choosing_and_learning_are_no_part_of_what_a_step_takes(
 def test_what_is_done_between_two_steps_is_part_of_what_the_second_takes(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plans, replies and reports are as dear a step with one token as with nine; a wait now and then is none of it."""
+    """Plans, replies and reports are as dear a step with one token as with nine."""
     now, told, plan = [0.0], list[float](), Scheduler.plan
 
     class Told(AnyLength):
@@ -282,6 +282,27 @@ def test_what_is_done_between_two_steps_is_part_of_what_the_second_takes(
     assert set(told[1:9]) == {5}
     assert 5 < told[9] < 6
     assert told[-1] < told[9]
+
+
+def test_a_wait_for_requests_is_no_part_of_a_step(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where it is the first thing that was ever done between two steps."""
+    now, told, take = [0.0], list[float](), Script.take
+
+    class Told(AnyLength):
+        def observed(self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]) -> None:
+            told.append(seconds[1])
+
+    def waiting(inbox: Script, *, wait: bool) -> list[Command]:
+        now[0] += 500 if wait else 5
+        return take(inbox, wait=wait)
+
+    monkeypatch.setattr(Script, "take", waiting)
+    monkeypatch.setattr("atts.local.build.thread_time", lambda: now[0])
+    run(make_model("llama"), [[order] for order in requests(1, 2)] + [[]] * 9 + [requests(2)], None, Told(0), near)
+    assert len(told) > 15
+    assert set(told) == {0, 5}
 
 
 def test_a_step_that_is_tried_again_teaches_nothing(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:

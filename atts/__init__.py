@@ -26,7 +26,17 @@ if TYPE_CHECKING:
         sweep_sync,
         trace,
     )
-    from atts.core import Completion, Decision, Outcome, Problem, Rollout, SampleRequest, Sampling, ScoreRequest, Scores
+    from atts.core import (
+        Completion,
+        Decision,
+        Outcome,
+        Problem,
+        Rollout,
+        SampleRequest,
+        Sampling,
+        ScoreRequest,
+        Scores,
+    )
     from atts.engine import Engine, EngineSpec
     from atts.errors import ATTSError
     from atts.pipelines import Policy
@@ -70,9 +80,11 @@ __all__ = [
 ]
 
 _NAMES = {
-    "atts.api": "Session Setup SyncSession calibrate calibrate_sync compare configure evaluate evaluate_sync merge "
+    "atts.api": "Session Setup SyncSession calibrate calibrate_sync compare configure evaluate "
+    "evaluate_sync merge "
     "plan replay report solve solve_sync sweep sweep_sync trace",
-    "atts.core": "Completion Decision Outcome Problem Rollout SampleRequest Sampling ScoreRequest Scores",
+    "atts.core": "Completion Decision Outcome Problem Rollout SampleRequest Sampling ScoreRequest "
+    "Scores",
     "atts.engine": "Engine EngineSpec",
     "atts.errors": "ATTSError",
     "atts.pipelines": "Policy",

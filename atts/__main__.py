@@ -4,11 +4,14 @@ import gc
 import signal
 import sys
 
-_COLLECT_AFTER = 20_000  # new objects; with thousands of calls in flight, Python's 700 spends a third of the time on it
+# new objects; with thousands of calls in flight, Python's 700 spends a third of the time on it
+_COLLECT_AFTER = 20_000
 
 
 def main() -> None:
-    """Run the command line of this process and exit with its code; nothing is imported from where it was started."""
+    """Run the command line of this process and exit with its code; nothing is imported from where
+    it was started.
+    """
     from atts.processes import import_path
 
     sys.path[:] = import_path()
@@ -16,7 +19,9 @@ def main() -> None:
 
     gc.set_threshold(_COLLECT_AFTER, 10, 10)
     code = run()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on a Ctrl-C would only change the exit code
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # from here on a Ctrl-C would only change the exit code
     sys.exit(code)
 
 

@@ -1,4 +1,6 @@
-"""Chat templates: plain ones are rendered here, others in a child process with limits, for they are programs."""
+"""Chat templates: plain ones are rendered here, others in a child process with limits, for they are
+programs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from typing import Any
 
 from atts.processes import python_command
 
-_SECONDS, _BYTES, _CHARACTERS = 5.0, 1 << 30, 4 << 20
+_SECONDS = 5.0
+_BYTES = 1 << 30
+_CHARACTERS = 4 << 20
 """Of a processor, of address space and of text: what one rendering may take in the child."""
 _TOO_LARGE = f"it takes more than {_BYTES >> 30} GiB of memory, or writes more than {_CHARACTERS >> 20} Mi characters"
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
@@ -28,7 +32,9 @@ class TemplateError(Exception):
 
 
 class TemplateProcess:
-    """A child that renders templates one after another; it starts with the first, and again after one that ended it."""
+    """A child that renders templates one after another; it starts with the first, and again after
+    one that ended it.
+    """
 
     def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds = seconds
@@ -70,12 +76,17 @@ class TemplateProcess:
             return found
         _end(child)
         is_slow = sys.platform != "win32" and child.returncode == -signal.SIGPROF
-        return {"error": f"it takes more than {self._seconds:g} s of a processor" if is_slow else _TOO_LARGE}
+        return {
+            "error": f"it takes more than {self._seconds:g} s of a processor"
+            if is_slow
+            else _TOO_LARGE
+        }
 
 
 @lru_cache(maxsize=16)
 def is_plain(template: str) -> bool:
-    """Whether a template only writes its messages one after another, so that it takes time and memory like theirs.
+    """Whether a template only writes its messages one after another, so that it takes time and
+    memory like theirs.
 
     >>> is_plain("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"), is_plain("{{ 'x' * 10 ** 10 }}")
     (True, False)
@@ -83,7 +94,15 @@ def is_plain(template: str) -> bool:
     from jinja2 import Environment, nodes
 
     statements = (nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For)
-    values = (nodes.CondExpr, nodes.Compare, nodes.Operand, nodes.Name, nodes.Const, nodes.Getattr, nodes.Getitem)
+    values = (
+        nodes.CondExpr,
+        nodes.Compare,
+        nodes.Operand,
+        nodes.Name,
+        nodes.Const,
+        nodes.Getattr,
+        nodes.Getitem,
+    )
     joins = (nodes.Add, nodes.Concat, nodes.And, nodes.Or, nodes.Not)
 
     def is_known(node: nodes.Node) -> bool:
@@ -104,10 +123,14 @@ def is_plain(template: str) -> bool:
 
 
 def _started(seconds: float) -> subprocess.Popen[bytes]:
-    environment = {name: os.environ[name] for name in _KEPT if name in os.environ} | {"USE_TORCH": "0"}
+    environment = {name: os.environ[name] for name in _KEPT if name in os.environ} | {
+        "USE_TORCH": "0"
+    }
     command = python_command("atts.chat_templates", str(seconds))
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment)
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment
+    )
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

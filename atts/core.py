@@ -14,33 +14,40 @@ from atts.seeds import Seed, uniforms
 TokenIds = tuple[int, ...]
 Role = Literal["draft", "target"]
 Ending = Literal["delimiter", "length", "end"]
-"""Why a chunk ended: at a step delimiter, at its token limit, or because the model ended its text."""
+"""Why a chunk ended: at a step delimiter, at its token limit, or because the model ended its text.
+"""
 TurnKey = tuple[str, int, int]
 """Names a turn of a run: problem, sample, turn."""
 Action = Literal["accept", "verify", "escalate"]
 Origin = Literal[
     "gate", "evidence", "forced", "warm-up", "budget", "exploration", "certificate", "recalled"
 ]  # fmt: skip
-"""What a decision rests on: the gate's rule; the draft's evidence alone, unscored; a score that is missing; a warm-up
-that stores and does not act; a cap without a slot left; a chunk scored to learn from; a certified policy's gate; or a
-decision of an earlier session that stands.
+"""What a decision rests on: the gate's rule; the draft's evidence alone, unscored; a score that is
+missing; a warm-up that stores and does not act; a cap without a slot left; a chunk scored to learn
+from; a certified policy's gate; or a decision of an earlier session that stands.
 """
 AnswerKind = Literal["math", "choice", "text"]
 Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
-"""Why a rollout stopped. "settled": the vote no longer needed it; "end": its model ended without an answer."""
+"""Why a rollout stopped. "settled": the vote no longer needed it; "end": its model ended without an
+answer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Grading:
-    """How an answer is held to its reference; the default tolerates no number that is off, and lets a unit be left out.
+    """How an answer is held to its reference; the default tolerates no number that is off, and lets
+    a unit be left out.
 
-    `relative`, a share of the larger number, is for references that are decimals; `absolute` is for any number.
+    `relative`, a share of the larger number, is for references that are decimals; `absolute` is for
+    any number.
     """
 
     relative: float = 0.0
     absolute: float = 0.0
     units: Literal["optional", "required"] = "optional"
-    choices: Literal["letter", "text"] = "letter"  # text: of the right choice, its words count as well as its letter
+    choices: Literal["letter", "text"] = (
+        "letter"  # text: of the right choice, its words count as well as its letter
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,9 @@ class Problem:
     choices: tuple[str, ...] = ()
     source: str = ""
     grading: Grading | None = None  # None: the default
-    examples: tuple[tuple[str, str], ...] = ()  # problems with their solutions, said before this one
+    examples: tuple[
+        tuple[str, str], ...
+    ] = ()  # problems with their solutions, said before this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +88,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """Continue `ids` by at most `max_tokens`, stopping after a token that completes a stop string or is a stop id.
+    """Continue `ids` by at most `max_tokens`, stopping after a token that completes a stop string
+    or is a stop id.
 
-    The token that completes the stop stays in the completion; `rollout` only hints where a cache may be warm. An engine
-    that has no raw log-probabilities at hand need not fetch them where they are "unneeded". With `begun`, the last ids
-    are the completion's own beginning, made elsewhere with the first uniforms of the same seed: what is written, and
-    where it stops, is the rest of what the request without them is answered with.
+    The token that completes the stop stays in the completion; `rollout` only hints where a cache
+    may be warm. An engine that has no raw log-probabilities at hand need not fetch them where they
+    are "unneeded". With `begun`, the last ids are the completion's own beginning, made elsewhere
+    with the first uniforms of the same seed: what is written, and where it stops, is the rest of
+    what the request without them is answered with.
     """
 
     ids: TokenIds
@@ -97,16 +108,20 @@ class SampleRequest:
     priority: int = 0  # lower is sooner
     logprobs: Literal["raw", "unneeded"] = "raw"
     begun: int = 0  # of the last ids; `max_tokens` counts those to come
-    draft: TokenIds = ()  # text that may be like the answer: an engine may be faster for it, and answers the same
-    acceptance: Literal["replay", "ratio"] = "replay"  # of proposed tokens; ratio keeps the law, not the tokens
+    # text that may be like the answer: an engine may be faster for it, and answers the same
+    draft: TokenIds = ()
+    acceptance: Literal["replay", "ratio"] = (
+        "replay"  # of proposed tokens; ratio keeps the law, not the tokens
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a model wrote: `ids` exactly as generated (an end token included), `text` without end tokens.
+    """What a model wrote: `ids` exactly as generated (an end token included), `text` without end
+    tokens.
 
-    `logprobs` are under the raw law (temperature 1, nothing dropped), one per id; none at all from an engine whose spec
-    says that it gives none, and where the request does not need them.
+    `logprobs` are under the raw law (temperature 1, nothing dropped), one per id; none at all from
+    an engine whose spec says that it gives none, and where the request does not need them.
     """
 
     ids: TokenIds
@@ -120,8 +135,8 @@ class Completion:
 class ScoreRequest:
     """Ask for the log-probability of every token of `suffix` after `prefix`; both are non-empty.
 
-    With `draw`, what would be asked of the model in the suffix's place (its ids are the prefix), an engine that can
-    draw from the laws it scores by tells how that answer begins.
+    With `draw`, what would be asked of the model in the suffix's place (its ids are the prefix), an
+    engine that can draw from the laws it scores by tells how that answer begins.
     """
 
     prefix: TokenIds
@@ -133,15 +148,27 @@ class ScoreRequest:
 
 
 def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
-    """A name for what is asked of whom and for which rollout, from all that decides the answer; not its priority."""
+    """A name for what is asked of whom and for which rollout, from all that decides the answer; not
+    its priority.
+    """
     if isinstance(request, SampleRequest):
-        said = (request.rollout, request.max_tokens, request.sampling, request.seed, request.stop, request.stop_ids)
-        text, ids = f"{role} {said!r}{request.begun or ''}", request.ids
+        said = (
+            request.rollout,
+            request.max_tokens,
+            request.sampling,
+            request.seed,
+            request.stop,
+            request.stop_ids,
+        )
+        text = f"{role} {said!r}{request.begun or ''}"
+        ids = request.ids
         text += "" if request.acceptance == "replay" else request.acceptance
     else:
         draw = request.draw
         drawn = (
-            f" {(draw.begun, draw.max_tokens, draw.sampling, draw.seed, draw.stop, draw.stop_ids)!r}" if draw else ""
+            f" {(draw.begun, draw.max_tokens, draw.sampling, draw.seed, draw.stop, draw.stop_ids)!r}"
+            if draw
+            else ""
         )
         text = f"{role} scores {request.rollout!r} after {len(request.prefix)}{drawn}"
         ids = request.prefix + request.suffix
@@ -166,7 +193,8 @@ class Beginning:
 class Scores:
     """Raw log-probabilities, one per suffix token: none dropped, none invented.
 
-    `begun` answers the request's `draw`: the model's own tokens up to and with the first that is not the suffix's.
+    `begun` answers the request's `draw`: the model's own tokens up to and with the first that is
+    not the suffix's.
     """
 
     logprobs: tuple[float, ...]
@@ -197,7 +225,9 @@ class Decision:
     score: float | None = None
     p: float | None = None
     level: str | None = None
-    levels: tuple[str, ...] = ()  # the conformal set of levels, contiguous; empty when the gate has none
+    levels: tuple[
+        str, ...
+    ] = ()  # the conformal set of levels, contiguous; empty when the gate has none
     why: str = ""  # for people; nothing reads it
     origin: Origin = "gate"
     propensity: float | None = None  # how likely the action was, where a gate leaves some to chance
@@ -216,13 +246,19 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """All a gate may know about a chunk besides its score: the draft's own evidence, and siblings' answers so far."""
+    """All a gate may know about a chunk besides its score: the draft's own evidence, and siblings'
+    answers so far.
+    """
 
     question: str
     turn: int = 0
     sample: int = 0
-    issue: int | None = None  # the place in the run's order of asking for scores, as the gate's preview numbered it
-    left: float | None = None  # the share of the run's decisions expected to be left; None where that is not known
+    issue: int | None = (
+        None  # the place in the run's order of asking for scores, as the gate's preview numbered it
+    )
+    left: float | None = (
+        None  # the share of the run's decisions expected to be left; None where that is not known
+    )
     attempt: int = 0
     tokens: int = 0
     draft_logprob: float = 0.0  # the draft's own, made one number by the policy's score rule
@@ -245,13 +281,22 @@ class Features:
 
     def uniform(self, seed: int, purpose: str) -> float:
         """A uniform number that belongs to this chunk: a function of who is asked, never of when."""
-        name = Seed(seed, self.question, self.sample, self.turn, "gate", attempt=self.attempt, purpose=purpose)
+        name = Seed(
+            seed,
+            self.question,
+            self.sample,
+            self.turn,
+            "gate",
+            attempt=self.attempt,
+            purpose=purpose,
+        )
         return float(uniforms(name, 1)[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of reasoning in both tokenizers' ids, never re-tokenised; an end token is not part of the ids.
+    """A piece of reasoning in both tokenizers' ids, never re-tokenised; an end token is not part of
+    the ids.
 
     With a shared tokenizer the two id tuples are the same object.
     """
@@ -261,7 +306,9 @@ class Chunk:
     draft_ids: TokenIds
     target_ids: TokenIds
     ended: Ending
-    logprobs: tuple[float, ...] = ()  # the author's own, one per generated id (an end token's included), or none
+    logprobs: tuple[
+        float, ...
+    ] = ()  # the author's own, one per generated id (an end token's included), or none
 
     @property
     def tokens(self) -> int:
@@ -298,13 +345,17 @@ class Turn:
     score: float | None = None
     decision: Decision | None = None
     note: str = ""  # why a score is missing, what failed, what stays; for people, nothing reads it
-    scored_tokens: int = 0  # the target was asked about; none where the score is that of an equal sibling's chunk
+    scored_tokens: int = (
+        0  # the target was asked about; none where the score is that of an equal sibling's chunk
+    )
     is_forced: bool = False  # the chunk's words were put in: no model wrote them
 
     @property
     def drafted(self) -> Chunk | None:
         """The draft's chunk that was judged, kept or discarded; None where the draft wrote none."""
-        return next((chunk for chunk in (*self.discarded, *self.chunks) if chunk.author == "draft"), None)
+        return next(
+            (chunk for chunk in (*self.discarded, *self.chunks) if chunk.author == "draft"), None
+        )
 
     @property
     def is_recalled(self) -> bool:
@@ -313,9 +364,15 @@ class Turn:
 
     @property
     def remark(self) -> str:
-        """What people are told of it: its note, whether its words were put in, and why no score was asked for."""
-        recalled = "scored as an equal chunk after an equal beginning was" if self.is_recalled else ""
-        return "; ".join(filter(None, (self.note, "budget forcing" if self.is_forced else "", recalled)))
+        """What people are told of it: its note, whether its words were put in, and why no score was
+        asked for.
+        """
+        recalled = (
+            "scored as an equal chunk after an equal beginning was" if self.is_recalled else ""
+        )
+        return "; ".join(
+            filter(None, (self.note, "budget forcing" if self.is_forced else "", recalled))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +386,9 @@ class Usage:
     target_prefill_tokens: int = 0
     wasted_tokens: int = 0  # sampled, then discarded or cancelled
     calls: int = 0
-    drawn_tokens: int = 0  # of the target's, those drawn while it scored: no step of decoding was made for them
+    drawn_tokens: int = (
+        0  # of the target's, those drawn while it scored: no step of decoding was made for them
+    )
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -382,12 +441,15 @@ class Outcome:
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
     why: str = ""
     usage: Usage = Usage()
-    doubt: str = ""  # what a reader should know of the answer: that the problem is unlike those of the stored scores
+    # what a reader should know of the answer: that the problem is unlike those of the stored scores
+    doubt: str = ""
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to do: neither the problem nor one of its rollouts failed."""
-        return self.status != "failed" and not any(rollout.finish == "failed" for rollout in self.rollouts)
+        return self.status != "failed" and not any(
+            rollout.finish == "failed" for rollout in self.rollouts
+        )
 
     @property
     def agreement(self) -> float:

@@ -1,4 +1,6 @@
-"""Tails and quantiles of the classical distributions, from scipy.special: scipy.stats takes a second to import."""
+"""Tails and quantiles of the classical distributions, from scipy.special: scipy.stats takes a
+second to import.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ def normal_quantile(share: float) -> float:
 
 
 def student_quantile(share: float, freedom: float) -> float:
-    """The value that Student's t with so many degrees of freedom stays below with probability `share`."""
+    """The value that Student's t with so many degrees of freedom stays below with probability
+    `share`.
+    """
     return float(scipy.special.stdtrit(freedom, share))
 
 
@@ -43,7 +47,13 @@ def binomial_cdf(count: ArrayLike, n: ArrayLike, chance: float) -> Floats:
 
 def binomial_tail(count: int, n: int, chance: float) -> float:
     """P(Bin(n, chance) > count)."""
-    return 1.0 if count < 0 else 0.0 if count >= n else float(scipy.special.betainc(count + 1, n - count, chance))
+    return (
+        1.0
+        if count < 0
+        else 0.0
+        if count >= n
+        else float(scipy.special.betainc(count + 1, n - count, chance))
+    )
 
 
 def binomial_pmf(count: int, n: ArrayLike, chance: float) -> Floats:
@@ -59,17 +69,23 @@ def binomial_quantile(share: float, n: int, chance: float) -> int:
 
 
 def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) -> Floats:
-    """P(at least so many of `drawn` are right), drawn without replacement from `n` of which some are right.
+    """P(at least so many of `drawn` are right), drawn without replacement from `n` of which some
+    are right.
 
     NaN where there are fewer than are drawn.
     """
     counts = np.arange(least, drawn + 1)
     total, good = np.broadcast_arrays(_floats(n), _floats(right))
-    bad, others = (total - good)[..., None], drawn - counts
+    bad = (total - good)[..., None]
+    others = drawn - counts
     is_possible = (counts <= good[..., None]) & (others <= bad)
-    logs = _log_choose(np.maximum(good[..., None], counts), counts) + _log_choose(np.maximum(bad, others), others)
+    logs = _log_choose(np.maximum(good[..., None], counts), counts) + _log_choose(
+        np.maximum(bad, others), others
+    )
     enough = np.maximum(total, drawn)
-    chances = np.where(is_possible, np.exp(logs - _log_choose(enough, drawn)[..., None]), 0.0).sum(axis=-1)
+    chances = np.where(is_possible, np.exp(logs - _log_choose(enough, drawn)[..., None]), 0.0).sum(
+        axis=-1
+    )
     return _floats(np.where(total < drawn, np.nan, np.minimum(chances, 1.0)))
 
 

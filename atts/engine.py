@@ -1,4 +1,6 @@
-"""The engine protocol: what pipelines may ask of a model, what an engine says of itself, and what it counts."""
+"""The engine protocol: what pipelines may ask of a model, what an engine says of itself, and what
+it counts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 import anyio
 
 from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores, TokenIds
-from atts.errors import ContextOverflow, EngineError, EngineUnavailable, UnsupportedByEngine, UsageError
+from atts.errors import (
+    ContextOverflow,
+    EngineError,
+    EngineUnavailable,
+    UnsupportedByEngine,
+    UsageError,
+)
 from atts.speculated import Speculated, speculated_by
 from atts.tasks import clock
 
@@ -23,13 +31,16 @@ _Value = TypeVar("_Value")
 _MOST_IDS = 1 << 31
 EngineState = Literal["new", "open", "closed"]
 Capability = Literal["sample", "score", "rate", "draw"]
-"""rate: scores a suffix of one token only, of a few likely ones: enough for a rating of one digit. draw: draws from the
-laws it scores by (`ScoreRequest.draw`), and goes on from a beginning made elsewhere (`SampleRequest.begun`).
+"""rate: scores a suffix of one token only, of a few likely ones: enough for a rating of one digit.
+draw: draws from the laws it scores by (`ScoreRequest.draw`), and goes on from a beginning made
+elsewhere (`SampleRequest.begun`).
 """
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back; `render` applies the model's chat template and opens the assistant's turn."""
+    """Text to ids and back; `render` applies the model's chat template and opens the assistant's
+    turn.
+    """
 
     @property
     def digest(self) -> str:
@@ -51,7 +62,9 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Who the engine is, and what its numbers mean; goes into manifests and calibration fingerprints."""
+    """Who the engine is, and what its numbers mean; goes into manifests and calibration
+    fingerprints.
+    """
 
     name: str
     model: str
@@ -61,22 +74,34 @@ class EngineSpec:
     vocabulary: int
     engine: str = ""  # kind and major.minor version, such as "local 0.1"
     dtype: str = "float32"
-    rounds_scores: bool = False  # what it scores, and draws meanwhile, is computed less exactly than what it samples
+    rounds_scores: bool = (
+        False  # what it scores, and draws meanwhile, is computed less exactly than what it samples
+    )
     logprobs: Literal["raw", "processed", "none"] = "raw"  # none: completions come without
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
     flops_per_token: float = 0.0  # of one decoded token; 0 when unknown
     weights: str = ""  # digest of the weights' files, where they are at hand
-    findings: tuple[tuple[str, str], ...] = ()  # what a probe saw: ("scores", "yes: 12 finite scores, ...")
+    findings: tuple[
+        tuple[str, str], ...
+    ] = ()  # what a probe saw: ("scores", "yes: 12 finite scores, ...")
 
     def fingerprint(self) -> dict[str, object]:
         """The fields that must match before scores of one engine calibrate another."""
         fields = asdict(self)
-        found = {f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING}
+        found = {
+            f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING
+        }
         own = {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")}
         return {**own, **found, **({"weights": self.weights} if self.weights else {})}
 
 
-_LASTING = ("tokenizer", "scores", "planted", "convention", "rating")  # findings that time and load do not change
+_LASTING = (
+    "tokenizer",
+    "scores",
+    "planted",
+    "convention",
+    "rating",
+)  # findings that time and load do not change
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +147,27 @@ class EngineCounters:
         """Scores came."""
         self.scored_tokens += len(done.logprobs)
         self.cached_tokens += done.cached_tokens
-        self.prefilled_tokens += max(0, len(request.prefix) + len(request.suffix) - done.cached_tokens)
+        self.prefilled_tokens += max(
+            0, len(request.prefix) + len(request.suffix) - done.cached_tokens
+        )
 
     def snapshot(self, *, busy_for: float = 0.0) -> EngineStats:
         """The counters now; `busy_for` is how long a busy spell that has not ended yet has lasted."""
-        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(EngineStats)}
+        values: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in fields(EngineStats)
+        }
         values["busy_seconds"] = self.busy_seconds + busy_for
         return EngineStats(**values)
 
 
 class Engine(Protocol):
-    """A model that samples and scores; opened by `async with`, safe to call from many tasks at once.
+    """A model that samples and scores; opened by `async with`, safe to call from many tasks at
+    once.
 
-    Cancelling the awaiting scope frees the work. Who else is in flight changes speed, never the distribution.
-    Stop strings are looked for in what this request generated, never across its beginning. Closing twice is fine, and a
-    closed engine raises EngineUnavailable. `atts.testing.check_engine` checks all of this from outside.
+    Cancelling the awaiting scope frees the work. Who else is in flight changes speed, never the
+    distribution. Stop strings are looked for in what this request generated, never across its
+    beginning. Closing twice is fine, and a closed engine raises EngineUnavailable.
+    `atts.testing.check_engine` checks all of this from outside.
     """
 
     @property
@@ -169,7 +200,11 @@ class Engine(Protocol):
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None: ...
 
 
@@ -183,9 +218,11 @@ class Returning(Protocol):
 
 
 class EngineAround:
-    """A wrapper that passes everything on to another engine; subclasses watch, record or disturb the calls.
+    """A wrapper that passes everything on to another engine; subclasses watch, record or disturb
+    the calls.
 
-    With lifetime "own", opening and closing the wrapper opens and closes the engine inside; with "lent" it does not.
+    With lifetime "own", opening and closing the wrapper opens and closes the engine inside; with
+    "lent" it does not.
     """
 
     def __init__(self, engine: Engine, lifetime: Literal["own", "lent"]) -> None:
@@ -222,7 +259,9 @@ class EngineAround:
         """As the inner engine; see `Returning`."""
         return isinstance(self._engine, Returning) and await self._engine.comes_back()
 
-    async def around(self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]) -> _Answer:
+    async def around(
+        self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
+    ) -> _Answer:
         """Every call of either kind; a subclass may do something before it, after it or instead."""
         return await call(request)
 
@@ -232,7 +271,11 @@ class EngineAround:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None:
         return await self._engine.__aexit__(kind, error, trace) if self._lifetime == "own" else None
 
@@ -240,30 +283,38 @@ class EngineAround:
 def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
     """Refuse a request no engine can serve; every engine calls it first.
 
-    :raises UsageError: empty ids, an id outside the vocabulary, or an impossible limit or temperature.
+    :raises UsageError: empty ids, an id outside the vocabulary, or an impossible limit or
+        temperature.
     :raises ContextOverflow: the ids plus `max_tokens` exceed the context.
     """
     sampling = request.sampling
     if request.max_tokens < 1:
         raise UsageError(f"max_tokens is {request.max_tokens}, expected at least 1")
     if not 0 <= request.begun < len(request.ids):
-        raise UsageError(f"{request.begun} of {len(request.ids)} ids cannot be the answer's beginning")
+        raise UsageError(
+            f"{request.begun} of {len(request.ids)} ids cannot be the answer's beginning"
+        )
     shares = 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1
     if not (0 <= sampling.temperature < math.inf and shares and 0 <= sampling.top_k < _MOST_IDS):
-        raise UsageError(f"{sampling}: expected temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0")
+        raise UsageError(
+            f"{sampling}: expected temperature >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, top_k >= 0"
+        )
     for stop in request.stop:
         if not stop:
             raise UsageError("an empty stop string would stop everywhere")
         try:
             stop.encode()
         except UnicodeEncodeError:
-            raise UsageError(f"the stop string {stop!r} holds half a character (a lone surrogate)") from None
+            raise UsageError(
+                f"the stop string {stop!r} holds half a character (a lone surrogate)"
+            ) from None
     _check_ids(spec, len(request.ids) + request.max_tokens, (request.ids, "the prompt"))
 
 
 def check_score(request: ScoreRequest, spec: EngineSpec) -> None:
     """Refuse a scoring request no engine can serve; same errors as `check_sample`."""
-    prefix, suffix = request.prefix, request.suffix
+    prefix = request.prefix
+    suffix = request.suffix
     _check_ids(spec, len(prefix) + len(suffix), (prefix, "the prefix"), (suffix, "the suffix"))
 
 
@@ -275,13 +326,17 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
         if bool in kinds or not all(issubclass(kind, Integral) for kind in kinds):
             raise UsageError(f"{what} holds ids that are no whole numbers")
         if min(ids) < 0 or max(ids) >= spec.vocabulary:
-            raise UsageError(f"{what} holds an id outside 0..{spec.vocabulary - 1}: ids of another tokenizer?")
+            raise UsageError(
+                f"{what} holds an id outside 0..{spec.vocabulary - 1}: ids of another tokenizer?"
+            )
     if needed > spec.context_length:
         raise ContextOverflow(spec.name, needed, spec.context_length)
 
 
 class BaseEngine(ABC):
-    """An engine that checks and counts requests; a subclass sets `_spec` and `_tokenizer`, and answers them."""
+    """An engine that checks and counts requests; a subclass sets `_spec` and `_tokenizer`, and
+    answers them.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -304,9 +359,13 @@ class BaseEngine(ABC):
         return opened(self._tokenizer, self._name)
 
     def stats(self) -> EngineStats:
-        """Counters so far, as seen from here; busy is the time in which at least one request was under way."""
+        """Counters so far, as seen from here; busy is the time in which at least one request was
+        under way.
+        """
         counts = self._counts
-        return counts.snapshot(busy_for=self._clock() - self._busy_since if counts.in_flight else 0.0)
+        return counts.snapshot(
+            busy_for=self._clock() - self._busy_since if counts.in_flight else 0.0
+        )
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids; see `atts.engine.Engine`."""
@@ -318,7 +377,9 @@ class BaseEngine(ABC):
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Score the suffix; see `atts.engine.Engine`."""
-        self._admit("rate" if len(request.suffix) == 1 and "rate" in self.spec.capabilities else "score")
+        self._admit(
+            "rate" if len(request.suffix) == 1 and "rate" in self.spec.capabilities else "score"
+        )
         check_score(request, self.spec)
         done = await self._counted(request, self._score)
         self._counts.scored(request, done)
@@ -326,7 +387,8 @@ class BaseEngine(ABC):
 
     async def open(self) -> None:
         """Make it ready to be asked."""
-        self._clock, self._state = clock(), "open"
+        self._clock = clock()
+        self._state = "open"
 
     async def __aenter__(self) -> Self:
         if self._state == "closed":
@@ -335,7 +397,11 @@ class BaseEngine(ABC):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None:
         self._state = "closed"
         await self._close()
@@ -360,7 +426,9 @@ class BaseEngine(ABC):
         if verb not in self.spec.capabilities:
             raise UnsupportedByEngine(self._name, f"{self.spec.engine} cannot {verb}")
 
-    async def _counted(self, request: _Request, answer: Callable[[_Request], Awaitable[_Answer]]) -> _Answer:
+    async def _counted(
+        self, request: _Request, answer: Callable[[_Request], Awaitable[_Answer]]
+    ) -> _Answer:
         """Count a request while it is under way, and how it ended."""
         counts = self._counts
         counts.requests += 1

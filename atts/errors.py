@@ -22,8 +22,8 @@ ATTSError (1)
 │   └── StorageError            the disk refuses (full, read-only, gone)
 └── CheckFailed (5)             a check the user asked for did not pass
 
-An interrupted run exits with 130 and keeps what it has; one of which an engine failed a part exits with 3, and the same
-command does what is missing.
+An interrupted run exits with 130 and keeps what it has; one of which an engine failed a part exits
+with 3, and the same command does what is missing.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,9 @@ from typing import ClassVar
 
 
 class ATTSError(Exception):
-    """Base of every error this package raises on purpose; `exit_code` is what the command line returns."""
+    """Base of every error this package raises on purpose; `exit_code` is what the command line
+    returns.
+    """
 
     exit_code: ClassVar[int] = 1
     retryable: ClassVar[bool] = False
@@ -45,11 +47,21 @@ class UsageError(ATTSError):
 
 
 class OptionError(UsageError):
-    """An option that is unknown or has an impossible value; `given` is what was misspelt, the option unless said."""
+    """An option that is unknown or has an impossible value; `given` is what was misspelt, the
+    option unless said.
+    """
 
-    def __init__(self, option: str, problem: str, known: Sequence[str] = (), given: object = None) -> None:
+    def __init__(
+        self, option: str, problem: str, known: Sequence[str] = (), given: object = None
+    ) -> None:
         near = get_close_matches(option if given is None else str(given), known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}" if known else ""
+        hint = (
+            f"; did you mean {near[0]!r}?"
+            if near
+            else f"; known: {', '.join(known)}"
+            if known
+            else ""
+        )
         super().__init__(f"{option}: {problem}{hint}")
         self.option = option
 
@@ -67,7 +79,9 @@ class CalibrationInputError(UsageError):
 
     def __init__(self, what: str, value: object, expected: str) -> None:
         shown = repr(value)
-        super().__init__(f"{what} is {shown if len(shown) <= 100 else shown[:99] + '…'}, expected {expected}")
+        super().__init__(
+            f"{what} is {shown if len(shown) <= 100 else shown[:99] + '…'}, expected {expected}"
+        )
         self.what = what
 
 
@@ -92,7 +106,8 @@ class EngineError(ATTSError):
 
     def __init__(self, engine: str, problem: str, advice: str = "") -> None:
         super().__init__(f"engine {engine}: {problem}" + (f". {advice}" if advice else ""))
-        self.engine, self.problem = engine, problem
+        self.engine = engine
+        self.problem = problem
 
 
 class EngineUnavailable(EngineError):
@@ -108,7 +123,9 @@ class EngineTimeout(EngineError):
 
 
 class BadReply(EngineError):
-    """The engine answered, and the answer cannot be true (wrong length, wrong ids, not finite, empty)."""
+    """The engine answered, and the answer cannot be true (wrong length, wrong ids, not finite,
+    empty).
+    """
 
     retryable = True
 
@@ -143,7 +160,9 @@ class ContextOverflow(EngineError):
         context_length: int,
         advice: str = "Lower the token limit or the number of turns",
     ) -> None:
-        super().__init__(engine, f"the request needs {needed} tokens, the context holds {context_length}", advice)
+        super().__init__(
+            engine, f"the request needs {needed} tokens, the context holds {context_length}", advice
+        )
         self.needed = needed
         self.context_length = context_length
 

@@ -21,8 +21,10 @@ ADVICE: dict[int, str] = {
     errno.EACCES: "You may not write here: choose another run directory",
     errno.EPERM: "You may not write here: choose another run directory",
     errno.ENOTDIR: "A file is in the way: choose another run directory",
-    errno.ESTALE: "What was recorded since is lost: leave a run alone while it is written, and run it again",
-    errno.ELOOP: "It is a link, and links are not followed here: remove it, or choose another run directory",
+    errno.ESTALE: "What was recorded since is lost: leave a run alone while it is written, and run "
+    "it again",
+    errno.ELOOP: "It is a link, and links are not followed here: remove it, or choose another run "
+    "directory",
     errno.EEXIST: "A file is in the way: choose another run directory",
 }
 
@@ -30,9 +32,13 @@ ADVICE: dict[int, str] = {
 def refused(path: Path, error: BaseException) -> StorageError:
     """The operating system's refusal in words a user can act on."""
     if isinstance(error, MemoryError):
-        return StorageError(path, "there is no memory left", "Free some and run the same command again")
+        return StorageError(
+            path, "there is no memory left", "Free some and run the same command again"
+        )
     if not isinstance(error, OSError):
-        return StorageError(path, f"a line was not written to its end ({type(error).__name__})", "Run it again")
+        return StorageError(
+            path, f"a line was not written to its end ({type(error).__name__})", "Run it again"
+        )
     return StorageError(path, error.strerror or str(error), ADVICE.get(error.errno or 0, ""))
 
 
@@ -40,7 +46,8 @@ def refused(path: Path, error: BaseException) -> StorageError:
 def storage(path: Path) -> Generator[None, None, None]:
     """Any refusal of the disk, or of memory, inside the block becomes a StorageError about `path`.
 
-    :raises StorageError: in place of an OSError, a MemoryError, or what Python says of names that no file can have.
+    :raises StorageError: in place of an OSError, a MemoryError, or what Python says of names that
+        no file can have.
     """
     try:
         yield
@@ -49,7 +56,9 @@ def storage(path: Path) -> Generator[None, None, None]:
     except ValueError as error:
         if "null byte" not in str(error) and not isinstance(error, UnicodeEncodeError):
             raise
-        raise StorageError(path, "no file can have this name", "Leave out what is no character") from error
+        raise StorageError(
+            path, "no file can have this name", "Leave out what is no character"
+        ) from error
 
 
 def is_same_file(handle: int, path: Path) -> bool:
@@ -60,11 +69,14 @@ def is_same_file(handle: int, path: Path) -> bool:
         return False
 
 
-def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, durable: bool = True) -> None:
-    """Replace the file whole: a reader, or a crash at any moment, sees the old content or the new, never a mixture.
+def write_atomic(
+    path: Path, data: bytes | Iterable[bytes | memoryview], *, durable: bool = True
+) -> None:
+    """Replace the file whole: a reader, or a crash at any moment, sees the old content or the new,
+    never a mixture.
 
-    Who may read it is as for any file one makes (the umask), or as it was before. What is not `durable` may be the old
-    content again after a power failure, and costs no wait for the disk.
+    Who may read it is as for any file one makes (the umask), or as it was before. What is not
+    `durable` may be the old content again after a power failure, and costs no wait for the disk.
 
     :raises StorageError: the disk refuses; the old file is untouched.
     """
@@ -73,14 +85,20 @@ def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview], *, dura
 
 
 def replace_file(
-    path: Path, data: bytes | Iterable[bytes | memoryview], *, durable: bool = True, mode: int = 0o666
+    path: Path,
+    data: bytes | Iterable[bytes | memoryview],
+    *,
+    durable: bool = True,
+    mode: int = 0o666,
 ) -> None:
     """The same for callers with words of their own; a new file is made with `mode`, less the umask.
 
     :raises OSError: the disk refuses; the old file is untouched.
     """
     temporary = path.with_name(f".{path.name}.{token_hex(6)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode)
+    handle = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), mode
+    )
     try:
         with os.fdopen(handle, "wb") as file:
             with suppress(FileNotFoundError):
@@ -99,7 +117,8 @@ def replace_file(
 
 
 def write_out(path: Path, data: bytes) -> None:
-    """Write a file that a user named: through links to what they lead to, never over what is no ordinary file.
+    """Write a file that a user named: through links to what they lead to, never over what is no
+    ordinary file.
 
     :raises StorageError: it is a device, a pipe, a socket or a directory, or the disk refuses.
     """
@@ -131,7 +150,9 @@ def open_ordinary(path: Path) -> BufferedReader:
 
     :raises OSError: it is no ordinary file, or cannot be opened.
     """
-    file = os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb")
+    file = os.fdopen(
+        os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb"
+    )
     try:
         check_ordinary(os.fstat(file.fileno()).st_mode, path)
     except BaseException:

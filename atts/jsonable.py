@@ -1,4 +1,6 @@
-"""Strict JSON: Python values as JSON holds them (NaN as null, infinities as strings), and texts read strictly."""
+"""Strict JSON: Python values as JSON holds them (NaN as null, infinities as strings), and texts
+read strictly.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ class Instance(NamedTuple):
     @property
     def cost(self) -> float:
         """When the request is through."""
-        return self.wait + self.run + (0.0 if self.owns else min(self.move, self.recompute)) + self.hop
+        return (
+            self.wait + self.run + (0.0 if self.owns else min(self.move, self.recompute)) + self.hop
+        )
 
 
 def dispatched(instances: Sequence[Instance]) -> int:
@@ -44,27 +46,33 @@ class Demand(NamedTuple):
 def placed(
     blocks: Mapping[str, Demand], transitions: Mapping[tuple[str, str], int], rooms: Sequence[float]
 ) -> dict[str, list[int]]:
-    """Servers for each block: as many as its load asks for, beside those that states come from or go to.
+    """Servers for each block: as many as its load asks for, beside those that states come from or
+    go to.
 
-    The busiest block is placed first. Then a block goes where its neighbours by counted transitions are, while there is
-    room and no other server is idler by half a server; at least one server holds it. Room that is left takes smaller
-    neighbours, so that fewer requests hop.
+    The busiest block is placed first. Then a block goes where its neighbours by counted transitions
+    are, while there is room and no other server is idler by half a server; at least one server
+    holds it. Room that is left takes smaller neighbours, so that fewer requests hop.
 
     :raises ValueError: a block fits nowhere.
     """
-    left, loads = list(rooms), [0.0] * len(rooms)
+    left = list(rooms)
+    loads = [0.0] * len(rooms)
     found = dict[str, list[int]]()
     near = Counter[tuple[str, str]]()
     for (one, other), count in transitions.items():
         near[one, other] += count
         near[other, one] += count
     for name in sorted(blocks, key=lambda name: (-blocks[name].load, name)):
-        demand, mine = blocks[name], list[int]()
+        demand = blocks[name]
+        mine = list[int]()
         for _ in range(min(len(rooms), max(1, math.ceil(demand.load)))):
             fits = [at for at, room in enumerate(left) if room >= demand.bytes and at not in mine]
             if not fits:
                 break
-            beside = {at: sum(near[name, other] for other, at_ in found.items() if at in at_) for at in fits}
+            beside = {
+                at: sum(near[name, other] for other, at_ in found.items() if at in at_)
+                for at in fits
+            }
             calm = min(loads[at] for at in fits)
             close = [at for at in fits if loads[at] <= calm + 0.5]
             mine.append(max(close, key=lambda at: (beside[at], -loads[at], -at)))
@@ -76,7 +84,11 @@ def placed(
         found[name] = mine
     for one, other in near:  # no hop where a neighbour fits in as well
         for at in found[one]:
-            if at not in found[other] and left[at] >= blocks[other].bytes and blocks[other].bytes < blocks[one].bytes:
+            if (
+                at not in found[other]
+                and left[at] >= blocks[other].bytes
+                and blocks[other].bytes < blocks[one].bytes
+            ):
                 found[other].append(at)
                 left[at] -= blocks[other].bytes
     return found

@@ -1,4 +1,6 @@
-"""Child processes of this package: Python that imports what its parent does, and nothing from the current directory."""
+"""Child processes of this package: Python that imports what its parent does, and nothing from the
+current directory.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from pathlib import Path
 _PARENT_SECONDS = 0.25
 """How often a child looks whether its parent is still there."""
 _DEATH_SIGNAL = 1
-"""Linux's PR_SET_PDEATHSIG; sent when the thread that started the child ends, so it must be a harmless one."""
+"""Linux's PR_SET_PDEATHSIG; sent when the thread that started the child ends, so it must be a
+harmless one.
+"""
 _START = """\
 import json, runpy, sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -31,9 +35,11 @@ else:
 
 
 def python_command(program: str | Path, *arguments: str) -> list[str]:
-    """The command line that runs a module or a file in an isolated Python, with the `atts` of this process.
+    """The command line that runs a module or a file in an isolated Python, with the `atts` of this
+    process.
 
-    Environment variables that Python itself reads do not reach it; what they added to this process's path does.
+    Environment variables that Python itself reads do not reach it; what they added to this
+    process's path does.
     """
     start = json.dumps([str(program), import_path(), str(Path(__file__).parent)])
     return [sys.executable, "-I", "-c", _START, start, *arguments]
@@ -55,9 +61,13 @@ def usable_cores() -> int:
 
 
 def end_with(parent: int) -> None:
-    """Kill this process, and what it started, as soon as process `parent` is gone; to be called in its child."""
+    """Kill this process, and what it started, as soon as process `parent` is gone; to be called in
+    its child.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGCONT)  # a child that is stopped would not look
+        ctypes.CDLL(None).prctl(
+            _DEATH_SIGNAL, signal.SIGCONT
+        )  # a child that is stopped would not look
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 
 

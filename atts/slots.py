@@ -1,4 +1,6 @@
-"""Slots: a counting semaphore over holders and tokens, with a queue ordered by priority and arrival."""
+"""Slots: a counting semaphore over holders and tokens, with a queue ordered by priority and
+arrival.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ class _Waiter:
     def __init__(self, event: anyio.Event, tokens: int) -> None:
         self.event = event
         self.tokens = tokens
-        self.state = "waiting"  # then "granted", by the one who gave, or "gone", by its own cancellation
+        self.state = (
+            "waiting"  # then "granted", by the one who gave, or "gone", by its own cancellation
+        )
 
 
 class SlotQueue:
     """At most `slots` holders and `tokens` tokens at once; None means no bound.
 
-    First come first served within a priority, lower numbers first. The head of the queue is never overtaken within its
-    priority: a large request waits for room, it does not starve. A waiter that is cancelled leaves the queue, and what
-    it had been granted goes to the next.
+    First come first served within a priority, lower numbers first. The head of the queue is never
+    overtaken within its priority: a large request waits for room, it does not starve. A waiter that
+    is cancelled leaves the queue, and what it had been granted goes to the next.
     """
 
     __slots__ = ("_event", "_lanes", "_priorities", "free_slots", "free_tokens", "slots", "tokens")
@@ -32,14 +36,18 @@ class SlotQueue:
     def __init__(self, slots: int | None, tokens: int | None = None) -> None:
         self.slots = slots
         self.tokens = tokens
-        self.free_slots: float = math.inf if slots is None else slots  # below 0 after a resize below what is in use
+        self.free_slots: float = (
+            math.inf if slots is None else slots
+        )  # below 0 after a resize below what is in use
         self.free_tokens: float = math.inf if tokens is None else tokens
         self._event: Callable[[], anyio.Event] = anyio.Event
         self._lanes: dict[int, deque[_Waiter]] = {}  # by priority; an empty lane is removed
         self._priorities: list[int] = []  # of the lanes, sorted
 
     def enter_loop(self) -> None:
-        """Prepare for the loop that is running: its own class of events is a third of the price of finding it."""
+        """Prepare for the loop that is running: its own class of events is a third of the price of
+        finding it.
+        """
         self._event = type(anyio.Event())
 
     @property
@@ -58,7 +66,9 @@ class SlotQueue:
         return sum(waiter.state == "waiting" for lane in self._lanes.values() for waiter in lane)
 
     def resize(self, slots: int) -> None:
-        """Bound the slots anew: those above the bound end as they are given back, those gained are granted now."""
+        """Bound the slots anew: those above the bound end as they are given back, those gained are
+        granted now.
+        """
         assert self.slots is not None, "only a bound can be moved"
         self.free_slots += slots - self.slots
         self.slots = slots
@@ -73,7 +83,9 @@ class SlotQueue:
         return True
 
     async def take(self, tokens: int = 0, priority: int = 0) -> None:
-        """Wait for a slot and the tokens; what more tokens than the bound mean, a subclass says in `_refuse`."""
+        """Wait for a slot and the tokens; what more tokens than the bound mean, a subclass says in
+        `_refuse`.
+        """
         if self.tokens is not None and tokens > self.tokens:
             self._refuse(tokens)
         waiter = _Waiter(self._event(), tokens)

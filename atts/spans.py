@@ -1,4 +1,6 @@
-"""Timed spans of a run: engine calls, rollouts and problems, as the task graph measures and the journal keeps them."""
+"""Timed spans of a run: engine calls, rollouts and problems, as the task graph measures and the
+journal keeps them.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,24 @@ RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
 ProblemStatus = Literal["done", "failed", "cancelled"]
 
 RELEASE = "release"
-"""The stage of the span that ends each rollout admitted together: it waited for all siblings' last calls."""
+"""The stage of the span that ends each rollout admitted together: it waited for all siblings' last
+calls.
+"""
 HOLD = "hold"
 """The stage of the span of a wait for what a sibling holds: it had asked about an equal chunk."""
 
-# Not frozen: a frozen dataclass of this width takes five times as long to make, and one is made for every engine call.
+# Not frozen: a frozen dataclass of this width takes five times as long to make, and one is made for
+# every engine call.
 
 
 @dataclass(slots=True)
 class CallSpan:
-    """One engine call, a node of the task graph: who called, what it waited for, and when (the loop's clock, seconds).
+    """One engine call, a node of the task graph: who called, what it waited for, and when (the
+    loop's clock, seconds).
 
-    `ready <= queued <= started <= ended`. A call cancelled in the queue has `started == ended`. A "recalled" call took
-    its result from an earlier session: it did no work, and stands for the call that did. Spans are never changed.
+    `ready <= queued <= started <= ended`. A call cancelled in the queue has `started == ended`. A
+    "recalled" call took its result from an earlier session: it did no work, and stands for the call
+    that did. Spans are never changed.
     """
 
     node: int  # its number; higher than those of the calls it waited for
@@ -59,7 +66,9 @@ class CallSpan:
 
 @dataclass(slots=True)
 class RolloutSpan:
-    """One rollout's life; `released` is after `ended` only where it kept its place for its siblings."""
+    """One rollout's life; `released` is after `ended` only where it kept its place for its
+    siblings.
+    """
 
     problem: str
     sample: int

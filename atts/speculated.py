@@ -1,4 +1,6 @@
-"""Counters of speculation: what was proposed to an engine and accepted, and what was expected and realised."""
+"""Counters of speculation: what was proposed to an engine and accepted, and what was expected and
+realised.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ class Speculated:
     seconds: float = 0.0  # spent on proposing
     choices: int = 0  # of a length: sequences summed over steps
     chosen: int = 0  # summed lengths: divided by choices, the mean k
-    expected_tokens: float = 0.0  # of steps of which something was expected; beside it what came of them
+    expected_tokens: float = (
+        0.0  # of steps of which something was expected; beside it what came of them
+    )
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    saved_seconds: float = 0.0  # of these, beside what steps without proposals take for as many tokens
+    saved_seconds: float = (
+        0.0  # of these, beside what steps without proposals take for as many tokens
+    )
 
     def __add__(self, other: Speculated) -> Speculated:
         return self._with(other, add)
@@ -35,7 +41,11 @@ class Speculated:
     @property
     def by_place(self) -> tuple[float, ...]:
         """The share that stood at each place, of those that were tested there."""
-        return tuple(stood / tested for stood, tested in zip(self.stood_at, self.tested_at, strict=True) if tested)
+        return tuple(
+            stood / tested
+            for stood, tested in zip(self.stood_at, self.tested_at, strict=True)
+            if tested
+        )
 
     def __str__(self) -> str:
         """In a line for people.
@@ -44,9 +54,12 @@ class Speculated:
         300 tokens, 80% stood (by place 0.90 0.89 0.88), 1.6 at a time
         """
         places = " ".join(f"{share:.2f}" for share in self.by_place[:8])
-        saved = f", {self.saved_seconds:.1f} s saved of {self.came_seconds + self.saved_seconds:.1f}"
+        saved = (
+            f", {self.saved_seconds:.1f} s saved of {self.came_seconds + self.saved_seconds:.1f}"
+        )
         return (
-            f"{self.proposed:,} tokens, {self.accepted / max(1, self.proposed):.0%} stood (by place {places}), "
+            f"{self.proposed:,} tokens, {self.accepted / max(1, self.proposed):.0%} stood (by "
+            f"place {places}), "
             f"{self.chosen / max(1, self.choices):.1f} at a time{saved * bool(self.came_seconds)}"
         )
 
@@ -87,6 +100,9 @@ def together(one: Speculated | None, other: Speculated | None) -> Speculated | N
 
 def counters_of(stats: Any) -> Speculated:
     """The same numbers out of counters that still grow."""
-    values: dict[str, Any] = {field.name: getattr(stats, field.name) for field in fields(Speculated)}
-    values["tested_at"], values["stood_at"] = tuple(values["tested_at"]), tuple(values["stood_at"])
+    values: dict[str, Any] = {
+        field.name: getattr(stats, field.name) for field in fields(Speculated)
+    }
+    values["tested_at"] = tuple(values["tested_at"])
+    values["stood_at"] = tuple(values["stood_at"])
     return Speculated(**values)

@@ -1,4 +1,6 @@
-"""Models that are stored as blocks: the manifest that names each block's file by its content, read and checked."""
+"""Models that are stored as blocks: the manifest that names each block's file by its content, read
+and checked.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,12 @@ import msgspec
 from atts.errors import ZooError
 from atts.model_folder import weight_files
 
-MANIFEST, MARK, ADAPTER = "blocks.json", "zoo.json", "adapter"
+MANIFEST = "blocks.json"
+MARK = "zoo.json"
+ADAPTER = "adapter"
 ADAPTER_CONFIG = "adapter_config.json"
-MODELS, BLOCKS = "models", "blocks"
+MODELS = "models"
+BLOCKS = "blocks"
 SCHEMA = 1
 """Of zoos: a higher number was written by a newer atts."""
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{40}$")]
@@ -26,7 +31,9 @@ FileName = Annotated[str, msgspec.Meta(pattern=r"^[^/\\\x00]+\.safetensors$")]
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A part of a model: where it stands, what its content is called, and how its tensors are named."""
+    """A part of a model: where it stands, what its content is called, and how its tensors are
+    named.
+    """
 
     place: str  # embedding, layers.3.attention, layers.3.mlp, head, adapter, rest
     digest: Digest  # of its file, which is called so
@@ -45,7 +52,9 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a model says otherwise with other blocks at some places, measured on what it wrote to some problems."""
+    """What a model says otherwise with other blocks at some places, measured on what it wrote to
+    some problems.
+    """
 
     model: str
     weights: str  # its digest, as its engine's spec names it
@@ -62,20 +71,26 @@ class Loss:
         """In one line, for people."""
         before, after = self.accuracy
         return (
-            f"{self.nats:.4g} nats a token, {self.flips:.2%} of {self.tokens:,} greedy tokens flip; accuracy "
-            f"{before:.3f} to {after:.3f}, {after - before:+.3f} [{self.change[0]:+.3f}, {self.change[1]:+.3f}] "
+            f"{self.nats:.4g} nats a token, {self.flips:.2%} of {self.tokens:,} greedy tokens "
+            f"flip; accuracy "
+            f"{before:.3f} to {after:.3f}, {after - before:+.3f} [{self.change[0]:+.3f}, "
+            f"{self.change[1]:+.3f}] "
             f"(n = {self.count}, {self.problems})"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """What a zoo knows of one model; its configuration and tokenizer lie beside, as they were added."""
+    """What a zoo knows of one model; its configuration and tokenizer lie beside, as they were
+    added.
+    """
 
     name: str
     source: str  # the folder that was added
     base: str  # of an adapter, the model that it was added to
-    is_whole: bool  # its weight files lie beside as they were added: no other model shares a block of it
+    is_whole: (
+        bool  # its weight files lie beside as they were added: no other model shares a block of it
+    )
     bytes: int  # of its folder as it was added
     marks: tuple[str, str]  # the digests of its weights that an engine's spec names
     files: tuple[StoredFile, ...]
@@ -89,7 +104,9 @@ class StoredModel:
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file, and the names in it of a model's tensors; None where they are the model's own."""
+    """A safetensors file, and the names in it of a model's tensors; None where they are the model's
+    own.
+    """
 
     path: Path
     names: Mapping[str, str] | None
@@ -107,15 +124,21 @@ def tensor_files(folder: Path, name: str) -> list[TensorFile]:
     for block in stored.blocks:
         if block.place != ADAPTER:
             found.setdefault(block.digest, {}).update(block.tensors)
-    return [TensorFile(block_path(folder.parent.parent, digest), names) for digest, names in found.items()]
+    return [
+        TensorFile(block_path(folder.parent.parent, digest), names)
+        for digest, names in found.items()
+    ]
 
 
 def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
-    """Whether these are folders of models of one zoo that have a block in common, and as many layers if asked.
+    """Whether these are folders of models of one zoo that have a block in common, and as many
+    layers if asked.
 
     :raises ZooError: a manifest cannot be read.
     """
-    if one.resolve().parent != other.resolve().parent or not all((path / MANIFEST).is_file() for path in (one, other)):
+    if one.resolve().parent != other.resolve().parent or not all(
+        (path / MANIFEST).is_file() for path in (one, other)
+    ):
         return False
     models = read_stored(one), read_stored(other)
     depths = {sum(block.place.endswith(".mlp") for block in model.blocks) for model in models}
@@ -123,7 +146,8 @@ def share_blocks(one: Path, other: Path, *, as_deep: bool = False) -> bool:
 
 
 def unit_digests(folder: Path, num_layers: int) -> list[str]:
-    """What the blocks of a stored model are called, in the order of a token's way: 2 * layers + 2 of them.
+    """What the blocks of a stored model are called, in the order of a token's way: 2 * layers + 2
+    of them.
 
     :raises ZooError: the manifest cannot be read.
     """
@@ -133,27 +157,39 @@ def unit_digests(folder: Path, num_layers: int) -> list[str]:
 
 
 def adapter_file(folder: Path) -> TensorFile | None:
-    """Where the adapter of the model in `folder` is; its settings are in the folder `adapter` beside the manifest.
+    """Where the adapter of the model in `folder` is; its settings are in the folder `adapter`
+    beside the manifest.
 
     :raises ZooError: the manifest cannot be read.
     """
     stored = read_stored(folder) if (folder / MANIFEST).is_file() else None
     found = [block for block in stored.blocks if block.place == ADAPTER] if stored else []
-    return TensorFile(block_path(folder.parent.parent, found[0].digest), found[0].tensors) if found else None
+    return (
+        TensorFile(block_path(folder.parent.parent, found[0].digest), found[0].tensors)
+        if found
+        else None
+    )
 
 
 def check_stored(folder: Path) -> StoredModel | None:
-    """The manifest of the model in `folder`, its weights compared with their digests; None where it has none.
+    """The manifest of the model in `folder`, its weights compared with their digests; None where it
+    has none.
 
     :raises ZooError: a file is missing, or is not what was stored.
     """
     if not (folder / MANIFEST).is_file():
         return None
-    stored, zoo = read_stored(folder), folder.parent.parent
+    stored = read_stored(folder)
+    zoo = folder.parent.parent
     blocks = {block.digest: block.place for block in reversed(stored.blocks)}
-    parts = [(block_path(zoo, digest), digest, f"block {digest} ({place})") for digest, place in sorted(blocks.items())]
+    parts = [
+        (block_path(zoo, digest), digest, f"block {digest} ({place})")
+        for digest, place in sorted(blocks.items())
+    ]
     if stored.is_whole:
-        parts = [(folder / file.name, file.digest, f"its file {file.name}") for file in stored.files]
+        parts = [
+            (folder / file.name, file.digest, f"its file {file.name}") for file in stored.files
+        ]
     advice = f"Models without it are not affected; remove {stored.name!r} and add it again from its folder"
     for path, digest, what in parts:
         try:
@@ -162,7 +198,9 @@ def check_stored(folder: Path) -> StoredModel | None:
             problem = f"{what} of {stored.name!r} cannot be read ({error.strerror})"
             raise ZooError(zoo, problem, advice) from error
         if found != digest:
-            raise ZooError(zoo, f"{what} of {stored.name!r} is damaged: its content is {found[:16]}", advice)
+            raise ZooError(
+                zoo, f"{what} of {stored.name!r} is damaged: its content is {found[:16]}", advice
+            )
     return stored
 
 
@@ -171,7 +209,8 @@ def read_stored(folder: Path) -> StoredModel:
 
     :raises ZooError: it is damaged, or its zoo was written by a newer version.
     """
-    path, zoo = folder / MANIFEST, folder.parent.parent
+    path = folder / MANIFEST
+    zoo = folder.parent.parent
     check_schema(zoo)
     advice = f"Remove {folder.name!r} and add it again; other models are not affected"
     try:
@@ -197,7 +236,9 @@ def check_schema(zoo: Path) -> None:
     except OSError as error:
         raise ZooError(zoo, f"it is no zoo ({MARK}: {error.strerror})", advice) from error
     except msgspec.DecodeError as error:
-        raise ZooError(zoo, f"{MARK} is damaged ({error})", f'It should hold {{"schema": {SCHEMA}}}') from error
+        raise ZooError(
+            zoo, f"{MARK} is damaged ({error})", f'It should hold {{"schema": {SCHEMA}}}'
+        ) from error
     if schema > SCHEMA:
         problem = f"it was written by a newer atts (schema {schema}, this one knows {SCHEMA})"
         raise ZooError(zoo, problem, "Upgrade atts")

@@ -1,13 +1,23 @@
-"""Task groups and other small helpers of structured concurrency; no other module opens a task group.
+"""Task groups and other small helpers of structured concurrency; no other module opens a task
+group.
 
-Everything here works on asyncio and trio, and nothing outlives the `async with` or the `await` that began it.
+Everything here works on asyncio and trio, and nothing outlives the `async with` or the `await` that
+began it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable, Iterator
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterable,
+    Iterator,
+)
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
@@ -15,7 +25,17 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import current_token
 
-__all__ = ["TaskGroup", "background", "backoff", "clock", "collect", "first_error", "shielded", "soon", "task_group"]
+__all__ = [
+    "TaskGroup",
+    "background",
+    "backoff",
+    "clock",
+    "collect",
+    "first_error",
+    "shielded",
+    "soon",
+    "task_group",
+]
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -25,7 +45,8 @@ Args = TypeVarTuple("Args")
 async def task_group() -> AsyncGenerator[TaskGroup]:
     """An anyio task group whose failure leaves as the error itself, not wrapped in a group.
 
-    When several tasks failed, the most telling error is raised and the others are noted on it (`first_error`).
+    When several tasks failed, the most telling error is raised and the others are noted on it
+    (`first_error`).
 
     :raises BaseException: the error of a task, or of the block itself.
     """
@@ -40,7 +61,8 @@ async def task_group() -> AsyncGenerator[TaskGroup]:
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error to show of many: an interrupt before a failure, the earlier before the later; the rest as notes.
+    """The one error to show of many: an interrupt before a failure, the earlier before the later;
+    the rest as notes.
 
     >>> str(first_error(BaseExceptionGroup("", [ValueError("a"), ExceptionGroup("", [KeyError("b")])])))
     'a'
@@ -100,7 +122,8 @@ async def background(
 
 
 def backoff(attempt: int, first: float, *, longest: float = math.inf, salt: int = 0) -> float:
-    """Seconds before attempt number `attempt` (from 1) is repeated: doubling, spread by a quarter either way.
+    """Seconds before attempt number `attempt` (from 1) is repeated: doubling, spread by a quarter
+    either way.
 
     `salt` spreads callers that failed together, the same way every time.
 
@@ -119,13 +142,16 @@ def shielded(seconds: float) -> Generator[None]:
 
 
 def clock() -> Callable[[], float]:
-    """The running loop's clock as a plain function: what `anyio.current_time` reads, without finding the loop anew.
+    """The running loop's clock as a plain function: what `anyio.current_time` reads, without
+    finding the loop anew.
 
     :raises anyio.NoEventLoopError: no loop is running.
     """
     anyio.current_time()  # raises where there is no loop
     try:
-        if asyncio.current_task() is not None:  # None under trio's guest mode, whose host loop is not our clock
+        if (
+            asyncio.current_task() is not None
+        ):  # None under trio's guest mode, whose host loop is not our clock
             return asyncio.get_running_loop().time
     except RuntimeError:
         pass
@@ -135,12 +161,15 @@ def clock() -> Callable[[], float]:
 
 
 def soon() -> Callable[[Callable[[], None]], None]:
-    """A way to run a function in this event loop from another thread, without waiting, on asyncio and trio.
+    """A way to run a function in this event loop from another thread, without waiting, on asyncio
+    and trio.
 
     A loop that has ended runs nothing any more; the call is dropped.
     """
     native: Any = current_token().native_token
-    run: Callable[[Callable[[], None]], object] = getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
+    run: Callable[[Callable[[], None]], object] = (
+        getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
+    )
 
     def hand_over(function: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is gone, and with it everybody who waited

@@ -1,15 +1,16 @@
 """Conformal calibration: from a stream of scores to decisions with a stated guarantee."""
 
-# How the parts are made, each from plain numbers and strings:
-#   Calibrator(rate, mode, stored=scores)           decide(score, question=, turn=, sample=, issue=); observe(decision)
-#   replay(records, rate, mode, seed)               the same on recorded scores, with metrics
-#   StoredScores.of(scores, per_question)           scores of a calibration run; read_scores(path) from a file
-#   capped(decision, TokenBucket(rate, burst))      a hard cap on escalations; GroupBudget(B) one per group
-#   OrdinalGate(calibrator, OrdinalLearner())       preview(features), decide(features, score), observe, learn
-#   DriftMonitor(stored, policy=)                   observe(nonconformity, question, turn); inside a Calibrator already
-#   certify([Candidate(gate, rate, losses, cost)])  the cheapest policy with a bounded loss of accuracy
-#   certify_abstention(confidence, wrong, risk)     below which confidence no answer is given
-#   examine(stored, rate)                           what stored scores can promise
+# How the parts are made, each from plain numbers and strings: Calibrator(rate, mode, stored=scores)
+# decide(score, question=, turn=, sample=, issue=); observe(decision) replay(records, rate, mode,
+# seed)               the same on recorded scores, with metrics StoredScores.of(scores,
+# per_question)           scores of a calibration run; read_scores(path) from a file
+# capped(decision, TokenBucket(rate, burst))      a hard cap on escalations; GroupBudget(B) one per
+# group OrdinalGate(calibrator, OrdinalLearner())       preview(features), decide(features, score),
+# observe, learn DriftMonitor(stored, policy=)                   observe(nonconformity, question,
+# turn); inside a Calibrator already certify([Candidate(gate, rate, losses, cost)])  the cheapest
+# policy with a bounded loss of accuracy certify_abstention(confidence, wrong, risk)     below which
+# confidence no answer is given examine(stored, rate)                           what stored scores
+# can promise
 
 from atts.calibration.abstention import Abstention, certify_abstention
 from atts.calibration.budget import GroupBudget, TokenBucket, capped
@@ -34,7 +35,14 @@ from atts.calibration.replay import ReplayResult, replay
 from atts.calibration.risk import lost_answers, net_losses
 from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale, scale_named
 from atts.calibration.state import state_text, write_state
-from atts.calibration.stored import StoredScores, check_fingerprint, is_state, labels_of, parse_lines, read_scores
+from atts.calibration.stored import (
+    StoredScores,
+    check_fingerprint,
+    is_state,
+    labels_of,
+    parse_lines,
+    read_scores,
+)
 
 __all__ = [
     "Abstention", "Calibrator", "Candidate", "Certificate", "ClusterSummary", "DEFAULTS", "Domain", "DriftEvent",

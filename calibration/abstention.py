@@ -1,4 +1,6 @@
-"""Abstention by Learn-then-Test: the least confidence at which answers are seldom wrong, or how much that takes."""
+"""Abstention by Learn-then-Test: the least confidence at which answers are seldom wrong, or how
+much that takes.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,19 @@ from atts.calibration.risk import problems_needed, rejected
 from atts.distributions import binomial_cdf
 from atts.errors import CalibrationInputError
 
-_STARTS = (20, 12)  # of the walks down, in twentieths; each has an equal part of what the test may be wrong
+_STARTS = (
+    20,
+    12,
+)  # of the walks down, in twentieths; each has an equal part of what the test may be wrong
 
 
 @dataclass(frozen=True, slots=True)
 class Abstention:
     """What labelled problems say of answering only where confidence is at least `threshold`.
 
-    `threshold` is None where none can be promised; then `needed` is about how many problems it would take, None where
-    no number would do. `answered` and `wrong` are of the labelled problems at the threshold, or at the one that came
-    nearest.
+    `threshold` is None where none can be promised; then `needed` is about how many problems it
+    would take, None where no number would do. `answered` and `wrong` are of the labelled problems
+    at the threshold, or at the one that came nearest.
     """
 
     risk: float
@@ -38,7 +43,13 @@ class Abstention:
     @property
     def guarantee(self) -> str:
         """What is promised, in words."""
-        outcome = "certified" if self.threshold is not None else "needs more" if self.needed else "hopeless"
+        outcome = (
+            "certified"
+            if self.threshold is not None
+            else "needs more"
+            if self.needed
+            else "hopeless"
+        )
         outcome = outcome if self.answered else "unsure"
         return TEXTS["abstention"][outcome].format(abstention=self)
 
@@ -51,19 +62,25 @@ class Abstention:
 def certify_abstention(
     confidence: Sequence[float], wrong: Sequence[bool], risk: float, kept: float = 0.9
 ) -> Abstention:
-    """The lowest threshold at which answered problems are wrong at most `risk` of the time, with probability `kept`.
+    """The lowest threshold at which answered problems are wrong at most `risk` of the time, with
+    probability `kept`.
 
-    One confidence in [0, 1] and one label per problem; a problem without any answer has confidence nan. Given how many
-    are answered, the wrong ones of a threshold are binomial, so its p-value is exact. Thresholds are twentieths, tried
-    from 1 down and from .6 down until one fails; so their order does not depend on the data.
+    One confidence in [0, 1] and one label per problem; a problem without any answer has confidence
+    nan. Given how many are answered, the wrong ones of a threshold are binomial, so its p-value is
+    exact. Thresholds are twentieths, tried from 1 down and from .6 down until one fails; so their
+    order does not depend on the data.
 
-    :raises CalibrationInputError: without problems, for a confidence that is none, `risk` or `kept` outside (0, 1).
+    :raises CalibrationInputError: without problems, for a confidence that is none, `risk` or `kept`
+        outside (0, 1).
     """
     check_fraction("risk", risk)
     check_fraction("kept", kept)
-    held, bad = np.asarray(confidence, float), np.asarray(wrong, bool)
+    held = np.asarray(confidence, float)
+    bad = np.asarray(wrong, bool)
     if not held.size or held.shape != bad.shape or held.ndim != 1:
-        raise CalibrationInputError("labelled problems", held.size, "a confidence and a label for each, at least one")
+        raise CalibrationInputError(
+            "labelled problems", held.size, "a confidence and a label for each, at least one"
+        )
     if ((held < 0) | (held > 1)).any():
         raise CalibrationInputError(
             "confidence", float(held[(held < 0) | (held > 1)][0]), "a number from 0 to 1, or nan"
@@ -79,7 +96,9 @@ def certify_abstention(
     return Abstention(risk, kept, held.size, None, answered, wrong=mistaken, needed=needed)
 
 
-def _walk(held: NDArray[np.float64], bad: NDArray[np.bool_], start: int) -> Iterator[tuple[float, int, int]]:
+def _walk(
+    held: NDArray[np.float64], bad: NDArray[np.bool_], start: int
+) -> Iterator[tuple[float, int, int]]:
     """Each threshold with how many problems it answers, and how many of these are wrong."""
     for step in range(start, -1, -1):
         answered = held >= step / 20 - 1e-9

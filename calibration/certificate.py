@@ -1,4 +1,6 @@
-"""Learn-then-Test certificates: the cheapest policy of bounded accuracy loss, or how much more data it takes."""
+"""Learn-then-Test certificates: the cheapest policy of bounded accuracy loss, or how much more data
+it takes.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ PValue = Callable[[Sequence[float]], float]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One policy of a labelled calibration run: its gate and rate, a loss per problem, what it costs on average.
+    """One policy of a labelled calibration run: its gate and rate, a loss per problem, what it
+    costs on average.
 
-    Losses are of the same problems in the same order for every candidate; see `lost_answers`. Cost is in any unit,
-    such as target tokens per problem.
+    Losses are of the same problems in the same order for every candidate; see `lost_answers`. Cost
+    is in any unit, such as target tokens per problem.
     """
 
     gate: str
@@ -58,8 +61,9 @@ class Tested:
 class Certificate:
     """The outcome: `chosen` is the cheapest certified policy, None when none is.
 
-    Of net losses also `superior`: the cheapest policy that is right more often than the target alone, None when none
-    was found to be; that is a statement of its own, with the same probability.
+    Of net losses also `superior`: the cheapest policy that is right more often than the target
+    alone, None when none was found to be; that is a statement of its own, with the same
+    probability.
     """
 
     epsilon: float
@@ -67,14 +71,18 @@ class Certificate:
     problems: int
     chosen: Tested | None
     tested: tuple[Tested, ...]
-    needed: int | None  # about how many problems would certify the safest candidate; None if no number would
+    needed: (
+        int | None
+    )  # about how many problems would certify the safest candidate; None if no number would
     superior: Tested | None = None
     kind: Literal["certificate", "net-certificate"] = "certificate"
 
     @property
     def guarantee(self) -> str:
         """What is promised, in words."""
-        outcome = "certified" if self.chosen else "needs more" if self.needed is not None else "hopeless"
+        outcome = (
+            "certified" if self.chosen else "needs more" if self.needed is not None else "hopeless"
+        )
         superior = TEXTS["net-certificate"]["superior"] if self.superior else ""
         return (TEXTS[self.kind][outcome] + superior).format(certificate=self, kept=1 - self.delta)
 
@@ -85,28 +93,36 @@ class Certificate:
 
 
 def certify(
-    candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1, test: RiskTest | None = None
+    candidates: Sequence[Candidate],
+    epsilon: float,
+    delta: float = 0.1,
+    test: RiskTest | None = None,
 ) -> Certificate:
-    """Learn-then-Test over policies: the cheapest whose true loss is at most epsilon, with probability 1 - delta.
+    """Learn-then-Test over policies: the cheapest whose true loss is at most epsilon, with
+    probability 1 - delta.
 
-    Each gate's policies are tested from the highest rate down and the walk stops at the first that fails; `delta` is
-    shared equally among the gates. The order depends on rates only, never on the losses, as validity demands.
+    Each gate's policies are tested from the highest rate down and the walk stops at the first that
+    fails; `delta` is shared equally among the gates. The order depends on rates only, never on the
+    losses, as validity demands.
 
-    :raises CalibrationInputError: without candidates, with losses of different lengths or outside [0, 1], or an
-        epsilon or delta outside (0, 1).
+    :raises CalibrationInputError: without candidates, with losses of different lengths or outside
+        [0, 1], or an epsilon or delta outside (0, 1).
     """
     chains, share = _chains(candidates, epsilon, delta)
     tested = _tested(chains, share, lambda losses: risk_p_value(losses, epsilon, test))
     safest = min(float(checked_losses(chain[0].losses).mean()) for chain in chains)
     needed = problems_needed(safest, epsilon, share)
-    return _certificate(Certificate(epsilon, delta, len(chains[0][0].losses), None, tested, needed), share)
+    return _certificate(
+        Certificate(epsilon, delta, len(chains[0][0].losses), None, tested, needed), share
+    )
 
 
 def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1) -> Certificate:
-    """The same of net losses (`net_losses`): the cheapest policy right at most epsilon less often than the target.
+    """The same of net losses (`net_losses`): the cheapest policy right at most epsilon less often
+    than the target.
 
-    Sampling noise is in both runs and cancels, so that a policy as good as the target can be certified. Whether one is
-    better is tested by a walk of its own.
+    Sampling noise is in both runs and cancels, so that a policy as good as the target can be
+    certified. Whether one is better is tested by a walk of its own.
 
     :raises CalibrationInputError: as `certify`, with net losses in [-1, 1].
     """
@@ -116,27 +132,34 @@ def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 
     enough = [_net_problems(chain[0].losses, epsilon, share) for chain in chains]
     needed = min((count for count in enough if count is not None), default=None)
     problems = len(chains[0][0].losses)
-    found = Certificate(epsilon, delta, problems, None, tested, needed, superior=superior, kind="net-certificate")
+    found = Certificate(
+        epsilon, delta, problems, None, tested, needed, superior=superior, kind="net-certificate"
+    )
     return _certificate(found, share)
 
 
 def _certificate(found: Certificate, share: float) -> Certificate:
     """With its cheapest policy; where there is none, more problems are needed than there are."""
-    chosen, needed = _cheapest(found.tested), found.needed
+    chosen = _cheapest(found.tested)
+    needed = found.needed
     if needed is not None and chosen is None:
         needed = max(needed, found.problems + 1, fewest_problems(found.epsilon, share))
     return replace(found, chosen=chosen, needed=needed)
 
 
 def _net_problems(losses: Sequence[float], epsilon: float, share: float) -> int | None:
-    """About how many problems like these would certify epsilon, by the normal law; None if no number would."""
+    """About how many problems like these would certify epsilon, by the normal law; None if no
+    number would.
+    """
     array = np.asarray(losses, float)
     gap = epsilon - float(array.mean())
     reach = -normal_quantile(share)
     return max(1, math.ceil(float(array.var()) * (reach / gap) ** 2)) if gap > 0 else None
 
 
-def _chains(candidates: Sequence[Candidate], epsilon: float, delta: float) -> tuple[list[list[Candidate]], float]:
+def _chains(
+    candidates: Sequence[Candidate], epsilon: float, delta: float
+) -> tuple[list[list[Candidate]], float]:
     """The candidates of each gate from the highest rate down, and each gate's share of delta."""
     _check(candidates, epsilon, delta)
     ordered = sorted(candidates, key=lambda candidate: (candidate.gate, -candidate.rate))
@@ -145,7 +168,9 @@ def _chains(candidates: Sequence[Candidate], epsilon: float, delta: float) -> tu
 
 
 def _cheapest(tested: Sequence[Tested]) -> Tested | None:
-    return min((row for row in tested if row.certified), key=lambda row: (row.cost, row.loss), default=None)
+    return min(
+        (row for row in tested if row.certified), key=lambda row: (row.cost, row.loss), default=None
+    )
 
 
 def _tested(chains: list[list[Candidate]], share: float, p_value: PValue) -> tuple[Tested, ...]:
@@ -158,7 +183,8 @@ def _walk(chain: list[Candidate], share: float, p_value: PValue) -> list[Tested]
         p_values.append(p_value(candidate.losses))
         if p_values[-1] > share:
             break
-    passed, reached = len(rejected(p_values, share)), [*p_values, *[None] * (len(chain) - len(p_values))]
+    passed = len(rejected(p_values, share))
+    reached = [*p_values, *[None] * (len(chain) - len(p_values))]
     return [
         Tested(each.gate, each.rate, each.cost, float(np.mean(each.losses)), p, place < passed)
         for place, (each, p) in enumerate(zip(chain, reached, strict=True))

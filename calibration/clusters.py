@@ -1,4 +1,6 @@
-"""Clustered scores: intraclass correlation, effective sample size, conformal p-values with the question as unit."""
+"""Clustered scores: intraclass correlation, effective sample size, conformal p-values with the
+question as unit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Clusters = Mapping[Any, Scores]
 
 @dataclass(frozen=True, slots=True)
 class ClusterSummary:
-    """How many scores there are, in how many questions, and how many independent ones they are worth."""
+    """How many scores there are, in how many questions, and how many independent ones they are
+    worth.
+    """
 
     scores: int
     clusters: int
@@ -30,7 +34,9 @@ class ClusterSummary:
         scores = f"{self.scores:,} score{'s' * (self.scores != 1)}"
         questions = f"{self.clusters:,} question{'s' * (self.clusters != 1)}"
         icc = "unknown" if math.isnan(self.icc) else f"{self.icc:.2f}"
-        worth = f"worth about {self.effective:,.0f} independent one{'s' * (round(self.effective) != 1)}"
+        worth = (
+            f"worth about {self.effective:,.0f} independent one{'s' * (round(self.effective) != 1)}"
+        )
         return f"{scores} in {questions}, intraclass correlation {icc}, {worth}"
 
 
@@ -48,10 +54,12 @@ def by_cluster(scores: Scores, labels: Sequence[Hashable]) -> dict[Hashable, NDA
 
 
 def summarise(clusters: Clusters) -> ClusterSummary:
-    """Size, one-way intraclass correlation and effective size N / (1 + (k - 1) ICC), k the size-weighted mean size.
+    """Size, one-way intraclass correlation and effective size N / (1 + (k - 1) ICC), k the
+    size-weighted mean size.
 
-    Infinite scores carry no correlation and are left out of it. With one cluster, or clusters of one, the correlation
-    is NaN; one cluster is then worth one score, clusters of one are worth what they are.
+    Infinite scores carry no correlation and are left out of it. With one cluster, or clusters of
+    one, the correlation is NaN; one cluster is then worth one score, clusters of one are worth what
+    they are.
     """
     values = [np.asarray(scores, float) for scores in clusters.values() if len(scores)]
     sizes = np.array([len(scores) for scores in values], float)
@@ -67,36 +75,48 @@ def summarise(clusters: Clusters) -> ClusterSummary:
 
 def _icc(clusters: list[NDArray[np.float64]]) -> float:
     sizes = np.array([len(scores) for scores in clusters], float)
-    groups, total = len(clusters), sizes.sum()
+    groups = len(clusters)
+    total = sizes.sum()
     if groups < 2 or total == groups:
         return math.nan
     means = np.array([scores.mean() for scores in clusters])
     grand = float((sizes * means).sum() / total)
     between = float((sizes * (means - grand) ** 2).sum()) / (groups - 1)
-    within = sum(float(((scores - scores.mean()) ** 2).sum()) for scores in clusters) / (total - groups)
+    within = sum(float(((scores - scores.mean()) ** 2).sum()) for scores in clusters) / (
+        total - groups
+    )
     k = (total - (sizes**2).sum() / total) / (groups - 1)
     spread = between + (k - 1) * within
     return float((between - within) / spread) if spread > 0 else math.nan
 
 
 def hierarchical_p_value(clusters: Clusters, score: float, theta: float = 1.0) -> float:
-    """The p-value of a score of a new cluster, near 1 for a worse one: (theta + sum over clusters of their share) /
-    (K + 1).
+    """The p-value of a score of a new cluster, near 1 for a worse one: (theta + sum over clusters
+    of their share) / (K + 1).
 
-    Valid when the K + 1 clusters are exchangeable, however their members depend on each other: P(p <= a) <= a with
-    theta 1. A cluster counts once, so it takes K >= 1/a - 1 questions, not scores, to say anything at level a.
+    Valid when the K + 1 clusters are exchangeable, however their members depend on each other: P(p
+    <= a) <= a with theta 1. A cluster counts once, so it takes K >= 1/a - 1 questions, not scores,
+    to say anything at level a.
     """
     if math.isnan(score):
         raise CalibrationInputError("score", score, "a number")
-    shares = [float(np.mean(np.asarray(scores) <= score)) for scores in clusters.values() if len(scores)]
+    shares = [
+        float(np.mean(np.asarray(scores) <= score)) for scores in clusters.values() if len(scores)
+    ]
     return (theta + math.fsum(shares)) / (len(shares) + 1)
 
 
 def hierarchical_threshold(clusters: Clusters, rate: Rate) -> float:
-    """The threshold that a score of a new, exchangeable question exceeds with probability at most `rate`."""
+    """The threshold that a score of a new, exchangeable question exceeds with probability at most
+    `rate`.
+    """
     kept = [np.asarray(scores, float) for scores in clusters.values() if len(scores)]
     values = np.concatenate(kept) if kept else np.empty(0)
-    weights = np.concatenate([np.full(len(s), 1 / (len(s) * (len(kept) + 1))) for s in kept]) if kept else values
+    weights = (
+        np.concatenate([np.full(len(s), 1 / (len(s) * (len(kept) + 1))) for s in kept])
+        if kept
+        else values
+    )
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order]) >= float(1 - exact_rate(rate)) - 1e-12
     return float(values[order][int(np.argmax(reached))]) if reached.any() else math.inf

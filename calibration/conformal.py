@@ -1,6 +1,8 @@
-"""Split-conformal and PAC thresholds on a fixed set of stored scores, with their exact finite-sample guarantees.
+"""Split-conformal and PAC thresholds on a fixed set of stored scores, with their exact
+finite-sample guarantees.
 
-Everywhere a larger score is worse, and `rate` is the fraction to escalate (the paper's alpha is 1 - rate).
+Everywhere a larger score is worse, and `rate` is the fraction to escalate (the paper's alpha is 1 -
+rate).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ Scores = Sequence[float] | NDArray[np.float64]
 
 
 def split_rank(n: int, rate: Rate) -> int:
-    """k = ceil((n + 1)(1 - rate)) in exact arithmetic; k > n means that n scores cannot promise this rate.
+    """k = ceil((n + 1)(1 - rate)) in exact arithmetic; k > n means that n scores cannot promise
+    this rate.
 
     >>> split_rank(9, 0.3), split_rank(8, 0.1)
     (7, 9)
@@ -28,9 +31,11 @@ def split_rank(n: int, rate: Rate) -> int:
 
 
 def split_threshold(stored: Scores, rate: Rate) -> float:
-    """The k-th smallest stored score: escalating iff s > threshold happens with probability in (rate - 1/(n+1), rate].
+    """The k-th smallest stored score: escalating iff s > threshold happens with probability in
+    (rate - 1/(n+1), rate].
 
-    The lower end needs scores without ties. +inf (never escalate) where n is too small, -inf at rate 1.
+    The lower end needs scores without ties. +inf (never escalate) where n is too small, -inf at
+    rate 1.
 
     :raises CalibrationInputError: if a score is NaN, or they are not one list of numbers.
     """
@@ -38,7 +43,8 @@ def split_threshold(stored: Scores, rate: Rate) -> float:
 
 
 def pac_rank(n: int, rate: Rate, delta: float) -> int | None:
-    """The smallest k whose threshold escalates at most `rate` with probability 1 - delta over the stored scores.
+    """The smallest k whose threshold escalates at most `rate` with probability 1 - delta over the
+    stored scores.
 
     None where no rank of n scores can promise it, which needs n >= ln(delta) / ln(1 - rate).
     """
@@ -50,7 +56,8 @@ def pac_rank(n: int, rate: Rate, delta: float) -> int | None:
 
 
 def pac_threshold(stored: Scores, rate: Rate, delta: float) -> float:
-    """The threshold that escalates at most `rate` of fresh exchangeable scores, with probability 1 - delta.
+    """The threshold that escalates at most `rate` of fresh exchangeable scores, with probability 1
+    - delta.
 
     +inf, which escalates nothing, where the stored scores are too few to promise more.
     """
@@ -59,7 +66,9 @@ def pac_threshold(stored: Scores, rate: Rate, delta: float) -> float:
 
 
 def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, float]:
-    """Where the true kept fraction of the k-th smallest of n scores lies: central interval of Beta(k, n + 1 - k)."""
+    """Where the true kept fraction of the k-th smallest of n scores lies: central interval of
+    Beta(k, n + 1 - k).
+    """
     check_fraction("confidence", confidence)
     if not 1 <= k <= n:
         raise CalibrationInputError("rank", k, f"between 1 and {n}")

@@ -1,4 +1,6 @@
-"""Rate controllers: adaptive conformal inference, quantile tracking, and feedback on the logit scale."""
+"""Rate controllers: adaptive conformal inference, quantile tracking, and feedback on the logit
+scale.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,18 @@ from atts.calibration.score_history import Ranks
 from atts.calibration.state import GroupTable, Part, StateTable
 from atts.errors import CalibrationInputError
 
-SLACK = 0.0075  # of a run's decisions: paying what is owed to the last takes the target from its last, hardest chunks
-_HASTE = 2.0  # what is owed beyond that is paid as if so many times fewer were left: slower misses sorted runs
+# of a run's decisions: paying what is owed to the last takes the target from its last, hardest
+# chunks
+SLACK = 0.0075
+# what is owed beyond that is paid as if so many times fewer were left: slower misses sorted runs
+_HASTE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How far off the end of a run is: the decisions left, the next one included, and what may still be owed then."""
+    """How far off the end of a run is: the decisions left, the next one included, and what may
+    still be owed then.
+    """
 
     left: float = math.inf
     slack: float = 0.0
@@ -27,19 +34,27 @@ UNKNOWN = RunEnd()
 
 
 class Controller(Part):
-    """Turns a p-value into a decision and learns what was really done; this one gives every decision its rate."""
+    """Turns a p-value into a decision and learns what was really done; this one gives every
+    decision its rate.
+    """
 
     __slots__ = ("_rate",)
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
 
-    def current_rate(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
+    def current_rate(
+        self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
+    ) -> float:
         """The fraction of chunks like this one to escalate now: escalate iff p > 1 - current_rate."""
         return self._rate
 
-    def update(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
-        """Record what was really done with a chunk; it has no nonconformity if it was decided on without a score."""
+    def update(
+        self, nonconformity: float | None, question: str, turn: int, escalated: bool
+    ) -> None:
+        """Record what was really done with a chunk; it has no nonconformity if it was decided on
+        without a score.
+        """
 
     def forget(self, question: str) -> None:
         """No more decisions on this question will come."""
@@ -54,13 +69,15 @@ def _checked(step: float) -> float:
 class Adaptive(Controller):
     """Adaptive conformal inference on the escalation rate, overall or for each turn by itself.
 
-    After a decision the rate moves by step * (rate - escalated), unclamped: at or below 0 nothing escalates, at or
-    above 1 everything does, so for any sequence |realised - rate| <= (max(rate, 1 - rate) + step) / (step * T); with
-    d decisions in flight between deciding and observing, (max(rate, 1 - rate) + (d + 1) step) / (step * T).
+    After a decision the rate moves by step * (rate - escalated), unclamped: at or below 0 nothing
+    escalates, at or above 1 everything does, so for any sequence |realised - rate| <= (max(rate, 1
+    - rate) + step) / (step * T); with d decisions in flight between deciding and observing,
+    (max(rate, 1 - rate) + (d + 1) step) / (step * T).
 
-    Where it is known about how many decisions are left, what is owed beyond a slack is made up for over half of them,
-    however small the step. So where the truth is at least that half, the sum of errors ends within one decision of the
-    slack, for any sequence; every decision it is short of that adds at most max(rate, 1 - rate).
+    Where it is known about how many decisions are left, what is owed beyond a slack is made up for
+    over half of them, however small the step. So where the truth is at least that half, the sum of
+    errors ends within one decision of the slack, for any sequence; every decision it is short of
+    that adds at most max(rate, 1 - rate).
     """
 
     __slots__ = ("_by_turn", "_levels", "_step")
@@ -68,10 +85,13 @@ class Adaptive(Controller):
 
     def __init__(self, rate: float, step: float, by_turn: bool = False) -> None:
         super().__init__(rate)
-        self._step, self._by_turn = _checked(step), by_turn
+        self._step = _checked(step)
+        self._by_turn = by_turn
         self._levels = StateTable(int, float)
 
-    def current_rate(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
+    def current_rate(
+        self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
+    ) -> float:
         level = self._levels.get(turn if self._by_turn else 0, self._rate)
         if self._by_turn:
             return level
@@ -79,9 +99,13 @@ class Adaptive(Controller):
         paced = _HASTE * max(0.0, abs(lead) / self._step - end.slack) / max(_HASTE, end.left)
         return level if paced <= abs(lead) else self._rate + math.copysign(paced, lead)
 
-    def update(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
+    def update(
+        self, nonconformity: float | None, question: str, turn: int, escalated: bool
+    ) -> None:
         group = turn if self._by_turn else 0
-        self._levels[group] = self._levels.get(group, self._rate) + self._step * (self._rate - escalated)
+        self._levels[group] = self._levels.get(group, self._rate) + self._step * (
+            self._rate - escalated
+        )
 
     def merge(self, state: Any) -> None:
         for group, level in state["levels"].items():
@@ -90,14 +114,15 @@ class Adaptive(Controller):
 
 
 class Tracking(Controller):
-    """A threshold on the score itself that follows its own (1 - rate) quantile: quantile tracking with an integral
-    term.
+    """A threshold on the score itself that follows its own (1 - rate) quantile: quantile tracking
+    with an integral term.
 
-    After a decision it moves by step * scale * (escalated - rate), and `integral` leans it against the sum of all
-    errors, saturating with it. It starts from the first `warm` scores: at their quantile, with their mean distance from
-    the median as scale; before, the nominal rate decides. Once the mean distance of all scores is over twice the scale
-    (first turns may score much alike), it becomes the scale. While one scale counts, for scores that stay within b of
-    each other, the sum of errors moves by at most b / (step * scale) + 1.
+    After a decision it moves by step * scale * (escalated - rate), and `integral` leans it against
+    the sum of all errors, saturating with it. It starts from the first `warm` scores: at their
+    quantile, with their mean distance from the median as scale; before, the nominal rate decides.
+    Once the mean distance of all scores is over twice the scale (first turns may score much alike),
+    it becomes the scale. While one scale counts, for scores that stay within b of each other, the
+    sum of errors moves by at most b / (step * scale) + 1.
     """
 
     __slots__ = ("_distance", "_integral", "_last", "_middle", "_owed", "_scale", "_seen", "_step", "_threshold",
@@ -106,19 +131,27 @@ class Tracking(Controller):
 
     def __init__(self, rate: float, step: float, integral: float = 0.0, warm: int = 20) -> None:
         super().__init__(rate)
-        self._step, self._integral, self._warm = _checked(step), integral, warm
+        self._step = _checked(step)
+        self._integral = integral
+        self._warm = warm
         self._last = deque[float](maxlen=warm)
         self._threshold = self._scale = self._owed = 0.0
-        self._middle = self._distance = 0.0  # the first median, and the sum of all distances from it
+        self._middle = self._distance = (
+            0.0  # the first median, and the sum of all distances from it
+        )
         self._seen = 0
 
-    def current_rate(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
+    def current_rate(
+        self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
+    ) -> float:
         if not self._scale or not 0 < self._rate < 1:
             return self._rate
         lean = self._integral * self._scale * math.tanh(self._owed / 25) if self._integral else 0.0
         return 1.0 if nonconformity > self._threshold - lean else 0.0
 
-    def update(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
+    def update(
+        self, nonconformity: float | None, question: str, turn: int, escalated: bool
+    ) -> None:
         self._owed += self._rate - escalated
         if self._scale:
             self._threshold += self._step * self._scale * (escalated - self._rate)
@@ -146,8 +179,10 @@ class Tracking(Controller):
             before = list(self._last)
             self._last = deque(map(float, state["last"]), maxlen=self._warm)
             self._last.extendleft(reversed(before[: self._warm - len(self._last)]))
-            self._threshold, self._scale = float(state["threshold"]), float(state["scale"])
-            self._middle, self._distance = float(state["middle"]), float(state["distance"])
+            self._threshold = float(state["threshold"])
+            self._scale = float(state["scale"])
+            self._middle = float(state["middle"])
+            self._distance = float(state["distance"])
             self._seen = int(state["seen"])
         elif state["scale"]:
             self._threshold = (self._threshold + state["threshold"]) / 2
@@ -158,30 +193,47 @@ class Tracking(Controller):
 
 
 class Feedback(Controller):
-    """The rate moved, on the logit scale, by what the question, the turn and the whole stream are still owed.
+    """The rate moved, on the logit scale, by what the question, the turn and the whole stream are
+    still owed.
 
-    Each gain multiplies a running sum of (rate - escalated). `order` leans towards consistency with the siblings
-    decided before in the same (question, turn): a chunk worse than escalated ones should escalate, one better than
-    kept ones not. Beyond `limit` the question's sum decides alone, so for any scores whatever it stays within limit +
-    1 of zero.
+    Each gain multiplies a running sum of (rate - escalated). `order` leans towards consistency with
+    the siblings decided before in the same (question, turn): a chunk worse than escalated ones
+    should escalate, one better than kept ones not. Beyond `limit` the question's sum decides alone,
+    so for any scores whatever it stays within limit + 1 of zero.
     """
 
-    __slots__ = ("_gains", "_limit", "_logit", "_order", "_overall", "_questions", "_siblings", "_turns")
+    __slots__ = (
+        "_gains",
+        "_limit",
+        "_logit",
+        "_order",
+        "_overall",
+        "_questions",
+        "_siblings",
+        "_turns",
+    )
     saved = ("_questions", "_turns", "_overall", "_siblings")  # of the first three, what is owed
 
-    def __init__(self, rate: float, gains: tuple[float, float, float], order: float, limit: float) -> None:
-        """`gains` of question, turn and stream, and `order`, are times the variance rate * (1 - rate)."""
+    def __init__(
+        self, rate: float, gains: tuple[float, float, float], order: float, limit: float
+    ) -> None:
+        """`gains` of question, turn and stream, and `order`, are times the variance rate * (1 -
+        rate).
+        """
         super().__init__(rate)
         self._logit = math.log(rate / (1 - rate)) if 0 < rate < 1 else 0.0
         variance = max(rate * (1 - rate), 1e-3)
         self._gains = tuple(gain / variance for gain in gains)
-        self._order, self._limit = order / variance, limit
+        self._order = order / variance
+        self._limit = limit
         self._questions = StateTable(str, float)
         self._turns = StateTable(int, float)
         self._overall = 0.0
         self._siblings = GroupTable(lambda: (Ranks(), Ranks()))  # kept, escalated
 
-    def current_rate(self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN) -> float:
+    def current_rate(
+        self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
+    ) -> float:
         if not 0 < self._rate < 1:
             return self._rate
         owed = self._questions.get(question, 0.0)
@@ -201,7 +253,9 @@ class Feedback(Controller):
         kept, escalated = siblings
         return escalated.counts(nonconformity)[0] - (len(kept) - sum(kept.counts(nonconformity)))
 
-    def update(self, nonconformity: float | None, question: str, turn: int, escalated: bool) -> None:
+    def update(
+        self, nonconformity: float | None, question: str, turn: int, escalated: bool
+    ) -> None:
         owed = self._rate - escalated
         self._questions[question] += owed
         self._turns[turn] += owed

@@ -13,15 +13,19 @@ LEVEL = 0.05
 _LEAST = 3
 """Scores of a question below which their mean says too little."""
 _CAP = 0.98
-"""The quantile of stored scores beyond which a score counts no more than that: one wild chunk is no other domain."""
+"""The quantile of stored scores beyond which a score counts no more than that: one wild chunk is no
+other domain.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """The mean score of every stored question, on the scale that ranks are computed on, each score capped.
+    """The mean score of every stored question, on the scale that ranks are computed on, each score
+    capped.
 
-    A new question's mean is ranked among them: were it drawn as they were, its p-value would be at most `LEVEL` with at
-    most that probability. Nothing is said of questions that score alike for other reasons.
+    A new question's mean is ranked among them: were it drawn as they were, its p-value would be at
+    most `LEVEL` with at most that probability. Nothing is said of questions that score alike for
+    other reasons.
     """
 
     means: tuple[float, ...]
@@ -50,8 +54,10 @@ class Domain:
         if len(scores) < _LEAST or (p := self.p_value(scores)) > LEVEL:
             return ""
         return (
-            f"out of domain: its {len(scores)} chunks score worse than those of {1 - p:.1%} of the {len(self.means)} "
-            "questions that the stored scores come from; gate and models may know nothing of such text"
+            f"out of domain: its {len(scores)} chunks score worse than those of {1 - p:.1%} of the "
+            f"{len(self.means)} "
+            "questions that the stored scores come from; gate and models may know nothing of such "
+            "text"
         )
 
 

@@ -1,4 +1,6 @@
-"""Drift monitor: sequential two-sample tests and a martingale of a run's scores against the stored ones."""
+"""Drift monitor: sequential two-sample tests and a martingale of a run's scores against the stored
+ones.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,19 @@ DRIFT_POLICIES: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
 Kind = Literal["duplicates", "shift", "martingale"]
 
 _MAIN = 300
-_LOOKS = (  # after so many scores of the stored turn, with this share of the false-alarm probability
+# after so many scores of the stored turn, with this share of the false-alarm probability
+_LOOKS = (
     *((64, 0.03), (100, 0.03), (160, 0.03), (_MAIN, 0.767)),
     *((600, 0.03), (1500, 0.03), (4800, 0.03)),
 )
-_EARLY = 0.2  # of the share of the main look, spent on the 300th score of all where other turns are among them
-_COPIED = 0.003  # the share of each look for repeats in the stored questions that live ones do not show
+# of the share of the main look, spent on the 300th score of all where other turns are among them
+_EARLY = 0.2
+_COPIED = (
+    0.003  # the share of each look for repeats in the stored questions that live ones do not show
+)
 _MARTINGALE = 0.029  # its share
-_SLACK = 3.5  # an alarm also needs p below so many times its share were the stored questions a sample themselves
+# an alarm also needs p below so many times its share were the stored questions a sample themselves
+_SLACK = 3.5
 _FEWEST = 4  # live questions at a look, stored ones at all
 _KEPT = 512  # live questions remembered
 _BETS = (-1.0, -0.5, 0.0, 0.5, 1.0)
@@ -37,8 +44,9 @@ _JUMP = 0.01  # the share of the capital that moves between the bets at each ste
 class SimpleJumper(Part):
     """The simple jumper martingale: five bets, between which a little capital moves at each step.
 
-    On p-values that are independent and uniform, as smoothed online conformal p-values of exchangeable values are, its
-    value ever reaches 1 / a with probability at most a (Ville). Kept in logarithms, so it cannot overflow.
+    On p-values that are independent and uniform, as smoothed online conformal p-values of
+    exchangeable values are, its value ever reaches 1 / a with probability at most a (Ville). Kept
+    in logarithms, so it cannot overflow.
 
     >>> martingale = SimpleJumper()
     >>> for _ in range(20): martingale.update(0.99)
@@ -83,7 +91,9 @@ class SimpleJumper(Part):
 
 @dataclass(frozen=True, slots=True)
 class DriftEvent:
-    """An alarm: what was seen after how many live scores, how surprising it is, what the policy did."""
+    """An alarm: what was seen after how many live scores, how surprising it is, what the policy
+    did.
+    """
 
     kind: Kind
     scores: int
@@ -96,21 +106,24 @@ class DriftEvent:
 class DriftMonitor(Part):
     """Compares the questions of a run with the stored ones, as it goes.
 
-    The unit is the question, because scores of one question move together. After 64, 100, 160 and, with three quarters
-    of the significance, 300 scores of the stored turn, then 600, 1,500 and 4,800, and after 300 scores of all turns,
-    the means and spreads of the latest questions are compared with the stored ones as distributions; between the looks
-    a martingale bets on the smoothed rank of each question among all before it. The shares of all looks and of the
-    martingale add up to `significance`: that bounds the false alarms of a whole run whose questions are draws of the
-    stored ones. Where the stored ones are themselves a sample of the distribution that the run draws from, it is at
-    most 3.5 times as much.
+    The unit is the question, because scores of one question move together. After 64, 100, 160 and,
+    with three quarters of the significance, 300 scores of the stored turn, then 600, 1,500 and
+    4,800, and after 300 scores of all turns, the means and spreads of the latest questions are
+    compared with the stored ones as distributions; between the looks a martingale bets on the
+    smoothed rank of each question among all before it. The shares of all looks and of the
+    martingale add up to `significance`: that bounds the false alarms of a whole run whose questions
+    are draws of the stored ones. Where the stored ones are themselves a sample of the distribution
+    that the run draws from, it is at most 3.5 times as much.
 
-    Repeated scores that no sampling explains are an alarm at once. Those that siblings may have written alike are one
-    if the siblings of the run do not.
+    Repeated scores that no sampling explains are an alarm at once. Those that siblings may have
+    written alike are one if the siblings of the run do not.
     """
 
     saved = ("_live", "_scores", "_seen", "_looks", "_ranked", "_martingale")
 
-    def __init__(self, stored: StoredScores, significance: float = 0.007, policy: DriftPolicy = "recalibrate") -> None:
+    def __init__(
+        self, stored: StoredScores, significance: float = 0.007, policy: DriftPolicy = "recalibrate"
+    ) -> None:
         """:raises OptionError: for an unknown policy.
 
         :raises CalibrationInputError: for a significance outside (0, 1).
@@ -136,7 +149,9 @@ class DriftMonitor(Part):
         """Whether there is anything to compare with, and nothing was noticed yet."""
         return not self.events and len(self._reference.questions) >= _FEWEST
 
-    def observe(self, nonconformity: float, question: str, turn: int, theta: float = 0.5) -> DriftEvent | None:
+    def observe(
+        self, nonconformity: float, question: str, turn: int, theta: float = 0.5
+    ) -> DriftEvent | None:
         """Look at one more score of the run; the alarm, if this score raises it.
 
         `theta` is a uniform of this chunk, for ties among questions.
@@ -174,7 +189,9 @@ class DriftMonitor(Part):
     def judge_alone(self) -> None:
         """Alarm on repeats that only the scores of a run could explain, where there will be no run."""
         if self.watching and self._repeats.doubt:
-            self._alarm("duplicates", 1.0, f"{self._repeats.doubt}; the scores of a run would tell (--live)")
+            self._alarm(
+                "duplicates", 1.0, f"{self._repeats.doubt}; the scores of a run would tell (--live)"
+            )
 
     def _bet(self, mean: float, theta: float) -> None:
         below, equal = self._ranked.counts(mean)
@@ -182,14 +199,18 @@ class DriftMonitor(Part):
         self._ranked.add(mean)
         if self._martingale.alarm(self.significance * _MARTINGALE):
             p = math.exp(-self._martingale.log_peak)
-            self._alarm("martingale", p, "the questions' scores have moved away from those before them")
+            self._alarm(
+                "martingale", p, "the questions' scores have moved away from those before them"
+            )
 
     def _look(self, significance: float) -> None:
         live = list(self._live.values())
         p = copied_p_value(self._reference, live) if self._repeats.doubt else 1.0
         if p <= self.significance * _COPIED:
             share = f"{self._repeats.within:.0%} of the stored scores repeat another one of their question"
-            return self._alarm("duplicates", p, f"{share}, those of the run do not: draws that were copied")
+            return self._alarm(
+                "duplicates", p, f"{share}, those of the run do not: draws that were copied"
+            )
         found = two_sample_test(self._reference, live, significance, self._looks)
         if found.drawn <= significance and found.exchangeable <= _SLACK * significance:
             message = f"the scores of {found.questions} questions are not distributed like the stored ones"

@@ -10,7 +10,8 @@ Rate = float | Fraction
 
 
 def exact_rate(rate: object, what: str = "rate") -> Fraction:
-    """The rate as written: 0.4 is two fifths, not its nearest double; refused under the name of `what`.
+    """The rate as written: 0.4 is two fifths, not its nearest double; refused under the name of
+    `what`.
 
     :raises CalibrationInputError: if it is not a number in [0, 1].
 

@@ -1,4 +1,6 @@
-"""Guarantees in words: what each mode promises, for what sequence, and what voids it, with the numbers filled in."""
+"""Guarantees in words: what each mode promises, for what sequence, and what voids it, with the
+numbers filled in.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Facts:
     escalated: int
     tuning: Tuning
     events: Sequence[DriftEvent]
-    left: float = math.inf  # decisions expected before the run ends; infinite where that is not known
+    left: float = (
+        math.inf
+    )  # decisions expected before the run ends; infinite where that is not known
     cap: Fraction | None = None  # of any first n decisions at most ceil(cap * n) escalate
 
     @property
@@ -68,11 +72,14 @@ class Facts:
     @property
     def aci_now(self) -> str:
         """What that comes to for the decisions so far, or for all of a run whose size is known."""
-        bound, side = self.aci_bound, max(self.rate, 1 - self.rate)
+        bound = self.aci_bound
+        side = max(self.rate, 1 - self.rate)
         if math.isfinite(self.left):
             return (
-                f"({SLACK:g} W + 1 + {side:g} E) / T of {self.rate:g} when the run ends, W being the most decisions "
-                "that were ever expected of it, and E the most by which half of those expected to be left ever "
+                f"({SLACK:g} W + 1 + {side:g} E) / T of {self.rate:g} when the run ends, W being "
+                f"the most decisions "
+                "that were ever expected of it, and E the most by which half of those expected to "
+                "be left ever "
                 "exceeded those that were left"
             )
         here = f", so here within {bound / self.decided:.4f}" if self.decided > bound else ""
@@ -82,15 +89,17 @@ class Facts:
     def aci_likely(self) -> str:
         """Within what the rate of mode "aci" is with probability 0.95 if scores are exchangeable.
 
-        What is owed shrinks by a share g before every decision and moves by a martingale difference of range 1, so it
-        is sub-Gaussian with v' = (1 - g)^2 v + 1/4. With g the step, v is below 1 / (4 (2 step - step^2)); with g two
-        in the decisions that are left, below left / 12 + 1/4, beyond the slack.
+        What is owed shrinks by a share g before every decision and moves by a martingale difference
+        of range 1, so it is sub-Gaussian with v' = (1 - g)^2 v + 1/4. With g the step, v is below 1
+        / (4 (2 step - step^2)); with g two in the decisions that are left, below left / 12 + 1/4,
+        beyond the slack.
         """
         if math.isfinite(self.left):
             whole = self.decided + self.left
             reach = SLACK + _reach(max(whole / _LAST, 2.0) / 12 + 0.25) / whole
             return (
-                f"{reach:.4f} of {self.rate:g} over the whole run, of about {whole:,.0f} decisions, though it may end "
+                f"{reach:.4f} of {self.rate:g} over the whole run, of about {whole:,.0f} "
+                f"decisions, though it may end "
                 f"when one in {_LAST} of them was still expected"
             )
         step = self.tuning.aci_step
@@ -114,7 +123,9 @@ class Facts:
 
     @property
     def draw(self) -> str:
-        """How far the realised long-run rate of these very stored scores may be from the nominal one."""
+        """How far the realised long-run rate of these very stored scores may be from the nominal
+        one.
+        """
         summary = self._clusters()
         effective = max(1, int(summary.effective if summary else self.count))
         low, high = long_run(effective, self.rate)
@@ -123,7 +134,9 @@ class Facts:
 
     @property
     def clustering(self) -> str:
-        """How many independent scores the stored ones are worth; empty where their questions are not known."""
+        """How many independent scores the stored ones are worth; empty where their questions are
+        not known.
+        """
         summary = self._clusters()
         return f" (the stored ones: {summary})" if summary else ""
 
@@ -138,15 +151,20 @@ class Facts:
 
 
 def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[str, str]:
-    """The promise of a mode and of what was added to it, with the numbers of now, and what voids it or already has."""
+    """The promise of a mode and of what was added to it, with the numbers of now, and what voids it
+    or already has.
+    """
     names = ["question", mode] if mode == "question-turn" else [mode]
     texts = [TEXTS[name] for name in (*names, *additions)]
     guarantee, voided = (
-        "".join(text[part] for text in texts).format(facts=facts) for part in ("guarantee", "voided_by")
+        "".join(text[part] for text in texts).format(facts=facts)
+        for part in ("guarantee", "voided_by")
     )
     realised = "No decision yet."
     if facts.decided:
         share = f"{facts.escalated / facts.decided:.4f}, nominal {facts.rate:g}"
         realised = f"So far {facts.escalated:,} of {facts.decided:,} decisions escalated ({share})."
-    alarms = "".join(f"; ALREADY after {e.scores} scores: {e.message} ({e.action})" for e in facts.events)
+    alarms = "".join(
+        f"; ALREADY after {e.scores} scores: {e.message} ({e.action})" for e in facts.events
+    )
     return f"{guarantee}. {realised}", voided + alarms

@@ -1,4 +1,6 @@
-"""Health check of stored scores: size, clustering, duplicates, thresholds, and what they can promise at a rate."""
+"""Health check of stored scores: size, clustering, duplicates, thresholds, and what they can
+promise at a rate.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,16 @@ class Health:
     infinite: int
     repeats: DuplicateScores
     threshold: float  # split conformal: escalate above it
-    careful_threshold: float  # PAC: at most the rate with probability 0.9 over the scores, were they independent
-    long_run: tuple[float, float]  # where the long-run rate of the threshold is, were the scores independent (90 %)
+    careful_threshold: (
+        float  # PAC: at most the rate with probability 0.9 over the scores, were they independent
+    )
+    long_run: tuple[
+        float, float
+    ]  # where the long-run rate of the threshold is, were the scores independent (90 %)
     long_run_clustered: tuple[float, float]  # the same for the effective number of scores
-    half_split: float  # SD of the rate when half of the questions set the threshold for the other half
+    half_split: (
+        float  # SD of the rate when half of the questions set the threshold for the other half
+    )
     turns: tuple[TurnHealth, ...]
 
     @property
@@ -54,15 +62,26 @@ class Health:
         if self.repeats.doubt:
             found.append(f"{self.repeats.doubt}; `atts calibration check --live RUN` tells which")
         if not self.repeats.clustered:
-            found.append("the questions of the scores are not known: counted as independent, which they rarely are")
+            found.append(
+                "the questions of the scores are not known: counted as independent, which they "
+                "rarely are"
+            )
         if self.infinite:
             found.append(f"infinite scores: {self.infinite}")
         if math.isinf(self.threshold) and self.rate:
-            found.append(f"too few scores ({self.scores}) for rate {self.rate:g}: nothing would escalate")
+            found.append(
+                f"too few scores ({self.scores}) for rate {self.rate:g}: nothing would escalate"
+            )
         if self.clusters.effective < 0.5 * self.scores:
-            found.append(f"{self.clusters}: the threshold is far less certain than {self.scores} scores suggest")
+            found.append(
+                f"{self.clusters}: the threshold is far less certain than {self.scores} scores "
+                f"suggest"
+            )
         if len(self.turns) == 1 and self.scores:
-            found.append(f"only turn {self.turns[0].turn} is here: later turns have other scores, use a mode by turn")
+            found.append(
+                f"only turn {self.turns[0].turn} is here: later turns have other scores, use a "
+                f"mode by turn"
+            )
         return tuple(found)
 
 
@@ -101,7 +120,9 @@ def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> Drift
     if live is None:
         monitor.judge_alone()
         return monitor
-    for nonconformity, question, turn in zip(live.nonconformity, live.questions, live.turns, strict=True):
+    for nonconformity, question, turn in zip(
+        live.nonconformity, live.questions, live.turns, strict=True
+    ):
         if not monitor.watching:
             break
         monitor.observe(nonconformity, question, turn)
@@ -111,7 +132,8 @@ def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> Drift
 def _half_split(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> float:
     if len(clusters) < 4:
         return math.nan
-    draw, rates = np.random.default_rng(seed), list[float]()
+    draw = np.random.default_rng(seed)
+    rates = list[float]()
     for _ in range(_HALVES):
         order = draw.permutation(len(clusters))
         first = np.concatenate([clusters[at] for at in order[: len(clusters) // 2]])
@@ -120,13 +142,18 @@ def _half_split(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> f
     return float(np.std(rates))
 
 
-def _by_turn(stored: StoredScores, nonconformity: NDArray[np.float64], rate: Rate) -> tuple[TurnHealth, ...]:
+def _by_turn(
+    stored: StoredScores, nonconformity: NDArray[np.float64], rate: Rate
+) -> tuple[TurnHealth, ...]:
     turns = np.asarray(stored.turns)
     rows = list[TurnHealth]()
     for turn in sorted(set(stored.turns)):
         scores = nonconformity[turns == turn]
-        median, threshold = float(np.median(scores)), split_threshold(scores, rate)
-        rows.append(TurnHealth(turn, len(scores), _score_at(stored, median), _score_at(stored, threshold)))
+        median = float(np.median(scores))
+        threshold = split_threshold(scores, rate)
+        rows.append(
+            TurnHealth(turn, len(scores), _score_at(stored, median), _score_at(stored, threshold))
+        )
     return tuple(rows)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from atts.calibration.score_history import Ranks, WeightedRank
 from atts.calibration.state import Part
 
-_LEAST, _SHARE = 30, 16  # a stratum is split from so many scores on, and once it holds one in so many of all
+_LEAST = 30
+_SHARE = 16  # a stratum is split from so many scores on, and once it holds one in so many of all
 _RIDGE = 2.0  # scores by which a slope is drawn to 0
 
 Point = tuple[float, float]
@@ -27,8 +28,11 @@ class _Stratum:
     __slots__ = ("flat", "ranks", "split_from", "sums")
 
     def __init__(self, points: Iterable[Point] = (), split_from: int = _LEAST) -> None:
-        self.flat = array("d")  # length, score, length, score: as objects they would take eight times as much
-        self.ranks, self.split_from = Ranks(), split_from
+        self.flat = array(
+            "d"
+        )  # length, score, length, score: as objects they would take eight times as much
+        self.ranks = Ranks()
+        self.split_from = split_from
         self.sums: Sums = [0.0] * 5
         for point in points:
             self.add(point)
@@ -49,20 +53,27 @@ class _Stratum:
         self.sums = [old + new for old, new in zip(self.sums, terms, strict=True)]
 
     def halves(self) -> tuple[list[Point], list[Point]]:
-        """The shorter and the longer chunks, no length in both; one is empty where all are of one length."""
+        """The shorter and the longer chunks, no length in both; one is empty where all are of one
+        length.
+        """
         ordered = sorted(self.points)
         middle = ordered[len(ordered) // 2][0]
-        below, up_to = bisect_left(ordered, (middle, -math.inf)), bisect_left(ordered, (middle, math.inf))
-        cut = below if len(ordered) - below - below <= abs(up_to - (len(ordered) - up_to)) else up_to
+        below = bisect_left(ordered, (middle, -math.inf))
+        up_to = bisect_left(ordered, (middle, math.inf))
+        cut = (
+            below if len(ordered) - below - below <= abs(up_to - (len(ordered) - up_to)) else up_to
+        )
         return ordered[:cut], ordered[cut:]
 
 
 class LengthStrata(Part):
-    """Scores by length: strata that are split at their median length as they fill, at most some thirty of them.
+    """Scores by length: strata that are split at their median length as they fill, at most some
+    thirty of them.
 
-    While many chunks are in flight the short ones are known first, and within a stratum the shorter ones. What a
-    stratum leaves of that bias is taken out by the slope of the scores on log-length in it and its neighbours, as it is
-    now: so a rank costs two searches and never a pass over the scores.
+    While many chunks are in flight the short ones are known first, and within a stratum the shorter
+    ones. What a stratum leaves of that bias is taken out by the slope of the scores on log-length
+    in it and its neighbours, as it is now: so a rank costs two searches and never a pass over the
+    scores.
 
     >>> strata = LengthStrata()
     >>> strata.add(1.0, 200.0)
@@ -103,7 +114,9 @@ class LengthStrata(Part):
     def _slope(self, at: int) -> float:
         """Of scores on log-length, here and in the strata beside this one."""
         near = self._strata[max(0, at - 1) : at + 2]
-        count, lengths, scores, squares, products = map(sum, zip(*(stratum.sums for stratum in near), strict=True))
+        count, lengths, scores, squares, products = map(
+            sum, zip(*(stratum.sums for stratum in near), strict=True)
+        )
         spread = squares - lengths * lengths / count
         if count < 3 or spread <= 1e-9 * squares:
             return 0.0
@@ -112,7 +125,9 @@ class LengthStrata(Part):
     def _split(self, at: int) -> None:
         stratum = self._strata[at]
         shorter, longer = stratum.halves()
-        if min(len(shorter), len(longer)) < _LEAST // 4:  # nearly all of one length, as where a limit cuts them
+        if (
+            min(len(shorter), len(longer)) < _LEAST // 4
+        ):  # nearly all of one length, as where a limit cuts them
             stratum.split_from = 2 * len(stratum)
             return
         self._bounds.insert(at, shorter[-1][0])
@@ -124,16 +139,23 @@ class LengthStrata(Part):
         return {"bounds": list(self._bounds), "strata": rows}
 
     def merge(self, state: Any) -> None:
-        """Take over the strata of a state, or, where there are scores here, those of its scores that are not here."""
+        """Take over the strata of a state, or, where there are scores here, those of its scores
+        that are not here.
+        """
         points = [list(zip(row[2][::2], row[2][1::2], strict=True)) for row in state["strata"]]
         if self._count:
             here = Counter(point for one in self._strata for point in one.points)
-            for length, score in (Counter(point for each in points for point in each) - here).elements():
+            for length, score in (
+                Counter(point for each in points for point in each) - here
+            ).elements():
                 self.add(float(score), math.exp(length))
             return
-        self._bounds, self._strata = list(map(float, state["bounds"])), []
+        self._bounds = list(map(float, state["bounds"]))
+        self._strata = []
         for (split_from, sums, _), each in zip(state["strata"], points, strict=True):
-            stratum = _Stratum([(float(length), float(score)) for length, score in each], int(split_from))
+            stratum = _Stratum(
+                [(float(length), float(score)) for length, score in each], int(split_from)
+            )
             stratum.sums = list(map(float, sums))
             self._strata.append(stratum)
         self._count = sum(map(len, self._strata))

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 TURN_BINS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (6, 9), (10, 14))
-"""Turns grouped so that each bin holds enough decisions; later turns than the last bin count in no bin."""
+"""Turns grouped so that each bin holds enough decisions; later turns than the last bin count in no
+bin.
+"""
 
 METRICS = (
     "overall_error",
@@ -32,14 +34,17 @@ def rate_metrics(
     escalated: Sequence[bool],
     rate: float,
 ) -> dict[str, float]:
-    """The six numbers of rate control, on equal-length sequences in arrival order (nonconformity: larger is worse).
+    """The six numbers of rate control, on equal-length sequences in arrival order (nonconformity:
+    larger is worse).
 
-    A number that does not exist for the stream (no pair to rank, fewer than 500 decisions) is NaN; an empty stream has
-    only NaNs.
+    A number that does not exist for the stream (no pair to rank, fewer than 500 decisions) is NaN;
+    an empty stream has only NaNs.
     """
     if not len(questions):
         return dict.fromkeys(METRICS, math.nan)
-    q: Ints = np.unique(np.array([str(question) for question in questions]), return_inverse=True)[1].astype(np.int64)
+    q: Ints = np.unique(np.array([str(question) for question in questions]), return_inverse=True)[
+        1
+    ].astype(np.int64)
     t: Ints = np.asarray(turns, np.int64)
     x: Floats = np.asarray(nonconformity, float)
     e: Floats = np.asarray(escalated, float)
@@ -65,7 +70,9 @@ def turn_rms(turns: Ints, escalated: Floats, rate: float) -> float:
 
 
 def worst_rolling(escalated: Floats, rate: float, width: int = 500) -> float:
-    """The largest |realised - nominal| over any `width` consecutive decisions; NaN for a shorter stream."""
+    """The largest |realised - nominal| over any `width` consecutive decisions; NaN for a shorter
+    stream.
+    """
     sums = np.concatenate([[0.0], np.cumsum(escalated)])
     if len(sums) <= width:
         return math.nan
@@ -73,27 +80,33 @@ def worst_rolling(escalated: Floats, rate: float, width: int = 500) -> float:
 
 
 def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float:
-    """P(an escalated chunk is worse than a kept one) over all pairs inside a group, ties half; NaN without a pair."""
+    """P(an escalated chunk is worse than a kept one) over all pairs inside a group, ties half; NaN
+    without a pair.
+    """
     order = np.argsort(group, kind="stable")
     bounds = np.flatnonzero(np.diff(group[order])) + 1
     wins = pairs = 0.0
     for members in np.split(order, bounds):
-        bad, kept = (
-            nonconformity[members][escalated[members] == 1],
-            np.sort(nonconformity[members][escalated[members] == 0]),
-        )
-        below, up_to = np.searchsorted(kept, bad, "left"), np.searchsorted(kept, bad, "right")
+        bad = nonconformity[members][escalated[members] == 1]
+        kept = np.sort(nonconformity[members][escalated[members] == 0])
+        below = np.searchsorted(kept, bad, "left")
+        up_to = np.searchsorted(kept, bad, "right")
         wins += float((below + up_to).sum()) / 2
         pairs += len(bad) * len(kept)
     return wins / pairs if pairs else math.nan
 
 
 def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float) -> Floats:
-    """The synchronous rule: each (question, turn) group whole, the worst escalate, rounding carried per question."""
-    q, t, x = np.asarray(questions), np.asarray(turns), np.asarray(nonconformity, float)
+    """The synchronous rule: each (question, turn) group whole, the worst escalate, rounding carried
+    per question.
+    """
+    q = np.asarray(questions)
+    t = np.asarray(turns)
+    x = np.asarray(nonconformity, float)
     order = np.lexsort((np.arange(len(q)), -x, t, q))
     starts = np.flatnonzero(np.diff(q[order]) | np.diff(t[order])) + 1
-    decisions, carry = np.zeros(len(q)), dict[int, float]()
+    decisions = np.zeros(len(q))
+    carry = dict[int, float]()
     for members in np.split(order, starts):
         key = int(q[members[0]])
         want = rate * len(members) + carry.get(key, 0.0)

@@ -1,4 +1,6 @@
-"""Calibration modes: which score pool and which rate controller each name stands for, and their constants."""
+"""Calibration modes: which score pool and which rate controller each name stands for, and their
+constants.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from atts.calibration.controllers import Adaptive, Controller, Feedback, Tracking
-from atts.calibration.pools import MINIMUM, ByTurn, Frozen, Pooled, Residuals, ScorePool, SiblingPool
+from atts.calibration.pools import (
+    MINIMUM,
+    ByTurn,
+    Frozen,
+    Pooled,
+    Residuals,
+    ScorePool,
+    SiblingPool,
+)
 from atts.calibration.score_history import Fading, ScoreHistory, Window
 from atts.errors import OptionError
 
@@ -16,12 +26,16 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 _PROBLEM_STEP = 0.016
-"""Slower ones leave short runs off their rate; faster ones even it out between problems, where the score decides."""
+"""Slower ones leave short runs off their rate; faster ones even it out between problems, where the
+score decides.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The constants of the modes; the defaults were chosen on the even questions of one run, for all rates at once."""
+    """The constants of the modes; the defaults were chosen on the even questions of one run, for
+    all rates at once.
+    """
 
     aci_step: float = 0.002  # for 8 rollouts a problem; see `for_rollouts`
     turn_step: float = 0.02  # at rate one half; see `turn_step_at`
@@ -39,19 +53,25 @@ class Tuning:
 
     @classmethod
     def for_rollouts(cls, samples: int) -> Tuning:
-        """The defaults where so many rollouts of a problem are judged: they share one problem's step.
+        """The defaults where so many rollouts of a problem are judged: they share one problem's
+        step.
 
-        Siblings find much the same things hard. Were each to move the threshold by a step of its own, a hard problem
-        with many rollouts would raise it while it is still being solved, and go without what the score says it needs.
+        Siblings find much the same things hard. Were each to move the threshold by a step of its
+        own, a hard problem with many rollouts would raise it while it is still being solved, and go
+        without what the score says it needs.
         """
         return cls(aci_step=_PROBLEM_STEP / max(1, samples))
 
     def turn_step_at(self, rate: float) -> float:
-        """The step of mode "turn": as many standard deviations of a decision at every rate, half of it at the least."""
+        """The step of mode "turn": as many standard deviations of a decision at every rate, half of
+        it at the least.
+        """
         return self.turn_step * max(0.5, 2 * math.sqrt(rate * (1 - rate)))
 
     def limit_at(self, rate: float) -> float:
-        """What a question may be owed at this rate: of few escalations, one too many is a larger part."""
+        """What a question may be owed at this rate: of few escalations, one too many is a larger
+        part.
+        """
         rarer = min(rate, 1 - rate)
         return min(self.limit, 1.35 + 13 * rarer * rarer)
 
@@ -60,9 +80,14 @@ DEFAULTS = Tuning()
 
 
 def build(
-    mode: Mode, rate: float, window: int | None = None, decay: float | None = None, tuning: Tuning = DEFAULTS
+    mode: Mode,
+    rate: float,
+    window: int | None = None,
+    decay: float | None = None,
+    tuning: Tuning = DEFAULTS,
 ) -> tuple[ScorePool, Controller]:
-    """The pool and the controller of a mode, remembering the last `window` scores, or all with fading weight.
+    """The pool and the controller of a mode, remembering the last `window` scores, or all with
+    fading weight.
 
     :raises OptionError: for an unknown mode, or both a window and a decay.
     """
@@ -85,6 +110,10 @@ def build(
     if mode not in MODES:
         raise OptionError(str(mode), "is not a calibration mode", MODES)
     by_turn = mode == "question-turn"
-    residuals = Residuals(remember, MINIMUM if by_turn else 10**18, tuning.shrinkage, tuning.residuals)
+    residuals = Residuals(
+        remember, MINIMUM if by_turn else 10**18, tuning.shrinkage, tuning.residuals
+    )
     gains = (tuning.question_gain, tuning.turn_gain if by_turn else 0.0, tuning.overall_gain)
-    return SiblingPool(residuals, tuning.siblings), Feedback(rate, gains, tuning.order, tuning.limit_at(rate))
+    return SiblingPool(residuals, tuning.siblings), Feedback(
+        rate, gains, tuning.order, tuning.limit_at(rate)
+    )

@@ -1,4 +1,6 @@
-"""The online calibrator: a decision on each score, fed back with what was done, its state saved and merged."""
+"""The online calibrator: a decision on each score, fed back with what was done, its state saved and
+merged.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,24 @@ from atts.errors import CalibrationInputError, OptionError
 Group = int | tuple[str, int] | None
 """Which stored scores to compare with: a turn's, a question's and turn's, or all."""
 
-_KIND, _VERSION = "atts calibrator", 1
+_KIND = "atts calibrator"
+_VERSION = 1
 _NORMAL = NormalDist()
-_FEW = 40  # scores: with fewer known, a run of known size keeps escalations back for when ranks mean more
+# scores: with fewer known, a run of known size keeps escalations back for when ranks mean more
+_FEW = 40
 _WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-_WIDENED, _WIDER = 500, 1.5  # after a "widen" alarm: for so many decisions the current rate is so many times higher
+_WIDENED = 500
+_WIDER = (
+    1.5  # after a "widen" alarm: for so many decisions the current rate is so many times higher
+)
 
 
 class Calibrator(Part):
-    """Decides on a stream of scores so that the fraction of escalations is `rate`, where its mode says so.
+    """Decides on a stream of scores so that the fraction of escalations is `rate`, where its mode
+    says so.
 
-    `decide` only reads: it may be asked twice, in any order, for chunks that are then dropped. `observe` stores the
-    score and what was really done. Both are deterministic given the seed.
+    `decide` only reads: it may be asked twice, in any order, for chunks that are then dropped.
+    `observe` stores the score and what was really done. Both are deterministic given the seed.
 
     >>> calibrator = Calibrator(rate=0.25, mode="marginal", stored=[1.1, 1.2, 1.3, 1.4])
     >>> decision = calibrator.decide(9.0, question="q7")
@@ -66,20 +74,25 @@ class Calibrator(Part):
         by_length: bool = False,
         cap: Rate | None = None,
     ) -> None:
-        """`stored` are scores of a calibration run, `drift` what an alarm about them does, `fingerprint` the conditions
-        of this run, `hold` how many scores may wait for an earlier issue: at least as many as chunks are in flight.
-        With `by_length` a score is its rank among chunks of about the same length, in every mode. Of any first n
-        decisions at most ceil(`cap` * n) escalate, exactly, where each is observed before the next is taken.
+        """`stored` are scores of a calibration run, `drift` what an alarm about them does,
+        `fingerprint` the conditions of this run, `hold` how many scores may wait for an earlier
+        issue: at least as many as chunks are in flight. With `by_length` a score is its rank among
+        chunks of about the same length, in every mode. Of any first n decisions at most ceil(`cap`
+        * n) escalate, exactly, where each is observed before the next is taken.
 
-        :raises CalibrationInputError: for an impossible rate, cap, window, decay or stored score; mode "split" without
-            stored scores; or `by_length` with stored scores whose lengths are not known.
+        :raises CalibrationInputError: for an impossible rate, cap, window, decay or stored score;
+            mode "split" without stored scores; or `by_length` with stored scores whose lengths are
+            not known.
         :raises OptionError: for an unknown mode or drift policy.
         :raises FingerprintError: if the stored scores were made under other conditions.
         """
-        self.rate, self.cap = exact_rate(rate), None if cap is None else exact_rate(cap, "cap")
+        self.rate = exact_rate(rate)
+        self.cap = None if cap is None else exact_rate(cap, "cap")
         self.mode: Mode = mode
         self.seed, self.tuning, self._nominal = seed, tuning, float(self.rate)
-        self.stored = stored if isinstance(stored, StoredScores) else StoredScores.of(stored, scale=scale)
+        self.stored = (
+            stored if isinstance(stored, StoredScores) else StoredScores.of(stored, scale=scale)
+        )
         self.scale = self.stored.scale
         self.fingerprint = dict(self.stored.fingerprint if fingerprint is None else fingerprint)
         check_stored(self.stored, self.fingerprint, mode, by_length=by_length)
@@ -89,8 +102,11 @@ class Calibrator(Part):
         self.decided = self.escalated = self._widened = 0
         self._strata = LengthStrata() if by_length else None
         self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
-        self._order, self._end = ReorderBuffer(hold), RunEnd()
-        self._over = set[str]()  # questions to forget, once none of their scores waits for its issue
+        self._order = ReorderBuffer(hold)
+        self._end = RunEnd()
+        self._over = set[
+            str
+        ]()  # questions to forget, once none of their scores waits for its issue
         self._alert: DriftPolicy | None = None
         self._take_stored(drift)
 
@@ -114,13 +130,16 @@ class Calibrator(Part):
         left: float | None = None,
         length: float | None = None,
     ) -> Decision:
-        """What to do with a chunk of this score, from stored scores and decisions only; nothing is stored.
+        """What to do with a chunk of this score, from stored scores and decisions only; nothing is
+        stored.
 
-        `left` is the share of the run's decisions that is expected to be left, this one included; None where not known.
-        `length` is that of the chunk, in tokens or any other unit; it counts where ranks are by length.
+        `left` is the share of the run's decisions that is expected to be left, this one included;
+        None where not known. `length` is that of the chunk, in tokens or any other unit; it counts
+        where ranks are by length.
 
-        :raises CalibrationInputError: if it is not a score of the declared domain, a turn or sample is below 0,
-            `left` is no share, or the length is missing or impossible where ranks are by length.
+        :raises CalibrationInputError: if it is not a score of the declared domain, a turn or sample
+            is below 0, `left` is no share, or the length is missing or impossible where ranks are
+            by length.
         """
         if turn < 0 or (sample is not None and sample < 0):
             raise CalibrationInputError("turn and sample", (turn, sample), "numbers from 0")
@@ -140,8 +159,14 @@ class Calibrator(Part):
         up = rate >= 1 or (rate > 0 and p > 1 - rate)
         why = f"p {p:.4f} {'>' if up else '<='} {1 - rate:.4f}"
         origin: Origin = "gate"
-        if up and self.cap is not None and self.escalated >= math.ceil(self.cap * (self.decided + 1)):
-            up, why, origin = False, f"{why}; hard cap: no escalation left", "budget"
+        if (
+            up
+            and self.cap is not None
+            and self.escalated >= math.ceil(self.cap * (self.decided + 1))
+        ):
+            up = False
+            why = f"{why}; hard cap: no escalation left"
+            origin = "budget"
         action: Action = "escalate" if up else "accept"
         return Decision(
             action, self._nominal, question, turn, sample or 0, issue=issue, score=float(score), p=p, why=why,
@@ -149,15 +174,17 @@ class Calibrator(Part):
         )  # fmt: skip
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
-        """Record a decision and what was really done with its chunk, where that differs (a hard cap, an override).
+        """Record a decision and what was really done with its chunk, where that differs (a hard
+        cap, an override).
 
-        The decision counts at once; its score joins the pools in order of issue, if it has one. A decision taken
-        without a score (verification skipped, or failed) counts for the rate alone.
+        The decision counts at once; its score joins the pools in order of issue, if it has one. A
+        decision taken without a score (verification skipped, or failed) counts for the rate alone.
 
         :raises CalibrationInputError: if its score is not one of the declared domain.
         """
         done = decision.action == "escalate" if escalated is None else escalated
-        question, turn = decision.question, decision.turn
+        question = decision.question
+        turn = decision.turn
         if decision.score is None:
             self._count(None, question, turn, done)
             if decision.issue is not None:
@@ -167,16 +194,20 @@ class Calibrator(Part):
         standing = self._standing(nonconformity, question, turn, decision.sample, decision.length)
         self._count(standing, question, turn, done)
         held = (nonconformity, question, turn, decision.length)
-        self._learn_all([held] if decision.issue is None else self._order.push(decision.issue, held))
+        self._learn_all(
+            [held] if decision.issue is None else self._order.push(decision.issue, held)
+        )
 
     def skip(self, issue: int) -> None:
         """Do not wait for the score of this issue: its chunk was dropped, or could not be scored."""
         self._learn_all(self._order.skip(issue))
 
     def forget(self, question: str) -> None:
-        """The question is over: its scores stay in the pools of all, what served its own decisions is let go.
+        """The question is over: its scores stay in the pools of all, what served its own decisions
+        is let go.
 
-        Decisions on other questions are what they would have been, and memory is that of the open questions.
+        Decisions on other questions are what they would have been, and memory is that of the open
+        questions.
         """
         self._over.add(question)
         self._forget_over()
@@ -188,16 +219,21 @@ class Calibrator(Part):
             self._controller.forget(question)
 
     def settle(self) -> None:
-        """The run is over: what still waits for a score that will not come joins the pools; merging wants that."""
+        """The run is over: what still waits for a score that will not come joins the pools; merging
+        wants that.
+        """
         self._learn_all(self._order.flush())
 
     def p_value(self, score: float, group: Group = None, length: float | None = None) -> float:
-        """The conformal p-value of a score against the stored ones, without a coin: P(p <= a) <= a if exchangeable.
+        """The conformal p-value of a score against the stored ones, without a coin: P(p <= a) <= a
+        if exchangeable.
 
         :raises CalibrationInputError: as `decide`.
         """
         question, turn = group if isinstance(group, tuple) else (None, group)
-        standing = self._standing(self.scale.nonconformity(score), question or "", turn or 0, None, length)
+        standing = self._standing(
+            self.scale.nonconformity(score), question or "", turn or 0, None, length
+        )
         return self._pool.rank(standing, question, turn).p(1.0)
 
     @property
@@ -227,7 +263,8 @@ class Calibrator(Part):
 
     def resume(self) -> None:
         """End what an alarm started ("escalate" everything, or "widen"), after someone has looked."""
-        self._alert, self._widened = None, 0
+        self._alert = None
+        self._widened = 0
 
     def _count(self, nonconformity: float | None, question: str, turn: int, done: bool) -> None:
         self.decided += 1
@@ -245,10 +282,14 @@ class Calibrator(Part):
         if self._strata is None:
             self._pool.add(nonconformity, question, turn)
         else:
-            self._pool.add(self._standing(nonconformity, question, turn, -1, length), question, turn)
+            self._pool.add(
+                self._standing(nonconformity, question, turn, -1, length), question, turn
+            )
             self._store_length(nonconformity, length)
         if self._monitor.watching:
-            event = self._monitor.observe(nonconformity, question, turn, self._theta(nonconformity, question, turn, -1))
+            event = self._monitor.observe(
+                nonconformity, question, turn, self._theta(nonconformity, question, turn, -1)
+            )
             if event is not None:
                 self._act(event)
 
@@ -257,16 +298,26 @@ class Calibrator(Part):
             self._pool.drop_stored()
             self._strata = self._strata and LengthStrata()
         elif event.action != "report":
-            self._alert, self._widened = event.action, _WIDENED
+            self._alert = event.action
+            self._widened = _WIDENED
 
     def _standing(
-        self, nonconformity: float, question: str, turn: int, sample: int | None, length: float | None
+        self,
+        nonconformity: float,
+        question: str,
+        turn: int,
+        sample: int | None,
+        length: float | None,
     ) -> float:
-        """The score as pools and controllers take it: itself, or the normal score of its rank among such lengths."""
+        """The score as pools and controllers take it: itself, or the normal score of its rank among
+        such lengths.
+        """
         if self._strata is None:
             return nonconformity
         if length is None or not 0 < length < math.inf:
-            raise CalibrationInputError("length", length, "the chunk's length, above 0, as ranks are by length")
+            raise CalibrationInputError(
+                "length", length, "the chunk's length, above 0, as ranks are by length"
+            )
         if math.isinf(nonconformity):
             return nonconformity
         theta = self._theta(nonconformity, question, turn, sample, "\x1flength")
@@ -277,8 +328,12 @@ class Calibrator(Part):
         if self._strata is not None and length is not None and math.isfinite(nonconformity):
             self._strata.add(nonconformity, length)
 
-    def _theta(self, nonconformity: float, question: str, turn: int, sample: int | None, purpose: str = "") -> float:
-        """A uniform that belongs to this chunk: the same in every replay, whatever was decided in between."""
+    def _theta(
+        self, nonconformity: float, question: str, turn: int, sample: int | None, purpose: str = ""
+    ) -> float:
+        """A uniform that belongs to this chunk: the same in every replay, whatever was decided in
+        between.
+        """
         position = self.decided if sample is None else sample
         text = f"{self.seed}\x1f{question}\x1f{turn}\x1f{position}\x1f{nonconformity!r}{purpose}"
         return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") * 2.0**-56
@@ -292,7 +347,9 @@ class Calibrator(Part):
         return ["by-length"] * (self._strata is not None) + ["cap"] * (self.cap is not None)
 
     def state(self) -> dict[str, Any]:
-        """Everything that decides what comes next, as JSON: restored, the same stream gets the same decisions."""
+        """Everything that decides what comes next, as JSON: restored, the same stream gets the same
+        decisions.
+        """
         return {
             "kind": _KIND,
             "version": _VERSION,
@@ -311,31 +368,49 @@ class Calibrator(Part):
         }
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], fingerprint: Mapping[str, object] | None = None) -> Calibrator:
+    def restored(
+        cls, state: Mapping[str, Any], fingerprint: Mapping[str, object] | None = None
+    ) -> Calibrator:
         """A calibrator that goes on where the one of this state stopped.
 
         :raises CalibrationInputError: if it is no such state.
         :raises FingerprintError: if it was made under other conditions than `fingerprint`.
         """
         if state.get("kind") != _KIND or state.get("version") != _VERSION:
-            raise CalibrationInputError("calibrator state", state.get("kind"), f"{_KIND}, version {_VERSION}")
+            raise CalibrationInputError(
+                "calibrator state", state.get("kind"), f"{_KIND}, version {_VERSION}"
+            )
         try:
             if fingerprint is not None:
                 check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
             state = {**state, "order": with_lengths(state["order"])}
             made = cls._of(state)
-            is_whole = same(made.state(), state) and type(made.seed) is int and 0 <= made.escalated <= made.decided
+            is_whole = (
+                same(made.state(), state)
+                and type(made.seed) is int
+                and 0 <= made.escalated <= made.decided
+            )
         except (*_WRONG, OptionError) as error:
             problem = f"{type(error).__name__}: {error}"
-            raise CalibrationInputError("calibrator state", problem, "what a calibrator saved") from error
+            raise CalibrationInputError(
+                "calibrator state", problem, "what a calibrator saved"
+            ) from error
         if not is_whole:
-            raise CalibrationInputError("calibrator state", "changed by hand", "what a calibrator saved")
+            raise CalibrationInputError(
+                "calibrator state", "changed by hand", "what a calibrator saved"
+            )
         return made
 
     @classmethod
     def _of(cls, state: Mapping[str, Any]) -> Calibrator:
-        stored, tuning = StoredScores.restore(state["stored"]), Tuning(**state["tuning"])
-        options: dict[str, Any] = {"seed": state["seed"], "stored": stored, "tuning": tuning, **state["options"]}
+        stored = StoredScores.restore(state["stored"])
+        tuning = Tuning(**state["tuning"])
+        options: dict[str, Any] = {
+            "seed": state["seed"],
+            "stored": stored,
+            "tuning": tuning,
+            **state["options"],
+        }
         if "cap" in options:
             options["cap"] = Fraction(options["cap"])
         made = cls(Fraction(state["rate"]), state["mode"], **options)
@@ -352,7 +427,8 @@ class Calibrator(Part):
         return made
 
     def save(self, path: Path) -> None:
-        """Write the state, replacing the file in one step so that a crash leaves the old one or the new one.
+        """Write the state, replacing the file in one step so that a crash leaves the old one or the
+        new one.
 
         :raises StorageError: if the disk refuses.
         """
@@ -368,20 +444,27 @@ class Calibrator(Part):
         return cls.restored(read_state(path), fingerprint)
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Add what another calibrator of the same rate, mode, conditions and stored scores has seen live.
+        """Add what another calibrator of the same rate, mode, conditions and stored scores has seen
+        live.
 
         Its alarms are not taken over: this one's monitor has not seen those scores.
 
-        :raises CalibrationInputError: if rate, mode, stored scores or options differ, or its scores wait for an issue.
+        :raises CalibrationInputError: if rate, mode, stored scores or options differ, or its scores
+            wait for an issue.
         :raises FingerprintError: if the conditions differ.
         """
         check_fingerprint("the calibrator to merge", state["fingerprint"], self.fingerprint)
-        mine, state = strict(self.state()), strict(state)
+        mine = strict(self.state())
+        state = strict(state)
         for name in ("kind", "version", "rate", "mode", "options", "tuning", "stored"):
             if state.get(name) != mine[name]:
-                raise CalibrationInputError(f"{name} of the calibrator to merge", "another", "the same as here")
+                raise CalibrationInputError(
+                    f"{name} of the calibrator to merge", "another", "the same as here"
+                )
         if state["order"]["held"]:
-            raise CalibrationInputError("calibrator to merge", "scores held for their issue", "a finished one")
+            raise CalibrationInputError(
+                "calibrator to merge", "scores held for their issue", "a finished one"
+            )
         super().merge(state)
         if self._strata is not None:
             self._strata.merge(state["lengths"])

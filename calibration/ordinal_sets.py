@@ -15,17 +15,20 @@ Probabilities = Sequence[float]
 
 
 def nested_windows(probabilities: Probabilities) -> list[range]:
-    """Contiguous windows of levels from the most probable level to all, each with one level more than the one before.
+    """Contiguous windows of levels from the most probable level to all, each with one level more
+    than the one before.
 
-    Each is the heaviest window of its length that contains the one before it, which is growing towards the heavier
-    neighbour. Shortest windows need not nest for other probabilities than unimodal ones, and coverage needs nesting.
+    Each is the heaviest window of its length that contains the one before it, which is growing
+    towards the heavier neighbour. Shortest windows need not nest for other probabilities than
+    unimodal ones, and coverage needs nesting.
 
     >>> [list(window) for window in nested_windows((0.35, 0.05, 0.30, 0.30))]
     [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
     """
     _check(probabilities)
     mode = max(range(len(probabilities)), key=lambda level: probabilities[level])
-    low, high = mode, mode + 1
+    low = mode
+    high = mode + 1
     windows = [range(low, high)]
     while high - low < len(probabilities):
         left = probabilities[low - 1] if low else -1.0
@@ -36,7 +39,9 @@ def nested_windows(probabilities: Probabilities) -> list[range]:
 
 
 def entry_mass(probabilities: Probabilities, level: int) -> float:
-    """The conformity score of a level: the mass of the largest nested window without it, 0 for the most probable."""
+    """The conformity score of a level: the mass of the largest nested window without it, 0 for the
+    most probable.
+    """
     inside = 0.0
     for window in nested_windows(probabilities):
         if level in window:
@@ -46,10 +51,12 @@ def entry_mass(probabilities: Probabilities, level: int) -> float:
 
 
 class LevelSets:
-    """Sets that hold the true level with probability at least 1 - alpha, calibrated on labelled chunks.
+    """Sets that hold the true level with probability at least 1 - alpha, calibrated on labelled
+    chunks.
 
-    The guarantee is over a new labelled chunk exchangeable with the calibration ones, which were not used to fit the
-    probabilities. Chunks of one question count as many only if questions are many: see `guarantee`.
+    The guarantee is over a new labelled chunk exchangeable with the calibration ones, which were
+    not used to fit the probabilities. Chunks of one question count as many only if questions are
+    many: see `guarantee`.
     """
 
     __slots__ = ("_alpha", "_questions", "_scores")
@@ -83,8 +90,11 @@ class LevelSets:
     @property
     def guarantee(self) -> str:
         """What the sets promise, in words."""
-        questions, covered = len(self._questions), 1 - self._alpha
-        return TEXTS["levels"]["guarantee"].format(labelled=len(self), questions=questions, covered=covered)
+        questions = len(self._questions)
+        covered = 1 - self._alpha
+        return TEXTS["levels"]["guarantee"].format(
+            labelled=len(self), questions=questions, covered=covered
+        )
 
     @property
     def voided_by(self) -> str:
@@ -94,5 +104,11 @@ class LevelSets:
 
 def _check(probabilities: Probabilities) -> None:
     total = math.fsum(probabilities)
-    if not probabilities or not all(p >= 0 for p in probabilities) or not math.isclose(total, 1, abs_tol=1e-6):
-        raise CalibrationInputError("probabilities of levels", tuple(probabilities), "numbers from 0 that sum to 1")
+    if (
+        not probabilities
+        or not all(p >= 0 for p in probabilities)
+        or not math.isclose(total, 1, abs_tol=1e-6)
+    ):
+        raise CalibrationInputError(
+            "probabilities of levels", tuple(probabilities), "numbers from 0 that sum to 1"
+        )

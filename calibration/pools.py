@@ -1,4 +1,6 @@
-"""Score pools: the scores a new one is ranked among, all together, by turn, or relative to their question."""
+"""Score pools: the scores a new one is ranked among, all together, by turn, or relative to their
+question.
+"""
 
 from __future__ import annotations
 
@@ -59,14 +61,17 @@ class Pooled(ScorePool):
         self._has_stored |= not live
 
     def drop_stored(self) -> None:
-        self._stored, self._has_stored = Window(), False
+        self._stored = Window()
+        self._has_stored = False
 
     def __len__(self) -> int:
         return len(self._live) + len(self._stored)
 
 
 class Frozen(Pooled):
-    """The stored scores alone, every threshold as it was fitted; live ones take over once the stored are disowned."""
+    """The stored scores alone, every threshold as it was fitted; live ones take over once the
+    stored are disowned.
+    """
 
     __slots__ = ()
 
@@ -76,7 +81,9 @@ class Frozen(Pooled):
 
 
 class ByTurn(ScorePool):
-    """A pool per turn beside the pool of all turns, which answers while a turn has too few scores of its own."""
+    """A pool per turn beside the pool of all turns, which answers while a turn has too few scores
+    of its own.
+    """
 
     __slots__ = ("_all", "_minimum", "_turns")
     saved = ("_all", "_turns")
@@ -106,21 +113,26 @@ class ByTurn(ScorePool):
 class SiblingPool(ScorePool):
     """The pool of another kind, blended with the scores of the same question and turn.
 
-    The share of siblings below a score, and the pool's answer as if it were `prior` siblings: the predictive
-    distribution of a Dirichlet process with the pool as its base. The first sample of a question is placed by the pool
-    alone, the later ones more and more by their siblings.
+    The share of siblings below a score, and the pool's answer as if it were `prior` siblings: the
+    predictive distribution of a Dirichlet process with the pool as its base. The first sample of a
+    question is placed by the pool alone, the later ones more and more by their siblings.
     """
 
     __slots__ = ("_base", "_groups", "_prior")
     saved = ("_base", "_groups")
 
     def __init__(self, base: ScorePool, prior: float) -> None:
-        self._base, self._prior = base, prior
+        self._base = base
+        self._prior = prior
         self._groups = GroupTable(lambda: (Ranks(),))
 
     def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
         place = self._base.rank(nonconformity, question, turn)
-        group = self._groups.get((question, turn)) if question is not None and turn is not None else None
+        group = (
+            self._groups.get((question, turn))
+            if question is not None and turn is not None
+            else None
+        )
         return _blend(place, group[0], nonconformity, self._prior) if group else place
 
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
@@ -139,22 +151,29 @@ class SiblingPool(ScorePool):
 class Residuals(ScorePool):
     """Scores relative to what their question's so far lead to expect, ranked by turn.
 
-    Expected of a question is its running mean shrunk towards the running mean of all questions as if `shrinkage`
-    scores of the latter had been seen, so the first score of a new question is placed by the pooled mean, its tenth
-    by its own. With `prior`, the rank among the question's own residuals is blended in as `SiblingPool` does, for
-    questions that spread more or less than others. Infinite scores are placed at their end of the scale and never
-    stored: one of them would shift a mean for ever.
+    Expected of a question is its running mean shrunk towards the running mean of all questions as
+    if `shrinkage` scores of the latter had been seen, so the first score of a new question is
+    placed by the pooled mean, its tenth by its own. With `prior`, the rank among the question's own
+    residuals is blended in as `SiblingPool` does, for questions that spread more or less than
+    others. Infinite scores are placed at their end of the scale and never stored: one of them would
+    shift a mean for ever.
     """
 
     __slots__ = ("_means", "_own", "_prior", "_ranks", "_shrinkage", "_stored_means")
     saved = ("_ranks", "_means", "_own")
 
     def __init__(
-        self, remember: HistoryFactory = Window, minimum: int = MINIMUM, shrinkage: float = 1.0, prior: float = 0.0
+        self,
+        remember: HistoryFactory = Window,
+        minimum: int = MINIMUM,
+        shrinkage: float = 1.0,
+        prior: float = 0.0,
     ) -> None:
         self._ranks = ByTurn(remember, minimum)
-        self._shrinkage, self._prior = shrinkage, prior
-        self._means, self._stored_means = _Means(), _Means()
+        self._shrinkage = shrinkage
+        self._prior = prior
+        self._means = _Means()
+        self._stored_means = _Means()
         self._own = StateTable(str, Ranks)
 
     def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
@@ -186,13 +205,15 @@ class Residuals(ScorePool):
 
     def _expected(self, question: str | None) -> float:
         """What is expected of the question's next score."""
-        live, stored = self._means, self._stored_means
+        live = self._means
+        stored = self._stored_means
         count = live.count + stored.count
         overall = (live.total + stored.total) / count if count else 0.0
         seen, total = live.of(question) if question is not None else (0, 0.0)
         if stored.count and question:
             before, before_total = stored.of(question)
-            seen, total = seen + before, total + before_total
+            seen = seen + before
+            total = total + before_total
         return (total + self._shrinkage * overall) / (seen + self._shrinkage) if seen else overall
 
     def __len__(self) -> int:
@@ -205,7 +226,8 @@ class _Means(Part):
     __slots__ = ("_questions", "count", "total")
 
     def __init__(self) -> None:
-        self.count, self.total = 0, 0.0
+        self.count = 0
+        self.total = 0.0
         self._questions = dict[str, tuple[int, float]]()
 
     def of(self, question: str) -> tuple[int, float]:
@@ -236,8 +258,11 @@ class _Means(Part):
 def _blend(place: WeightedRank, own: Ranks, value: float, prior: float) -> WeightedRank:
     """The place among `own` values with the pool's answer standing in for `prior` more.
 
-    Its p is (prior * p of the pool + values of `own` below, ties by the same coin) / (prior + len(own)).
+    Its p is (prior * p of the pool + values of `own` below, ties by the same coin) / (prior +
+    len(own)).
     """
     below, equal = own.counts(value)
     worth = (place.size + 1) / prior  # scores of the pool that weigh as much as one of `own`
-    return WeightedRank(place.below + below * worth, place.equal + equal * worth, (prior + len(own)) * worth - 1)
+    return WeightedRank(
+        place.below + below * worth, place.equal + equal * worth, (prior + len(own)) * worth - 1
+    )

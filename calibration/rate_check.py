@@ -23,8 +23,9 @@ _CLUSTERED = 0.99  # outside where that share of such questions stays, it is not
 class RateCheck:
     """A realised rate beside the nominal one.
 
-    `held`: inside `coin`, where 95 % of fair coins stay. `left`: outside `band` as well, where 99 % of runs stay whose
-    questions differ as these do; a run whose gate works is called so once in a hundred times. `unclear`: between.
+    `held`: inside `coin`, where 95 % of fair coins stay. `left`: outside `band` as well, where 99 %
+    of runs stay whose questions differ as these do; a run whose gate works is called so once in a
+    hundred times. `unclear`: between.
     """
 
     standing: Standing
@@ -51,7 +52,8 @@ class RateCheck:
 def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
     """Judge the (decisions, escalated) of each question.
 
-    :raises CalibrationInputError: if there is no decision, or one question escalated more than it decided.
+    :raises CalibrationInputError: if there is no decision, or one question escalated more than it
+        decided.
 
     >>> check_rate(0.2, [(20, 4)] * 10).standing, check_rate(0.2, [(20, 9)] * 10).standing
     ('held', 'left')
@@ -64,16 +66,26 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
         raise CalibrationInputError(
             "questions", list(questions)[:5], "(decisions, escalated), some decision among them"
         )
-    n, share = int(rows[:, 0].sum()), float(rows[:, 1].sum() / rows[:, 0].sum())
+    n = int(rows[:, 0].sum())
+    share = float(rows[:, 1].sum() / rows[:, 0].sum())
     coin = coin_band(n, nominal)
     reach = _reach(rows, share, nominal)
     band = (min(coin[0], max(0.0, nominal - reach)), max(coin[1], min(1.0, nominal + reach)))
-    standing: Standing = "held" if coin[0] <= share <= coin[1] else "unclear" if band[0] <= share <= band[1] else "left"
-    return RateCheck(standing, nominal, share, decisions=n, questions=len(rows), coin=coin, band=band)
+    standing: Standing = (
+        "held"
+        if coin[0] <= share <= coin[1]
+        else "unclear"
+        if band[0] <= share <= band[1]
+        else "left"
+    )
+    return RateCheck(
+        standing, nominal, share, decisions=n, questions=len(rows), coin=coin, band=band
+    )
 
 
 def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[float, float]:
-    """Where the share of `n` coins of this rate lies with at least this probability; everywhere without a rate.
+    """Where the share of `n` coins of this rate lies with at least this probability; everywhere
+    without a rate.
 
     >>> coin_band(100, 0.2)
     (0.12, 0.28)
@@ -85,16 +97,20 @@ def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[flo
 
 
 def _reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
-    """How far from the nominal rate the share of so few questions that differ so much may be; never nearer than coins.
+    """How far from the nominal rate the share of so few questions that differ so much may be; never
+    nearer than coins.
 
     The standard error is that of a ratio over questions, the quantile Student's for their number.
     """
-    count, n = len(rows), float(rows[:, 0].sum())
+    count = len(rows)
+    n = float(rows[:, 0].sum())
     if count < 2:
         return 1.0
     apart = rows[:, 1] - share * rows[:, 0]
     error = math.sqrt(count / (count - 1) * float((apart**2).sum())) / n
-    return student_quantile((1 + _CLUSTERED) / 2, count - 1) * max(error, math.sqrt(nominal * (1 - nominal) / n))
+    return student_quantile((1 + _CLUSTERED) / 2, count - 1) * max(
+        error, math.sqrt(nominal * (1 - nominal) / n)
+    )
 
 
 def _span(ends: tuple[float, float]) -> str:

@@ -1,4 +1,6 @@
-"""The reorder buffer: scores are released in the order in which they were asked for, not in which they finished."""
+"""The reorder buffer: scores are released in the order in which they were asked for, not in which
+they finished.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,22 @@ from typing import Any
 from atts.errors import CalibrationInputError
 
 Held = tuple[float, str, int, float | None]
-"""A score on its way into a pool: nonconformity, question, turn, length of its chunk where that counts."""
+"""A score on its way into a pool: nonconformity, question, turn, length of its chunk where that
+counts.
+"""
 
 
 HOLD = 64  # scores that may wait for an earlier issue, unless told
 
 
 class ReorderBuffer:
-    """A reorder buffer with a watermark: an issue is released once every earlier one was pushed or skipped.
+    """A reorder buffer with a watermark: an issue is released once every earlier one was pushed or
+    skipped.
 
-    What finishes first is short, so pools fed in completion order are biased towards short chunks at any moment.
-    Issues count up from 0 without gaps; a chunk that never gets a score must be skipped. At most `limit` scores are
-    held: beyond that the oldest missing issues are given up (counted in `given_up`), and released at once if they
-    arrive after all.
+    What finishes first is short, so pools fed in completion order are biased towards short chunks
+    at any moment. Issues count up from 0 without gaps; a chunk that never gets a score must be
+    skipped. At most `limit` scores are held: beyond that the oldest missing issues are given up
+    (counted in `given_up`), and released at once if they arrive after all.
     """
 
     __slots__ = ("_held", "_limit", "_next", "_skipped", "given_up")
@@ -29,7 +34,8 @@ class ReorderBuffer:
         """:raises CalibrationInputError: for a limit below 1."""
         if limit < 1:
             raise CalibrationInputError("limit of held scores", limit, "at least 1")
-        self._limit, self._next = limit, 0
+        self._limit = limit
+        self._next = 0
         self._held = dict[int, Held]()
         self._skipped = set[int]()
         self.given_up = 0
@@ -89,8 +95,12 @@ class ReorderBuffer:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`."""
-        self._next, self.given_up = int(state["next"]), int(state["given_up"])
-        self._held = {int(issue): (float(b), str(q), int(t), length) for issue, b, q, t, length in state["held"]}
+        self._next = int(state["next"])
+        self.given_up = int(state["given_up"])
+        self._held = {
+            int(issue): (float(b), str(q), int(t), length)
+            for issue, b, q, t, length in state["held"]
+        }
         self._skipped = set(map(int, state["skipped"]))
 
 

@@ -32,7 +32,11 @@ class ReplayResult:
     @property
     def escalated(self) -> float:
         """The realised rate; NaN for no decision."""
-        return sum(d.escalate for d in self.decisions) / len(self.decisions) if self.decisions else float("nan")
+        return (
+            sum(d.escalate for d in self.decisions) / len(self.decisions)
+            if self.decisions
+            else float("nan")
+        )
 
 
 def replay(
@@ -50,11 +54,13 @@ def replay(
     by_length: bool = False,
     cap: float | Fraction | None = None,
 ) -> ReplayResult:
-    """Decide on records {"question", "turn", "score"} one by one in arrival order, each from those before it.
+    """Decide on records {"question", "turn", "score"} one by one in arrival order, each from those
+    before it.
 
-    "sample" is optional, "left" (the share of decisions expected to be left) too, and "issue" (the place in the order
-    of asking, from 0 without gaps) makes scores join the pools in that order instead of the order of arrival; "length"
-    is needed where ranks are by length. The options are those of `Calibrator`.
+    "sample" is optional, "left" (the share of decisions expected to be left) too, and "issue" (the
+    place in the order of asking, from 0 without gaps) makes scores join the pools in that order
+    instead of the order of arrival; "length" is needed where ranks are by length. The options are
+    those of `Calibrator`.
 
     :raises CalibrationInputError: if a record lacks a field, or its score is none.
     :raises OptionError: for an unknown mode or drift policy.
@@ -80,22 +86,34 @@ def replay(
         float(calibrator.rate),
     )
     promise = (calibrator.guarantee, calibrator.voided_by)
-    return ReplayResult(float(calibrator.rate), mode, tuple(decisions), metrics, *promise, calibrator.events)
+    return ReplayResult(
+        float(calibrator.rate), mode, tuple(decisions), metrics, *promise, calibrator.events
+    )
 
 
 def _decide(calibrator: Calibrator, record: Mapping[str, Any], number: int) -> Decision:
     try:
-        question, turn, score = record["question"], record["turn"], record["score"]
+        question = record["question"]
+        turn = record["turn"]
+        score = record["score"]
     except KeyError as missing:
-        raise CalibrationInputError(f"record {number}", dict(record), f"a field {missing}") from None
-    counts = {name: record.get(name) for name in ("sample", "issue") if record.get(name) is not None}
+        raise CalibrationInputError(
+            f"record {number}", dict(record), f"a field {missing}"
+        ) from None
+    counts = {
+        name: record.get(name) for name in ("sample", "issue") if record.get(name) is not None
+    }
     for name, value in {"turn": turn, **counts}.items():
         whole_number(f"{name} of record {number}", value)
     given = {name: record[name] for name in ("left", "length") if record.get(name) is not None}
-    numbers: dict[str, Any] = {name: plain_number(f"{name} of record {number}", value) for name, value in given.items()}
+    numbers: dict[str, Any] = {
+        name: plain_number(f"{name} of record {number}", value) for name, value in given.items()
+    }
     try:
         return calibrator.decide(score, str(question), int(turn), **counts, **numbers)
     except CalibrationInputError as problem:
         if problem.what != "score":
             raise
-        raise CalibrationInputError(f"score of record {number}", score, calibrator.scale.domain) from None
+        raise CalibrationInputError(
+            f"score of record {number}", score, calibrator.scale.domain
+        ) from None

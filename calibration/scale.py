@@ -1,4 +1,6 @@
-"""Score scales: the domain of a score, its orientation, and its conversion to a nonconformity score."""
+"""Score scales: the domain of a score, its orientation, and its conversion to a nonconformity
+score.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ _SLACK = 1e-6  # sums of float32 log-probs may miss a closed end of the domain b
 class Scale:
     """The declaration a score comes with.
 
-    `low` and `high` bound the domain (both ends belong to it), `worse` says which end a weak chunk is near, and
-    `measure` whether differences are read on the logarithm (perplexities) or as they are (mean log-probs, judge
-    marks).
+    `low` and `high` bound the domain (both ends belong to it), `worse` says which end a weak chunk
+    is near, and `measure` whether differences are read on the logarithm (perplexities) or as they
+    are (mean log-probs, judge marks).
     """
 
     name: str
@@ -33,18 +35,23 @@ class Scale:
         if not self.low < self.high:
             raise CalibrationInputError("score domain", (self.low, self.high), "low < high")
         if self.measure == "log" and self.low <= 0:
-            raise CalibrationInputError("score domain", (self.low, self.high), "low > 0 for a logarithmic measure")
+            raise CalibrationInputError(
+                "score domain", (self.low, self.high), "low > 0 for a logarithmic measure"
+            )
 
     def nonconformity(self, score: object, what: str = "score") -> float:
-        """The score on the scale everything here is computed on: larger is worse, never NaN, infinite only if the
-        score is.
+        """The score on the scale everything here is computed on: larger is worse, never NaN,
+        infinite only if the score is.
 
-        :raises CalibrationInputError: naming it as `what`, if it is not a number, is NaN, or lies outside the domain.
+        :raises CalibrationInputError: naming it as `what`, if it is not a number, is NaN, or lies
+            outside the domain.
 
         >>> PERPLEXITY.nonconformity(1.0), LOG_PROB.nonconformity(-2.5)
         (0.0, 2.5)
         """
-        value = score if type(score) is float else plain_number(what, score, f"a number, {self.domain}")
+        value = (
+            score if type(score) is float else plain_number(what, score, f"a number, {self.domain}")
+        )
         if not self.low <= value <= self.high:
             if not self.low - _SLACK <= value <= self.high + _SLACK:
                 raise CalibrationInputError(what, value, self.domain)
@@ -62,7 +69,8 @@ class Scale:
 def plain_number(what: str, value: object, expected: str = "a number") -> float:
     """Any real number as a float, numpy's included.
 
-    :raises CalibrationInputError: naming it as `what`, if it is none; texts and truth values are none.
+    :raises CalibrationInputError: naming it as `what`, if it is none; texts and truth values are
+        none.
     """
     try:
         if not isinstance(value, (bool, str, bytes)):

@@ -1,4 +1,6 @@
-"""Score histories: all scores by rank, a sliding window of them, or all with exponentially decaying weights."""
+"""Score histories: all scores by rank, a sliding window of them, or all with exponentially decaying
+weights.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ _TOP: Callable[[Any], float] = itemgetter(-1)
 class Ranks:
     """Scores in order, eight bytes each, in blocks of bounded size, none of them empty.
 
-    Adding, counting and selecting cost O(log n) comparisons, one bounded move and a sum of n / 4096 sizes. Infinities
-    and ties are ordinary values; NaN must be refused before.
+    Adding, counting and selecting cost O(log n) comparisons, one bounded move and a sum of n / 4096
+    sizes. Infinities and ties are ordinary values; NaN must be refused before.
 
     >>> pool = Ranks([3.0, 1.0, 3.0])
     >>> pool.add(2.0)
@@ -37,7 +39,9 @@ class Ranks:
     def __init__(self, scores: Iterable[float] = ()) -> None:
         ordered = sorted(scores)
         self._size = len(ordered)
-        self._blocks = [array("d", ordered[start : start + _LOAD]) for start in range(0, len(ordered), _LOAD)]
+        self._blocks = [
+            array("d", ordered[start : start + _LOAD]) for start in range(0, len(ordered), _LOAD)
+        ]
 
     def __len__(self) -> int:
         return self._size
@@ -78,7 +82,8 @@ class Ranks:
         if at == len(blocks):
             return self._size, 0
         left = bisect_left(blocks[at], score)
-        below, equal = sum(map(len, blocks[:at])) + left, bisect_right(blocks[at], score, left) - left
+        below = sum(map(len, blocks[:at])) + left
+        equal = bisect_right(blocks[at], score, left) - left
         while blocks[at][-1] == score and at + 1 < len(blocks):  # a tie that may span blocks
             at += 1
             equal += bisect_right(blocks[at], score)
@@ -98,19 +103,25 @@ class Ranks:
 
 
 class WeightedRank(NamedTuple):
-    """The rank of a score: the weight of stored scores below it, equal to it, and of all; the score itself weighs 1."""
+    """The rank of a score: the weight of stored scores below it, equal to it, and of all; the score
+    itself weighs 1.
+    """
 
     below: float
     equal: float
     size: float
 
     def p(self, theta: float) -> float:
-        """The smoothed conformal p-value: exactly uniform if the scores are exchangeable; near 1 is worse."""
+        """The smoothed conformal p-value: exactly uniform if the scores are exchangeable; near 1 is
+        worse.
+        """
         return (self.below + theta * (1 + self.equal)) / (self.size + 1)
 
     def plus(self, other: WeightedRank) -> WeightedRank:
         """The rank among both sets of scores."""
-        return WeightedRank(self.below + other.below, self.equal + other.equal, self.size + other.size)
+        return WeightedRank(
+            self.below + other.below, self.equal + other.equal, self.size + other.size
+        )
 
 
 class Window:
@@ -120,7 +131,9 @@ class Window:
 
     def __init__(self, width: int | None = None) -> None:
         if width is not None and width < 1:
-            raise CalibrationInputError("window", width, "a positive number of scores, or None for all")
+            raise CalibrationInputError(
+                "window", width, "a positive number of scores, or None for all"
+            )
         self._width = width
         self._ranks = Ranks()
         self._order = deque[float]()  # empty without a width
@@ -144,10 +157,12 @@ class Window:
 
 
 class Fading:
-    """All scores, each worth `decay` times less with every newer one: the weighted p-value for slow drift.
+    """All scores, each worth `decay` times less with every newer one: the weighted p-value for slow
+    drift.
 
-    Instead of fading the old, newer scores are given growing weights, scaled back before they overflow. Scores worth
-    less than a billionth of the newest are dropped, so about 21 / (1 - decay) are kept.
+    Instead of fading the old, newer scores are given growing weights, scaled back before they
+    overflow. Scores worth less than a billionth of the newest are dropped, so about 21 / (1 -
+    decay) are kept.
     """
 
     __slots__ = ("_decay", "_kept", "_next", "_order", "_scores", "_weights")
@@ -158,7 +173,8 @@ class Fading:
         self._kept = math.ceil(21 / -math.log(decay))
         self._next = 1.0  # the weight of the score added next
         self._order = deque[float]()  # oldest first
-        self._scores, self._weights = array("d"), array("d")  # ascending, equal scores oldest first
+        self._scores = array("d")
+        self._weights = array("d")  # ascending, equal scores oldest first
 
     def __len__(self) -> int:
         return len(self._order)
@@ -180,10 +196,15 @@ class Fading:
             self._next = 1.0
 
     def rank(self, score: float) -> WeightedRank:
-        left, right = bisect_left(self._scores, score), bisect_right(self._scores, score)
+        left = bisect_left(self._scores, score)
+        right = bisect_right(self._scores, score)
         weights = np.asarray(self._weights) / self._next
-        return WeightedRank(float(weights[:left].sum()), float(weights[left:right].sum()), float(weights.sum()))
+        return WeightedRank(
+            float(weights[:left].sum()), float(weights[left:right].sum()), float(weights.sum())
+        )
 
 
 ScoreHistory = Window | Fading
-"""Scores that can place a new one; adding what one iterates over to an empty one of its kind makes the same again."""
+"""Scores that can place a new one; adding what one iterates over to an empty one of its kind makes
+the same again.
+"""

@@ -18,10 +18,11 @@ V = TypeVar("V")
 
 
 class Part:
-    """What has a state: the attributes that `saved` names, in the file without their leading underscore.
+    """What has a state: the attributes that `saved` names, in the file without their leading
+    underscore.
 
-    Numbers and collections of scores add up in a merge, lists are taken over. So what is merged into a fresh part is
-    restored.
+    Numbers and collections of scores add up in a merge, lists are taken over. So what is merged
+    into a fresh part is restored.
     """
 
     __slots__ = ()
@@ -38,11 +39,14 @@ class Part:
 
 
 class StateTable(dict[K, V], Part):
-    """A dictionary that makes the value of a key it lacks, and reads its keys back from JSON with `key`."""
+    """A dictionary that makes the value of a key it lacks, and reads its keys back from JSON with
+    `key`.
+    """
 
     def __init__(self, key: Callable[[Any], K], make: Callable[[], V]) -> None:
         super().__init__()
-        self._key, self._make = key, make
+        self._key = key
+        self._make = make
 
     def __missing__(self, key: K) -> V:
         made = self[key] = self._make()
@@ -116,8 +120,14 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     try:
         replace_named(path, state_text(state).encode())
     except (OSError, MemoryError) as problem:
-        advice = "Free space, or name another" if path.parent.is_dir() else "Make its folder first, or name another"
-        raise StorageError(path, f"the calibration cannot be written ({_reason(problem)})", advice) from None
+        advice = (
+            "Free space, or name another"
+            if path.parent.is_dir()
+            else "Make its folder first, or name another"
+        )
+        raise StorageError(
+            path, f"the calibration cannot be written ({_reason(problem)})", advice
+        ) from None
 
 
 def _reason(problem: OSError | MemoryError) -> str:
@@ -132,16 +142,24 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         found = from_json(read_ordinary(path).decode("utf-8"))
     except OSError as problem:
-        raise CalibrationInputError(f"calibration file {path}", problem.strerror, "a file that can be read") from None
+        raise CalibrationInputError(
+            f"calibration file {path}", problem.strerror, "a file that can be read"
+        ) from None
     except ValueError as problem:
         raise CalibrationInputError(
-            f"calibration file {path}", f"not whole ({problem})", "a complete file; this one was cut short or edited"
+            f"calibration file {path}",
+            f"not whole ({problem})",
+            "a complete file; this one was cut short or edited",
         ) from None
     if not isinstance(found, dict) or "digest" not in found:
-        raise CalibrationInputError(f"calibration file {path}", type(found).__name__, "a state with its digest")
+        raise CalibrationInputError(
+            f"calibration file {path}", type(found).__name__, "a state with its digest"
+        )
     state = cast(dict[str, Any], found)
     if state.pop("digest") != _digest(state):
-        raise CalibrationInputError(f"calibration file {path}", "altered", "content that matches its digest")
+        raise CalibrationInputError(
+            f"calibration file {path}", "altered", "content that matches its digest"
+        )
     return state
 
 
@@ -170,7 +188,9 @@ def same(one: Any, other: Any) -> bool:
     >>> same({"turn": 1}, {"turn": 1.0}), same([1], [True])
     (True, False)
     """
-    return json.dumps(_as_floats(strict(one)), sort_keys=True) == json.dumps(_as_floats(strict(other)), sort_keys=True)
+    return json.dumps(_as_floats(strict(one)), sort_keys=True) == json.dumps(
+        _as_floats(strict(other)), sort_keys=True
+    )
 
 
 def _as_floats(value: Any) -> Any:

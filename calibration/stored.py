@@ -37,10 +37,11 @@ class _State(Struct):
 
 @dataclass(frozen=True, slots=True)
 class StoredScores:
-    """Scores of a calibration run, each with its question and turn, and the conditions they were made under.
+    """Scores of a calibration run, each with its question and turn, and the conditions they were
+    made under.
 
-    An empty question means that it is not known; such scores count as independent, which they rarely are. `lengths` are
-    those of the chunks, in tokens or any other unit, or none.
+    An empty question means that it is not known; such scores count as independent, which they
+    rarely are. `lengths` are those of the chunks, in tokens or any other unit, or none.
     """
 
     scores: tuple[float, ...]
@@ -55,11 +56,16 @@ class StoredScores:
         if not len(self.scores) == len(self.questions) == len(self.turns):
             sizes = (len(self.scores), len(self.questions), len(self.turns))
             raise CalibrationInputError("stored scores", sizes, "a question and a turn for each")
-        if len(self.lengths) not in (0, len(self.scores)) or not all(0 < one < math.inf for one in self.lengths):
+        if len(self.lengths) not in (0, len(self.scores)) or not all(
+            0 < one < math.inf for one in self.lengths
+        ):
             raise CalibrationInputError(
                 "lengths of stored scores", len(self.lengths), "a number above 0 for each, or none"
             )
-        made = (self.scale.nonconformity(score, f"score {number}") for number, score in enumerate(self.scores, 1))
+        made = (
+            self.scale.nonconformity(score, f"score {number}")
+            for number, score in enumerate(self.scores, 1)
+        )
         object.__setattr__(self, "nonconformity", tuple(made))
 
     @classmethod
@@ -71,15 +77,24 @@ class StoredScores:
         fingerprint: Mapping[str, object] | None = None,
         lengths: Iterable[float] = (),
     ) -> StoredScores:
-        """Scores of turn 0 in a row; with `per_question`, that many consecutive ones belong to one question.
+        """Scores of turn 0 in a row; with `per_question`, that many consecutive ones belong to one
+        question.
 
         :raises CalibrationInputError: if the scores are not whole questions, or one is no score.
         """
-        values = tuple(plain_number(f"score {number}", score) for number, score in enumerate(scores, 1))
+        values = tuple(
+            plain_number(f"score {number}", score) for number, score in enumerate(scores, 1)
+        )
         if per_question is not None and (per_question < 1 or len(values) % per_question):
-            raise CalibrationInputError("per_question", per_question, f"a divisor of {len(values)} scores")
-        names = (f"stored {at // per_question}" if per_question else "" for at in range(len(values)))
-        return cls(values, tuple(names), (0,) * len(values), scale, dict(fingerprint or {}), tuple(lengths))
+            raise CalibrationInputError(
+                "per_question", per_question, f"a divisor of {len(values)} scores"
+            )
+        names = (
+            f"stored {at // per_question}" if per_question else "" for at in range(len(values))
+        )
+        return cls(
+            values, tuple(names), (0,) * len(values), scale, dict(fingerprint or {}), tuple(lengths)
+        )
 
     @classmethod
     def from_records(
@@ -96,15 +111,23 @@ class StoredScores:
         for number, row in enumerate(rows, 1):
             if "score" not in row:
                 fields = ", ".join(map(str, row))
-                raise CalibrationInputError(f"record {number}", f"without a score ({fields})", 'a field "score"')
+                raise CalibrationInputError(
+                    f"record {number}", f"without a score ({fields})", 'a field "score"'
+                )
         known = rows if all(row.get("length") for row in rows) else ()
         return cls(
             tuple(row["score"] for row in rows),
             tuple(str(row.get("question", "")) for row in rows),
-            tuple(whole_number(f"turn of record {number}", row.get("turn", 0)) for number, row in enumerate(rows, 1)),
+            tuple(
+                whole_number(f"turn of record {number}", row.get("turn", 0))
+                for number, row in enumerate(rows, 1)
+            ),
             scale,
             dict(fingerprint or {}),
-            tuple(plain_number(f"length of record {number}", row["length"]) for number, row in enumerate(known, 1)),
+            tuple(
+                plain_number(f"length of record {number}", row["length"])
+                for number, row in enumerate(known, 1)
+            ),
         )
 
     def records(self) -> list[dict[str, Any]]:
@@ -117,7 +140,13 @@ class StoredScores:
 
     def rows(self) -> Iterator[tuple[float, str, int, float | None]]:
         """Nonconformity, question, turn and length of every score."""
-        yield from zip(self.nonconformity, self.questions, self.turns, self.lengths or (None,) * len(self), strict=True)
+        yield from zip(
+            self.nonconformity,
+            self.questions,
+            self.turns,
+            self.lengths or (None,) * len(self),
+            strict=True,
+        )
 
     @property
     def clustered(self) -> bool:
@@ -147,22 +176,28 @@ class StoredScores:
         try:
             found = convert(dict(state), _State)
         except ValidationError as error:
-            raise CalibrationInputError("stored scores", str(error), "what `atts calibration import` writes") from None
+            raise CalibrationInputError(
+                "stored scores", str(error), "what `atts calibration import` writes"
+            ) from None
         if found.scale not in names:
             raise CalibrationInputError("scale", found.scale, f"one of {', '.join(sorted(names))}")
-        values, scale = tuple(map(float, found.scores)), names[found.scale]
+        values = tuple(map(float, found.scores))
+        scale = names[found.scale]
         return cls(values, found.questions, found.turns, scale, found.fingerprint, found.lengths)
 
 
 def labels_of(records: Iterable[Mapping[str, Any]]) -> tuple[bool | None, ...]:
-    """Whether the answer that each record's chunk led to was right, by its field "correct"; None where it has none.
+    """Whether the answer that each record's chunk led to was right, by its field "correct"; None
+    where it has none.
 
     :raises CalibrationInputError: one is neither true nor false.
     """
     found = tuple(record.get("correct") for record in records)
     for number, label in enumerate(found, 1):
         if label is not None and (not isinstance(label, bool | int) or label not in (0, 1)):
-            raise CalibrationInputError(f"correct of record {number}", label, "true, false, or no such field")
+            raise CalibrationInputError(
+                f"correct of record {number}", label, "true, false, or no such field"
+            )
     return tuple(None if label is None else bool(label) for label in found)
 
 
@@ -188,18 +223,26 @@ def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str,
         raise FingerprintError(what, different)
 
 
-def check_stored(stored: StoredScores, now: Mapping[str, object], mode: str, *, by_length: bool) -> None:
-    """Refuse stored scores with which a calibrator of this mode, under these conditions, could not begin.
+def check_stored(
+    stored: StoredScores, now: Mapping[str, object], mode: str, *, by_length: bool
+) -> None:
+    """Refuse stored scores with which a calibrator of this mode, under these conditions, could not
+    begin.
 
     :raises FingerprintError: they were made under other conditions.
-    :raises CalibrationInputError: there are none and mode "split" wants some; or wanted lengths are not known.
+    :raises CalibrationInputError: there are none and mode "split" wants some; or wanted lengths are
+        not known.
     """
     if not len(stored) and mode == "split":
-        raise CalibrationInputError("stored scores", 0, 'at least one for mode "split", which learns nothing live')
+        raise CalibrationInputError(
+            "stored scores", 0, 'at least one for mode "split", which learns nothing live'
+        )
     if len(stored):
         check_fingerprint("the calibration", stored.fingerprint, now)
         if by_length and not stored.lengths:
-            raise CalibrationInputError("stored scores", "without lengths", "the length of every chunk, by_length")
+            raise CalibrationInputError(
+                "stored scores", "without lengths", "the length of every chunk, by_length"
+            )
 
 
 def read_scores(
@@ -208,7 +251,8 @@ def read_scores(
     scale: Scale = PERPLEXITY,
     fingerprint: Mapping[str, object] | None = None,
 ) -> StoredScores:
-    """Scores from a file: JSON Lines of records, a published .npy array, or JSON {question: [scores]}.
+    """Scores from a file: JSON Lines of records, a published .npy array, or JSON {question:
+    [scores]}.
 
     A .npy file is read without unpickling: one that holds Python objects is refused.
 
@@ -219,14 +263,18 @@ def read_scores(
     try:
         text = read_ordinary(path).decode("utf-8")
     except UnicodeDecodeError:
-        raise CalibrationInputError(str(path), "not text", "JSON Lines, a .npy array or JSON") from None
+        raise CalibrationInputError(
+            str(path), "not text", "JSON Lines, a .npy array or JSON"
+        ) from None
     if path.suffix == ".json" or is_state(text):
         return _read_mapping(path, text, scale, fingerprint)
     return StoredScores.from_records(parse_lines(text.splitlines(), str(path)), scale, fingerprint)
 
 
 def is_state(text: str) -> bool:
-    """Whether it is a whole state of ours, under whatever name it was written, not records line by line."""
+    """Whether it is a whole state of ours, under whatever name it was written, not records line by
+    line.
+    """
     return text.startswith('{"kind": "atts ')
 
 
@@ -242,7 +290,9 @@ def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
         try:
             record = from_json(line)
         except ValueError as error:
-            raise CalibrationInputError(f"{source}, line {number}", line[:60], f"one JSON object ({error})") from None
+            raise CalibrationInputError(
+                f"{source}, line {number}", line[:60], f"one JSON object ({error})"
+            ) from None
         if not isinstance(record, dict):
             raise CalibrationInputError(f"{source}, line {number}", line[:60], "one JSON object")
         records.append(record)
@@ -250,18 +300,26 @@ def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
 
 
 def _read_array(path: Path) -> Sequence[float]:
-    """The numbers of an .npy file of one row, whose header must say so and promise as many as there are."""
+    """The numbers of an .npy file of one row, whose header must say so and promise as many as there
+    are.
+    """
     data = read_ordinary(path)
     header = _HEADER.match(data)
     if header is None:
         raise CalibrationInputError(str(path), "no array of plain numbers", "one row of numbers")
-    kind, count, numbers = np.dtype(header[1].decode()), int(header[2]), data[header.end() :]
+    kind = np.dtype(header[1].decode())
+    count = int(header[2])
+    numbers = data[header.end() :]
     if len(numbers) != count * kind.itemsize:
-        raise CalibrationInputError(str(path), f"{len(numbers)} bytes", f"{count} numbers of {kind.itemsize} bytes")
+        raise CalibrationInputError(
+            str(path), f"{len(numbers)} bytes", f"{count} numbers of {kind.itemsize} bytes"
+        )
     return [float(value) for value in np.frombuffer(numbers, kind)]
 
 
-def _read_mapping(path: Path, text: str, scale: Scale, fingerprint: Mapping[str, object] | None) -> StoredScores:
+def _read_mapping(
+    path: Path, text: str, scale: Scale, fingerprint: Mapping[str, object] | None
+) -> StoredScores:
     try:
         table = from_json(text)
     except ValueError as problem:
@@ -270,7 +328,11 @@ def _read_mapping(path: Path, text: str, scale: Scale, fingerprint: Mapping[str,
         return StoredScores.restore(read_state(path))
     if isinstance(table, dict) and table.get("kind") == "atts calibrator":
         return StoredScores.restore(read_state(path)["stored"])  # what it started from
-    if not isinstance(table, dict) or not all(isinstance(scores, list) for scores in table.values()):
+    if not isinstance(table, dict) or not all(
+        isinstance(scores, list) for scores in table.values()
+    ):
         raise CalibrationInputError(str(path), type(table).__name__, "JSON {question: [scores]}")
-    records = [{"question": name, "score": score} for name, scores in table.items() for score in scores]
+    records = [
+        {"question": name, "score": score} for name, scores in table.items() for score in scores
+    ]
     return StoredScores.from_records(records, scale, fingerprint)

@@ -1,4 +1,6 @@
-"""Evaluation: answers out of texts, verdicts on answers, rates with intervals, and benchmark datasets."""
+"""Evaluation: answers out of texts, verdicts on answers, rates with intervals, and benchmark
+datasets.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -6,12 +8,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from atts.evaluators.answers.extraction import Extraction, extract, extraction, unmarked
     from atts.evaluators.datasets.arithmetic import Exercise, exercises
-    from atts.evaluators.datasets.catalogue import BENCHMARKS, Benchmark, Columns, LoadOptions, find_benchmark
-    from atts.evaluators.datasets.loading import Dataset, Selection, cached_snapshot, load_dataset, select
+    from atts.evaluators.datasets.catalogue import (
+        BENCHMARKS,
+        Benchmark,
+        Columns,
+        LoadOptions,
+        find_benchmark,
+    )
+    from atts.evaluators.datasets.loading import (
+        Dataset,
+        Selection,
+        cached_snapshot,
+        load_dataset,
+        select,
+    )
     from atts.evaluators.datasets.rows import json_lines
     from atts.evaluators.equivalence.grouping import equivalent, group
     from atts.evaluators.grading import GradedRecord, GradeTally, grade, judge, reference
-    from atts.evaluators.metrics.intervals import Estimate, accuracy_estimate, mean_estimate, share_estimate
+    from atts.evaluators.metrics.intervals import (
+        Estimate,
+        accuracy_estimate,
+        mean_estimate,
+        share_estimate,
+    )
     from atts.evaluators.verdict import Limits, Status, Verdict
 
     # isort: off
@@ -32,9 +51,11 @@ _NAMES = {
     "equivalence.grouping": "equivalent group",
     "grading": "GradeTally GradedRecord grade judge reference",
     "metrics.intervals": "Estimate accuracy_estimate mean_estimate share_estimate",
-    "metrics.paired": "Comparison ConfidenceSequence McNemar Sequential compare_in_order compare_runs mcnemar "
+    "metrics.paired": "Comparison ConfidenceSequence McNemar Sequential compare_in_order "
+    "compare_runs mcnemar "
     "problems_needed",
-    "metrics.rates": "Counts Samples Scorecard Votes answer_classes avg_at_n count g_pass_at_k maj_at_k pass_at_k "
+    "metrics.rates": "Counts Samples Scorecard Votes answer_classes avg_at_n count g_pass_at_k "
+    "maj_at_k pass_at_k "
     "pass_hat_k rate samples_of score votes",
     "verdict": "Limits Status Verdict",
 }
@@ -53,7 +74,9 @@ __all__ = [
 if not TYPE_CHECKING:  # a checker sees the imports above, so that it refuses a misspelt name
 
     def __getattr__(name):
-        """Import a public name's module when the name is first used: graders need none of what metrics load."""
+        """Import a public name's module when the name is first used: graders need none of what
+        metrics load.
+        """
         if name not in _HOME:
             raise AttributeError(f"module 'atts.evaluators' has no attribute {name!r}")
         return getattr(import_module(f"atts.evaluators.{_HOME[name]}"), name)

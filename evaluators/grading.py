@@ -1,4 +1,6 @@
-"""Grading of records: a reference beside an answer or a reasoning text, one verdict each, and their tally."""
+"""Grading of records: a reference beside an answer or a reasoning text, one verdict each, and their
+tally.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,13 +15,22 @@ from atts.evaluators.equivalence.grouping import equivalent
 from atts.evaluators.metrics.wilson import wilson_interval
 from atts.evaluators.verdict import STRICT, Verdict, changed
 
-_KINDS: dict[str, AnswerKind] = {"math": "math", "choice": "choice", "text": "text", "answer": "math"}
-_PROSE = 200  # characters from which a reference is taken for a worked solution, to be extracted from
+_KINDS: dict[str, AnswerKind] = {
+    "math": "math",
+    "choice": "choice",
+    "text": "text",
+    "answer": "math",
+}
+_PROSE = (
+    200  # characters from which a reference is taken for a worked solution, to be extracted from
+)
 
 
 @dataclass(frozen=True, slots=True)
 class GradedRecord:
-    """One record's verdict, the answer it is about, and how that was found when it came from a text."""
+    """One record's verdict, the answer it is about, and how that was found when it came from a
+    text.
+    """
 
     index: int
     id: str
@@ -44,21 +55,25 @@ def grade(
 ) -> Iterator[GradedRecord]:
     """A verdict for each record that has `gold` and either `answer` or `text`, in order.
 
-    A record's own `kind`, `relative`, `absolute` and `units` win over those given here. Raises DatasetError at the
-    first record that cannot be graded as one.
+    A record's own `kind`, `relative`, `absolute` and `units` win over those given here. Raises
+    DatasetError at the first record that cannot be graded as one.
     """
     for index, record in enumerate(records):
         where = f"{source}, record {index + 1}"
         gold = _text(record, "gold", where)
         own = _KINDS.get(str(record.get("kind", kind)))
         if own is None:
-            raise DatasetError(where, f"kind {record['kind']!r} is not one", f"Known: {', '.join(_KINDS)}")
+            raise DatasetError(
+                where, f"kind {record['kind']!r} is not one", f"Known: {', '.join(_KINDS)}"
+            )
         found = _answer(record, own, fallback, where)
         if "text" in record:
             own = "math" if own == "text" else own
             gold = reference(gold, own)
         try:  # the policy with what the record itself says of it
-            policy = changed(grading, {name: record.get(name) for name in ("relative", "absolute", "units")})
+            policy = changed(
+                grading, {name: record.get(name) for name in ("relative", "absolute", "units")}
+            )
         except OptionError as error:
             raise DatasetError(where, str(error)) from None
         if found.answer is None:
@@ -66,7 +81,9 @@ def grade(
         else:
             verdict = equivalent(gold, found.answer, own, grading=policy)
         expected = record["expected"] if isinstance(record.get("expected"), bool) else None
-        yield GradedRecord(index, str(record.get("id", index)), verdict, found.answer, found.rule, expected)
+        yield GradedRecord(
+            index, str(record.get("id", index)), verdict, found.answer, found.rule, expected
+        )
 
 
 @dataclass(slots=True)
@@ -92,7 +109,10 @@ class GradeTally:
         share = self.status["equal"] / n if n else None
         found: dict[str, object] = {"type": "summary", "n": n}
         found |= {name: self.status[name] for name in ("equal", "different", "unscored")}
-        found |= {"accuracy": share, "interval": None if share is None else wilson_interval(share, n)}
+        found |= {
+            "accuracy": share,
+            "interval": None if share is None else wilson_interval(share, n),
+        }
         found |= {"no_answer": self.rules["no answer"], "cut": self.rules["cut"]}
         found["rules"] = dict(sorted(self.rules.items()))
         if self.agreed:
@@ -101,7 +121,9 @@ class GradeTally:
 
 
 def reference(gold: str, kind: AnswerKind = "math") -> str:
-    """The answer in a reference that may be a worked solution; a short one without boxes is the answer itself."""
+    """The answer in a reference that may be a worked solution; a short one without boxes is the
+    answer itself.
+    """
     if "box" not in gold and len(gold) < _PROSE:
         return gold
     return extraction(gold, kind).answer or gold
@@ -117,11 +139,17 @@ def judge(problem: Problem, answer: str) -> Verdict:
     return equivalent(problem.answer, answer, problem.kind, grading=grading)
 
 
-def _answer(record: Mapping[str, Any], kind: AnswerKind, fallback: Fallback, where: str) -> Extraction:
+def _answer(
+    record: Mapping[str, Any], kind: AnswerKind, fallback: Fallback, where: str
+) -> Extraction:
     if "text" in record:
-        return extraction(_text(record, "text", where), "math" if kind == "text" else kind, fallback=fallback)
+        return extraction(
+            _text(record, "text", where), "math" if kind == "text" else kind, fallback=fallback
+        )
     if "answer" not in record:
-        raise DatasetError(where, "has neither `answer` nor `text`", "Name one of them; `gold` is the reference")
+        raise DatasetError(
+            where, "has neither `answer` nor `text`", "Name one of them; `gold` is the reference"
+        )
     if record["answer"] is None:
         return Extraction(None, "none")
     return Extraction(_text(record, "answer", where), "given")
@@ -132,6 +160,10 @@ def _text(record: Mapping[str, Any], name: str, where: str) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
-        problem = f"has no `{name}`" if name not in record else f"`{name}` is {type(value).__name__}, not text"
+        problem = (
+            f"has no `{name}`"
+            if name not in record
+            else f"`{name}` is {type(value).__name__}, not text"
+        )
         raise DatasetError(where, problem)
     return value

@@ -47,7 +47,9 @@ LIMITS = Limits()
 
 
 def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
-    """The policy with these fields as given, None as it is; raises OptionError for a value that is none."""
+    """The policy with these fields as given, None as it is; raises OptionError for a value that is
+    none.
+    """
     try:
         told = {name: value for name, value in given.items() if value is not None}
         found = msgspec.convert({**asdict(grading), **told}, Grading)
@@ -55,7 +57,9 @@ def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
         raise OptionError("grading", str(error), [*asdict(grading)]) from None
     for name in ("relative", "absolute"):
         if not 0 <= getattr(found, name) < math.inf:
-            raise OptionError(name, f"{getattr(found, name)} is no tolerance: it is a number from 0 on")
+            raise OptionError(
+                name, f"{getattr(found, name)} is no tolerance: it is a number from 0 on"
+            )
     return found
 
 
@@ -64,7 +68,9 @@ class Undecided(Exception):
 
 
 class Malformed(Undecided):
-    """The text cannot be an answer: brackets unbalanced, an argument missing, an operator left hanging."""
+    """The text cannot be an answer: brackets unbalanced, an argument missing, an operator left
+    hanging.
+    """
 
 
 class Prose(Undecided):

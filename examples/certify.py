@@ -1,9 +1,10 @@
-"""A certified policy: the cheapest rate whose loss of accuracy is bounded, tested on labelled problems.
+"""A certified policy: the cheapest rate whose loss of accuracy is bounded, tested on labelled
+problems.
 
     certify_runs(target, runs, right, epsilon=.., delta=..) -> Certificate
 
-Policies are tested from the highest rate down (Learn-then-Test); the gate of the certificate is frozen, so what is
-deployed is what was tested.
+Policies are tested from the highest rate down (Learn-then-Test); the gate of the certificate is
+frozen, so what is deployed is what was tested.
 
     python examples/certify.py
 """
@@ -20,7 +21,9 @@ POLICY = atts.Policy(samples=2, early_stop="none")
 def outcomes(method: str, rate: float = 0.2, stored: StoredScores | None = None) -> list[Outcome]:
     """Thirty labelled problems, by the method's own gate or by one frozen at stored scores."""
     gate = frozen_gate(rate, stored) if stored is not None else None
-    setup = atts.Setup(draft="scripted", target="scripted", method=method, rate=rate, gate=gate, policy=POLICY)
+    setup = atts.Setup(
+        draft="scripted", target="scripted", method=method, rate=rate, gate=gate, policy=POLICY
+    )
     found = list(atts.evaluate_sync(toy_problems(30, seed=1), setup).outcomes())
     return sorted(found, key=lambda outcome: outcome.problem.id)
 
@@ -32,7 +35,13 @@ def right(outcome: Outcome) -> bool:
 
 def main() -> None:
     """Scores of one run, labelled runs at two rates, a certificate, and the gate it allows."""
-    seen = [turn.score for o in outcomes("atts") for r in o.rollouts for turn in r.turns if turn.score is not None]
+    seen = [
+        turn.score
+        for o in outcomes("atts")
+        for r in o.rollouts
+        for turn in r.turns
+        if turn.score is not None
+    ]
     stored = StoredScores.of(seen)
     runs = [LabelledRun("split", rate, outcomes("atts", rate, stored)) for rate in (0.4, 0.2)]
     certificate = certify_runs(outcomes("target-only"), runs, right, epsilon=0.1, delta=0.1)

@@ -1,4 +1,5 @@
-"""Two runs on the same problems: the paired difference in accuracy with its interval, and costs as ratios.
+"""Two runs on the same problems: the paired difference in accuracy with its interval, and costs as
+ratios.
 
 python examples/compare_runs.py
 """
@@ -12,7 +13,8 @@ from atts.testing import toy_problems
 
 def main() -> None:
     """The target alone beside atts: what changed, and what it cost."""
-    problems, policy = toy_problems(20), atts.Policy(samples=4)
+    problems = toy_problems(20)
+    policy = atts.Policy(samples=4)
     with tempfile.TemporaryDirectory() as folder:
         for method in ("target-only", "atts"):
             setup = atts.Setup(draft="scripted", target="scripted", method=method, policy=policy)

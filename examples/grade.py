@@ -1,8 +1,8 @@
 """Grading by itself: find the answer in a text, compare it with the reference, group equal answers.
 
-extract(text) -> str | None
-equivalent(reference, answer) -> Verdict         # "equal", "different" or "unscored", and the rule that decided
-group(answers) -> list[int]                      # one class label each, -1 for no answer
+extract(text) -> str | None equivalent(reference, answer) -> Verdict         # "equal", "different"
+or "unscored", and the rule that decided group(answers) -> list[int]                      # one
+class label each, -1 for no answer
 
 python examples/grade.py
 """

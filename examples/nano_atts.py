@@ -1,12 +1,14 @@
-"""The whole method in one file: parallel draft rollouts, chunk scores by a target, a conformal gate, a vote.
+"""The whole method in one file: parallel draft rollouts, chunk scores by a target, a conformal
+gate, a vote.
 
-A small model (the draft) writes every rollout chunk by chunk. A large one (the target) only scores each chunk: one
-forward pass over text that is already there. A conformal test ranks the score among those seen so far; the worst `rate`
-of all chunks are thrown away and written anew by the target. No rollout ever waits for another, so every engine stays
-busy. Answers are voted.
+A small model (the draft) writes every rollout chunk by chunk. A large one (the target) only scores
+each chunk: one forward pass over text that is already there. A conformal test ranks the score among
+those seen so far; the worst `rate` of all chunks are thrown away and written anew by the target. No
+rollout ever waits for another, so every engine stays busy. Answers are voted.
 
-`atts.pipelines` and `atts.calibration` are this file with what a real evaluation needs: other gates and scores, pairs
-of tokenizers, limits, retries, resumption, reports. The tests hold both to the same outcomes.
+`atts.pipelines` and `atts.calibration` are this file with what a real evaluation needs: other gates
+and scores, pairs of tokenizers, limits, retries, resumption, reports. The tests hold both to the
+same outcomes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,16 @@ from hashlib import blake2b
 
 import anyio
 
-from atts.core import Completion, Message, Problem, Role, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.core import (
+    Completion,
+    Message,
+    Problem,
+    Role,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    TokenIds,
+)
 from atts.engine import Engine
 from atts.seeds import Seed
 
@@ -30,7 +41,9 @@ Extract = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the method can choose. `rate` is the share of chunks that the target takes over (the paper's 1 - alpha)."""
+    """What the method can choose. `rate` is the share of chunks that the target takes over (the
+    paper's 1 - alpha).
+    """
 
     rate: float = 0.2
     samples: int = 4  # rollouts of a problem
@@ -46,11 +59,13 @@ class Settings:
 
 @dataclass(slots=True)
 class Calibrator:
-    """Online conformal calibration: which scores are among the worst `rate` of what was seen, whatever their law.
+    """Online conformal calibration: which scores are among the worst `rate` of what was seen,
+    whatever their law.
 
-    The p-value of a score is its rank among the stored ones, ties broken by a coin. While scores are exchangeable it is
-    uniform, so escalating p > 1 - rate escalates exactly `rate`. Where they are not (they drift with the turn, they
-    cluster by problem), feedback on what was really done corrects the level: adaptive conformal inference.
+    The p-value of a score is its rank among the stored ones, ties broken by a coin. While scores
+    are exchangeable it is uniform, so escalating p > 1 - rate escalates exactly `rate`. Where they
+    are not (they drift with the turn, they cluster by problem), feedback on what was really done
+    corrects the level: adaptive conformal inference.
     """
 
     rate: float
@@ -63,8 +78,11 @@ class Calibrator:
         self.level = self.rate
 
     def p_value(self, score: float, coin: float) -> float:
-        """Near 1 for a score worse than the stored ones: (below + coin * (1 + equal)) / (stored + 1)."""
-        below, not_above = bisect_left(self.scores, score), bisect_right(self.scores, score)
+        """Near 1 for a score worse than the stored ones: (below + coin * (1 + equal)) / (stored +
+        1).
+        """
+        below = bisect_left(self.scores, score)
+        not_above = bisect_right(self.scores, score)
         return (below + coin * (1 + not_above - below)) / (len(self.scores) + 1)
 
     def escalates(self, score: float, problem: str, turn: int, sample: int) -> bool:
@@ -113,7 +131,9 @@ class NanoATTS:
     settings: Settings = Settings()
 
     async def solve_all(self, problems: Sequence[Problem], at_once: int = 64) -> list[Solution]:
-        """All rollouts of all problems side by side, `at_once` of them at any time; none waits for a sibling."""
+        """All rollouts of all problems side by side, `at_once` of them at any time; none waits for
+        a sibling.
+        """
         admission = anyio.CapacityLimiter(at_once)
         rollouts = [[Rollout(sample) for sample in range(self.settings.samples)] for _ in problems]
 
@@ -128,8 +148,12 @@ class NanoATTS:
         return [vote(siblings) for siblings in rollouts]
 
     async def run(self, problem: Problem, rollout: Rollout) -> None:
-        """Turn by turn: the draft proposes, the target scores, the calibrator decides, one of both chunks stays."""
-        prompt = self.draft.tokenizer.render([Message("system", self.settings.system), Message("user", problem.text)])
+        """Turn by turn: the draft proposes, the target scores, the calibrator decides, one of both
+        chunks stays.
+        """
+        prompt = self.draft.tokenizer.render(
+            [Message("system", self.settings.system), Message("user", problem.text)]
+        )
         for turn in range(self.settings.turns):
             room = self.settings.max_tokens - len(rollout.ids)
             if room < 1:
@@ -145,24 +169,37 @@ class NanoATTS:
             if rollout.answer is not None or chunk.ended == "end":
                 return
 
-    async def write(self, role: Role, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int) -> Completion:
-        """One chunk after the rollout; its random numbers belong to its place, not to when it is drawn."""
-        settings, engine = self.settings, self.draft if role == "draft" else self.target
+    async def write(
+        self, role: Role, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int
+    ) -> Completion:
+        """One chunk after the rollout; its random numbers belong to its place, not to when it is
+        drawn.
+        """
+        settings = self.settings
+        engine = self.draft if role == "draft" else self.target
         room = min(settings.chunk_tokens, settings.max_tokens - len(rollout.ids))
         seed = Seed(settings.seed, problem.id, rollout.sample, turn, role)
-        return await engine.sample(SampleRequest(prompt + rollout.ids, room, settings.sampling, seed, settings.stop))
+        return await engine.sample(
+            SampleRequest(prompt + rollout.ids, room, settings.sampling, seed, settings.stop)
+        )
 
-    async def rejects(self, chunk: Completion, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int) -> bool:
+    async def rejects(
+        self, chunk: Completion, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int
+    ) -> bool:
         """The target's perplexity of the chunk, from one prefill, against all that was seen before."""
         suffix = body(chunk, self.draft)
         if not suffix:
             return True  # nothing to score: the target has to say how it goes on
         scores = await self.target.score(ScoreRequest(prompt + rollout.ids, suffix))
-        score = float(f"{max(1.0, scores.perplexity):.5g}")  # float sums beyond five digits must rank nothing
+        score = float(
+            f"{max(1.0, scores.perplexity):.5g}"
+        )  # float sums beyond five digits must rank nothing
         return self.calibrator.escalates(score, problem.id, turn, rollout.sample)
 
     def answer(self, text: str, last: Completion) -> str | None:
-        """The answer so far; where the text was cut at its token limit, only one that more digits would not change."""
+        """The answer so far; where the text was cut at its token limit, only one that more digits
+        would not change.
+        """
         found = self.extract(text)
         if found is not None and last.ended == "length" and self.extract(text + "0") != found:
             return None
@@ -186,12 +223,16 @@ async def main() -> None:
     """Eight problems of the toy language; engines on real models work just the same."""
     from atts.testing import ScriptedEngine, toy_answer, toy_problems
 
-    problems, settings = toy_problems(8, seed=1), Settings(chunk_tokens=12, stop=())
+    problems = toy_problems(8, seed=1)
+    settings = Settings(chunk_tokens=12, stop=())
     async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
-        nano = NanoATTS(draft, target, Calibrator(settings.rate, settings.step), toy_answer, settings)
+        nano = NanoATTS(
+            draft, target, Calibrator(settings.rate, settings.step), toy_answer, settings
+        )
         solutions = await nano.solve_all(problems)
     rollouts = [rollout for solution in solutions for rollout in solution.rollouts]
-    escalated, judged = sum(r.escalated for r in rollouts), sum(r.judged for r in rollouts)
+    escalated = sum(r.escalated for r in rollouts)
+    judged = sum(r.judged for r in rollouts)
     right = sum(s.answer == problem.answer for s, problem in zip(solutions, problems, strict=True))
     print(f"{right} of {len(problems)} right; the target took over {escalated} of {judged} chunks")
 

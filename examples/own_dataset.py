@@ -1,4 +1,5 @@
-"""A dataset of one's own: a function that makes problems, or a file with a question and an answer a row.
+"""A dataset of one's own: a function that makes problems, or a file with a question and an answer a
+row.
 
 def problems() -> Sequence[Problem]
 atts eval mine.csv --column text=frage --column answer=loesung        # a file on the command line
@@ -16,9 +17,17 @@ from atts.evaluators import LoadOptions, load_dataset
 
 
 def sums(count: int) -> list[Problem]:
-    """Problems made by a program; `answer` is the reference, `level` and `subject` group the report."""
+    """Problems made by a program; `answer` is the reference, `level` and `subject` group the
+    report.
+    """
     return [
-        Problem(f"sum-{n}", f"Start at {n}. +3, +{n}. What is the result?", str(2 * n + 3), level=1, subject="sums")
+        Problem(
+            f"sum-{n}",
+            f"Start at {n}. +3, +{n}. What is the result?",
+            str(2 * n + 3),
+            level=1,
+            subject="sums",
+        )
         for n in range(1, count + 1)
     ]
 
@@ -26,8 +35,12 @@ def sums(count: int) -> list[Problem]:
 def from_file(path: Path) -> list[Problem]:
     """Problems of a CSV file whose columns have names of their own."""
     with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("frage", "loesung"), ("Start at 8. -3, +5. What is the result?", "10.0")])
-    return list(load_dataset(path, options=LoadOptions(columns={"text": "frage", "answer": "loesung"})))
+        csv.writer(file).writerows(
+            [("frage", "loesung"), ("Start at 8. -3, +5. What is the result?", "10.0")]
+        )
+    return list(
+        load_dataset(path, options=LoadOptions(columns={"text": "frage", "answer": "loesung"}))
+    )
 
 
 def main() -> None:
@@ -36,7 +49,9 @@ def main() -> None:
         problems = [*sums(4), *from_file(Path(folder) / "mine.csv")]
     result = atts.evaluate_sync(problems, atts.Setup(draft="scripted", target="scripted"))
     for line, problem in zip(result.problems, problems, strict=True):
-        print(f"{problem.text:42} reference {problem.answer:4} answered {line.answer}: {line.verdict}")
+        print(
+            f"{problem.text:42} reference {problem.answer:4} answered {line.answer}: {line.verdict}"
+        )
 
 
 if __name__ == "__main__":

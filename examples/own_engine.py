@@ -1,10 +1,11 @@
-"""An engine of one's own: anything with `spec`, `tokenizer`, `sample`, `score` and `stats`, opened by `async with`.
+"""An engine of one's own: anything with `spec`, `tokenizer`, `sample`, `score` and `stats`, opened
+by `async with`.
 
     async def sample(self, request: SampleRequest) -> Completion
     async def score(self, request: ScoreRequest) -> Scores
 
-`check_engine` asks for every promise of the protocol from outside. This one is around another engine and keeps its
-promises; docs/extending.md has one from scratch.
+`check_engine` asks for every promise of the protocol from outside. This one is around another
+engine and keeps its promises; docs/extending.md has one from scratch.
 
     python examples/own_engine.py
 """
@@ -28,13 +29,18 @@ class CountingEngine(EngineAround):
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids; what was cached is not read again."""
         done = await super().sample(request)
-        self.cost += (len(done.ids) * self.prices[0] + (len(request.ids) - done.cached_tokens) * self.prices[1]) / 1e6
+        self.cost += (
+            len(done.ids) * self.prices[0]
+            + (len(request.ids) - done.cached_tokens) * self.prices[1]
+        ) / 1e6
         return done
 
     async def score(self, request: ScoreRequest) -> Scores:
         """Log-probabilities of the suffix: reading only."""
         done = await super().score(request)
-        self.cost += (len(request.prefix) + len(request.suffix) - done.cached_tokens) * self.prices[1] / 1e6
+        self.cost += (
+            (len(request.prefix) + len(request.suffix) - done.cached_tokens) * self.prices[1] / 1e6
+        )
         return done
 
 
@@ -45,7 +51,10 @@ async def main() -> None:
     draft = CountingEngine(ScriptedEngine("draft"), written=0.4, read=0.04)
     target = CountingEngine(ScriptedEngine("target"), written=8.0, read=0.8)
     result = await atts.evaluate(toy_problems(8), atts.Setup(draft=draft, target=target))
-    print(f"{len(result.problems)} problems for ${draft.cost + target.cost:.4f}, ${target.cost:.4f} of it the target's")
+    print(
+        f"{len(result.problems)} problems for ${draft.cost + target.cost:.4f}, ${target.cost:.4f} "
+        f"of it the target's"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A gate of one's own: it decides from numbers and never waits.
 
 `preview(features)` comes before the target has scored a chunk, `decide(features, score)` after, and
-`observe(decision, escalated)` says what was really done. This one asks for a score only where the draft was unsure.
+`observe(decision, escalated)` says what was really done. This one asks for a score only where the
+draft was unsure.
 
     python examples/own_gate.py
 """
@@ -37,10 +38,15 @@ class DoubtGate:
 
 def main() -> None:
     """Eight toy problems under this gate."""
-    setup = atts.Setup(draft="scripted", target="scripted", gate=DoubtGate(), policy=atts.Policy(samples=4))
+    setup = atts.Setup(
+        draft="scripted", target="scripted", gate=DoubtGate(), policy=atts.Policy(samples=4)
+    )
     result = atts.evaluate_sync(toy_problems(8), setup)
     usage = result.usage
-    print(f"scored {usage.scored_tokens} of {usage.draft_tokens} draft tokens; target wrote {usage.target_tokens}")
+    print(
+        f"scored {usage.scored_tokens} of {usage.draft_tokens} draft tokens; target wrote "
+        f"{usage.target_tokens}"
+    )
 
 
 if __name__ == "__main__":

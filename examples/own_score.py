@@ -1,7 +1,9 @@
-"""A score of one's own: one number in [1, inf] made of the target's log-probabilities of a chunk; higher is worse.
+"""A score of one's own: one number in [1, inf] made of the target's log-probabilities of a chunk;
+higher is worse.
 
-A rule is a function `rule(logprobs, text) -> float`. As a `ScoreRule` with fields of its own it goes into the run's
-manifest, so that scores of different rules never meet. NaN means that there is no score, and the chunk is escalated.
+A rule is a function `rule(logprobs, text) -> float`. As a `ScoreRule` with fields of its own it
+goes into the run's manifest, so that scores of different rules never meet. NaN means that there is
+no score, and the chunk is escalated.
 
     python examples/own_score.py
 """
@@ -30,11 +32,22 @@ class WorstShare(ScoreRule):
 def main() -> None:
     """Eight toy problems, judged by their chunks' least likely tokens."""
     policy = atts.Policy(samples=4, score=WorstShare(share=0.2))
-    result = atts.evaluate_sync(toy_problems(8), atts.Setup(draft="scripted", target="scripted", policy=policy))
+    result = atts.evaluate_sync(
+        toy_problems(8), atts.Setup(draft="scripted", target="scripted", policy=policy)
+    )
     outcomes = list(result.outcomes())
-    scores = [turn.score for o in outcomes for r in o.rollouts for turn in r.turns if turn.score is not None]
+    scores = [
+        turn.score
+        for o in outcomes
+        for r in o.rollouts
+        for turn in r.turns
+        if turn.score is not None
+    ]
     right = sum(outcome.answer == outcome.problem.answer for outcome in outcomes)
-    print(f"{right} of {len(outcomes)} right; {len(scores)} scores, median {sorted(scores)[len(scores) // 2]:.3f}")
+    print(
+        f"{right} of {len(outcomes)} right; {len(scores)} scores, median "
+        f"{sorted(scores)[len(scores) // 2]:.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Follow a run while it happens: `async with atts.evaluate(...) as run` and `async for event in run`.
+"""Follow a run while it happens: `async with atts.evaluate(...) as run` and `async for event in
+run`.
 
 Leaving the block early cancels the run; one with a directory can be resumed.
 
@@ -30,7 +31,10 @@ async def main() -> None:
                 case _:
                     pass
         result = await run.result()
-    print(f"{result.status}: {chunks['accept']} chunks accepted, {chunks['escalate']} taken over by the target")
+    print(
+        f"{result.status}: {chunks['accept']} chunks accepted, {chunks['escalate']} taken over by "
+        f"the target"
+    )
 
 
 if __name__ == "__main__":

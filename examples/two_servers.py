@@ -3,7 +3,8 @@
     python examples/two_servers.py                                                     # two toy servers of its own
     python examples/two_servers.py vllm:http://gpu1:8000/Qwen/Qwen3-1.7B vllm:http://gpu2:8000/Qwen/Qwen3-32B
 
-vLLM, SGLang and llama.cpp are spoken to in their own dialects; `atts probe URL` says what a server can do.
+vLLM, SGLang and llama.cpp are spoken to in their own dialects; `atts probe URL` says what a server
+can do.
 """
 
 import sys
@@ -18,7 +19,10 @@ def evaluate(draft: str | atts.Engine, target: str | atts.Engine) -> None:
     setup = atts.Setup(draft=draft, target=target, rate=0.2, policy=atts.Policy(samples=4))
     result = atts.evaluate_sync(toy_problems(8), setup)
     right = sum(line.verdict == "correct" for line in result.problems)
-    print(f"{right} of {len(result.problems)} right; {result.usage.scored_tokens} tokens scored by the target")
+    print(
+        f"{right} of {len(result.problems)} right; {result.usage.scored_tokens} tokens scored by "
+        f"the target"
+    )
 
 
 def main(urls: list[str]) -> None:

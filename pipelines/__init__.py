@@ -24,7 +24,16 @@ from atts.pipelines.gates import (
 from atts.pipelines.policy import SMALL, Bounds, Budget, Chunking, ConfidenceStop, Policy
 from atts.pipelines.scores import ScoreRule, evidence
 from atts.pipelines.solve import solve
-from atts.pipelines.votes import Ballot, Grouper, Tally, VoteKind, ballot, cannot_change, settled_probability, tally
+from atts.pipelines.votes import (
+    Ballot,
+    Grouper,
+    Tally,
+    VoteKind,
+    ballot,
+    cannot_change,
+    settled_probability,
+    tally,
+)
 from atts.pipelines.wrappers import (
     CappedGate,
     CertifiedGate,

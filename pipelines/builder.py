@@ -1,4 +1,6 @@
-"""A rollout under construction, turn by turn: what was written, what entered it, and whether that was its end."""
+"""A rollout under construction, turn by turn: what was written, what entered it, and whether that
+was its end.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ from atts.seeds import Seed
 
 Scope = RolloutScope[Rollout]
 ROLES: tuple[Role, ...] = ("draft", "target")
-_SEARCHED = 1_200  # characters without an answer, from which on they are not looked through again after every chunk
+# characters without an answer, from which on they are not looked through again after every chunk
+_SEARCHED = 1_200
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,9 @@ class Proposal:
     attempt: int = 0
     score: float | None = None
     flaw: str = ""  # why there is no score although one was asked for
-    doubt: int = 0  # the token that the target doubts first; 0 also where that is not asked or not known
+    doubt: int = (
+        0  # the token that the target doubts first; 0 also where that is not asked or not known
+    )
     is_recalled: bool = False  # the score is that of an equal sibling's chunk
     begun: Beginning | None = None  # what the target would write in its place; no gate sees it
 
@@ -58,7 +63,9 @@ def rollout_name(problem: str, sample: int) -> str:
 
 
 class RolloutBuilder:
-    """A rollout that grows; every engine call is a node of the task graph, every turn makes a new frozen value."""
+    """A rollout that grows; every engine call is a node of the task graph, every turn makes a new
+    frozen value.
+    """
 
     def __init__(
         self,
@@ -78,22 +85,33 @@ class RolloutBuilder:
         own = context.target
         self.recorded = own.recorded if isinstance(own, AdmittedEngine) and own.recalls else None
         self.turn = 0  # the index of the turn being worked on
-        draft, target = context.draft.spec, context.target.spec
+        draft = context.draft.spec
+        target = context.target.spec
         self.score = resolved(policy.score, draft, target)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
-        self.finds_doubt = policy.takeover == "repair" and is_comparable  # where the target begins to doubt
+        self.finds_doubt = (
+            policy.takeover == "repair" and is_comparable
+        )  # where the target begins to doubt
         is_scoring = policy.takeover == "replace" and policy.verification == "score"
         self.draws = is_scoring and "draw" in target.capabilities  # the takeover, while it scores
         self._bounds = bounds = policy.bounds()
-        self._limits: dict[Role, int] = {"draft": bounds.draft_tokens, "target": bounds.target_tokens}
+        self._limits: dict[Role, int] = {
+            "draft": bounds.draft_tokens,
+            "target": bounds.target_tokens,
+        }
         self._sampling = {role: policy.sampling_of(role) for role in ROLES}
         self.waits_left = policy.waits
-        self._asked_again_at = 0  # characters: an answer before the last "wait" no longer ends the rollout
+        self._asked_again_at = (
+            0  # characters: an answer before the last "wait" no longer ends the rollout
+        )
         self._searched_at = 0  # characters: no answer begins before them
         self._earlier: str | None = None
         self._ahead: Chunk | None = None
         self._loose = 0  # tokens written that have neither entered a turn nor been discarded by one
-        self._read: tuple[str, str | None] = ("", None)  # the last text that was looked through, and its answer
+        self._read: tuple[str, str | None] = (
+            "",
+            None,
+        )  # the last text that was looked through, and its answer
         self._set(Rollout(problem.id, scope.sample, prompt))
 
     def _set(self, rollout: Rollout) -> None:
@@ -103,14 +121,19 @@ class RolloutBuilder:
         self.usage = rollout.usage  # with what the turn being worked on has cost so far
         self.text = rollout.text
         self._searched_at = self._asked_again_at
-        self._ids: dict[Role, TokenIds] = {"draft": rollout.ids("draft"), "target": rollout.ids("target")}
+        self._ids: dict[Role, TokenIds] = {
+            "draft": rollout.ids("draft"),
+            "target": rollout.ids("target"),
+        }
         self.place = self.siblings.place(chunk for turn in rollout.turns for chunk in turn.chunks)
         self._room = self.room_left()
 
     def _grow(self, turn: Turn) -> None:
         """Add a turn, and what it cost."""
         old = self.rollout
-        self.rollout = rollout = Rollout(old.problem, old.sample, old.prompt, (*old.turns, turn), usage=self.usage)
+        self.rollout = rollout = Rollout(
+            old.problem, old.sample, old.prompt, (*old.turns, turn), usage=self.usage
+        )
         self.siblings.rollouts[rollout.sample] = rollout
         self.turn += 1
         self.place = self.siblings.place(turn.chunks, self.place)
@@ -125,18 +148,25 @@ class RolloutBuilder:
 
     async def propose(self, attempt: int = 0) -> Proposal:
         """Let the drafter write the next chunk, unless it was written ahead."""
-        chunk, self._ahead = self._ahead, None
+        chunk = self._ahead
+        self._ahead = None
         if chunk is None or attempt:
             chunk = await self.write(self.policy.drafter, (), attempt)
         place = self.siblings.place((chunk,), self.place)
         return Proposal(chunk, place, self._extract(self.text + chunk.text, chunk), attempt)
 
     async def propose_ahead(self, chunk: Chunk) -> None:
-        """Write the chunk after `chunk` before it has been judged: same prefix, same seed, same distribution as later.
+        """Write the chunk after `chunk` before it has been judged: same prefix, same seed, same
+        distribution as later.
 
-        A failure is left to the later attempt; where `chunk` is rejected, `drop_ahead` must be called.
+        A failure is left to the later attempt; where `chunk` is rejected, `drop_ahead` must be
+        called.
         """
-        if chunk.ended == "end" or self.turn + 1 >= self._bounds.turns or self.room_left([chunk]) < 1:
+        if (
+            chunk.ended == "end"
+            or self.turn + 1 >= self._bounds.turns
+            or self.room_left([chunk]) < 1
+        ):
             return
         try:
             self._ahead = await self.write(self.policy.drafter, (chunk,), turn=self.turn + 1)
@@ -150,7 +180,9 @@ class RolloutBuilder:
             self._loose = max(0, self._loose - self._ahead.tokens)
         self._ahead = None
 
-    async def write(self, role: Role, pending: Sequence[Chunk], attempt: int = 0, turn: int | None = None) -> Chunk:
+    async def write(
+        self, role: Role, pending: Sequence[Chunk], attempt: int = 0, turn: int | None = None
+    ) -> Chunk:
         """One piece of text after the rollout and the `pending` chunks, from the exact token state.
 
         :raises ContextOverflow: not one more token fits.
@@ -162,11 +194,14 @@ class RolloutBuilder:
         return self.written(role, completion)
 
     async def replace(self, proposal: Proposal) -> Chunk:
-        """What the target writes in a proposal's place: what was drawn of it while it was scored, and the rest.
+        """What the target writes in a proposal's place: what was drawn of it while it was scored,
+        and the rest.
 
-        The proposal is a hint besides: a target that speculates may be faster for it, and writes the same.
+        The proposal is a hint besides: a target that speculates may be faster for it, and writes
+        the same.
         """
-        begun, request = proposal.begun, replace(self.request("target"), draft=proposal.chunk.target_ids)
+        begun = proposal.begun
+        request = replace(self.request("target"), draft=proposal.chunk.target_ids)
         rest: Completion | None = None
         if begun is not None:
             request = after(request, begun)
@@ -218,19 +253,43 @@ class RolloutBuilder:
         note: str = "",
         saved: int = 0,
     ) -> None:
-        """Close the turn with these chunks, and the rollout if that was its end; `saved` of what is discarded stays."""
+        """Close the turn with these chunks, and the rollout if that was its end; `saved` of what is
+        discarded stays.
+        """
         asked = self.usage.scored_tokens - self.rollout.usage.scored_tokens
         if discarded:
             self.count(Usage(wasted_tokens=sum([chunk.tokens for chunk in discarded]) - saved))
-        self._grow(Turn(self.turn, tuple(chunks), tuple(discarded), score, decision, note, scored_tokens=asked))
+        self._grow(
+            Turn(
+                self.turn,
+                tuple(chunks),
+                tuple(discarded),
+                score,
+                decision,
+                note,
+                scored_tokens=asked,
+            )
+        )
         self._conclude()
 
-    def adopt(self, other: Rollout, discarded: Chunk, decision: Decision, score: float | None) -> None:
-        """Go on from a sibling's rollout up to and with this turn; its turns replace those reported before."""
+    def adopt(
+        self, other: Rollout, discarded: Chunk, decision: Decision, score: float | None
+    ) -> None:
+        """Go on from a sibling's rollout up to and with this turn; its turns replace those reported
+        before.
+        """
         here = other.turns[self.turn]
         note = f"sample {self.rollout.sample} adopted the line of sample {other.sample}"
         asked = self.usage.scored_tokens - self.rollout.usage.scored_tokens
-        turn = Turn(self.turn, here.chunks, (*here.discarded, discarded), score, decision, note, scored_tokens=asked)
+        turn = Turn(
+            self.turn,
+            here.chunks,
+            (*here.discarded, discarded),
+            score,
+            decision,
+            note,
+            scored_tokens=asked,
+        )
         self.count(Usage(wasted_tokens=discarded.tokens))
         self._set(replace(self.rollout, turns=(*other.turns[: self.turn], turn), usage=self.usage))
         for each in self.rollout.turns:
@@ -254,11 +313,14 @@ class RolloutBuilder:
     def _extract(self, text: str, last: Chunk | None) -> str | None:
         """The answer in a text that ends with this chunk; a box that is cut is none."""
         asked = text[self._searched_at :]
-        if self._read[0] != asked:  # a chunk that is proposed and then enters is looked through once
+        if (
+            self._read[0] != asked
+        ):  # a chunk that is proposed and then enters is looked through once
             extract = self.context.answers.extract
             answer = extract(asked)
             if answer is not None and last is not None and last.ended == "length":
-                # "The answer is 1" may be the beginning of 12: an answer the next digit would change is not yet one.
+                # "The answer is 1" may be the beginning of 12: an answer the next digit would
+                # change is not yet one.
                 answer = answer if extract(asked + "0") == answer else None
             self._read = asked, answer
         return self._read[1]
@@ -281,12 +343,18 @@ class RolloutBuilder:
         if self._room < 1:
             return "tokens", None, ""
         stop = self.policy.confidence_stop
-        return ("end", None, "low confidence") if stop and self._is_unsure(stop) else (None, None, "")
+        return (
+            ("end", None, "low confidence") if stop and self._is_unsure(stop) else (None, None, "")
+        )
 
     def _is_unsure(self, stop: ConfidenceStop) -> bool:
         if self.rollout.sample < stop.warmup:
             return False
-        warmup = [other for sample, other in self.siblings.rollouts.items() if sample < stop.warmup and other.finish]
+        warmup = [
+            other
+            for sample, other in self.siblings.rollouts.items()
+            if sample < stop.warmup and other.finish
+        ]
         return stop.is_below(self.rollout, warmup)
 
     def ids(self, role: Role, pending: Sequence[Chunk] = ()) -> TokenIds:
@@ -297,8 +365,11 @@ class RolloutBuilder:
         return ids
 
     def room_left(self, pending: Sequence[Chunk] = ()) -> int:
-        """Tokens this rollout may still grow by after the `pending` chunks: its own limit and both contexts."""
-        draft, target = len(self._ids["draft"]), len(self._ids["target"])
+        """Tokens this rollout may still grow by after the `pending` chunks: its own limit and both
+        contexts.
+        """
+        draft = len(self._ids["draft"])
+        target = len(self._ids["target"])
         room = min(
             self._bounds.max_tokens - target + len(self.rollout.prompt.target_ids),
             self.context.draft.spec.context_length - draft,
@@ -307,7 +378,8 @@ class RolloutBuilder:
         if not pending:
             return room
         return room - max(
-            sum([len(chunk.draft_ids) for chunk in pending]), sum([len(chunk.target_ids) for chunk in pending])
+            sum([len(chunk.draft_ids) for chunk in pending]),
+            sum([len(chunk.target_ids) for chunk in pending]),
         )
 
     def engine(self, role: Role) -> Engine:
@@ -315,21 +387,28 @@ class RolloutBuilder:
         return self.context.draft if role == "draft" else self.context.target
 
     def _repeats(self) -> bool:
-        backwards = (chunk.text for turn in reversed(self.rollout.turns) for chunk in reversed(turn.chunks))
+        backwards = (
+            chunk.text for turn in reversed(self.rollout.turns) for chunk in reversed(turn.chunks)
+        )
         last = list(islice((text for text in backwards if text.strip()), self.policy.repeats))
         return len(last) == self.policy.repeats and len(set(last)) == 1
 
     def _wait(self, answer: str | None) -> None:
-        """Budget forcing: put words into the rollout's mouth and let it go on; an answer so far is kept in reserve."""
+        """Budget forcing: put words into the rollout's mouth and let it go on; an answer so far is
+        kept in reserve.
+        """
         self.waits_left -= 1
         self._earlier = answer or self._earlier
-        words = forced(self.policy.wait_text, self.policy.drafter, self.context.draft, self.context.target)
+        words = forced(
+            self.policy.wait_text, self.policy.drafter, self.context.draft, self.context.target
+        )
         self._asked_again_at = self._searched_at = len(self.text) + len(words.text)
         self._grow(Turn(self.turn, (words,), is_forced=True))
 
     def spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
         """Count what a model wrote, not yet part of any turn."""
-        new, read = len(completion.ids), max(0, len(request.ids) - completion.cached_tokens)
+        new = len(completion.ids)
+        read = max(0, len(request.ids) - completion.cached_tokens)
         self._loose += new
         if role == "draft":
             self.count(Usage(draft_tokens=new, draft_prefill_tokens=read, calls=1))
@@ -340,7 +419,8 @@ class RolloutBuilder:
         """Count what the turn that was not completed cost; what was written in it is wasted."""
         if self._loose:
             self.count(Usage(wasted_tokens=self._loose))
-        self._ahead, self._loose = None, 0
+        self._ahead = None
+        self._loose = 0
         self.rollout = replace(self.rollout, usage=self.usage)
 
     def count(self, usage: Usage) -> None:

@@ -1,4 +1,6 @@
-"""Engine calls of one rollout: admitted by the task graph, timed, given a deadline, validated, tried again."""
+"""Engine calls of one rollout: admitted by the task graph, timed, given a deadline, validated,
+tried again.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ Stage = Literal["draft", "target", "score"]
 
 
 class AdmittedEngine:
-    """An engine as one rollout calls it: every call is a node of the task graph, every reply is validated.
+    """An engine as one rollout calls it: every call is a node of the task graph, every reply is
+    validated.
 
-    The stage, the turn and the KV tokens of a call are its request's own. Without a scope, calls are validated only.
-    The engine inside is opened and closed by its owner, and its spec must not change meanwhile.
+    The stage, the turn and the KV tokens of a call are its request's own. Without a scope, calls
+    are validated only. The engine inside is opened and closed by its owner, and its spec must not
+    change meanwhile.
 
     :raises BadReply: by `sample` and `score`: the reply contradicts itself or the request.
     :raises EngineTimeout: likewise: it did not come in time.
@@ -33,7 +37,9 @@ class AdmittedEngine:
 
     recalls = False  # whether an earlier session recorded calls of this problem
 
-    def __init__(self, engine: Engine, role: Role, scope: Caller | None, timeout_seconds: float) -> None:
+    def __init__(
+        self, engine: Engine, role: Role, scope: Caller | None, timeout_seconds: float
+    ) -> None:
         self.spec: EngineSpec = engine.spec
         self.tokenizer: Tokenizer = engine.tokenizer
         self._engine = engine
@@ -58,7 +64,8 @@ class AdmittedEngine:
         return None
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """How many tokens an earlier session asked for here, at most so many, if that answers at once; 0 if it did not.
+        """How many tokens an earlier session asked for here, at most so many, if that answers at
+        once; 0 if it did not.
 
         The request may differ in nothing else.
         """
@@ -72,16 +79,31 @@ class AdmittedEngine:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> None: ...
 
     def _call(
-        self, stage: Stage, ask: Callable[[Request], Awaitable[Result]], request: Request, turn: int, tokens: int
+        self,
+        stage: Stage,
+        ask: Callable[[Request], Awaitable[Result]],
+        request: Request,
+        turn: int,
+        tokens: int,
     ) -> Awaitable[Result]:
         if self._scope is None:
             return ask(request)
         return self._scope.call(
-            stage, ask, request, engine=self._role, turn=turn, tokens=tokens, priority=request.priority
+            stage,
+            ask,
+            request,
+            engine=self._role,
+            turn=turn,
+            tokens=tokens,
+            priority=request.priority,
         )
 
     async def _ask(
@@ -98,7 +120,9 @@ class AdmittedEngine:
                 return reply
         except TimeoutError as error:
             late = error
-        raise EngineTimeout(self.spec.name, f"no answer within {self._timeout_seconds:g} s") from late
+        raise EngineTimeout(
+            self.spec.name, f"no answer within {self._timeout_seconds:g} s"
+        ) from late
 
 
 def check_completion(completion: Completion, request: SampleRequest, spec: EngineSpec) -> None:
@@ -106,7 +130,8 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
 
     :raises BadReply: they do not.
     """
-    ids, logprobs = completion.ids, completion.logprobs
+    ids = completion.ids
+    logprobs = completion.logprobs
     may_lack = spec.logprobs == "none" or request.logprobs == "unneeded"
     if len(logprobs) != len(ids) and (logprobs or not may_lack):
         raise BadReply(spec.name, f"{len(logprobs)} log-probabilities came with {len(ids)} ids")
@@ -119,20 +144,33 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
 
 
 def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> None:
-    """See that there is one log-probability per suffix token, none above 0; -inf is a log-probability.
+    """See that there is one log-probability per suffix token, none above 0; -inf is a
+    log-probability.
 
     :raises BadReply: anything else came back.
     """
     logprobs = scores.logprobs
     if len(logprobs) != len(request.suffix):
-        raise BadReply(spec.name, f"{len(logprobs)} log-probabilities came back for {len(request.suffix)} tokens")
+        raise BadReply(
+            spec.name,
+            f"{len(logprobs)} log-probabilities came back for {len(request.suffix)} tokens",
+        )
     if max(logprobs) > 1e-4 or any(map(math.isnan, logprobs)):  # rounding may exceed 0 a little
         raise BadReply(spec.name, "a log-probability is above 0 or not a number")
-    begun, draw = scores.begun, request.draw
+    begun = scores.begun
+    draw = request.draw
     if begun is None:
         return
     ids = begun.ids
-    if draw is None or ids[:-1] != request.suffix[: len(ids) - 1] or not 0 < len(ids) == len(begun.logprobs):
-        raise BadReply(spec.name, "what it drew while it scored does not begin as the scored text does")
+    if (
+        draw is None
+        or ids[:-1] != request.suffix[: len(ids) - 1]
+        or not 0 < len(ids) == len(begun.logprobs)
+    ):
+        raise BadReply(
+            spec.name, "what it drew while it scored does not begin as the scored text does"
+        )
     if len(ids) > draw.max_tokens - (begun.ended is None) or not 0 <= ids[-1] < spec.vocabulary:
-        raise BadReply(spec.name, "what it drew while it scored is no beginning of what was asked for")
+        raise BadReply(
+            spec.name, "what it drew while it scored is no beginning of what was asked for"
+        )

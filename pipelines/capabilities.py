@@ -21,10 +21,17 @@ from atts.pipelines.scores import ScoreRule, resolved
 from atts.pipelines.wrappers import CappedGate, RandomisedGate, SparingGate
 
 _BLIND = (FixedGate, RandomGate, CueGate)  # they never look at a score
-_BY_SCORE = (ConformalGate, StaticRankGate, ThresholdGate, TopGate)  # of the draft's own evidence they look at nothing
+_BY_SCORE = (
+    ConformalGate,
+    StaticRankGate,
+    ThresholdGate,
+    TopGate,
+)  # of the draft's own evidence they look at nothing
 
 
-def check_engines(policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec) -> None:
+def check_engines(
+    policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec
+) -> None:
     """See that the target can judge and that log-probs come where they are used.
 
     :raises UnsupportedByEngine: naming the engine, what it lacks, what wants it, and what would do.
@@ -36,20 +43,34 @@ def check_engines(policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, tar
     wants = _wants_logprobs(policy)
     for role, spec in _writers(policy, draft, target):
         if wants and spec.logprobs == "none":
-            advice = f"Choose another {wants.split(' ')[0]}, or a {role} on vLLM, SGLang or llama.cpp"
-            raise UnsupportedByEngine(spec.name, f"it sends no log-probabilities, which {wants} needs", advice)
+            advice = (
+                f"Choose another {wants.split(' ')[0]}, or a {role} on vLLM, SGLang or llama.cpp"
+            )
+            raise UnsupportedByEngine(
+                spec.name, f"it sends no log-probabilities, which {wants} needs", advice
+            )
 
 
-def needed_logprobs(policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec) -> frozenset[Role]:
-    """Of which models' own texts the raw log-probabilities are used: by the score, the gate, the vote or a stop.
+def needed_logprobs(
+    policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec
+) -> frozenset[Role]:
+    """Of which models' own texts the raw log-probabilities are used: by the score, the gate, the
+    vote or a stop.
 
     A rule or a gate that is not known here may look at the drafter's.
     """
     if _wants_logprobs(policy) or policy.takeover == "repair":
         return frozenset({"draft", "target"})
-    inner, rule = _innermost(gate), resolved(policy.score, draft, target)
-    compares = policy.verification == "score" and isinstance(rule, ScoreRule) and rule.kind == "speculative"
-    judges = not isinstance(inner, (*_BLIND, *_BY_SCORE)) or (compares and isinstance(inner, _BY_SCORE))
+    inner = _innermost(gate)
+    rule = resolved(policy.score, draft, target)
+    compares = (
+        policy.verification == "score"
+        and isinstance(rule, ScoreRule)
+        and rule.kind == "speculative"
+    )
+    judges = not isinstance(inner, (*_BLIND, *_BY_SCORE)) or (
+        compares and isinstance(inner, _BY_SCORE)
+    )
     return frozenset({policy.drafter}) if judges else frozenset()
 
 
@@ -60,17 +81,24 @@ def _innermost(gate: Gate | RoundGate) -> Gate | RoundGate:
 
 
 def _check_judge(policy: Policy, target: EngineSpec) -> None:
-    can, seen = target.capabilities, dict(target.findings)
+    can = target.capabilities
+    seen = dict(target.findings)
     if "score" in can or (policy.verification == "rating" and "rate" in can):
         return
     told = seen.get("scores") or seen.get("rating") or ""
     reason = f" (its probe said {told!r})" if told.startswith("no") else ""
     if policy.verification == "rating":
         problem = f"{target.engine} can neither score nor rate, and the method has the target rate every chunk{reason}"
-        raise UnsupportedByEngine(target.name, problem, "Use a target that tells likely tokens, or scores")
+        raise UnsupportedByEngine(
+            target.name, problem, "Use a target that tells likely tokens, or scores"
+        )
     also = "; this one can rate: method spec-reason" if "rate" in can else ""
-    problem = f"{target.engine} cannot score, and the method has the target score every chunk{reason}"
-    raise UnsupportedByEngine(target.name, problem, f"Use a target on vLLM or SGLang, or a local one{also}")
+    problem = (
+        f"{target.engine} cannot score, and the method has the target score every chunk{reason}"
+    )
+    raise UnsupportedByEngine(
+        target.name, problem, f"Use a target on vLLM or SGLang, or a local one{also}"
+    )
 
 
 def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:
@@ -80,7 +108,9 @@ def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:
             target.name, problem, "Use a local target (hf:MODEL), or the server's own speculation"
         )
     if target.rounds_scores:
-        problem = "it rounds what it scores, and method exact keeps what the target draws while it scores"
+        problem = (
+            "it rounds what it scores, and method exact keeps what the target draws while it scores"
+        )
         raise UnsupportedByEngine(target.name, problem, "Leave scores=bfloat16 out")
     if draft.tokenizer != target.tokenizer:
         problem = "its tokenizer is not the target's, and method exact compares token by token"
@@ -96,7 +126,9 @@ def _wants_logprobs(policy: Policy) -> str:
     return "vote by confidence" if policy.vote == "confidence" else ""
 
 
-def _writers(policy: Policy, draft: EngineSpec, target: EngineSpec) -> list[tuple[Role, EngineSpec]]:
+def _writers(
+    policy: Policy, draft: EngineSpec, target: EngineSpec
+) -> list[tuple[Role, EngineSpec]]:
     if policy.drafter == "target":
         return [("target", target)]
     return [("draft", draft), ("target", target)]

@@ -18,9 +18,11 @@ from atts.pipelines.writer_choice import WriterChoice
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Plain functions: the final answer of a reasoning text (None: none yet), and classes of equal answers.
+    """Plain functions: the final answer of a reasoning text (None: none yet), and classes of equal
+    answers.
 
-    `unmarked` says how much of a text without an answer holds none however the text goes on: it is not read again.
+    `unmarked` says how much of a text without an answer holds none however the text goes on: it is
+    not read again.
     """
 
     extract: Callable[[str], str | None]
@@ -55,17 +57,22 @@ class Remaining:
 
     @property
     def share(self) -> float | None:
-        """The share of the run's decisions that is expected to be left, the next one included; None if not known."""
+        """The share of the run's decisions that is expected to be left, the next one included; None
+        if not known.
+        """
         return None
 
 
 EngineBinder = Callable[[Engine, Role, Caller, float], Engine]
-"""Makes the engine that one rollout (or problem) calls, with a deadline in seconds for every call."""
+"""Makes the engine that one rollout (or problem) calls, with a deadline in seconds for every call.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """One run, as its pipelines see it. Engines and gate may log and remember without the pipelines' knowledge."""
+    """One run, as its pipelines see it. Engines and gate may log and remember without the
+    pipelines' knowledge.
+    """
 
     draft: Engine
     target: Engine
@@ -74,13 +81,21 @@ class Context:
     seed: int = 0
     listener: RolloutListener = NullListener()
     bind: EngineBinder = AdmittedEngine
-    logprobs: frozenset[Role] = frozenset({"draft", "target"})  # whose own are used: see `needed_logprobs`
+    logprobs: frozenset[Role] = frozenset(
+        {"draft", "target"}
+    )  # whose own are used: see `needed_logprobs`
     left: Remaining = field(default_factory=Remaining)
-    draft_length: DraftLength = field(default_factory=DraftLength)  # of the run's drafts under method exact
-    writers: WriterChoice = field(default_factory=WriterChoice)  # of the run's pieces under method exact
+    draft_length: DraftLength = field(
+        default_factory=DraftLength
+    )  # of the run's drafts under method exact
+    writers: WriterChoice = field(
+        default_factory=WriterChoice
+    )  # of the run's pieces under method exact
 
     def at(self, scope: Caller, timeout_seconds: float) -> Context:
-        """The same with engines whose calls belong to this rollout: admitted, timed, validated and tried again."""
+        """The same with engines whose calls belong to this rollout: admitted, timed, validated and
+        tried again.
+        """
         draft = self.bind(self.draft, "draft", scope, timeout_seconds)
         target = self.bind(self.target, "target", scope, timeout_seconds)
         return replace(self, draft=draft, target=target)

@@ -1,4 +1,6 @@
-"""The draft length of method exact: how many tokens to draft before the target scores them, by goodput."""
+"""The draft length of method exact: how many tokens to draft before the target scores them, by
+goodput.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class DraftLength:
-    """What is known of a run's drafts: how many of their tokens stand, and what writing and scoring them takes.
+    """What is known of a run's drafts: how many of their tokens stand, and what writing and scoring
+    them takes.
 
-    It decides how much is drafted before a score, and so changes when calls are made, never what is written.
+    It decides how much is drafted before a score, and so changes when calls are made, never what is
+    written.
     """
 
     tested: int = 0  # tokens all before which stood
@@ -20,7 +24,8 @@ class DraftLength:
     score_seconds: float = 0.0
 
     def length(self, most: int) -> int:
-        """How many tokens to draft: those that bring most target tokens a second; all while little is known.
+        """How many tokens to draft: those that bring most target tokens a second; all while little
+        is known.
 
         >>> DraftLength(1000, 980, 1000, 1.0, 30, 0.6).length(64)
         36
@@ -30,7 +35,8 @@ class DraftLength:
         if self.tested < 50 or not self.draft_seconds or not self.score_seconds:
             return most
         stands = (self.stood + 1) / (self.tested + 2)
-        per_token, per_score = self.draft_seconds / self.drafted, self.score_seconds / self.scores
+        per_token = self.draft_seconds / self.drafted
+        per_score = self.score_seconds / self.scores
 
         def goodput(count: int) -> float:
             return (1 - stands ** (count + 1)) / (1 - stands) / (per_score + count * per_token)

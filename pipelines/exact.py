@@ -1,8 +1,10 @@
-"""Method exact: the draft proposes, the target draws while it scores, and its draws are the text, as target-only's.
+"""Method exact: the draft proposes, the target draws while it scores, and its draws are the text,
+as target-only's.
 
-The draft draws with the target's own stream, so that it comes to the same token wherever both models' laws are alike.
-Up to the first difference its tokens are the target's; there the target's is put, and the draft goes on. Where the
-target alone writes more tokens a second, it writes itself: the text is the same.
+The draft draws with the target's own stream, so that it comes to the same token wherever both
+models' laws are alike. Up to the first difference its tokens are the target's; there the target's
+is put, and the draft goes on. Where the target alone writes more tokens a second, it writes itself:
+the text is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
     earlier = _earlier_writer(builder)
     if earlier is not None:
         return await _written_by(builder, earlier)
-    choice, since = builder.context.writers, anyio.current_time()
+    choice = builder.context.writers
+    since = anyio.current_time()
     writer = choice.begin(since)
     try:
         chunk = await _written_by(builder, writer)
@@ -40,7 +43,9 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
 
 
 def _earlier_writer(builder: RolloutBuilder) -> Role | None:
-    """Who began the piece in an earlier session and goes on with it; what is recalled says nothing of speeds."""
+    """Who began the piece in an earlier session and goes on with it; what is recalled says nothing
+    of speeds.
+    """
     request = builder.request("target")
     writers: tuple[Role, ...] = ("target", "draft")
     return next((writer for writer in writers if _recorded_length(builder, writer, request)), None)
@@ -56,8 +61,12 @@ async def _written_by(builder: RolloutBuilder, writer: Role) -> Chunk:
 
 
 async def _checked(builder: RolloutBuilder) -> Chunk:
-    """The piece as the draft writes it with the target's draws, without a step of the target's decoding."""
-    request, begun, wasted = builder.request("target"), Beginning(), 0
+    """The piece as the draft writes it with the target's draws, without a step of the target's
+    decoding.
+    """
+    request = builder.request("target")
+    begun = Beginning()
+    wasted = 0
     while begun.ended is None:
         rest = after(request, begun)
         earlier = _recorded_length(builder, "draft", rest)
@@ -72,7 +81,9 @@ async def _checked(builder: RolloutBuilder) -> Chunk:
     return builder.written("target", continued(begun, None, builder.engine("target")))
 
 
-async def _drafted(builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, most: int) -> TokenIds:
+async def _drafted(
+    builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, most: int
+) -> TokenIds:
     """The draft's guess of the next tokens."""
     since = anyio.current_time()
     ahead = replace(rest, max_tokens=most, logprobs="unneeded")
@@ -83,7 +94,9 @@ async def _drafted(builder: RolloutBuilder, lengths: DraftLength, rest: SampleRe
     return drafted.ids
 
 
-async def _scored(builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, drafted: TokenIds) -> Scores:
+async def _scored(
+    builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, drafted: TokenIds
+) -> Scores:
     """What the target draws in the guess's places."""
     since = anyio.current_time()
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)

@@ -13,9 +13,11 @@ from atts.errors import OptionError
 
 
 class Gate(Protocol):
-    """Decides from numbers alone. `preview` comes before the target has scored, `decide` after, `observe` last.
+    """Decides from numbers alone. `preview` comes before the target has scored, `decide` after,
+    `observe` last.
 
-    A preview of "verify" asks for the score; "accept" and "escalate" save it. `observe` hears what was really done.
+    A preview of "verify" asks for the score; "accept" and "escalate" save it. `observe` hears what
+    was really done.
     """
 
     def preview(self, features: Features) -> Decision:
@@ -25,7 +27,8 @@ class Gate(Protocol):
     def decide(self, features: Features, score: float) -> Decision:
         """What to do with a chunk of this score.
 
-        :raises CalibrationInputError: if `score` is not a score; the pipeline turns that into an escalation.
+        :raises CalibrationInputError: if `score` is not a score; the pipeline turns that into an
+            escalation.
         """
         ...
 
@@ -45,10 +48,14 @@ class RoundGate(Protocol):
 
 @runtime_checkable
 class Learning(Protocol):
-    """A gate that also learns from how problems ended, as the ordinal gate of `atts.calibration` does."""
+    """A gate that also learns from how problems ended, as the ordinal gate of `atts.calibration`
+    does.
+    """
 
     def learn(self, features: Features, p: float | None, level: str) -> None:
-        """Take the label of a chunk whose rollout is over: "accept", "verify" or "escalate" would have been due."""
+        """Take the label of a chunk whose rollout is over: "accept", "verify" or "escalate" would
+        have been due.
+        """
         ...
 
 
@@ -73,8 +80,8 @@ def let_go(kept: object, question: str) -> None:
 def level_of(right: bool, escalated: bool) -> Action:
     """The label of a chunk whose rollout is over: the level that would have been due.
 
-    Kept and right: the draft sufficed, "accept". Escalated and right: the target wrote on, needed or not, "verify".
-    Wrong: "escalate", if the target had it then it was not too much.
+    Kept and right: the draft sufficed, "accept". Escalated and right: the target wrote on, needed
+    or not, "verify". Wrong: "escalate", if the target had it then it was not too much.
     """
     if not right:
         return "escalate"
@@ -104,8 +111,8 @@ class Calibrating(Protocol):
 class ConformalGate:
     """The rank of a chunk's score among stored ones decides.
 
-    Scores reach the calibrator in the order in which they were asked for, not in which they came back: what comes back
-    first is short. The order is counted here, at the preview.
+    Scores reach the calibrator in the order in which they were asked for, not in which they came
+    back: what comes back first is short. The order is counted here, at the preview.
     """
 
     def __init__(self, calibrator: Calibrating) -> None:
@@ -121,10 +128,14 @@ class ConformalGate:
     def decide(self, features: Features, score: float) -> Decision:
         """As the calibrator says."""
         place = (features.question, features.turn, features.sample, features.issue)
-        return self.calibrator.decide(score, *place, left=features.left, length=features.tokens or None)
+        return self.calibrator.decide(
+            score, *place, left=features.left, length=features.tokens or None
+        )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Feed the calibrator; an escalation that was forced without a score counts for the rate alone."""
+        """Feed the calibrator; an escalation that was forced without a score counts for the rate
+        alone.
+        """
         if decision.issue is not None:  # decisions of an earlier session come with their numbers
             self._issued = max(self._issued, decision.issue + 1)
         self.calibrator.observe(decision, escalated)
@@ -135,7 +146,9 @@ class ConformalGate:
 
 
 class _NonLearningGate:
-    """A gate that learns nothing; those below either decide at the preview or have every chunk scored."""
+    """A gate that learns nothing; those below either decide at the preview or have every chunk
+    scored.
+    """
 
     __slots__ = ()
 
@@ -181,7 +194,9 @@ class RandomGate(_NonLearningGate):
 
 @dataclass(frozen=True, slots=True)
 class ThresholdGate(_NonLearningGate):
-    """Escalate above (or below) a fixed number: ratings, or a static perplexity cut. No rate is promised."""
+    """Escalate above (or below) a fixed number: ratings, or a static perplexity cut. No rate is
+    promised.
+    """
 
     threshold: float
     worse: Literal["above", "below"] = "above"
@@ -196,7 +211,9 @@ class ThresholdGate(_NonLearningGate):
 
 @dataclass(frozen=True, slots=True)
 class StaticRankGate(_NonLearningGate):
-    """The published rule, for comparison: c/N >= tau against turn-0 scores fixed in advance, at every turn."""
+    """The published rule, for comparison: c/N >= tau against turn-0 scores fixed in advance, at
+    every turn.
+    """
 
     stored: tuple[float, ...]  # ascending
     tau: float
@@ -205,7 +222,9 @@ class StaticRankGate(_NonLearningGate):
     def of(cls, scores: Sequence[float], rate: float) -> StaticRankGate:
         """From calibration scores in any order; tau is 1 - rate."""
         if not scores:
-            raise OptionError("calibration scores", "none given; the published rule needs them before the run")
+            raise OptionError(
+                "calibration scores", "none given; the published rule needs them before the run"
+            )
         return cls(tuple(sorted(scores)), 1 - rate)
 
     def decide(self, features: Features, score: float) -> Decision:
@@ -216,12 +235,23 @@ class StaticRankGate(_NonLearningGate):
         return features.decision(action, 1 - self.tau, why, score=score, p=p)
 
 
-CUES = ("wait", "hmm", "alternatively", "hold on", "let me check", "let me verify", "another way", "is wrong")
+CUES = (
+    "wait",
+    "hmm",
+    "alternatively",
+    "hold on",
+    "let me check",
+    "let me verify",
+    "another way",
+    "is wrong",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class CueGate(_NonLearningGate):
-    """Speculative Thinking: the target takes over where the draft's text hesitates or checks itself."""
+    """Speculative Thinking: the target takes over where the draft's text hesitates or checks
+    itself.
+    """
 
     cues: tuple[str, ...] = CUES
 
@@ -229,12 +259,15 @@ class CueGate(_NonLearningGate):
         """Text decides."""
         text = features.text.lower()
         cue = next((cue for cue in self.cues if cue in text), None)
-        return features.decision("escalate" if cue else "accept", math.nan, f"cue {cue!r}" if cue else "no cue")
+        return features.decision(
+            "escalate" if cue else "accept", math.nan, f"cue {cue!r}" if cue else "no cue"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TopGate:
-    """The synchronous sort: of each round the worst `rate` of the members go over, rounding carried per question.
+    """The synchronous sort: of each round the worst `rate` of the members go over, rounding carried
+    per question.
 
     It is the best one can do with a barrier, and the reason for the barrier.
     """
@@ -255,11 +288,17 @@ class TopGate:
         want = self.rate * len(round_) + self._carry.get(question, 0.0)
         count = max(0, min(len(round_), math.floor(want + 0.5)))
         self._carry[question] = want - count
-        worst_first = sorted(range(len(round_)), key=lambda i: -math.inf if math.isnan(round_[i][1]) else -round_[i][1])
+        worst_first = sorted(
+            range(len(round_)),
+            key=lambda i: -math.inf if math.isnan(round_[i][1]) else -round_[i][1],
+        )
         over = set(worst_first[:count])
         return [
             f.decision(
-                "escalate" if i in over else "accept", self.rate, f"rank in a round of {len(round_)}", score=score
+                "escalate" if i in over else "accept",
+                self.rate,
+                f"rank in a round of {len(round_)}",
+                score=score,
             )
             for i, (f, score) in enumerate(round_)
         ]

@@ -1,4 +1,6 @@
-"""Judging of a chunk: its features, the target's score where the gate asks for one, the gate's decision."""
+"""Judging of a chunk: its features, the target's score where the gate asks for one, the gate's
+decision.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class ChunkJudge:
         self.judged: list[tuple[Features, Decision]] = []  # in that order
 
     async def judge(self, builder: RolloutBuilder, proposal: Proposal) -> tuple[Decision, Proposal]:
-        """The gate's decision, which it is told will be carried out. What cannot be judged is escalated."""
+        """The gate's decision, which it is told will be carried out. What cannot be judged is
+        escalated.
+        """
         known = features(builder, proposal)
         decision, proposal = await self._decide(builder, proposal, known)
         self.judged.append((known, decision))
@@ -46,7 +50,9 @@ class ChunkJudge:
             return decision, await _drawn_beside(builder, proposal)
         return decision, proposal
 
-    async def _decide(self, builder: RolloutBuilder, proposal: Proposal, known: Features) -> tuple[Decision, Proposal]:
+    async def _decide(
+        self, builder: RolloutBuilder, proposal: Proposal, known: Features
+    ) -> tuple[Decision, Proposal]:
         decision = self._gate.preview(known)
         if decision.action != "verify":
             return decision, proposal
@@ -63,7 +69,9 @@ class ChunkJudge:
 
 
 class RoundJudge:
-    """Has a gate rank each round of siblings: every rollout waits for all that still run. This is the barrier."""
+    """Has a gate rank each round of siblings: every rollout waits for all that still run. This is
+    the barrier.
+    """
 
     can_retry = False
 
@@ -77,14 +85,19 @@ class RoundJudge:
         known = features(builder, proposal)
         if proposal.chunk.target_ids:
             proposal = await scored(builder, proposal)
-        round_ = await builder.scope.meet((known, math.nan if proposal.score is None else proposal.score))
+        round_ = await builder.scope.meet(
+            (known, math.nan if proposal.score is None else proposal.score)
+        )
         return self._ranking(round_)[builder.rollout.sample], proposal
 
     def _ranking(self, round_: Round) -> Mapping[int, Decision]:
         """The decisions of a round, made once by its first member; every member sees the same."""
-        if self._round is not round_:  # no round begins before every member has read the last one's decisions
+        if (
+            self._round is not round_
+        ):  # no round begins before every member has read the last one's decisions
             decisions = self._gate.decide_round([round_[sample] for sample in sorted(round_)])
-            self._round, self._ranked = round_, dict(zip(sorted(round_), decisions, strict=True))
+            self._round = round_
+            self._ranked = dict(zip(sorted(round_), decisions, strict=True))
         return self._ranked
 
 
@@ -97,14 +110,17 @@ def make_judge(gate: Gate | RoundGate) -> Judge:
 
 
 async def scored_once(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """The proposal with its score: that of an equal chunk after an equal beginning, or the target is asked.
+    """The proposal with its score: that of an equal chunk after an equal beginning, or the target
+    is asked.
 
-    Where a sibling has asked and waits for the answer, it came first: waiting with it is shorter than asking. Who asked
-    in an earlier session asks again, and is answered by what was recorded.
+    Where a sibling has asked and waits for the answer, it came first: waiting with it is shorter
+    than asking. Who asked in an earlier session asks again, and is answered by what was recorded.
     """
     if builder.policy.verification == "rating":
         return await scored(builder, proposal)
-    scores, asking, place = builder.siblings.scores, builder.siblings.asking, proposal.place
+    scores = builder.siblings.scores
+    asking = builder.siblings.asking
+    place = proposal.place
     while place in asking:
         await builder.scope.wait(asking[place], builder.turn)
     known = scores.get(place)
@@ -131,12 +147,15 @@ def _recalled(
     for sample in range(builder.policy.samples):
         scores = recorded(_asked_by(sample, builder, request))
         if scores and not math.isnan(score := score_of(builder.score, scores.logprobs, chunk)):
-            return KnownScore(score, first_doubt(scores.logprobs, chunk.logprobs) if builder.finds_doubt else 0)
+            return KnownScore(
+                score, first_doubt(scores.logprobs, chunk.logprobs) if builder.finds_doubt else 0
+            )
     return None
 
 
 def _asked_by(sample: int, builder: RolloutBuilder, request: ScoreRequest) -> ScoreRequest:
-    name, draw = rollout_name(builder.rollout.problem, sample), request.draw
+    name = rollout_name(builder.rollout.problem, sample)
+    draw = request.draw
     if draw:
         draw = replace(draw, rollout=name, seed=replace(draw.seed, sample=sample))
     return replace(request, rollout=name, draw=draw)
@@ -149,7 +168,9 @@ def _request(builder: RolloutBuilder, chunk: Chunk) -> ScoreRequest:
 
 
 async def _drawn_beside(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """A recalled proposal that goes, read after all: for what the target draws in its place meanwhile."""
+    """A recalled proposal that goes, read after all: for what the target draws in its place
+    meanwhile.
+    """
     return replace(proposal, begun=(await scored(builder, proposal)).begun)
 
 
@@ -162,7 +183,9 @@ async def scored(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
         scores = await builder.context.target.score(request)
     except EngineError as error:
         return replace(proposal, flaw=_excused(error))
-    read = max(0, len(request.prefix) - scores.cached_tokens)  # the suffix is counted as scored, not as read
+    read = max(
+        0, len(request.prefix) - scores.cached_tokens
+    )  # the suffix is counted as scored, not as read
     builder.count(Usage(scored_tokens=len(request.suffix), target_prefill_tokens=read, calls=1))
     score = score_of(builder.score, scores.logprobs, proposal.chunk)
     flaw = "" if not math.isnan(score) else "the score is not a number"
@@ -171,9 +194,13 @@ async def scored(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
 
 
 async def _rated(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """The target's rating 0-9 of the chunk: the mean of its next-token law over the digits, after a question."""
+    """The target's rating 0-9 of the chunk: the mean of its next-token law over the digits, after a
+    question.
+    """
     target = builder.context.target
-    prefix = builder.ids("target", [proposal.chunk]) + target.tokenizer.encode(builder.policy.rating_text)
+    prefix = builder.ids("target", [proposal.chunk]) + target.tokenizer.encode(
+        builder.policy.rating_text
+    )
     digits = [target.tokenizer.encode(str(digit)) for digit in range(10)]
     requests = [ScoreRequest(prefix, ids, builder.name, turn=builder.turn) for ids in digits]
 
@@ -184,7 +211,9 @@ async def _rated(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
         logprobs = await collect([partial(rate, request) for request in requests])
     except EngineError as error:
         return replace(proposal, flaw=_excused(error))
-    builder.count(Usage(scored_tokens=10, target_prefill_tokens=len(proposal.chunk.target_ids), calls=10))
+    builder.count(
+        Usage(scored_tokens=10, target_prefill_tokens=len(proposal.chunk.target_ids), calls=10)
+    )
     top = max(logprobs)
     if not math.isfinite(top):
         return replace(proposal, flaw="the target gives no digit any probability")
@@ -195,7 +224,8 @@ async def _rated(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
 
 def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
     """What a gate may know of a proposal."""
-    chunk, rollout = proposal.chunk, builder.rollout
+    chunk = proposal.chunk
+    rollout = builder.rollout
     answered, share, agrees = builder.siblings.agreement(rollout.sample, proposal.answer)
     return Features(
         question=rollout.problem,
@@ -220,7 +250,8 @@ def _forced(known: Features, why: str) -> Decision:
 
 
 def _excused(error: EngineError) -> str:
-    """The words of an answer that is none, which is met by escalating. An engine that is not there decides nothing.
+    """The words of an answer that is none, which is met by escalating. An engine that is not there
+    decides nothing.
 
     :raises EngineError: the engine is lost, or cannot score at all.
     """

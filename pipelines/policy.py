@@ -1,4 +1,6 @@
-"""The policy of a pipeline: every choice but its gate, in one frozen value; a baseline is a row of settings."""
+"""The policy of a pipeline: every choice but its gate, in one frozen value; a baseline is a row of
+settings.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,22 @@ class Chunking:
     What is None is as the models want it: see `Budget`.
     """
 
-    draft_tokens: Annotated[int | None, "tokens the draft may write before it is scored; none: by the models"] = None
-    target_tokens: Annotated[int | None, "tokens the target may write when it takes over; none: by the models"] = None
+    draft_tokens: Annotated[
+        int | None, "tokens the draft may write before it is scored; none: by the models"
+    ] = None
+    target_tokens: Annotated[
+        int | None, "tokens the target may write when it takes over; none: by the models"
+    ] = None
     stop: Annotated[
-        tuple[str, ...] | None, "texts that end a chunk; [] makes chunks of fixed length; none: by the models"
+        tuple[str, ...] | None,
+        "texts that end a chunk; [] makes chunks of fixed length; none: by the models",
     ] = None
 
 
 class Bounds(NamedTuple):
-    """The lengths of one rollout: all of it, its rounds, a piece of either model, and what ends a piece early."""
+    """The lengths of one rollout: all of it, its rounds, a piece of either model, and what ends a
+    piece early.
+    """
 
     max_tokens: int
     turns: int
@@ -46,7 +55,9 @@ class Bounds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much models of one kind need to come to an answer: what a policy has where it says nothing itself."""
+    """How much models of one kind need to come to an answer: what a policy has where it says
+    nothing itself.
+    """
 
     models: str
     max_tokens: int
@@ -54,7 +65,8 @@ class Budget:
     stop: tuple[str, ...] = ()
 
     def within(self, context: int) -> Budget:
-        """The same where a model holds so many tokens; a part of them is left to the problem itself.
+        """The same where a model holds so many tokens; a part of them is left to the problem
+        itself.
 
         >>> Budget("reasoning models", 16_000, 500).within(4096).max_tokens
         3584
@@ -62,23 +74,34 @@ class Budget:
         room = context - min(_PROMPT, context // 4)
         if self is SMALL or room >= self.max_tokens:
             return self
-        return Budget(f"{self.models}, a context of {context:,}", room, min(self.chunk_tokens, room), self.stop)
+        return Budget(
+            f"{self.models}, a context of {context:,}",
+            room,
+            min(self.chunk_tokens, room),
+            self.stop,
+        )
 
 
 SMALL = Budget("embedded models", 512, 64, ("\n\n",))
-"""Of the embedded models, which write one step of at most 40 tokens per chunk, and of the scripted ones."""
+"""Of the embedded models, which write one step of at most 40 tokens per chunk, and of the scripted
+ones.
+"""
 _PROMPT = 512  # tokens of a context that are left to the problem itself
 _LEAST_TURNS = 15
 _STEP_TOKENS = 35  # what a step that a stop string ends is taken to bring
-_FULL = 0.8  # how much of a chunk without stop strings is taken to be used, whichever tokenizer counts
+_FULL = (
+    0.8  # how much of a chunk without stop strings is taken to be used, whichever tokenizer counts
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceStop:
-    """DeepConf's online rule: the first `warmup` rollouts run whole; later ones end when they are less sure.
+    """DeepConf's online rule: the first `warmup` rollouts run whole; later ones end when they are
+    less sure.
 
-    Sureness is the lowest mean log-probability over `window` consecutive tokens; the bar is the `1 - keep` quantile of
-    the warm-up's. A percentile of a handful of rollouts, no more: it promises nothing.
+    Sureness is the lowest mean log-probability over `window` consecutive tokens; the bar is the `1
+    - keep` quantile of the warm-up's. A percentile of a handful of rollouts, no more: it promises
+    nothing.
     """
 
     warmup: Annotated[int, "rollouts that run whole before unsure ones are ended"] = 16
@@ -87,55 +110,74 @@ class ConfidenceStop:
 
     def __post_init__(self) -> None:
         if self.warmup < 1 or self.window < 1 or not 0 < self.keep <= 1:
-            raise OptionError("confidence_stop", f"{self}: expected warmup, window >= 1 and keep in (0, 1]")
+            raise OptionError(
+                "confidence_stop", f"{self}: expected warmup, window >= 1 and keep in (0, 1]"
+            )
 
     def sureness(self, rollout: Rollout) -> float:
-        """The lowest window mean of the rollout's own log-probabilities; inf while it is shorter than a window."""
-        values = [value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs]
+        """The lowest window mean of the rollout's own log-probabilities; inf while it is shorter
+        than a window.
+        """
+        values = [
+            value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs
+        ]
         sums = [0.0, *accumulate(values)]
-        means = [(sums[i + self.window] - sums[i]) / self.window for i in range(len(values) - self.window + 1)]
+        means = [
+            (sums[i + self.window] - sums[i]) / self.window
+            for i in range(len(values) - self.window + 1)
+        ]
         return min(means, default=math.inf)
 
     def is_below(self, rollout: Rollout, warmup: Sequence[Rollout]) -> bool:
-        """Whether the rollout is less sure than all but `1 - keep` of the warm-up; without warm-up, never."""
+        """Whether the rollout is less sure than all but `1 - keep` of the warm-up; without warm-up,
+        never.
+        """
         bars = sorted(self.sureness(line) for line in warmup)
-        return bool(bars) and self.sureness(rollout) < bars[min(len(bars) - 1, int((1 - self.keep) * len(bars)))]
+        return (
+            bool(bars)
+            and self.sureness(rollout) < bars[min(len(bars) - 1, int((1 - self.keep) * len(bars)))]
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """How tokens are spent on one problem.
 
-    `samples` rollouts (parallel axis), each of at most `turns` rounds and `max_tokens` tokens (sequential axis).
-    The default is ATTS as this project recommends it; `atts.methods` holds the baselines. Lengths that are None are
-    as the models need them (`Budget`), and turns as many as the tokens need. What each field's annotation says is the
-    help of its configuration key.
+    `samples` rollouts (parallel axis), each of at most `turns` rounds and `max_tokens` tokens
+    (sequential axis). The default is ATTS as this project recommends it; `atts.methods` holds the
+    baselines. Lengths that are None are as the models need them (`Budget`), and turns as many as
+    the tokens need. What each field's annotation says is the help of its configuration key.
     """
 
     samples: Annotated[int, "rollouts per problem"] = 8
     turns: Annotated[
-        int | None, "rounds of draft, score and decision per rollout, at most; none: as max_tokens needs"
+        int | None,
+        "rounds of draft, score and decision per rollout, at most; none: as max_tokens needs",
     ] = None
     max_tokens: Annotated[int | None, "tokens per rollout, at most; none: by the models"] = None
     chunking: Chunking = Chunking()
     drafter: Annotated[Role, "who writes; target is the target alone"] = "draft"
     exact: Annotated[
-        bool, "the target's text, drafted: the draft writes ahead of it, and only what the target draws as well stays"
+        bool,
+        "the target's text, drafted: the draft writes ahead of it, and only what the target draws "
+        "as well stays",
     ] = False
     verification: Annotated[
         Verification, "what the target is asked for: log-probabilities, or a rating from 0 to 9"
     ] = "score"
     takeover: Annotated[Takeover, "what the target does with a rejected chunk"] = "replace"
     attempts: Annotated[int, "draft attempts per turn when resampling, the first included"] = 3
-    answers: Annotated[AnswerCheck, "whether an answer ends its rollout at once, or after its chunk was accepted"] = (
-        "verify"
-    )
+    answers: Annotated[
+        AnswerCheck, "whether an answer ends its rollout at once, or after its chunk was accepted"
+    ] = "verify"
     waits: Annotated[int, "how often an answer is met with `wait_text` instead of an end"] = 0
     wait_text: Annotated[str, "what is said then"] = "Wait"
-    optimistic: Annotated[bool, "draft the next chunk while this one is scored; results keep their law"] = False
-    sampling: Annotated[Sampling, {"temperature": "of the draft, and of the target unless it has its own"}] = Sampling(
-        temperature=0.7
-    )
+    optimistic: Annotated[
+        bool, "draft the next chunk while this one is scored; results keep their law"
+    ] = False
+    sampling: Annotated[
+        Sampling, {"temperature": "of the draft, and of the target unless it has its own"}
+    ] = Sampling(temperature=0.7)
     target_sampling: Annotated[
         Sampling | None,
         {
@@ -147,21 +189,33 @@ class Policy:
     ] = None
     score: ScoreRule = ScoreRule("auto")
     vote: Annotated[VoteKind, "how answers are counted"] = "majority"
-    early_stop: Annotated[Stop, "whether rollouts end when the vote cannot change, or hardly can"] = "certain"
+    early_stop: Annotated[
+        Stop, "whether rollouts end when the vote cannot change, or hardly can"
+    ] = "certain"
     confidence: Annotated[float, "how sure early_stop likely must be"] = 0.95
-    first_wave: Annotated[int, "rollouts asked first, more only when these do not agree; 0: all at once"] = 0
+    first_wave: Annotated[
+        int, "rollouts asked first, more only when these do not agree; 0: all at once"
+    ] = 0
     growth: Annotated[float, "how much larger all waves together are with the next one"] = math.inf
     agreement: Annotated[float, "the share of equal answers that makes the rest unnecessary"] = 1.0
     later: Annotated[Later, "who writes in later waves"] = "same"
     barrier: Annotated[bool, "every turn waits for all siblings, as synchronous methods do"] = False
-    system: Annotated[str, "the system prompt"] = "Solve the problem step by step. Put the final answer in \\boxed{}."
-    instruction: Annotated[str, "said after the problem, for models that want no system prompt"] = ""
+    system: Annotated[str, "the system prompt"] = (
+        "Solve the problem step by step. Put the final answer in \\boxed{}."
+    )
+    instruction: Annotated[str, "said after the problem, for models that want no system prompt"] = (
+        ""
+    )
     letter: Annotated[str, "said after the choices of a problem that has some"] = (
         "Answer with the letter of the right choice."
     )
     confidence_stop: ConfidenceStop | None = None
-    rating_text: Annotated[str, "what stands before the digit of a rating"] = "\n\nI think the quality score is: "
-    timeout_seconds: Annotated[float, "of one engine call, its queue at the engine included"] = 600.0
+    rating_text: Annotated[str, "what stands before the digit of a rating"] = (
+        "\n\nI think the quality score is: "
+    )
+    timeout_seconds: Annotated[float, "of one engine call, its queue at the engine included"] = (
+        600.0
+    )
     repeats: Annotated[int, "the same chunk this often in a row ends its rollout"] = 3
 
     def __post_init__(self) -> None:
@@ -172,13 +226,19 @@ class Policy:
             raise OptionError("chunk tokens", "a chunk must be allowed at least 1 token")
         for name, kinds in _CHOICES.items():
             if getattr(self, name) not in kinds:
-                raise OptionError(name, f"unknown value {getattr(self, name)!r}", kinds, getattr(self, name))
+                raise OptionError(
+                    name, f"unknown value {getattr(self, name)!r}", kinds, getattr(self, name)
+                )
         if self.exact and self.drafter != "target":
-            raise OptionError("exact", "the draft's own text needs no draft ahead of it; set drafter to target")
+            raise OptionError(
+                "exact", "the draft's own text needs no draft ahead of it; set drafter to target"
+            )
         if not self.timeout_seconds > 0:
             raise OptionError("timeout_seconds", f"{self.timeout_seconds} leaves no time")
         if not self.growth > 1:
-            raise OptionError("growth", f"{self.growth} would never come to the next wave; give more than 1")
+            raise OptionError(
+                "growth", f"{self.growth} would never come to the next wave; give more than 1"
+            )
         for name in ("confidence", "agreement"):
             if not 0 < getattr(self, name) <= 1:
                 raise OptionError(name, f"{getattr(self, name)} is outside (0, 1]")
@@ -193,20 +253,27 @@ class Policy:
         ends = [min(self.first_wave or self.samples, self.samples)]
         while ends[-1] < self.samples:
             ends.append(
-                self.samples if math.isinf(self.growth) else min(self.samples, math.ceil(ends[-1] * self.growth))
+                self.samples
+                if math.isinf(self.growth)
+                else min(self.samples, math.ceil(ends[-1] * self.growth))
             )
         return tuple(range(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
 
     def of(self, sample: int) -> Policy:
         """The policy of one rollout: later waves may have another writer."""
-        return replace(self, drafter="target") if self.later == "target" and sample >= self.waves[0].stop else self
+        return (
+            replace(self, drafter="target")
+            if self.later == "target" and sample >= self.waves[0].stop
+            else self
+        )
 
     def sampling_of(self, role: Role) -> Sampling:
         """How that model's tokens are drawn."""
         return self.target_sampling or self.sampling if role == "target" else self.sampling
 
     def bounds(self, budget: Budget = SMALL) -> Bounds:
-        """Every length, those that are left open as these models need them; more tokens make more turns.
+        """Every length, those that are left open as these models need them; more tokens make more
+        turns.
 
         >>> Policy().bounds()[:2], Policy(max_tokens=2048).bounds()[:2], Policy(turns=4).bounds()[:2]
         ((512, 15), (2048, 59), (512, 4))
@@ -217,7 +284,11 @@ class Policy:
         target = budget.chunk_tokens if own.target_tokens is None else own.target_tokens
         stop = budget.stop if own.stop is None else own.stop
         brings = min(draft, target, _STEP_TOKENS) if stop else _FULL * min(draft, target)
-        turns = max(_LEAST_TURNS, math.ceil(tokens / max(1.0, brings))) if self.turns is None else self.turns
+        turns = (
+            max(_LEAST_TURNS, math.ceil(tokens / max(1.0, brings)))
+            if self.turns is None
+            else self.turns
+        )
         return Bounds(tokens, turns, draft, target, stop)
 
     def filled(self, budget: Budget = SMALL) -> Policy:
@@ -226,8 +297,18 @@ class Policy:
         return replace(self, max_tokens=tokens, turns=turns, chunking=Chunking(draft, target, stop))
 
 
-_LEAST = {"samples": 1, "turns": 1, "max_tokens": 1, "attempts": 1, "repeats": 2, "waits": 0, "first_wave": 0}
+_LEAST = {
+    "samples": 1,
+    "turns": 1,
+    "max_tokens": 1,
+    "attempts": 1,
+    "repeats": 2,
+    "waits": 0,
+    "first_wave": 0,
+}
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    name: get_args(hint) for name, hint in get_type_hints(Policy).items() if get_origin(hint) is Literal
+    name: get_args(hint)
+    for name, hint in get_type_hints(Policy).items()
+    if get_origin(hint) is Literal
 }

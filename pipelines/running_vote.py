@@ -1,11 +1,21 @@
-"""The running vote of a problem: whether it is settled, so that rollouts still running can be cancelled."""
+"""The running vote of a problem: whether it is settled, so that rollouts still running can be
+cancelled.
+"""
 
 from __future__ import annotations
 
 from atts.core import Rollout
 from atts.graph import RolloutResult
 from atts.pipelines.policy import Policy
-from atts.pipelines.votes import Ballot, Grouper, Tally, ballot, cannot_change, settled_probability, tally
+from atts.pipelines.votes import (
+    Ballot,
+    Grouper,
+    Tally,
+    ballot,
+    cannot_change,
+    settled_probability,
+    tally,
+)
 
 
 class RunningVote:
@@ -45,6 +55,10 @@ class RunningVote:
     def can_stop(self) -> bool:
         """Whether the waves so far have settled the vote, or agree enough to spare the rest."""
         agreeing = self.tally.agreement * len(self._cast)
-        if not self.why and self.ended < self.policy.samples and agreeing >= max(1, self.policy.agreement * self.ended):
+        if (
+            not self.why
+            and self.ended < self.policy.samples
+            and agreeing >= max(1, self.policy.agreement * self.ended)
+        ):
             self.why = f"the first {self.ended} agree"
         return bool(self.why)

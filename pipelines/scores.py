@@ -20,11 +20,12 @@ class ScoreRule:
     """How to turn log-probabilities into a perplexity-like number in [1, inf]; higher is worse.
 
     mean: the chunk's perplexity. min: of its least likely token. last: of its last `tokens` tokens.
-    byte: per byte of text, comparable across tokenizers.
-    speculative: one over the chance that speculative sampling would accept the whole chunk, the product of
-    min(1, target / author) over its tokens: what the target finds unlikely counts only as far as the author was surer.
-    It needs one tokenizer and the author's log-probabilities; without them the chunk has no score.
-    auto: "speculative" where both models read with one tokenizer and the draft tells log-probabilities, else "mean".
+    byte: per byte of text, comparable across tokenizers. speculative: one over the chance that
+    speculative sampling would accept the whole chunk, the product of min(1, target / author) over
+    its tokens: what the target finds unlikely counts only as far as the author was surer. It needs
+    one tokenizer and the author's log-probabilities; without them the chunk has no score. auto:
+    "speculative" where both models read with one tokenizer and the draft tells log-probabilities,
+    else "mean".
     """
 
     kind: Annotated[ScoreKind, "how log-probabilities become a score"] = "mean"
@@ -39,7 +40,8 @@ class ScoreRule:
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
         """The number; nan when a log-probability is, so that no gate can take it for a score.
 
-        For "speculative" the differences target - author are given for log-probabilities; see `score_of`.
+        For "speculative" the differences target - author are given for log-probabilities; see
+        `score_of`.
         """
         assert logprobs, "an engine must refuse to score nothing"
         if self.kind == "min":
@@ -50,7 +52,9 @@ class ScoreRule:
         elif self.kind == "byte":
             nll = -math.fsum(logprobs) / max(1, len(text.encode()))
         elif self.kind == "speculative":
-            nll = math.fsum(math.nan if math.isnan(value) else max(0.0, -value) for value in logprobs)
+            nll = math.fsum(
+                math.nan if math.isnan(value) else max(0.0, -value) for value in logprobs
+            )
         else:
             nll = -math.fsum(logprobs) / len(logprobs)
         if math.isnan(nll):
@@ -71,23 +75,28 @@ def resolved(rule: Rule, draft: EngineSpec, target: EngineSpec) -> Rule:
 
 
 def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
-    """The score of a chunk from the target's log-probabilities of it, and the author's own where the rule wants them.
+    """The score of a chunk from the target's log-probabilities of it, and the author's own where
+    the rule wants them.
 
-    nan where those are missing. Rounded to five digits, here and nowhere else, before anything ranks it: float sums
-    depend on who else is in the batch and on what the cache held (by up to 2e-5 after a resume), and scores that are
-    equal must not be told apart by that.
+    nan where those are missing. Rounded to five digits, here and nowhere else, before anything
+    ranks it: float sums depend on who else is in the batch and on what the cache held (by up to
+    2e-5 after a resume), and scores that are equal must not be told apart by that.
     """
     if isinstance(rule, ScoreRule) and rule.kind == "speculative":
-        if len(chunk.logprobs) < len(logprobs):  # an end token's own log-probability may be one more, never one less
+        if len(chunk.logprobs) < len(
+            logprobs
+        ):  # an end token's own log-probability may be one more, never one less
             return math.nan
         logprobs = [theirs - own for theirs, own in zip(logprobs, chunk.logprobs, strict=False)]
     return float(f"{rule(logprobs, chunk.text):.5g}")
 
 
 def first_doubt(theirs: Sequence[float], own: Sequence[float], nats: float = 1.0) -> int:
-    """The first token that the target finds less likely than its author by `nats`; where none is, the worst of all.
+    """The first token that the target finds less likely than its author by `nats`; where none is,
+    the worst of all.
 
-    Without the author's log-probabilities it is the first token, so that nothing before it can be trusted.
+    Without the author's log-probabilities it is the first token, so that nothing before it can be
+    trusted.
 
     >>> first_doubt([-0.1, -0.2, -9.0, -12.0], [-0.1, -0.1, -0.3, -0.1])
     2
@@ -95,11 +104,14 @@ def first_doubt(theirs: Sequence[float], own: Sequence[float], nats: float = 1.0
     if not theirs or len(own) < len(theirs):
         return 0
     drops = [mine - other for other, mine in zip(theirs, own, strict=False)]
-    return next((place for place, drop in enumerate(drops) if not drop < nats), drops.index(max(drops)))
+    return next(
+        (place for place, drop in enumerate(drops) if not drop < nats), drops.index(max(drops))
+    )
 
 
 def evidence(rule: Rule, chunk: Chunk) -> float:
-    """The author's own log-probabilities made one number by the same rule, its logarithm; 0 for an empty chunk.
+    """The author's own log-probabilities made one number by the same rule, its logarithm; 0 for an
+    empty chunk.
 
     What is relative to the author leaves nothing of it: there the least likely token speaks.
     """

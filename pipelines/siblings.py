@@ -1,4 +1,6 @@
-"""Facts that the rollouts of one problem share: their answers, the chunks they have in common, the scores of these."""
+"""Facts that the rollouts of one problem share: their answers, the chunks they have in common, the
+scores of these.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from atts.pipelines.votes import Grouper, classes
 
 @dataclass(frozen=True, slots=True)
 class KnownScore:
-    """What the target said of a chunk; it would say the same of an equal one that begins as this one does."""
+    """What the target said of a chunk; it would say the same of an equal one that begins as this
+    one does.
+    """
 
     score: float
     doubt: int
@@ -22,7 +26,8 @@ class KnownScore:
 class Siblings:
     """One problem's rollouts by sample; each builder keeps its own entry current.
 
-    What was written is a tree: equal chunks after equal beginnings are one place, whichever rollouts wrote them.
+    What was written is a tree: equal chunks after equal beginnings are one place, whichever
+    rollouts wrote them.
     """
 
     def __init__(self, group: Grouper) -> None:
@@ -34,7 +39,9 @@ class Siblings:
         self.asking: dict[int, anyio.Event] = {}  # by place: set when the target has answered
 
     def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
-        """Answered siblings, the leading answer's share among them, and whether `answer` belongs to it."""
+        """Answered siblings, the leading answer's share among them, and whether `answer` belongs to
+        it.
+        """
         others: list[str] = []
         for sample in sorted(self.rollouts):
             rollout = self.rollouts[sample]
@@ -45,7 +52,11 @@ class Siblings:
         labels = classes([*others, *([answer] if answer is not None else [])], self._group)
         theirs = labels[: len(others)]
         lead = max(set(theirs), key=theirs.count)
-        return len(others), theirs.count(lead) / len(others), answer is not None and labels[-1] == lead
+        return (
+            len(others),
+            theirs.count(lead) / len(others),
+            answer is not None and labels[-1] == lead,
+        )
 
     def place(self, chunks: Iterable[Chunk], start: int = 0) -> int:
         """Where these chunks lead from a place of the tree; 0 is the prompt."""

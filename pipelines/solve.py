@@ -1,4 +1,6 @@
-"""Solving of one problem, from prompt to outcome: rollouts side by side, and a vote that may settle early."""
+"""Solving of one problem, from prompt to outcome: rollouts side by side, and a vote that may settle
+early.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from atts.tasks import task_group
 async def solve(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
     """Spend tokens on one problem as the policy says.
 
-    A rollout that fails is recorded and sinks no other; when the vote is settled the remaining rollouts are cancelled.
+    A rollout that fails is recorded and sinks no other; when the vote is settled the remaining
+    rollouts are cancelled.
     """
     prompt = render(problem, policy, context.draft, context.target)
     vote = RunningVote(policy, context.answers.group)
@@ -36,7 +39,9 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
 
     async def rollout(place: RolloutScope[Rollout]) -> Rollout:
         chosen = policy.of(place.sample)
-        builder = RolloutBuilder(problem, prompt, policy=chosen, context=context, siblings=siblings, scope=place)
+        builder = RolloutBuilder(
+            problem, prompt, policy=chosen, context=context, siblings=siblings, scope=place
+        )
         return await build(builder, judge)
 
     results: list[RolloutResult[Rollout]] = []
@@ -51,14 +56,21 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
     return outcome
 
 
-def teach(gate: Learning, outcome: Outcome, judged: Sequence[tuple[Features, Decision]], group: Grouper) -> None:
-    """Label every judged chunk by the settled vote: was its rollout among those that agreed with the answer?
+def teach(
+    gate: Learning, outcome: Outcome, judged: Sequence[tuple[Features, Decision]], group: Grouper
+) -> None:
+    """Label every judged chunk by the settled vote: was its rollout among those that agreed with
+    the answer?
 
     Rollouts that were cancelled say nothing; without an answer it is unknown what was right.
     """
     if outcome.answer is None:
         return
-    ended = {line.sample: line for line in outcome.rollouts if line.finish in ("answer", "end", "turns", "tokens")}
+    ended = {
+        line.sample: line
+        for line in outcome.rollouts
+        if line.finish in ("answer", "end", "turns", "tokens")
+    }
     answers = [line.answer or "" for line in ended.values()]
     labels = classes([outcome.answer, *answers], group)
     right = {
@@ -71,7 +83,9 @@ def teach(gate: Learning, outcome: Outcome, judged: Sequence[tuple[Features, Dec
 
 
 async def build(builder: RolloutBuilder, judge: Judge) -> Rollout:
-    """Turns until the rollout ends; one that is cut short leaves its whole turns, and what the last one cost."""
+    """Turns until the rollout ends; one that is cut short leaves its whole turns, and what the last
+    one cost.
+    """
     try:
         while builder.rollout.finish is None:
             await take_turn(builder, judge)
@@ -101,8 +115,12 @@ async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
     return builder.enter([proposal.chunk], (), decision, proposal.score, proposal.flaw)
 
 
-async def _judge_drafting_on(builder: RolloutBuilder, proposal: Proposal, judge: Judge) -> tuple[Decision, Proposal]:
-    """Judge while the drafter goes on as if the chunk had passed; a rejection stops it. The result is unchanged."""
+async def _judge_drafting_on(
+    builder: RolloutBuilder, proposal: Proposal, judge: Judge
+) -> tuple[Decision, Proposal]:
+    """Judge while the drafter goes on as if the chunk had passed; a rejection stops it. The result
+    is unchanged.
+    """
     async with task_group() as ahead:
         ahead.start_soon(builder.propose_ahead, proposal.chunk)
         decision, proposal = await judge.judge(builder, proposal)
@@ -111,7 +129,9 @@ async def _judge_drafting_on(builder: RolloutBuilder, proposal: Proposal, judge:
     return decision, proposal
 
 
-def conclude(problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[Rollout]], vote: RunningVote) -> Outcome:
+def conclude(
+    problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[Rollout]], vote: RunningVote
+) -> Outcome:
     """The outcome of everything that happened, failures and cancellations named."""
     rollouts = tuple(_rollout(problem, prompt, result) for result in results)
     count = vote.tally
@@ -120,11 +140,23 @@ def conclude(problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[R
     why = vote.why
     if count.winner is None:
         is_cut = any(line.finish == "cancelled" for line in rollouts)
-        status = "failed" if failed and len(failed) == len(rollouts) else "cancelled" if is_cut else "unanswered"
-        why = failed[0].error if failed else f"no rollout came to an answer{' before the run ended' if is_cut else ''}"
+        status = (
+            "failed"
+            if failed and len(failed) == len(rollouts)
+            else "cancelled"
+            if is_cut
+            else "unanswered"
+        )
+        why = (
+            failed[0].error
+            if failed
+            else f"no rollout came to an answer{' before the run ended' if is_cut else ''}"
+        )
     usage = reduce(add, (line.usage for line in rollouts), Usage())
     votes = dict(zip(count.answers, count.weights, strict=True))
-    return Outcome(problem, rollouts, count.winner, votes=votes, status=status, why=why, usage=usage)
+    return Outcome(
+        problem, rollouts, count.winner, votes=votes, status=status, why=why, usage=usage
+    )
 
 
 def _rollout(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -> Rollout:
@@ -132,5 +164,7 @@ def _rollout(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -
     if rollout.finish is not None:
         return rollout
     if result.status == "failed":
-        return replace(rollout, finish="failed", error=f"{type(result.error).__name__}: {result.error}")
+        return replace(
+            rollout, finish="failed", error=f"{type(result.error).__name__}: {result.error}"
+        )
     return replace(rollout, finish="settled" if result.status == "settled" else "cancelled")

@@ -50,9 +50,11 @@ class Tally:
 
 
 def weight(kind: VoteKind, perplexities: Sequence[float], logprobs: Sequence[float]) -> float:
-    """A ballot's weight: 1, the inverse of the mean perplexity, or the mean confidence of the author's own tokens.
+    """A ballot's weight: 1, the inverse of the mean perplexity, or the mean confidence of the
+    author's own tokens.
 
-    Scores that are missing or infinite weigh nothing extra: the floor is a thousandth of a plain vote.
+    Scores that are missing or infinite weigh nothing extra: the floor is a thousandth of a plain
+    vote.
     """
     if kind == "majority":
         return 1.0
@@ -67,42 +69,54 @@ def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
     if rollout.answer is None:
         return None
     scores = [turn.score for turn in rollout.turns if turn.score is not None]
-    logprobs = [value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs]
+    logprobs = [
+        value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs
+    ]
     return Ballot(rollout.answer, weight(kind, scores, logprobs))
 
 
 def classes(answers: Sequence[str], group: Grouper) -> list[int]:
-    """The class of each answer; equal strings are equal answers, so only different ones are compared."""
+    """The class of each answer; equal strings are equal answers, so only different ones are
+    compared.
+    """
     distinct = list(dict.fromkeys(answers))
     labels = dict(zip(distinct, group(distinct) if len(distinct) > 1 else [0], strict=False))
     return [labels[answer] for answer in answers]
 
 
 def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
-    """Count ballots by equivalence of answers, not by string; the result does not depend on who is whose sibling."""
+    """Count ballots by equivalence of answers, not by string; the result does not depend on who is
+    whose sibling.
+    """
     labels = classes([ballot.answer for ballot in ballots], group)
     found: dict[int, tuple[str, float, int]] = {}
     for ballot, label in zip(ballots, labels, strict=True):
         answer, weight, count = found.get(label, (ballot.answer, 0.0, 0))
         found[label] = (answer, weight + ballot.weight, count + 1)
     rows = sorted(found.values(), key=lambda row: -row[1])
-    return Tally(tuple(row[0] for row in rows), tuple(row[1] for row in rows), tuple(row[2] for row in rows))
+    return Tally(
+        tuple(row[0] for row in rows), tuple(row[1] for row in rows), tuple(row[2] for row in rows)
+    )
 
 
 def cannot_change(current: Tally, remaining: int, heaviest: float = 1.0) -> bool:
-    """Whether no ballots of the `remaining` rollouts, each at most `heaviest`, could change the winner.
+    """Whether no ballots of the `remaining` rollouts, each at most `heaviest`, could change the
+    winner.
 
-    A tie at the end would go to the class seen first, which is already ahead, so a lead equal to what is left is enough
-    only for the leader that was seen first; we ask for more than that and stay safe.
+    A tie at the end would go to the class seen first, which is already ahead, so a lead equal to
+    what is left is enough only for the leader that was seen first; we ask for more than that and
+    stay safe.
     """
     return bool(current.answers) and current.lead > remaining * heaviest
 
 
 def settled_probability(current: Tally, remaining: int) -> float:
-    """A lower bound on the probability that today's leader also wins after `remaining` more plain ballots.
+    """A lower bound on the probability that today's leader also wins after `remaining` more plain
+    ballots.
 
-    Model, stated because it is one: ballots are exchangeable with a Dirichlet(1, ..., 1) prior over the classes seen
-    and one not yet seen. The chances of each rival to draw level are added up (union bound), each summed exactly.
+    Model, stated because it is one: ballots are exchangeable with a Dirichlet(1, ..., 1) prior over
+    the classes seen and one not yet seen. The chances of each rival to draw level are added up
+    (union bound), each summed exactly.
     """
     if not current.counts:
         return 0.0
@@ -116,7 +130,9 @@ def settled_probability(current: Tally, remaining: int) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _overtaken(first: int, rival: int, rest: int, rest_classes: int, remaining: int) -> float:
-    """P(rival's count ends at or above the leader's): three cells (leader, rival, rest) of the Dirichlet law."""
+    """P(rival's count ends at or above the leader's): three cells (leader, rival, rest) of the
+    Dirichlet law.
+    """
     prior = (first + 1.0, rival + 1.0, rest + float(rest_classes))
     total = 0.0
     for x in range(remaining + 1):
@@ -125,8 +141,11 @@ def _overtaken(first: int, rival: int, rest: int, rest_classes: int, remaining: 
     return min(total, 1.0)
 
 
-def _log_dirichlet_multinomial(counts: tuple[int, int, int], prior: tuple[float, float, float]) -> float:
-    n, mass = sum(counts), sum(prior)
+def _log_dirichlet_multinomial(
+    counts: tuple[int, int, int], prior: tuple[float, float, float]
+) -> float:
+    n = sum(counts)
+    mass = sum(prior)
     value = math.lgamma(n + 1) + math.lgamma(mass) - math.lgamma(n + mass)
     for count, pseudo in zip(counts, prior, strict=True):
         if pseudo:

@@ -16,9 +16,11 @@ Meanwhile = Literal["accept", "escalate"]
 
 @dataclass(frozen=True, slots=True)
 class CappedGate:
-    """Another gate under a hard cap: an escalation needs a slot, and no order of completions exceeds the cap.
+    """Another gate under a hard cap: an escalation needs a slot, and no order of completions
+    exceeds the cap.
 
-    `take` reserves one slot and says whether there was one; the inner gate hears what was really done.
+    `take` reserves one slot and says whether there was one; the inner gate hears what was really
+    done.
     """
 
     inner: Gate
@@ -38,16 +40,19 @@ class CappedGate:
 
     def _capped(self, features: Features, decision: Decision) -> Decision:
         if decision.escalate and not self.take(features):
-            return _overruled(decision, "accept", "budget", f"{decision.why}; capped: no target slot left")
+            return _overruled(
+                decision, "accept", "budget", f"{decision.why}; capped: no target slot left"
+            )
         return decision
 
 
 @dataclass(frozen=True, slots=True)
 class ExploringGate:
-    """A seeded fraction of chunks is scored and logged but never acted on, which keeps replay and labels honest.
+    """A seeded fraction of chunks is scored and logged but never acted on, which keeps replay and
+    labels honest.
 
-    A gate inside that learns how chunks turned out is told of these alone: they were kept whatever it thought, so
-    their labels say nothing of what it decides.
+    A gate inside that learns how chunks turned out is told of these alone: they were kept whatever
+    it thought, so their labels say nothing of what it decides.
     """
 
     inner: Gate
@@ -58,7 +63,9 @@ class ExploringGate:
         """An explored chunk is always scored."""
         decision = self.inner.preview(features)
         if self._explored(features):
-            return _overruled(decision, "verify", "exploration", "exploration: scored whatever the evidence")
+            return _overruled(
+                decision, "verify", "exploration", "exploration: scored whatever the evidence"
+            )
         return decision
 
     def decide(self, features: Features, score: float) -> Decision:
@@ -87,13 +94,17 @@ _SIBLINGS = 3  # with an answer, before their agreement counts
 
 @dataclass(frozen=True, slots=True)
 class SparingGate:
-    """Another gate, but chunks whose siblings agree on an answer are kept: the target is spent where they do not.
+    """Another gate, but chunks whose siblings agree on an answer are kept: the target is spent
+    where they do not.
 
-    The inner gate hears what was really done, so that one which holds a rate spends elsewhere what is spared here.
+    The inner gate hears what was really done, so that one which holds a rate spends elsewhere what
+    is spared here.
     """
 
     inner: Gate
-    agreement: float  # the share of answered siblings behind one answer from which nothing goes over
+    agreement: (
+        float  # the share of answered siblings behind one answer from which nothing goes over
+    )
 
     def preview(self, features: Features) -> Decision:
         """As the inner gate, but for what is spared."""
@@ -108,8 +119,14 @@ class SparingGate:
         self.inner.observe(decision, escalated)
 
     def _spared(self, features: Features, decision: Decision) -> Decision:
-        if decision.escalate and features.answered >= _SIBLINGS and features.agreement >= self.agreement:
-            return _overruled(decision, "accept", "budget", f"{decision.why}; spared: siblings agree")
+        if (
+            decision.escalate
+            and features.answered >= _SIBLINGS
+            and features.agreement >= self.agreement
+        ):
+            return _overruled(
+                decision, "accept", "budget", f"{decision.why}; spared: siblings agree"
+            )
         return decision
 
 
@@ -117,8 +134,8 @@ class SparingGate:
 class RandomisedGate:
     """Another gate, but for a seeded fraction of chunks, where a coin of the rate decides.
 
-    Every decision about a scored chunk says how likely its action was, so that what other policies would have led to
-    can be estimated from the run.
+    Every decision about a scored chunk says how likely its action was, so that what other policies
+    would have led to can be estimated from the run.
     """
 
     inner: Gate
@@ -129,15 +146,23 @@ class RandomisedGate:
     def preview(self, features: Features) -> Decision:
         """Every chunk is scored: one that is not has no score for another policy to decide by."""
         decision = self.inner.preview(features)
-        return decision if decision.action == "verify" else _overruled(decision, "verify", "exploration", decision.why)
+        return (
+            decision
+            if decision.action == "verify"
+            else _overruled(decision, "verify", "exploration", decision.why)
+        )
 
     def decide(self, features: Features, score: float) -> Decision:
         """As the inner gate, or as the coin."""
         said = self.inner.decide(features, score)
         chance = self.fraction * self.rate + (1 - self.fraction) * said.escalate
         if features.uniform(self.seed, "explore") < self.fraction:
-            action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
-            said = _overruled(said, action, "exploration", f"left to a coin; would {said.action}: {said.why}")
+            action: Action = (
+                "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
+            )
+            said = _overruled(
+                said, action, "exploration", f"left to a coin; would {said.action}: {said.why}"
+            )
         return replace(said, propensity=chance if said.escalate else 1 - chance)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
@@ -156,21 +181,30 @@ class WarmScore:
 
 
 class WarmingGate:
-    """Calibration from the run's own first scores: they are stored and not acted upon, then `make` builds the gate.
+    """Calibration from the run's own first scores: they are stored and not acted upon, then `make`
+    builds the gate.
 
-    The warm-up costs what it costs and is counted as everything else: its chunks belong to rollouts that vote, and
-    `spent` says how many tokens the target scored for it. Meanwhile every chunk is kept, or every chunk goes over. What
-    comes back first is short, so a warm-up leans that way; scores of a calibration run do not.
+    The warm-up costs what it costs and is counted as everything else: its chunks belong to rollouts
+    that vote, and `spent` says how many tokens the target scored for it. Meanwhile every chunk is
+    kept, or every chunk goes over. What comes back first is short, so a warm-up leans that way;
+    scores of a calibration run do not.
     """
 
     def __init__(
-        self, scores: int, make: Callable[[Sequence[WarmScore]], Gate], meanwhile: Meanwhile = "accept"
+        self,
+        scores: int,
+        make: Callable[[Sequence[WarmScore]], Gate],
+        meanwhile: Meanwhile = "accept",
     ) -> None:
         """:raises OptionError: fewer than one score, or an unknown `meanwhile`."""
         if scores < 1:
-            raise OptionError("warmup", f"{scores} scores calibrate nothing; give at least 1, or no warm-up")
+            raise OptionError(
+                "warmup", f"{scores} scores calibrate nothing; give at least 1, or no warm-up"
+            )
         if meanwhile not in get_args(Meanwhile):
-            raise OptionError("meanwhile", f"unknown value {meanwhile!r}", get_args(Meanwhile), meanwhile)
+            raise OptionError(
+                "meanwhile", f"unknown value {meanwhile!r}", get_args(Meanwhile), meanwhile
+            )
         self._scores = scores
         self._make = make
         self._meanwhile: Meanwhile = meanwhile
@@ -213,13 +247,19 @@ class WarmingGate:
         """As the gate that was built."""
         let_go(self.gate, question)
 
-    def _decision(self, features: Features, action: Action, score: float | None, why: str) -> Decision:
-        return features.decision(action, float(self._meanwhile == "escalate"), why, score=score, origin="warm-up")
+    def _decision(
+        self, features: Features, action: Action, score: float | None, why: str
+    ) -> Decision:
+        return features.decision(
+            action, float(self._meanwhile == "escalate"), why, score=score, origin="warm-up"
+        )
 
 
 @runtime_checkable
 class GuaranteedGate(Protocol):
-    """A gate that carries a promise of its own: it goes into the manifest, and from there into the report."""
+    """A gate that carries a promise of its own: it goes into the manifest, and from there into the
+    report.
+    """
 
     @property
     def promise(self) -> tuple[str, str]:
@@ -229,10 +269,14 @@ class GuaranteedGate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CertifiedGate:
-    """The gate a labelled calibration run has certified, unchanged: it stores nothing, and every decision says so."""
+    """The gate a labelled calibration run has certified, unchanged: it stores nothing, and every
+    decision says so.
+    """
 
     inner: Gate
-    promise: tuple[str, str]  # the guarantee in words, and what voids it: for the manifest and the report of a run
+    promise: tuple[
+        str, str
+    ]  # the guarantee in words, and what voids it: for the manifest and the report of a run
 
     def preview(self, features: Features) -> Decision:
         """As the certified gate."""
@@ -241,12 +285,21 @@ class CertifiedGate:
     def decide(self, features: Features, score: float) -> Decision:
         """As the certified gate."""
         decision = self.inner.decide(features, score)
-        return _overruled(decision, decision.action, "certificate", f"{decision.why}; certified policy")
+        return _overruled(
+            decision, decision.action, "certificate", f"{decision.why}; certified policy"
+        )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Nothing is learnt: another gate than the one that was tested would not be certified."""
 
 
 def _overruled(decision: Decision, action: Action, origin: Origin, why: str) -> Decision:
-    """Another action for another reason; what a warm-up decided stays the warm-up's, for its gate must not learn it."""
-    return replace(decision, action=action, why=why, origin="warm-up" if decision.origin == "warm-up" else origin)
+    """Another action for another reason; what a warm-up decided stays the warm-up's, for its gate
+    must not learn it.
+    """
+    return replace(
+        decision,
+        action=action,
+        why=why,
+        origin="warm-up" if decision.origin == "warm-up" else origin,
+    )

@@ -1,4 +1,6 @@
-"""Who writes the next piece under method exact, the draft or the target: the one that brings more tokens a second."""
+"""Who writes the next piece under method exact, the draft or the target: the one that brings more
+tokens a second.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,22 @@ _LONGEST = 64  # stretches between two looks
 
 @dataclass(slots=True)
 class WriterChoice:
-    """Who writes a run's next pieces under method exact: the draft, with the target's draws, or the target itself.
+    """Who writes a run's next pieces under method exact: the draft, with the target's draws, or the
+    target itself.
 
-    The text is the same; what counts is the tokens that all rollouts together write a second. Stretches of the better
-    writer go on; after some of them the other writes one piece, and a stretch unless that was far slower.
+    The text is the same; what counts is the tokens that all rollouts together write a second.
+    Stretches of the better writer go on; after some of them the other writes one piece, and a
+    stretch unless that was far slower.
     """
 
     writer: Role = "draft"  # of the present stretch
     best: Role = "draft"
-    rates: dict[Role, float] = field(default_factory=dict[Role, float])  # tokens a second, of all rollouts
-    seconds: dict[Role, float] = field(default_factory=dict[Role, float])  # for a token of the last piece
+    rates: dict[Role, float] = field(
+        default_factory=dict[Role, float]
+    )  # tokens a second, of all rollouts
+    seconds: dict[Role, float] = field(
+        default_factory=dict[Role, float]
+    )  # for a token of the last piece
     in_flight: int = 0
     before: int = 0  # pieces still to end that began before this stretch
     ended: int = 0  # pieces since then
@@ -54,9 +62,11 @@ class WriterChoice:
             self._looked()
             return
         if self.before:
-            self.before, self.busy = self.before - 1, 0.0
+            self.before = self.before - 1
+            self.busy = 0.0
             return
-        self.ended, self.tokens = self.ended + 1, self.tokens + tokens
+        self.ended = self.ended + 1
+        self.tokens = self.tokens + tokens
         if self.ended >= max(_PIECES, self.in_flight // 2):
             self._stretched(self.tokens / self.busy if self.busy else 0.0)
 
@@ -86,8 +96,11 @@ class WriterChoice:
         """A stretch is over."""
         was = self.rates.get(self.writer, rate)
         self.rates[self.writer] = (was + rate) / 2
-        is_try, self.left = self.writer != self.best, self.left - 1
-        best: Role = "target" if self.rates.get("target", 0.0) > _GAIN * self.rates["draft"] else "draft"
+        is_try = self.writer != self.best
+        self.left = self.left - 1
+        best: Role = (
+            "target" if self.rates.get("target", 0.0) > _GAIN * self.rates["draft"] else "draft"
+        )
         if best != self.best:
             self._stay(1)
         elif is_try:
@@ -99,7 +112,10 @@ class WriterChoice:
     def _go_on(self, writer: Role) -> None:
         """A stretch begins."""
         self.before = self.in_flight if writer != self.writer else 0
-        self.writer, self.ended, self.tokens, self.busy = writer, 0, 0, 0.0
+        self.writer = writer
+        self.ended = 0
+        self.tokens = 0
+        self.busy = 0.0
 
     def _stay(self, stretches: int) -> None:
         self.stay = self.left = min(stretches, _LONGEST)

@@ -1,4 +1,6 @@
-"""Fixtures and options every test area shares, and how the tests are dealt out between runs that go on at once."""
+"""Fixtures and options every test area shares, and how the tests are dealt out between runs that go
+on at once.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--share 1/2`: one of two runs that have every test between them; `--weigh FILE`: what each file's tests cost."""
+    """`--share 1/2`: one of two runs that have every test between them; `--weigh FILE`: what each
+    file's tests cost.
+    """
     parser.addoption("--share", default="1/1", help="which share of all tests to run, such as 1/2")
-    parser.addoption("--weigh", type=Path, help="write the processor seconds of every file's tests to this file")
+    parser.addoption(
+        "--weigh", type=Path, help="write the processor seconds of every file's tests to this file"
+    )
 
 
 def deal(seconds: dict[str, float], shares: int) -> dict[str, int]:
-    """The share of every test file: the heaviest first, each to the lightest share; the checkout's tests to the 1st."""
+    """The share of every test file: the heaviest first, each to the lightest share; the checkout's
+    tests to the 1st.
+    """
     owners = {CHECKOUT: 1, **{file: 1 for file in FILES if file.startswith("studies/")}}
     loads = [sum(seconds.get(file, 1.0) for file in owners), *[0.0] * (shares - 1)]
     for file in sorted(FILES, key=lambda file: -seconds.get(file, 1.0)):
@@ -46,7 +54,9 @@ def deal(seconds: dict[str, float], shares: int) -> dict[str, int]:
 
 
 def dealt_with(item: pytest.Item) -> str:
-    """What a test stays together with: its file, whose fixtures are made once, or all that need a checkout."""
+    """What a test stays together with: its file, whose fixtures are made once, or all that need a
+    checkout.
+    """
     if item.get_closest_marker("checkout") or not item.path.is_relative_to(TESTS):
         return CHECKOUT
     return item.path.relative_to(TESTS).as_posix()
@@ -58,14 +68,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[SPENT] = dict.fromkeys([CHECKOUT, *FILES], 0.0)
     number, shares = map(int, str(config.getoption("--share")).split("/"))
     owners = deal(json.loads(WEIGHTS.read_text()), shares)
-    others = [item for item in items if owners[dealt_with(item)] != number and not item.get_closest_marker("both")]
+    others = [
+        item
+        for item in items
+        if owners[dealt_with(item)] != number and not item.get_closest_marker("both")
+    ]
     if others:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if owners[dealt_with(item)] == number or item.get_closest_marker("both")]
+        items[:] = [
+            item
+            for item in items
+            if owners[dealt_with(item)] == number or item.get_closest_marker("both")
+        ]
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the collector of garbage need not look through it again and again."""
+    """What is imported by now stays: the collector of garbage need not look through it again and
+    again.
+    """
     gc.collect()
     gc.freeze()
 
@@ -94,7 +114,9 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real traces and benchmark files that are not part of the project; tests that want them skip without them."""
+    """Real traces and benchmark files that are not part of the project; tests that want them skip
+    without them.
+    """
     named = os.environ.get("ATTS_SHARED_DATA")
     path = Path(named) if named else ROOT.parent / "shared" / "data"
     if not path.is_dir():

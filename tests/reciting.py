@@ -11,22 +11,34 @@ import anyio.lowlevel
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.core import Completion, Ending, Problem, Role, SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.core import (
+    Completion,
+    Ending,
+    Problem,
+    Role,
+    SampleRequest,
+    ScoreRequest,
+    Scores,
+    TokenIds,
+)
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
 from atts.model_folder import find_tokenizer
 from atts.models import path
 from atts.seeds import uniforms
 from atts.tokenizing import ModelTokenizer, StopMatcher
 
-ASSISTANT, END = 2, 4  # ids of the embedded models' tokenizer
+ASSISTANT = 2
+END = 4  # ids of the embedded models' tokenizer
 SKILL: Mapping[Role, float] = {"draft": 0.985, "target": 0.9995}  # of getting the next token right
 TEXT = "Let us look at what is given.\n\nFrom this the value follows step by step.\n\nSo we have \\boxed{{{}}}."
 
 
 class RecitingEngine:
-    """Writes one fixed solution for every problem it knows, token by token right with a fixed probability.
+    """Writes one fixed solution for every problem it knows, token by token right with a fixed
+    probability.
 
-    The law looks at the place alone: what was written before, right or wrong, changes nothing. Scores are of that law.
+    The law looks at the place alone: what was written before, right or wrong, changes nothing.
+    Scores are of that law.
     """
 
     def __init__(self, role: Role, problems: tuple[Problem, ...]) -> None:
@@ -35,7 +47,9 @@ class RecitingEngine:
         self._texts = {it.text: self.tokenizer.encode(TEXT.format(it.answer)) for it in problems}
         self._right = SKILL[role]
         size = self.tokenizer.vocabulary
-        self.spec = EngineSpec(role, f"reciting {role}", self.tokenizer.digest, 4096, (END,), size, "reciting 1.0")
+        self.spec = EngineSpec(
+            role, f"reciting {role}", self.tokenizer.digest, 4096, (END,), size, "reciting 1.0"
+        )
 
     def stats(self) -> EngineStats:
         """Nothing is counted."""
@@ -68,13 +82,22 @@ class RecitingEngine:
         check_score(request, self.spec)
         await anyio.lowlevel.checkpoint()
         script, place = self._place(request.prefix)
-        return Scores(tuple(math.log(self._law(script, place + i)[token]) for i, token in enumerate(request.suffix)))
+        return Scores(
+            tuple(
+                math.log(self._law(script, place + i)[token])
+                for i, token in enumerate(request.suffix)
+            )
+        )
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> None:
         return None
 

@@ -12,7 +12,9 @@ from atts.cli.registry import COMMANDS
 
 def atts(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command line as a user would."""
-    return subprocess.run([sys.executable, "-m", "atts", *words], capture_output=True, text=True, cwd=cwd, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "atts", *words], capture_output=True, text=True, cwd=cwd, check=False
+    )
 
 
 @pytest.mark.both

@@ -23,7 +23,8 @@ from atts.distributions import (
 
 SHARES = [1e-9, 0.001, 0.025, 0.1, 0.5, 0.9, 0.975, 0.999]
 CLOSE = 1e-12
-sizes, chances = st.integers(0, 300), st.floats(1e-6, 1 - 1e-6)
+sizes = st.integers(0, 300)
+chances = st.floats(1e-6, 1 - 1e-6)
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -41,13 +42,21 @@ def test_quantiles(share: float) -> None:
 def test_binomial(n: int, chance: float, share: float) -> None:
     """Of every count, those that cannot be included; and the smallest that reaches a share."""
     counts = np.arange(-1, n + 3)
-    assert_allclose(binomial_cdf(counts, n, chance), stats.binom.cdf(counts, n, chance), 1e-11, CLOSE)
+    assert_allclose(
+        binomial_cdf(counts, n, chance), stats.binom.cdf(counts, n, chance), 1e-11, CLOSE
+    )
     tails = [binomial_tail(int(count), n, chance) for count in counts]
     assert_allclose(tails, stats.binom.sf(counts, n, chance), 1e-11, CLOSE)
     drawn = [float(binomial_pmf(int(count), n, chance)) for count in counts[1:]]
     assert_allclose(drawn, stats.binom.pmf(counts[1:], n, chance), 1e-11, CLOSE)
-    found = binomial_quantile(share, n, chance)  # where a probability is `share` to the last digit, rounding decides
-    assert stats.binom.cdf(found - 1, n, chance) - CLOSE < share < stats.binom.cdf(found, n, chance) + CLOSE
+    found = binomial_quantile(
+        share, n, chance
+    )  # where a probability is `share` to the last digit, rounding decides
+    assert (
+        stats.binom.cdf(found - 1, n, chance) - CLOSE
+        < share
+        < stats.binom.cdf(found, n, chance) + CLOSE
+    )
 
 
 def test_certain_binomials() -> None:
@@ -60,6 +69,12 @@ def test_certain_binomials() -> None:
 @given(n=st.integers(0, 60), drawn=st.integers(1, 60), data=st.data())
 def test_hypergeometric(n: int, drawn: int, data: st.DataObject) -> None:
     """At least so many right ones among those drawn; undefined where there are too few."""
-    right, least = data.draw(st.integers(0, n)), data.draw(st.integers(1, drawn))
+    right = data.draw(st.integers(0, n))
+    least = data.draw(st.integers(1, drawn))
     found = float(hypergeometric_tail(least, n, right, drawn))
-    assert_allclose(found, stats.hypergeom.sf(least - 1, n, right, drawn) if drawn <= n else np.nan, 1e-11, CLOSE)
+    assert_allclose(
+        found,
+        stats.hypergeom.sf(least - 1, n, right, drawn) if drawn <= n else np.nan,
+        1e-11,
+        CLOSE,
+    )

@@ -47,7 +47,9 @@ def test_every_page_the_readme_links_exists() -> None:
 
 
 def test_the_glossary_names_what_is_there() -> None:
-    """Every name in the glossary's last column is a module or a value of one, and no word is explained twice."""
+    """Every name in the glossary's last column is a module or a value of one, and no word is
+    explained twice.
+    """
     lines = (ROOT / "docs" / "glossary.md").read_text().splitlines()
     rows = [line.strip("| ").split(" | ") for line in lines if line.endswith("` |")]
     words = [word for word, *_ in rows]
@@ -58,10 +60,16 @@ def test_the_glossary_names_what_is_there() -> None:
 
 
 def test_the_table_of_events_is_complete() -> None:
-    """docs/api.md names every type that a listener may be told, where it can be imported from, once."""
+    """docs/api.md names every type that a listener may be told, where it can be imported from,
+    once.
+    """
     from atts.run import Notice
 
-    rows = [line for line in (ROOT / "docs" / "api.md").read_text().splitlines() if line.startswith("| `atts.")]
+    rows = [
+        line
+        for line in (ROOT / "docs" / "api.md").read_text().splitlines()
+        if line.startswith("| `atts.")
+    ]
     named = [row.split("`")[1].rpartition(".") for row in rows]
     found = [getattr(import_module(module), name) for module, _, name in named]
     assert len(found) == len(set(found))
@@ -69,7 +77,9 @@ def test_the_table_of_events_is_complete() -> None:
 
 
 def test_the_mathematics_page_has_the_settings_that_are_run() -> None:
-    """Its settings are those of `scripts/math`, its arms all there are, its published rows those of the pairs."""
+    """Its settings are those of `scripts/math`, its arms all there are, its published rows those of
+    the pairs.
+    """
     from atts.api import known_pairs
     from scripts.studies.mathematics import ARMS, PUBLISHED
 
@@ -77,23 +87,38 @@ def test_the_mathematics_page_has_the_settings_that_are_run() -> None:
     words = " ".join(text.split())
     for said in ("{samples} samples", "{turns} turns", "{max_tokens:,} tokens", "rate {rate:g}"):
         assert said.format(**PUBLISHED) in words
-    assert [arm.name for arm in ARMS if ("target alone" if arm.name == "target" else arm.name) not in words] == []
+    assert [
+        arm.name
+        for arm in ARMS
+        if ("target alone" if arm.name == "target" else arm.name) not in words
+    ] == []
     rows = [line for line in text.splitlines() if " %" in line and line.startswith("| ")]
-    published = [(name, row) for name, pair in known_pairs().items() for row in pair.published.values()]
+    published = [
+        (name, row) for name, pair in known_pairs().items() for row in pair.published.values()
+    ]
     assert len(rows) == len(published) > 0
     for line, (name, row) in zip(rows, published, strict=True):
-        for value in (name, f"{100 * row.accuracy:.1f} %", f"{row.marginal:.2f}x", f"{row.conditional:.2f}x"):
+        for value in (
+            name,
+            f"{100 * row.accuracy:.1f} %",
+            f"{row.marginal:.2f}x",
+            f"{row.conditional:.2f}x",
+        ):
             assert f"| {value} |" in line
 
 
 def test_every_promise_names_what_shows_it() -> None:
-    """Each row and each item of the page of promises cites a test or a study, and all that are cited exist."""
+    """Each row and each item of the page of promises cites a test or a study, and all that are
+    cited exist.
+    """
     from scripts.studies.bench import STUDIES
 
     text = (ROOT / "docs" / "guarantees.md").read_text()
     promises = re.findall(r"^(?:- |\| `)(?:.|\n(?=  ))*", text, re.MULTILINE)
     assert len(promises) > 25
-    assert [promise for promise in promises if not re.search(r"`(test_|scripts/bench )", promise)] == []
+    assert [
+        promise for promise in promises if not re.search(r"`(test_|scripts/bench )", promise)
+    ] == []
     code = "".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
     tests = set(re.findall(r"def (test_\w+)", code))
     assert set(re.findall(r"`(test_\w+)`", text)) - tests == set()

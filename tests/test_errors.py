@@ -8,7 +8,11 @@ from atts import errors
 
 
 def classes() -> list[type[errors.ATTSError]]:
-    found = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, errors.ATTSError)]
+    found = [
+        value
+        for value in vars(errors).values()
+        if inspect.isclass(value) and issubclass(value, errors.ATTSError)
+    ]
     return sorted(found, key=lambda cls: cls.__name__)
 
 
@@ -24,11 +28,15 @@ def test_every_error_is_in_the_drawn_tree_with_its_code(cls: type[errors.ATTSErr
 
 def test_an_unknown_option_is_answered_with_the_nearest() -> None:
     """A misspelling gets a suggestion."""
-    assert "did you mean 'rate'" in str(errors.OptionError("ratee", "unknown option", ["rate", "turns"]))
+    assert "did you mean 'rate'" in str(
+        errors.OptionError("ratee", "unknown option", ["rate", "turns"])
+    )
 
 
 def test_a_fingerprint_names_every_difference() -> None:
     """Both values stand in the message."""
-    text = str(errors.FingerprintError("calibration", [("model", "A", "B"), ("dtype", "bf16", "fp32")]))
+    text = str(
+        errors.FingerprintError("calibration", [("model", "A", "B"), ("dtype", "bf16", "fp32")])
+    )
     assert "stored 'A', now 'B'" in text
     assert "bf16" in text

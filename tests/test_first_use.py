@@ -48,7 +48,9 @@ for thread in threads:
 
 @pytest.mark.both
 def test_first_uses_meet_in_many_threads(tmp_path: Path) -> None:
-    """In a fresh process, threads that load tokenizers, read configurations and run evaluations do not trip."""
+    """In a fresh process, threads that load tokenizers, read configurations and run evaluations do
+    not trip.
+    """
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

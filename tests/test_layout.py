@@ -1,13 +1,11 @@
-"""The house keeps its shape: folders, floors, faces, no import circles, a light front door, and its numbers."""
+"""The house keeps its shape: folders, floors, faces, no import cycles and a light front door."""
 
 import ast
 import importlib
 import re
-import statistics
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -64,7 +62,11 @@ def sources() -> Mapping[str, Path]:
     for package, folder in MAPPING.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
             inner = path.relative_to(ROOT / folder)
-            if any((ROOT / folder / parent).is_symlink() for parent in inner.parents if parent != Path()):
+            if any(
+                (ROOT / folder / parent).is_symlink()
+                for parent in inner.parents
+                if parent != Path()
+            ):
                 continue  # the three links inside atts/ lead to folders that are mapped themselves
             parts = [package, *inner.with_suffix("").parts]
             if parts[-1] == "__init__":
@@ -86,7 +88,9 @@ def unit(name: str) -> str:
 
 
 def imports(name: str) -> Iterator[tuple[str, str]]:
-    """Module and name of every import below `atts`, functions and TYPE_CHECKING included; "" for a module itself."""
+    """Module and name of every import below `atts`, functions and TYPE_CHECKING included; "" for a
+    module itself.
+    """
     for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             found = [(alias.name, "") for alias in node.names]
@@ -97,12 +101,16 @@ def imports(name: str) -> Iterator[tuple[str, str]]:
                 found = [(f"atts.{alias.name}", "") for alias in node.names]
         else:
             continue
-        assert ("atts", "") not in found, f"{name}:{node.lineno}: import the module that has the name, not `atts`"
+        assert ("atts", "") not in found, (
+            f"{name}:{node.lineno}: import the module that has the name, not `atts`"
+        )
         yield from ((module, part) for module, part in found if module.startswith("atts."))
 
 
 def face(package: str) -> set[str]:
-    """What a package's `__all__` lists; where that is computed, what the package hands to type checkers."""
+    """What a package's `__all__` lists; where that is computed, what the package hands to type
+    checkers.
+    """
     for node in tree(package).body:
         if (
             isinstance(node, ast.Assign)
@@ -119,12 +127,19 @@ def test_arrows_point_down(name: str) -> None:
     """An import of another unit lands on a strictly lower floor."""
     for target, _ in imports(name):
         if unit(target) != unit(name):
-            assert FLOOR[unit(target)] < FLOOR[unit(name)], f"{name} (floor {FLOOR[unit(name)]}) imports {target}"
+            assert FLOOR[unit(target)] < FLOOR[unit(name)], (
+                f"{name} (floor {FLOOR[unit(name)]}) imports {target}"
+            )
 
 
 def test_there_is_no_import_circle() -> None:
-    """Modules can be put in an order in which each imports earlier ones only, imports inside functions included."""
-    graph = {name: {f"{m}.{n}" if f"{m}.{n}" in sources() else m for m, n in imports(name)} for name in sources()}
+    """Modules can be put in an order in which each imports earlier ones only, imports inside
+    functions included.
+    """
+    graph = {
+        name: {f"{m}.{n}" if f"{m}.{n}" in sources() else m for m, n in imports(name)}
+        for name in sources()
+    }
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -141,25 +156,15 @@ def deep_imports() -> Iterator[str]:
                     yield f"{path.relative_to(ROOT)}: {target} {part}".strip()
 
 
-def long_files() -> Iterator[str]:
-    """Files over 400 lines."""
-    for path in sources().values():
-        if path.read_text().count("\n") > 400:
-            yield str(path.relative_to(ROOT))
-
-
 def long_calls() -> Iterator[str]:
     """Calls with more than 6 positional arguments."""
     for name, path in sources().items():
         for node in ast.walk(tree(name)):
-            if isinstance(node, ast.Call) and sum(not isinstance(part, ast.Starred) for part in node.args) > 6:
+            if (
+                isinstance(node, ast.Call)
+                and sum(not isinstance(part, ast.Starred) for part in node.args) > 6
+            ):
                 yield f"{path.relative_to(ROOT)}: {ast.unparse(node.func)}"
-
-
-def twin_classes() -> Iterator[str]:
-    """Public class names that are defined in two modules."""
-    count = Counter(node.name for name in sources() for node in tree(name).body if isinstance(node, ast.ClassDef))
-    yield from (name for name, times in count.items() if times > 1 and not name.startswith("_"))
 
 
 def parsed_reasons() -> Iterator[str]:
@@ -170,75 +175,46 @@ def parsed_reasons() -> Iterator[str]:
             if isinstance(node, ast.Compare):
                 parts = [node.left, *node.comparators]
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                parts = [node.func.value, *(node.args if ast.unparse(node.func.value) == "re" else ())]
+                parts = [
+                    node.func.value,
+                    *(node.args if ast.unparse(node.func.value) == "re" else ()),
+                ]
             elif isinstance(node, ast.Subscript):
                 parts = [node.value]
-            if any(isinstance(part, ast.Attribute) and ast.unparse(part).endswith("decision.why") for part in parts):
+            if any(
+                isinstance(part, ast.Attribute) and ast.unparse(part).endswith("decision.why")
+                for part in parts
+            ):
                 yield f"{path.relative_to(ROOT)}: {ast.unparse(node)}"
 
 
 def calibrating_pipelines() -> Iterator[str]:
     """Modules of pipelines that import calibration: they are handed plain functions."""
     for name, path in sources().items():
-        if unit(name) == "atts.pipelines" and any(unit(target) == "atts.calibration" for target, _ in imports(name)):
+        if unit(name) == "atts.pipelines" and any(
+            unit(target) == "atts.calibration" for target, _ in imports(name)
+        ):
             yield str(path.relative_to(ROOT))
-
-
-def vague_persons() -> Iterator[str]:
-    """Docstrings and comments that do not name who does a thing."""
-    for path in sources().values():
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            for word in re.findall(r"\b(?:nobody|whoever|somebody)\b", line, re.IGNORECASE):
-                yield f"{path.relative_to(ROOT)}:{number}: {word}"
 
 
 CHECKS = {
     check.__name__: check
     for check in (
         deep_imports,
-        long_files,
         long_calls,
-        twin_classes,
         parsed_reasons,
         calibrating_pipelines,
-        vague_persons,
     )
 }
-ALLOWED = {"vague_persons": 10}
-"""How many places may break a rule; none where nothing is said."""
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_house_rules(check: str) -> None:
-    """Imports go through a package's face, files and calls stay short, names are given once, and so on."""
+    """Imports go through a package's face, files and calls stay short, names are given once, and so
+    on.
+    """
     found = sorted(CHECKS[check]())
-    assert len(found) <= ALLOWED.get(check, 0), found
-
-
-def lengths() -> Iterator[int]:
-    """Lines of every function, its docstring and decorators apart."""
-    for name in sources():
-        for node in ast.walk(tree(name)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                told = node.body[0] if ast.get_docstring(node) is not None else None
-                said = (told.end_lineno or 0) - told.lineno + 1 if told else 0
-                yield (node.end_lineno or 0) - node.lineno + 1 - said
-
-
-def test_functions_stay_short() -> None:
-    """Half of them have at most 6 lines, nine of ten at most 16."""
-    found = sorted(lengths())
-    assert statistics.median(found) <= 6
-    assert statistics.quantiles(found, n=10)[-1] <= 16
-
-
-def test_tests_weigh_more_than_half_of_what_they_test() -> None:
-    """At least 55 lines for every 100 of the source."""
-    source, tests = (
-        sum(path.read_text().count("\n") for path in paths)
-        for paths in (sources().values(), (ROOT / "tests").rglob("*.py"))
-    )
-    assert tests >= 0.55 * source
+    assert not found
 
 
 def test_every_unit_has_one_floor() -> None:
@@ -260,7 +236,8 @@ def test_the_directory_is_the_package(package: str, folder: str) -> None:
 def test_every_module_is_in_a_listed_package() -> None:
     """setuptools ships what is listed, and nothing else is there."""
     packages = {"atts"} | {
-        name if path.name == "__init__.py" else name.rpartition(".")[0] for name, path in sources().items()
+        name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for name, path in sources().items()
     }
     assert packages == set(SETUPTOOLS["packages"])
     assert set(MAPPING) <= set(SETUPTOOLS["packages"])
@@ -269,7 +246,9 @@ def test_every_module_is_in_a_listed_package() -> None:
 def test_import_atts_is_light() -> None:
     """The front door opens without the heavy libraries, the command line's help too."""
     code = f"import sys, atts, atts.cli.app; atts.cli.app.build([]); print([n for n in {HEAVY} if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -281,16 +260,33 @@ def test_a_run_loads_neither_reports_nor_blocks() -> None:
 
 
 def test_distributions_come_from_one_module() -> None:
-    """scipy.stats takes a second to import, at the end of every run; scipy.special has what is needed of it."""
+    """scipy.stats takes a second to import, at the end of every run; scipy.special has what is
+    needed of it.
+    """
     assert [
-        name for name, path in sources().items() if re.search(r"scipy\.stats|scipy import stats", path.read_text())
+        name
+        for name, path in sources().items()
+        if re.search(r"scipy\.stats|scipy import stats", path.read_text())
     ] == ["atts.distributions"]  # where its docstring says so
 
 
-SPAWNING = ("create_task_group", "open_nursery", "TaskGroup(", "ensure_future", "asyncio.gather", "asyncio.create_task")
+SPAWNING = (
+    "create_task_group",
+    "open_nursery",
+    "TaskGroup(",
+    "ensure_future",
+    "asyncio.gather",
+    "asyncio.create_task",
+)
 
 
 def test_task_groups_are_opened_in_one_place() -> None:
-    """Structured concurrency has one owner; an actor, whose methods are calls from another process, has a task."""
-    openers = {name for name, path in sources().items() if any(word in path.read_text() for word in SPAWNING)}
+    """Structured concurrency has one owner; an actor, whose methods are calls from another process,
+    has a task.
+    """
+    openers = {
+        name
+        for name, path in sources().items()
+        if any(word in path.read_text() for word in SPAWNING)
+    }
     assert openers == {"atts.tasks", "atts.remote.ray"}

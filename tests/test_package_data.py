@@ -21,7 +21,14 @@ FILES = [
     ("atts.testing", "language.toml"),
     *(
         ("atts.analysis.report", f"templates/{name}")
-        for name in ("macros.html", "report.css", "report.html", "report.js", "report.md", "timeline.html")
+        for name in (
+            "macros.html",
+            "report.css",
+            "report.html",
+            "report.js",
+            "report.md",
+            "timeline.html",
+        )
     ),
     *(
         ("atts.models", f"{model}/{name}")

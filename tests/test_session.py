@@ -1,4 +1,6 @@
-"""Sessions: engines kept open, one gate and one set of limits for everything that is asked, at once or one by one."""
+"""Sessions: engines kept open, one gate and one set of limits for everything that is asked, at once
+or one by one.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +39,36 @@ class Watched(ScriptedEngine):
 
 @pytest.mark.anyio
 async def test_questions_asked_at_once_share_engines_and_gate() -> None:
-    """Many tasks ask one opened pair; answers are right more often than not, and what they cost is said."""
-    draft, target = ScriptedEngine("draft"), ScriptedEngine("target")
+    """Many tasks ask one opened pair; answers are right more often than not, and what they cost is
+    said.
+    """
+    draft = ScriptedEngine("draft")
+    target = ScriptedEngine("target")
     problems = toy_problems(12)
     async with Session(Setup(draft=draft, target=target, policy=SMALL, rate=0.4)) as session:
         found = await collect([lambda text=it.text: session.solve(text) for it in problems])  # type: ignore[misc]
         assert draft.stats().in_flight == target.stats().in_flight == 0
     right = sum(outcome.answer == it.answer for outcome, it in zip(found, problems, strict=True))
     assert right > len(problems) / 2
-    judged = [turn.decision for outcome in found for one in outcome.rollouts for turn in one.turns if turn.decision]
-    assert 0 < sum(decision.escalate for decision in judged) < len(judged)  # one gate, neither fresh nor stuck
+    judged = [
+        turn.decision
+        for outcome in found
+        for one in outcome.rollouts
+        for turn in one.turns
+        if turn.decision
+    ]
+    assert (
+        0 < sum(decision.escalate for decision in judged) < len(judged)
+    )  # one gate, neither fresh nor stuck
     assert sum(outcome.usage.draft_tokens for outcome in found) == draft.stats().sampled_tokens
 
 
 def test_hundreds_of_questions_at_once_stay_within_the_limits_and_leave_nothing() -> None:
-    """Limits are of the session, not of a question: no more calls at once than slots; memory goes with what is open."""
-    draft, target = Watched("draft"), Watched("target")
+    """Limits are of the session, not of a question: no more calls at once than slots; memory goes
+    with what is open.
+    """
+    draft = Watched("draft")
+    target = Watched("target")
     limits = {"draft": Limit(slots=2), "target": Limit(slots=1)}
     policy = Policy(samples=1, turns=2, early_stop="none")
     setup = Setup(draft=draft, target=target, policy=policy, limits=limits, rollouts=16, rate=0.4)
@@ -73,12 +89,17 @@ def test_hundreds_of_questions_at_once_stay_within_the_limits_and_leave_nothing(
     run_virtual(main)
     assert (draft.most, target.most) == (2, 1)
     assert draft.stats().in_flight == target.stats().in_flight == 0
-    assert blocks[1] - blocks[0] < 150 * 40, "what is kept of a question: its scores and its decision, at most"
+    assert blocks[1] - blocks[0] < 150 * 40, (
+        "what is kept of a question: its scores and its decision, at most"
+    )
 
 
 def test_cancelled_questions_end_alone() -> None:
-    """Half of many are cancelled in the middle; the others come to their ends, and every call is given back."""
-    draft, target = ScriptedEngine("draft"), ScriptedEngine("target")
+    """Half of many are cancelled in the middle; the others come to their ends, and every call is
+    given back.
+    """
+    draft = ScriptedEngine("draft")
+    target = ScriptedEngine("target")
     setup = Setup(draft=draft, target=target, policy=SMALL, rollouts=24)
     ended: list[Outcome] = []
 
@@ -108,11 +129,18 @@ async def test_a_question_asked_again_is_answered_anew() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_session_of_any_length_counts_few_questions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was forgotten is still no copy when it is asked again; one of few is numbered from 1."""
+async def test_a_session_of_any_length_counts_few_questions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that was forgotten is still no copy when it is asked again; one of few is numbered from
+    1.
+    """
     monkeypatch.setattr("atts.api.evaluation._REMEMBERED", 2)
     async with Session(replace(SCRIPTED, method="draft-only")) as session:
-        asked = [(await session.solve(f"What is {number} + 1?")).problem.id for number in (1, 1, 1, 2, 3, 1, 4, 2)]
+        asked = [
+            (await session.solve(f"What is {number} + 1?")).problem.id
+            for number in (1, 1, 1, 2, 3, 1, 4, 2)
+        ]
         assert len(vars(session)["_asked"]) == 2
     assert len(set(asked)) == len(asked)
     assert [name.partition("-")[2] for name in asked[:5]] == ["1", "2", "3", "1", "1"]
@@ -143,7 +171,8 @@ async def test_it_opens_by_itself_and_ends_for_good() -> None:
 @pytest.mark.anyio
 async def test_engines_are_closed_when_the_second_cannot_open() -> None:
     """Nothing is left open behind an error."""
-    draft, target = ScriptedEngine("draft"), ScriptedEngine("target")
+    draft = ScriptedEngine("draft")
+    target = ScriptedEngine("target")
     async with target:
         pass  # a closed engine refuses to open again
     with pytest.raises(EngineUnavailable):
@@ -154,7 +183,9 @@ async def test_engines_are_closed_when_the_second_cannot_open() -> None:
 
 
 def test_a_lost_engine_fails_the_question_alone() -> None:
-    """Its outcome says so, after as much patience as in any run; the next question is asked all the same."""
+    """Its outcome says so, after as much patience as in any run; the next question is asked all the
+    same.
+    """
     broken = ScriptedEngine("draft", faults=Faults({"refused": 1.0}))
 
     async def main() -> None:
@@ -169,7 +200,9 @@ def test_a_lost_engine_fails_the_question_alone() -> None:
 
 @pytest.mark.anyio
 async def test_runs_within_a_session(tmp_path: Path) -> None:
-    """Evaluations beside questions, on the same engines; one in a directory has a gate of its own and resumes."""
+    """Evaluations beside questions, on the same engines; one in a directory has a gate of its own
+    and resumes.
+    """
     problems = toy_problems(6)
     async with Session(SCRIPTED) as session:
         await session.solve(problems[0])
@@ -180,7 +213,9 @@ async def test_runs_within_a_session(tmp_path: Path) -> None:
         again = await session.evaluate(problems, directory=tmp_path / "run", limit=2)
     told = [event.features for event in events if isinstance(event, Decided)]
     assert told
-    assert not any("left" in features for features in told)  # how much the shared gate will still decide is not known
+    assert not any(
+        "left" in features for features in told
+    )  # how much the shared gate will still decide is not known
     entries = [entry.event for entry in read_entries(tmp_path / "run" / JOURNAL)]
     assert all("left" in event.features for event in entries if isinstance(event, Decided))
     assert (len(kept.problems), again.sessions) == (2, 2)
@@ -203,12 +238,16 @@ def test_the_twin_without_a_loop() -> None:
 
 
 def test_a_result_for_programs_and_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers with their intervals, as plain data, as a table, as a page; pandas may be missing."""
+    """The numbers with their intervals, as plain data, as a table, as a page; pandas may be
+    missing.
+    """
     result = atts.evaluate_sync(toy_problems(5), SCRIPTED)
     plain = result.to_dict()
     assert plain["answers"]["value"] == result.accuracy.value
     assert plain["rate"]["n_samples"] == result.rate.n_samples > 0
-    assert [row["problem"] for row in plain["by_problem"]] == [one.problem for one in result.problems]
+    assert [row["problem"] for row in plain["by_problem"]] == [
+        one.problem for one in result.problems
+    ]
     page = result._repr_html_()  # pyright: ignore[reportPrivateUsage]  # the name that notebooks ask for
     assert str(result.accuracy) in page
     assert "<script" not in page

@@ -67,7 +67,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(folder: Path, program: str, *words: str | Path) -> str:
     """What a checker says of a program in a project of its own; "" when it has nothing to say."""
     (folder / "user.py").write_text(program)
-    ran = subprocess.run([*words, "user.py"], cwd=folder, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [*words, "user.py"], cwd=folder, capture_output=True, text=True, check=False
+    )
     return "" if ran.returncode == 0 else ran.stdout + ran.stderr
 
 
@@ -79,7 +81,9 @@ def test_pyright_follows_every_public_name(tmp_path: Path, python: Path) -> None
 
 def test_mypy_finds_every_public_module(tmp_path: Path, python: Path) -> None:
     """It says which imports it does not find; the types behind them are the slow test's."""
-    imports = "".join(line + "\n" for line in PROGRAM.splitlines() if line.startswith(("import", "from")))
+    imports = "".join(
+        line + "\n" for line in PROGRAM.splitlines() if line.startswith(("import", "from"))
+    )
     options = ("--strict", "--follow-imports=skip", f"--cache-dir={tmp_path / 'cache'}")
     assert found(tmp_path, imports, TOOLS / "mypy", *options, "--python-executable", python) == ""
 

@@ -6,7 +6,9 @@ import atts
 
 
 async def an_engine_is_typed(engine: atts.Engine) -> None:
-    request = atts.SampleRequest(ids=(1, 2), max_tokens=4, sampling=atts.Sampling(temperature=0.7), seed=atts.Seed(1))
+    request = atts.SampleRequest(
+        ids=(1, 2), max_tokens=4, sampling=atts.Sampling(temperature=0.7), seed=atts.Seed(1)
+    )
     assert_type(await engine.sample(request), atts.Completion)
     assert_type(await engine.score(atts.ScoreRequest(prefix=(1,), suffix=(2,))), atts.Scores)
     assert_type((await engine.score(atts.ScoreRequest((1,), (2,)))).perplexity, float)

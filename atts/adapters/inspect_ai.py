@@ -10,17 +10,26 @@ from typing import Any
 from inspect_ai.model import GenerateConfig, ModelAPI, ModelOutput, ModelUsage, get_model, modelapi
 from inspect_ai.solver import solver
 
-from atts.adapters.replies import Reply, ReplyKind, policy_changes, question_of, reply_kind, setup_of
+from atts.adapters.replies import (
+    Reply,
+    ReplyKind,
+    policy_changes,
+    question_of,
+    reply_kind,
+    setup_of,
+)
 from atts.api import Session
 from atts.errors import UsageError
 
 
 @modelapi(name="atts")
 class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """`inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8`: one generation is one problem solved.
+    """`inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8`: one generation is one
+    problem solved.
 
-    Model arguments are the names of `atts config show`, and `reply` ("text" or "answer"). Of a generation's own
-    settings the temperature (above 0) and the token limit of a rollout are heeded; tools are refused.
+    Model arguments are the names of `atts config show`, and `reply` ("text" or "answer"). Of a
+    generation's own settings the temperature (above 0) and the token limit of a rollout are heeded;
+    tools are refused.
     """
 
     def __init__(
@@ -37,7 +46,9 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
         self._reply: ReplyKind = reply_kind(reply)
         self._session = Session(self._setup)
 
-    async def generate(self, input: Sequence[Any], tools: Sequence[Any], tool_choice: Any, config: Any) -> Any:
+    async def generate(
+        self, input: Sequence[Any], tools: Sequence[Any], tool_choice: Any, config: Any
+    ) -> Any:
         """Solve what the conversation asks; the facts of it are the output's metadata.
 
         :raises UsageError: tools were offered, or several choices wanted.
@@ -67,7 +78,8 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
 
 @solver  # type: ignore[untyped-decorator]
 def atts_solver(model: str = "embedded", **options: Any) -> Any:
-    """A solver that answers with this project whatever model the task has; options as the provider's.
+    """A solver that answers with this project whatever model the task has; options as the
+    provider's.
 
     What happened is in the sample's metadata under "atts".
     """

@@ -17,7 +17,14 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from atts.adapters.replies import Reply, ReplyKind, policy_changes, question_of, reply_kind, setup_of
+from atts.adapters.replies import (
+    Reply,
+    ReplyKind,
+    policy_changes,
+    question_of,
+    reply_kind,
+    setup_of,
+)
 from atts.api import build_engine, evaluate
 from atts.core import Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.engine import Engine
@@ -29,11 +36,12 @@ T = TypeVar("T")
 
 @register_model("atts")
 class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """`lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8`: a generation is one problem solved.
+    """`lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8`: a generation is
+    one problem solved.
 
-    Arguments are the names of `atts config show`; `reply` ("text" or "answer"); `directory`, where runs are kept and
-    resumed. Of a task's generation settings `until` and `max_gen_toks` are heeded: sampling is the policy's own.
-    Log-likelihoods are the target's.
+    Arguments are the names of `atts config show`; `reply` ("text" or "answer"); `directory`, where
+    runs are kept and resumed. Of a task's generation settings `until` and `max_gen_toks` are
+    heeded: sampling is the policy's own. Log-likelihoods are the target's.
     """
 
     def __init__(
@@ -46,7 +54,9 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         device: Any = None,
         **options: Any,
     ) -> None:
-        """`batch_size`, `max_batch_size` and `device` are what the harness always says; engines batch by themselves."""
+        """`batch_size`, `max_batch_size` and `device` are what the harness always says; engines
+        batch by themselves.
+        """
         super().__init__()
         self._setup = setup_of(pretrained, options)
         self._name = pretrained
@@ -59,7 +69,9 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         """What the harness keys its request cache by."""
         return f"atts/{self._name}"
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """The conversation as one question: the pipeline renders each model's own template."""
         system, question = question_of([(row["role"], row["content"]) for row in chat_history])
         return "\n\n".join(part for part in (system, question) if part)
@@ -80,12 +92,22 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
                 self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
         return [texts[index] for index in range(len(requests))]
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """The target's log-probability of each continuation, and whether it is what the target would write greedily."""
-        return anyio.run(self._scored, [partial(_likelihood, *request.args) for request in requests])
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """The target's log-probability of each continuation, and whether it is what the target
+        would write greedily.
+        """
+        return anyio.run(
+            self._scored, [partial(_likelihood, *request.args) for request in requests]
+        )
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The target's log-probability of each text from its beginning, in windows of the target's context."""
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The target's log-probability of each text from its beginning, in windows of the target's
+        context.
+        """
         return anyio.run(self._scored, [partial(_rolling, request.args[0]) for request in requests])
 
     async def _solve(self, questions: Sequence[str], limit: int | None) -> list[Reply]:
@@ -93,11 +115,17 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         most = None if limit is None else min(limit, self._setup.run_policy.bounds().max_tokens)
         policy = replace(self._setup.policy, **policy_changes(self._setup.policy, "", None, most))
         problems = [Problem(f"request-{number}", text) for number, text in enumerate(questions)]
-        place = None if self._directory is None else Path(self._directory) / f"generate-{self._calls}"
+        place = (
+            None if self._directory is None else Path(self._directory) / f"generate-{self._calls}"
+        )
         result = await evaluate(problems, replace(self._setup, policy=policy), directory=place)
-        replies = {outcome.problem.id: Reply.of(outcome, self._reply) for outcome in result.outcomes()}
+        replies = {
+            outcome.problem.id: Reply.of(outcome, self._reply) for outcome in result.outcomes()
+        }
         if result.status in ("incomplete", "failed"):
-            raise EngineError("atts", result.why, "Ask again: what is done in a directory is not done twice")
+            raise EngineError(
+                "atts", result.why, "Ask again: what is done in a directory is not done twice"
+            )
         if result.status != "finished":
             raise KeyboardInterrupt(result.why)
         return [replies[problem.id] for problem in problems]
@@ -123,18 +151,23 @@ async def _rolling(text: str, target: Engine) -> float:
     )
     total = 0.0
     for prefix, suffix in map(make_disjoint_window, windows):
-        total += math.fsum((await target.score(ScoreRequest(tuple(prefix), tuple(suffix)))).logprobs)
+        total += math.fsum(
+            (await target.score(ScoreRequest(tuple(prefix), tuple(suffix)))).logprobs
+        )
     return total
 
 
 def _split(context: str, continuation: str, target: Engine) -> tuple[TokenIds, TokenIds]:
     """Ids of both together, cut where a token may first hold something of the continuation.
 
-    A token that spans the seam belongs to the continuation: its beginning is the same for every continuation.
+    A token that spans the seam belongs to the continuation: its beginning is the same for every
+    continuation.
     """
     whole = target.tokenizer.encode(context + continuation)
     alone = target.tokenizer.encode(context.rstrip())
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole[:-1], alone, strict=False)))
+    same = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole[:-1], alone, strict=False))
+    )
     if not same:
         return target.spec.end_ids[:1], whole
     return whole[:same], whole[same:]

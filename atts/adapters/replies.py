@@ -1,4 +1,6 @@
-"""Conversion between harnesses and `atts`: conversations to questions, outcomes to replies, options by their names."""
+"""Conversion between harnesses and `atts`: conversations to questions, outcomes to replies, options
+by their names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from atts.errors import EngineError, OptionError, UsageError
 from atts.pipelines import Policy
 
 ReplyKind = Literal["text", "answer"]
-"""What is handed back: the reasoning of a rollout that voted for the answer, or the answer alone."""
+"""What is handed back: the reasoning of a rollout that voted for the answer, or the answer alone.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,14 @@ class Reply:
     def of(cls, outcome: Outcome, kind: ReplyKind = "text") -> Reply:
         """From an outcome.
 
-        :raises EngineError: it or a rollout of it failed; the answer without would be counted as the model's.
+        :raises EngineError: it or a rollout of it failed; the answer without would be counted as
+            the model's.
         """
         if not outcome.is_complete:
             errors = (rollout.error for rollout in outcome.rollouts if rollout.error)
-            raise EngineError("atts", next(errors, outcome.why), "The run's engines are named in the message")
+            raise EngineError(
+                "atts", next(errors, outcome.why), "The run's engines are named in the message"
+            )
         text = (outcome.answer or "") if kind == "answer" else _speaker(outcome).text
         return cls(text, outcome.answer, outcome.usage, _facts(outcome))
 
@@ -51,24 +57,30 @@ def reply_kind(word: str) -> ReplyKind:
 
 
 def setup_of(model: str, options: Mapping[str, object]) -> Setup:
-    """The setup of a harness's model name and options: the names of the configuration, as on our own command line.
+    """The setup of a harness's model name and options: the names of the configuration, as on our
+    own command line.
 
-    `model` names both engines ("embedded", "scripted") unless `draft` and `target` are given; then it is a label.
+    `model` names both engines ("embedded", "scripted") unless `draft` and `target` are given; then
+    it is a label.
 
     >>> setup_of("embedded", {"rate": "0.3", "samples": 4}).rate
     0.3
 
-    :raises OptionError: an unknown option, with the nearest known one, or a value that is impossible.
+    :raises OptionError: an unknown option, with the nearest known one, or a value that is
+        impossible.
     """
     named = {"draft", "target"} & options.keys()
     if len(named) == 1:
-        raise OptionError("engines", f"only {named.pop()!r} is given; give draft and target, or neither")
+        raise OptionError(
+            "engines", f"only {named.pop()!r} is given; give draft and target, or neither"
+        )
     engines = {} if named else {"draft": model, "target": model}
     return configure({**engines, **options}).setup()
 
 
 def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """A conversation of (role, text) as a system prompt ("" for ours) and one question; earlier turns are quoted in it.
+    """A conversation of (role, text) as a system prompt ("" for ours) and one question; earlier
+    turns are quoted in it.
 
     >>> question_of([("system", "Be brief."), ("user", "1 + 1?")])
     ('Be brief.', '1 + 1?')
@@ -86,10 +98,13 @@ def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
     return system, "\n\n".join(f"{role.capitalize()}: {text}" for role, text in said)
 
 
-def policy_changes(base: Policy, system: str, temperature: float | None, max_tokens: int | None) -> dict[str, Any]:
+def policy_changes(
+    base: Policy, system: str, temperature: float | None, max_tokens: int | None
+) -> dict[str, Any]:
     """What a harness's own words change in a policy; None and "" change nothing.
 
-    A temperature of 0 is what harnesses send by default, and would make all rollouts alike: it changes nothing either.
+    A temperature of 0 is what harnesses send by default, and would make all rollouts alike: it
+    changes nothing either.
     """
     changes: dict[str, Any] = {}
     if system:
@@ -103,7 +118,11 @@ def policy_changes(base: Policy, system: str, temperature: float | None, max_tok
 
 def _speaker(outcome: Outcome) -> Rollout:
     """The first rollout that gave the answer, else the first that got anywhere."""
-    said = [line for line in outcome.rollouts if line.answer is not None and line.answer == outcome.answer]
+    said = [
+        line
+        for line in outcome.rollouts
+        if line.answer is not None and line.answer == outcome.answer
+    ]
     return [*said, *sorted(outcome.rollouts, key=lambda line: not line.turns)][0]
 
 

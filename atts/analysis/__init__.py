@@ -14,8 +14,16 @@ from atts.analysis.plan.options import Option
 from atts.analysis.plan.speeds import ChunkAdvice
 from atts.analysis.policy_replay import Replayed, replay_policy
 from atts.analysis.report.build import BuiltReport, build_report
-from atts.analysis.report.calibration_page import calibration_format, render_calibration, save_calibration
-from atts.analysis.report.calibration_report import CalibrationReport, calibration_of_run, calibration_of_scores
+from atts.analysis.report.calibration_page import (
+    calibration_format,
+    render_calibration,
+    save_calibration,
+)
+from atts.analysis.report.calibration_report import (
+    CalibrationReport,
+    calibration_of_run,
+    calibration_of_scores,
+)
 from atts.analysis.report.numbers import RateControl, Standing
 from atts.analysis.report.render import FORMATS, Format, as_format, render, save_report
 from atts.analysis.report.svg import Axis, Plot
@@ -25,7 +33,15 @@ from atts.analysis.sharing_chart import save_sharing
 from atts.analysis.status import RunStanding, is_running, standing_of
 from atts.analysis.sweep.curves import LENGTHS, ScalingPoint, SweepReport, read_sweep
 from atts.analysis.sweep.page import render_sweep
-from atts.analysis.sweep.run_set import SWEEP, PointKind, RunSet, RunSetPoint, Value, load_run_set, save_run_set
+from atts.analysis.sweep.run_set import (
+    SWEEP,
+    PointKind,
+    RunSet,
+    RunSetPoint,
+    Value,
+    load_run_set,
+    save_run_set,
+)
 from atts.analysis.sweep.text import sweep_lines
 
 __all__ = [

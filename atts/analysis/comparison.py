@@ -32,7 +32,8 @@ class CostRatio:
 class Compared:
     """The second run against the first on the problems that both have graded.
 
-    `single` is of single rollouts (their share of right ones per problem), `mcnemar` of votes that are right or wrong.
+    `single` is of single rollouts (their share of right ones per problem), `mcnemar` of votes that
+    are right or wrong.
     """
 
     first: str
@@ -47,11 +48,16 @@ class Compared:
     costs: tuple[CostRatio, ...]
     unscored: tuple[int, int] = (0, 0)  # votes counted wrong that could not be scored
     if_right: Comparison | None = None  # of votes, were these right
-    sequential: Sequential | None = None  # of votes, looked at after every problem in an order drawn by seed
+    sequential: Sequential | None = (
+        None  # of votes, looked at after every problem in an order drawn by seed
+    )
 
 
-def compare(first: GradedRun, second: GradedRun, *, seed: int = 0, points: float | None = None) -> Compared:
-    """Pair the problems that both sides have; with `points`, also one by one until they are told apart.
+def compare(
+    first: GradedRun, second: GradedRun, *, seed: int = 0, points: float | None = None
+) -> Compared:
+    """Pair the problems that both sides have; with `points`, also one by one until they are told
+    apart.
 
     :raises DatasetError: there are none.
     """
@@ -66,8 +72,15 @@ def compare(first: GradedRun, second: GradedRun, *, seed: int = 0, points: float
     ours, theirs = ([side.problems[name] for name in common] for side in (first, second))
     votes = [one.vote for one in ours], [one.vote for one in theirs]
     doubted = [one.unscored for one in ours], [one.unscored for one in theirs]
-    best = ([vote + more for vote, more in zip(*side, strict=True)] for side in zip(votes, doubted, strict=True))
-    shares = [(a.share, b.share) for a, b in zip(ours, theirs, strict=True) if not math.isnan(a.share + b.share)]
+    best = (
+        [vote + more for vote, more in zip(*side, strict=True)]
+        for side in zip(votes, doubted, strict=True)
+    )
+    shares = [
+        (a.share, b.share)
+        for a, b in zip(ours, theirs, strict=True)
+        if not math.isnan(a.share + b.share)
+    ]
     samples = sum(one.samples for one in (*ours, *theirs))
     whole = all(vote in (0.0, 1.0) for side in votes for vote in side)
     costs = [_cost(name, [o.costs for o in ours], [t.costs for t in theirs]) for name in COSTS]
@@ -81,7 +94,9 @@ def compare(first: GradedRun, second: GradedRun, *, seed: int = 0, points: float
         only_first=len(first.problems) - len(common),
         only_second=len(second.problems) - len(common),
         vote=compare_runs(*votes, seed=seed),
-        single=compare_runs(*zip(*shares, strict=True), seed=seed, n_samples=samples) if shares else None,
+        single=compare_runs(*zip(*shares, strict=True), seed=seed, n_samples=samples)
+        if shares
+        else None,
         mcnemar=mcnemar(*([vote == 1.0 for vote in side] for side in votes)) if whole else None,
         costs=tuple(cost for cost in costs if cost is not None),
         unscored=(sum(map(bool, doubted[0])), sum(map(bool, doubted[1]))),
@@ -93,6 +108,9 @@ def compare(first: GradedRun, second: GradedRun, *, seed: int = 0, points: float
 def _cost(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> CostRatio | None:
     if any(name not in costs for costs in (*ours, *theirs)):
         return None
-    first, second = (np.array([costs[name] for costs in side], dtype=np.float64) for side in (ours, theirs))
-    before, after = float(first.mean()), float(second.mean())
+    first, second = (
+        np.array([costs[name] for costs in side], dtype=np.float64) for side in (ours, theirs)
+    )
+    before = float(first.mean())
+    after = float(second.mean())
     return CostRatio(name, before, after, cost_ratio(after, before), *ratio_interval(first, second))

@@ -49,7 +49,11 @@ def list_runs(folders: Sequence[Path]) -> list[RunLine]:
 def _directories(folder: Path) -> Iterator[Path]:
     with storage(folder):
         if not folder.is_dir():
-            raise JournalError(folder, "there is no such folder", "Give a folder of runs, or the directory of a run")
+            raise JournalError(
+                folder,
+                "there is no such folder",
+                "Give a folder of runs, or the directory of a run",
+            )
         os.listdir(folder)  # one that cannot be read is told; those below it are left out
     yield from _below(folder, _DEEP)
 
@@ -97,7 +101,9 @@ def _models(run: RecordedRun) -> str:
     if pair is not None and pair.value:
         return str(pair.value)
     words = [run.manifest.settings.get(role) for role in ("draft", "target")]
-    engines = [str(run.manifest.engines.get(role, {}).get("model", "?")) for role in ("draft", "target")]
+    engines = [
+        str(run.manifest.engines.get(role, {}).get("model", "?")) for role in ("draft", "target")
+    ]
     names = [str(word.value) if word else name for word, name in zip(words, engines, strict=True)]
     short = [name.partition("?")[0].rstrip("/").rpartition("/")[2] for name in names]
     return short[0] if short[0] == short[1] else " + ".join(short)

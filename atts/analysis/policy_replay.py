@@ -1,7 +1,9 @@
-"""Policy replay: another gate, rate, number of samples or turns, or vote, decided again on recorded rollouts.
+"""Policy replay: another gate, rate, number of samples or turns, or vote, decided again on recorded
+rollouts.
 
-A replayed decision that differs from the one that was carried out leaves the recorded path: what the rollout would have
-written from there on is unknown. Such rollouts are kept, and counted as off-policy wherever they matter.
+A replayed decision that differs from the one that was carried out leaves the recorded path: what
+the rollout would have written from there on is unknown. Such rollouts are kept, and counted as
+off-policy wherever they matter.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ from atts.analysis.turns import usage_of, was_cut_short
 from atts.core import Decision, Outcome, Rollout, Turn, TurnKey
 from atts.errors import CalibrationInputError
 from atts.journal import Decided, is_censored, recorded_features
-from atts.pipelines import Features, Gate, Grouper, Policy, RoundGate, Tally, ballot, evidence, tally
+from atts.pipelines import (
+    Features,
+    Gate,
+    Grouper,
+    Policy,
+    RoundGate,
+    Tally,
+    ballot,
+    evidence,
+    tally,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +38,9 @@ class ReplayedRollout:
     sample: int
     answer: str | None
     is_censored: bool  # the record ends before an answer could come
-    off_policy_from: int | None  # the first turn after which the record is another story; None: never
+    off_policy_from: (
+        int | None
+    )  # the first turn after which the record is another story; None: never
     draft_tokens: int
     target_tokens: int
     scored_tokens: int
@@ -61,13 +75,23 @@ class Replayed:
     @property
     def rate(self) -> float:
         """The fraction escalated; nan without decisions."""
-        return sum(d.escalate for d in self.decisions) / len(self.decisions) if self.decisions else math.nan
+        return (
+            sum(d.escalate for d in self.decisions) / len(self.decisions)
+            if self.decisions
+            else math.nan
+        )
 
     @property
     def off_policy(self) -> float:
-        """The share of rollouts whose record does not tell what the policy would have led to; nan without rollouts."""
+        """The share of rollouts whose record does not tell what the policy would have led to; nan
+        without rollouts.
+        """
         rollouts = [rollout for problem in self.problems for rollout in problem.rollouts]
-        return sum(r.off_policy_from is not None for r in rollouts) / len(rollouts) if rollouts else math.nan
+        return (
+            sum(r.off_policy_from is not None for r in rollouts) / len(rollouts)
+            if rollouts
+            else math.nan
+        )
 
 
 def replay_policy(
@@ -80,12 +104,12 @@ def replay_policy(
 ) -> Replayed:
     """Decide anew on every recorded score, cut to the policy's samples and turns, and vote again.
 
-    Of fewer samples than were recorded, those are taken whose end is known: what a settled vote or the end of the run
-    cut is nobody's answer, neither right nor wrong.
+    Of fewer samples than were recorded, those are taken whose end is known: what a settled vote or
+    the end of the run cut is nobody's answer, neither right nor wrong.
 
-    `decided` holds the recorded decisions with their features, in the order in which they were taken; what it lacks
-    follows turn by turn. The gate must be fresh: it learns from this replay; without one, every decision stays what it
-    was.
+    `decided` holds the recorded decisions with their features, in the order in which they were
+    taken; what it lacks follows turn by turn. The gate must be fresh: it learns from this replay;
+    without one, every decision stays what it was.
     """
     kept = [(outcome, _cut(outcome, policy)) for outcome in outcomes]
     turns = {
@@ -96,12 +120,18 @@ def replay_policy(
         if turn.score is not None and turn.decision is not None
     }
     if gate is None:
-        decisions = {key: turn.decision for key, (_, turn) in turns.items() if turn.decision is not None}
+        decisions = {
+            key: turn.decision for key, (_, turn) in turns.items() if turn.decision is not None
+        }
     else:
         named = [key for key in decided if key in turns]
         rest = sorted(set(turns) - set(named), key=lambda key: (key[2], key[0], key[1]))
-        decisions = _decide(gate, [_chunk(*turns[key], decided.get(key), policy) for key in (*named, *rest)])
-    problems = tuple(_problem(outcome, rollouts, decisions, policy, group) for outcome, rollouts in kept)
+        decisions = _decide(
+            gate, [_chunk(*turns[key], decided.get(key), policy) for key in (*named, *rest)]
+        )
+    problems = tuple(
+        _problem(outcome, rollouts, decisions, policy, group) for outcome, rollouts in kept
+    )
     return Replayed(tuple(decisions.values()), problems)
 
 
@@ -126,7 +156,13 @@ def _decide(gate: Gate | RoundGate, chunks: Sequence[_JudgedChunk]) -> dict[Turn
             except CalibrationInputError as error:
                 problem, sample, turn = chunk.key
                 decision = Decision(
-                    "escalate", math.nan, problem, turn, sample, why=f"forced: {error}", origin="forced"
+                    "escalate",
+                    math.nan,
+                    problem,
+                    turn,
+                    sample,
+                    why=f"forced: {error}",
+                    origin="forced",
                 )
         gate.observe(decision, decision.escalate)
         decisions[chunk.key] = decision
@@ -146,29 +182,43 @@ def _by_round(gate: RoundGate, chunks: Sequence[_JudgedChunk]) -> dict[TurnKey, 
 
 
 def _cut(outcome: Outcome, policy: Policy) -> list[Rollout]:
-    """So many rollouts, the first of those whose end is known, then of the others; in their own order."""
-    known_first = sorted(outcome.rollouts, key=lambda rollout: (_is_cut_short(rollout, policy), rollout.sample))
+    """So many rollouts, the first of those whose end is known, then of the others; in their own
+    order.
+    """
+    known_first = sorted(
+        outcome.rollouts, key=lambda rollout: (_is_cut_short(rollout, policy), rollout.sample)
+    )
     return sorted(known_first[: policy.samples], key=lambda rollout: rollout.sample)
 
 
 def _is_cut_short(rollout: Rollout, policy: Policy) -> bool:
     """Whether the record ends before an answer or the policy's last turn."""
     whole = sum(not was_cut_short(turn) for turn in rollout.turns)
-    return is_censored(rollout.answer, rollout.finish) and (policy.turns is None or whole < policy.turns)
+    return is_censored(rollout.answer, rollout.finish) and (
+        policy.turns is None or whole < policy.turns
+    )
 
 
 def _problem(
-    outcome: Outcome, rollouts: Sequence[Rollout], decisions: Mapping[TurnKey, Decision], policy: Policy, group: Grouper
+    outcome: Outcome,
+    rollouts: Sequence[Rollout],
+    decisions: Mapping[TurnKey, Decision],
+    policy: Policy,
+    group: Grouper,
 ) -> ReplayedProblem:
     replayed = tuple(_rollout(rollout, decisions, policy) for rollout in rollouts)
     ballots = [
         ballot(policy.vote, replace(rollout, answer=new.answer))
         for rollout, new in zip(rollouts, replayed, strict=True)
     ]
-    return ReplayedProblem(outcome.problem.id, tally([vote for vote in ballots if vote], group), replayed)
+    return ReplayedProblem(
+        outcome.problem.id, tally([vote for vote in ballots if vote], group), replayed
+    )
 
 
-def _rollout(rollout: Rollout, decisions: Mapping[TurnKey, Decision], policy: Policy) -> ReplayedRollout:
+def _rollout(
+    rollout: Rollout, decisions: Mapping[TurnKey, Decision], policy: Policy
+) -> ReplayedRollout:
     turns = rollout.turns[: policy.turns]
     is_whole = len(turns) == len(rollout.turns)
     spent = rollout.usage if is_whole else usage_of(turns)  # which has what entered no turn as well
@@ -177,7 +227,9 @@ def _rollout(rollout: Rollout, decisions: Mapping[TurnKey, Decision], policy: Po
         rollout.sample,
         rollout.answer if is_whole else None,
         is_censored=_is_cut_short(rollout, policy),
-        off_policy_from=next((turn.index for turn in turns if _strays(rollout, turn, decisions)), None),
+        off_policy_from=next(
+            (turn.index for turn in turns if _strays(rollout, turn, decisions)), None
+        ),
         draft_tokens=spent.draft_tokens,
         target_tokens=spent.target_tokens,
         scored_tokens=spent.scored_tokens,
@@ -191,7 +243,8 @@ def _strays(rollout: Rollout, turn: Turn, decisions: Mapping[TurnKey, Decision])
 
 def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy) -> _JudgedChunk:
     assert turn.score is not None, "only scored turns are asked about"
-    chunk, told = turn.drafted or turn.chunks[0], decided.features if decided is not None else {}
+    chunk = turn.drafted or turn.chunks[0]
+    told = decided.features if decided is not None else {}
     features = replace(
         recorded_features(rollout.problem, turn.index, rollout.sample, told),
         issue=turn.decision.issue if turn.decision else None,

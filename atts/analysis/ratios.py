@@ -14,16 +14,20 @@ Ends = tuple[float, float]
 
 
 def cost_ratio(cost: float, beside: float) -> float:
-    """One cost over another; infinite where the other took nothing, undefined where neither took anything."""
+    """One cost over another; infinite where the other took nothing, undefined where neither took
+    anything.
+    """
     return cost / beside if beside else math.inf if cost else math.nan
 
 
 def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
-    """Where the ratio of the second's mean cost to the first's may lie, one pair of costs from 0 up a problem.
+    """Where the ratio of the second's mean cost to the first's may lie, one pair of costs from 0 up
+    a problem.
 
-    The wider of two, at either end: Fieller's holds where costs have long tails, the jackknife's of the logarithm where
-    most problems cost the second run nothing; a bootstrap ends too early in both (`scripts/bench statistics`).
-    The upper end is infinite where the first's own mean may be 0. One problem has no interval.
+    The wider of two, at either end: Fieller's holds where costs have long tails, the jackknife's of
+    the logarithm where most problems cost the second run nothing; a bootstrap ends too early in
+    both (`scripts/bench statistics`). The upper end is infinite where the first's own mean may be
+    0. One problem has no interval.
     """
     if len(first) < 2 or not first.any():
         return math.nan, math.nan
@@ -35,7 +39,9 @@ def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
 
 
 def _fieller(first: Floats, second: Floats, reach: float) -> Ends:
-    """The ratios r from 0 up at which the mean of second - r first is within `reach` standard errors of 0."""
+    """The ratios r from 0 up at which the mean of second - r first is within `reach` standard
+    errors of 0.
+    """
     unit = reach**2 / len(first)
     (spread, shared), (_, other) = unit * np.cov(first, second)
     square = float(first.mean() ** 2 - spread)
@@ -51,7 +57,10 @@ def _jackknife(first: Floats, second: Floats, reach: float) -> Ends:
     """Around the logarithm of the ratio, by how it moves when any one problem is left out."""
     n = len(first)
     without = np.maximum(second.sum() - second, 0.0), first.sum() - first
-    if any(not np.all(left > 1e-12 * whole.sum()) for left, whole in zip(without, (second, first), strict=True)):
+    if any(
+        not np.all(left > 1e-12 * whole.sum())
+        for left, whole in zip(without, (second, first), strict=True)
+    ):
         return 0.0, math.inf  # one problem is all there was of it
     logs = np.log(without[0] / without[1])
     half = reach * math.sqrt((n - 1) * float(logs.var()))

@@ -1,4 +1,6 @@
-"""The calibrator of a recorded run, made anew as it stood before the first decision, at any rate and in any mode."""
+"""The calibrator of a recorded run, made anew as it stood before the first decision, at any rate
+and in any mode.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,11 @@ def fresh_calibrator(run: RecordedRun, rate: float, mode: Mode) -> Calibrator:
 
     :raises CalibrationInputError: the mode needs stored scores, and the run names none.
     """
-    step, rollouts = run.setting("aci_step"), run.manifest.settings.get("rollouts")
-    scores = [float(score) for score in run.setting("stored") or () if isinstance(score, int | float)]
+    step = run.setting("aci_step")
+    rollouts = run.manifest.settings.get("rollouts")
+    scores = [
+        float(score) for score in run.setting("stored") or () if isinstance(score, int | float)
+    ]
     return Calibrator(
         rate,
         mode,

@@ -42,8 +42,9 @@ class GradedRun:
 def read_results(path: Path) -> GradedRun:
     """A run directory, finished or not, or a JSONL file such as `atts eval --json` prints.
 
-    A line of a file is a problem: {"problem": "7", "verdict": "correct", "samples": [...], "usage": {...}}, or simply
-    {"id": "7", "correct": true, "target_tokens": 310}; several lines with one id are several rollouts of it.
+    A line of a file is a problem: {"problem": "7", "verdict": "correct", "samples": [...], "usage":
+    {...}}, or simply {"id": "7", "correct": true, "target_tokens": 310}; several lines with one id
+    are several rollouts of it.
 
     :raises JournalError: the directory holds no run, or one that cannot be read.
     :raises DatasetError: the file cannot be read as results, or nothing in it was graded.
@@ -51,7 +52,9 @@ def read_results(path: Path) -> GradedRun:
     check_exists(path)
     run = _run(path) if path.is_dir() else _file(path)
     if not run.problems:
-        raise DatasetError(str(path), "no problem was graded", "Problems need reference answers to be compared")
+        raise DatasetError(
+            str(path), "no problem was graded", "Problems need reference answers to be compared"
+        )
     return run
 
 
@@ -62,11 +65,15 @@ def _run(directory: Path) -> GradedRun:
 
 
 def _brief(one: FinishedProblem) -> GradedProblem:
-    known = [_WORDS[sample.verdict] for sample in one.complete_samples if sample.verdict is not None]
+    known = [
+        _WORDS[sample.verdict] for sample in one.complete_samples if sample.verdict is not None
+    ]
     costs = {name: float(getattr(one.usage, name)) for name in COSTS[:3]}
     if one.seconds is not None:
         costs["seconds"] = one.seconds
-    return GradedProblem(float(one.is_correct), _mean(known), len(known), costs, float(one.is_right is None))
+    return GradedProblem(
+        float(one.is_correct), _mean(known), len(known), costs, float(one.is_right is None)
+    )
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -97,7 +104,10 @@ def _file(path: Path) -> GradedRun:
 def _name(record: Mapping[str, Any], path: Path) -> str:
     named = next((record[name] for name in _NAMES if name in record), None)
     if named is None:
-        raise DatasetError(str(path), f"a line has none of the fields {', '.join(_NAMES)}: {json.dumps(record)[:80]}")
+        raise DatasetError(
+            str(path),
+            f"a line has none of the fields {', '.join(_NAMES)}: {json.dumps(record)[:80]}",
+        )
     return str(named)
 
 
@@ -106,7 +116,9 @@ def _list(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
-    """One line per problem as we print it, or one per rollout as others do: then the mean stands for the vote too."""
+    """One line per problem as we print it, or one per rollout as others do: then the mean stands
+    for the vote too.
+    """
     votes = [value for row in rows if (value := _right(row, path)) is not None]
     if not votes:
         return None
@@ -114,7 +126,8 @@ def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
     known = [
         value
         for one in samples
-        if not is_censored(one.get("answer"), one.get("finish")) and (value := _right(one, path)) is not None
+        if not is_censored(one.get("answer"), one.get("finish"))
+        and (value := _right(one, path)) is not None
     ]
     mean = _mean(votes)
     share = _mean(known) if samples else mean
@@ -124,9 +137,15 @@ def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
         held = {**(usage if isinstance(usage, Mapping) else {}), **row}
         for name in COSTS:
             value = held.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf:
+            if (
+                isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and 0 <= value < math.inf
+            ):
                 costs[name] = costs.get(name, 0.0) + value
-    unscored = sum(row.get("correct", row.get("verdict")) == "unscored" for row in rows) / len(votes)
+    unscored = sum(row.get("correct", row.get("verdict")) == "unscored" for row in rows) / len(
+        votes
+    )
     return GradedProblem(mean, share, len(known) or len(votes), costs, unscored)
 
 
@@ -138,4 +157,8 @@ def _right(row: Mapping[str, Any], path: Path) -> float | None:
         return _WORDS[value]
     if isinstance(value, bool | int | float) and 0 <= value <= 1:
         return float(value)
-    raise DatasetError(str(path), f"{value!r} is no verdict", 'Write "correct": true or false, or a share from 0 to 1')
+    raise DatasetError(
+        str(path),
+        f"{value!r} is no verdict",
+        'Write "correct": true or false, or a share from 0 to 1',
+    )

@@ -26,15 +26,17 @@ class ReplayedDecision:
 
     decision: Decision
     recorded: Decision
-    off_policy: bool  # an earlier decision of its rollout already came out otherwise: its chunk is another story's
+    # an earlier decision of its rollout already came out otherwise: its chunk is another story's
+    off_policy: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ReplaySide:
     """One of the two: as recorded, or as replayed.
 
-    Tokens are "counted" in the recorded rollouts, or "estimated" where some of these left the recorded path: draft and
-    scored as in the record, and as much by the target for each takeover as it wrote there (None: there was none).
+    Tokens are "counted" in the recorded rollouts, or "estimated" where some of these left the
+    recorded path: draft and scored as in the record, and as much by the target for each takeover as
+    it wrote there (None: there was none).
     """
 
     rate: Estimate
@@ -50,9 +52,10 @@ class ReplaySide:
 class Replay:
     """What another policy would have decided on a recorded run, and how far that can be believed.
 
-    `off_policy` is the share of rollouts in which a decision came out otherwise: what they would have written from
-    there on is unknown, so their recorded answers vote. `on_policy_accuracy` is of problems without any such.
-    `censored` problems are in no accuracy: their rollouts were stopped before any could answer.
+    `off_policy` is the share of rollouts in which a decision came out otherwise: what they would
+    have written from there on is unknown, so their recorded answers vote. `on_policy_accuracy` is
+    of problems without any such. `censored` problems are in no accuracy: their rollouts were
+    stopped before any could answer.
     """
 
     recorded: ReplaySide
@@ -64,12 +67,16 @@ class Replay:
     censored: int
     decisions: tuple[ReplayedDecision, ...]
     answers: Mapping[str, tuple[str | None, str | None]]  # by problem: recorded, replayed
-    estimated: Valued | None = None  # single rollouts under the other policy, where the run left decisions to chance
+    estimated: Valued | None = (
+        None  # single rollouts under the other policy, where the run left decisions to chance
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChange:
-    """What is replayed otherwise than it was recorded; None: as it was. `budget` is in takeovers per problem."""
+    """What is replayed otherwise than it was recorded; None: as it was. `budget` is in takeovers
+    per problem.
+    """
 
     samples: int | None = None
     turns: int | None = None
@@ -77,10 +84,13 @@ class PolicyChange:
     budget: int | None = None
 
 
-def replay_run(run: RecordedRun, change: PolicyChange, gate: Callable[[int], Gate | RoundGate]) -> Replay:
+def replay_run(
+    run: RecordedRun, change: PolicyChange, gate: Callable[[int], Gate | RoundGate]
+) -> Replay:
     """Decide anew on every recorded score and vote again.
 
-    `gate` makes a fresh gate for so many rollouts of a problem; answers that were not graded then are graded now.
+    `gate` makes a fresh gate for so many rollouts of a problem; answers that were not graded then
+    are graded now.
 
     :raises OptionError: more samples or turns than were recorded, a negative budget.
     :raises JournalError: no problem is finished, or the journal cannot be read.
@@ -91,7 +101,10 @@ def replay_run(run: RecordedRun, change: PolicyChange, gate: Callable[[int], Gat
     if change.budget is not None:
         chosen = _capped(chosen, change.budget)
     classes = partial(group, kind=recorded.outcomes[0].problem.kind)
-    return _compare(recorded, replay_policy(recorded.outcomes, chosen, policy, classes, decided=recorded.decided))
+    return _compare(
+        recorded,
+        replay_policy(recorded.outcomes, chosen, policy, classes, decided=recorded.decided),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +133,10 @@ class _Recorded:
 
 
 def _read(run: RecordedRun) -> _Recorded:
-    state, outcomes = RunState(), dict[str, Outcome]()
-    verdicts, decided = dict[tuple[str, str], str](), dict[TurnKey, Decided]()
+    state = RunState()
+    outcomes = dict[str, Outcome]()
+    verdicts = dict[tuple[str, str], str]()
+    decided = dict[TurnKey, Decided]()
     for entry in run.entries((*FACTS, Decided)):
         outcome = state.apply(entry)
         if outcome is not None and outcome.rollouts:
@@ -134,12 +149,20 @@ def _read(run: RecordedRun) -> _Recorded:
             case _:
                 pass
     if not outcomes:
-        raise JournalError(run.directory, "no problem is finished, so there is nothing to replay", "Let the run go on")
-    return _Recorded([_with_cut_turns(one, decided) for one in outcomes.values()], decided, verdicts)
+        raise JournalError(
+            run.directory,
+            "no problem is finished, so there is nothing to replay",
+            "Let the run go on",
+        )
+    return _Recorded(
+        [_with_cut_turns(one, decided) for one in outcomes.values()], decided, verdicts
+    )
 
 
 def _with_cut_turns(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Outcome:
-    """The outcome with the decisions of turns that a settled vote cut short: the gate learned from them as well."""
+    """The outcome with the decisions of turns that a settled vote cut short: the gate learned from
+    them as well.
+    """
     rollouts: list[Rollout] = []
     for rollout in outcome.rollouts:
         cut = decided.get((rollout.problem, rollout.sample, len(rollout.turns)))
@@ -154,10 +177,16 @@ def _with_cut_turns(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Out
 def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
     """The recorded policy, cut; what was never drawn cannot be replayed."""
     recorded = run.policy
-    samples, turns = recorded.get("samples", 1), recorded.get("turns", 1)
-    for name, most, wanted in (("samples", samples, change.samples), ("turns", turns, change.turns)):
+    samples = recorded.get("samples", 1)
+    turns = recorded.get("turns", 1)
+    for name, most, wanted in (
+        ("samples", samples, change.samples),
+        ("turns", turns, change.turns),
+    ):
         if wanted is not None and wanted > most:
-            raise OptionError(name, f"{wanted} is more than the {most} that were recorded; no replay can add any")
+            raise OptionError(
+                name, f"{wanted} is more than the {most} that were recorded; no replay can add any"
+            )
     return Policy(
         samples=samples if change.samples is None else change.samples,
         turns=turns if change.turns is None else change.turns,
@@ -169,7 +198,10 @@ def _capped(gate: Gate | RoundGate, budget: int) -> Gate:
     if budget < 0:
         raise OptionError("budget", f"{budget} takeovers per problem are less than none")
     if isinstance(gate, RoundGate):
-        raise OptionError("budget", "a gate that ranks whole rounds has its budget in its rate; leave one of them out")
+        raise OptionError(
+            "budget",
+            "a gate that ranks whole rounds has its budget in its rate; leave one of them out",
+        )
     spent = Counter[str]()
 
     def take(features: Features) -> bool:
@@ -185,22 +217,32 @@ def _compare(recorded: _Recorded, again: Replayed) -> Replay:
     pairs = tuple(_pairs(recorded, again))
     before = {outcome.problem.id: outcome.answer for outcome in recorded.outcomes}
     after = {problem.problem: problem.answer for problem in again.problems}
-    known = {problem.problem: problem.answer for problem in again.problems if not problem.is_censored}
-    on_policy = {p.problem for p in again.problems if all(r.off_policy_from is None for r in p.rollouts)}
+    known = {
+        problem.problem: problem.answer for problem in again.problems if not problem.is_censored
+    }
+    on_policy = {
+        p.problem for p in again.problems if all(r.off_policy_from is None for r in p.rollouts)
+    }
     rates = [decision.rate for decision in again.decisions if math.isfinite(decision.rate)]
     usages = [rollout.usage for outcome in recorded.outcomes for rollout in outcome.rollouts]
     replayed = [rollout for problem in again.problems for rollout in problem.rollouts]
     side = _side(again.decisions, recorded.accuracy(known), replayed)
     if again.off_policy > 0:
         more = sum(pair.decision.escalate - pair.recorded.escalate for pair in pairs)
-        side = replace(side, tokens="estimated", target_tokens=_with_takeovers(recorded, side.target_tokens, more))
+        side = replace(
+            side,
+            tokens="estimated",
+            target_tokens=_with_takeovers(recorded, side.target_tokens, more),
+        )
     return Replay(
         _side([pair.recorded for pair in pairs], recorded.accuracy(recorded.known), usages),
         side,
         nominal=rates[-1] if rates else None,
         changed=sum(pair.decision.escalate != pair.recorded.escalate for pair in pairs),
         off_policy=again.off_policy,
-        on_policy_accuracy=recorded.accuracy({name: known[name] for name in known if name in on_policy}),
+        on_policy_accuracy=recorded.accuracy(
+            {name: known[name] for name in known if name in on_policy}
+        ),
         censored=len(after) - len(known),
         decisions=pairs,
         answers={name: (before[name], after[name]) for name in before},
@@ -208,17 +250,24 @@ def _compare(recorded: _Recorded, again: Replayed) -> Replay:
     )
 
 
-def _estimated(recorded: _Recorded, again: Replayed, pairs: Sequence[ReplayedDecision]) -> Valued | None:
+def _estimated(
+    recorded: _Recorded, again: Replayed, pairs: Sequence[ReplayedDecision]
+) -> Valued | None:
     """Of graded rollouts that ran to their end; None unless every decision says how likely it was."""
     turns: dict[tuple[str, int], list[LoggedTurn]] = {}
     for pair in pairs:
-        done, wanted = pair.recorded, pair.decision
+        done = pair.recorded
+        wanted = pair.decision
         if done.propensity is None and done.origin != "forced":
             return None
         if done.propensity is not None:
             turn = LoggedTurn(done.turn, done.escalate, done.propensity, wanted.escalate)
             turns.setdefault((done.question, done.sample), []).append(turn)
-    asked = {outcome.problem.id: outcome.problem for outcome in recorded.outcomes if outcome.problem.answer is not None}
+    asked = {
+        outcome.problem.id: outcome.problem
+        for outcome in recorded.outcomes
+        if outcome.problem.answer is not None
+    }
     logged = list[LoggedRollout]()
     ended = (one for problem in again.problems for one in problem.rollouts if not one.is_censored)
     for one in (rollout for rollout in ended if rollout.problem in asked):
@@ -226,24 +275,36 @@ def _estimated(recorded: _Recorded, again: Replayed, pairs: Sequence[ReplayedDec
         if right is not None:
             logged.append(
                 LoggedRollout(
-                    one.problem, sorted(turns.get((one.problem, one.sample), ()), key=attrgetter("turn")), right
+                    one.problem,
+                    sorted(turns.get((one.problem, one.sample), ()), key=attrgetter("turn")),
+                    right,
                 )
             )
     return doubly_robust(logged) if turns else None
 
 
 def _with_takeovers(recorded: _Recorded, tokens: int | None, more: int) -> int | None:
-    """The target's tokens with so many takeovers more, each as long as those of the record on average."""
+    """The target's tokens with so many takeovers more, each as long as those of the record on
+    average.
+    """
     rollouts = [rollout for outcome in recorded.outcomes for rollout in outcome.rollouts]
-    decisions = [turn.decision for rollout in rollouts for turn in rollout.turns if not was_cut_short(turn)]
+    decisions = [
+        turn.decision for rollout in rollouts for turn in rollout.turns if not was_cut_short(turn)
+    ]
     takeovers = sum(decision is not None and decision.escalate for decision in decisions)
     if tokens is None or not takeovers:
         return None
-    return tokens + round(more * sum(rollout.usage.target_tokens for rollout in rollouts) / takeovers)
+    return tokens + round(
+        more * sum(rollout.usage.target_tokens for rollout in rollouts) / takeovers
+    )
 
 
 def _pairs(recorded: _Recorded, again: Replayed) -> Iterator[ReplayedDecision]:
-    strayed = {(r.problem, r.sample): r.off_policy_from for problem in again.problems for r in problem.rollouts}
+    strayed = {
+        (r.problem, r.sample): r.off_policy_from
+        for problem in again.problems
+        for r in problem.rollouts
+    }
     carried_out = {
         (rollout.problem, rollout.sample, turn.index): turn.decision
         for outcome in recorded.outcomes
@@ -253,10 +314,14 @@ def _pairs(recorded: _Recorded, again: Replayed) -> Iterator[ReplayedDecision]:
     }
     for decision in again.decisions:
         since = strayed.get((decision.question, decision.sample))
-        yield ReplayedDecision(decision, carried_out[decision.turn_key], since is not None and decision.turn > since)
+        yield ReplayedDecision(
+            decision, carried_out[decision.turn_key], since is not None and decision.turn > since
+        )
 
 
-def _side(decisions: Sequence[Decision], accuracy: Estimate, spent: Sequence[Usage | ReplayedRollout]) -> ReplaySide:
+def _side(
+    decisions: Sequence[Decision], accuracy: Estimate, spent: Sequence[Usage | ReplayedRollout]
+) -> ReplaySide:
     asked = Counter(decision.question for decision in decisions)
     escalated = Counter(decision.question for decision in decisions if decision.escalate)
     return ReplaySide(

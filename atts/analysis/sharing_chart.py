@@ -1,4 +1,6 @@
-"""The chart of a zoo: a row for each model and a dot for each of its blocks, coloured by whether it is shared."""
+"""The chart of a zoo: a row for each model and a dot for each of its blocks, coloured by whether it
+is shared.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,23 @@ def save_sharing(rows: Rows, path: Path) -> None:
 def sharing_chart(rows: Rows) -> Chart:
     """Blocks from left to right as a token passes them, models from top to bottom."""
     most = max([len(parts) for _, parts in rows], default=1)
-    across = Axis(-0.5, most - 0.5, "block, as a token passes them (shared; red: the model's own)", values="whole")
-    plot = Plot(across, Axis(-0.8, len(rows) - 0.2, "models", values="whole"), 760, 110 + 34 * len(rows))
-    data = ("model", "block", "models"), [(name, *part) for name, parts in rows for part in parts.items()]
-    return replace(Chart.of("Blocks of a zoo", "Who shares which block.", plot, _marks(plot, rows), data), wide=True)
+    across = Axis(
+        -0.5,
+        most - 0.5,
+        "block, as a token passes them (shared; red: the model's own)",
+        values="whole",
+    )
+    plot = Plot(
+        across, Axis(-0.8, len(rows) - 0.2, "models", values="whole"), 760, 110 + 34 * len(rows)
+    )
+    data = (
+        ("model", "block", "models"),
+        [(name, *part) for name, parts in rows for part in parts.items()],
+    )
+    return replace(
+        Chart.of("Blocks of a zoo", "Who shares which block.", plot, _marks(plot, rows), data),
+        wide=True,
+    )
 
 
 def _marks(plot: Plot, rows: Rows) -> Iterator[str]:

@@ -8,11 +8,15 @@ from typing import Literal
 from atts.journal import LOCK, RunState, is_held
 
 RunStanding = Literal["finished", "running", "interrupted", "failed", "killed", "not begun"]
-"""Over; being written now; asked to end; over but for what failed; ended without a word; only planned."""
+"""Over; being written now; asked to end; over but for what failed; ended without a word; only
+planned.
+"""
 
 
 def standing_of(directory: Path, state: RunState | None) -> RunStanding:
-    """How the run in this directory stands, its journal read into `state`; None where there is no run yet."""
+    """How the run in this directory stands, its journal read into `state`; None where there is no
+    run yet.
+    """
     if state is None:
         return "running" if is_running(directory) else "not begun"
     if state.ended is not None:

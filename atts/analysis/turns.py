@@ -17,17 +17,24 @@ def usage_of(turns: Iterable[Turn]) -> Usage:
     """The tokens of some turns of a rollout."""
     found = Usage()
     for turn in turns:
-        found += Usage(tokens_written(turn, "draft"), tokens_written(turn, "target"), turn.scored_tokens)
+        found += Usage(
+            tokens_written(turn, "draft"), tokens_written(turn, "target"), turn.scored_tokens
+        )
     return found
 
 
 def is_written(turn: Turn, chunk: Chunk) -> bool:
-    """Whether a model wrote it there: not words that were put in, nor the part of a discarded chunk that stays."""
+    """Whether a model wrote it there: not words that were put in, nor the part of a discarded chunk
+    that stays.
+    """
     if chunk.logprobs:
         return True
-    wholes = [whole for whole in turn.discarded if whole is not chunk and whole.author == chunk.author]
+    wholes = [
+        whole for whole in turn.discarded if whole is not chunk and whole.author == chunk.author
+    ]
     return not (
-        turn.is_forced or any(whole.target_ids[: len(chunk.target_ids)] == chunk.target_ids for whole in wholes)
+        turn.is_forced
+        or any(whole.target_ids[: len(chunk.target_ids)] == chunk.target_ids for whole in wholes)
     )
 
 

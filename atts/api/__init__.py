@@ -25,7 +25,15 @@ from atts.importing import import_lock
 
 if TYPE_CHECKING:
     from atts.api.block_comparison import ComparedBlocks, MeasuredPair, compare_blocks
-    from atts.api.sweeping import Sweep, SweepEnd, SweepPoint, plan_sweep, run_sweep, sweep, sweep_sync
+    from atts.api.sweeping import (
+        Sweep,
+        SweepEnd,
+        SweepPoint,
+        plan_sweep,
+        run_sweep,
+        sweep,
+        sweep_sync,
+    )
 
 __all__ = [
     "CARDS",

@@ -49,12 +49,14 @@ def compare_blocks(
     keep: str | None = None,
     tell: Callable[[MeasuredPair], None] | None = None,
 ) -> ComparedBlocks:
-    """Put other blocks of the same shape into the chain of a zoo's model, one at a time, and measure what each changes.
+    """Put other blocks of the same shape into the chain of a zoo's model, one at a time, and
+    measure what each changes.
 
-    At each place the nearest by parameters are tried, `most` of them, no more than so many lengths of the model's own
-    block `apart`: unrelated blocks are 1.4. The law is compared at what the model writes to
-    `problems`, greedily; so are its answers. With `keep`, as many blocks as together diverge by no more than `lossy`
-    nats a token are kept under that name, which then is what "zoo:DIR/NAME?lossy=..." opens.
+    At each place the nearest by parameters are tried, `most` of them, no more than so many lengths
+    of the model's own block `apart`: unrelated blocks are 1.4. The law is compared at what the
+    model writes to `problems`, greedily; so are its answers. With `keep`, as many blocks as
+    together diverge by no more than `lossy` nats a token are kept under that name, which then is
+    what "zoo:DIR/NAME?lossy=..." opens.
 
     :raises OptionError: an adapter's model, or a name that is taken.
     :raises DatasetError: the problems cannot be read.
@@ -65,7 +67,8 @@ def compare_blocks(
     if keep is not None:
         check_name(keep, store.names())
     near = store.likenesses(name, most, apart)
-    own, found = _Own.of(store, store.model(name), problems), list[MeasuredPair]()
+    own = _Own.of(store, store.model(name), problems)
+    found = list[MeasuredPair]()
     for likeness in near:
         found.append(MeasuredPair(likeness, own.loss([likeness])))
         if tell is not None:
@@ -84,7 +87,9 @@ class _Own:
     model: StoredModel
     words: str  # what the problems are called
     problems: tuple[Problem, ...]
-    texts: tuple[tuple[TokenIds, int], ...]  # its answers behind their prompts, and how long these are
+    texts: tuple[
+        tuple[TokenIds, int], ...
+    ]  # its answers behind their prompts, and how long these are
     right: tuple[bool, ...]
 
     @classmethod
@@ -100,7 +105,9 @@ class _Own:
         """What the chain loses that has these blocks instead."""
         longest = max(len(ids) - given for ids, given in self.texts)
         policy = replace(_POLICY, max_tokens=_ROOM * longest)
-        with stand_in(self.zoo.directory, self.model, {one.place: one.digest for one in chosen}) as folder:
+        with stand_in(
+            self.zoo.directory, self.model, {one.place: one.digest for one in chosen}
+        ) as folder:
             apart = divergence(self.zoo.folder(self.model.name), folder, self.texts)
             right = _right(_solved(folder, self.problems, policy), self.problems)
         compared = compare_runs(self.right, right)
@@ -117,8 +124,12 @@ class _Own:
             change=(max(-1.0, compared.difference.low), min(1.0, compared.difference.high)),
         )
 
-    def within(self, found: Sequence[MeasuredPair], bound: float) -> tuple[list[Likeness], Loss] | None:
-        """The best at each place that is within the bound alone, less those that do most until all together are."""
+    def within(
+        self, found: Sequence[MeasuredPair], bound: float
+    ) -> tuple[list[Likeness], Loss] | None:
+        """The best at each place that is within the bound alone, less those that do most until all
+        together are.
+        """
         best = dict[str, Likeness]()
         for pair in sorted(found, key=lambda pair: pair.loss.nats):
             if pair.loss.nats <= bound:
@@ -133,7 +144,9 @@ class _Own:
 
 def _solved(folder: Path, problems: Sequence[Problem], policy: Policy) -> RunResult:
     engine = LocalEngine(folder, options=LocalOptions(worker="thread", device="cpu"), chat=True)
-    return evaluate_sync(problems, Setup(draft=engine, target=engine, method="draft-only", policy=policy))
+    return evaluate_sync(
+        problems, Setup(draft=engine, target=engine, method="draft-only", policy=policy)
+    )
 
 
 def _right(result: RunResult, problems: Sequence[Problem]) -> tuple[bool, ...]:

@@ -1,4 +1,6 @@
-"""Budgets of a run: how long its rollouts and chunks may be, by the models that are named, none of them loaded."""
+"""Budgets of a run: how long its rollouts and chunks may be, by the models that are named, none of
+them loaded.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ _TOO_SMALL = 0.25  # of what such models need
 
 
 def budget_of(draft: str | Engine, target: str | Engine) -> Budget:
-    """What this pair needs: the larger of what its models do, within the shorter of their contexts where it is known.
+    """What this pair needs: the larger of what its models do, within the shorter of their contexts
+    where it is known.
 
-    A model whose name does not say that it answers at once is taken to reason: a rollout that is cut is worth nothing,
-    and one that was allowed too much costs nothing.
+    A model whose name does not say that it answers at once is taken to reason: a rollout that is
+    cut is worth nothing, and one that was allowed too much costs nothing.
 
     >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001", "vllm:http://b:8000").max_tokens
     (512, 16000)
@@ -36,10 +39,12 @@ def budget_of(draft: str | Engine, target: str | Engine) -> Budget:
 
 def budget_warnings(policy: Policy, draft: str | Engine, target: str | Engine) -> Iterator[str]:
     """What looks too small for these models, in words that name the flag."""
-    budget, bounds = budget_of(draft, target), policy.bounds(budget_of(draft, target))
+    budget = budget_of(draft, target)
+    bounds = policy.bounds(budget_of(draft, target))
     if bounds.max_tokens < _TOO_SMALL * budget.max_tokens and budget is not SMALL:
         yield (
-            f"--max-tokens {bounds.max_tokens:,} looks too small for {budget.models}, which get {budget.max_tokens:,}: "
+            f"--max-tokens {bounds.max_tokens:,} looks too small for {budget.models}, which get "
+            f"{budget.max_tokens:,}: "
             "many rollouts would be cut before they answer; leave it out, or raise it"
         )
     per_turn = bounds.draft_tokens + bounds.target_tokens * (policy.takeover == "continue")
@@ -47,7 +52,8 @@ def budget_warnings(policy: Policy, draft: str | Engine, target: str | Engine) -
         per_turn = bounds.target_tokens
     if (most := bounds.turns * per_turn) < bounds.max_tokens and policy.turns is not None:
         yield (
-            f"--turns {bounds.turns} ends a rollout after {most:,} of its {bounds.max_tokens:,} tokens; "
+            f"--turns {bounds.turns} ends a rollout after {most:,} of its {bounds.max_tokens:,} "
+            f"tokens; "
             "leave it out: as many turns are made as the tokens need"
         )
 
@@ -82,10 +88,15 @@ def _budget(engine: str | Engine) -> Budget:
 
 
 def _words(engine: str | Engine) -> str:
-    """What names the engine on a command line; one of a program's own kind is held to be as small as the scripted."""
+    """What names the engine on a command line; one of a program's own kind is held to be as small
+    as the scripted.
+    """
     if isinstance(engine, str):
         return engine
-    kind, model = type(engine).__name__, Path(str(getattr(engine, "model", "")))
-    if kind == "LocalEngine" and (Path(model).parent / "__init__.py").exists():  # in the package's own folder
+    kind = type(engine).__name__
+    model = Path(str(getattr(engine, "model", "")))
+    if (
+        kind == "LocalEngine" and (Path(model).parent / "__init__.py").exists()
+    ):  # in the package's own folder
         return "embedded"
     return f"hf:{model}" if kind == "LocalEngine" else "server:" if kind in _SERVERS else "scripted"

@@ -1,4 +1,6 @@
-"""The verbs that make calibrations of runs: scores to start from, calibrators as they stood at the end."""
+"""The verbs that make calibrations of runs: scores to start from, calibrators as they stood at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,17 @@ from atts.calibration import (
 from atts.core import Decision, Problem
 from atts.errors import CalibrationInputError
 from atts.files import read_ordinary
-from atts.journal import Decided, Entry, Manifest, Observed, RecordedRun, SessionOpened, Taught, check_exists, open_run
+from atts.journal import (
+    Decided,
+    Entry,
+    Manifest,
+    Observed,
+    RecordedRun,
+    SessionOpened,
+    Taught,
+    check_exists,
+    open_run,
+)
 from atts.jsonable import from_json
 from atts.pipelines import ConformalGate, ThresholdGate
 from atts.run import RunResult, conditions_of, replay_event
@@ -45,10 +57,11 @@ async def calibrate(
     limit: int | None = None,
     directory: str | Path | None = None,
 ) -> StoredScores:
-    """Let the draft solve these problems alone, have the target score every chunk, and keep the scores.
+    """Let the draft solve these problems alone, have the target score every chunk, and keep the
+    scores.
 
-    They are `Setup(stored=...)` of later runs: take problems like those of the later run, and not the same. In a
-    `directory` the run is journalled, and the same call goes on where it was.
+    They are `Setup(stored=...)` of later runs: take problems like those of the later run, and not
+    the same. In a `directory` the run is journalled, and the same call goes on where it was.
 
     :raises OptionError: the setup names something unknown.
     :raises DatasetError: it cannot be read, or holds nothing.
@@ -85,14 +98,17 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
     :raises CalibrationInputError: its gate saw no score.
     """
     if isinstance(run, RunResult) and run.directory is None:
-        manifest, found = run.manifest, list(_kept(run))
+        manifest = run.manifest
+        found = list(_kept(run))
     else:
         recorded = open_run(directory_of(run))
         manifest = recorded.manifest
         scored = (event for event in recorded.decisions() if event.decision.score is not None)
         found = [(event.decision, event.features.get("tokens", 0.0)) for event in scored]
     if not found:
-        raise CalibrationInputError("the run's scores", 0, "at least one: a gate that asks the target for scores")
+        raise CalibrationInputError(
+            "the run's scores", 0, "at least one: a gate that asks the target for scores"
+        )
     decisions, lengths = zip(*found, strict=True)
     scores = [decision.score for decision in decisions if decision.score is not None]
     return StoredScores(
@@ -113,7 +129,8 @@ def stored_scores(
 ) -> StoredScores:
     """Calibration scores from before a run: of a file, or of the directory of a run.
 
-    :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be read.
+    :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be
+        read.
     :raises CalibrationInputError: the file cannot be read as scores, or the run's gate saw none.
     """
     check_exists(path)
@@ -123,7 +140,9 @@ def stored_scores(
     try:
         return read_scores(path, per_question, scale, conditions)
     except OSError as error:
-        raise CalibrationInputError("scores", str(path), f"a file that can be read ({error.strerror})") from error
+        raise CalibrationInputError(
+            "scores", str(path), f"a file that can be read ({error.strerror})"
+        ) from error
 
 
 def calibration_report(
@@ -137,11 +156,14 @@ def calibration_report(
 ) -> CalibrationReport:
     """What a run's calibration did and promises, or what scores or a calibrator in a file would do.
 
-    A run is told as it was made. With another `rate` or `mode` its scores are decided anew, like those of a file, for
-    which the rate is 0.4 and the mode "aci" unless it is a calibrator and has its own.
+    A run is told as it was made. With another `rate` or `mode` its scores are decided anew, like
+    those of a file, for which the rate is 0.4 and the mode "aci" unless it is a calibrator and has
+    its own.
 
-    :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be read.
-    :raises CalibrationInputError: no scores, or something that is none; or a mode that needs questions without them.
+    :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be
+        read.
+    :raises CalibrationInputError: no scores, or something that is none; or a mode that needs
+        questions without them.
     :raises OptionError: an unknown mode.
 
     >>> import tempfile
@@ -172,7 +194,9 @@ def calibration_report(
         own = float(made.rate), made.mode
     kept = made if rate in (None, own[0]) and mode in (None, own[1]) else None
     rate = own[0] if rate is None else rate
-    return calibration_of_scores(name, scores, rate, mode or own[1], seed=seed, labels=labels, calibrator=kept)
+    return calibration_of_scores(
+        name, scores, rate, mode or own[1], seed=seed, labels=labels, calibrator=kept
+    )
 
 
 def _in_file(path: Path) -> tuple[Calibrator | None, Sequence[bool | None]]:
@@ -188,10 +212,12 @@ def _in_file(path: Path) -> tuple[Calibrator | None, Sequence[bool | None]]:
 
 
 def calibrator_of(run: str | Path | RunResult) -> Calibrator:
-    """The calibrator of a run as it stood at the end, rebuilt from the journal; of merged runs, theirs put together.
+    """The calibrator of a run as it stood at the end, rebuilt from the journal; of merged runs,
+    theirs put together.
 
     :raises JournalError: there is no run, or it cannot be read.
-    :raises CalibrationInputError: its method has no calibrator, or the calibrators cannot be put together.
+    :raises CalibrationInputError: its method has no calibrator, or the calibrators cannot be put
+        together.
     """
     recorded = open_run(directory_of(run))
     whole: Calibrator | None = None
@@ -220,7 +246,9 @@ def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
     gate, calibrator = Setup.recorded(manifest).decider()
     if not isinstance(gate, ConformalGate) or gate.calibrator is not calibrator:
         method = manifest.configuration.get("method")
-        raise CalibrationInputError("the method", method and method.value, "one with a calibrator, such as atts")
+        raise CalibrationInputError(
+            "the method", method and method.value, "one with a calibrator, such as atts"
+        )
     for entry in entries:
         if isinstance(entry.event, Decided | Observed | Taught):
             replay_event(gate, entry.event)
@@ -229,8 +257,12 @@ def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
 
 
 def _kept(run: RunResult) -> Iterator[tuple[Decision, float]]:
-    """Decisions with a score of a run that was kept in memory, and their chunks' tokens, turn by turn."""
-    turns = [turn for outcome in run.outcomes() for rollout in outcome.rollouts for turn in rollout.turns]
+    """Decisions with a score of a run that was kept in memory, and their chunks' tokens, turn by
+    turn.
+    """
+    turns = [
+        turn for outcome in run.outcomes() for rollout in outcome.rollouts for turn in rollout.turns
+    ]
     for turn in sorted(turns, key=lambda turn: turn.index):
         if turn.decision is not None and turn.decision.score is not None:
             yield turn.decision, float(turn.drafted.tokens if turn.drafted else 0)

@@ -1,4 +1,6 @@
-"""The typed configuration of command line and code: defaults < atts.toml < ATTS_* < flags, with origins."""
+"""The typed configuration of command line and code: defaults < atts.toml < ATTS_* < flags, with
+origins.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ if TYPE_CHECKING:
 
 ReportKind = Literal["html", "markdown", "json", "none"]
 
-LENGTHS = ("max_tokens", "turns", "chunking.draft_tokens", "chunking.target_tokens", "chunking.stop")
+LENGTHS = (
+    "max_tokens",
+    "turns",
+    "chunking.draft_tokens",
+    "chunking.target_tokens",
+    "chunking.stop",
+)
 """Keys that follow from the models, and turns from max_tokens, where nothing sets them."""
 _NEUTRAL = (
     "out",
@@ -53,26 +61,37 @@ _NEUTRAL = (
 class Job:
     """What is evaluated, and where that is kept."""
 
-    dataset: Annotated[str, "a benchmark, a file or hub:owner/name; a slice may follow: math500[:50]"] = (
-        "arithmetic[:40]"
-    )
+    dataset: Annotated[
+        str, "a benchmark, a file or hub:owner/name; a slice may follow: math500[:50]"
+    ] = "arithmetic[:40]"
     limit: Annotated[int | None, "only the first problems; none: all"] = None
     file: Annotated[str | None, "read the benchmark from this file, not from the hub"] = None
     column: Annotated[tuple[str, ...], "FIELD=COLUMN of the file, such as text=Question"] = ()
-    relative: Annotated[float | None, "by what share a number may differ from a decimal reference"] = None
+    relative: Annotated[
+        float | None, "by what share a number may differ from a decimal reference"
+    ] = None
     absolute: Annotated[float | None, "by how much a number may differ from its reference"] = None
-    units: Annotated[Literal["optional", "required"] | None, "whether an answer may leave its unit out"] = None
-    choices: Annotated[Literal["letter", "text"] | None, "what counts as a choice: its letter, or its words too"] = None
-    references: Annotated[Literal["required", "optional"], "whether every problem must have a reference answer"] = (
-        "required"
+    units: Annotated[
+        Literal["optional", "required"] | None, "whether an answer may leave its unit out"
+    ] = None
+    choices: Annotated[
+        Literal["letter", "text"] | None, "what counts as a choice: its letter, or its words too"
+    ] = None
+    references: Annotated[
+        Literal["required", "optional"], "whether every problem must have a reference answer"
+    ] = "required"
+    shots: Annotated[str | None, "a file of problems with solutions, said before every problem"] = (
+        None
     )
-    shots: Annotated[str | None, "a file of problems with solutions, said before every problem"] = None
-    out: Annotated[str | None, "run directory; none: a folder of its own under `runs`, named after what is run"] = None
+    out: Annotated[
+        str | None, "run directory; none: a folder of its own under `runs`, named after what is run"
+    ] = None
     runs: Annotated[str, "where run directories without a name of their own go"] = "runs"
     report: Annotated[ReportKind, "what is written when a run ends"] = "html"
     against: Annotated[str | None, "an earlier run to be told apart from, with stop_when"] = None
     stop_when: Annotated[
-        str | None, "end once the difference to it is decided; decided=2: also once it is within 2 points"
+        str | None,
+        "end once the difference to it is decided; decided=2: also once it is within 2 points",
     ] = None
 
     def __post_init__(self) -> None:
@@ -96,9 +115,13 @@ class Job:
 
         columns = dict(pair.split("=", 1) for pair in self.column)
         file = None if self.file is None else Path(self.file)
-        grading = {name: getattr(self, name) for name in ("relative", "absolute", "units", "choices")}
+        grading = {
+            name: getattr(self, name) for name in ("relative", "absolute", "units", "choices")
+        }
         shots = Path(self.shots) if self.shots else None
-        options = LoadOptions(columns=columns, file=file, answers=self.references, grading=grading, shots=shots)
+        options = LoadOptions(
+            columns=columns, file=file, answers=self.references, grading=grading, shots=shots
+        )
         found = load_dataset(self.dataset, options=options)
         if not found.problems:
             raise DatasetError(self.dataset, "it holds no problem")
@@ -117,7 +140,13 @@ def config_keys() -> Mapping[str, Key]:
         *keys_of(Job, Job()),
         *keys_of(PairChoice, PairChoice()),
         *setup_keys(),
-        Key("scores", str, None, True, "calibration scores from before the run: a file, or the directory of a run"),
+        Key(
+            "scores",
+            str,
+            None,
+            True,
+            "calibration scores from before the run: a file, or the directory of a run",
+        ),
         *keys_of(Policy, setup.policy),
         *(
             replace(key, help=f"{key.help} at the {role}")
@@ -133,7 +162,9 @@ class Configuration:
     """A value for every key, and where it came from; made by `configure`."""
 
     settings: Mapping[str, Setting]
-    followed: frozenset[str] = frozenset()  # keys whose values follow from the models and from other keys
+    followed: frozenset[str] = (
+        frozenset()
+    )  # keys whose values follow from the models and from other keys
 
     def __getitem__(self, name: str) -> Any:
         """The value of a key."""
@@ -175,7 +206,9 @@ class Configuration:
     @property
     def digest(self) -> str:
         """A short name for that."""
-        return blake2b(json.dumps(self.deciding, sort_keys=True).encode(), digest_size=4).hexdigest()
+        return blake2b(
+            json.dumps(self.deciding, sort_keys=True).encode(), digest_size=4
+        ).hexdigest()
 
     def setup(self) -> Setup:
         """The setup these words describe.
@@ -183,7 +216,9 @@ class Configuration:
         :raises OptionError: a value is impossible.
         :raises CalibrationInputError: the file of scores cannot be read as one.
         """
-        tables = _tables({name: held for name, held in self.settings.items() if name not in self.followed})
+        tables = _tables(
+            {name: held for name, held in self.settings.items() if name not in self.followed}
+        )
         with _origins(self.settings):
             return Setup(
                 **{key.name: self[key.name] for key in setup_keys()},
@@ -202,17 +237,21 @@ def configure(
     environment: Mapping[str, str] | None = None,
     folder: str | Path = ".",
 ) -> Configuration:
-    """The configuration here and now: defaults, then `file` (or atts.toml in `folder`), then ATTS_*, then `flags`.
+    """The configuration here and now: defaults, then `file` (or atts.toml in `folder`), then
+    ATTS_*, then `flags`.
 
-    `pairs` are "key=value" texts, which count as flags. What the method itself settles is settled by it.
+    `pairs` are "key=value" texts, which count as flags. What the method itself settles is settled
+    by it.
 
-    :raises OptionError: an unknown key, a value of another type, or one that the method contradicts.
+    :raises OptionError: an unknown key, a value of another type, or one that the method
+        contradicts.
 
     >>> configure({"rate": 0.3}, ["sampling.temperature=0.6"], environment={}).settings["rate"]
     Setting(value=0.3, origin='--rate')
     """
     environment = os.environ if environment is None else environment
-    named, usual = file or environment.get(CONFIG_VARIABLE), Path(folder) / FILE
+    named = file or environment.get(CONFIG_VARIABLE)
+    usual = Path(folder) / FILE
     source = Path(named) if named is not None else usual if usual.exists() else None
     layers = chain(
         from_file(source, config_keys()) if source is not None else (),
@@ -220,7 +259,9 @@ def configure(
         from_flags(flags or {}, pairs, config_keys()),
     )
     settings = {name: Setting(key.default, "default") for name, key in config_keys().items()}
-    settings |= {key.name: Setting(key.read(value, label), origin) for key, value, origin, label in layers}
+    settings |= {
+        key.name: Setting(key.read(value, label), origin) for key, value, origin, label in layers
+    }
     settings |= _of_pair(settings)
     settings |= _settled(settings)
     followed = _followed(settings)
@@ -228,7 +269,9 @@ def configure(
 
 
 def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """The values as nested tables; a target with some sampling of its own shares the rest with the draft."""
+    """The values as nested tables; a target with some sampling of its own shares the rest with the
+    draft.
+    """
     tables = nested({name: held.value for name, held in settings.items()})
     if "target_sampling" in tables:
         tables["target_sampling"] = tables["sampling"] | tables["target_sampling"]
@@ -249,7 +292,11 @@ def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
     origin = f"{PAIR}{pair.name}"
     return {
         name: Setting(value, origin)
-        for name, value in {**words, **pair.settings, **_prompt(pair, str(settings["dataset"].value))}.items()
+        for name, value in {
+            **words,
+            **pair.settings,
+            **_prompt(pair, str(settings["dataset"].value)),
+        }.items()
         if settings[name].origin == "default"
     }
 
@@ -273,19 +320,28 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
             if name not in settings or value == before.get(name, settings[name].value):
                 continue
             if settings[name].origin != "default":
-                raise OptionError(name, f"the method {method} makes it {value!r}; leave it out, or take another method")
+                raise OptionError(
+                    name,
+                    f"the method {method} makes it {value!r}; leave it out, or take another method",
+                )
             found[name] = Setting(value, f"method {method}")
     return found
 
 
 def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """The lengths that nothing says: as these models need them, with what they follow from as their origin."""
+    """The lengths that nothing says: as these models need them, with what they follow from as their
+    origin.
+    """
     with _origins(settings):
         policy = msgspec.convert(_tables(settings), Policy)
     budget = budget_of(str(settings["draft"].value), str(settings["target"].value))
     found = dict(flat(asdict(policy.filled(budget))))
     origins = dict.fromkeys(LENGTHS, budget.models) | {"turns": "max_tokens"}
-    return {name: Setting(found[name], origin) for name, origin in origins.items() if settings[name].value is None}
+    return {
+        name: Setting(found[name], origin)
+        for name, origin in origins.items()
+        if settings[name].value is None
+    }
 
 
 @contextmanager

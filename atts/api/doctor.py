@@ -23,7 +23,8 @@ from atts.pipelines import check_engines, needed_logprobs, prompt_of
 
 Status = Literal["ok", "warn", "fail"]
 _SIGNATURE = "# Written by `atts doctor`"
-_TIGHT_GB, _FULL_GB = 2.0, 0.2
+_TIGHT_GB = 2.0
+_FULL_GB = 0.2
 _PROBLEM = Problem("doctor", "What is (17 + 25) * 3?")
 _TRIED = 16  # tokens that the draft writes to see the target score them
 
@@ -39,7 +40,9 @@ class Check:
 
     def __str__(self) -> str:
         """In one line."""
-        return f"{self.status:<5} {self.name:<12} {self.seen}" + (f". {self.advice}" if self.advice else "")
+        return f"{self.status:<5} {self.name:<12} {self.seen}" + (
+            f". {self.advice}" if self.advice else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,42 +58,63 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for machines."""
-        counts = {status: sum(check.status == status for check in self.checks) for status in get_args(Status)}
+        counts = {
+            status: sum(check.status == status for check in self.checks)
+            for status in get_args(Status)
+        }
         return {"ok": not self.failed, **counts, "checks": [asdict(check) for check in self.checks]}
 
 
 async def diagnose(configuration: Configuration, card: str | None = None) -> Diagnosis:
-    """Look at everything that a run of this configuration depends on; nothing is run but one short chunk.
+    """Look at everything that a run of this configuration depends on; nothing is run but one short
+    chunk.
 
     :raises OptionError: something that is impossible, whatever the servers say.
     """
     setup = configuration.setup()
     pair = find_pair(configuration["pair"]) if configuration["pair"] else None
-    checks = [*_lengths(configuration, setup), *_disk(configuration.directory), *_memory(configuration, pair, card)]
+    checks = [
+        *_lengths(configuration, setup),
+        *_disk(configuration.directory),
+        *_memory(configuration, pair, card),
+    ]
     checks += [check async for check in _engines(setup, pair)]
     return Diagnosis(tuple(checks))
 
 
 def write_settings(path: Path, configuration: Configuration, diagnosis: Diagnosis) -> None:
-    """The configuration as a file for `--config`: what was said of it, with what was seen as comments.
+    """The configuration as a file for `--config`: what was said of it, with what was seen as
+    comments.
 
     :raises OptionError: another file is there.
     :raises StorageError: the disk refuses.
     """
-    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(_SIGNATURE):
-        raise OptionError("out", f"{path} is there and is not this command's own; name another file")
-    said = {name: held.value for name, held in configuration.settings.items() if _is_said(name, configuration)}
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(
+        _SIGNATURE
+    ):
+        raise OptionError(
+            "out", f"{path} is there and is not this command's own; name another file"
+        )
+    said = {
+        name: held.value
+        for name, held in configuration.settings.items()
+        if _is_said(name, configuration)
+    }
     lines = [_SIGNATURE, *(f"# {check}" for check in diagnosis.checks)]
     lines += [f"{name} = {json.dumps(value)}" for name, value in said.items() if value is not None]
     write_atomic(path, ("\n".join(lines) + "\n").encode())
 
 
 def _is_said(name: str, configuration: Configuration) -> bool:
-    """Whether a flag, a variable or a file said it, or it is a pair's engine; what follows from other keys is not."""
+    """Whether a flag, a variable or a file said it, or it is a pair's engine; what follows from
+    other keys is not.
+    """
     origin = configuration.settings[name].origin
     if name in ("draft", "target"):
         return origin != "default"
-    return name not in configuration.followed and not origin.startswith(("default", "pair ", "method "))
+    return name not in configuration.followed and not origin.startswith(
+        ("default", "pair ", "method ")
+    )
 
 
 def _lengths(configuration: Configuration, setup: Setup) -> Iterator[Check]:
@@ -107,7 +131,11 @@ def _disk(directory: Path) -> Iterator[Check]:
     place = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free / 1e9
     status: Status = "fail" if free < _FULL_GB else "warn" if free < _TIGHT_GB else "ok"
-    advice = "" if status == "ok" else "Free some, or keep the run elsewhere with --out: a journal keeps every token"
+    advice = (
+        ""
+        if status == "ok"
+        else "Free some, or keep the run elsewhere with --out: a journal keeps every token"
+    )
     yield Check("disk", status, f"{free:,.1f} GB free for {directory}", advice)
 
 
@@ -120,13 +148,24 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
     for kind in [card] if card else sorted({name for name, _ in here}) or USUAL_CARDS:
         found = place(pair, kind, tokens)
         if found is None:
-            yield Check("memory", "fail" if card or here else "warn", f"not even eight {kind} hold {pair.name}")
+            yield Check(
+                "memory",
+                "fail" if card or here else "warn",
+                f"not even eight {kind} hold {pair.name}",
+            )
             continue
         lacks = bool(here) and found.count > sum(name == kind for name, _ in here)
         advice = (
-            "Take a smaller pair, or larger cards" if lacks else f"`atts pairs {pair.name} --card {kind}` starts them"
+            "Take a smaller pair, or larger cards"
+            if lacks
+            else f"`atts pairs {pair.name} --card {kind}` starts them"
         )
-        yield Check("memory", "fail" if lacks else "ok", f"{found}; the cache holds {found.rollouts} rollouts", advice)
+        yield Check(
+            "memory",
+            "fail" if lacks else "ok",
+            f"{found}; the cache holds {found.rollouts} rollouts",
+            advice,
+        )
 
 
 def _cards_here() -> Iterator[tuple[str, float]]:
@@ -139,7 +178,11 @@ def _cards_here() -> Iterator[tuple[str, float]]:
         if line.strip().isdecimal():
             memory = int(line) * 1.048576e-3
             fitting = [name for name, size in CARDS.items() if size <= memory * 1.08]
-            yield (max(fitting, key=lambda name: CARDS[name]), memory) if fitting else ("rtx4090", memory)
+            yield (
+                (max(fitting, key=lambda name: CARDS[name]), memory)
+                if fitting
+                else ("rtx4090", memory)
+            )
 
 
 async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
@@ -148,9 +191,15 @@ async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
     async with AsyncExitStack() as stack:
         for role, engine in zip(get_args(Role), setup.engines(), strict=True):
             try:
-                opened[role] = engine if engine in opened.values() else await stack.enter_async_context(engine)
+                opened[role] = (
+                    engine if engine in opened.values() else await stack.enter_async_context(engine)
+                )
             except ATTSError as error:
-                start = f"`atts pairs {pair.name} --card CARD` prints the command that starts it" if pair else ""
+                start = (
+                    f"`atts pairs {pair.name} --card CARD` prints the command that starts it"
+                    if pair
+                    else ""
+                )
                 yield Check(role, "fail", str(error), start)
                 continue
             for check in _one(role, opened[role], pair):
@@ -167,13 +216,23 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
     seen = f"{spec.model} on {spec.engine or type(engine).__name__}, {spec.context_length:,} tokens"
     yield Check(role, "ok", f"{seen}, computed by {kernel}" if kernel else seen)
     wanted = pair.model(role) if pair else ""
-    if wanted not in ("", "embedded") and wanted.rpartition("/")[2].lower() not in spec.model.lower():
+    if (
+        wanted not in ("", "embedded")
+        and wanted.rpartition("/")[2].lower() not in spec.model.lower()
+    ):
         yield Check(
-            role, "warn", f"{spec.model} is served, the pair names {wanted}", "Scores and prompts may not fit it"
+            role,
+            "warn",
+            f"{spec.model} is served, the pair names {wanted}",
+            "Scores and prompts may not fit it",
         )
     told = dict(spec.findings).get("speculation", "")
     if told and "does not speculate" not in told:
-        yield Check(role, "warn" if told.startswith("unknown") else "ok", f"speculation: {told.partition(': ')[2]}")
+        yield Check(
+            role,
+            "warn" if told.startswith("unknown") else "ok",
+            f"speculation: {told.partition(': ')[2]}",
+        )
     for name, told in spec.findings:
         if told.startswith("no") and name in ("cache", "abort", "seeds"):
             yield Check(role, "warn", f"{name}: {told}", "docs/servers.md names the server's flag")
@@ -191,18 +250,31 @@ def _both(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
         is_hot = "processed" in dict(engine.spec.findings).get("convention", "")
         if is_hot and role in needed_logprobs(policy, gate, draft.spec, target.spec):
             advice = "Start SGLang with SGLANG_RETURN_ORIGINAL_LOGPROB=1"
-            yield Check(role, "warn", "its log-probs are after temperature: every chunk is scored once more", advice)
+            yield Check(
+                role,
+                "warn",
+                "its log-probs are after temperature: every chunk is scored once more",
+                advice,
+            )
     same = draft.spec.tokenizer == target.spec.tokenizer
-    seen = "one for both models" if same else "two: chunks are encoded again for the other model, scores are mean ones"
+    seen = (
+        "one for both models"
+        if same
+        else "two: chunks are encoded again for the other model, scores are mean ones"
+    )
     yield Check("tokenizers", "ok", seen)
     yield from _templates(setup, draft, target)
     shortest = min(draft.spec.context_length, target.spec.context_length)
     most = policy.bounds().max_tokens
     if shortest <= most:
         advice = f"Serve with a longer context (--max-model-len), or give --max-tokens {max(1, shortest - 512)}"
-        yield Check("context", "warn", f"{shortest:,} tokens, the rollout alone may have {most:,}", advice)
+        yield Check(
+            "context", "warn", f"{shortest:,} tokens, the rollout alone may have {most:,}", advice
+        )
     else:
-        yield Check("context", "ok", f"{shortest:,} tokens hold a rollout of {most:,} and its problem")
+        yield Check(
+            "context", "ok", f"{shortest:,} tokens hold a rollout of {most:,} and its problem"
+        )
 
 
 def _templates(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
@@ -217,15 +289,20 @@ def _templates(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
             continue
         plain = engine.tokenizer.render([Message("user", _PROBLEM.text)])
         how = "with" if any(message.role == "system" for message in messages) else "without"
-        seen = (
-            f"{role}: {len(ids)} tokens for a short problem, {how} a system prompt ({len(plain)} for the problem alone)"
-        )
+        seen = f"{role}: {len(ids)} tokens for a short problem, {how} a system prompt ({len(plain)} for the problem alone)"
         thinks[role] = engine.tokenizer.decode(ids).rstrip().endswith("<think>")
         yield Check("templates", "ok", seen)
     if len(set(thinks.values())) == 2:
         opens = next(role for role, opened in thinks.items() if opened)
-        advice = "Its first chunks look odd to the other model: expect more of them to be handed over"
-        yield Check("templates", "warn", f"the template of the {opens} alone opens the answer with <think>", advice)
+        advice = (
+            "Its first chunks look odd to the other model: expect more of them to be handed over"
+        )
+        yield Check(
+            "templates",
+            "warn",
+            f"the template of the {opens} alone opens the answer with <think>",
+            advice,
+        )
 
 
 def _roles(draft: Engine, target: Engine) -> tuple[tuple[Role, Engine], ...]:
@@ -237,7 +314,9 @@ async def _trial(setup: Setup, draft: Engine, target: Engine) -> Check:
     messages = prompt_of(_PROBLEM, setup.run_policy)
     try:
         ids = draft.tokenizer.render(messages)
-        written = await draft.sample(SampleRequest(ids, _TRIED, setup.run_policy.sampling, logprobs="unneeded"))
+        written = await draft.sample(
+            SampleRequest(ids, _TRIED, setup.run_policy.sampling, logprobs="unneeded")
+        )
         if "score" not in target.spec.capabilities or not written.text:
             return Check("trial", "ok", f"the draft wrote {len(written.ids)} tokens")
         suffix = target.tokenizer.encode(written.text)
@@ -246,5 +325,7 @@ async def _trial(setup: Setup, draft: Engine, target: Engine) -> Check:
         return Check("trial", "fail", str(error))
     mean = sum(scores.logprobs) / len(scores.logprobs)
     return Check(
-        "trial", "ok", f"the draft wrote {len(written.ids)} tokens, the target scored them ({mean:.2f} nats each)"
+        "trial",
+        "ok",
+        f"the draft wrote {len(written.ids)} tokens, the target scored them ({mean:.2f} nats each)",
     )

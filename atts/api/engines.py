@@ -36,23 +36,29 @@ _MODELS = {"hf": "hf:OWNER/NAME or hf:./FOLDER", "zoo": "zoo:DIR/NAME"}
 
 
 def build_engine(
-    name: str | Engine, role: Role, options: LocalOptions | None = None, *, chat: bool = False, lent: str = ""
+    name: str | Engine,
+    role: Role,
+    options: LocalOptions | None = None,
+    *,
+    chat: bool = False,
+    lent: str = "",
 ) -> Engine:
-    """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder", or one you made.
+    """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder",
+    or one you made.
 
-    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`); with "?lossy=.01", what `atts zoo compare`
-    kept to stand in for it within so many nats a token: what that loses is logged as a warning. With "?replicas=2" as
-    many processes hold the model. With "?stages=2" one model of any folder is in two processes, each with some of its
-    layers.
-    Servers are "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
-    "openai:https://host/v1/Model", or "server:..." when the server may say what it is; several URLs with commas
-    between them are replicas of one engine (`docs/servers.md`). Settings follow a question mark:
-    "hf:Qwen/Qwen3-1.7B?device=cuda&dtype=bfloat16" (the fields of `atts.local.LocalOptions`).
-    "ray:" before any of these runs it in the actors of a Ray cluster: "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the
-    fields of `atts.remote.RayOptions`).
+    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`); with "?lossy=.01", what
+    `atts zoo compare` kept to stand in for it within so many nats a token: what that loses is
+    logged as a warning. With "?replicas=2" as many processes hold the model. With "?stages=2" one
+    model of any folder is in two processes, each with some of its layers. Servers are
+    "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
+    "openai:https://host/v1/Model", or "server:..." when the server may say what it is; several URLs
+    with commas between them are replicas of one engine (`docs/servers.md`). Settings follow a
+    question mark: "hf:Qwen/Qwen3-1.7B?device=cuda&dtype=bfloat16" (the fields of
+    `atts.local.LocalOptions`). "ray:" before any of these runs it in the actors of a Ray cluster:
+    "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the fields of `atts.remote.RayOptions`).
 
-    With `chat`, a model of this machine without a chat template is refused before it is loaded. A draft model that is
-    `lent` proposes for one of this machine, where it fits (`LocalEngine`).
+    With `chat`, a model of this machine without a chat template is refused before it is loaded. A
+    draft model that is `lent` proposes for one of this machine, where it fits (`LocalEngine`).
 
     :raises OptionError: no engine is called that, or it has no such setting.
     :raises UnsupportedByEngine: a folder without a chat template.
@@ -72,7 +78,9 @@ def build_engine(
     if scheme in _SERVERS:
         from atts.remote import server_engine
 
-        return server_engine(scheme, rest, role, frozenset({"sample"}))  # what else is needed, a run checks
+        return server_engine(
+            scheme, rest, role, frozenset({"sample"})
+        )  # what else is needed, a run checks
     from atts.local import LocalEngine
 
     model, _, settings = rest.partition("?")
@@ -83,11 +91,16 @@ def build_engine(
     count = 1
     if scheme == "zoo":
         zoo = _zoo_model(model, settings)
-        model, settings, count = zoo.folder, zoo.settings, zoo.replicas
+        model = zoo.folder
+        settings = zoo.settings
+        count = zoo.replicas
         if zoo.loss:
             _log.warning("%s: %s", name, zoo.loss)
-    found, lent = _local_options(settings, options), _drafter_model(lent) if lent else ""
-    make = partial(LocalEngine, model, name=role, options=found, chat=chat, lent="" if lent == model else lent)
+    found = _local_options(settings, options)
+    lent = _drafter_model(lent) if lent else ""
+    make = partial(
+        LocalEngine, model, name=role, options=found, chat=chat, lent="" if lent == model else lent
+    )
     if count == 1:
         return make()
     from atts.blocks import replicated
@@ -95,12 +108,16 @@ def build_engine(
     return replicated([make(replica=number) for number in range(count)], role)
 
 
-def build_engines(draft: str | Engine, target: str | Engine, speculate: Speculate = "auto") -> tuple[Engine, Engine]:
+def build_engines(
+    draft: str | Engine, target: str | Engine, speculate: Speculate = "auto"
+) -> tuple[Engine, Engine]:
     """Both engines of a run: one where both are the same object, two where they are equal words.
 
-    The draft model proposes tokens to the target as `speculate` says, unless the target's own words say otherwise.
+    The draft model proposes tokens to the target as `speculate` says, unless the target's own words
+    say otherwise.
 
-    :raises OptionError: see `build_engine`; so for a model without a chat template, and for two that cannot speculate.
+    :raises OptionError: see `build_engine`; so for a model without a chat template, and for two
+        that cannot speculate.
     """
     first = build_engine(draft, "draft", chat=True)
     if target is first:
@@ -109,7 +126,9 @@ def build_engines(draft: str | Engine, target: str | Engine, speculate: Speculat
     return first, build_engine(target, "target", options, chat=True, lent=lent)
 
 
-def speculation_words(draft: str | Engine, target: str | Engine, speculate: Speculate = "auto") -> str:
+def speculation_words(
+    draft: str | Engine, target: str | Engine, speculate: Speculate = "auto"
+) -> str:
     """What proposes tokens to the target, for people.
 
     :raises OptionError: `speculate` asks for what these engines cannot do.
@@ -127,14 +146,21 @@ def speculation_words(draft: str | Engine, target: str | Engine, speculate: Spec
         return "the draft, if both models share a tokenizer and the target is computed on a CPU"
     if speculate == "auto" and _is_one_loop(draft, target):
         return "nothing: draft and target share the blocks of a zoo, and a step loop"
-    return "nothing" + ": that takes a draft and a target of this machine, the draft not padded" * (speculate == "auto")
+    return "nothing" + ": that takes a draft and a target of this machine, the draft not padded" * (
+        speculate == "auto"
+    )
 
 
-def _speculation(draft: str | Engine, target: str | Engine, speculate: Speculate) -> tuple[LocalOptions | None, str]:
-    """What the target's own words are added to, and the draft model that is lent to it: asked for, or where it fits."""
+def _speculation(
+    draft: str | Engine, target: str | Engine, speculate: Speculate
+) -> tuple[LocalOptions | None, str]:
+    """What the target's own words are added to, and the draft model that is lent to it: asked for,
+    or where it fits.
+    """
     from atts.local import LocalOptions
 
-    (drafter, pad), is_local = _drafter_words(draft), bool(_drafter_words(target)[0])
+    (drafter, pad) = _drafter_words(draft)
+    is_local = bool(_drafter_words(target)[0])
     if speculate == "auto":
         return None, drafter if is_local and not pad and not _is_one_loop(draft, target) else ""
     if speculate == "off":
@@ -143,31 +169,43 @@ def _speculation(draft: str | Engine, target: str | Engine, speculate: Speculate
         is_server = isinstance(target, str) and target.partition(":")[0] in _SERVERS
         advice = "a server has flags of its own for it (docs/servers.md); leave speculate out"
         advice = advice if is_server else "say it in the engine's own options; leave speculate out"
-        raise OptionError("speculate", f"{speculate} is for a target of this machine, embedded or hf:MODEL: {advice}")
+        raise OptionError(
+            "speculate",
+            f"{speculate} is for a target of this machine, embedded or hf:MODEL: {advice}",
+        )
     if speculate == "suffix":
         return LocalOptions(speculate="suffix"), ""
     if not drafter:
         problem = "has the run's draft propose, which must be a model of this machine, embedded or hf:MODEL"
-        raise OptionError("speculate", f"{speculate} {problem}; take another draft, or leave speculate out")
+        raise OptionError(
+            "speculate", f"{speculate} {problem}; take another draft, or leave speculate out"
+        )
     return LocalOptions(speculate=speculate, drafter=drafter, drafter_pad=pad), ""
 
 
 def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
-    """Whether draft and target are models of one zoo that share blocks: they take turns in one step loop."""
+    """Whether draft and target are models of one zoo that share blocks: they take turns in one step
+    loop.
+    """
     from atts.stored_blocks import share_blocks
 
     if not (isinstance(draft, str) and isinstance(target, str)):
         return False
     if not all(words.startswith("zoo:") for words in (draft, target)):
         return False
-    one, other = (_zoo_model(words[4:].partition("?")[0], words.partition("?")[2]) for words in (draft, target))
+    one, other = (
+        _zoo_model(words[4:].partition("?")[0], words.partition("?")[2])
+        for words in (draft, target)
+    )
     if (one.settings, one.replicas) != (other.settings, other.replicas):
         return False
     return share_blocks(Path(one.folder), Path(other.folder), as_deep="stages=" in one.settings)
 
 
 def _drafter_words(engine: str | Engine) -> tuple[str, str]:
-    """The model of this machine that these words name, without settings, and its padding; nothing for any other."""
+    """The model of this machine that these words name, without settings, and its padding; nothing
+    for any other.
+    """
     words, _, settings = engine.partition("?") if isinstance(engine, str) else ("", "", "")
     is_local = words.partition(":")[0] in _LOCAL
     return (words, dict(parse_qsl(settings)).get("pad", "")) if is_local else ("", "")
@@ -183,10 +221,15 @@ def check_engine_words(name: str) -> tuple[str, str]:
         scheme, _, rest = name.partition("?")
         rest = f"?{rest}"
     if scheme not in SCHEMES:
-        raise OptionError("engine", f"{name!r} names no engine; give SCHEME or SCHEME:MODEL", SCHEMES, scheme)
+        raise OptionError(
+            "engine", f"{name!r} names no engine; give SCHEME or SCHEME:MODEL", SCHEMES, scheme
+        )
     if scheme in ("embedded", "scripted"):
         if rest.partition("?")[0] not in ("", "draft", "target"):
-            raise OptionError("engine", f"{name!r} names no engine; write {scheme}, {scheme}:draft or {scheme}:target")
+            raise OptionError(
+                "engine",
+                f"{name!r} names no engine; write {scheme}, {scheme}:draft or {scheme}:target",
+            )
     elif scheme == "ray" and rest.partition(":")[0] != "ray":
         check_engine_words(_ray_words(rest)[0])
     elif scheme in _SERVERS and rest:
@@ -205,8 +248,12 @@ def _on_ray(words: str, role: Role, chat: bool) -> Engine:
     from atts.remote import RayEngine
 
     inner, options = _ray_words(words)
-    here = LocalOptions(worker="thread", stage_worker="ray")  # an actor is a process of its own already
-    return RayEngine(partial(build_engine, inner, role, here, chat=chat), name=role, options=options)
+    here = LocalOptions(
+        worker="thread", stage_worker="ray"
+    )  # an actor is a process of its own already
+    return RayEngine(
+        partial(build_engine, inner, role, here, chat=chat), name=role, options=options
+    )
 
 
 def _ray_words(words: str) -> tuple[str, RayOptions]:
@@ -225,7 +272,9 @@ def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:
     for name in rest:
         known = [key.name for key in keys_of(LocalOptions, options)]
         raise OptionError("engine", f"{name!r} is no setting of a local engine", known, name)
-    options = replace(options, drafter=_drafter_model(options.drafter)) if options.drafter else options
+    options = (
+        replace(options, drafter=_drafter_model(options.drafter)) if options.drafter else options
+    )
     options.check()
     return options
 
@@ -242,22 +291,30 @@ class _ZooModel(NamedTuple):
 def _zoo_model(words: str, settings: str) -> _ZooModel:
     zoo, name = _zoo(words)
     said = dict(parse_qsl(settings, keep_blank_values=True))
-    bound, count, model = said.pop("lossy", None), said.pop("replicas", "1"), zoo.model(name)
+    bound = said.pop("lossy", None)
+    count = said.pop("replicas", "1")
+    model = zoo.model(name)
     if not count.isdecimal() or not 1 <= int(count) <= _MOST_REPLICAS:
-        raise OptionError("replicas", f"{count!r} is no number of processes from 1 to {_MOST_REPLICAS}")
+        raise OptionError(
+            "replicas", f"{count!r} is no number of processes from 1 to {_MOST_REPLICAS}"
+        )
     found = _ZooModel(str(zoo.folder(name)), urlencode(said), "", int(count))
     if bound is None:
         if model.loss:
-            advice = (
-                f"write zoo:DIR/{model.loss.model}?lossy=NATS, {model.loss.nats:.3g} or more, or take it as a drafter"
+            advice = f"write zoo:DIR/{model.loss.model}?lossy=NATS, {model.loss.nats:.3g} or more, or take it as a drafter"
+            raise OptionError(
+                "engine", f"{name!r} stands in for {model.loss.model!r}, at a loss: {advice}"
             )
-            raise OptionError("engine", f"{name!r} stands in for {model.loss.model!r}, at a loss: {advice}")
         return found
     try:
         kept = zoo.within(name, float(bound))
     except ValueError:
         raise OptionError("lossy", f"{bound!r} is no number of nats a token, as .01") from None
-    stands = ", ".join(f"{other} as {place}" for place, other in kept.loss.stands.items()) if kept.loss else ""
+    stands = (
+        ", ".join(f"{other} as {place}" for place, other in kept.loss.stands.items())
+        if kept.loss
+        else ""
+    )
     loss = f"{kept.name} stands in ({stands}): {kept.loss}"
     return found._replace(folder=str(zoo.folder(kept.name)), loss=loss)
 
@@ -282,16 +339,24 @@ def _drafter_model(words: str) -> str:
         return str(zoo.folder(name))
     if scheme != "hf" or not model or "?" in model:
         known = "embedded:draft, embedded:deep, hf:OWNER/NAME, hf:./FOLDER or zoo:DIR/NAME"
-        raise OptionError("drafter", f"{words!r} names no draft model; write {known}, without settings")
+        raise OptionError(
+            "drafter", f"{words!r} names no draft model; write {known}, without settings"
+        )
     return model
 
 
 def _with_settings(base: T, settings: str) -> tuple[T, dict[str, str]]:
-    """The options changed by the settings of theirs after a question mark, and the settings that are none of theirs."""
+    """The options changed by the settings of theirs after a question mark, and the settings that
+    are none of theirs.
+    """
     known = {key.name: key for key in keys_of(type(base), base)}
     found = dict(parse_qsl(settings, keep_blank_values=True))
     if found.get("k") == "auto":
         del found["k"]
-    changes = {name: known[name].read(words, f"engine {name}") for name, words in found.items() if name in known}
+    changes = {
+        name: known[name].read(words, f"engine {name}")
+        for name, words in found.items()
+        if name in known
+    }
     changed = replace(cast(Any, base), **changes)
     return changed, {name: words for name, words in found.items() if name not in known}

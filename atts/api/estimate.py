@@ -33,7 +33,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What would run; `expected` is None where nothing is known to go by, and `basis` says what it rests on."""
+    """What would run; `expected` is None where nothing is known to go by, and `basis` says what it
+    rests on.
+    """
 
     dataset: str
     problems: int
@@ -49,7 +51,11 @@ class DryRun:
 
     def as_json(self) -> dict[str, Any]:
         """Strict JSON."""
-        return {**asdict(replace(self, budget={})), "budget": self.budget, "directory": str(self.directory)}
+        return {
+            **asdict(replace(self, budget={})),
+            "budget": self.budget,
+            "directory": str(self.directory),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +70,17 @@ class _Past:
 
 
 def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
-    """What this configuration would do. Reads the dataset and earlier runs of the same models; loads no model.
+    """What this configuration would do. Reads the dataset and earlier runs of the same models;
+    loads no model.
 
     Of a `shard`, what that part of the dataset would take.
 
     :raises DatasetError: the dataset cannot be read, or holds nothing.
     :raises OptionError: something is impossible.
     """
-    setup, job, directory = configuration.setup(), configuration.job, configuration.directory_of(shard)
+    setup = configuration.setup()
+    job = configuration.job
+    directory = configuration.directory_of(shard)
     problems = job.load().problems if shard is None else shard.take(job.load().problems)
     setup.engines()  # opens nothing; refuses what names no engine
     policy = setup.run_policy
@@ -114,10 +123,16 @@ def _accepts_everything(setup: Setup) -> bool:
     return isinstance(gate, FixedGate)
 
 
-def _mean_rollout(configuration: Configuration, setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens | None, str]:
+def _mean_rollout(
+    configuration: Configuration, setup: Setup, problems: Sequence[Problem]
+) -> tuple[Tokens | None, str]:
     """Tokens of one rollout, and how that is known."""
     dataset = _without_slice(configuration["dataset"])
-    past = max(_earlier_runs(configuration), key=lambda run: (run.dataset == dataset, run.rollouts), default=None)
+    past = max(
+        _earlier_runs(configuration),
+        key=lambda run: (run.dataset == dataset, run.rollouts),
+        default=None,
+    )
     if past is not None:
         words = f"as in {past.directory}: the same models and method, {past.rollouts:,} rollouts"
         grown = setup.rate / past.rate if past.rate > 0 else 1.0
@@ -128,21 +143,32 @@ def _mean_rollout(configuration: Configuration, setup: Setup, problems: Sequence
         return Tokens(past.mean.draft, past.mean.scored, past.mean.target * grown), words
     if {setup.draft, setup.target} == {"embedded"}:
         return _from_solutions(setup, problems)
-    return None, "no earlier run of these models to go by; run a few problems (--limit 5), then ask again"
+    return (
+        None,
+        "no earlier run of these models to go by; run a few problems (--limit 5), then ask again",
+    )
 
 
 def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens | None, str]:
-    """The embedded models were taught the generated problems' worked solutions, and write about as much."""
+    """The embedded models were taught the generated problems' worked solutions, and write about as
+    much.
+    """
     from tokenizers import Tokenizer
 
     from atts.evaluators import exercises
     from atts.models import path
 
     parts = problems[0].id.split("-")
-    if parts[0] != "arithmetic" or len(parts) != 4 or parts[1] not in ("train", "calibration", "test"):
+    if (
+        parts[0] != "arithmetic"
+        or len(parts) != 4
+        or parts[1] not in ("train", "calibration", "test")
+    ):
         return None, "no earlier run of the embedded models on other problems to go by"
-    split, seed = parts[1], int(parts[2])
-    known = {exercise.text: exercise.solution for exercise in exercises(split, 5 * len(problems), seed)}  # type: ignore[arg-type]  # checked above
+    split = parts[1]
+    seed = int(parts[2])
+    exercise_list = exercises(split, 5 * len(problems), seed)  # type: ignore[arg-type]  # checked above
+    known = {exercise.text: exercise.solution for exercise in exercise_list}
     texts = [known[problem.text] for problem in problems if problem.text in known]
     if not texts:
         return None, "no earlier run of the embedded models on these problems to go by"
@@ -153,22 +179,36 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
         return Tokens(0, 0, length), words
     if _accepts_everything(setup):
         return Tokens(length, 0, 0), words
-    appended = setup.policy.takeover == "continue"  # then what the target writes comes on top of the draft's chunk
+    appended = (
+        setup.policy.takeover == "continue"
+    )  # then what the target writes comes on top of the draft's chunk
     drafted = length / (1 + setup.rate) if appended else length
-    words += f"; with {setup.rate:g} of the drafted chunks the target is taken to write one of its own"
+    words += (
+        f"; with {setup.rate:g} of the drafted chunks the target is taken to write one of its own"
+    )
     return Tokens(drafted, drafted, drafted * setup.rate), words
 
 
 def _earlier_runs(configuration: Configuration) -> Iterator[_Past]:
     """Runs beside this one, and its own beginning, that had the same models and method."""
-    folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")} | {configuration.directory}
+    folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")} | {
+        configuration.directory
+    }
     for folder in sorted(folders):
         finished = _finished(folder)
         rollouts = sum(len(one.samples) for one in finished)
-        settings = {name: held.value for name, held in open_run(folder).manifest.settings.items()} if rollouts else {}
-        if rollouts and all(settings.get(name) == configuration[name] for name in ("draft", "target", "method")):
+        settings = (
+            {name: held.value for name, held in open_run(folder).manifest.settings.items()}
+            if rollouts
+            else {}
+        )
+        if rollouts and all(
+            settings.get(name) == configuration[name] for name in ("draft", "target", "method")
+        ):
             used = sum((one.usage for one in finished), Usage())
-            mean = Tokens(used.draft_tokens, used.scored_tokens, used.target_tokens).times(1 / rollouts)
+            mean = Tokens(used.draft_tokens, used.scored_tokens, used.target_tokens).times(
+                1 / rollouts
+            )
             dataset = _without_slice(str(settings.get("dataset", "other problems")))
             yield _Past(folder, rollouts, mean, float(str(settings["rate"])), dataset)
 

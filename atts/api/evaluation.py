@@ -1,4 +1,6 @@
-"""Solving and evaluating: the verbs `solve` and `evaluate`, and `Session`, which keeps engines and gate for many."""
+"""Solving and evaluating: the verbs `solve` and `evaluate`, and `Session`, which keeps engines and
+gate for many.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,16 @@ T = TypeVar("T")
 
 
 class evaluate:
-    """One evaluation: `await` it for its result, or open it with `async with` and iterate its events first.
+    """One evaluation: `await` it for its result, or open it with `async with` and iterate its
+    events first.
 
-    `dataset` is a benchmark's name ("math500[:20]"), a file, or problems. In a `directory` everything is journalled and
-    the same call resumes. A `shard` such as "2/3" takes every third problem from the second on; `atts.merge` makes one
-    run of all. With `against`, an earlier run or a file of results, and `stop_when` "decided" or "decided=2", problems
-    are taken in an order drawn by the seed, and none is begun once the difference in accuracy is decided, or known to
-    be within 2 points. Inside `async with`, leaving the block before the end cancels the run; it can be resumed.
+    `dataset` is a benchmark's name ("math500[:20]"), a file, or problems. In a `directory`
+    everything is journalled and the same call resumes. A `shard` such as "2/3" takes every third
+    problem from the second on; `atts.merge` makes one run of all. With `against`, an earlier run or
+    a file of results, and `stop_when` "decided" or "decided=2", problems are taken in an order
+    drawn by the seed, and none is begun once the difference in accuracy is decided, or known to be
+    within 2 points. Inside `async with`, leaving the block before the end cancels the run; it can
+    be resumed.
 
     >>> import anyio
     >>> async def main() -> str:
@@ -67,17 +72,26 @@ class evaluate:
     ) -> None:
         if (against is None) != (stop_when is None):
             raise OptionError(
-                "stop_when", "--against and --stop-when need each other; `atts compare` compares runs that are over"
+                "stop_when",
+                "--against and --stop-when need each other; `atts compare` compares runs that are "
+                "over",
             )
         if against is not None and shard is not None:
-            raise OptionError("stop_when", "a shard has a part of the problems, which decides nothing; leave one out")
-        self._stop_when = None if against is None or stop_when is None else read_stop_when(against, stop_when)
+            raise OptionError(
+                "stop_when",
+                "a shard has a part of the problems, which decides nothing; leave one out",
+            )
+        self._stop_when = (
+            None if against is None or stop_when is None else read_stop_when(against, stop_when)
+        )
         self._dataset = dataset
         self._setup = setup or Setup()
         self._within = within
         self._limit = limit
         self._shard = Shard.parse(shard) if isinstance(shard, str) else shard
-        self._options = replace(options or RunOptions(), directory=Path(directory) if directory else None)
+        self._options = replace(
+            options or RunOptions(), directory=Path(directory) if directory else None
+        )
         self._stack = AsyncExitStack()
         self._events: MemoryObjectReceiveStream[Notice] | None = None
         self._done = anyio.Event()
@@ -94,7 +108,11 @@ class evaluate:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None:
         try:
             return await self._stack.__aexit__(kind, error, trace)
@@ -133,7 +151,8 @@ class evaluate:
             problems = common(problems, self._stop_when, self._setup.seed)
         if self._shard is not None:
             problems = self._shard.take(problems)
-        setup, options = self._setup, self._options
+        setup = self._setup
+        options = self._options
         if self._within is None:
             plan = setup.plan(*setup.engines(), problems[0].kind)
         else:
@@ -143,7 +162,9 @@ class evaluate:
             plan = replace(plan, configuration={**plan.configuration, **held})
         if self._stop_when is not None:
             held = comparison_setting(self._stop_when)
-            plan = replace(plan, stop_when=self._stop_when, configuration={**plan.configuration, **held})
+            plan = replace(
+                plan, stop_when=self._stop_when, configuration={**plan.configuration, **held}
+            )
         return await run_evaluation(problems, plan, options)
 
 
@@ -163,9 +184,11 @@ class _Stream:
 
 
 class Session:
-    """Engines that stay open, a gate that goes on learning, one set of limits: for any number of questions at once.
+    """Engines that stay open, a gate that goes on learning, one set of limits: for any number of
+    questions at once.
 
-    It opens with `async with`, or with the first question. What is cancelled ends alone; closing waits for nothing.
+    It opens with `async with`, or with the first question. What is cancelled ends alone; closing
+    waits for nothing.
 
     >>> import anyio
     >>> async def main() -> str | None:
@@ -185,10 +208,13 @@ class Session:
         self._asked = OrderedDict[str, int]()  # how often each of the latest questions was asked
         self._forgotten = 0  # and at most, each of those before them
 
-    async def solve(self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None) -> Outcome:
+    async def solve(
+        self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None
+    ) -> Outcome:
         """Solve one problem; `policy` changes fields of the setup's policy for it.
 
-        Text asked again is solved anew, by other random numbers; a `Problem` of the same id by the same.
+        Text asked again is solved anew, by other random numbers; a `Problem` of the same id by the
+        same.
 
         :raises EngineError: an engine cannot be opened or is lost.
         :raises OptionError: an impossible policy.
@@ -210,13 +236,17 @@ class Session:
     ) -> evaluate:
         """As `atts.evaluate`, on this session's engines and within its limits.
 
-        A run in a directory has a gate of its own: its journal must tell everything that its gate has learnt from.
+        A run in a directory has a gate of its own: its journal must tell everything that its gate
+        has learnt from.
         """
         options = options or RunOptions(signals="ignore")
-        return evaluate(dataset, self.setup, limit=limit, directory=directory, options=options, within=self)
+        return evaluate(
+            dataset, self.setup, limit=limit, directory=directory, options=options, within=self
+        )
 
     async def plan(self, kind: AnswerKind, options: RunOptions) -> tuple[Plan, RunOptions]:
-        """The plan of one run within this session, and its options; opens the engines if they are not.
+        """The plan of one run within this session, and its options; opens the engines if they are
+        not.
 
         :raises EngineUnavailable: the session is closed.
         """
@@ -234,14 +264,20 @@ class Session:
         plan = self._plan
         if options.directory is not None:
             plan = self.setup.plan(plan.draft, plan.target)
-        return replace(plan, answers=answers_for(kind)), replace(options, engines="are open", beside=self._shared)
+        return replace(plan, answers=answers_for(kind)), replace(
+            options, engines="are open", beside=self._shared
+        )
 
     async def __aenter__(self) -> Self:
         await self.plan("math", RunOptions())
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> None:
         await self.aclose()
 
@@ -276,11 +312,16 @@ class SyncSession:
             portal = stack.enter_context(start_blocking_portal())
             session = portal.call(Session, self._setup)
             stack.enter_context(portal.wrap_async_context_manager(session))
-            self._open, self._stack = (portal, session), stack.pop_all()
+            self._open = (portal, session)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> None:
         self._open = None
         self._stack.__exit__(kind, error, trace)
@@ -329,7 +370,9 @@ async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
 
 
 def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
-    """The twin of a verb for code without an event loop; inside one it would block that, so it says what to write."""
+    """The twin of a verb for code without an event loop; inside one it would block that, so it says
+    what to write.
+    """
     verb = call.__name__
 
     def run(*arguments: P.args, **options: P.kwargs) -> T:
@@ -341,13 +384,17 @@ def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
         except anyio.NoEventLoopError:
             return anyio.run(main)
         raise UsageError(
-            f"atts.{verb}_sync was called inside a running event loop; write `await atts.{verb}(...)` there"
+            f"atts.{verb}_sync was called inside a running event loop; write `await "
+            f"atts.{verb}(...)` there"
         )
 
     update_wrapper(run, call, ("__module__",), ())
     run.__name__ = run.__qualname__ = f"{verb}_sync"
-    run.__doc__ = f"`{verb}` for code without an event loop.\n\n:raises UsageError: called inside one."
+    run.__doc__ = (
+        f"`{verb}` for code without an event loop.\n\n:raises UsageError: called inside one."
+    )
     return run
 
 
-solve_sync, evaluate_sync = sync(solve), sync(evaluate)
+solve_sync = sync(solve)
+evaluate_sync = sync(evaluate)

@@ -1,4 +1,6 @@
-"""Configuration keys, read off the dataclasses whose fields they set; a field's annotation holds the key's help."""
+"""Configuration keys, read off the dataclasses whose fields they set; a field's annotation holds
+the key's help.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,22 @@ from atts.errors import OptionError
 from atts.journal import Json
 
 PREFIX = "ATTS_"
-_TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-KINDS: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_TRUTHS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+KINDS: Mapping[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
 """What errors call the types of values."""
 
 
@@ -40,7 +56,8 @@ class Key:
         return tuple(map(str, get_args(self.kind))) if get_origin(self.kind) is Literal else ()
 
     def read(self, value: object, label: str) -> Json:
-        """The value as the configuration holds it; words, as from the environment, are read as what they say.
+        """The value as the configuration holds it; words, as from the environment, are read as what
+        they say.
 
         :raises OptionError: it is none of this key's; `label` says who gave it.
         """
@@ -60,19 +77,25 @@ class Key:
         return found
 
 
-def keys_of(kind: type, default: object, prefix: str = "", help: Mapping[str, str] | str = "") -> Iterator[Key]:
-    """A key for every field that a text can say, those of inner dataclasses dotted; `default` holds the defaults.
+def keys_of(
+    kind: type, default: object, prefix: str = "", help: Mapping[str, str] | str = ""
+) -> Iterator[Key]:
+    """A key for every field that a text can say, those of inner dataclasses dotted; `default` holds
+    the defaults.
 
-    `help` wins over what the fields themselves say, as a mapping in an outer field's annotation does.
+    `help` wins over what the fields themselves say, as a mapping in an outer field's annotation
+    does.
     """
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
-        hint, said = hints[field.name], help.get(field.name, "") if isinstance(help, Mapping) else ""
+        hint = hints[field.name]
+        said = help.get(field.name, "") if isinstance(help, Mapping) else ""
         if get_origin(hint) is Annotated:
             hint, said = hint.__origin__, said or hint.__metadata__[0]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         inner = next((part for part in parts if _is_sayable(part) or is_dataclass(part)), None)
-        name, value = prefix + field.name, getattr(default, field.name, None)
+        name = prefix + field.name
+        value = getattr(default, field.name, None)
         if isinstance(inner, type) and is_dataclass(inner):
             yield from keys_of(inner, value, name + ".", said)
         elif inner is not None:
@@ -89,7 +112,8 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def nested(values: Mapping[str, Json]) -> dict[str, Any]:
-    """The way back from `flat`; what is None, and a table of nothing else, is left to the field's default.
+    """The way back from `flat`; what is None, and a table of nothing else, is left to the field's
+    default.
 
     >>> nested({"samples": 8, "sampling.top_p": 0.9, "target_sampling.top_p": None})
     {'samples': 8, 'sampling': {'top_p': 0.9}}
@@ -106,7 +130,11 @@ def nested(values: Mapping[str, Json]) -> dict[str, Any]:
 
 
 def _is_sayable(kind: Any) -> bool:
-    return kind in KINDS or get_origin(kind) is Literal or (get_origin(kind) is tuple and get_args(kind)[0] is str)
+    return (
+        kind in KINDS
+        or get_origin(kind) is Literal
+        or (get_origin(kind) is tuple and get_args(kind)[0] is str)
+    )
 
 
 def _converted(value: Any, kind: Any) -> Any:
@@ -115,10 +143,16 @@ def _converted(value: Any, kind: Any) -> Any:
     :raises msgspec.DecodeError: it is none.
     """
     if kind in (int, float):
-        if isinstance(value, str) and value.strip().startswith("."):  # .1 is no number to JSON alone
+        if isinstance(value, str) and value.strip().startswith(
+            "."
+        ):  # .1 is no number to JSON alone
             value = f"0{value.strip()}"
-        kind = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] if kind is int else kind
-        return msgspec.convert(value.strip().replace("_", "") if isinstance(value, str) else value, kind, strict=False)
+        kind = (
+            Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] if kind is int else kind
+        )
+        return msgspec.convert(
+            value.strip().replace("_", "") if isinstance(value, str) else value, kind, strict=False
+        )
     if isinstance(value, str) and kind is bool:
         value = _TRUTHS.get(value.lower(), value)
     elif isinstance(value, str) and get_origin(kind) is tuple:

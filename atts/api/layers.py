@@ -1,4 +1,6 @@
-"""The layers of a configuration: a TOML file, ATTS_* variables, flags and KEY=VALUE pairs; unknown keys are errors."""
+"""The layers of a configuration: a TOML file, ATTS_* variables, flags and KEY=VALUE pairs; unknown
+keys are errors.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ FILE = "atts.toml"
 """Read from the working directory when it is there and no other file is named."""
 CONFIG_VARIABLE = "ATTS_CONFIG"
 ELSEWHERE = (CONFIG_VARIABLE, "ATTS_API_KEY", "ATTS_CHROMIUM", "ATTS_SHARED_DATA")
-"""Variables of ours that are no part of the configuration: the file's name, a secret, what tests look for."""
+"""Variables of ours that are no part of the configuration: the file's name, a secret, what tests
+look for.
+"""
 
 Said = tuple[Key, object, str, str]
 """A key, what was said about it, who said so, and what an error calls that."""
@@ -28,9 +32,17 @@ def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
     :raises OptionError: it cannot be read, is not TOML, or has an unknown key.
     """
     for name, value in flat(_tables(path)):
-        key, label = _known(name, keys, str(path)), f"{name} ({path})"
-        if key.kind in (int, float, bool) and isinstance(value, str) and value.lower() not in ("none", "null"):
-            raise OptionError(label, f"{value!r} is not {KINDS[key.kind]} but a text: leave out the quotation marks")
+        key = _known(name, keys, str(path))
+        label = f"{name} ({path})"
+        if (
+            key.kind in (int, float, bool)
+            and isinstance(value, str)
+            and value.lower() not in ("none", "null")
+        ):
+            raise OptionError(
+                label,
+                f"{value!r} is not {KINDS[key.kind]} but a text: leave out the quotation marks",
+            )
         yield key, value, str(path), label
 
 
@@ -43,13 +55,18 @@ def from_environment(environment: Mapping[str, str], keys: Mapping[str, Key]) ->
     for variable, words in environment.items():
         if variable.startswith(PREFIX) and variable not in ELSEWHERE:
             if variable not in by_variable:
-                raise OptionError("environment", f"unknown variable {variable!r}{_hint(variable, [*by_variable])}")
+                raise OptionError(
+                    "environment", f"unknown variable {variable!r}{_hint(variable, [*by_variable])}"
+                )
             key = by_variable[variable]
             yield key, words, variable, f"{key.name} ({variable})"
 
 
-def from_flags(flags: Mapping[str, object], pairs: Sequence[str], keys: Mapping[str, Key]) -> Iterator[Said]:
-    """Values that flags or a call's arguments gave, None being not given; then those given as "key=value".
+def from_flags(
+    flags: Mapping[str, object], pairs: Sequence[str], keys: Mapping[str, Key]
+) -> Iterator[Said]:
+    """Values that flags or a call's arguments gave, None being not given; then those given as
+    "key=value".
 
     :raises OptionError: a key is unknown, or a pair is none.
     """
@@ -60,7 +77,9 @@ def from_flags(flags: Mapping[str, object], pairs: Sequence[str], keys: Mapping[
     for pair in pairs:
         name, mark, words = (part.strip() for part in pair.partition("="))
         if not (mark and name):
-            raise OptionError("--set", f"{pair!r} is not KEY=VALUE, such as sampling.temperature=0.6")
+            raise OptionError(
+                "--set", f"{pair!r} is not KEY=VALUE, such as sampling.temperature=0.6"
+            )
         yield _known(name, keys, "--set"), words, "--set", f"--set {name}"
 
 
@@ -82,7 +101,11 @@ def _known(name: str, keys: Mapping[str, Key], source: str) -> Key:
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    """The nearest name, a table's own key counting as near to its dotted name; else where to find them all."""
+    """The nearest name, a table's own key counting as near to its dotted name; else where to find
+    them all.
+    """
     short = {each.rpartition(".")[2]: each for each in known} | {each: each for each in known}
-    near = get_close_matches(name, short, n=1) or get_close_matches(name.rpartition(".")[2], short, n=1)
+    near = get_close_matches(name, short, n=1) or get_close_matches(
+        name.rpartition(".")[2], short, n=1
+    )
     return f"; did you mean {short[near[0]]!r}?" if near else "; `atts config show` lists them all"

@@ -27,11 +27,13 @@ class PairChoice:
     """Which pair runs, and where its models are."""
 
     pair: Annotated[
-        str | None, "models that work together, with their prompts and lengths: `atts pairs` lists them"
+        str | None,
+        "models that work together, with their prompts and lengths: `atts pairs` lists them",
     ] = None
-    at: Annotated[Place, "where a pair's models are: servers on this machine (target :8000, draft :8001), or here"] = (
-        "vllm"
-    )
+    at: Annotated[
+        Place,
+        "where a pair's models are: servers on this machine (target :8000, draft :8001), or here",
+    ] = "vllm"
     draft_servers: Annotated[int, "servers of a pair's draft: ports 8001, 8002, ..."] = 1
     target_servers: Annotated[int, "servers of a pair's target: ports 8000, 8100, ..."] = 1
 
@@ -76,7 +78,9 @@ class Pair:
     target: str
     note: str
     settings: Mapping[str, Json]
-    prompts: Mapping[str, Mapping[str, Json]] = field(default_factory=dict[str, Mapping[str, Json]])  # by benchmark
+    prompts: Mapping[str, Mapping[str, Json]] = field(
+        default_factory=dict[str, Mapping[str, Json]]
+    )  # by benchmark
     published: Mapping[str, PublishedRow] = field(default_factory=dict[str, PublishedRow])
 
     def model(self, role: Role) -> str:
@@ -84,7 +88,8 @@ class Pair:
         return self.draft if role == "draft" else self.target
 
     def words(self, role: Role, at: Place = "vllm", servers: int = 1) -> str:
-        """The engine in words: servers of this machine at their usual ports, or the model in this process.
+        """The engine in words: servers of this machine at their usual ports, or the model in this
+        process.
 
         >>> find_pair("r1-1.5b/r1-7b").words("draft", servers=2)[:72]
         'vllm:http://127.0.0.1:8001/deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B,htt'
@@ -92,7 +97,9 @@ class Pair:
         model = self.model(role)
         if model == "embedded" or at == "local":
             return model if model == "embedded" else f"hf:{model}?dtype=bfloat16"
-        return f"{at}:" + ",".join(f"http://127.0.0.1:{port}/{model}" for port in ports(role, servers))
+        return f"{at}:" + ",".join(
+            f"http://127.0.0.1:{port}/{model}" for port in ports(role, servers)
+        )
 
     def size(self, role: Role) -> ModelSize:
         """How large the model of that role is."""
@@ -114,7 +121,9 @@ def find_pair(name: str) -> Pair:
     :raises OptionError: there is none.
     """
     if name not in known_pairs():
-        raise OptionError("pair", f"unknown pair {name!r}; `atts pairs` lists them", [*known_pairs()], name)
+        raise OptionError(
+            "pair", f"unknown pair {name!r}; `atts pairs` lists them", [*known_pairs()], name
+        )
     return known_pairs()[name]
 
 
@@ -122,7 +131,9 @@ def find_pair(name: str) -> Pair:
 def known_pairs() -> Mapping[str, Pair]:
     """Every pair by its name."""
     file = _file()
-    return MappingProxyType({name: _pair(name, row, file["kinds"][row["kind"]]) for name, row in file["pairs"].items()})
+    return MappingProxyType(
+        {name: _pair(name, row, file["kinds"][row["kind"]]) for name, row in file["pairs"].items()}
+    )
 
 
 @cache
@@ -132,10 +143,19 @@ def model_sizes() -> Mapping[str, ModelSize]:
 
 
 def _pair(name: str, row: Mapping[str, Any], kind: Mapping[str, Any]) -> Pair:
-    published = {benchmark: PublishedRow(**numbers) for benchmark, numbers in row.get("published", {}).items()}
+    published = {
+        benchmark: PublishedRow(**numbers)
+        for benchmark, numbers in row.get("published", {}).items()
+    }
     settings = dict(flat({key: value for key, value in kind.items() if key != "benchmarks"}))
     return Pair(
-        name, row["draft"], row["target"], row["note"], settings, kind.get("benchmarks", {}), published=published
+        name,
+        row["draft"],
+        row["target"],
+        row["note"],
+        settings,
+        kind.get("benchmarks", {}),
+        published=published,
     )
 
 

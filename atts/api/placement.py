@@ -1,4 +1,6 @@
-"""Placement of a pair on GPUs: how many cards it takes, and which share of each card's memory a server gets."""
+"""Placement of a pair on GPUs: how many cards it takes, and which share of each card's memory a
+server gets.
+"""
 
 from __future__ import annotations
 
@@ -53,12 +55,19 @@ class Placement:
         shares: dict[Role, Share] = {"target": self.target, "draft": self.draft}
         for role, share in shares.items():
             visible = ",".join(map(str, share.cards))
-            parts = [f"CUDA_VISIBLE_DEVICES={visible} vllm serve {pair.model(role)} --port {ports(role, 1)[0]}"]
-            parts += ["--generation-config vllm --enable-prefix-caching --enable-prompt-tokens-details"]
+            parts = [
+                f"CUDA_VISIBLE_DEVICES={visible} vllm serve {pair.model(role)} --port "
+                f"{ports(role, 1)[0]}"
+            ]
+            parts += [
+                "--generation-config vllm --enable-prefix-caching --enable-prompt-tokens-details"
+            ]
             parts += ["--enable-scale-out"]
             parts += [f"--tensor-parallel-size {len(share.cards)}"] if len(share.cards) > 1 else []
             parts += ["--quantization fp8"] if share.is_quantized else []
-            parts += [f"--max-model-len {self.context} --gpu-memory-utilization {share.utilization:.2f}"]
+            parts += [
+                f"--max-model-len {self.context} --gpu-memory-utilization {share.utilization:.2f}"
+            ]
             yield " ".join(parts)
 
     def __str__(self) -> str:
@@ -68,8 +77,11 @@ class Placement:
         return f"{self.count} x {self.card} ({CARDS[self.card]:g} GB){form}: {shares} of a card's memory"
 
 
-def place(pair: Pair, card: str, max_tokens: int, counts: tuple[int, ...] = COUNTS) -> Placement | None:
-    """The fewest cards of a kind that hold both models and a rollout's cache, the target unquantised where it can be.
+def place(
+    pair: Pair, card: str, max_tokens: int, counts: tuple[int, ...] = COUNTS
+) -> Placement | None:
+    """The fewest cards of a kind that hold both models and a rollout's cache, the target
+    unquantised where it can be.
 
     None where not even eight do, and for the embedded pair, which needs no card.
 
@@ -81,7 +93,8 @@ def place(pair: Pair, card: str, max_tokens: int, counts: tuple[int, ...] = COUN
     """
     if card not in CARDS:
         raise OptionError("card", f"unknown card {card!r}", list(CARDS), card)
-    draft, target = pair.size("draft"), pair.size("target")
+    draft = pair.size("draft")
+    target = pair.size("target")
     context = min(_rounded(max_tokens), draft.context, target.context)
     for count in counts if target.layers else ():
         for is_quantized in (False, True):
@@ -95,8 +108,11 @@ def place(pair: Pair, card: str, max_tokens: int, counts: tuple[int, ...] = COUN
 def _placed(
     draft: ModelSize, target: ModelSize, memory: float, count: int, context: int, is_quantized: bool
 ) -> tuple[Share, Share] | None:
-    """Side by side on cards of their own where the target leaves one over; else the draft beside it on the last."""
-    usable, weights = memory * _USABLE, target.weights * (0.52 if is_quantized else 1.0)
+    """Side by side on cards of their own where the target leaves one over; else the draft beside it
+    on the last.
+    """
+    usable = memory * _USABLE
+    weights = target.weights * (0.52 if is_quantized else 1.0)
     for own in (count - 1, count) if count > 1 else (count,):
         split = 1 << (own.bit_length() - 1)  # tensor parallel sizes are powers of two
         beside = split == count
@@ -106,19 +122,28 @@ def _placed(
         if cache < context or (not beside and draft.weights + _OVERHEAD > usable):
             continue
         if not beside:
-            mine = Share((split,), _USABLE, False, int((usable - draft.weights - _OVERHEAD) * 1e9 / draft.cache_bytes))
+            mine = Share(
+                (split,),
+                _USABLE,
+                False,
+                int((usable - draft.weights - _OVERHEAD) * 1e9 / draft.cache_bytes),
+            )
             return mine, Share(tuple(range(split)), _USABLE, is_quantized, cache)
         share = math.ceil(100 * reserved / memory) / 100
         tokens = int((share * memory - draft.weights - _OVERHEAD) * 1e9 / draft.cache_bytes)
         if tokens < context:
             continue
         rest = math.floor(100 * (_USABLE - share)) / 100
-        return Share((count - 1,), share, False, tokens), Share(tuple(range(split)), rest, is_quantized, cache)
+        return Share((count - 1,), share, False, tokens), Share(
+            tuple(range(split)), rest, is_quantized, cache
+        )
     return None
 
 
 def _least(model: ModelSize, weights: float, context: int, split: int) -> float:
-    """Gigabytes of one card that a server wants: weights, overhead, and a cache for some whole rollouts."""
+    """Gigabytes of one card that a server wants: weights, overhead, and a cache for some whole
+    rollouts.
+    """
     return weights / split + _OVERHEAD + _ROLLOUTS * context * model.cache_bytes / split / 1e9
 
 

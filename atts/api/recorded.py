@@ -54,10 +54,11 @@ def report(
     against: Sequence[Run] = (),
     out: str | Path | None = None,
 ) -> Path:
-    """Write the report of a run, finished or not, and say where it is: `report.html` in its directory unless told.
+    """Write the report of a run, finished or not, and say where it is: `report.html` in its
+    directory unless told.
 
-    `format` is "html" (one file, no network), "markdown" or "json", from the same numbers; `against` are runs to
-    compare with, problem by problem.
+    `format` is "html" (one file, no network), "markdown" or "json", from the same numbers;
+    `against` are runs to compare with, problem by problem.
 
     :raises OptionError: for an unknown format.
     :raises UsageError: for a result that was kept in memory only.
@@ -71,24 +72,30 @@ def report(
 
 
 def trace(run: Run, out: str | Path | None = None) -> Path:
-    """Write the run's task graph as Chrome trace JSON, which ui.perfetto.dev opens; `trace.json` in its directory.
+    """Write the run's task graph as Chrome trace JSON, which ui.perfetto.dev opens; `trace.json` in
+    its directory.
 
     :raises UsageError: for a result that was kept in memory only.
     :raises JournalError: there is no run, or it cannot be read.
     :raises StorageError: the disk refuses.
     """
-    directory, text = directory_of(run), StringIO()
+    directory = directory_of(run)
+    text = StringIO()
     write_trace(open_run(directory).nodes(), text)
-    path, write = (directory / "trace.json", write_atomic) if out is None else (Path(out), write_out)
+    path, write = (
+        (directory / "trace.json", write_atomic) if out is None else (Path(out), write_out)
+    )
     write(path, text.getvalue().encode())
     return path
 
 
 def compare(first: Run, second: Run, *, points: float | None = None, seed: int = 0) -> Compared:
-    """The second run against the first, problem by problem: run directories, results in JSONL files, or results.
+    """The second run against the first, problem by problem: run directories, results in JSONL
+    files, or results.
 
-    With `points` (0: none) `sequential` says after how many problems, in an order drawn by `seed`, their accuracies
-    were told apart, or known to be within so many points, had one looked after every problem.
+    With `points` (0: none) `sequential` says after how many problems, in an order drawn by `seed`,
+    their accuracies were told apart, or known to be within so many points, had one looked after
+    every problem.
 
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises DatasetError: a file holds no results, or the two have no graded problem in common.
@@ -98,17 +105,24 @@ def compare(first: Run, second: Run, *, points: float | None = None, seed: int =
 
     if points is not None and not 0 <= points <= 100:
         raise OptionError("points", f"{points:g} is outside [0, 100]")
-    return compare(*(read_results(directory_of(one)) for one in (first, second)), points=points, seed=seed)
+    return compare(
+        *(read_results(directory_of(one)) for one in (first, second)), points=points, seed=seed
+    )
 
 
-def certify(target: Run, runs: Sequence[Run], *, epsilon: float, delta: float = 0.1, net: bool = True) -> Certificate:
-    """The cheapest of these runs right at most `epsilon` less often than the target alone, with probability 1 - delta.
+def certify(
+    target: Run, runs: Sequence[Run], *, epsilon: float, delta: float = 0.1, net: bool = True
+) -> Certificate:
+    """The cheapest of these runs right at most `epsilon` less often than the target alone, with
+    probability 1 - delta.
 
-    All are of the same labelled problems. With `net` false the answers that are lost are bounded instead, those that
-    sampling loses included. Runs of one method and mode are tested from the highest rate down.
+    All are of the same labelled problems. With `net` false the answers that are lost are bounded
+    instead, those that sampling loses included. Runs of one method and mode are tested from the
+    highest rate down.
 
     :raises JournalError: a directory holds no run, or one that cannot be read.
-    :raises CalibrationInputError: runs of other problems, without references, or an epsilon or delta outside (0, 1).
+    :raises CalibrationInputError: runs of other problems, without references, or an epsilon or
+        delta outside (0, 1).
     :raises UsageError: for a result that was kept in memory only.
     """
     from atts.methods import certify_graded
@@ -140,11 +154,12 @@ def plan(
     tokens: float | None = None,
     seconds: float | None = None,
 ) -> Advice:
-    """Which rate, samples, turns and chunk length, when a problem may take so much; several runs bring several rates.
+    """Which rate, samples, turns and chunk length, when a problem may take so much; several runs
+    bring several rates.
 
     :raises JournalError: a directory holds no run, or one that cannot be read.
-    :raises UsageError: a result kept in memory only, a run without a graded problem, runs of different problems, or a
-        cap that is not positive.
+    :raises UsageError: a result kept in memory only, a run without a graded problem, runs of
+        different problems, or a cap that is not positive.
     """
     from atts.analysis import Cap, advise
 
@@ -165,12 +180,14 @@ def replay(
     gate: Gate | RoundGate | None = None,
     seed: int | None = None,
 ) -> Replay:
-    """Decide anew on every recorded score and vote again; what is not said stays as it was recorded.
+    """Decide anew on every recorded score and vote again; what is not said stays as it was
+    recorded.
 
-    `budget` is the most takeovers by the target per problem, in the order in which decisions were taken; `gate` must be
-    fresh, for it learns from this replay.
+    `budget` is the most takeovers by the target per problem, in the order in which decisions were
+    taken; `gate` must be fresh, for it learns from this replay.
 
-    :raises OptionError: an unknown method, mode or vote, more samples or turns than were recorded, a negative budget.
+    :raises OptionError: an unknown method, mode or vote, more samples or turns than were recorded,
+        a negative budget.
     :raises JournalError: there is no run, or it cannot be read.
     """
     from atts.analysis import PolicyChange, replay_run
@@ -189,12 +206,14 @@ def replay(
 
 
 def merge(runs: Sequence[Run], out: str | Path) -> Merged:
-    """Put the shards of an evaluation together in a new directory: what one process would have left there.
+    """Put the shards of an evaluation together in a new directory: what one process would have left
+    there.
 
-    With a gate that learns nothing it is the same, decision by decision; gates that learn have each learnt from their
-    own shard, and the rate is held in every one of them.
+    With a gate that learns nothing it is the same, decision by decision; gates that learn have each
+    learnt from their own shard, and the rate is held in every one of them.
 
-    :raises UsageError: they are not the shards of one evaluation, all over; or a result was kept in memory only.
+    :raises UsageError: they are not the shards of one evaluation, all over; or a result was kept in
+        memory only.
     :raises FingerprintError: they ran under different settings.
     :raises JournalError: one cannot be read, or `out` not be written.
     """
@@ -209,5 +228,7 @@ def directory_of(run: Run) -> Path:
     if not isinstance(run, RunResult):
         return Path(run)
     if run.directory is None:
-        raise UsageError("this run was kept in memory only; give `evaluate` a directory to have a report of it")
+        raise UsageError(
+            "this run was kept in memory only; give `evaluate` a directory to have a report of it"
+        )
     return run.directory

@@ -20,13 +20,24 @@ from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting
 from atts.methods import GateInputs, preset
-from atts.pipelines import Answers, ConformalGate, Gate, Policy, RandomisedGate, RoundGate, SparingGate, let_go
+from atts.pipelines import (
+    Answers,
+    ConformalGate,
+    Gate,
+    Policy,
+    RandomisedGate,
+    RoundGate,
+    SparingGate,
+    let_go,
+)
 from atts.run import Conditions, Plan, conditions_of
 
 if TYPE_CHECKING:
     from atts.evaluators import Verdict
 
-CalibrationMode = Literal["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"]
+CalibrationMode = Literal[
+    "split", "marginal", "aci", "tracking", "turn", "question", "question-turn"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,65 +46,92 @@ class Setup:
 
     draft: Annotated[
         str | Engine,
-        "the model that writes: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, llamacpp:URL, server:URL",
+        "the model that writes: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, llamacpp:URL, "
+        "server:URL",
     ] = "embedded"
-    target: Annotated[str | Engine, "the model that scores and takes over; the same words"] = "embedded"
+    target: Annotated[str | Engine, "the model that scores and takes over; the same words"] = (
+        "embedded"
+    )
     method: Annotated[str, "atts, a baseline, or another paper's method"] = "atts"
     rate: Annotated[float, "share of chunks that the target takes over"] = 0.2
     mode: Annotated[  # aci holds the rate over the run, and spends it where it helps
-        CalibrationMode, "for what the rate is held: all chunks, each turn, each question, each question's turns"
+        CalibrationMode,
+        "for what the rate is held: all chunks, each turn, each question, each question's turns",
     ] = "aci"
     by_length: Annotated[
-        bool | None, "rank scores among chunks of about the same length; none: in mode marginal alone"
+        bool | None,
+        "rank scores among chunks of about the same length; none: in mode marginal alone",
     ] = None
     cap: Annotated[
-        float | None, "of any first n chunks at most ceil(cap * n) go over, exactly, whatever is owed; none: no cap"
+        float | None,
+        "of any first n chunks at most ceil(cap * n) go over, exactly, whatever is owed; none: no "
+        "cap",
     ] = None
     policy: Policy = Policy()
     gate: Gate | RoundGate | None = None  # None: the method's own
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
     conditions: Annotated[
         Conditions,
-        "what scores made under other conditions than the run's do: end it, or be taken with a warning",
+        "what scores made under other conditions than the run's do: end it, or be taken with a "
+        "warning",
     ] = "match"
     warmup: Annotated[int, "take the run's own first so many scores instead; 0: do without"] = 0
     abstain: Annotated[
-        str | None, "answer only where wrong seldom enough: .1@.9 is at most .1 of the time with probability .9"
+        str | None,
+        "answer only where wrong seldom enough: .1@.9 is at most .1 of the time with probability "
+        ".9",
     ] = None
-    labelled: Annotated[str | None, "the run of the same settings whose graded problems say where that is"] = None
+    labelled: Annotated[
+        str | None, "the run of the same settings whose graded problems say where that is"
+    ] = None
     spare: Annotated[
-        float | None, "keep chunks where such a share of the answered siblings agrees, and spend the rate elsewhere"
+        float | None,
+        "keep chunks where such a share of the answered siblings agrees, and spend the rate "
+        "elsewhere",
     ] = None
     explore: Annotated[
-        float, "share of chunks that a coin of the rate decides, for `atts replay` to estimate other rates by"
+        float,
+        "share of chunks that a coin of the rate decides, for `atts replay` to estimate other "
+        "rates by",
     ] = 0.0
     speculate: Annotated[  # the text is the same in any case
         Speculate,
-        "what proposes tokens to a local target: the draft where it fits (auto), always, other ways",
+        "what proposes tokens to a local target: the draft where it fits (auto), always, other "
+        "ways",
     ] = "auto"
     seed: Annotated[int, "of everything random"] = 0
     rollouts: Annotated[int, "in flight at once, over all problems"] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
-    given: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)  # set by `configure`
+    given: Mapping[str, Setting] = field(
+        default_factory=dict[str, Setting], repr=False
+    )  # set by `configure`
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
             raise OptionError(
-                "rate", f"{self.rate} is outside [0, 1]: it is the fraction of chunks the target takes over"
+                "rate",
+                f"{self.rate} is outside [0, 1]: it is the fraction of chunks the target takes "
+                f"over",
             )
         if self.cap is not None and not 0 <= self.cap <= 1:
             raise OptionError("cap", f"{self.cap} is outside [0, 1]: it is a fraction of chunks")
 
         if not 0 <= self.explore <= 1:
-            raise OptionError("explore", f"{self.explore} is outside [0, 1]: it is the share of chunks left to coins")
+            raise OptionError(
+                "explore",
+                f"{self.explore} is outside [0, 1]: it is the share of chunks left to coins",
+            )
 
     @property
     def run_policy(self) -> Policy:
-        """The policy as it is run: with what the method changes, and the lengths that these models need."""
+        """The policy as it is run: with what the method changes, and the lengths that these models
+        need.
+        """
         return preset(self.method).policy(self.policy).filled(budget_of(self.draft, self.target))
 
     def engines(self) -> tuple[Engine, Engine]:
-        """Draft and target, not open yet; the draft model also proposes tokens to the target, as `speculate` says.
+        """Draft and target, not open yet; the draft model also proposes tokens to the target, as
+        `speculate` says.
 
         :raises OptionError: no engine is called that, or these cannot speculate so.
         """
@@ -101,54 +139,82 @@ class Setup:
 
     @property
     def speculation(self) -> Speculate:
-        """Who proposes tokens to the target; no one does to one that only scores, as in method exact."""
+        """Who proposes tokens to the target; no one does to one that only scores, as in method
+        exact.
+        """
         return "off" if self.speculate == "auto" and self.run_policy.exact else self.speculate
 
     @property
     def ranks_by_length(self) -> bool:
-        """Whether scores are ranked among chunks of about the same length; stored ones must then have theirs."""
+        """Whether scores are ranked among chunks of about the same length; stored ones must then
+        have theirs.
+        """
         if self.by_length is not None:
             return self.by_length
         lengths = self.stored.lengths if isinstance(self.stored, StoredScores) else ()
         return self.mode == "marginal" and bool(lengths or not len(self.stored))
 
     def informed(self) -> Setup:
-        """With the stored scores that come with its models, where nothing else says what its gate starts from.
+        """With the stored scores that come with its models, where nothing else says what its gate
+        starts from.
 
         One question has no scores of its own to begin with; a run over a data set soon has.
         """
         is_open = self.gate is None and not len(self.stored) and not self.warmup
-        return replace(self, stored=known) if is_open and (known := self._shipped) is not None else self
+        return (
+            replace(self, stored=known)
+            if is_open and (known := self._shipped) is not None
+            else self
+        )
 
     @property
     def _shipped(self) -> StoredScores | None:
         """The scores that come with the models, made under the conditions of this setup."""
         if (self.draft, self.target) != ("embedded", "embedded"):
             return None
-        found, own = embedded_scores(), Manifest(configuration={"policy": Setting(asdict(self.run_policy))})
-        fits = all(found.fingerprint.get(name) == value for name, value in conditions_of(own).items())
+        found = embedded_scores()
+        own = Manifest(configuration={"policy": Setting(asdict(self.run_policy))})
+        fits = all(
+            found.fingerprint.get(name) == value for name, value in conditions_of(own).items()
+        )
         return found if fits else None
 
     def policy_within(self, context: int) -> Policy:
-        """The policy on models of so many tokens: what models or a pair need is cut to that, what is said is not."""
-        policy, budget = preset(self.method).policy(self.policy), budget_of(self.draft, self.target)
-        held, said = self.given.get("max_tokens"), policy.max_tokens
-        if said is not None and held is not None and held.origin.startswith(PAIR) and held.value == said:
-            policy = replace(policy, max_tokens=replace(budget, max_tokens=said).within(context).max_tokens)
+        """The policy on models of so many tokens: what models or a pair need is cut to that, what
+        is said is not.
+        """
+        policy = preset(self.method).policy(self.policy)
+        budget = budget_of(self.draft, self.target)
+        held = self.given.get("max_tokens")
+        said = policy.max_tokens
+        if (
+            said is not None
+            and held is not None
+            and held.origin.startswith(PAIR)
+            and held.value == said
+        ):
+            policy = replace(
+                policy, max_tokens=replace(budget, max_tokens=said).within(context).max_tokens
+            )
         return policy.filled(budget.within(context))
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What looks too small before anything is run."""
-        return tuple(budget_warnings(preset(self.method).policy(self.policy), self.draft, self.target))
+        return tuple(
+            budget_warnings(preset(self.method).policy(self.policy), self.draft, self.target)
+        )
 
     @property
     def settings(self) -> dict[str, Setting]:
-        """Every key as it is here; its origin is what was given, "default", or "code" for what a program set.
+        """Every key as it is here; its origin is what was given, "default", or "code" for what a
+        program set.
 
-        What is evaluated, and where that is kept, a setup knows only when it was made by `configure`.
+        What is evaluated, and where that is kept, a setup knows only when it was made by
+        `configure`.
         """
-        values, given = _values(self), self.given
+        values = _values(self)
+        given = self.given
         if not given:
             usual = _values(Setup())
             given = {name: Setting(usual.get(name)) for name in values}
@@ -160,22 +226,31 @@ class Setup:
 
     @classmethod
     def recorded(cls, manifest: Manifest) -> Setup:
-        """The setup of a run, as far as its gate goes: method, rate, mode, stored scores, seed, samples."""
-        settings: dict[str, Any] = {name: held.value for name, held in manifest.configuration.items()}
+        """The setup of a run, as far as its gate goes: method, rate, mode, stored scores, seed,
+        samples.
+        """
+        settings: dict[str, Any] = {
+            name: held.value for name, held in manifest.configuration.items()
+        }
         samples = (settings.get("policy") or {}).get("samples", 1)
         given: dict[str, Any] = {
-            name: settings[name] for name in ("method", "rate", "mode", "warmup", "cap") if name in settings
+            name: settings[name]
+            for name in ("method", "rate", "mode", "warmup", "cap")
+            if name in settings
         }
         given["by_length"] = bool(settings.get("by_length"))
         if "rollouts" in manifest.settings:
             given["rollouts"] = manifest.settings["rollouts"].value
-        stored = StoredScores.of(settings.get("stored") or (), lengths=settings.get("stored_lengths") or ())
+        stored = StoredScores.of(
+            settings.get("stored") or (), lengths=settings.get("stored_lengths") or ()
+        )
         return cls(policy=Policy(samples=samples), stored=stored, seed=manifest.seed, **given)
 
     def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> Plan:
         """The plan for problems of one kind of answer.
 
-        :raises OptionError: an unknown method or mode, or an `abstain` that `labelled` does not certify.
+        :raises OptionError: an unknown method or mode, or an `abstain` that `labelled` does not
+            certify.
         """
         gate, calibrator = self.decider()
         return Plan(
@@ -196,14 +271,17 @@ class Setup:
             conditions=self.conditions,
             warnings=self.warnings,
             within=self.policy_within,
-            domain=Domain.of(calibrator.stored if len(calibrator.stored) else self._shipped or calibrator.stored),
+            domain=Domain.of(
+                calibrator.stored if len(calibrator.stored) else self._shipped or calibrator.stored
+            ),
             abstain=read_abstain(self.abstain, self.labelled),
         )
 
     def decider(self) -> tuple[Gate | RoundGate, Calibrator]:
         """The gate, fresh, and the calibrator that the method's own gate asks.
 
-        :raises OptionError: an unknown method or mode, a method that needs what is not there, or a cap its gate lacks.
+        :raises OptionError: an unknown method or mode, a method that needs what is not there, or a
+            cap its gate lacks.
         :raises CalibrationInputError: stored scores that are none.
         """
         chosen = preset(self.method)
@@ -212,9 +290,12 @@ class Setup:
             self.rate, self.mode, seed=self.seed, stored=self.stored, hold=max(HOLD, self.rollouts), tuning=tuning,
             by_length=self.ranks_by_length, cap=self.cap,
         )  # fmt: skip
-        gate = self.gate if self.gate is not None else chosen.gate(GateInputs(calibrator, self.warmup))
+        gate = (
+            self.gate if self.gate is not None else chosen.gate(GateInputs(calibrator, self.warmup))
+        )
         if self.cap is not None and not isinstance(gate, ConformalGate):
-            raise OptionError("cap", f"the gate of method {self.method!r} here keeps none; methods atts and paper do, "
+            raise OptionError("cap", f"the gate of method {self.method!r} here keeps none; methods "
+                                     f"atts and paper do, "
                               "without a warm-up")  # fmt: skip
         return self._exploring(self._sparing(gate)), calibrator
 
@@ -222,16 +303,25 @@ class Setup:
         if self.spare is None:
             return gate
         if not 0 < self.spare <= 1:
-            raise OptionError("spare", f"{self.spare} is no share of siblings that agree; give one above 0, up to 1")
+            raise OptionError(
+                "spare",
+                f"{self.spare} is no share of siblings that agree; give one above 0, up to 1",
+            )
         if not isinstance(gate, ConformalGate):
-            raise OptionError("spare", f"the gate of method {self.method!r} holds no rate; methods atts and paper do")
+            raise OptionError(
+                "spare",
+                f"the gate of method {self.method!r} holds no rate; methods atts and paper do",
+            )
         return SparingGate(gate, self.spare)
 
     def _exploring(self, gate: Gate | RoundGate) -> Gate | RoundGate:
         if not self.explore:
             return gate
         if isinstance(gate, RoundGate):
-            raise OptionError("explore", f"the method {self.method} ranks whole rounds and leaves nothing to chance")
+            raise OptionError(
+                "explore",
+                f"the method {self.method} ranks whole rounds and leaves nothing to chance",
+            )
         if self.cap is not None:
             raise OptionError("explore", "coins know no cap; leave one of them out")
         return RandomisedGate(gate, self.explore, self.rate, self.seed)
@@ -248,7 +338,11 @@ class Setup:
             **({"cap": self.cap} if self.cap is not None else {}),
             **({"explore": self.explore} if self.explore else {}),
             **({"spare": self.spare} if self.spare is not None else {}),
-            **({"by_length": True, "stored_lengths": list(calibrator.stored.lengths)} if self.ranks_by_length else {}),
+            **(
+                {"by_length": True, "stored_lengths": list(calibrator.stored.lengths)}
+                if self.ranks_by_length
+                else {}
+            ),
         }
         return {name: Setting(value, "setup") for name, value in words.items()}
 
@@ -263,24 +357,36 @@ def embedded_scores() -> StoredScores:
 
 @cache
 def setup_keys() -> tuple[Key, ...]:
-    """The configuration keys that are fields of a setup itself; those of its policy and limits are not among them."""
+    """The configuration keys that are fields of a setup itself; those of its policy and limits are
+    not among them.
+    """
     return tuple(key for key in keys_of(Setup, Setup()) if "." not in key.name)
 
 
 def _values(setup: Setup) -> dict[str, Json]:
     """The values of the keys that a setup has; an engine made by a program is told by its class."""
     own = {key.name: getattr(setup, key.name) for key in setup_keys()}
-    own |= {role: type(own[role]).__name__ for role in get_args(Role) if not isinstance(own[role], str)}
+    own |= {
+        role: type(own[role]).__name__ for role in get_args(Role) if not isinstance(own[role], str)
+    }
     policy = flat(asdict(setup.run_policy))
     limits = {role: asdict(limit) for role, limit in setup.limits.items()}
-    return {**own, **{name: value for name, value in policy if value is not None}, **dict(flat(limits, "limits."))}
+    return {
+        **own,
+        **{name: value for name, value in policy if value is not None},
+        **dict(flat(limits, "limits.")),
+    }
 
 
 def answers_for(kind: AnswerKind) -> Answers:
-    """Extraction and grouping for this kind of answer; a guess from unmarked text would end rollouts early."""
+    """Extraction and grouping for this kind of answer; a guess from unmarked text would end
+    rollouts early.
+    """
     from atts.evaluators import extract, group, unmarked
 
-    return Answers(partial(extract, kind=kind, fallback="none"), partial(group, kind=kind), unmarked)
+    return Answers(
+        partial(extract, kind=kind, fallback="none"), partial(group, kind=kind), unmarked
+    )
 
 
 def grade(answer: str, problem: Problem) -> Verdict:
@@ -290,7 +396,9 @@ def grade(answer: str, problem: Problem) -> Verdict:
     return judge(problem, answer)
 
 
-def load_problems(dataset: str | Path | Sequence[Problem], limit: int | None = None) -> tuple[Problem, ...]:
+def load_problems(
+    dataset: str | Path | Sequence[Problem], limit: int | None = None
+) -> tuple[Problem, ...]:
     """A benchmark by name, a file, or problems as they are.
 
     :raises DatasetError: it cannot be read, or holds nothing.

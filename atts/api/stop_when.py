@@ -1,4 +1,6 @@
-"""The reader of `stop_when`: the earlier run and its votes, to which an evaluation is compared as it goes."""
+"""The reader of `stop_when`: the earlier run and its votes, to which an evaluation is compared as
+it goes.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from atts.seeds import Seed, generator
 
 
 def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
-    """The problems in an order that depends on the seed and on nothing else of theirs than how many they are."""
+    """The problems in an order that depends on the seed and on nothing else of theirs than how many
+    they are.
+    """
     places = generator(Seed(run=seed, purpose="order of problems")).permutation(len(problems))
     return tuple(problems[place] for place in places)
 
@@ -32,7 +36,9 @@ def read_stop_when(against: str | Path, stop_when: str) -> StopWhen:
     except ValueError:
         near = -1.0
     if word != "decided" or not (0 < near <= 100 or not mark):
-        raise OptionError("stop_when", f"{stop_when!r} is not decided or decided=POINTS, such as decided=2")
+        raise OptionError(
+            "stop_when", f"{stop_when!r} is not decided or decided=POINTS, such as decided=2"
+        )
     from atts.analysis import read_results
 
     run = read_results(Path(against))
@@ -47,7 +53,9 @@ def common(problems: Sequence[Problem], found: StopWhen, seed: int) -> tuple[Pro
     both = [problem for problem in problems if problem.id in found.votes]
     if not both:
         raise DatasetError(
-            found.against, "it has graded none of the problems to be run", "Compare on the same problems"
+            found.against,
+            "it has graded none of the problems to be run",
+            "Compare on the same problems",
         )
     return drawn_order(both, seed)
 
@@ -56,4 +64,8 @@ def comparison_setting(found: StopWhen) -> dict[str, Setting]:
     """What a resume must find unchanged of it."""
     votes = repr(sorted(found.votes.items())).encode()
     digest = blake2b(votes, digest_size=8).hexdigest()
-    return {"until": Setting({"against": digest, "points": found.points, "order": "drawn by seed"}, "--stop-when")}
+    return {
+        "until": Setting(
+            {"against": digest, "points": found.points, "order": "drawn by seed"}, "--stop-when"
+        )
+    }

@@ -1,4 +1,6 @@
-"""Sweeps: one evaluation under many settings, as a set of runs that share what is the same about them."""
+"""Sweeps: one evaluation under many settings, as a set of runs that share what is the same about
+them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,15 @@ from atts.api.keys import Key, keys_of
 from atts.engine import Engine
 from atts.errors import JournalError, OptionError
 from atts.files import write_atomic
-from atts.journal import JOURNAL, LOCK, REPLIES, SharedReplies, check_directory, locked, run_if_begun
+from atts.journal import (
+    JOURNAL,
+    LOCK,
+    REPLIES,
+    SharedReplies,
+    check_directory,
+    locked,
+    run_if_begun,
+)
 from atts.jsonable import jsonable
 from atts.run import Listener, RunOptions, RunResult, SharingEngine
 from atts.run import evaluate as run_evaluation
@@ -41,7 +51,8 @@ REFERENCES = ("target-only", "draft-only")
 """Methods that every sweep is compared with, on the longest settings of it."""
 _MODELS = ("pair", "at", "draft", "target", "draft_servers", "target_servers")
 _FIXED = (*(key.name for key in keys_of(Job, Job())), "rollouts", "conditions", "speculate")
-"""Keys that cannot vary: all runs are of the same problems, or their results do not depend on them."""
+"""Keys that cannot vary: all runs are of the same problems, or their results do not depend on them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +77,14 @@ class Sweep:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the results, and all runs of the grid share: not what varies, nor what follows from that."""
+        """What decides the results, and all runs of the grid share: not what varies, nor what
+        follows from that.
+        """
         made = self.points[-1].configuration
         varying = {*self.over, *made.followed}
-        return {name: jsonable(value) for name, value in made.deciding.items() if name not in varying}
+        return {
+            name: jsonable(value) for name, value in made.deciding.items() if name not in varying
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +113,8 @@ def plan_sweep(
     file: str | Path | None = None,
     references: Sequence[str] = REFERENCES,
 ) -> Sweep:
-    """Every run of a sweep: one for each choice of values, and the baselines; `flags` and so on as for `configure`.
+    """Every run of a sweep: one for each choice of values, and the baselines; `flags` and so on as
+    for `configure`.
 
     :raises OptionError: an unknown key, a key that cannot vary, an impossible value.
     """
@@ -117,7 +133,9 @@ def plan_sweep(
         point("point", ",".join(f"{name}={_word(value)}" for name, value in values.items()), values)
         for values in (dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values()))
     ]
-    known, baselines, notes = {one.configuration.digest for one in grid}, list[SweepPoint](), list[str]()
+    known = {one.configuration.digest for one in grid}
+    baselines = list[SweepPoint]()
+    notes = list[str]()
     for values in _references(axes, references):
         name = ",".join(
             str(value) if key == "method" else f"{key}={_word(value)}"
@@ -142,10 +160,14 @@ def _values(
     known = config_keys()
     if name in _FIXED or name.startswith("limits."):
         raise OptionError(
-            "--over", f"{name} cannot vary: all runs are of the same problems, and results do not depend on limits"
+            "--over",
+            f"{name} cannot vary: all runs are of the same problems, and results do not depend on "
+            f"limits",
         )
     if name not in known:
-        raise OptionError("--over", f"unknown key {name!r}", [key for key in known if key not in _FIXED], name)
+        raise OptionError(
+            "--over", f"unknown key {name!r}", [key for key in known if key not in _FIXED], name
+        )
     if flags.get(name) is not None or any(pair.partition("=")[0].strip() == name for pair in pairs):
         raise OptionError("--over", f"{name} is set by a flag as well; leave one out")
     found = tuple(dict.fromkeys(_read(known[name], value) for value in values))
@@ -161,7 +183,9 @@ def _read(key: Key, value: object) -> Value:
     raise OptionError("--over", f"{key.name} is a list, which cannot vary here")
 
 
-def _references(axes: Mapping[str, tuple[Value, ...]], methods: Sequence[str]) -> Iterator[dict[str, Value]]:
+def _references(
+    axes: Mapping[str, tuple[Value, ...]], methods: Sequence[str]
+) -> Iterator[dict[str, Value]]:
     """The values of each baseline: on all models of the sweep, at the greatest lengths."""
     models = {name: values for name, values in axes.items() if name in _MODELS}
     longest: dict[str, Value] = {
@@ -203,16 +227,22 @@ async def _unwatched(point: SweepPoint, number: int) -> AsyncGenerator[Sequence[
 
 
 async def run_sweep(planned: Sweep, watch: Watch = _unwatched) -> SweepEnd:
-    """Run what is missing of a sweep, point by point; the same call goes on where it was, whatever ended it.
+    """Run what is missing of a sweep, point by point; the same call goes on where it was, whatever
+    ended it.
 
-    Engines stay open from one point to the next that has the same. It ends with the first run that does not finish.
+    Engines stay open from one point to the next that has the same. It ends with the first run that
+    does not finish.
 
     :raises JournalError: the directory cannot be used, or holds another sweep.
     :raises EngineError: an engine cannot be opened, or is lost for good.
     """
     check_directory(planned.directory)
     if (planned.directory / JOURNAL).exists():
-        raise JournalError(planned.directory, "it holds a run, and a sweep is a directory of runs", "Choose another")
+        raise JournalError(
+            planned.directory,
+            "it holds a run, and a sweep is a directory of runs",
+            "Choose another",
+        )
     planned.directory.mkdir(parents=True, exist_ok=True)
     with locked(planned.directory / LOCK, planned.directory):
         _keep(planned)
@@ -225,7 +255,11 @@ async def run_sweep(planned: Sweep, watch: Watch = _unwatched) -> SweepEnd:
 
 async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
     """The run that did not finish, if one did not."""
-    left = [(number, point) for number, point in enumerate(planned.points, 1) if not _is_over(point.directory)]
+    left = [
+        (number, point)
+        for number, point in enumerate(planned.points, 1)
+        if not _is_over(point.directory)
+    ]
     left.sort(key=lambda one: _words(one[1]))
     async with AsyncExitStack() as stack:
         opened: tuple[tuple[str, str], Engine, Engine] | None = None
@@ -247,11 +281,19 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
 
 
 async def _run_one(
-    point: SweepPoint, draft: Engine, target: Engine, replies: SharedReplies, listeners: Sequence[Listener]
+    point: SweepPoint,
+    draft: Engine,
+    target: Engine,
+    replies: SharedReplies,
+    listeners: Sequence[Listener],
 ) -> RunResult:
-    problems, setup = point.configuration.job.load().problems, point.configuration.setup()
+    problems = point.configuration.job.load().problems
+    setup = point.configuration.setup()
     folder = point.directory.name
-    shared = (SharingEngine(draft, "draft", replies, folder), SharingEngine(target, "target", replies, folder))
+    shared = (
+        SharingEngine(draft, "draft", replies, folder),
+        SharingEngine(target, "target", replies, folder),
+    )
     options = RunOptions(point.directory, listeners, engines="are open")
     return await run_evaluation(problems, setup.plan(*shared, problems[0].kind), options)
 
@@ -269,12 +311,17 @@ def _is_over(directory: Path) -> bool:
 
 
 def _keep(planned: Sweep) -> None:
-    """Write down what the set is made of; runs of an earlier call that had other values of the same keys stay in it.
+    """Write down what the set is made of; runs of an earlier call that had other values of the same
+    keys stay in it.
 
     :raises JournalError: the directory holds a sweep of other settings.
     """
-    directory, settings = planned.directory, planned.settings
-    points = {one.name: RunSetPoint(one.name, one.kind, dict(one.values), one.directory.name) for one in planned.points}
+    directory = planned.directory
+    settings = planned.settings
+    points = {
+        one.name: RunSetPoint(one.name, one.kind, dict(one.values), one.directory.name)
+        for one in planned.points
+    }
     over = dict(planned.over)
     if (directory / SWEEP).exists():
         held = load_run_set(directory)
@@ -284,12 +331,16 @@ def _keep(planned: Sweep) -> None:
             if settings.get(name) != held.settings.get(name):
                 raise _another(directory, f"its {name} is {held.settings.get(name)!r}")
         points = {one.name: one for one in held.points} | points
-        over = {name: tuple(dict.fromkeys((*held.over[name], *values))) for name, values in over.items()}
+        over = {
+            name: tuple(dict.fromkeys((*held.over[name], *values))) for name, values in over.items()
+        }
     save_run_set(directory, RunSet(over, settings, tuple(points.values())))
 
 
 def _another(directory: Path, what: str) -> JournalError:
-    return JournalError(directory, f"another sweep is here: {what}", "Choose another directory with --out")
+    return JournalError(
+        directory, f"another sweep is here: {what}", "Choose another directory with --out"
+    )
 
 
 async def sweep(
@@ -299,10 +350,11 @@ async def sweep(
     directory: str | Path,
     settings: Mapping[str, object] | None = None,
 ) -> SweepReport:
-    """Evaluate under every choice of values: `over` maps keys of the configuration to what they are to be.
+    """Evaluate under every choice of values: `over` maps keys of the configuration to what they are
+    to be.
 
-    `settings` are other keys, as for `configure`. In the directory every choice is a run of its own; the same call goes
-    on where it was, and more values of the same keys make more runs there.
+    `settings` are other keys, as for `configure`. In the directory every choice is a run of its
+    own; the same call goes on where it was, and more values of the same keys make more runs there.
 
     :raises OptionError: an unknown key, or one that cannot vary.
     :raises EngineError: an engine cannot be opened, or is lost.

@@ -12,4 +12,13 @@ from atts.blocks.replicas import replicated
 from atts.blocks.sharing import SharedPart, ZooContents, written_places
 from atts.blocks.zoo import Zoo
 
-__all__ = ["Likeness", "SharedPart", "Zoo", "ZooContents", "check_name", "replicated", "stand_in", "written_places"]
+__all__ = [
+    "Likeness",
+    "SharedPart",
+    "Zoo",
+    "ZooContents",
+    "check_name",
+    "replicated",
+    "stand_in",
+    "written_places",
+]

@@ -1,4 +1,6 @@
-"""Similarity of blocks of one shape: how near their parameters are, and models with some of them replaced."""
+"""Similarity of blocks of one shape: how near their parameters are, and models with some of them
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from atts.importing import import_lock
-from atts.stored_blocks import BLOCKS, MANIFEST, MARK, MODELS, SCHEMA, StoredModel, block_path, content_digest
+from atts.stored_blocks import (
+    BLOCKS,
+    MANIFEST,
+    MARK,
+    MODELS,
+    SCHEMA,
+    StoredModel,
+    block_path,
+    content_digest,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,15 +46,28 @@ class Likeness:
 def likenesses(
     zoo: Path, model: StoredModel, models: Sequence[StoredModel], limits: tuple[int, float]
 ) -> list[Likeness]:
-    """For each block of a model the nearest of its shape by parameters, so many and so far at most; nearest first.
+    """For each block of a model the nearest of its shape by parameters, so many and so far at most;
+    nearest first.
 
     The model's own blocks are in memory at once, as float32, and of the others one after the other.
     """
-    own = {block.digest: _read(zoo, block.digest) for block in model.blocks if _kind(block.place) in _KINDS}
-    others = {block.digest: (known.name, block.place) for known in (*models, model) for block in known.blocks}
+    own = {
+        block.digest: _read(zoo, block.digest)
+        for block in model.blocks
+        if _kind(block.place) in _KINDS
+    }
+    others = {
+        block.digest: (known.name, block.place)
+        for known in (*models, model)
+        for block in known.blocks
+    }
     found = list[Likeness]()
     for digest, (name, place) in others.items():
-        alike = [mine for mine in model.blocks if mine.digest != digest and _kind(mine.place) == _kind(place)]
+        alike = [
+            mine
+            for mine in model.blocks
+            if mine.digest != digest and _kind(mine.place) == _kind(place)
+        ]
         shape, theirs = _read(zoo, digest) if alike and _kind(place) in _KINDS else ("", None)
         for mine in alike:
             if theirs is not None and own[mine.digest][0] == shape:
@@ -51,7 +75,11 @@ def likenesses(
                 found.append(Likeness(mine.place, digest, f"{name}/{place}", *both))
     most, apart = limits
     near = sorted((one for one in found if one.distance <= apart), key=lambda one: one.distance)
-    return [one for at, one in enumerate(near) if sum(one.place == other.place for other in near[:at]) < most]
+    return [
+        one
+        for at, one in enumerate(near)
+        if sum(one.place == other.place for other in near[:at]) < most
+    ]
 
 
 def _kind(place: str) -> str:
@@ -70,21 +98,28 @@ def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
 
 def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
     """Distance in lengths of the first, and cosine."""
-    length, other = float(mine.norm()), float(theirs.norm())
+    length = float(mine.norm())
+    other = float(theirs.norm())
     cosine = float(mine @ theirs) / (length * other) if length and other else 0.0
     return float((mine - theirs).norm()) / length if length else float("inf"), cosine
 
 
 def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
     """A cut model's manifest with other blocks at some places; its marks say so."""
-    blocks = tuple(replace(block, digest=digests.get(block.place, block.digest)) for block in model.blocks)
+    blocks = tuple(
+        replace(block, digest=digests.get(block.place, block.digest)) for block in model.blocks
+    )
     mark = content_digest(*(block.digest.encode() for block in blocks))
     return replace(model, marks=(mark[:8], mark[:32]), blocks=blocks)
 
 
 @contextmanager
-def stand_in(zoo: Path, model: StoredModel, digests: Mapping[str, str]) -> Generator[Path, None, None]:
-    """A folder of a cut model with other blocks of its zoo at some places, beside the zoo and gone afterwards."""
+def stand_in(
+    zoo: Path, model: StoredModel, digests: Mapping[str, str]
+) -> Generator[Path, None, None]:
+    """A folder of a cut model with other blocks of its zoo at some places, beside the zoo and gone
+    afterwards.
+    """
     with TemporaryDirectory() as scratch:
         home = Path(scratch) / MODELS / model.name
         copytree(zoo / MODELS / model.name, home)

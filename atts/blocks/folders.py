@@ -1,4 +1,6 @@
-"""Model folders that are added to a zoo: seen to be models, completed from a base, with what lies beside weights."""
+"""Model folders that are added to a zoo: seen to be models, completed from a base, with what lies
+beside weights.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from atts.local import Family, check_model, check_weights
 from atts.model_folder import WEIGHT_FILES, read_object, weight_files
 from atts.stored_blocks import MANIFEST, StoredModel, block_path, check_stored
 
-_OTHER_WEIGHTS = (*WEIGHT_FILES, "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.gguf", "*.onnx", "*.h5", "*.msgpack")
+_OTHER_WEIGHTS = (
+    *WEIGHT_FILES,
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.pkl",
+    "*.gguf",
+    "*.onnx",
+    "*.h5",
+    "*.msgpack",
+)
 """Weights in forms that no local engine reads: they stay where they are."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _INDEX = ".safetensors.index.json"
@@ -27,9 +40,13 @@ def check_name(name: str, taken: Collection[str] = ()) -> None:
     :raises OptionError: it cannot, or another is.
     """
     if not _NAME.fullmatch(name):
-        raise OptionError("NAME", f"{name!r} can be no model's name; use letters, digits, '.', '_' and '-'")
+        raise OptionError(
+            "NAME", f"{name!r} can be no model's name; use letters, digits, '.', '_' and '-'"
+        )
     if name in taken:
-        raise OptionError("NAME", f"{name!r} is taken; take another, or remove that model first (atts zoo remove)")
+        raise OptionError(
+            "NAME", f"{name!r} is taken; take another, or remove that model first (atts zoo remove)"
+        )
 
 
 def checked(folder: Path, name: str) -> Family:
@@ -43,9 +60,11 @@ def checked(folder: Path, name: str) -> Family:
 
 
 def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
-    """Write a model to a new folder: weights and other files that `folder` lacks are those of a zoo's model, `base`.
+    """Write a model to a new folder: weights and other files that `folder` lacks are those of a
+    zoo's model, `base`.
 
-    A folder without weights makes the base's first layers before its head, as many as its configuration says.
+    A folder without weights makes the base's first layers before its head, as many as its
+    configuration says.
 
     :raises OptionError: the base is an adapter's model.
     :raises ModelLoadError: the folder's weights are damaged.
@@ -61,10 +80,18 @@ def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
     with ExitStack() as stack:
         theirs = tensors_of(base, stored, stack)
         try:
-            has_weights = any(path.match(kind) for path in folder.iterdir() for kind in _OTHER_WEIGHTS)
-            own = [WeightFile(path, stack) for path in weight_files(folder, name)] if has_weights else []
+            has_weights = any(
+                path.match(kind) for path in folder.iterdir() for kind in _OTHER_WEIGHTS
+            )
+            own = (
+                [WeightFile(path, stack) for path in weight_files(folder, name)]
+                if has_weights
+                else []
+            )
         except (ValueError, LookupError, TypeError) as error:
-            raise ModelLoadError(name, f"the weights in {folder} are damaged ({error})", "Download it again") from error
+            raise ModelLoadError(
+                name, f"the weights in {folder} are damaged ({error})", "Download it again"
+            ) from error
         block = completed(own, theirs, layers if isinstance(layers, int) else len(theirs))
         write_atomic(whole / "model.safetensors", block.parts)
 
@@ -86,15 +113,25 @@ def unadapted(model: StoredModel, option: str) -> StoredModel:
     :raises OptionError: it has one.
     """
     if model.base:
-        raise OptionError(option, f"{model.name!r} is an adapter's model itself; name its base, {model.base!r}")
+        raise OptionError(
+            option, f"{model.name!r} is an adapter's model itself; name its base, {model.base!r}"
+        )
     return model
 
 
 def side_files(folder: Path) -> list[Path]:
     """What lies in a model's folder beside its weights."""
     with storage(folder):
-        plain = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
-    return [path for path in plain if not any(path.match(kind) for kind in _OTHER_WEIGHTS) and path.name != MANIFEST]
+        plain = [
+            path
+            for path in sorted(folder.iterdir())
+            if path.is_file() and not path.name.startswith(".")
+        ]
+    return [
+        path
+        for path in plain
+        if not any(path.match(kind) for kind in _OTHER_WEIGHTS) and path.name != MANIFEST
+    ]
 
 
 def bytes_of(files: Iterable[Path]) -> int:

@@ -1,4 +1,6 @@
-"""Processes that each hold a zoo's models, and the choice of the one in which a request costs least."""
+"""Processes that each hold a zoo's models, and the choice of the one in which a request costs
+least.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +20,45 @@ _FIRST = 1e-2, 1e-4
 
 
 def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
-    """One engine of several on the same model, made as different replicas: of each there is one process for its zoo."""
-    return ReplicaPool([(str(at), one) for at, one in enumerate(engines)], name=name, prefer=Dispatch(engines).choose)
+    """One engine of several on the same model, made as different replicas: of each there is one
+    process for its zoo.
+    """
+    return ReplicaPool(
+        [(str(at), one) for at, one in enumerate(engines)],
+        name=name,
+        prefer=Dispatch(engines).choose,
+    )
 
 
 class Dispatch:
     """Chooses by `placement.dispatched`: wait + run + what is not cached there, computed anew.
 
-    Requests that are in a replica's loop, whichever model's they are, are waited for, each for as long as one has taken
-    so far. Keys and values are not moved between processes, and a request's way into one costs as much as into another.
+    Requests that are in a replica's loop, whichever model's they are, are waited for, each for as
+    long as one has taken so far. Keys and values are not moved between processes, and a request's
+    way into one costs as much as into another.
     """
 
     def __init__(self, engines: Sequence[LocalEngine]) -> None:
         self._engines = engines
-        self._cached = OrderedDict[tuple[str, str], int]()  # tokens, by replica and rollout or problem
+        self._cached = OrderedDict[
+            tuple[str, str], int
+        ]()  # tokens, by replica and rollout or problem
 
     def choose(self, free: Sequence[ReplicaLoad], request: SampleRequest | ScoreRequest) -> int:
         """Which of the replicas that are up."""
-        given = len(request.ids if isinstance(request, SampleRequest) else request.prefix + request.suffix)
-        problem, engines = request.rollout.rpartition("/")[0], [self._engines[int(load.name)] for load in free]
+        given = len(
+            request.ids if isinstance(request, SampleRequest) else request.prefix + request.suffix
+        )
+        problem = request.rollout.rpartition("/")[0]
+        engines = [self._engines[int(load.name)] for load in free]
         each, token = self._seconds(engines)
         instances = list[Instance]()
         for load, engine in zip(free, engines, strict=True):
             known = max(self._cached.get((load.name, key), 0) for key in (request.rollout, problem))
             missing = given - min(given, known)
-            instances.append(Instance(engine.in_loop * each, each, not missing, math.inf, missing * token, 0.0))
+            instances.append(
+                Instance(engine.in_loop * each, each, not missing, math.inf, missing * token, 0.0)
+            )
         chosen = dispatched(instances)
         if request.rollout:
             self._cached[free[chosen].name, request.rollout] = given

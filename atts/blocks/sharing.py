@@ -1,4 +1,6 @@
-"""Blocks that a zoo's models share, as a tree, and the bytes stored beside those of separate models."""
+"""Blocks that a zoo's models share, as a tree, and the bytes stored beside those of separate
+models.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class ZooContents:
 
 def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContents:
     """What a zoo holds; `stored` are the bytes on its disk."""
-    owners, parts = dict[str, tuple[str, ...]](), dict[tuple[str, ...], list[StoredBlock]]()
+    owners = dict[str, tuple[str, ...]]()
+    parts = dict[tuple[str, ...], list[StoredBlock]]()
     for model in models:
         for digest in model.digests:
             owners[digest] = (*owners.get(digest, ()), model.name)
@@ -57,14 +60,17 @@ def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContent
         for block in model.blocks:
             if owners[block.digest][0] == model.name:
                 parts.setdefault(owners[block.digest], []).append(block)
-    groups, lines = list[SharedPart](), list[ModelLine]()
+    groups = list[SharedPart]()
+    lines = list[ModelLine]()
     for names, found in parts.items():
         size = sum({block.digest: block.bytes for block in found}.values())
         groups.append(SharedPart(names, tuple([block.place for block in found]), size, ()))
     for model in models:
         counts = {block.place: len(owners[block.digest]) for block in model.blocks}
         lines.append(ModelLine(model.name, model.base, model.bytes, counts, model.is_whole))
-    return ZooContents(zoo, tuple(lines), _tree(groups), len(owners), stored, sum(model.bytes for model in models))
+    return ZooContents(
+        zoo, tuple(lines), _tree(groups), len(owners), stored, sum(model.bytes for model in models)
+    )
 
 
 def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
@@ -75,7 +81,9 @@ def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
         wider = [other for other in ordered if set(other.models) > set(part.models)]
         parent = min(wider, key=lambda other: len(other.models)).models if wider else ()
         children = tuple(reversed(below.get(part.models, [])))
-        below.setdefault(parent, []).append(SharedPart(part.models, part.places, part.bytes, children))
+        below.setdefault(parent, []).append(
+            SharedPart(part.models, part.places, part.bytes, children)
+        )
     return tuple(reversed(below.get((), [])))
 
 
@@ -87,12 +95,16 @@ def written_places(places: Sequence[str]) -> str:
     >>> written_places(["layers.0.mlp", "layers.2.attention", "layers.2.mlp", "head"])
     'layer 0 mlp, layer 2, head'
     """
-    found, layers = list[str](), dict[int, list[str]]()
+    found = list[str]()
+    layers = dict[int, list[str]]()
     for place in places:
         if place.startswith("layers."):
             _, at, half = place.split(".")
             layers.setdefault(int(at), []).append(half)
-    runs = groupby(enumerate(layers.items()), lambda one: (one[1][0] - one[0], -1 if len(one[1][1]) > 1 else one[0]))
+    runs = groupby(
+        enumerate(layers.items()),
+        lambda one: (one[1][0] - one[0], -1 if len(one[1][1]) > 1 else one[0]),
+    )
     for _, run in runs:
         (_, (first, halves)), *more = run
         only = f" {halves[0]}" if len(halves) < 2 else ""

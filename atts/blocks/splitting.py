@@ -1,4 +1,6 @@
-"""Model folders cut into blocks: embedding, attention, feed-forward block, head; each written as a file of its own."""
+"""Model folders cut into blocks: embedding, attention, feed-forward block, head; each written as a
+file of its own.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class WeightFile:
         start = _LENGTH + int.from_bytes(self._whole[:_LENGTH], "little")
         self.name, self.header = path.name, self._whole[_LENGTH:start].decode()
         self.tensors = {
-            name: StoredTensor(said["dtype"], said["shape"], stack.enter_context(view[start + begin : start + end]))
+            name: StoredTensor(
+                said["dtype"], said["shape"], stack.enter_context(view[start + begin : start + end])
+            )
             for name, said, begin, end in _entries(self.header)
         }
 
@@ -62,14 +66,21 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
     for file in files:
         for name, tensor in file.tensors.items():
             place, inner = _place(name, family)
-            if inner in places.get(place, ()):  # named twice, with and without the prefix of the full model
-                place, inner = "rest", name
+            if inner in places.get(
+                place, ()
+            ):  # named twice, with and without the prefix of the full model
+                place = "rest"
+                inner = name
             places.setdefault(place, {})[inner] = name, tensor
     return [_block(place, places[place]) for place in sorted(places, key=_order)]
 
 
-def completed(own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_layers: int) -> Block:
-    """A model's weights as one file, of which `own` holds a part: what that lacks is its base's, of so many layers."""
+def completed(
+    own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_layers: int
+) -> Block:
+    """A model's weights as one file, of which `own` holds a part: what that lacks is its base's, of
+    so many layers.
+    """
     found = dict[str, tuple[str, StoredTensor]]()
     for tensors in (base, *(file.tensors for file in own)):
         for name, tensor in tensors.items():
@@ -99,14 +110,17 @@ def _entries(header: str) -> Iterator[tuple[str, dict[str, Any], int, int]]:
 
 
 def _place(name: str, family: Family) -> tuple[str, str]:
-    """The block that a tensor belongs to, and its name there, the same in whatever layer the block stands."""
+    """The block that a tensor belongs to, and its name there, the same in whatever layer the block
+    stands.
+    """
     found = _LAYER.fullmatch(name)
     if found is None:
         bare = name.removeprefix("model.")
         known = {"embed_tokens": "embedding", "norm": "head", "lm_head": "head"}
         return known.get(bare.partition(".")[0], "rest"), bare
     layer, inner = found.groups()
-    part, (before, after, *_) = inner.partition(".")[0], family.norms
+    part = inner.partition(".")[0]
+    (before, after, *_) = family.norms
     return f"layers.{layer}.{'attention' if part in ('self_attn', before, after) else 'mlp'}", inner
 
 
@@ -116,12 +130,16 @@ def _order(place: str) -> tuple[int, int, str]:
 
 
 def _block(place: str, tensors: dict[str, tuple[str, StoredTensor]]) -> Block:
-    """A block whose file depends on nothing but its tensors: wide types first so that all are aligned, then by name."""
-    header, end = dict[str, Any](), 0
+    """A block whose file depends on nothing but its tensors: wide types first so that all are
+    aligned, then by name.
+    """
+    header = dict[str, Any]()
+    end = 0
     order = sorted(tensors, key=lambda inner: (-_width(tensors[inner][1].kind), inner))
     for inner in order:
         tensor = tensors[inner][1]
-        begin, end = end, end + len(tensor.data)
+        begin = end
+        end = end + len(tensor.data)
         header[inner] = {"dtype": tensor.kind, "shape": tensor.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

@@ -1,4 +1,6 @@
-"""The entry point of the command line: parsing, exit codes, and only the asked command's module imported."""
+"""The entry point of the command line: parsing, exit codes, and only the asked command's module
+imported.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ EXIT_CODES: dict[int, str] = {
     141: "whoever read our output left (`| head`)",
 }
 """What the command line returns, and when."""
-INTERRUPTED, CLOSED_PIPE, DISK = 130, 141, 4
+INTERRUPTED = 130
+CLOSED_PIPE = 141
+DISK = 4
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -50,18 +54,23 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
     except MemoryError:
-        return _failed("there is not enough memory; what was recorded is kept, and the same command goes on", 1)
+        return _failed(
+            "there is not enough memory; what was recorded is kept, and the same command goes on", 1
+        )
     except Exception:  # noqa: BLE001  whatever its words hold, a terminal is shown it as it is shown all else
         return _failed(f"an error of ours, please report it:\n{traceback.format_exc()}", 1)
     return code
 
 
 def build(words: Sequence[str]) -> typer.Typer:
-    """The tree for this command line: real code for the command it names, one help line for every other."""
+    """The tree for this command line: real code for the command it names, one help line for every
+    other.
+    """
     codes = "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
     app = typer.Typer(
         name="atts",
-        help="Asynchronous test-time scaling: a small model drafts, a large one judges, guarantees are printed.\n\n"
+        help="Asynchronous test-time scaling: a small model drafts, a large one judges, guarantees "
+        "are printed.\n\n"
         "Example: atts eval arithmetic --rate 0.2 --samples 8",
         epilog=f"Exit codes: {codes}.",
         no_args_is_help=True,
@@ -73,7 +82,12 @@ def build(words: Sequence[str]) -> typer.Typer:
     completing = "_ATTS_COMPLETE" in os.environ  # the shell asks for words of every command
     for name, entry in sorted(COMMANDS.items()):
         if name == asked or completing:
-            _attach(app, name, getattr(importlib.import_module(entry.module), entry.attribute), entry.help)
+            _attach(
+                app,
+                name,
+                getattr(importlib.import_module(entry.module), entry.attribute),
+                entry.help,
+            )
         else:
             app.command(name, help=entry.help)(_not_loaded)
     return app
@@ -84,13 +98,17 @@ def _run(words: Sequence[str]) -> int:
     try:
         code = build(words)(args=list(words), prog_name="atts", standalone_mode=False)
     except SystemExit as stop:  # typer's own word for a closed pipe
-        if isinstance(stop.__context__, BrokenPipeError):  # rich has met it, and turned our output off
+        if isinstance(
+            stop.__context__, BrokenPipeError
+        ):  # rich has met it, and turned our output off
             return CLOSED_PIPE
         if isinstance(stop.__context__, OSError):
             raise stop.__context__ from None
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # typer's own word for Ctrl-C would end with code 1
+        if isinstance(
+            error.__cause__, KeyboardInterrupt
+        ):  # typer's own word for Ctrl-C would end with code 1
             raise error.__cause__ from None
         if not hasattr(error, "format_message"):  # typer's own say what they mean, and where
             raise
@@ -117,7 +135,9 @@ def _failed(text: str, code: int) -> int:
 
 
 def _reader_left() -> bool:
-    """Whether the other end of our own output is closed: a broken pipe elsewhere is a failure like any other."""
+    """Whether the other end of our own output is closed: a broken pipe elsewhere is a failure like
+    any other.
+    """
     watch = select.poll()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # no file, or closed
@@ -149,7 +169,8 @@ def _attach(app: typer.Typer, name: str, code: Any, words: str) -> None:
 
 
 def flowing(docstring: str) -> str:
-    """A docstring whose paragraphs may be broken anew, to the width of a terminal instead of the source's.
+    """A docstring whose paragraphs may be broken anew, to the width of a terminal instead of the
+    source's.
 
     >>> flowing("What it does.\\n\\n    More of\\n    that.")
     'What it does.\\n\\nMore of that.'

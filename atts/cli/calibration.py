@@ -42,16 +42,23 @@ def replay(
     rate: Rate = 0.4,
     mode: Mode = "question-turn",
     seed: Annotated[int, typer.Option(help="Of the coin that breaks ties.")] = 0,
-    stored: Annotated[Path | None, typer.Option(help="Scores of a calibration run to start from.")] = None,
+    stored: Annotated[
+        Path | None, typer.Option(help="Scores of a calibration run to start from.")
+    ] = None,
     per_question: PerQuestion = None,
-    drift: Annotated[str, typer.Option(help="On alarm: recalibrate, widen, escalate or report.")] = "recalibrate",
+    drift: Annotated[
+        str, typer.Option(help="On alarm: recalibrate, widen, escalate or report.")
+    ] = "recalibrate",
     window: Annotated[int | None, typer.Option(help="Remember only so many scores.")] = None,
-    decay: Annotated[float | None, typer.Option(help="Let each score fade by this factor per newer one.")] = None,
+    decay: Annotated[
+        float | None, typer.Option(help="Let each score fade by this factor per newer one.")
+    ] = None,
     scale: Scale = "perplexity",
     by_length: ByLength = False,
     as_json: Json = False,
 ) -> None:
-    """Decide on recorded scores in arrival order, each from those before it, and say how well the rate was held.
+    """Decide on recorded scores in arrival order, each from those before it, and say how well the
+    rate was held.
 
     Example: atts calibration replay scores.jsonl --rate 0.4 --mode question-turn --json
     """
@@ -60,7 +67,12 @@ def replay(
 
     records = records_of(file, per_question, scale)
     start = () if stored is None else scores_of(str(stored), per_question, scale, None)
-    options: dict[str, Any] = {"mode": mode, "seed": seed, "scale": scale_named(scale), "by_length": by_length}
+    options: dict[str, Any] = {
+        "mode": mode,
+        "seed": seed,
+        "scale": scale_named(scale),
+        "by_length": by_length,
+    }
     done = decide(records, rate, stored=start, drift=drift, window=window, decay=decay, **options)  # type: ignore[arg-type]  # checked there
     (_print_decisions if as_json else _print_replay)(done)
 
@@ -76,12 +88,17 @@ def import_scores(
 ) -> None:
     """Read scores of any supported kind and write them as one file with their conditions.
 
-    Example: atts calibration import ppls.npy --per-question 16 --condition target.model=QwQ-32B --out scores.json
+    Example: atts calibration import ppls.npy --per-question 16 --condition target.model=QwQ-32B
+    --out scores.json
     """
     found = scores_of(file, per_question, scale, condition)
     told = write_scores(out, found.state())
     facts = {"scores": len(found), "questions": len(set(found.questions)), "out": str(out)}
-    told(json_line(facts) if as_json else f"{facts['scores']} scores of {facts['questions']} questions: {out}")
+    told(
+        json_line(facts)
+        if as_json
+        else f"{facts['scores']} scores of {facts['questions']} questions: {out}"
+    )
 
 
 @app.command("fit")
@@ -101,7 +118,8 @@ def fit(
 
     `atts eval --scores` starts from it as from the scores themselves.
 
-    Example: atts calibration fit scores.jsonl --mode turn --condition target.model=QwQ-32B --out calibrator.json
+    Example: atts calibration fit scores.jsonl --mode turn --condition target.model=QwQ-32B --out
+    calibrator.json
     """
     from atts.calibration import Calibrator
 
@@ -123,17 +141,21 @@ app.command("report")(report)
 @app.command("check")
 def check(
     file: Source,
-    live: Annotated[Path | None, typer.Option(help="Scores of the run these are meant for, in arrival order.")] = None,
+    live: Annotated[
+        Path | None, typer.Option(help="Scores of the run these are meant for, in arrival order.")
+    ] = None,
     rate: OwnRate = None,
     per_question: PerQuestion = None,
     scale: Scale = "perplexity",
     as_json: Json = False,
 ) -> None:
-    """Fail (exit code 5) if stored scores are broken, or are not like those of the run they are meant for.
+    """Fail (exit code 5) if stored scores are broken, or are not like those of the run they are
+    meant for.
 
-    Of a run directory: fail if its realised rate left its band, an alarm went off, or, with --live, the other run was
-    made under other conditions (models, tokenizers, sampling, chunk limits). The band is what questions that differ as
-    much as these allow; a rate inside it but outside what coins allow is called unclear and does not fail.
+    Of a run directory: fail if its realised rate left its band, an alarm went off, or, with --live,
+    the other run was made under other conditions (models, tokenizers, sampling, chunk limits). The
+    band is what questions that differ as much as these allow; a rate inside it but outside what
+    coins allow is called unclear and does not fail.
 
     Example: atts calibration check runs/first
 
@@ -170,9 +192,16 @@ def check_run(directory: Path, as_json: bool) -> None:
     held = build_report(directory, page_bytes=0).report.calibration
     if held is None:
         raise CheckFailed(f"{directory}: its gate decided nothing, so there is nothing to check")
-    problems = [f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}" for alarm in held.alarms]
+    problems = [
+        f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}" for alarm in held.alarms
+    ]
     share = held.escalated / held.decisions
-    facts: dict[str, Any] = {"decisions": held.decisions, "rate": share, "nominal": held.nominal, "standing": "held"}
+    facts: dict[str, Any] = {
+        "decisions": held.decisions,
+        "rate": share,
+        "nominal": held.nominal,
+        "standing": "held",
+    }
     said = f"{share:.3f} of {held.decisions:,} chunks were escalated, no rate was promised"
     if found := held.check():
         said = str(found)
@@ -192,14 +221,22 @@ def _print_decisions(done: ReplayResult) -> None:
         print_json({"type": "decision", **{name: getattr(decision, name) for name in _DECISION}})
     for event in done.events:
         print_json({"type": "drift", **asdict(event)})
-    summary = {"rate": done.rate, "mode": done.mode, "decisions": len(done.decisions), "escalated": done.escalated}
+    summary = {
+        "rate": done.rate,
+        "mode": done.mode,
+        "decisions": len(done.decisions),
+        "escalated": done.escalated,
+    }
     words = {"guarantee": done.guarantee, "voided_by": done.voided_by}
     print_json({"type": "summary", **summary, **done.metrics, **words})
 
 
 def _print_replay(done: ReplayResult) -> None:
     count = sum(decision.escalate for decision in done.decisions)
-    say(f"{count} of {len(done.decisions)} decisions escalated: {done.escalated:.4f} (nominal {done.rate:g})")
+    say(
+        f"{count} of {len(done.decisions)} decisions escalated: {done.escalated:.4f} (nominal "
+        f"{done.rate:g})"
+    )
     for name, value in done.metrics.items():
         say(f"  {name.replace('_', ' '):<28}{'-' if math.isnan(value) else f'{value:.4f}'}")
     for event in done.events:

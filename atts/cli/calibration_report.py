@@ -25,27 +25,37 @@ def report(
     rate: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of chunks the target takes over. By default a run's or a calibrator's own; of scores 0.4."
+            help="Fraction of chunks the target takes over. By default a run's or a calibrator's "
+            "own; of scores 0.4."
         ),
     ] = None,
     mode: Annotated[
         str | None,
-        typer.Option(help="How the rate is held. By default a run's or a calibrator's own; of scores aci."),
+        typer.Option(
+            help="How the rate is held. By default a run's or a calibrator's own; of scores aci."
+        ),
     ] = None,
     format: Annotated[
         str | None,
-        typer.Option(help="html, markdown or json; svg or png: a folder of figures. By default as --out ends."),
+        typer.Option(
+            help="html, markdown or json; svg or png: a folder of figures. By default as --out "
+            "ends."
+        ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write the report, or its figures; - is stdout.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the report, or its figures; - is stdout.")
+    ] = None,
     per_question: PerQuestion = None,
     scale: Scale = "perplexity",
     seed: Annotated[int, typer.Option(help="Of the coin that breaks ties.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Say what a run's calibration did, or what scores or a calibrator can promise: on the terminal, or as a report.
+    """Say what a run's calibration did, or what scores or a calibrator can promise: on the
+    terminal, or as a report.
 
-    A run is told at the rate it was made at; with another one its scores are decided anew. Scores may carry a field
-    "correct" (true or false): then the report says what they know of right answers.
+    A run is told at the rate it was made at; with another one its scores are decided anew. Scores
+    may carry a field "correct" (true or false): then the report says what they know of right
+    answers.
 
     Example: atts calibration report runs/first --out calibration.html
 
@@ -56,7 +66,8 @@ def report(
     named = calibration_format(format, out)
     if out is None and format is not None:
         raise OptionError(
-            "--out", f"name a {'folder' if named in ('svg', 'png') else 'file'} to write the {named} into"
+            "--out",
+            f"name a {'folder' if named in ('svg', 'png') else 'file'} to write the {named} into",
         )
     found = _report(file, rate, mode, (per_question, scale, seed))
     if out is None:
@@ -72,24 +83,35 @@ def report(
             tell(found.headline.sentence)
 
 
-def _report(file: str, rate: float | None, mode: Any, how: tuple[int | None, str, int]) -> CalibrationReport:
+def _report(
+    file: str, rate: float | None, mode: Any, how: tuple[int | None, str, int]
+) -> CalibrationReport:
     from atts.analysis import calibration_of_scores
     from atts.api import RATE_OF_FILES, calibration_report
     from atts.calibration import StoredScores, labels_of, scale_named
 
     per_question, scale, seed = how
     if file != "-":
-        scores_of(file, per_question, scale, None)  # says what is wrong with a file in the words of this command
+        scores_of(
+            file, per_question, scale, None
+        )  # says what is wrong with a file in the words of this command
         options = {"per_question": per_question, "scale": scale_named(scale), "seed": seed}
         return calibration_report(file, rate=rate, mode=mode, **options)  # type: ignore[arg-type]  # named by type
     rows = records_of(file, None, scale)
     scores = StoredScores.from_records(rows, scale_named(scale))
     asked = RATE_OF_FILES if rate is None else rate
-    return calibration_of_scores("stdin", scores, asked, mode or "aci", seed=seed, labels=labels_of(rows))
+    return calibration_of_scores(
+        "stdin", scores, asked, mode or "aci", seed=seed, labels=labels_of(rows)
+    )
 
 
 def _verdict(found: CalibrationReport) -> dict[str, Any]:
-    return {"standing": found.standing, "sentence": found.headline.sentence, "rate": found.rate, "mode": found.mode}
+    return {
+        "standing": found.standing,
+        "sentence": found.headline.sentence,
+        "rate": found.rate,
+        "mode": found.mode,
+    }
 
 
 def _print_as_json(found: CalibrationReport) -> None:
@@ -108,25 +130,39 @@ def _print_report(found: CalibrationReport) -> None:
 
 
 def _print_health(health: Health) -> None:
-    say(health.clusters if health.repeats.clustered else f"{health.scores} scores whose questions are not known")
-    say(f"  {'repeats in their question' if health.repeats.clustered else 'repeats':<28}{health.repeats.within:.1%}")
+    say(
+        health.clusters
+        if health.repeats.clustered
+        else f"{health.scores} scores whose questions are not known"
+    )
+    say(
+        f"  {'repeats in their question' if health.repeats.clustered else 'repeats':<28}{health.repeats.within:.1%}"
+    )
     say(f"  repeats in another one      {health.repeats.across:.1%}")
     say(f"  escalate above              {_threshold(health.threshold)} (rate {health.rate:g})")
-    say(f"  ... at most, 90 % sure      {_threshold(health.careful_threshold)} (were scores independent)")
+    say(
+        f"  ... at most, 90 % sure      {_threshold(health.careful_threshold)} (were scores "
+        f"independent)"
+    )
     for words, (low, high) in (
         ("long-run rate, independent", health.long_run),
         ("long-run rate, clustered", health.long_run_clustered),
     ):
         say(f"  {words:<28}{low:.3f} to {high:.3f} (90 %)")
     if not math.isnan(health.half_split):
-        say(f"  half of the questions       SD of the rate on the other half {health.half_split:.3f}")
+        say(
+            f"  half of the questions       SD of the rate on the other half "
+            f"{health.half_split:.3f}"
+        )
     for row in health.turns:
         facts = f"{row.scores:>6} scores, median {_threshold(row.median)}, escalate above {_threshold(row.threshold)}"
         say(f"  turn {row.turn:<4}{facts}")
 
 
 def _threshold(value: float) -> str:
-    """A score in few letters; there is none above which to escalate where the scores are too few for the rate."""
+    """A score in few letters; there is none above which to escalate where the scores are too few
+    for the rate.
+    """
     if math.isinf(value):
         return "none"
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"

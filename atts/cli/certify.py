@@ -1,4 +1,6 @@
-"""`atts certify`: the cheapest of several runs that is nearly as right as the target alone, and how sure that is."""
+"""`atts certify`: the cheapest of several runs that is nearly as right as the target alone, and how
+sure that is.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,34 @@ if TYPE_CHECKING:
 
 
 def certify(
-    target: Annotated[Path, typer.Argument(help="The run directory of the target alone on labelled problems.")],
-    runs: Annotated[list[Path], typer.Argument(help="Run directories of policies on the same problems.")],
-    epsilon: Annotated[float, typer.Option(help="How much less often right a policy may be.")] = 0.02,
-    delta: Annotated[float, typer.Option(help="The probability with which the certificate may be wrong.")] = 0.1,
+    target: Annotated[
+        Path, typer.Argument(help="The run directory of the target alone on labelled problems.")
+    ],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run directories of policies on the same problems.")
+    ],
+    epsilon: Annotated[
+        float, typer.Option(help="How much less often right a policy may be.")
+    ] = 0.02,
+    delta: Annotated[
+        float, typer.Option(help="The probability with which the certificate may be wrong.")
+    ] = 0.1,
     lost: Annotated[
-        bool, typer.Option("--lost", help="Bound the answers lost, those lost by sampling included, not the net loss.")
+        bool,
+        typer.Option(
+            "--lost",
+            help="Bound the answers lost, those lost by sampling included, not the net loss.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Certify the cheapest policy that is right at most epsilon less often than the target alone on new problems.
+    """Certify the cheapest policy that is right at most epsilon less often than the target alone on
+    new problems.
 
-    Runs of one method and mode are tested from the highest rate down until one fails. Net losses are counted: answers
-    that the policy loses, less those that it wins, so that two runs of the same models may be certified against each
-    other. Exit code 5 where no policy is certified; the words then say how many problems it would take.
+    Runs of one method and mode are tested from the highest rate down until one fails. Net losses
+    are counted: answers that the policy loses, less those that it wins, so that two runs of the
+    same models may be certified against each other. Exit code 5 where no policy is certified; the
+    words then say how many problems it would take.
 
     Example: atts certify runs/target-only runs/first --epsilon 0.02
     """
@@ -46,5 +62,7 @@ def _table(found: Certificate) -> list[str]:
     for row in found.tested:
         p = "-" if row.p is None else f"{row.p:.2g}"
         verdict = "yes" if row.certified else "no"
-        lines.append(f"{row.gate:<28}{row.rate:>6g}{row.loss:>+10.2%}{p:>10}{row.cost:>16,.1f}   {verdict}")
+        lines.append(
+            f"{row.gate:<28}{row.rate:>6g}{row.loss:>+10.2%}{p:>10}{row.cost:>16,.1f}   {verdict}"
+        )
     return [*lines, "", f"guarantee  {found.guarantee}", f"voided by  {found.voided_by}"]

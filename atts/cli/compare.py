@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from atts.analysis import Compared
     from atts.evaluators import Comparison
 
-Run = Annotated[Path, typer.Argument(help="A run directory, or results as `atts eval --json` prints them.")]
+Run = Annotated[
+    Path, typer.Argument(help="A run directory, or results as `atts eval --json` prints them.")
+]
 _MANY = 100_000  # problems: more than any benchmark has
 
 
@@ -25,20 +27,28 @@ def compare(
     first: Run,
     second: Run,
     sequential: Annotated[
-        bool, typer.Option("--sequential", help="Also one by one: after how many problems they are told apart.")
+        bool,
+        typer.Option(
+            "--sequential", help="Also one by one: after how many problems they are told apart."
+        ),
     ] = False,
     points: Annotated[
-        float, typer.Option(help="With --sequential: differences within so many points count as alike.")
+        float,
+        typer.Option(help="With --sequential: differences within so many points count as alike."),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the order in which --sequential takes the problems.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of the order in which --sequential takes the problems.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Compare two runs problem by problem: accuracy, its difference with an interval, costs as ratios.
+    """Compare two runs problem by problem: accuracy, its difference with an interval, costs as
+    ratios.
 
     Intervals and p-values are clustered by problem: a problem's rollouts stay together.
 
-    --sequential takes the problems in an order drawn by the seed, and its interval holds after every one of them:
-    one may look as often as one likes. `atts eval --against RUN --stop-when decided` ends a run by it.
+    --sequential takes the problems in an order drawn by the seed, and its interval holds after
+    every one of them: one may look as often as one likes. `atts eval --against RUN --stop-when
+    decided` ends a run by it.
 
     Example: atts compare runs/target-only runs/first
     """
@@ -50,7 +60,8 @@ def compare(
     left_out = found.only_first + found.only_second
     if left_out:
         tell(
-            f"atts: {found.only_first} problems are only in {found.first}, {found.only_second} only in {found.second}: "
+            f"atts: {found.only_first} problems are only in {found.first}, {found.only_second} "
+            f"only in {found.second}: "
             "left out",
         )
     print_result(found, as_json, _table)
@@ -67,11 +78,15 @@ def _table(found: Compared) -> list[str]:
     if found.if_right is not None:
         first, second = found.unscored
         between = found.if_right.difference.signed()
-        lines.append(f"{'':16}unscored, counted wrong: {first} and {second}; were they right: difference {between}")
+        lines.append(
+            f"{'':16}unscored, counted wrong: {first} and {second}; were they right: difference "
+            f"{between}"
+        )
     if found.mcnemar is not None:
         pairs = found.mcnemar
         lines.append(
-            f"{'':16}right by both {pairs.both}, first alone {pairs.first_only}, second alone {pairs.second_only}, "
+            f"{'':16}right by both {pairs.both}, first alone {pairs.first_only}, second alone "
+            f"{pairs.second_only}, "
             f"neither {pairs.neither}; exact McNemar p = {pairs.p_value:.3g}"
         )
     if found.sequential is not None:
@@ -81,13 +96,20 @@ def _table(found: Compared) -> list[str]:
     if found.costs:
         lines += ["", f"{'per problem':<16}{'first':>12}{'second':>12}   second / first"]
     for cost in found.costs:
-        ratio = "first took none" if math.isinf(cost.ratio) else "none in either" if math.isnan(cost.ratio) else ""
+        ratio = (
+            "first took none"
+            if math.isinf(cost.ratio)
+            else "none in either"
+            if math.isnan(cost.ratio)
+            else ""
+        )
         ratio = ratio or f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
         name = "seconds it took" if cost.name == "seconds" else cost.name.replace("_", " ")
         lines.append(f"{name:<16}{cost.first:>12,.1f}{cost.second:>12,.1f}   {ratio}")
     if any(cost.name == "seconds" for cost in found.costs):
         lines.append(
-            "Seconds a problem took are its latency: problems run side by side, a run is shorter than their sum."
+            "Seconds a problem took are its latency: problems run side by side, a run is shorter "
+            "than their sum."
         )
     return [*lines, "Brackets are 95 % intervals over problems."]
 
@@ -96,11 +118,18 @@ def _accuracy(name: str, found: Comparison) -> list[str]:
     between = found.difference
     ends = "" if math.isnan(between.low) else f" [{between.low:+.3f}, {between.high:+.3f}]"
     lines = [
-        f"{name:<16}{found.first:.3f} → {found.second:.3f}   difference {found.second - found.first:+.3f}{ends}, "
+        f"{name:<16}{found.first:.3f} → {found.second:.3f}   difference "
+        f"{found.second - found.first:+.3f}{ends}, "
         f"p = {found.p_value:.3g}",
         f"{'':16}better on {found.better}, worse on {found.worse}, equal on {found.tied}",
     ]
     if found.problems_needed:
-        needed = f"{found.problems_needed:,}" if found.problems_needed <= _MANY else f"more than {_MANY:,}"
-        lines.append(f"{'':16}{needed} problems like these would show such a difference 4 times in 5")
+        needed = (
+            f"{found.problems_needed:,}"
+            if found.problems_needed <= _MANY
+            else f"more than {_MANY:,}"
+        )
+        lines.append(
+            f"{'':16}{needed} problems like these would show such a difference 4 times in 5"
+        )
     return lines

@@ -30,7 +30,8 @@ def show(
     pairs: Pairs = None,
     as_json: Json = False,
 ) -> None:
-    """Show every key, its value, and where that came from: default, a file, a variable, or the method.
+    """Show every key, its value, and where that came from: default, a file, a variable, or the
+    method.
 
     Flags of other commands come last and win: defaults < atts.toml < ATTS_* < flags.
 
@@ -44,7 +45,8 @@ def show(
     if not shown:
         raise OptionError("config", f"no key contains {key!r}; `atts config show` lists them all")
     for name, known in shown.items():
-        value, origin = jsonable(found[name].value), found[name].origin
+        value = jsonable(found[name].value)
+        origin = found[name].origin
         if as_json:
             facts = {"key": name, "value": value, "origin": origin, "default": known.default}
             print_json({**facts, "variable": known.variable, "help": known.help})

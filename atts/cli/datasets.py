@@ -25,7 +25,8 @@ Cache = Annotated[Path | None, typer.Option(help="Hub cache folder, if not the u
 def datasets(context: typer.Context, as_json: Json = False) -> None:
     """List datasets, or show what is in one.
 
-    Example: atts datasets; atts datasets show "math500[:3]"; atts datasets show mine.csv --column text=Question
+    Example: atts datasets; atts datasets show "math500[:3]"; atts datasets show mine.csv --column
+    text=Question
     """
     if context.invoked_subcommand is None:
         list_datasets(as_json)
@@ -33,7 +34,8 @@ def datasets(context: typer.Context, as_json: Json = False) -> None:
 
 @app.command("list")
 def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
-    """List the benchmarks known by name, and whether they are on this machine; the network is not used.
+    """List the benchmarks known by name, and whether they are on this machine; the network is not
+    used.
 
     Example: atts datasets list --json
     """
@@ -52,23 +54,44 @@ def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
 @app.command("show")
 def show(
     name: Annotated[
-        str, typer.Argument(help="A benchmark, a file or hub:owner/name; a slice may follow: math500[:5].")
+        str,
+        typer.Argument(
+            help="A benchmark, a file or hub:owner/name; a slice may follow: math500[:5]."
+        ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="The dataset's record, then one problem per line.")] = False,
-    file: Annotated[Path | None, typer.Option(help="Read this benchmark from a file instead of the hub.")] = None,
-    column: Annotated[list[str] | None, typer.Option(help="FIELD=COLUMN, such as text=Question; repeatable.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The dataset's record, then one problem per line.")
+    ] = False,
+    file: Annotated[
+        Path | None, typer.Option(help="Read this benchmark from a file instead of the hub.")
+    ] = None,
+    column: Annotated[
+        list[str] | None, typer.Option(help="FIELD=COLUMN, such as text=Question; repeatable.")
+    ] = None,
     revision: Annotated[str, typer.Option(help="Branch, tag or commit on the hub.")] = "main",
-    split: Annotated[str, typer.Option(help="Split of generated problems or of an unknown hub dataset.")] = "test",
+    split: Annotated[
+        str, typer.Option(help="Split of generated problems or of an unknown hub dataset.")
+    ] = "test",
     config: Annotated[str, typer.Option(help="Configuration of an unknown hub dataset.")] = "",
     level: Annotated[list[int] | None, typer.Option(help="Only this level; repeatable.")] = None,
-    subject: Annotated[list[str] | None, typer.Option(help="Only this subject; repeatable.")] = None,
-    identity: Annotated[list[str] | None, typer.Option("--id", help="Only this problem; repeatable.")] = None,
+    subject: Annotated[
+        list[str] | None, typer.Option(help="Only this subject; repeatable.")
+    ] = None,
+    identity: Annotated[
+        list[str] | None, typer.Option("--id", help="Only this problem; repeatable.")
+    ] = None,
     sample: Annotated[int | None, typer.Option(help="Draw this many problems.")] = None,
     seed: Annotated[int, typer.Option(help="Of the draw, and of the order of choices.")] = 0,
-    answers: Annotated[Literal["required", "optional"], typer.Option(help="Must every problem have one?")] = "required",
-    network: Annotated[Literal["auto", "never"], typer.Option(help="May missing files be fetched?")] = "auto",
+    answers: Annotated[
+        Literal["required", "optional"], typer.Option(help="Must every problem have one?")
+    ] = "required",
+    network: Annotated[
+        Literal["auto", "never"], typer.Option(help="May missing files be fetched?")
+    ] = "auto",
     cache: Cache = None,
-    limit: Annotated[int, typer.Option(help="Problems to print for people; --json prints all.")] = 3,
+    limit: Annotated[
+        int, typer.Option(help="Problems to print for people; --json prints all.")
+    ] = 3,
 ) -> None:
     """Show where a dataset comes from, its digest, and its problems.
 
@@ -101,7 +124,9 @@ def _facts(benchmark: Benchmark, cache: Path | None) -> dict[str, object]:
     from atts.evaluators import cached_snapshot
 
     copies = [hub.repo for hub in benchmark.hubs]
-    held = [hub.repo for hub in benchmark.hubs if cached_snapshot(hub.repo, "main", hub.files, cache)]
+    held = [
+        hub.repo for hub in benchmark.hubs if cached_snapshot(hub.repo, "main", hub.files, cache)
+    ]
     return {
         "name": benchmark.name,
         "title": benchmark.title,
@@ -116,7 +141,9 @@ def _facts(benchmark: Benchmark, cache: Path | None) -> dict[str, object]:
 
 
 def _print_json(found: Dataset) -> None:
-    record = {name: getattr(found, name) for name in ("name", "source", "revision", "digest", "notes")}
+    record = {
+        name: getattr(found, name) for name in ("name", "source", "revision", "digest", "notes")
+    }
     print_json({"type": "dataset", **record, "problems": len(found)})
     for problem in found:
         print_json({"type": "problem", **asdict(problem)})

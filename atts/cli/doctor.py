@@ -14,23 +14,31 @@ from atts.cli.terminal import say
 from atts.errors import CheckFailed
 
 
-@options.with_keys("pair at method rate samples turns max_tokens draft target card out config pairs as_json")
+@options.with_keys(
+    "pair at method rate samples turns max_tokens draft target card out config pairs as_json"
+)
 def doctor(
     context: typer.Context,
     card: Annotated[
         str | None,
-        typer.Option(help="GPU to fit the pair to: rtx4090, l40s, a100, h100, h200, ...", show_default="those here"),
+        typer.Option(
+            help="GPU to fit the pair to: rtx4090, l40s, a100, h100, h200, ...",
+            show_default="those here",
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Write the settings here, for `atts eval --config`.", metavar="FILE")
+        Path | None,
+        typer.Option(help="Write the settings here, for `atts eval --config`.", metavar="FILE"),
     ] = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     as_json: options.ObjectJson = False,
 ) -> None:
-    """Look at both engines, their tokenizers and templates, lengths, memory and disk, and say what to do.
+    """Look at both engines, their tokenizers and templates, lengths, memory and disk, and say what
+    to do.
 
-    Each line is ok, warn or fail; one that fails makes the exit code 5. One short chunk is drafted and scored.
+    Each line is ok, warn or fail; one that fails makes the exit code 5. One short chunk is drafted
+    and scored.
 
     Example: atts doctor --pair r1-1.5b/r1-70b --card h100 --out pair.toml
     """

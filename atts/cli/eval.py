@@ -21,39 +21,53 @@ if TYPE_CHECKING:
 
 
 @options.with_keys(
-    f"dataset {options.SETUP} limit file column references seed rollouts out report shard abstain labelled against "
+    f"dataset {options.SETUP} limit file column references seed rollouts out report shard abstain "
+    f"labelled against "
     "stop_when config pairs dry_run as_json"
 )
 def evaluate(
     context: typer.Context,
     shard: Annotated[
         str | None,
-        typer.Option(help="Part 2/3: every third problem from the second on; `atts merge` joins.", metavar="I/N"),
+        typer.Option(
+            help="Part 2/3: every third problem from the second on; `atts merge` joins.",
+            metavar="I/N",
+        ),
     ] = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run and its tokens; run nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object per problem, then a summary.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would run and its tokens; run nothing.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One object per problem, then a summary.")
+    ] = False,
 ) -> None:
     """Evaluate a method on a dataset: the main job.
 
-    Everything is kept in a run directory; the same command goes on where it was, whatever ended it. With no flags: the
-    embedded models on generated arithmetic.
+    Everything is kept in a run directory; the same command goes on where it was, whatever ended it.
+    With no flags: the embedded models on generated arithmetic.
 
     Example: atts eval
 
     Example: atts eval math500 --pair r1-1.5b/r1-70b --dry-run
 
-    Example: atts eval math500 --draft hf:Qwen/Qwen3-1.7B --target vllm:http://localhost:8000/Qwen/Qwen3-32B --dry-run
+    Example: atts eval math500 --draft hf:Qwen/Qwen3-1.7B --target
+    vllm:http://localhost:8000/Qwen/Qwen3-32B --dry-run
     """
     from atts.api import dry_run as estimated
     from atts.run import Shard
 
-    configuration, part = options.configured(context, config, pairs), None if shard is None else Shard.parse(shard)
+    configuration = options.configured(context, config, pairs)
+    part = None if shard is None else Shard.parse(shard)
     if not dry_run:
         raise typer.Exit(run_and_print(configuration, part, as_json))
     found = estimated(configuration, part)
-    print_result(found.as_json() if as_json else found, as_json, lambda _: dry_run_lines(found, configuration))
+    print_result(
+        found.as_json() if as_json else found,
+        as_json,
+        lambda _: dry_run_lines(found, configuration),
+    )
 
 
 def run_and_print(configuration: Configuration, shard: Shard | None, as_json: bool) -> int:
@@ -61,7 +75,8 @@ def run_and_print(configuration: Configuration, shard: Shard | None, as_json: bo
     from atts.api import report
     from atts.journal import JOURNAL
 
-    lines, kind = result_objects if as_json else result_table, configuration.job.report
+    lines = result_objects if as_json else result_table
+    kind = configuration.job.report
     try:
         result = run(configuration, shard)
         page = None if kind == "none" else report(result, format=kind)
@@ -93,8 +108,10 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
     from atts.run import Progress, RunOptions
 
     directory = configuration.directory_of(shard)
-    job, setup = configuration.job, configuration.setup()
-    problems, progress = job.load().problems, Progress(loading=(configuration["draft"], configuration["target"]))
+    job = configuration.job
+    setup = configuration.setup()
+    problems = job.load().problems
+    progress = Progress(loading=(configuration["draft"], configuration["target"]))
     for text in setup.warnings:
         tell(f"atts: {text}")
     if (directory / JOURNAL).exists():
@@ -104,7 +121,12 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
     async def main() -> RunResult:
         async with progress_display(progress):
             return await evaluation(
-                problems, setup, directory=directory, options=listening, shard=shard, **job.comparison
+                problems,
+                setup,
+                directory=directory,
+                options=listening,
+                shard=shard,
+                **job.comparison,
             )
 
     return run_async(main)
@@ -117,7 +139,10 @@ def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:
     return [
         f"{found.dataset}: {found.problems} problems x {configuration['samples']} rollouts, method "
         f"{configuration['method']}, rate {configuration['rate']:g}",
-        *(f"  {role:<9} {configuration[role]}{_padded(configuration[role])}" for role in ("draft", "target")),
+        *(
+            f"  {role:<9} {configuration[role]}{_padded(configuration[role])}"
+            for role in ("draft", "target")
+        ),
         f"  proposed  by {found.proposes} (speculate {configuration['speculate']})",
         f"  output    {found.directory} ({output})",
         *(_budget_line(configuration, key, words) for key, words in _BUDGET.items()),
@@ -132,7 +157,11 @@ def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:
 def _padded(engine: str) -> str:
     """What a dry run adds to the words of an engine that pretends to be larger."""
     settings = engine.partition("?")[2].split("&")
-    return "  (padded: its words, a larger model's cost)" if any("pad=" in setting for setting in settings) else ""
+    return (
+        "  (padded: its words, a larger model's cost)"
+        if any("pad=" in setting for setting in settings)
+        else ""
+    )
 
 
 _BUDGET = {
@@ -174,24 +203,39 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
     """The summary in lines for people, then where to read on."""
     summary = result.summary
     usage = summary.usage
-    of = f" of {result.manifest.problems}" if result.status != "finished" and result.manifest.problems else ""
+    of = (
+        f" of {result.manifest.problems}"
+        if result.status != "finished" and result.manifest.problems
+        else ""
+    )
     rows = [
         ("answers right", f"{_share(summary.answers)}   the vote of each problem's rollouts"),
         ("rollouts right", f"{_share(summary.samples_right)}   each by itself"),
         ("chunks handed over", f"{_share(summary.rate)}   asked for: {configuration['rate']:g}"),
-        ("tokens written", f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target"),
-        ("", f"{summary.target_share:.1%} of them by the target; {usage.wasted_tokens:,} were thrown away"),
+        (
+            "tokens written",
+            f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target",
+        ),
+        (
+            "",
+            f"{summary.target_share:.1%} of them by the target; {usage.wasted_tokens:,} were "
+            f"thrown away",
+        ),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
         ("proposed to it", "" if result.speculated is None else str(result.speculated)),
         *_abstained(result),
         ("compared", "" if result.comparison is None else str(result.comparison)),
         ("cut", summary.truncation.warning),
         ("out of domain", _doubts(result)),
-        ("not complete", f"{summary.failed} problems: rollouts of theirs failed" if summary.failed else ""),
+        (
+            "not complete",
+            f"{summary.failed} problems: rollouts of theirs failed" if summary.failed else "",
+        ),
         ("without an answer", f"{summary.unanswered} problems" if summary.unanswered else ""),
     ]
     return [
-        f"{configuration['method']} on {configuration['dataset']}: {summary.problems}{of} problems, "
+        f"{configuration['method']} on {configuration['dataset']}: {summary.problems}{of} "
+        f"problems, "
         f"{summary.samples} rollouts, {summary.seconds:.1f} s",
         "",
         *(f"{name:<20}{words}" for name, words in rows if words),
@@ -208,7 +252,10 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
     if found is None:
         return []
     return [
-        ("answered", f"{_share(found.share)}   of the problems; the others are counted as not right"),
+        (
+            "answered",
+            f"{_share(found.share)}   of the problems; the others are counted as not right",
+        ),
         ("wrong of these", _share(found.wrong)),
         ("promised", found.guarantee),
     ]
@@ -218,7 +265,9 @@ def _doubts(result: RunResult) -> str:
     """How many problems are unlike those of the stored scores, where any is."""
     doubted = [one for one in result.problems if one.doubt]
     return (
-        f"{len(doubted)} of {len(result.problems)} problems: {doubted[0].doubt.partition(': ')[2]}" if doubted else ""
+        f"{len(doubted)} of {len(result.problems)} problems: {doubted[0].doubt.partition(': ')[2]}"
+        if doubted
+        else ""
     )
 
 

@@ -11,30 +11,39 @@ from typing import TypeVar
 from atts.errors import JournalCorrupt, JournalError
 
 T = TypeVar("T")
-EVERY_SECONDS, LOOK_SECONDS = 10.0, 0.5
+EVERY_SECONDS = 10.0
+LOOK_SECONDS = 0.5
 
 
 def follow(
-    directory: Path, write: Callable[[], T], every: float = EVERY_SECONDS, wait: Callable[[float], None] = time.sleep
+    directory: Path,
+    write: Callable[[], T],
+    every: float = EVERY_SECONDS,
+    wait: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Call `write` now, then every so many seconds in which the run went on, and once more when it has ended.
+    """Call `write` now, then every so many seconds in which the run went on, and once more when it
+    has ended.
 
-    What the last call returned. A line that is being written while it is read is no damage: it is read again.
+    What the last call returned. A line that is being written while it is read is no damage: it is
+    read again.
 
     :raises JournalError: there is no run, or it is over and cannot be read.
     """
     from atts.analysis import is_running
     from atts.journal import JOURNAL
 
-    left, seen = 0.0, -1
+    left = 0.0
+    seen = -1
     while True:
-        goes_on, size = is_running(directory), _size(directory / JOURNAL)
+        goes_on = is_running(directory)
+        size = _size(directory / JOURNAL)
         if not goes_on:
             return write()
         if size != seen and left <= 0:
             with suppress(JournalCorrupt):
                 write()
-                left, seen = every, size
+                left = every
+                seen = size
         wait(LOOK_SECONDS)
         left -= LOOK_SECONDS
 
@@ -43,4 +52,6 @@ def _size(journal: Path) -> int:
     try:
         return journal.stat().st_size
     except OSError as error:
-        raise JournalError(journal.parent, "there is no run here", "Give the directory of `atts eval --out`") from error
+        raise JournalError(
+            journal.parent, "there is no run here", "Give the directory of `atts eval --out`"
+        ) from error

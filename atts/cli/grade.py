@@ -15,18 +15,33 @@ from atts.errors import DatasetError
 
 
 def grade(
-    file: Annotated[str, typer.Argument(help="A JSONL file of records with gold and answer or text; - is stdin.")],
-    as_json: Annotated[bool, typer.Option("--json", help="One verdict per line, then a summary, as JSON.")] = False,
+    file: Annotated[
+        str,
+        typer.Argument(help="A JSONL file of records with gold and answer or text; - is stdin."),
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One verdict per line, then a summary, as JSON.")
+    ] = False,
     kind: Annotated[
-        Literal["math", "choice", "text"], typer.Option(help="Of answers whose record does not say.")
+        Literal["math", "choice", "text"],
+        typer.Option(help="Of answers whose record does not say."),
     ] = "math",
     fallback: Annotated[
         Literal["none", "statement", "number"],
-        typer.Option(help="Without a box or mark: nothing, a value the last sentence states, or the last number."),
+        typer.Option(
+            help="Without a box or mark: nothing, a value the last sentence states, or the last "
+            "number."
+        ),
     ] = "statement",
-    relative: Annotated[float, typer.Option(help="By what share a number may differ from a decimal reference.")] = 0.0,
-    absolute: Annotated[float, typer.Option(help="By how much a number may differ from its reference.")] = 0.0,
-    units: Annotated[Literal["optional", "required"], typer.Option(help="May a unit be left out?")] = "optional",
+    relative: Annotated[
+        float, typer.Option(help="By what share a number may differ from a decimal reference.")
+    ] = 0.0,
+    absolute: Annotated[
+        float, typer.Option(help="By how much a number may differ from its reference.")
+    ] = 0.0,
+    units: Annotated[
+        Literal["optional", "required"], typer.Option(help="May a unit be left out?")
+    ] = "optional",
 ) -> None:
     """Grade answers against references: equal, different or unscored, with the rule that decided.
 
@@ -41,7 +56,13 @@ def grade(
     tally = GradeTally()
     with _opened(file) as lines:
         records = (record for _, record in json_lines(lines, file))
-        for each in graded(records, kind, fallback=fallback, grading=Grading(relative, absolute, units), source=file):
+        for each in graded(
+            records,
+            kind,
+            fallback=fallback,
+            grading=Grading(relative, absolute, units),
+            source=file,
+        ):
             tally.add(each)
             if as_json:
                 print_json(each.as_json())
@@ -65,7 +86,9 @@ def _words(summary: dict[str, Any]) -> str:
     if not summary["n"]:
         return "no records"
     low, high = summary["interval"]
-    counts = ", ".join(f"{summary[name]} {name.replace('_', ' ')}" for name in _COUNTS if summary[name])
+    counts = ", ".join(
+        f"{summary[name]} {name.replace('_', ' ')}" for name in _COUNTS if summary[name]
+    )
     return f"{summary['n']} records: {counts}; equal {summary['accuracy']:.4g} [{low:.4g}, {high:.4g}] (95 % Wilson)"
 
 

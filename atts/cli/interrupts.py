@@ -1,4 +1,6 @@
-"""Ctrl-C around an event loop: the first press cancels the main task, later ones leave its clean-up alone."""
+"""Ctrl-C around an event loop: the first press cancels the main task, later ones leave its clean-up
+alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ _PATIENCE = 4  # presses until Ctrl-C kills, as it does without a handler
 def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
     """`anyio.run(function)`, for a person at a keyboard.
 
-    A KeyboardInterrupt raised while the loop cleans up would leave worker threads waiting, and the process with them.
+    A KeyboardInterrupt raised while the loop cleans up would leave worker threads waiting, and the
+    process with them.
 
     :raises KeyboardInterrupt: Ctrl-C was pressed; everything opened in the loop is closed.
     """
@@ -38,9 +41,12 @@ def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
 
 @contextmanager
 def _first_press_only() -> Generator[None]:
-    """Hand the first SIGINT to the loop's handler; the handler installed here stays until the loop is closed."""
+    """Hand the first SIGINT to the loop's handler; the handler installed here stays until the loop
+    is closed.
+    """
     of_loop = signal.getsignal(signal.SIGINT)
-    presses, over = 0, False
+    presses = 0
+    over = False
 
     def pressed(number: int, frame: FrameType | None) -> Any:
         nonlocal presses

@@ -20,7 +20,8 @@ Run = Annotated[Path, typer.Argument(help="A run directory, as given to `atts ev
 
 @app.command()
 def check(run: Run, as_json: Json = False) -> None:
-    """Read every line of a run; fail (exit code 5) if one is damaged, missing, doubled or contradicts those before it.
+    """Read every line of a run; fail (exit code 5) if one is damaged, missing, doubled or
+    contradicts those before it.
 
     Example: atts journal check runs/first
     """
@@ -35,10 +36,13 @@ def check(run: Run, as_json: Json = False) -> None:
 @app.command()
 def salvage(
     run: Run,
-    out: Annotated[Path, typer.Option(help="A new directory for what is saved.", metavar="DIRECTORY")],
+    out: Annotated[
+        Path, typer.Option(help="A new directory for what is saved.", metavar="DIRECTORY")
+    ],
     as_json: Json = False,
 ) -> None:
-    """Copy everything before the first damaged line into a new directory; the run's own command goes on there.
+    """Copy everything before the first damaged line into a new directory; the run's own command
+    goes on there.
 
     The damaged run is left as it is. What followed the damage is done again.
 
@@ -58,7 +62,8 @@ def told(found: JournalCheck) -> list[str]:
     """What was found, in lines for people."""
     after = "damaged" if found.damage else "a torn last line"
     return [
-        f"{found.directory}: {found.lines:,} whole lines of {found.sessions:,} sessions; {found.complete:,} problems "
+        f"{found.directory}: {found.lines:,} whole lines of {found.sessions:,} sessions; "
+        f"{found.complete:,} problems "
         f"complete, {found.open:,} open",
         *([f"{found.lost:,} bytes after them are {after}"] if found.lost else []),
     ]

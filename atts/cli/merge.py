@@ -15,14 +15,18 @@ CALIBRATOR = "calibrator.json"
 
 
 def merge(
-    directories: Annotated[list[Path], typer.Argument(help="The runs: directories given to `atts eval --out`.")],
+    directories: Annotated[
+        list[Path], typer.Argument(help="The runs: directories given to `atts eval --out`.")
+    ],
     out: Annotated[Path, typer.Option(help="A new directory, for the union.")],
     as_json: Json = False,
 ) -> None:
-    """Make one run of the shards of an evaluation; `atts report`, `compare`, `replay` and `trace` read it as any other.
+    """Make one run of the shards of an evaluation; `atts report`, `compare`, `replay` and `trace`
+    read it as any other.
 
-    With a gate that learns nothing the union is what one process would have come to. Gates that learn have each learnt
-    from their own shard: what they saw together is saved beside, as calibrator.json.
+    With a gate that learns nothing the union is what one process would have come to. Gates that
+    learn have each learnt from their own shard: what they saw together is saved beside, as
+    calibrator.json.
 
     Example: atts merge runs/part-1 runs/part-2 runs/part-3 --out runs/whole
     """
@@ -33,7 +37,12 @@ def merge(
     if str(out) == "-":
         raise OptionError("--out", "'-' names no directory, and a run is kept in one")
     made = merge_runs(directories, out)
-    facts: dict[str, object] = {"run": str(out), "runs": len(made.parts), "problems": made.problems, "calibrator": None}
+    facts: dict[str, object] = {
+        "run": str(out),
+        "runs": len(made.parts),
+        "problems": made.problems,
+        "calibrator": None,
+    }
     try:
         calibrator = calibrator_of(out)
     except CalibrationInputError as none:

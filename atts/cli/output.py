@@ -19,7 +19,9 @@ def json_line(value: Any) -> str:
 
 
 def write_scores(out: Path, state: Mapping[str, Any]) -> Callable[[object], None]:
-    """Write scores or a calibrator to the file or, for "-", on standard output; how to say what was written."""
+    """Write scores or a calibrator to the file or, for "-", on standard output; how to say what was
+    written.
+    """
     from atts.calibration import state_text, write_state
 
     if str(out) == "-":

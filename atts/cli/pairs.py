@@ -16,9 +16,15 @@ if TYPE_CHECKING:
 
 
 def pairs(
-    name: Annotated[str, typer.Argument(help="Only this pair, with all that is known of it.", show_default="all")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(help="Only this pair, with all that is known of it.", show_default="all"),
+    ] = "",
     card: Annotated[
-        str | None, typer.Option(help="Of which GPU: rtx4090, rtx5090, l40s, a100, h100, h200, b200.", metavar="CARD")
+        str | None,
+        typer.Option(
+            help="Of which GPU: rtx4090, rtx5090, l40s, a100, h100, h200, b200.", metavar="CARD"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per pair.")] = False,
 ) -> None:
@@ -31,7 +37,10 @@ def pairs(
     from atts.api import USUAL_CARDS, find_pair, known_pairs
 
     chosen = [find_pair(name)] if name else list(known_pairs().values())
-    placed = {pair.name: {kind: _placed(pair, kind) for kind in ([card] if card else USUAL_CARDS)} for pair in chosen}
+    placed = {
+        pair.name: {kind: _placed(pair, kind) for kind in ([card] if card else USUAL_CARDS)}
+        for pair in chosen
+    }
     if as_json:
         say("\n".join(json_line(_facts(pair, placed[pair.name])) for pair in chosen))
     elif name:
@@ -48,10 +57,18 @@ def _placed(pair: Pair, card: str) -> Placement | None:
 
 def _facts(pair: Pair, placed: dict[str, Placement | None]) -> dict[str, Any]:
     sizes = {role: asdict(pair.size(role)) for role in ("draft", "target")}
-    cards = {card: None if found is None else _placement(pair, found) for card, found in placed.items()}
+    cards = {
+        card: None if found is None else _placement(pair, found) for card, found in placed.items()
+    }
     published = {benchmark: asdict(row) for benchmark, row in pair.published.items()}
     own = {"name": pair.name, "draft": pair.draft, "target": pair.target, "note": pair.note}
-    return {**own, "settings": dict(pair.settings), "sizes": sizes, "cards": cards, "published": published}
+    return {
+        **own,
+        "settings": dict(pair.settings),
+        "sizes": sizes,
+        "cards": cards,
+        "published": published,
+    }
 
 
 def _placement(pair: Pair, found: Placement) -> dict[str, Any]:
@@ -63,8 +80,10 @@ def _table(chosen: list[Pair], placed: dict[str, dict[str, Placement | None]]) -
         f"{card:<10}" for card in next(iter(placed.values()))
     )
     for pair in chosen:
-        sizes, settings = f"{pair.size('draft').weights:g} + {pair.size('target').weights:g}", pair.settings
-        tokens, chunk = settings.get("max_tokens", "512"), settings.get("chunking.draft_tokens", "64")
+        sizes = f"{pair.size('draft').weights:g} + {pair.size('target').weights:g}"
+        settings = pair.settings
+        tokens = settings.get("max_tokens", "512")
+        chunk = settings.get("chunking.draft_tokens", "64")
         system = "none" if settings.get("system") == "" else "yes"
         cards = "".join(f"{_count(found):<10}" for found in placed[pair.name].values())
         yield f"{pair.name:<26}{sizes:>12}{tokens:>8}{chunk:>7}  {system:<8}{cards}".rstrip()

@@ -18,24 +18,38 @@ Dialect = Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "chat"]
 
 
 def probe(
-    url: Annotated[str, typer.Argument(help="Such as http://127.0.0.1:8000, or as a run names it: vllm:URL/MODEL.")],
+    url: Annotated[
+        str,
+        typer.Argument(help="Such as http://127.0.0.1:8000, or as a run names it: vllm:URL/MODEL."),
+    ],
     model: Annotated[str, typer.Option(help="Of several that are served.")] = "",
-    tokenizer: Annotated[str, typer.Option(help="Folder or hub id; by default what the server names.")] = "",
+    tokenizer: Annotated[
+        str, typer.Option(help="Folder or hub id; by default what the server names.")
+    ] = "",
     dialect: Annotated[
         Dialect,
-        typer.Option(help="What the server speaks: auto, vllm, sglang, llamacpp, ollama or chat.", metavar="DIALECT"),
+        typer.Option(
+            help="What the server speaks: auto, vllm, sglang, llamacpp, ollama or chat.",
+            metavar="DIALECT",
+        ),
     ] = "auto",
     need: Annotated[
         Literal["nothing", "sample", "score", "rate"], typer.Option(help="Fail (5) unless it can.")
     ] = "nothing",
-    key_file: Annotated[Path | None, typer.Option(help="With the API key; else ATTS_API_KEY.")] = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for a server that is loading.", min=0.0)] = 60.0,
+    key_file: Annotated[
+        Path | None, typer.Option(help="With the API key; else ATTS_API_KEY.")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for a server that is loading.", min=0.0)
+    ] = 60.0,
     proxy: Annotated[
-        Literal["never", "environment"] | None, typer.Option(help="Whether HTTP_PROXY counts.", show_default="never")
+        Literal["never", "environment"] | None,
+        typer.Option(help="Whether HTTP_PROXY counts.", show_default="never"),
     ] = None,
     as_json: ObjectJson = False,
 ) -> None:
-    """Say what a server can do for a run: its engine, tokenizer, stops, scores, log-prob convention, cancelling.
+    """Say what a server can do for a run: its engine, tokenizer, stops, scores, log-prob
+    convention, cancelling.
 
     Example: atts probe http://127.0.0.1:8000 --need score
     """

@@ -1,4 +1,6 @@
-"""The live progress display: a table on a terminal, lines elsewhere, and `progress.json` for programs."""
+"""The live progress display: a table on a terminal, lines elsewhere, and `progress.json` for
+programs.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,17 @@ if TYPE_CHECKING:
     from atts.run import Progress, ProgressSnapshot
 
 FILE = "progress.json"
-REFRESH_SECONDS, LINE_SECONDS, LOADING_SECONDS, FILE_SECONDS = 0.25, 5.0, 1.0, 1.0
+REFRESH_SECONDS = 0.25
+LINE_SECONDS = 5.0
+LOADING_SECONDS = 1.0
+FILE_SECONDS = 1.0
 _BAR = 28
 
 
 @asynccontextmanager
-async def progress_display(progress: Progress, stream: TextIO | None = None) -> AsyncGenerator[None, None]:
+async def progress_display(
+    progress: Progress, stream: TextIO | None = None
+) -> AsyncGenerator[None, None]:
     """Show the run on `stream` (stderr) as long as the block lasts, and once more at its end.
 
     The run's directory, once it has one, holds `progress.json`, replaced whole every second.
@@ -52,7 +59,8 @@ async def _follow(refresh: Callable[[], None], progress: Progress) -> None:
 
 
 def save(snapshot: ProgressSnapshot) -> None:
-    """Replace `progress.json` in the run directory; a reader sees the old one or the new one, never half of one.
+    """Replace `progress.json` in the run directory; a reader sees the old one or the new one, never
+    half of one.
 
     :raises StorageError: the disk refuses.
     """
@@ -66,7 +74,9 @@ def save(snapshot: ProgressSnapshot) -> None:
 
 @contextmanager
 def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]]:
-    """What shows the run as it stands when called: a table that is drawn over itself, or plain lines."""
+    """What shows the run as it stands when called: a table that is drawn over itself, or plain
+    lines.
+    """
     if not stream.isatty():
         yield PlainLines(progress, stream).refresh
         return
@@ -74,7 +84,9 @@ def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]
     from rich.live import Live
 
     console = Console(file=stream, highlight=False)
-    with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+    with Live(
+        console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+    ) as live:
         yield partial(_redraw, live, progress, list[str]())
 
 
@@ -102,9 +114,12 @@ class PlainLines:
             print(sanitized(f"atts: {text}"), file=self.stream, flush=True)
         self.told = len(self.progress.warnings)
         snapshot = self.progress.snapshot()
-        is_new, self.state = snapshot.state != self.state, snapshot.state
+        is_new = snapshot.state != self.state
+        self.state = snapshot.state
         if is_new and self.state in ("loading", "running"):
-            self.next = snapshot.seconds + (LOADING_SECONDS if self.state == "loading" else LINE_SECONDS)
+            self.next = snapshot.seconds + (
+                LOADING_SECONDS if self.state == "loading" else LINE_SECONDS
+            )
         elif is_new or snapshot.seconds >= self.next:
             self.next = snapshot.seconds + LINE_SECONDS
             print(sanitized(line(snapshot)), file=self.stream, flush=True)
@@ -115,7 +130,9 @@ def line(snapshot: ProgressSnapshot) -> str:
     if snapshot.state == "loading":
         return f"{snapshot.note}; {duration(snapshot.seconds)}"
     parts = [_problems(snapshot), *(f"{name} {words}" for name, words in _facts(snapshot))]
-    time = f"{duration(snapshot.seconds)}" + (f", about {duration(snapshot.left)} left" if snapshot.left else "")
+    time = f"{duration(snapshot.seconds)}" + (
+        f", about {duration(snapshot.left)} left" if snapshot.left else ""
+    )
     note = {"draining": "stopping: saving calls in flight", "over": "ended"}.get(snapshot.state)
     return "; ".join([*([note] if note else []), *parts, time])
 
@@ -156,18 +173,23 @@ def _bar(snapshot: ProgressSnapshot) -> Any:
 
 def _problems(snapshot: ProgressSnapshot) -> str:
     of = f"/{snapshot.problems}" if snapshot.problems is not None else ""
-    return f"{snapshot.done}{of} problems" + (f", {snapshot.failed} not complete" if snapshot.failed else "")
+    return f"{snapshot.done}{of} problems" + (
+        f", {snapshot.failed} not complete" if snapshot.failed else ""
+    )
 
 
 def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
     """Name and words of every row but the first; rows without anything to say are left out."""
-    tokens, speeds, at = snapshot.tokens, snapshot.speeds, snapshot.stages
+    tokens = snapshot.tokens
+    speeds = snapshot.speeds
+    at = snapshot.stages
     chunks = f"{snapshot.accepted:,} accepted, {snapshot.escalated:,} handed over"
     chunks += f" ({snapshot.forced:,} without a score)" if snapshot.forced else ""
     chunks += f", {snapshot.rejected:,} thrown away" if snapshot.rejected else ""
     nominal = "" if snapshot.nominal is None else f", asked for {snapshot.nominal:g}"
     busy = (
-        f"{at['draft']} drafting, {at['score']} being judged, {at['target']} with the target, {at['wait']} waiting, "
+        f"{at['draft']} drafting, {at['score']} being judged, {at['target']} with the target, "
+        f"{at['wait']} waiting, "
         f"{snapshot.rollouts_done:,} ended"
     )
     share = f"{snapshot.target_share:.1%} by the target"
@@ -185,7 +207,8 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
 
 
 def _models(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
-    tokens, models = snapshot.tokens, snapshot.models
+    tokens = snapshot.tokens
+    models = snapshot.models
     if not models["draft"]:
         return []
     return [
@@ -195,7 +218,9 @@ def _models(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
 
 
 def _waiting(snapshot: ProgressSnapshot) -> str:
-    words = (f"{count:,} calls for the {role} to come back" for role, count in snapshot.awaited.items())
+    words = (
+        f"{count:,} calls for the {role} to come back" for role, count in snapshot.awaited.items()
+    )
     return ", ".join(words)
 
 

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 def runs(
     folders: Annotated[
-        list[Path] | None, typer.Argument(help="Folders of runs, or runs.", show_default="runs", metavar="[FOLDER]...")
+        list[Path] | None,
+        typer.Argument(
+            help="Folders of runs, or runs.", show_default="runs", metavar="[FOLDER]..."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
 ) -> None:
-    """List runs, the latest last: status, problems done, accuracy with its interval, rate, tokens, method and models.
+    """List runs, the latest last: status, problems done, accuracy with its interval, rate, tokens,
+    method and models.
 
     A run whose journal cannot be read is listed with the reason.
 
@@ -45,7 +49,8 @@ def runs(
 def _table(found: Sequence[RunLine]) -> Iterator[str]:
     wide = max(len("run"), *(len(line.directory) for line in found))
     yield (
-        f"{'run':<{wide}}  {'begun':<16}  {'status':<11}  {'problems':>11}  {'accuracy':<20}  {'rate':>5}  "
+        f"{'run':<{wide}}  {'begun':<16}  {'status':<11}  {'problems':>11}  {'accuracy':<20}  "
+        f"{'rate':>5}  "
         f"{'target tokens':>13}  {'method':<12}  models"
     )
     for line in found:
@@ -61,6 +66,7 @@ def _row(line: RunLine, wide: int) -> str:
     rate = line.rate.value
     return (
         f"{line.directory:<{wide}}  {when:<16}  {line.standing:<11}  {f'{line.done:,}/{of}':>11}  "
-        f"{line.accuracy.brief('-'):<20}  {'-' if rate != rate else f'{rate:.3f}':>5}  {line.target_tokens:>13,}  "
+        f"{line.accuracy.brief('-'):<20}  {'-' if rate != rate else f'{rate:.3f}':>5}  "
+        f"{line.target_tokens:>13,}  "
         f"{line.method:<12}  {line.models}"
     )

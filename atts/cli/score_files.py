@@ -17,20 +17,33 @@ if TYPE_CHECKING:
 Rate = Annotated[float, typer.Option(help="The fraction of chunks the target takes over.")]
 OwnRate = Annotated[
     float | None,
-    typer.Option(help="The fraction of chunks the target takes over. By default the run's own; of a file 0.4."),
+    typer.Option(
+        help="The fraction of chunks the target takes over. By default the run's own; of a file "
+        "0.4."
+    ),
 ]
-Mode = Annotated[str, typer.Option(help="split, marginal, aci, tracking, turn, question or question-turn.")]
+Mode = Annotated[
+    str, typer.Option(help="split, marginal, aci, tracking, turn, question or question-turn.")
+]
 Scale = Annotated[str, typer.Option(help="What the scores are: perplexity, logprob or real.")]
-PerQuestion = Annotated[int | None, typer.Option(help="This many consecutive scores of an array are one question.")]
-ByLength = Annotated[bool, typer.Option("--by-length", help="Rank among chunks of about the same length.")]
+PerQuestion = Annotated[
+    int | None, typer.Option(help="This many consecutive scores of an array are one question.")
+]
+ByLength = Annotated[
+    bool, typer.Option("--by-length", help="Rank among chunks of about the same length.")
+]
 Condition = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=VALUE the scores were made under: target.model=QwQ-32B, sampling.temperature=0.7; repeatable."
+        help="NAME=VALUE the scores were made under: target.model=QwQ-32B, "
+        "sampling.temperature=0.7; repeatable."
     ),
 ]
 Source = Annotated[
-    str, typer.Argument(help="A run directory; JSON Lines of {score, question, turn}, or - for stdin; .json; .npy.")
+    str,
+    typer.Argument(
+        help="A run directory; JSON Lines of {score, question, turn}, or - for stdin; .json; .npy."
+    ),
 ]
 
 
@@ -43,10 +56,16 @@ def rate_of(given: float | None, file: str) -> float:
     from atts.journal import open_run
 
     held = open_run(Path(file)).manifest.configuration.get("rate")
-    return float(held.value) if held is not None and isinstance(held.value, int | float) else RATE_OF_FILES
+    return (
+        float(held.value)
+        if held is not None and isinstance(held.value, int | float)
+        else RATE_OF_FILES
+    )
 
 
-def scores_of(file: str, per_question: int | None, scale: str, conditions: list[str] | None) -> StoredScores:
+def scores_of(
+    file: str, per_question: int | None, scale: str, conditions: list[str] | None
+) -> StoredScores:
     """Scores with their conditions, of any kind of source.
 
     :raises CalibrationInputError: there are none, or one is no score.
@@ -57,7 +76,9 @@ def scores_of(file: str, per_question: int | None, scale: str, conditions: list[
 
     fingerprint = read_conditions(named_values(conditions or (), "condition", "NAME=VALUE"))
     if file == "-":
-        return StoredScores.from_records(records_of(file, None, scale), scale_named(scale), fingerprint)
+        return StoredScores.from_records(
+            records_of(file, None, scale), scale_named(scale), fingerprint
+        )
     stored = stored_scores(Path(file), per_question, scale_named(scale), fingerprint)
     if not len(stored):
         raise CalibrationInputError(f"number of scores in {file}", 0, "at least one")
@@ -80,12 +101,16 @@ def records_of(file: str, per_question: int | None, scale: str) -> list[dict[str
     try:
         text = sys.stdin.read() if file == "-" else read_ordinary(Path(file)).decode("utf-8")
     except OSError as problem:
-        raise CalibrationInputError("records", file, f"a file that can be read ({problem.strerror})") from None
+        raise CalibrationInputError(
+            "records", file, f"a file that can be read ({problem.strerror})"
+        ) from None
     except UnicodeDecodeError:
         raise CalibrationInputError(file, "not text", "JSON Lines, a .npy array or JSON") from None
     if file != "-" and is_state(text):
         return scores_of(file, per_question, scale, None).records()
     records = parse_lines(text.splitlines(), "stdin" if file == "-" else file)
     if not records:
-        raise CalibrationInputError(f"number of records in {'stdin' if file == '-' else file}", 0, "at least one")
+        raise CalibrationInputError(
+            f"number of records in {'stdin' if file == '-' else file}", 0, "at least one"
+        )
     return records

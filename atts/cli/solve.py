@@ -22,24 +22,34 @@ if TYPE_CHECKING:
     from atts.core import Decision, Outcome
     from atts.run import Notice, RunResult
 
-_STYLES = {"draft": "dim", "accepted": "green", "rejected": "red", "target": "bold cyan", "answer": "bold"}
+_STYLES = {
+    "draft": "dim",
+    "accepted": "green",
+    "rejected": "red",
+    "target": "bold cyan",
+    "answer": "bold",
+}
 _KINDS = ("math", "choice", "text")
 
 
 @options.with_keys(f"problem kind follow {options.SETUP} seed config pairs as_json")
 def solve(
     context: typer.Context,
-    problem: Annotated[str, typer.Argument(help="The problem, a file that holds it, or - for stdin.")],
+    problem: Annotated[
+        str, typer.Argument(help="The problem, a file that holds it, or - for stdin.")
+    ],
     kind: Annotated[str, typer.Option(help="Of the answer: math, choice or text.")] = "math",
     follow: Annotated[str, typer.Option(help="Which rollout is shown: a number, or all.")] = "0",
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Every rollout's events, one object per line.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Every rollout's events, one object per line.")
+    ] = False,
 ) -> None:
     """Solve one problem and show the reasoning as it is written.
 
-    Each piece says who wrote it: the draft, whose chunks are accepted or rejected, or the target, which takes over from
-    a rejected chunk. On a terminal they differ in colour as well.
+    Each piece says who wrote it: the draft, whose chunks are accepted or rejected, or the target,
+    which takes over from a rejected chunk. On a terminal they differ in colour as well.
 
     Example: atts solve "What is (17 + 25) * 3?"
 
@@ -54,7 +64,9 @@ def solve(
     setup = options.configured(context, config, pairs).setup().informed()
     for text in setup.warnings:
         tell(f"atts: {text}")
-    printer: StoryPrinter | EventPrinter = EventPrinter() if as_json else StoryPrinter(follow, setup.policy.samples)
+    printer: StoryPrinter | EventPrinter = (
+        EventPrinter() if as_json else StoryPrinter(follow, setup.policy.samples)
+    )
 
     async def main() -> RunResult:
         async with evaluate([asked], setup) as run:
@@ -84,23 +96,37 @@ def text_of(problem: str) -> str:
     except OSError:  # such as a name no file system takes
         is_file = False
     try:
-        text = sys.stdin.read() if problem == "-" else named.read_text(encoding="utf-8") if is_file else problem
+        text = (
+            sys.stdin.read()
+            if problem == "-"
+            else named.read_text(encoding="utf-8")
+            if is_file
+            else problem
+        )
     except UnicodeDecodeError as error:
-        raise UsageError(f"{problem}: it is not text in UTF-8 ({error.reason} at byte {error.start})") from error
+        raise UsageError(
+            f"{problem}: it is not text in UTF-8 ({error.reason} at byte {error.start})"
+        ) from error
     if not text.strip():
-        raise UsageError("the problem is empty; give its words, a file that holds them, or - for stdin")
+        raise UsageError(
+            "the problem is empty; give its words, a file that holds them, or - for stdin"
+        )
     return text.strip()
 
 
 class StoryPrinter:
-    """The reasoning of one rollout, or of all, for people: a label before every piece, colours on a terminal."""
+    """The reasoning of one rollout, or of all, for people: a label before every piece, colours on a
+    terminal.
+    """
 
     def __init__(self, follow: str, samples: int) -> None:
         """:raises OptionError: no such rollout."""
         from rich.console import Console
 
         if follow != "all" and not (follow.isdecimal() and int(follow) < samples):
-            raise OptionError("follow", f"{follow!r} is no rollout; give a number below {samples}, or all")
+            raise OptionError(
+                "follow", f"{follow!r} is no rollout; give a number below {samples}, or all"
+            )
         self._follow = None if follow == "all" else int(follow)
         self._console: Console = Console(highlight=False, soft_wrap=True)
 
@@ -111,13 +137,20 @@ class StoryPrinter:
 
         if isinstance(event, ChunkWritten) and self._follows(event.sample):
             self._say(event.chunk.author, event.sample, event.chunk.text)
-        elif isinstance(event, Decided) and event.decision.action != "verify" and self._follows(event.decision.sample):
+        elif (
+            isinstance(event, Decided)
+            and event.decision.action != "verify"
+            and self._follows(event.decision.sample)
+        ):
             decision = event.decision
-            self._say("rejected" if decision.escalate else "accepted", decision.sample, _because(decision))
+            self._say(
+                "rejected" if decision.escalate else "accepted", decision.sample, _because(decision)
+            )
 
     def end(self, outcome: Outcome) -> None:
         """The answer, what the others said, and what it cost."""
-        usage, ends = outcome.usage, Counter(rollout.finish for rollout in outcome.rollouts)
+        usage = outcome.usage
+        ends = Counter(rollout.finish for rollout in outcome.rollouts)
         votes = ", ".join(f"{answer} ({weight:g})" for answer, weight in outcome.votes.items())
         spared = ends["settled"]
         self._console.print()
@@ -128,7 +161,10 @@ class StoryPrinter:
         of = f", {spared} of them spared once the vote was settled" if spared else ""
         self._fact("rollouts", f"{len(outcome.rollouts)}{of}")
         scored = f"{usage.scored_tokens:,} scored"
-        self._fact("tokens", f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target, {scored}")
+        self._fact(
+            "tokens",
+            f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target, {scored}",
+        )
 
     def _follows(self, sample: int) -> bool:
         return self._follow is None or sample == self._follow
@@ -138,14 +174,20 @@ class StoryPrinter:
 
         number = f"{sample} " if sample is not None and self._follow is None else ""
         for line in sanitized(text).rstrip("\n").split("\n") if text.strip() else [""]:
-            self._console.print(Text.assemble((f"{number}{label:<9}│ ", "dim"), (line, _STYLES[label])))
+            self._console.print(
+                Text.assemble((f"{number}{label:<9}│ ", "dim"), (line, _STYLES[label]))
+            )
 
     def _fact(self, label: str, text: str) -> None:
         self._console.print(f"{label:<9}  {sanitized(text)}", markup=False)
 
 
 def _because(decision: Decision) -> str:
-    score = "" if decision.score is None else f"score {decision.score:{'.3f' if decision.score < 1000 else '.3g'}}"
+    score = (
+        ""
+        if decision.score is None
+        else f"score {decision.score:{'.3f' if decision.score < 1000 else '.3g'}}"
+    )
     return ", ".join(part for part in (score, decision.why) if part)
 
 
@@ -164,7 +206,14 @@ class EventPrinter:
         from dataclasses import asdict
 
         said = {name: getattr(outcome, name) for name in ("answer", "status", "why", "doubt")}
-        print_json({"type": "outcome", **said, "votes": dict(outcome.votes), "usage": asdict(outcome.usage)})
+        print_json(
+            {
+                "type": "outcome",
+                **said,
+                "votes": dict(outcome.votes),
+                "usage": asdict(outcome.usage),
+            }
+        )
 
 
 def _line(event: Notice) -> dict[str, Any] | None:
@@ -172,16 +221,37 @@ def _line(event: Notice) -> dict[str, Any] | None:
     from atts.run import ChunkWritten
 
     if isinstance(event, ChunkWritten):
-        chunk, place = event.chunk, {"sample": event.sample, "turn": event.turn}
-        return {"type": chunk.author, **place, "text": chunk.text, "ended": chunk.ended, "tokens": chunk.tokens}
+        chunk = event.chunk
+        place = {"sample": event.sample, "turn": event.turn}
+        return {
+            "type": chunk.author,
+            **place,
+            "text": chunk.text,
+            "ended": chunk.ended,
+            "tokens": chunk.tokens,
+        }
     if isinstance(event, Decided) and event.decision.action != "verify":
         decision = event.decision
-        said = {name: getattr(decision, name) for name in ("sample", "turn", "score", "p", "rate", "why")}
+        said = {
+            name: getattr(decision, name)
+            for name in ("sample", "turn", "score", "p", "rate", "why")
+        }
         return {"type": "rejected" if decision.escalate else "accepted", **said}
     if isinstance(event, TurnFinished):
         turn = event.turn
         text = "".join(chunk.text for chunk in turn.chunks)
-        return {"type": "turn", "sample": event.sample, "turn": turn.index, "text": text, "note": turn.remark}
+        return {
+            "type": "turn",
+            "sample": event.sample,
+            "turn": turn.index,
+            "text": text,
+            "note": turn.remark,
+        }
     if isinstance(event, RolloutFinished):
-        return {"type": "rollout", "sample": event.sample, "finish": event.finish, "answer": event.answer}
+        return {
+            "type": "rollout",
+            "sample": event.sample,
+            "finish": event.finish,
+            "answer": event.answer,
+        }
     return None

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     from atts.run import Listener
 
 
-@options.with_keys(f"dataset over {options.SETUP} limit seed rollouts out config pairs dry_run as_json")
+@options.with_keys(
+    f"dataset over {options.SETUP} limit seed rollouts out config pairs dry_run as_json"
+)
 def sweep(
     context: typer.Context,
     over: Annotated[
         list[str] | None,
         typer.Option(
-            help="A key and its values: rate=.1,.2,.4, or a JSON list; every choice of them is run; repeatable.",
+            help="A key and its values: rate=.1,.2,.4, or a JSON list; every choice of them is "
+            "run; repeatable.",
             metavar="KEY=VALUE,VALUE",
             show_default="rate=.1,.2,.4",
         ),
@@ -44,13 +47,17 @@ def sweep(
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs; run nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One object per run, then a summary.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One object per run, then a summary.")
+    ] = False,
 ) -> None:
-    """Evaluate under every choice of some settings, and draw accuracy against tokens, seconds and samples.
+    """Evaluate under every choice of some settings, and draw accuracy against tokens, seconds and
+    samples.
 
-    Each choice is a run of its own in one directory, with the target alone and the draft alone beside them. What two
-    runs ask of the same model in the same words and with the same seed is asked once. The same command goes on where it
-    was, whatever ended it; more values of the same keys make more runs there.
+    Each choice is a run of its own in one directory, with the target alone and the draft alone
+    beside them. What two runs ask of the same model in the same words and with the same seed is
+    asked once. The same command goes on where it was, whatever ended it; more values of the same
+    keys make more runs there.
 
     Example: atts sweep --over rate=.1,.2,.4 --over samples=2,4,8
 
@@ -136,7 +143,10 @@ def _planned(planned: Sweep, as_json: bool) -> list[str]:
             for one in planned.points
         ]
     problems = len(planned.points[-1].configuration.job.load().problems)
-    runs = [f"  {one.name:<40} {one.configuration['samples']:>4} rollouts  {one.directory}" for one in planned.points]
+    runs = [
+        f"  {one.name:<40} {one.configuration['samples']:>4} rollouts  {one.directory}"
+        for one in planned.points
+    ]
     head = f"{len(planned.points)} runs of {problems} problems each, in {planned.directory}"
     return [head, *runs, "Nothing was run."]
 
@@ -144,16 +154,28 @@ def _planned(planned: Sweep, as_json: bool) -> list[str]:
 def _lines(end: SweepEnd) -> list[str]:
     from atts.analysis import sweep_lines
 
-    return [*sweep_lines(end.report), "", f"{'sweep':<10}{end.report.directory}", f"{'picture':<10}{end.page}"]
+    return [
+        *sweep_lines(end.report),
+        "",
+        f"{'sweep':<10}{end.report.directory}",
+        f"{'picture':<10}{end.page}",
+    ]
 
 
 def _objects(end: SweepEnd) -> list[str]:
     report = end.report
     runs = [json_line({"type": "run", **_facts(point)}) for point in report.points]
     status = "finished" if end.last is None else end.last.status
-    summary = {"type": "summary", "status": status, "directory": report.directory, "page": str(end.page)}
+    summary = {
+        "type": "summary",
+        "status": status,
+        "directory": report.directory,
+        "page": str(end.page),
+    }
     return [*runs, json_line({**summary, "over": report.over, "runs": len(report.points)})]
 
 
 def _facts(point: ScalingPoint) -> dict[str, Any]:
-    return {field.name: getattr(point, field.name) for field in fields(point) if field.name != "right"}
+    return {
+        field.name: getattr(point, field.name) for field in fields(point) if field.name != "right"
+    }

@@ -13,11 +13,14 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Everything that makes a terminal do something else than show a letter, line ends and tabs left alone."""
+"""Everything that makes a terminal do something else than show a letter, line ends and tabs left
+alone.
+"""
 
 
 def sanitized(text: str) -> str:
-    """A text from a model, a file or a server, for a terminal: its control codes are shown, not obeyed.
+    """A text from a model, a file or a server, for a terminal: its control codes are shown, not
+    obeyed.
 
     >>> sanitized("red: \x1b[31m, bell: \x07, back: \u202e")
     'red: ␛[31m, bell: ␇, back: \\\\u202e'
@@ -57,14 +60,17 @@ class _StderrHandler(logging.Handler):
 
 @contextmanager
 def warnings_on_stderr() -> Generator[None]:
-    """Within the block, logged warnings of this package are printed, and what Python says of errors it cannot raise.
+    """Within the block, logged warnings of this package are printed, and what Python says of errors
+    it cannot raise.
 
-    The root logger stays as it is. What other libraries log or warn of is printed by them, after it was sanitized:
-    it may quote a file.
+    The root logger stays as it is. What other libraries log or warn of is printed by them, after it
+    was sanitized: it may quote a file.
     """
-    handler, logger = _StderrHandler(logging.WARNING), logging.getLogger("atts")
+    handler = _StderrHandler(logging.WARNING)
+    logger = logging.getLogger("atts")
     hooks = threading.excepthook, sys.unraisablehook
-    make, show = logging.getLogRecordFactory(), warnings.formatwarning
+    make = logging.getLogRecordFactory()
+    show = warnings.formatwarning
     logging.setLogRecordFactory(lambda *given, **named: _plain(make(*given, **named)))
     warnings.formatwarning = lambda *given, **named: sanitized(show(*given, **named))
     logger.addHandler(handler)
@@ -80,10 +86,15 @@ def warnings_on_stderr() -> Generator[None]:
 
 def _plain(record: logging.LogRecord) -> logging.LogRecord:
     with suppress(Exception):  # arguments that do not fit their message, which logging tells of
-        record.msg, record.args = sanitized(record.getMessage()), None
+        record.msg = sanitized(record.getMessage())
+        record.args = None
     return record
 
 
 def _tell_unraised(found: Any) -> None:
     """The traceback of an error in a thread, or where nothing can catch one."""
-    tell("".join(traceback.format_exception(found.exc_type, found.exc_value, found.exc_traceback)).rstrip())
+    tell(
+        "".join(
+            traceback.format_exception(found.exc_type, found.exc_value, found.exc_traceback)
+        ).rstrip()
+    )

@@ -16,13 +16,16 @@ from atts.cli.terminal import say, tell
 def trace(
     directory: RunDirectory,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write; - is stdout.", show_default="trace.json in the run")
+        Path | None,
+        typer.Option(help="Where to write; - is stdout.", show_default="trace.json in the run"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run's engine calls as a trace: open it at https://ui.perfetto.dev or chrome://tracing.
+    """Write a run's engine calls as a trace: open it at https://ui.perfetto.dev or
+    chrome://tracing.
 
-    Each engine is a process whose threads are its slots; one more holds the rollouts, with what they waited for.
+    Each engine is a process whose threads are its slots; one more holds the rollouts, with what
+    they waited for.
 
     Example: atts trace runs/first
     """

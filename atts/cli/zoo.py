@@ -25,18 +25,22 @@ Directory = Annotated[Path, typer.Option("--zoo", help="The zoo's directory.", m
 @app.command()
 def add(
     name: Name,
-    folder: Annotated[Path, typer.Argument(help="A model's or an adapter's folder, as save_pretrained writes it.")],
+    folder: Annotated[
+        Path, typer.Argument(help="A model's or an adapter's folder, as save_pretrained writes it.")
+    ],
     zoo: Directory,
     base: Annotated[
         str,
         typer.Option(
-            help="The zoo's model that an adapter (LoRA) was trained on, or that has what the folder lacks.",
+            help="The zoo's model that an adapter (LoRA) was trained on, or that has what the "
+            "folder lacks.",
             show_default="the one that an adapter names",
         ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Store a model: blocks that are there already are shared, to the bit; a new directory becomes a zoo.
+    """Store a model: blocks that are there already are shared, to the bit; a new directory becomes
+    a zoo.
 
     Example: atts zoo add base ./Qwen3-1.7B --zoo zoo
 
@@ -46,7 +50,13 @@ def add(
 
     model = Zoo(zoo).add(name, folder, base)
     print_result(
-        {"name": name, "zoo": str(zoo), "bytes": model.bytes, "blocks": len(model.digests), "whole": model.is_whole},
+        {
+            "name": name,
+            "zoo": str(zoo),
+            "bytes": model.bytes,
+            "blocks": len(model.digests),
+            "whole": model.is_whole,
+        },
         as_json,
         lambda _: [
             f"{name}: {megabytes(model.bytes)}, {len(model.digests)} blocks, "
@@ -65,7 +75,11 @@ def remove(name: Name, zoo: Directory, as_json: Json = False) -> None:
     from atts.blocks import Zoo
 
     freed = Zoo(zoo).remove(name)
-    print_result({"name": name, "zoo": str(zoo), "freed": freed}, as_json, lambda _: [f"{megabytes(freed)} freed"])
+    print_result(
+        {"name": name, "zoo": str(zoo), "freed": freed},
+        as_json,
+        lambda _: [f"{megabytes(freed)} freed"],
+    )
 
 
 @app.command()
@@ -88,8 +102,12 @@ def export(
 @app.command()
 def show(
     zoo: Directory,
-    picture: Annotated[Path | None, typer.Option(help="Draw who shares what, as an SVG file.", metavar="FILE")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Read every block; exit code 5 if one is damaged.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw who shares what, as an SVG file.", metavar="FILE")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Read every block; exit code 5 if one is damaged.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show who shares what, and the bytes that are stored beside those of the models apart.
@@ -115,51 +133,68 @@ def compare(
     name: Name,
     zoo: Directory,
     problems: Annotated[
-        str, typer.Option(help="What the model is asked: a dataset's name or file, as for atts eval.")
+        str,
+        typer.Option(help="What the model is asked: a dataset's name or file, as for atts eval."),
     ] = "arithmetic[:30]",
-    most: Annotated[int, typer.Option(help="Blocks to measure at each place, the nearest by parameters.", min=1)] = 1,
+    most: Annotated[
+        int, typer.Option(help="Blocks to measure at each place, the nearest by parameters.", min=1)
+    ] = 1,
     apart: Annotated[
-        float, typer.Option(help="Most distance of their parameters, in lengths of the model's block; unrelated: 1.4.")
+        float,
+        typer.Option(
+            help="Most distance of their parameters, in lengths of the model's block; unrelated: "
+            "1.4."
+        ),
     ] = 1.0,
-    lossy: Annotated[float, typer.Option(help="Divergence that is kept at most, in nats a token.", min=0)] = 0.01,
+    lossy: Annotated[
+        float, typer.Option(help="Divergence that is kept at most, in nats a token.", min=0)
+    ] = 0.01,
     keep: Annotated[
         str | None,
         typer.Option(help="Keep the model with all such blocks under this name.", metavar="NAME"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Put other blocks of the same shape into a model's chain, one at a time, and say what each changes.
+    """Put other blocks of the same shape into a model's chain, one at a time, and say what each
+    changes.
 
-    With --keep those that diverge little are put in together, and measured again: ?lossy= opens that model.
+    With --keep those that diverge little are put in together, and measured again: ?lossy= opens
+    that model.
 
     Example: atts zoo compare tuned --zoo zoo --lossy .01 --keep lean
     """
     from atts.api import compare_blocks
 
     tell = None if as_json else lambda pair: say(_compared(pair))
-    found = compare_blocks(zoo, name, problems, most=most, apart=apart, lossy=lossy, keep=keep, tell=tell)
+    found = compare_blocks(
+        zoo, name, problems, most=most, apart=apart, lossy=lossy, keep=keep, tell=tell
+    )
     if as_json:
         print_json(found)
     elif not found.pairs:
-        say(f"no other block of the shape of one of {name}'s is nearer than {apart:g}; give a larger --apart")
+        say(
+            f"no other block of the shape of one of {name}'s is nearer than {apart:g}; give a "
+            f"larger --apart"
+        )
     elif found.kept is not None:
         say(f"{keep} has {len(found.kept.stands)} of them: {found.kept}")
         say(f"Its engine's name: zoo:{zoo}/{name}?lossy={lossy:g}")
     if keep is not None and found.kept is None:
-        raise CheckFailed(f"nothing is kept: no block was measured to diverge by {lossy:g} nats a token or less")
+        raise CheckFailed(
+            f"nothing is kept: no block was measured to diverge by {lossy:g} nats a token or less"
+        )
 
 
 def _compared(pair: MeasuredPair) -> str:
     near = pair.likeness
-    return (
-        f"{near.place} by {near.other}: parameters {near.distance:.3f} apart, cosine {near.cosine:.3f}\n  {pair.loss}"
-    )
+    return f"{near.place} by {near.other}: parameters {near.distance:.3f} apart, cosine {near.cosine:.3f}\n  {pair.loss}"
 
 
 def written(found: ZooContents) -> Iterator[str]:
     """A zoo in lines for people: its models, then the tree of what they share."""
     yield (
-        f"{found.zoo}: {len(found.models)} models, {found.blocks} blocks; {megabytes(found.stored)} stored, "
+        f"{found.zoo}: {len(found.models)} models, {found.blocks} blocks; "
+        f"{megabytes(found.stored)} stored, "
         f"{megabytes(found.apart)} apart ({found.saved:.0%} less)"
     )
     wide = max([len(model.name) for model in found.models], default=0)

@@ -22,12 +22,12 @@
     outcomes = await graph.run(problems, solve)                       # ordered as the problems, opened lazily
     graph.stats().busy_share("target"), graph.stop("budget"), scope.cancel("why")
 
-Places go to waiting rollouts of all problems, older problems first; a problem is opened when no rollout waits. A failed
-call is tried again as the `RetryPolicy` says; a failed rollout is recorded and sinks no other. Within one rollout,
-calls may run side by side (`atts.tasks.collect`). The top-B baselines need rounds: with
-`scope.rollouts(..., admit="together")` all samples start at once, `values = await line.meet(mine)` waits for the round,
-and places are given back together.
-`measure` and `write_trace` read nodes (`CallSpan`), live ones or out of a journal.
+Places go to waiting rollouts of all problems, older problems first; a problem is opened when no
+rollout waits. A failed call is tried again as the `RetryPolicy` says; a failed rollout is recorded
+and sinks no other. Within one rollout, calls may run side by side (`atts.tasks.collect`). The top-B
+baselines need rounds: with `scope.rollouts(..., admit="together")` all samples start at once,
+`values = await line.meet(mine)` waits for the round, and places are given back together. `measure`
+and `write_trace` read nodes (`CallSpan`), live ones or out of a journal.
 """
 
 from atts.graph.calls import Caller

@@ -1,4 +1,6 @@
-"""Which rollout runs next: one queue over all problems, bounded in flight; and what ends a run before its time."""
+"""Which rollout runs next: one queue over all problems, bounded in flight; and what ends a run
+before its time.
+"""
 
 from __future__ import annotations
 
@@ -41,24 +43,33 @@ class Gang(Protocol):
 class Admission:
     """Places for rollouts in flight.
 
-    Waiting rollouts are started in the order of (priority, problem, submission). The next problem is opened only when
-    no rollout waits and a place is free, and not while too many that ended wait for what comes after them: so what is
-    open stays in proportion to what is in flight, and a grader slower than the engines holds them back.
+    Waiting rollouts are started in the order of (priority, problem, submission). The next problem
+    is opened only when no rollout waits and a place is free, and not while too many that ended wait
+    for what comes after them: so what is open stays in proportion to what is in flight, and a
+    grader slower than the engines holds them back.
     """
 
     places: int
     in_flight: int = 0
-    concluding: int = 0  # rollouts that ended, of problems that wait for something else than engines
+    concluding: int = (
+        0  # rollouts that ended, of problems that wait for something else than engines
+    )
     open: int = 0  # problems
-    opening: int = 0  # of these, how many have not submitted a rollout yet: each counts as one rollout
-    _queue: list[tuple[int, int, int, Gang]] = field(default_factory=list[tuple[int, int, int, Gang]])
+    opening: int = (
+        0  # of these, how many have not submitted a rollout yet: each counts as one rollout
+    )
+    _queue: list[tuple[int, int, int, Gang]] = field(
+        default_factory=list[tuple[int, int, int, Gang]]
+    )
     _submitted: int = 0
     _opened: int = 0
     _rooms: list[anyio.Event] = field(default_factory=list[anyio.Event])
 
     def __post_init__(self) -> None:
         if self.places < 1:
-            raise OptionError("rollouts", f"{self.places} in flight would admit nothing; give at least 1")
+            raise OptionError(
+                "rollouts", f"{self.places} in flight would admit nothing; give at least 1"
+            )
 
     @property
     def waiting(self) -> int:
@@ -66,7 +77,9 @@ class Admission:
         return sum(gang.unstarted for *_, gang in self._queue)
 
     def opened(self) -> int:
-        """Count one more open problem, which has submitted nothing yet; its place in the order of opening."""
+        """Count one more open problem, which has submitted nothing yet; its place in the order of
+        opening.
+        """
         self.open += 1
         self.opening += 1
         self._opened += 1
@@ -78,7 +91,10 @@ class Admission:
         :raises OptionError: it wants to be admitted together and is larger than all places.
         """
         if gang.unit > self.places:
-            raise OptionError("admit", f"{gang.unit} rollouts together need as many places, there are {self.places}")
+            raise OptionError(
+                "admit",
+                f"{gang.unit} rollouts together need as many places, there are {self.places}",
+            )
         self._submitted += 1
         heappush(self._queue, (priority, problem, self._submitted, gang))
         self.dispatch()
@@ -125,13 +141,19 @@ class Admission:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """The state of one call of `Graph.run`; its `cancel_scope` holds everything that the run started."""
+    """The state of one call of `Graph.run`; its `cancel_scope` holds everything that the run
+    started.
+    """
 
     state: GraphState
     admission: Admission
     cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    intake: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # holds the opening of problems alone
-    groups: dict[Gang, None] = field(default_factory=dict[Gang, None])  # open ones, in the order of opening
+    intake: anyio.CancelScope = field(
+        default_factory=anyio.CancelScope
+    )  # holds the opening of problems alone
+    groups: dict[Gang, None] = field(
+        default_factory=dict[Gang, None]
+    )  # open ones, in the order of opening
     error: Exception | None = None  # the first that was fatal
     stopped: str = ""
     why: str = ""

@@ -1,4 +1,6 @@
-"""Engine calls as nodes of the task graph: queued, started, timed, tried again, and reported to the sink."""
+"""Engine calls as nodes of the task graph: queued, started, timed, tried again, and reported to the
+sink.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,21 @@ class Caller:
 
     __slots__ = ("_declared", "_state", "_ready", "frontier", "problem", "sample")
 
-    def __init__(self, state: GraphState, problem: str, sample: int, frontier: tuple[int, ...]) -> None:
+    def __init__(
+        self, state: GraphState, problem: str, sample: int, frontier: tuple[int, ...]
+    ) -> None:
         self.problem = problem
         self.sample = sample
         self._state = state
-        self.frontier = frontier  # numbers of the finished calls that the next one will have waited for
-        self._declared: anyio.Event | None = None  # set by a problem's first call: the next problem may be opened
-        self._ready: float | None = None  # when it began to wait for siblings, if that is what came last
+        self.frontier = (
+            frontier  # numbers of the finished calls that the next one will have waited for
+        )
+        self._declared: anyio.Event | None = (
+            None  # set by a problem's first call: the next problem may be opened
+        )
+        self._ready: float | None = (
+            None  # when it began to wait for siblings, if that is what came last
+        )
 
     def emit(self, event: object) -> None:
         """Put an event of one's own into the graph's stream."""
@@ -45,19 +55,22 @@ class Caller:
         priority: int = 0,
         keep: Callable[[CallSpan, T], Awaitable[object]] | None = None,
     ) -> T:
-        """Call `function(*args)` as a node of the graph, when the engine has a slot and `tokens` of KV room.
+        """Call `function(*args)` as a node of the graph, when the engine has a slot and `tokens` of
+        KV room.
 
-        `engine` names the limit, by default the stage's own name. The function must not call into the graph again.
-        With `keep`, a call that succeeded is handed to it, with its result, instead of to the sink; the slot is given
-        back when `keep` returns.
+        `engine` names the limit, by default the stage's own name. The function must not call into
+        the graph again. With `keep`, a call that succeeded is handed to it, with its result,
+        instead of to the sink; the slot is given back when `keep` returns.
 
-        :raises Exception: what the function raised last, after the attempts the policy allows; what `keep` raised.
+        :raises Exception: what the function raised last, after the attempts the policy allows; what
+            `keep` raised.
         :raises OptionError: the graph has no such engine.
         :raises OutOfMemory: more tokens than the engine's limit will ever hold.
         """
         if self._declared is not None:
             self._declared.set()
-        state, engine = self._state, engine or stage
+        state = self._state
+        engine = engine or stage
         now = state.now
         pool = state.pools.get(engine) or state.pool(engine)
         attempt = 0
@@ -74,14 +87,17 @@ class Caller:
                 attempt, _DONE, tokens,
             )  # fmt: skip
             span = CallSpan(*values)
-            is_held, is_kept = pool.take_nowait(tokens), False
+            is_held = pool.take_nowait(tokens)
+            is_kept = False
             try:
                 if not is_held:
                     await pool.take(tokens, priority)
-                    is_held, span.started = True, now()
+                    is_held = True
+                    span.started = now()
                 result = await function(*args)
                 if keep is not None:
-                    is_kept, span.ended = True, now()
+                    is_kept = True
+                    span.ended = now()
                     await keep(span, result)
                 return result
             except Exception as error:
@@ -110,8 +126,14 @@ class Caller:
         pool.queue_seconds += span.started - span.queued
         state.nodes += 1
         if span.status != "cancelled":
-            # in straight-line code nothing else finished meanwhile, and this call is all the next one waits for
-            before, after = self.frontier, span.after
-            self.frontier = (span.node,) if before is after else (*[n for n in before if n not in after], span.node)
+            # in straight-line code nothing else finished meanwhile, and this call is all the next
+            # one waits for
+            before = self.frontier
+            after = span.after
+            self.frontier = (
+                (span.node,)
+                if before is after
+                else (*[n for n in before if n not in after], span.node)
+            )
         if state.sink is not None and not is_kept:
             state.sink(span)

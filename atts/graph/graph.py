@@ -1,4 +1,6 @@
-"""The task graph: problems in, results out, with everything between them bounded, timed and reported."""
+"""The task graph: problems in, results out, with everything between them bounded, timed and
+reported.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class HasId(Protocol):
 
 P = TypeVar("P", bound=HasId)
 
-# How long the opening of problems waits for one that neither calls nor submits: only such problems ever meet it.
+# How long the opening of problems waits for one that neither calls nor submits: only such problems
+# ever meet it.
 OPENING_SECONDS = 0.01
 
 _use = attrgetter(*(field.name for field in fields(EngineUse)))
@@ -53,9 +56,10 @@ class ProblemResult(Generic[T]):
 class Graph:
     """Runs problems through engines that have limits.
 
-    `rollouts` bounds how many are in flight over all problems, `limits` what each engine takes at once. `sink` gets
-    every `CallSpan`, `RolloutSpan` and `ProblemSpan` as it ends. A graph may run again, and runs may share it.
-    `beside` another graph it uses that one's places and limits, and keeps its own sink, node numbers and ending.
+    `rollouts` bounds how many are in flight over all problems, `limits` what each engine takes at
+    once. `sink` gets every `CallSpan`, `RolloutSpan` and `ProblemSpan` as it ends. A graph may run
+    again, and runs may share it. `beside` another graph it uses that one's places and limits, and
+    keeps its own sink, node numbers and ending.
 
     :raises OptionError: a limit below 1.
     """
@@ -70,9 +74,15 @@ class Graph:
         first_node: int = 0,
         beside: Graph | None = None,
     ) -> None:
-        pools = beside._state.pools if beside else {name: Pool(name, limit) for name, limit in (limits or {}).items()}
+        pools = (
+            beside._state.pools
+            if beside
+            else {name: Pool(name, limit) for name, limit in (limits or {}).items()}
+        )
         is_strict = beside._state.strict if beside else bool(pools)
-        self._state: GraphState = GraphState(pools, is_strict, policy or RetryPolicy(), sink, first_node - 1)
+        self._state: GraphState = GraphState(
+            pools, is_strict, policy or RetryPolicy(), sink, first_node - 1
+        )
         self._admission: Admission = beside._admission if beside else Admission(rollouts)
         self._runs: list[Run] = []
         self._seconds = 0.0
@@ -87,9 +97,11 @@ class Graph:
     ) -> list[ProblemResult[T]]:
         """Solve every problem; results in the order of the problems, whatever order they ended in.
 
-        After a `stop`, a `cancel` or the time-out ("deadline", as `stop`) the list ends with the last one opened.
+        After a `stop`, a `cancel` or the time-out ("deadline", as `stop`) the list ends with the
+        last one opened.
 
-        :raises Exception: the first fatal error (`RetryPolicy.is_fatal`), after everything else was cancelled.
+        :raises Exception: the first fatal error (`RetryPolicy.is_fatal`), after everything else was
+            cancelled.
         """
         results: list[ProblemResult[T]] = []
         await self.drive(problems, solve, results.append, timeout_seconds=timeout_seconds)
@@ -129,7 +141,9 @@ class Graph:
             raise run.error
 
     def stop(self, why: str) -> None:
-        """Open no more problems, end all rollouts ("cancelled"), let the problems conclude from what they have."""
+        """Open no more problems, end all rollouts ("cancelled"), let the problems conclude from
+        what they have.
+        """
         for run in self._runs:
             run.stop(why)
 
@@ -140,7 +154,8 @@ class Graph:
 
     def stats(self) -> GraphStats:
         """Where the graph stands."""
-        state, admission = self._state, self._admission
+        state = self._state
+        admission = self._admission
         return GraphStats(
             seconds=self._seconds + (state.now() - self._began if self._runs else 0.0),
             problems_open=admission.open,
@@ -150,7 +165,9 @@ class Graph:
             rollouts=MappingProxyType(dict(state.rollouts)),
             nodes=state.nodes,
             sibling_seconds=state.sibling_seconds,
-            engines=MappingProxyType({name: EngineUse(*_use(pool)) for name, pool in state.pools.items()}),
+            engines=MappingProxyType(
+                {name: EngineUse(*_use(pool)) for name, pool in state.pools.items()}
+            ),
         )
 
     async def _open(
@@ -161,7 +178,9 @@ class Graph:
         solve: Callable[[P, ProblemScope], Awaitable[T]],
         finished: Callable[[ProblemResult[T]], None],
     ) -> None:
-        """Open problems one by one, each when there is room and the one before has shown what it wants."""
+        """Open problems one by one, each when there is room and the one before has shown what it
+        wants.
+        """
         for index, problem in enumerate(problems):
             await self._admission.room()
             scope = ProblemScope(run, problem.id, index, self._admission.opened())
@@ -185,7 +204,8 @@ async def _solve(
             value = await solve(problem, scope)
             status = "done"
     except Exception as failure:  # noqa: BLE001 - one problem's failure is recorded and sinks no other
-        status, error = "failed", failure
+        status = "failed"
+        error = failure
         if scope.run.state.policy.is_fatal(failure):
             scope.run.fail(failure)
     finally:

@@ -13,12 +13,15 @@ from atts.spans import RolloutSpan, RolloutStatus
 from atts.tasks import clock
 
 Sink = Callable[[object], object]
-"""Receives every event the moment it happens; it must not block, and what it returns is left alone."""
+"""Receives every event the moment it happens; it must not block, and what it returns is left alone.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineUse:
-    """One engine's pool: now (`in_use`, `tokens_in_use`, `waiting`) and so far (the seconds, summed over slots)."""
+    """One engine's pool: now (`in_use`, `tokens_in_use`, `waiting`) and so far (the seconds, summed
+    over slots).
+    """
 
     slots: int | None
     tokens: int | None
@@ -44,9 +47,15 @@ class GraphStats:
     engines: Mapping[str, EngineUse]
 
     def busy_share(self, engine: str) -> float:
-        """Part of the engine's slot-seconds that was used; nan where slots are not bounded or no time passed."""
+        """Part of the engine's slot-seconds that was used; nan where slots are not bounded or no
+        time passed.
+        """
         use = self.engines[engine]
-        return use.busy_seconds / (use.slots * self.seconds) if use.slots and self.seconds else float("nan")
+        return (
+            use.busy_seconds / (use.slots * self.seconds)
+            if use.slots and self.seconds
+            else float("nan")
+        )
 
 
 def _no_clock() -> float:
@@ -65,7 +74,9 @@ class GraphState:
     now: Callable[[], float] = _no_clock
     nodes: int = 0
     problems_done: int = 0
-    rollouts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(RolloutStatus), 0))
+    rollouts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(get_args(RolloutStatus), 0)
+    )
     failures_in_row: int = 0
     sibling_seconds: float = 0.0
 
@@ -76,7 +87,9 @@ class GraphState:
         """
         if engine not in self.pools:
             if self.strict:
-                raise OptionError(engine, "the graph has no limit for this engine", list(self.pools))
+                raise OptionError(
+                    engine, "the graph has no limit for this engine", list(self.pools)
+                )
             self.pools[engine] = Pool(engine, Limit())  # never queues, so it need not know the loop
         return self.pools[engine]
 

@@ -1,4 +1,6 @@
-"""The rollouts of one problem that were asked for together: started, settled, cancelled and gathered as one."""
+"""The rollouts of one problem that were asked for together: started, settled, cancelled and
+gathered as one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ Admit = Literal["each", "together"]
 class RolloutResult(Generic[T]):
     """What came of one rollout.
 
-    `value` is what its function returned, or what it had saved last when it failed or was cancelled.
+    `value` is what its function returned, or what it had saved last when it failed or was
+    cancelled.
     """
 
     sample: int
@@ -43,7 +46,9 @@ class RolloutScope(Caller, Generic[T]):
         super().__init__(group.run.state, group.problem, sample, group.frontier)
         self._group = group
         self.attempt = 0
-        self.saved: T | None = None  # survives an attempt that failed: the next one may go on from it
+        self.saved: T | None = (
+            None  # survives an attempt that failed: the next one may go on from it
+        )
         self.waited = 0.0  # seconds
 
     def save(self, value: T) -> None:
@@ -53,12 +58,16 @@ class RolloutScope(Caller, Generic[T]):
     async def meet(self, value: V) -> Mapping[int, V]:
         """Wait until every sibling still running has met too; the values of this round, by sample.
 
-        This is a barrier, for rollouts admitted "together" only. The next node waits for all nodes of the round.
+        This is a barrier, for rollouts admitted "together" only. The next node waits for all nodes
+        of the round.
 
         :raises OptionError: the rollouts are not admitted together.
         """
         if self._group.admit != "together":
-            raise OptionError("admit", "rollouts admitted one by one must not wait for each other; admit them together")
+            raise OptionError(
+                "admit",
+                "rollouts admitted one by one must not wait for each other; admit them together",
+            )
         since = self._state.now()
         current = self._group.round
         current.values[self.sample] = value
@@ -86,17 +95,22 @@ class RolloutScope(Caller, Generic[T]):
         """Tell how long this finished rollout kept its place for its siblings."""
         self._note_wait(RELEASE, -1, ended if self._ready is None else self._ready, released, after)
 
-    def _note_wait(self, stage: str, turn: int, since: float, until: float, after: tuple[int, ...]) -> None:
+    def _note_wait(
+        self, stage: str, turn: int, since: float, until: float, after: tuple[int, ...]
+    ) -> None:
         """Tell, as a node without compute, of a wait for siblings."""
         state = self._state
         state.last_id = node = state.last_id + 1
-        who, times = (node, stage, "", self.problem, self.sample, turn), (since, until, until, until)
+        who = (node, stage, "", self.problem, self.sample, turn)
+        times = (since, until, until, until)
         state.emit(CallSpan(*who, *times, after, self.attempt))
 
 
 @dataclass(slots=True)
 class Round:
-    """One meeting; once it is closed `values` are complete and `frontier` holds every node it waited for."""
+    """One meeting; once it is closed `values` are complete and `frontier` holds every node it
+    waited for.
+    """
 
     opened_with: tuple[int, ...]
     values: dict[int, Any] = field(default_factory=dict[int, Any])
@@ -147,7 +161,8 @@ class Group(Generic[T]):
         for _ in range(self.unit):
             sample = self.samples[self._next]
             self._next += 1
-            # the place may have been given back by another problem, whose context variables are not ours
+            # the place may have been given back by another problem, whose context variables are not
+            # ours
             self._context.run(self.tasks.start_soon, self._rollout, sample)
 
     def close(self, why: str) -> None:
@@ -160,13 +175,19 @@ class Group(Generic[T]):
     def is_cut_short(self) -> bool:
         """Whether a rollout has not ended, or was cancelled."""
         ended = self.results.values()
-        return len(ended) < len(self.samples) or any(result.status == "cancelled" for result in ended)
+        return len(ended) < len(self.samples) or any(
+            result.status == "cancelled" for result in ended
+        )
 
     def gathered(self) -> list[RolloutResult[T]]:
         """Every result in the order of the samples, those that never started included."""
         status = self._interruption()
-        found = [self.results.get(sample) or RolloutResult(sample, status) for sample in self.samples]
-        return [replace(r, why=self.why) if r.status in ("settled", "cancelled") else r for r in found]
+        found = [
+            self.results.get(sample) or RolloutResult(sample, status) for sample in self.samples
+        ]
+        return [
+            replace(r, why=self.why) if r.status in ("settled", "cancelled") else r for r in found
+        ]
 
     def _interruption(self) -> RolloutStatus:
         return "settled" if self.why == "settled" else "cancelled"
@@ -181,7 +202,8 @@ class Group(Generic[T]):
             value = await self._attempts(scope)
             status = "done"
         except Exception as failure:  # noqa: BLE001 - whatever it is, it is this rollout's and not its siblings'
-            status, error = "failed", failure
+            status = "failed"
+            error = failure
         except BaseException:
             status = self._interruption()
             raise
@@ -195,7 +217,9 @@ class Group(Generic[T]):
             try:
                 return await self.function(scope)
             except Exception as error:
-                if policy.is_fatal(error) or not policy.retries(error, scope.attempt, policy.rollouts):
+                if policy.is_fatal(error) or not policy.retries(
+                    error, scope.attempt, policy.rollouts
+                ):
                     raise
             await anyio.sleep(policy.delay(scope.attempt, scope.sample))
             scope.attempt += 1
@@ -229,13 +253,21 @@ class Group(Generic[T]):
                 self.done.set()
 
     def _judge(self, result: RolloutResult[T]) -> None:
-        error, state = result.error, self.run.state
+        error = result.error
+        state = self.run.state
         has_given_up = state.has_given_up(result.status)
         if error is not None and (has_given_up or state.policy.is_fatal(error)):
             if has_given_up:
-                error.add_note(f"the run was given up after {state.failures_in_row} failed rollouts in a row")
+                error.add_note(
+                    f"the run was given up after {state.failures_in_row} failed rollouts in a row"
+                )
             self.run.fail(error)
-        elif self.settle is not None and not self.why and result.status in ("done", "failed") and self.settle(result):
+        elif (
+            self.settle is not None
+            and not self.why
+            and result.status in ("done", "failed")
+            and self.settle(result)
+        ):
             self.close("settled")
 
     # admitted together: rounds, and places that are given back together
@@ -254,12 +286,16 @@ class Group(Generic[T]):
     def _leave(self, scope: RolloutScope[T]) -> None:
         current = self.round
         current.values.pop(scope.sample, None)
-        if scope.frontier is not current.opened_with:  # it did something in this round: the round waited for it
+        if (
+            scope.frontier is not current.opened_with
+        ):  # it did something in this round: the round waited for it
             current.nodes.extend(scope.frontier)
         self.close_round()
 
     def release(self) -> None:
-        """Give the places back that were taken together; until now every finished rollout waited for its siblings."""
+        """Give the places back that were taken together; until now every finished rollout waited
+        for its siblings.
+        """
         if self.admit == "together" and self._next:
             released = self.run.state.now()
             self.run.admission.release(len(self.samples))

@@ -1,4 +1,6 @@
-"""Limits of one engine: slots and KV tokens in use at once, and the time spent using and awaiting them."""
+"""Limits of one engine: slots and KV tokens in use at once, and the time spent using and awaiting
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ class Limit:
     """
 
     slots: Annotated[int | None, "calls in flight"] = None
-    tokens: Annotated[int | None, "KV tokens in flight"] = None  # a call's are its prompt's plus its `max_tokens`
+    tokens: Annotated[int | None, "KV tokens in flight"] = (
+        None  # a call's are its prompt's plus its `max_tokens`
+    )
 
     def __post_init__(self) -> None:
         for name, value in (("slots", self.slots), ("tokens", self.tokens)):
             if value is not None and value < 1:
-                raise OptionError(name, f"{value} would admit nothing; give at least 1, or None for no bound")
+                raise OptionError(
+                    name, f"{value} would admit nothing; give at least 1, or None for no bound"
+                )
 
 
 class Pool(SlotQueue):

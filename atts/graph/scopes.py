@@ -1,4 +1,6 @@
-"""The scope that a problem's function is given: it starts rollouts, makes calls and ends the problem."""
+"""The scope that a problem's function is given: it starts rollouts, makes calls and ends the
+problem.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,11 @@ class ProblemScope(Caller):
 
     @contextmanager
     def concluding(self, rollouts: int) -> Generator[None]:
-        """While so many ended rollouts of this problem wait for something slower than engines, such as a grader.
+        """While so many ended rollouts of this problem wait for something slower than engines, such
+        as a grader.
 
-        No problem is opened while more of them wait, over all problems, than a few for every place: what cannot be
-        concluded at the speed of the engines is not piled up.
+        No problem is opened while more of them wait, over all problems, than a few for every place:
+        what cannot be concluded at the speed of the engines is not piled up.
         """
         admission = self.run.admission
         admission.concluding += rollouts
@@ -65,9 +68,10 @@ class ProblemScope(Caller):
     ) -> list[RolloutResult[T]]:
         """Run `function` once per sample and return every result in the order of the samples.
 
-        They start when places are free, earlier problems first. `settle` sees each rollout that ended by itself, as it
-        ends; once it says true the others are cancelled ("settled"). `timeout_seconds` counts from now. Admitted
-        "together" they start at once, may `meet` in rounds, and keep their places until the last has ended.
+        They start when places are free, earlier problems first. `settle` sees each rollout that
+        ended by itself, as it ends; once it says true the others are cancelled ("settled").
+        `timeout_seconds` counts from now. Admitted "together" they start at once, may `meet` in
+        rounds, and keep their places until the last has ended.
 
         :raises OptionError: no samples, or more together than there are places.
         :raises Exception: what `settle` raised.
@@ -75,7 +79,9 @@ class ProblemScope(Caller):
         wanted = range(samples) if isinstance(samples, int) else samples
         if not wanted:
             raise OptionError("samples", f"{samples!r} asks for no rollout")
-        group = Group(self.run, self.problem, self.frontier, function, wanted, admit=admit, settle=settle)
+        group = Group(
+            self.run, self.problem, self.frontier, function, wanted, admit=admit, settle=settle
+        )
         try:
             await self._gather(group, timeout_seconds, priority)
         finally:
@@ -97,13 +103,16 @@ class ProblemScope(Caller):
                     await group.done.wait()
             finally:
                 del run.groups[group]
-                if group.is_cut_short():  # the cause is known only here: `close` was not called, or it has its reason
+                if (
+                    group.is_cut_short()
+                ):  # the cause is known only here: `close` was not called, or it has its reason
                     is_late = anyio.current_time() >= tasks.cancel_scope.deadline
                     group.close("deadline" if is_late else "cancelled")
 
     def end(self, status: ProblemStatus, started: float, error: Exception | None) -> None:
         """Close the problem's books; the next one may be opened."""
-        admission, state = self.run.admission, self.run.state
+        admission = self.run.admission
+        state = self.run.state
         self._declare()
         admission.open -= 1
         admission.dispatch()

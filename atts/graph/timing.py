@@ -11,7 +11,9 @@ from types import MappingProxyType
 from atts.spans import CallSpan
 
 COMPUTE_BOUND = frozenset({"score"})
-"""Stages that are one prefill: their time is arithmetic. Decoding moves every weight for every token: memory."""
+"""Stages that are one prefill: their time is arithmetic. Decoding moves every weight for every
+token: memory.
+"""
 
 
 @dataclass(slots=True)
@@ -46,7 +48,9 @@ class Timing:
 
     @property
     def intensity(self) -> float:
-        """r = Tc / (Tm + Ts): arithmetic done per second of moving weights or of waiting for siblings."""
+        """r = Tc / (Tm + Ts): arithmetic done per second of moving weights or of waiting for
+        siblings.
+        """
         rest = self.memory_seconds + self.sibling_seconds
         if not rest:
             return math.inf if self.arithmetic_seconds else math.nan
@@ -76,7 +80,8 @@ def measure(nodes: Iterable[CallSpan], *, compute_bound: Collection[str] = COMPU
             busy[node.engine] += compute
     arithmetic = math.fsum(time.compute for stage, time in stages.items() if stage in compute_bound)
     return Timing(
-        seconds=max((n.ended for n in found), default=0.0) - min((n.ready for n in found), default=0.0),
+        seconds=max((n.ended for n in found), default=0.0)
+        - min((n.ready for n in found), default=0.0),
         stages=MappingProxyType(dict(stages)),
         busy_seconds=MappingProxyType(dict(busy)),
         critical_path=_longest_chain(found),
@@ -92,7 +97,9 @@ def _longest_chain(nodes: list[CallSpan]) -> Path:
     for node in nodes:
         known = [other for other in node.after if other in ends]
         if known:
-            before[node.node] = last = known[0] if len(known) == 1 else max(known, key=ends.__getitem__)
+            before[node.node] = last = (
+                known[0] if len(known) == 1 else max(known, key=ends.__getitem__)
+            )
             ends[node.node] = node.ended - node.started + ends[last]
         else:
             ends[node.node] = node.ended - node.started
@@ -107,5 +114,9 @@ def _longest_chain(nodes: list[CallSpan]) -> Path:
 def sibling_edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:
     """The edges between different rollouts of one problem; none in a run without barriers."""
     found = {node.node: node for node in nodes}
-    pairs = ((found[other], node) for node in found.values() for other in node.after if other in found)
-    return {(a.node, b.node) for a, b in pairs if a.sample != b.sample and min(a.sample, b.sample) >= 0}
+    pairs = (
+        (found[other], node) for node in found.values() for other in node.after if other in found
+    )
+    return {
+        (a.node, b.node) for a, b in pairs if a.sample != b.sample and min(a.sample, b.sample) >= 0
+    }

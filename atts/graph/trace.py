@@ -18,8 +18,9 @@ _ROLLOUTS = 1  # the process that holds the rollouts; engines follow
 def write_trace(nodes: Iterable[CallSpan], out: TextIO) -> None:
     """Write the nodes as one JSON object.
 
-    Each engine is a process whose threads are its slots; one more process holds the rollouts, one row for each place,
-    with what they waited for between the calls. Arrows join nodes of different rollouts.
+    Each engine is a process whose threads are its slots; one more process holds the rollouts, one
+    row for each place, with what they waited for between the calls. Arrows join nodes of different
+    rollouts.
     """
     out.write('{"displayTimeUnit": "ms", "traceEvents": [')
     separator = "\n"
@@ -41,7 +42,10 @@ def _engine_events(nodes: list[CallSpan], zero: float) -> Iterator[Event]:
     engines = sorted({node.engine for node in nodes if node.engine})
     for process, engine in enumerate(engines, _ROLLOUTS + 1):
         yield _name("process_name", process, 0, f"engine {engine}")
-        calls = sorted((n for n in nodes if n.engine == engine and n.ended > n.started), key=lambda n: n.started)
+        calls = sorted(
+            (n for n in nodes if n.engine == engine and n.ended > n.started),
+            key=lambda n: n.started,
+        )
         named = 0
         for lane, node in _lanes([(n.started, n.ended, n) for n in calls]):
             while named <= lane:
@@ -56,7 +60,10 @@ def _rollout_events(nodes: list[CallSpan], zero: float) -> Iterator[Event]:
     for node in nodes:
         by_rollout.setdefault((node.problem, node.sample), []).append(node)
     spans = sorted(
-        ((min(n.ready for n in own), max(n.ended for n in own), own) for own in by_rollout.values()),
+        (
+            (min(n.ready for n in own), max(n.ended for n in own), own)
+            for own in by_rollout.values()
+        ),
         key=lambda span: span[:2],
     )
     rows: dict[int, tuple[int, CallSpan]] = {}
@@ -67,11 +74,18 @@ def _rollout_events(nodes: list[CallSpan], zero: float) -> Iterator[Event]:
     for row, node in rows.values():
         for lane, other in (rows[number] for number in node.after if number in rows):
             if other.sample != node.sample:
-                yield from _arrow(f"{other.node}-{node.node}", (lane, other.ended - zero), (row, node.queued - zero))
+                yield from _arrow(
+                    f"{other.node}-{node.node}",
+                    (lane, other.ended - zero),
+                    (row, node.queued - zero),
+                )
 
 
 def _steps(node: CallSpan, lane: int, zero: float) -> Iterator[Event]:
-    parts = (("wait for siblings", node.ready, node.wait), (f"queue {node.engine}", node.queued, node.queue))
+    parts = (
+        ("wait for siblings", node.ready, node.wait),
+        (f"queue {node.engine}", node.queued, node.queue),
+    )
     for name, start, seconds in parts:
         if seconds > 0:
             yield _slice(_ROLLOUTS, lane, name, start - zero, seconds, None)
@@ -90,7 +104,8 @@ def _lanes(spans: Iterable[tuple[float, float, T]]) -> Iterator[tuple[int, T]]:
         if free:
             lane = heappop(free)
         else:
-            lane, rows = rows, rows + 1
+            lane = rows
+            rows = rows + 1
         heappush(busy, (end, lane))
         yield lane, what
 
@@ -103,8 +118,17 @@ def _name(kind: str, process: int, thread: int, name: str) -> Event:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _slice(process: int, thread: int, name: str, start: float, seconds: float, node: CallSpan | None) -> Event:
-    event: Event = {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": start * 1e6, "dur": seconds * 1e6}
+def _slice(
+    process: int, thread: int, name: str, start: float, seconds: float, node: CallSpan | None
+) -> Event:
+    event: Event = {
+        "ph": "X",
+        "name": name,
+        "pid": process,
+        "tid": thread,
+        "ts": start * 1e6,
+        "dur": seconds * 1e6,
+    }
     if node is not None:
         event["cat"] = node.stage
         event["args"] = asdict(node)

@@ -28,7 +28,14 @@ from atts.journal.files import is_held, locked
 from atts.journal.finished import FinishedProblem, FinishedSample, is_censored
 from atts.journal.gate_inputs import feature_numbers, recorded_features
 from atts.journal.lines import LineWriter, read_entries
-from atts.journal.manifest import Json, Manifest, Setting, dataset_digest, load_manifest, save_manifest
+from atts.journal.manifest import (
+    Json,
+    Manifest,
+    Setting,
+    dataset_digest,
+    load_manifest,
+    save_manifest,
+)
 from atts.journal.reader import MERGED, RecordedRun, check_exists, open_run, run_if_begun
 from atts.journal.salvage import JournalCheck, check_journal, salvage
 from atts.journal.shared_replies import REPLIES, SharedReplies, SharedReply, reply_key, run_number
@@ -40,7 +47,15 @@ from atts.journal.state import (
     read_outcomes,
 )
 from atts.journal.truncation import Truncation, truncation
-from atts.journal.writer import JOURNAL, LOCK, MANIFEST, Journal, JournalOptions, check_directory, open_journal
+from atts.journal.writer import (
+    JOURNAL,
+    LOCK,
+    MANIFEST,
+    Journal,
+    JournalOptions,
+    check_directory,
+    open_journal,
+)
 from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""JSON forms of frozen dataclasses: msgspec reads and checks them; texts and number tuples are stored compactly.
+"""JSON forms of frozen dataclasses: msgspec reads and checks them; texts and number tuples are
+stored compactly.
 
 * A field equal to its default is left out.
 * Number tuples longer than eight are packed in base64: `u4:` unsigned 32-bit, `f4:` 32-bit floats where those lose
@@ -53,31 +54,46 @@ def form(hint: Any) -> Form:
         return dataclass_form(hint)
     if hint in _FORMS:
         return _FORMS[hint]
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     if origin is Literal:
         return Form(hint, _same, _same)
     if type(None) in arguments:
         (inner,) = (form(part) for part in arguments if part is not type(None))
-        return Form(inner.stored | None, inner.write, _unless_none(inner.read))  # None is written by what holds it
+        return Form(
+            inner.stored | None, inner.write, _unless_none(inner.read)
+        )  # None is written by what holds it
     assert origin is not None, f"no form for {hint}"
     if issubclass(origin, Mapping):
         inner = form(arguments[1])
-        return Form(GenericAlias(dict, (str, inner.stored)), _of_mapping(inner.write), _of_mapping(inner.read))
+        return Form(
+            GenericAlias(dict, (str, inner.stored)),
+            _of_mapping(inner.write),
+            _of_mapping(inner.read),
+        )
     assert origin is tuple, f"no form for {hint}"
     inner = form(arguments[0])
-    return Form(GenericAlias(tuple, (inner.stored, ...)), _of_tuple(inner.write, list), _of_tuple(inner.read, tuple))
+    return Form(
+        GenericAlias(tuple, (inner.stored, ...)),
+        _of_tuple(inner.write, list),
+        _of_tuple(inner.read, tuple),
+    )
 
 
 def dataclass_form(kind: Any, base: type[Struct] | None = None, tag: str | None = None) -> Form:
     """The form of a dataclass: a struct of the same fields in their own forms.
 
-    With a `base` the struct has its fields as well, and with a `tag` that tag; neither is part of the value.
+    With a `base` the struct has its fields as well, and with a `tag` that tag; neither is part of
+    the value.
     """
     hints = get_type_hints(kind)
     parts = [(field.name, form(hints[field.name]), _default(field)) for field in fields(kind)]
     stored = defstruct(
         kind.__name__,
-        [(name, part.stored, NODEFAULT if usual is MISSING else usual) for name, part, usual in parts],
+        [
+            (name, part.stored, NODEFAULT if usual is MISSING else usual)
+            for name, part, usual in parts
+        ],
         bases=(base,) if base else None,
         tag_field=tag and TAG_FIELD,
         tag=tag,
@@ -105,7 +121,9 @@ def _dataclass_writer(parts: list[tuple[str, Form, Any]]) -> Step:
                 continue
             kind = type(found)  # most parts are short texts and numbers: they stand for themselves
             is_short = kind is str and len(found) < LONG_TEXT and found[:1] != "@"
-            is_plain = step is _same or is_short or found is None or (kind is float and isfinite(found))
+            is_plain = (
+                step is _same or is_short or found is None or (kind is float and isfinite(found))
+            )
             data[name] = found if is_plain else step(found, texts)
         return data
 
@@ -113,7 +131,9 @@ def _dataclass_writer(parts: list[tuple[str, Form, Any]]) -> Step:
 
 
 def _dataclass_reader(kind: Any, parts: list[tuple[str, Form, Any]], skipped: int) -> Step:
-    reads = [(place, part.read) for place, (_, part, _) in enumerate(parts) if part.read is not _same]
+    reads = [
+        (place, part.read) for place, (_, part, _) in enumerate(parts) if part.read is not _same
+    ]
     names = [name for name, _, _ in parts]
     pair = (names.index("draft_ids"), names.index("target_ids")) if "draft_ids" in names else None
 
@@ -123,7 +143,9 @@ def _dataclass_reader(kind: Any, parts: list[tuple[str, Form, Any]], skipped: in
         values = list(astuple(found)[skipped:])
         for place, step in reads:
             values[place] = step(values[place], texts)
-        if pair and values[pair[0]] == values[pair[1]]:  # a shared tokenizer: one tuple, as when it was written
+        if (
+            pair and values[pair[0]] == values[pair[1]]
+        ):  # a shared tokenizer: one tuple, as when it was written
             values[pair[1]] = values[pair[0]]
         return kind(*values)
 
@@ -131,18 +153,26 @@ def _dataclass_reader(kind: Any, parts: list[tuple[str, Form, Any]], skipped: in
 
 
 def _unless_none(step: Step) -> Step:
-    return step if step is _same else lambda value, texts: None if value is None else step(value, texts)
+    return (
+        step
+        if step is _same
+        else lambda value, texts: None if value is None else step(value, texts)
+    )
 
 
 def _of_mapping(step: Step) -> Step:
     def each(value: Mapping[str, Any], texts: Texts) -> dict[str, Any]:
-        return {n: v if type(v) is float and isfinite(v) else step(v, texts) for n, v in value.items()}
+        return {
+            n: v if type(v) is float and isfinite(v) else step(v, texts) for n, v in value.items()
+        }
 
     return step if step is _same else each
 
 
 def _of_tuple(step: Step, make: Callable[[list[Any]], Any]) -> Step:
-    return step if step is _same else lambda value, texts: make([step(part, texts) for part in value])
+    return (
+        step if step is _same else lambda value, texts: make([step(part, texts) for part in value])
+    )
 
 
 def _write_text(value: str, texts: Texts) -> str:
@@ -222,5 +252,7 @@ _FORMS: Mapping[Any, Form] = {
     bool: Form(bool | Literal["yes", "no"], _same, _read_bool),  # words were written under schema 1
     float: Form(_Float, _write_float, _read_float),
     tuple[int, ...]: Form(tuple[int, ...] | str, _write_ints, _reads_packed(("u4:",), _same)),
-    tuple[float, ...]: Form(tuple[_Float, ...] | str, _write_floats, _reads_packed(("f4:", "f8:"), _read_float)),
+    tuple[float, ...]: Form(
+        tuple[_Float, ...] | str, _write_floats, _reads_packed(("f4:", "f8:"), _read_float)
+    ),
 }

@@ -23,10 +23,10 @@ from atts.speculated import Speculated
 SCHEMA = 4
 """Raised with every change that an older version could not read; what older ones wrote is read.
 
-4: turns say how many tokens were scored in them, and which were forced (their notes said so).
-3: a line's checksum goes on from that of the line before; the manifest has a checksum of its own.
-2: decisions bear an origin; a call's line holds its span, a decision's what was done with it, which is true or false
-(schema 1 wrote lines of their own, and "yes" or "no").
+4: turns say how many tokens were scored in them, and which were forced (their notes said so). 3: a
+line's checksum goes on from that of the line before; the manifest has a checksum of its own. 2:
+decisions bear an origin; a call's line holds its span, a decision's what was done with it, which is
+true or false (schema 1 wrote lines of their own, and "yes" or "no").
 """
 
 OutcomeStatus = Literal["answered", "unanswered", "cancelled", "failed"]
@@ -72,7 +72,9 @@ class RolloutStarted:
 
 @dataclass(frozen=True, slots=True)
 class TurnFinished:
-    """One turn of a rollout is complete. An index seen before replaces that turn and drops those after it (a fork)."""
+    """One turn of a rollout is complete. An index seen before replaces that turn and drops those
+    after it (a fork).
+    """
 
     problem: str
     sample: int
@@ -119,10 +121,12 @@ class Graded:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """An engine call that finished; `key` names the request by content, so a repeated request finds it.
+    """An engine call that finished; `key` names the request by content, so a repeated request finds
+    it.
 
-    `rollout` is the request's own hint: what bears the same one is one line of work. `seconds` is what the call took.
-    `span` shares the call's line; readers are given it as an event of its own, after this one.
+    `rollout` is the request's own hint: what bears the same one is one line of work. `seconds` is
+    what the call took. `span` shares the call's line; readers are given it as an event of its own,
+    after this one.
     """
 
     problem: str
@@ -152,7 +156,9 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class CallFailed:
-    """An engine call that failed in a way the pipeline may go on from; `error` is the class in `atts.errors`."""
+    """An engine call that failed in a way the pipeline may go on from; `error` is the class in
+    `atts.errors`.
+    """
 
     problem: str
     key: str
@@ -166,11 +172,13 @@ class CallFailed:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The gate was asked and answered: before the target had scored ("preview"), after, or for a round at once.
+    """The gate was asked and answered: before the target had scored ("preview"), after, or for a
+    round at once.
 
-    `features` are the numbers it was told besides the score. A preview of "verify" asks for the score and decides
-    nothing yet; it is recorded only where the gate numbered it (`issue`). `escalated` is what the gate was told at once
-    of what was done; readers are given it as an event of its own (`Observed`), after this one.
+    `features` are the numbers it was told besides the score. A preview of "verify" asks for the
+    score and decides nothing yet; it is recorded only where the gate numbered it (`issue`).
+    `escalated` is what the gate was told at once of what was done; readers are given it as an event
+    of its own (`Observed`), after this one.
     """
 
     decision: Decision
@@ -189,7 +197,9 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Taught:
-    """A learning gate was told which level would have been due for a chunk; `features` as it was told them."""
+    """A learning gate was told which level would have been due for a chunk; `features` as it was
+    told them.
+    """
 
     problem: str
     sample: int
@@ -216,7 +226,9 @@ COMPARED = "compared"
 
 @dataclass(frozen=True, slots=True)
 class Drifted:
-    """The scores left what the calibration promised: how surprising that is after how many, and what was done."""
+    """The scores left what the calibration promised: how surprising that is after how many, and
+    what was done.
+    """
 
     alarm: str
     p: float
@@ -256,16 +268,21 @@ _OTHER_WORDS: Mapping[type[Event], str] = {
     Drifted: "drift",
 }
 KINDS: Mapping[str, type[Event]] = MappingProxyType(
-    {_OTHER_WORDS.get(kind) or re.sub(r"\B(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in get_args(Event)}
+    {
+        _OTHER_WORDS.get(kind) or re.sub(r"\B(?=[A-Z])", "-", kind.__name__).lower(): kind
+        for kind in get_args(Event)
+    }
 )
-"""The word each event bears in the file: its class's name, "session-opened", where it has no other."""
+"""The word each event bears in the file: its class's name, "session-opened", where it has no other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One event with its place in the journal and both clocks.
 
-    `at` is the run's clock, in seconds since its session opened; `wall` the date, in seconds since the epoch.
+    `at` is the run's clock, in seconds since its session opened; `wall` the date, in seconds since
+    the epoch.
     """
 
     number: int

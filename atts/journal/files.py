@@ -14,7 +14,9 @@ from atts.errors import JournalLocked
 from atts.files import is_same_file, storage
 
 Opener = Callable[[Path], FileIO]
-"""Opens a file for appending, whose `write` may take fewer bytes than it is given; tests hand in one that fills up."""
+"""Opens a file for appending, whose `write` may take fewer bytes than it is given; tests hand in
+one that fills up.
+"""
 
 
 def open_append(path: Path) -> FileIO:
@@ -37,7 +39,8 @@ def write_all(file: FileIO, data: bytes) -> None:
 
 @contextmanager
 def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None, None, None]:
-    """Hold the lock file, our process id in it; the system frees it when the process dies, however it dies.
+    """Hold the lock file, our process id in it; the system frees it when the process dies, however
+    it dies.
 
     With `wait`, until it is free: no other process is then told of.
 
@@ -52,7 +55,9 @@ def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process of this machine holds the lock file; looking does not get in a starting writer's way."""
+    """Whether a living process of this machine holds the lock file; looking does not get in a
+    starting writer's way.
+    """
     with suppress(OSError, ValueError):
         handle = os.open(path, os.O_RDWR | _NO_LINKS)
         try:
@@ -67,7 +72,8 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, None, None]:
-    """Hold a file, made if missing, for this process alone, its content untouched: the journal too, should its lock go.
+    """Hold a file, made if missing, for this process alone, its content untouched: the journal too,
+    should its lock go.
 
     :raises JournalLocked: another process holds it, or it was replaced meanwhile.
     :raises StorageError: the file cannot be made, or is a link.

@@ -11,14 +11,17 @@ from atts.core import Finish, Outcome, Rollout, Usage
 from atts.journal.events import Graded, OutcomeStatus, VerdictStatus
 
 SampleVerdict = VerdictStatus | Literal["spared", "lost"]
-"""What a rollout is worth. "spared": it was stopped before it could answer; "lost": it failed. Neither is wrong."""
+"""What a rollout is worth. "spared": it was stopped before it could answer; "lost": it failed.
+Neither is wrong.
+"""
 
 
 def is_censored(answer: object, finish: object) -> bool:
-    """Whether a rollout was stopped before it could answer: by a settled vote, the run's end, or the loss of an engine.
+    """Whether a rollout was stopped before it could answer: by a settled vote, the run's end, or
+    the loss of an engine.
 
-    What it would have answered is unknown. To count it as wrong would make the better method look worse, so it is left
-    out of rates of single rollouts.
+    What it would have answered is unknown. To count it as wrong would make the better method look
+    worse, so it is left out of rates of single rollouts.
 
     >>> is_censored(None, "settled"), is_censored(None, "tokens"), is_censored("7", "settled")
     (True, False, False)
@@ -44,7 +47,13 @@ class FinishedSample:
         verdict: SampleVerdict | None = None
         if is_censored(rollout.answer, finish):
             verdict = "lost" if finish == "failed" else "spared"
-        return cls(rollout.sample, finish, rollout.answer, verdict, error=rollout.error if finish == "failed" else "")
+        return cls(
+            rollout.sample,
+            finish,
+            rollout.answer,
+            verdict,
+            error=rollout.error if finish == "failed" else "",
+        )
 
     @property
     def is_censored(self) -> bool:
@@ -71,7 +80,9 @@ class FinishedProblem:
     problem: str
     status: OutcomeStatus
     answer: str | None
-    verdict: VerdictStatus | None  # of the answer; None: it was not graded, or the run ended before there was one
+    verdict: (
+        VerdictStatus | None
+    )  # of the answer; None: it was not graded, or the run ended before there was one
     rule: str
     samples: tuple[FinishedSample, ...]
     votes: Mapping[str, float]
@@ -80,7 +91,9 @@ class FinishedProblem:
     judged: int = 0  # chunks a gate decided on, also those of rollouts that were cut
     escalated: int = 0  # of them, continued by the target
     doubt: str = ""  # of the answer, by the stored scores
-    seconds: float | None = field(default=None, compare=False)  # in the task graph; None: while it is being run
+    seconds: float | None = field(
+        default=None, compare=False
+    )  # in the task graph; None: while it is being run
 
     @classmethod
     def of(
@@ -107,7 +120,9 @@ class FinishedProblem:
     def graded(self, verdicts: Iterable[Graded]) -> FinishedProblem:
         """With what a grader said; of several verdicts on one answer the last counts."""
         of = {verdict.sample: verdict for verdict in verdicts}
-        samples = tuple(one.graded(of[one.sample]) if one.sample in of else one for one in self.samples)
+        samples = tuple(
+            one.graded(of[one.sample]) if one.sample in of else one for one in self.samples
+        )
         whole = of.get(None)
         if whole is None or self.is_censored:
             return replace(self, samples=samples)
@@ -136,7 +151,9 @@ class FinishedProblem:
     @property
     def is_censored(self) -> bool:
         """Whether it has no answer, and it or a rollout was stopped that could have brought one."""
-        return self.answer is None and (self.status == "failed" or any(one.is_censored for one in self.samples))
+        return self.answer is None and (
+            self.status == "failed" or any(one.is_censored for one in self.samples)
+        )
 
     @property
     def complete_samples(self) -> tuple[FinishedSample, ...]:
@@ -152,4 +169,8 @@ class FinishedProblem:
     def as_json(self) -> dict[str, Any]:
         """Plain data for machines; `handed` is an older name of `escalated`."""
         data = {**asdict(self), "handed": self.escalated}
-        return data if self.seconds is not None else {name: data[name] for name in data if name != "seconds"}
+        return (
+            data
+            if self.seconds is not None
+            else {name: data[name] for name in data if name != "seconds"}
+        )

@@ -25,7 +25,11 @@ def feature_numbers(features: Features) -> dict[str, float]:
     return told if features.left is None else {**told, "left": features.left}
 
 
-def recorded_features(question: str, turn: int, sample: int, numbers: Mapping[str, float]) -> Features:
+def recorded_features(
+    question: str, turn: int, sample: int, numbers: Mapping[str, float]
+) -> Features:
     """The way back; what a journal lacks is as by default."""
-    held: dict[str, Any] = {name: kind(numbers[name]) for name, kind in _KINDS.items() if name in numbers}
+    held: dict[str, Any] = {
+        name: kind(numbers[name]) for name, kind in _KINDS.items() if name in numbers
+    }
     return Features(question, turn, sample, left=numbers.get("left"), **held)

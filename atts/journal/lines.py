@@ -2,9 +2,9 @@
 
     {"n":17,"at":3.25,"wall":1790000003.25,"kind":"decided","decision":{...},"crc":"5f0c9a1b"}
 
-A line is whole when it ends in a newline. Its checksum goes on from that of the line before, so that no line can be
-left out, put in or exchanged, not even with its number put right. A long text stands on a line of its own (`kind`
-"text") before its first use.
+A line is whole when it ends in a newline. Its checksum goes on from that of the line before, so
+that no line can be left out, put in or exchanged, not even with its number put right. A long text
+stands on a line of its own (`kind` "text") before its first use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ import msgspec
 from atts.errors import JournalCorrupt, JournalVersion
 from atts.files import open_ordinary, storage
 from atts.journal.codec import TAG_FIELD, dataclass_form, form
-from atts.journal.events import KINDS, SCHEMA, Decided, Entry, Event, Observed, Sampled, Scored, SessionOpened
+from atts.journal.events import (
+    KINDS,
+    SCHEMA,
+    Decided,
+    Entry,
+    Event,
+    Observed,
+    Sampled,
+    Scored,
+    SessionOpened,
+)
 from atts.journal.migration import TURN_FACTS, completed
 from atts.journal.texts import Texts
 from atts.spans import CallSpan
@@ -72,22 +82,31 @@ _decode = msgspec.json.Decoder(_LINES).decode
 
 
 class LineWriter:
-    """Turns events into lines; knows the number of the next one, and the checksum that it goes on from."""
+    """Turns events into lines; knows the number of the next one, and the checksum that it goes on
+    from.
+    """
 
     def __init__(self, number: int = 0, crc: int = 0) -> None:
         self.number = number
         self._crc = crc
         self._texts = Texts.of_writer()
 
-    def lines(self, event: Event, at: float, wall: float, second: CallSpan | Observed | None = None) -> bytes:
-        """The event's line, with a second one that it may hold; long texts that it brings along stand before it."""
+    def lines(
+        self, event: Event, at: float, wall: float, second: CallSpan | Observed | None = None
+    ) -> bytes:
+        """The event's line, with a second one that it may hold; long texts that it brings along
+        stand before it.
+        """
         word, write = _WRITES[type(event)]
-        fields, lines = write(event, self._texts), b""
+        fields = write(event, self._texts)
+        lines = b""
         if isinstance(second, CallSpan):
             fields["span"] = _write_span(second, self._texts)
         elif second is not None:
             fields["escalated"] = second.escalated
-        rows: list[dict[str, Any]] = [{"kind": "text", "id": name, "text": text} for name, text in self._texts.fresh]
+        rows: list[dict[str, Any]] = [
+            {"kind": "text", "id": name, "text": text} for name, text in self._texts.fresh
+        ]
         self._texts.fresh.clear()
         for row in (*rows, {"at": round(at, 6), "wall": round(wall, 3), "kind": word, **fields}):
             body = _escaped({"n": self.number, **row}).encode()[:-1]
@@ -98,17 +117,27 @@ class LineWriter:
 
 
 _END = len(b',"crc":"00000000"}\n')
-_PASSED = MappingProxyType({word.encode(): kind for word, kind in KINDS.items() if kind is not SessionOpened})
+_PASSED = MappingProxyType(
+    {word.encode(): kind for word, kind in KINDS.items() if kind is not SessionOpened}
+)
 _HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"kind":"([a-z-]+)"')
-_REFERENCE = re.compile(rb'[:,[]"@([\w-]{20})"')  # within a text every quote has a backslash before it
+_REFERENCE = re.compile(
+    rb'[:,[]"@([\w-]{20})"'
+)  # within a text every quote has a backslash before it
 
 
-_SECOND: Mapping[type[Event], type[Event]] = {Sampled: CallSpan, Scored: CallSpan, Decided: Observed}
+_SECOND: Mapping[type[Event], type[Event]] = {
+    Sampled: CallSpan,
+    Scored: CallSpan,
+    Decided: Observed,
+}
 """What lines of some kinds may hold besides."""
 
 
 class LineReader:
-    """Reads a journal in order, without holding more than a line and the latest texts; knows where it is."""
+    """Reads a journal in order, without holding more than a line and the latest texts; knows where
+    it is.
+    """
 
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
         self.path = path
@@ -121,10 +150,11 @@ class LineReader:
         self._schema = 1  # of the present session
 
     def entries(self) -> Iterator[Entry]:
-        """Every event to the end; a last line that is torn (its process was killed while writing) does not count.
+        """Every event to the end; a last line that is torn (its process was killed while writing)
+        does not count.
 
-        With `kinds` only such events are given out, and the openings of sessions: other lines are checked, not decoded.
-        A set of them may change while reading.
+        With `kinds` only such events are given out, and the openings of sessions: other lines are
+        checked, not decoded. A set of them may change while reading.
 
         :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
         :raises JournalVersion: a newer version wrote it.
@@ -134,7 +164,11 @@ class LineReader:
             for line in file:
                 try:
                     crc = check(line, self.crc, "chained" if self._schema >= CHAINED else "either")
-                    entry = None if self._kinds is not None and self._is_passed_over(line) else self._entry(line)
+                    entry = (
+                        None
+                        if self._kinds is not None and self._is_passed_over(line)
+                        else self._entry(line)
+                    )
                 except ValueError as error:
                     if file.read(1):
                         raise self._corrupt(str(error)) from error
@@ -156,10 +190,14 @@ class LineReader:
             yield entry
             return
         kinds = self._kinds
-        yield from (replace(entry, event=part) for part in parts if kinds is None or type(part) in kinds)
+        yield from (
+            replace(entry, event=part) for part in parts if kinds is None or type(part) in kinds
+        )
 
     def _is_passed_over(self, line: bytes) -> bool:
-        """Whether the event is not wanted; texts it refers to count as used, as they did when it was written."""
+        """Whether the event is not wanted; texts it refers to count as used, as they did when it
+        was written.
+        """
         found = _HEAD.match(line) if self.number else None
         kind = None if found is None else _PASSED.get(found[2])
         if found is None or kind is None or self._kinds is None:
@@ -182,7 +220,8 @@ class LineReader:
         if isinstance(event, SessionOpened):
             if event.schema > SCHEMA:
                 raise newer(self.path, event.schema)
-            self.session, self._schema = event.session, event.schema
+            self.session = event.session
+            self._schema = event.schema
         elif self.number == 0:
             raise ValueError("the first line opens no session")
         if self._schema < TURN_FACTS:
@@ -203,14 +242,17 @@ class LineReader:
 
     def _count(self, number: object) -> None:
         if number != self.number:
-            raise ValueError(f"it is numbered {number}, expected {self.number}: lines are missing or doubled")
+            raise ValueError(
+                f"it is numbered {number}, expected {self.number}: lines are missing or doubled"
+            )
 
     def _corrupt(self, problem: str) -> JournalCorrupt:
         return JournalCorrupt(
             self.path,
             f"line {self.number + 1} is damaged: {problem}",
             "Nothing was overwritten. Restore the file from a copy, or let "
-            f"`atts journal salvage {self.path.parent} --out NEW` save what is before that line, and go on there",
+            f"`atts journal salvage {self.path.parent} --out NEW` save what is before that line, "
+            f"and go on there",
         )
 
 
@@ -222,7 +264,9 @@ def read_entries(path: Path, kinds: Collection[type[Event]] | None = None) -> It
 def newer(path: Path, schema: object) -> JournalVersion:
     """The refusal to touch what a newer version wrote."""
     return JournalVersion(
-        path, f"it was written under schema {schema}, this version knows {SCHEMA}", "Use the newer atts to go on"
+        path,
+        f"it was written under schema {schema}, this version knows {SCHEMA}",
+        "Use the newer atts to go on",
     )
 
 
@@ -233,7 +277,8 @@ def check(line: bytes, before: int, kind: Literal["chained", "either"]) -> int:
 
     :raises ValueError: it is torn or damaged.
     """
-    body, end = line[:-_END], line[-_END:]
+    body = line[:-_END]
+    end = line[-_END:]
     for start in (before,) if kind == "chained" else (before, 0):
         crc = zlib.crc32(body, start)
         if end == b',"crc":"%08x"}\n' % crc:

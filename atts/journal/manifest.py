@@ -1,4 +1,6 @@
-"""The manifest of a run: the settings under which its journal was written, which a resume must find unchanged."""
+"""The manifest of a run: the settings under which its journal was written, which a resume must find
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _ADVICE = "Choose another run directory, or restore those settings"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One resolved value and where it came from: "default", a file's name, a variable's, or a flag's."""
+    """One resolved value and where it came from: "default", a file's name, a variable's, or a
+    flag's.
+    """
 
     value: Json
     origin: str = "default"
@@ -41,9 +45,9 @@ class Setting:
 class Manifest:
     """Everything that decides what a run's results mean.
 
-    `configuration`, `engines`, `dataset` and `seed` must match at resume; origins, versions, dates and `settings`
-    (every key of the configuration as it was given) are for people.
-    `engines` maps a role to its spec's fields; `dataset` is a digest (`dataset_digest`).
+    `configuration`, `engines`, `dataset` and `seed` must match at resume; origins, versions, dates
+    and `settings` (every key of the configuration as it was given) are for people. `engines` maps a
+    role to its spec's fields; `dataset` is a digest (`dataset_digest`).
     """
 
     seed: int = 0
@@ -63,7 +67,8 @@ class Manifest:
 
         :raises FingerprintError: naming every field that differs.
         """
-        old, new = dict(stored.decisive()), dict(self.decisive())
+        old = dict(stored.decisive())
+        new = dict(self.decisive())
         missing = object()
         differences = [
             (name, old.get(name), new.get(name))
@@ -88,7 +93,9 @@ class Manifest:
         yield from _flat("engines", plain["engines"])
 
 
-def versions(packages: Sequence[str] = ("atts", "anyio", "numpy", "scipy", "torch", "transformers")) -> dict[str, str]:
+def versions(
+    packages: Sequence[str] = ("atts", "anyio", "numpy", "scipy", "torch", "transformers"),
+) -> dict[str, str]:
     """What is installed here, Python included; a package that is not installed is left out."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in packages:
@@ -110,7 +117,9 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
     """
     hasher = blake2b(digest_size=16)
     for problem in problems:
-        told = {name: value for name, value in asdict(problem).items() if value or name not in _OPTIONAL}
+        told = {
+            name: value for name, value in asdict(problem).items() if value or name not in _OPTIONAL
+        }
         hasher.update(json.dumps(told, sort_keys=True).encode() + b"\n")
     return hasher.hexdigest()
 
@@ -121,7 +130,9 @@ def save_manifest(path: Path, manifest: Manifest) -> None:
     :raises StorageError: the disk refuses.
     """
     data = json.loads(manifest.text())
-    write_atomic(path, (json.dumps({**data, "checksum": _checksum(data)}, indent=2) + "\n").encode())
+    write_atomic(
+        path, (json.dumps({**data, "checksum": _checksum(data)}, indent=2) + "\n").encode()
+    )
 
 
 def _checksum(data: Mapping[str, Any]) -> str:
@@ -141,13 +152,15 @@ def load_manifest(path: Path) -> Manifest | None:
         text = read_ordinary(path)
     try:
         data = json.loads(text)
-        schema, checksum = data["schema"], data.pop("checksum", None)
+        schema = data["schema"]
+        checksum = data.pop("checksum", None)
         if isinstance(schema, int) and schema > SCHEMA:
             raise newer(path, schema)
         if checksum != _checksum(data) and (checksum is not None or schema >= CHAINED):
             raise ValueError("its checksum does not match: it was damaged, or changed by hand")
         msgspec.convert(data, _Stored)
-        deciding, given = _settings(data.pop("configuration")), _settings(data.pop("settings", {}))
+        deciding = _settings(data.pop("configuration"))
+        given = _settings(data.pop("settings", {}))
         return Manifest(configuration=deciding, settings=given, **data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise JournalCorrupt(

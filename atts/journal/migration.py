@@ -1,4 +1,6 @@
-"""Migration of journals of earlier schemas: their events are completed by the fields that later ones added."""
+"""Migration of journals of earlier schemas: their events are completed by the fields that later
+ones added.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from atts.journal.events import Decided, Event, Observed, TurnFinished
 ORIGINS = 2
 """The schema since which a decision says what it rests on."""
 TURN_FACTS = 4
-"""The schema since which a turn says how many tokens were scored in it, and whether its words were forced."""
+"""The schema since which a turn says how many tokens were scored in it, and whether its words were
+forced.
+"""
 _EQUAL_CHUNK = "scored as an equal chunk after an equal beginning was"
 _FORCING = "budget forcing"
 
@@ -27,18 +31,26 @@ def completed(event: Event, schema: int) -> Event:
 
 
 def _with_facts(turn: Turn) -> Turn:
-    """The turn with what its note tells of, or its chunks: the first that the draft wrote was scored."""
+    """The turn with what its note tells of, or its chunks: the first that the draft wrote was
+    scored.
+    """
     if turn.note in (_EQUAL_CHUNK, _FORCING):
         return replace(turn, note="", is_forced=turn.note == _FORCING)
     drafted = turn.drafted
-    return turn if turn.score is None or drafted is None else replace(turn, scored_tokens=len(drafted.target_ids))
+    return (
+        turn
+        if turn.score is None or drafted is None
+        else replace(turn, scored_tokens=len(drafted.target_ids))
+    )
 
 
 def _with_origin(event: Event) -> Event:
     if isinstance(event, Decided | Observed):
         return replace(event, decision=_decision_with_origin(event.decision))
     if isinstance(event, TurnFinished) and event.turn.decision is not None:
-        return replace(event, turn=replace(event.turn, decision=_decision_with_origin(event.turn.decision)))
+        return replace(
+            event, turn=replace(event.turn, decision=_decision_with_origin(event.turn.decision))
+        )
     return event
 
 

@@ -15,8 +15,8 @@ A reader that wants several of these in one pass folds the entries itself:
         outcome = state.apply(entry)     # the Outcome of the problem this entry completes, else None
     state.finished, state.seconds, state.sessions, state.killed, state.ended
 
-`state.clock.aligned(node, entry.at)` puts a node on the run's clock, and `read_outcomes(entries)` makes outcomes of
-entries that are at hand.
+`state.clock.aligned(node, entry.at)` puts a node on the run's clock, and `read_outcomes(entries)`
+makes outcomes of entries that are at hand.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from atts.journal.writer import JOURNAL, MANIFEST
 from atts.spans import CallSpan
 
 MERGED = "merged"
-"""The configuration's name for the runs that were put together, in a run that was made of others."""
+"""The configuration's name for the runs that were put together, in a run that was made of others.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +64,37 @@ class RecordedRun:
 
     @property
     def part_starts(self) -> tuple[int, ...]:
-        """The session with which each merged run but the first begins; empty for a run that was not merged."""
+        """The session with which each merged run but the first begins; empty for a run that was not
+        merged.
+        """
         counts = [int(part["sessions"]) for part in self.setting(MERGED) or ()]
         return tuple(1 + sum(counts[:number]) for number in range(1, len(counts)))
 
     def entries(self, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
-        """Every event in order, or those of some kinds and the openings of sessions; see `read_entries`."""
+        """Every event in order, or those of some kinds and the openings of sessions; see
+        `read_entries`.
+        """
         return read_entries(self.directory / JOURNAL, kinds=kinds)
 
     def state(self, kinds: Collection[type[Event]] | None = None) -> RunState:
-        """The run as all its entries leave it: every finished problem in brief, the sessions, the seconds."""
+        """The run as all its entries leave it: every finished problem in brief, the sessions, the
+        seconds.
+        """
         state = RunState()
         for entry in self.entries(kinds):
             state.apply(entry)
         return state
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Every finished problem whole, each once, the failed ones last; memory holds those and the unfinished."""
+        """Every finished problem whole, each once, the failed ones last; memory holds those and the
+        unfinished.
+        """
         return read_outcomes(self.entries(FACTS))
 
     def decisions(self) -> Iterator[Decided]:
-        """Every decision in the order in which they were taken, previews that only asked for a score left out."""
+        """Every decision in the order in which they were taken, previews that only asked for a
+        score left out.
+        """
         for entry in self.entries((Decided,)):
             event = entry.event
             if isinstance(event, Decided) and event.decision.action != "verify":
@@ -104,7 +115,11 @@ def check_exists(path: Path) -> None:
     :raises JournalError: there is nothing.
     """
     if not path.exists():
-        raise JournalError(path, "there is no run or file here", "Give the directory of `atts eval --out`, or a file")
+        raise JournalError(
+            path,
+            "there is no run or file here",
+            "Give the directory of `atts eval --out`, or a file",
+        )
 
 
 def run_if_begun(directory: Path) -> RecordedRun | None:
@@ -120,7 +135,9 @@ def run_if_begun(directory: Path) -> RecordedRun | None:
         return None
 
 
-def open_run(directory: Path, advice: str = "Give the directory of `atts eval --out DIRECTORY`") -> RecordedRun:
+def open_run(
+    directory: Path, advice: str = "Give the directory of `atts eval --out DIRECTORY`"
+) -> RecordedRun:
     """The run that a directory holds.
 
     :raises JournalError: there is no run here.

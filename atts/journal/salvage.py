@@ -1,4 +1,6 @@
-"""Examination of a run directory line by line, and the salvage of what is whole of one that is damaged."""
+"""Examination of a run directory line by line, and the salvage of what is whole of one that is
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def check_journal(directory: Path) -> JournalCheck:
     :raises JournalError: there is no run, or its manifest is damaged.
     :raises StorageError: it cannot be read.
     """
-    run, state, damage = open_run(directory), RunState(), ""
+    run = open_run(directory)
+    state = RunState()
+    damage = ""
     reader = LineReader(run.directory / JOURNAL)
     try:
         for entry in reader.entries():
@@ -64,11 +68,13 @@ def check_journal(directory: Path) -> JournalCheck:
 
 
 def salvage(directory: Path, out: Path) -> JournalCheck:
-    """Copy what is whole of a run into a new directory, where its command goes on; the damaged one stays as it is.
+    """Copy what is whole of a run into a new directory, where its command goes on; the damaged one
+    stays as it is.
 
     :raises UsageError: `out` is not empty.
     :raises JournalLocked: the run is being written.
-    :raises JournalError: there is no run, its manifest is damaged, or nothing of its journal is whole.
+    :raises JournalError: there is no run, its manifest is damaged, or nothing of its journal is
+        whole.
     """
     found = check_journal(directory)
     with storage(out):
@@ -76,7 +82,9 @@ def salvage(directory: Path, out: Path) -> JournalCheck:
         if any(out.iterdir()):
             raise UsageError(f"{out}: it is not empty; choose a new directory for what is saved")
     if not found.lines:
-        raise JournalCorrupt(directory, "not one line of its journal is whole", "Run it anew in another directory")
+        raise JournalCorrupt(
+            directory, "not one line of its journal is whole", "Run it anew in another directory"
+        )
     with held(directory / LOCK, directory), storage(directory):
         with (directory / JOURNAL).open("rb") as file:
             whole = file.read(found.length)

@@ -1,7 +1,8 @@
-"""Shared replies: what engines answered in one run of a set, in one file, for the set's other runs to take.
+"""Shared replies: what engines answered in one run of a set, in one file, for the set's other runs
+to take.
 
-A run's truth is its own journal. This file saves work and no more: a record that is torn or damaged, and whatever comes
-after it, is as if it had never been written.
+A run's truth is its own journal. This file saves work and no more: a record that is torn or
+damaged, and whatever comes after it, is as if it had never been written.
 """
 
 from __future__ import annotations
@@ -91,7 +92,11 @@ class SharedReplies:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> None:
         self.close()
 
@@ -108,16 +113,21 @@ class SharedReplies:
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
                 key, run, seconds, length, checksum = _HEAD.unpack(head)
                 reply = file.read(length)
-                if len(reply) != length or zlib.crc32(reply, zlib.crc32(head[:-_CHECKSUM])) != checksum:
+                if (
+                    len(reply) != length
+                    or zlib.crc32(reply, zlib.crc32(head[:-_CHECKSUM])) != checksum
+                ):
                     return
                 self._found[key] = SharedReply(self._end + _HEAD.size, length, run, seconds)
                 self._end += _HEAD.size + length
 
 
 def reply_key(engine: Mapping[str, Any], key: str, logprobs: str = "raw") -> bytes:
-    """A request's name among those of many engines: of the engine as a manifest has it, and of what it is asked.
+    """A request's name among those of many engines: of the engine as a manifest has it, and of what
+    it is asked.
 
-    A completion may lack log-probabilities where its request does not need them, so such requests are others.
+    A completion may lack log-probabilities where its request does not need them, so such requests
+    are others.
     """
     who = json.dumps(engine, sort_keys=True, default=sorted)
     return blake2b(f"{who} {key} {logprobs}".encode(), digest_size=20).digest()

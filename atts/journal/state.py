@@ -1,4 +1,6 @@
-"""The state of a run, rebuilt from its journal: finished problems in brief, unfinished ones exactly."""
+"""The state of a run, rebuilt from its journal: finished problems in brief, unfinished ones
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,9 @@ FACTS: tuple[type[Event], ...] = (
 class OpenProblem:
     """A problem that was started: its rollouts as they stood, and every step already taken.
 
-    A step taken is not taken again: what engine calls came to is found by the request's key, in order; gate calls by
-    (sample, turn), in order. A failed call counts once its rollout went on in spite of it; one that was its last step
-    is forgotten, so that the call is tried again.
+    A step taken is not taken again: what engine calls came to is found by the request's key, in
+    order; gate calls by (sample, turn), in order. A failed call counts once its rollout went on in
+    spite of it; one that was its last step is forgotten, so that the call is tried again.
     """
 
     problem: Problem
@@ -56,11 +58,15 @@ class OpenProblem:
         default_factory=dict[tuple[int, int], deque[Decided | Observed]]
     )
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
-    taught: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])  # sample, turn, attempt
+    taught: set[tuple[int, int, int]] = field(
+        default_factory=set[tuple[int, int, int]]
+    )  # sample, turn, attempt
     graded: list[Graded] = field(default_factory=list[Graded])
     judged: int = 0  # chunks a gate decided on
     escalated: int = 0  # of them, continued by the target
-    _failures: dict[str, list[CallFailed]] = field(default_factory=dict[str, list[CallFailed]])  # by rollout hint
+    _failures: dict[str, list[CallFailed]] = field(
+        default_factory=dict[str, list[CallFailed]]
+    )  # by rollout hint
     _hints: dict[int, str] = field(default_factory=dict[int, str])
 
     def outcome(self, reached: OutcomeReached) -> Outcome:
@@ -119,7 +125,9 @@ class OpenProblem:
                 pass
 
     def forget_failures(self) -> None:
-        """A new session: calls whose failure nothing went on from are tried again, and counted anew."""
+        """A new session: calls whose failure nothing went on from are tried again, and counted
+        anew.
+        """
         self._failures.clear()
 
     def _settle(self, hint: str) -> None:
@@ -129,9 +137,11 @@ class OpenProblem:
 
 
 def judged(event: object) -> Iterator[tuple[Decision, bool]]:
-    """The decision about a chunk that this event settles, if any, and whether the target continued the chunk.
+    """The decision about a chunk that this event settles, if any, and whether the target continued
+    the chunk.
 
-    A gate of single chunks is told what was really done; one of whole rounds is not, so its own word counts.
+    A gate of single chunks is told what was really done; one of whole rounds is not, so its own
+    word counts.
     """
     if isinstance(event, Observed):
         yield event.decision, event.escalated
@@ -141,7 +151,9 @@ def judged(event: object) -> Iterator[tuple[Decision, bool]]:
 
 @dataclass(slots=True)
 class RunClock:
-    """Seconds of a run's work, its sessions end to end; a session that found nothing to do took none."""
+    """Seconds of a run's work, its sessions end to end; a session that found nothing to do took
+    none.
+    """
 
     seconds: float = 0.0
     before: float = 0.0  # of earlier sessions
@@ -150,12 +162,15 @@ class RunClock:
     def advance(self, entry: Entry) -> None:
         """Any entry, in order."""
         if isinstance(entry.event, SessionOpened):
-            self.before, self._graph_zero = self.seconds, None
+            self.before = self.seconds
+            self._graph_zero = None
         elif not isinstance(entry.event, SessionClosed):
             self.seconds = self.before + entry.at
 
     def aligned(self, node: CallSpan, at: float) -> CallSpan:
-        """A node of the current session, its times on this clock; `at` is of its entry, made when the node ended."""
+        """A node of the current session, its times on this clock; `at` is of its entry, made when
+        the node ended.
+        """
         if self._graph_zero is None:
             self._graph_zero = node.ended - at
         shift = self.before - self._graph_zero
@@ -170,11 +185,12 @@ class RunClock:
 
 @dataclass(slots=True)
 class RunState:
-    """Built entry by entry with `apply`, in order; its size is that of the unfinished problems and a value per other.
+    """Built entry by entry with `apply`, in order; its size is that of the unfinished problems and
+    a value per other.
 
-    `finished` holds every problem that came to an outcome, in brief and in the order of finishing; whole rollouts are
-    let go, unless `keeps` says "everything". Problems that failed, or a rollout of which did, stay open as well: the
-    next session does what is missing.
+    `finished` holds every problem that came to an outcome, in brief and in the order of finishing;
+    whole rollouts are let go, unless `keeps` says "everything". Problems that failed, or a rollout
+    of which did, stay open as well: the next session does what is missing.
     """
 
     keeps: Literal["open problems", "everything"] = "open problems"
@@ -183,7 +199,9 @@ class RunState:
     said: set[str] = field(default_factory=set[str])  # codes of warnings
     sessions: int = 0
     killed: int = 0  # sessions before the last that ended without a word
-    ended: SessionClosed | None = None  # how the last session ended; None: it was killed, or still runs
+    ended: SessionClosed | None = (
+        None  # how the last session ended; None: it was killed, or still runs
+    )
     speculated: Speculated | None = None  # of all sessions that said so; None: nothing was proposed
     last_node: int = -1
     clock: RunClock = field(default_factory=RunClock)
@@ -198,7 +216,9 @@ class RunState:
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             line = f"line {entry.number + 1} ({type(entry.event).__name__})"
             what = f"{line} cannot follow the lines before it ({error!r})"
-            raise JournalCorrupt("the journal", what, "`atts journal salvage` saves what came before it") from error
+            raise JournalCorrupt(
+                "the journal", what, "`atts journal salvage` saves what came before it"
+            ) from error
 
     def _apply(self, entry: Entry) -> Outcome | None:
         event = entry.event
@@ -206,7 +226,8 @@ class RunState:
         match event:
             case SessionOpened():
                 self.killed += self.sessions > 0 and self.ended is None
-                self.sessions, self.ended = event.session, None
+                self.sessions = event.session
+                self.ended = None
                 for problem in self.open.values():
                     problem.forget_failures()
             case SessionClosed():
@@ -223,8 +244,11 @@ class RunState:
             case Graded(problem) if problem in self.finished and problem not in self.open:
                 self.finished[problem] = self.finished[problem].graded([event])
             case ProblemSpan(problem) if problem in self.finished:
-                self.finished[problem] = replace(self.finished[problem], seconds=event.ended - event.started)
-            # what follows is of an open problem; events of finished ones (late clean-up) and remarks change nothing
+                self.finished[problem] = replace(
+                    self.finished[problem], seconds=event.ended - event.started
+                )
+            # what follows is of an open problem; events of finished ones (late clean-up) and
+            # remarks change nothing
             case Decided() | Observed() if inside := self.open.get(event.decision.question):
                 inside.apply(event)
             case _ if inside := self.open.get(getattr(event, "problem", "")):
@@ -270,7 +294,8 @@ class RunState:
 
 
 def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
-    """Every finished problem's whole outcome, once, in the order in which they finished; the incomplete ones last.
+    """Every finished problem's whole outcome, once, in the order in which they finished; the
+    incomplete ones last.
 
     Memory holds the open and the incomplete ones only.
     """

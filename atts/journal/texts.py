@@ -7,26 +7,33 @@ from collections import OrderedDict
 from hashlib import blake2b
 
 _READ = 16 << 20  # characters that a reader holds: writers of older versions held as many
-_WRITTEN, _EACH = 2 << 20, 256  # bytes that a writer holds, hundreds of calls; what a text costs beside its characters
+_WRITTEN = 2 << 20
+_EACH = 256  # bytes that a writer holds, hundreds of calls; what a text costs beside its characters
 
 
 class Texts:
-    """The long texts seen lately, by hash; writer and reader keep theirs in step by doing the same in the same order.
+    """The long texts seen lately, by hash; writer and reader keep theirs in step by doing the same
+    in the same order.
 
-    What the writer still holds, a reader of all it wrote holds too, so a reference never dangles, and neither holds
-    more than `limit` characters. A text forgotten and met again is written again.
+    What the writer still holds, a reader of all it wrote holds too, so a reference never dangles,
+    and neither holds more than `limit` characters. A text forgotten and met again is written again.
     """
 
     def __init__(self, limit: int = _READ, each: int = 0) -> None:
-        """A text counts as its characters and `each` more; who holds more holds all that another does."""
+        """A text counts as its characters and `each` more; who holds more holds all that another
+        does.
+        """
         self._known: OrderedDict[str, str] = OrderedDict()
-        self._limit, self._each = limit, each
+        self._limit = limit
+        self._each = each
         self._size = 0
         self.fresh: list[tuple[str, str]] = []  # to be written before the line that refers to them
 
     @classmethod
     def of_writer(cls) -> Texts:
-        """Those of a writer, who remembers the texts of calls in flight: less than any reader holds."""
+        """Those of a writer, who remembers the texts of calls in flight: less than any reader
+        holds.
+        """
         return cls(_WRITTEN, _EACH)
 
     def __len__(self) -> int:

@@ -48,9 +48,13 @@ class Truncation:
     def __str__(self) -> str:
         """One sentence: how many, where, and what to do."""
         by_context = 0 < self.context <= self.max_tokens
-        limit = f"the context of {self.context:,}" if by_context else f"max_tokens {self.max_tokens:,}"
+        limit = (
+            f"the context of {self.context:,}" if by_context else f"max_tokens {self.max_tokens:,}"
+        )
         places = [f"{self.at_tokens:,} at {limit}"] if self.at_tokens else []
-        places += [f"{self.at_turns:,} at the last of {self.turns:,} turns"] if self.at_turns else []
+        places += (
+            [f"{self.at_turns:,} at the last of {self.turns:,} turns"] if self.at_turns else []
+        )
         longer = "serve models with a longer context" if by_context else "raise --max-tokens"
         advice = [longer] if self.at_tokens else []
         advice += ["leave --turns out, or raise it"] if self.at_turns else []
@@ -64,9 +68,13 @@ def truncation(problems: Iterable[FinishedProblem], manifest: Manifest) -> Trunc
     samples = [sample for problem in problems for sample in problem.complete_samples]
     ends = Counter(sample.finish for sample in samples if sample.is_cut)
     held = manifest.configuration.get("policy")
-    policy: Mapping[str, Any] = held.value if held is not None and isinstance(held.value, Mapping) else {}
+    policy: Mapping[str, Any] = (
+        held.value if held is not None and isinstance(held.value, Mapping) else {}
+    )
     lengths = [
-        length for engine in manifest.engines.values() if isinstance(length := engine.get("context_length"), int)
+        length
+        for engine in manifest.engines.values()
+        if isinstance(length := engine.get("context_length"), int)
     ]
     return Truncation(
         len(samples),

@@ -1,7 +1,8 @@
-"""The writer of a run directory: events are appended at once, as whole lines, and synced in the background.
+"""The writer of a run directory: events are appended at once, as whole lines, and synced in the
+background.
 
-What `record` has returned from is in the file: a killed process loses none of it. What a machine that loses power may
-lose is for the durability to say.
+What `record` has returned from is in the file: a killed process loses none of it. What a machine
+that loses power may lose is for the durability to say.
 """
 
 from __future__ import annotations
@@ -31,19 +32,23 @@ from atts.journal.manifest import Manifest, load_manifest, save_manifest
 from atts.spans import CallSpan
 
 Durability = Literal["always", "interval", "close"]
-"""When lines reach the disk itself, which matters when the machine loses power; a killed process loses nothing written.
+"""When lines reach the disk itself, which matters when the machine loses power; a killed process
+loses nothing written.
 
 "always": before `saved` returns; "interval": at most a second later; "close": at the end.
 """
 
-JOURNAL, MANIFEST, LOCK = "journal.jsonl", "manifest.json", "lock"
+JOURNAL = "journal.jsonl"
+MANIFEST = "manifest.json"
+LOCK = "lock"
 
 
 @dataclass(frozen=True, slots=True)
 class JournalOptions:
     """How a journal is written; `clock` is the running loop's by default.
 
-    Under virtual time choose the durability "close": seconds pass by the thousand there, and syncs take real time.
+    Under virtual time choose the durability "close": seconds pass by the thousand there, and syncs
+    take real time.
 
     :raises OptionError: an unknown durability.
     """
@@ -56,7 +61,9 @@ class JournalOptions:
 
     def __post_init__(self) -> None:
         if self.durability not in get_args(Durability):
-            raise OptionError("durability", f"unknown value {self.durability!r}", get_args(Durability))
+            raise OptionError(
+                "durability", f"unknown value {self.durability!r}", get_args(Durability)
+            )
 
 
 class Journal:
@@ -65,7 +72,8 @@ class Journal:
     def __init__(self, past: LineReader, options: JournalOptions) -> None:
         self.path = path = past.path
         self.session = past.session + 1
-        self._options, self.durability = options, options.durability
+        self._options = options
+        self.durability = options.durability
         self._lines = LineWriter(past.number, past.crc)
         self._clock = options.clock or tasks.clock()
         self._epoch = self._synced_at = self._clock()
@@ -84,29 +92,36 @@ class Journal:
         self._syncs_ended = anyio.Event()
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
-        """Append an event. The event loop stands still meanwhile, but only for a copy into the system's cache.
+        """Append an event. The event loop stands still meanwhile, but only for a copy into the
+        system's cache.
 
         A `second` shares its line: a call's span, or what was done with a decision.
 
-        :raises StorageError: the disk refuses, now or earlier; what was written before that is safe.
+        :raises StorageError: the disk refuses, now or earlier; what was written before that is
+            safe.
         """
         assert self._state == "open", "recorded into a closed journal"
         if self._failure is not None:
             raise self._failure
-        now, options = self._clock(), self._options
+        now = self._clock()
+        options = self._options
         try:
             line = self._lines.lines(event, now - self._epoch, options.wall(), second)
             taken = self._file.write(line)
             if taken != len(line):
                 write_all(self._file, line[taken or 0 :])
             self._size += len(line)
-        except BaseException as error:  # no line may follow one that is not whole, or was counted and never written
+        except (
+            BaseException
+        ) as error:  # no line may follow one that is not whole, or was counted and never written
             self._fail(error)
             if not isinstance(error, OSError | MemoryError):
                 raise
             self._check()
         self._recorded += 1
-        is_overdue = options.durability == "interval" and now - self._synced_at >= options.sync_seconds
+        is_overdue = (
+            options.durability == "interval" and now - self._synced_at >= options.sync_seconds
+        )
         if is_overdue or options.durability == "always":
             self._sync_due.set()
 
@@ -123,11 +138,15 @@ class Journal:
             raise self._failure
 
     async def keep_synced(self) -> None:
-        """The task that syncs the file when that is due, until `close`; no cancellation cuts it short."""
+        """The task that syncs the file when that is due, until `close`; no cancellation cuts it
+        short.
+        """
         wait = self._options.sync_seconds if self._options.durability == "interval" else math.inf
         try:
             with anyio.CancelScope(shield=True):
-                while self._failure is None and (self._state == "open" or self._synced < self._recorded):
+                while self._failure is None and (
+                    self._state == "open" or self._synced < self._recorded
+                ):
                     with anyio.move_on_after(wait):
                         await self._sync_due.wait()
                     if self._synced < self._recorded:
@@ -194,8 +213,9 @@ async def open_journal(
 ) -> AsyncGenerator[Journal, None]:
     """A run directory, locked for this process, ready to go on where it was left.
 
-    A new directory is made and gets the manifest. In an existing one the manifest must match; every entry is handed to
-    `on_entry` in order, a torn last line is cut off, and nothing else is touched.
+    A new directory is made and gets the manifest. In an existing one the manifest must match; every
+    entry is handed to `on_entry` in order, a torn last line is cut off, and nothing else is
+    touched.
 
     :raises JournalLocked: another process writes it.
     :raises FingerprintError: it holds a run with other settings.
@@ -210,11 +230,15 @@ async def open_journal(
         async with tasks.background(journal.keep_synced):
             closing = SessionClosed("finished")
             try:
-                journal.record(SessionOpened(SCHEMA, journal.session, version, os.getpid(), platform.node()))
+                journal.record(
+                    SessionOpened(SCHEMA, journal.session, version, os.getpid(), platform.node())
+                )
                 yield journal
             except BaseException as error:
                 words = f"{type(error).__name__}: {error}"
-                closing = SessionClosed("failed" if isinstance(error, Exception) else "interrupted", words)
+                closing = SessionClosed(
+                    "failed" if isinstance(error, Exception) else "interrupted", words
+                )
                 raise
             finally:
                 with anyio.CancelScope(shield=True):
@@ -228,7 +252,9 @@ def check_directory(directory: Path) -> None:
     """
     _make(directory)
     with locked(directory / LOCK, directory), ExitStack() as stack:
-        if os.path.lexists(directory / JOURNAL):  # its lock file may have been deleted under the process that writes it
+        if os.path.lexists(
+            directory / JOURNAL
+        ):  # its lock file may have been deleted under the process that writes it
             stack.enter_context(held(directory / JOURNAL, directory))
         load_manifest(directory / MANIFEST)
 
@@ -238,13 +264,19 @@ def _make(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
 
 
-def _take_up(directory: Path, manifest: Manifest, on_entry: Callable[[Entry], None] | None) -> LineReader:
+def _take_up(
+    directory: Path, manifest: Manifest, on_entry: Callable[[Entry], None] | None
+) -> LineReader:
     """Check the manifest, read what is there, cut off a torn line."""
     past = LineReader(directory / JOURNAL)
     stored = load_manifest(directory / MANIFEST)
     if stored is None:
         if past.path.exists() and past.path.stat().st_size:
-            raise JournalCorrupt(directory, f"there is a {JOURNAL} but no {MANIFEST}", "Restore it, or choose another")
+            raise JournalCorrupt(
+                directory,
+                f"there is a {JOURNAL} but no {MANIFEST}",
+                "Restore it, or choose another",
+            )
         save_manifest(directory / MANIFEST, manifest)
         return past
     manifest.check(stored, directory)

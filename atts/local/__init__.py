@@ -1,4 +1,6 @@
-"""The local engine: models in this process or a child of it, continuous batching, a shared prefix cache."""
+"""The local engine: models in this process or a child of it, continuous batching, a shared prefix
+cache.
+"""
 
 from atts.local.checking import check_adapter, check_model, check_weights
 from atts.local.engine import LocalEngine

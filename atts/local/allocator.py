@@ -1,4 +1,6 @@
-"""The allocator of key-value cache slots: fixed in number, one token each, taken and returned in runs."""
+"""The allocator of key-value cache slots: fixed in number, one token each, taken and returned in
+runs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class SlotAllocator:
         self._stack: SlotIds = np.arange(num_slots, 0, -1, dtype=np.int32)  # low slots on top
         self.num_slots = self.num_free = num_slots
         self._least_free = num_slots
-        self.drafted = np.zeros(num_slots + 1, dtype=np.bool_)  # slots whose token the drafter has computed as well
+        self.drafted = np.zeros(
+            num_slots + 1, dtype=np.bool_
+        )  # slots whose token the drafter has computed as well
 
     @property
     def num_used(self) -> int:

@@ -1,4 +1,6 @@
-"""Attention of a step's blocks over the paged cache, in torch operations: slots gathered, one call for each class."""
+"""Attention of a step's blocks over the paged cache, in torch operations: slots gathered, one call
+for each class.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from atts.local.blocks import Blocks, DeviceStep
 from atts.local.model_config import ModelConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""[rows, heads * head_dim] of [rows, heads, head_dim] queries over [slots, kv_heads, head_dim] keys and values."""
+"""[rows, heads * head_dim] of [rows, heads, head_dim] queries over [slots, kv_heads, head_dim] keys
+and values.
+"""
 MakeAttend = Callable[[DeviceStep, ModelConfig, int], Attend]
 """Attention of one step for the layers of one window; 0: the whole context."""
 
@@ -27,11 +31,13 @@ class _Class(NamedTuple):
 class GatheredAttention:
     """Which slots each query may read is worked out once for all layers of a window.
 
-    Beyond a sequence's end stands slot 0, which holds zeros; rows that are none see the first position.
+    Beyond a sequence's end stands slot 0, which holds zeros; rows that are none see the first
+    position.
     """
 
     def __init__(self, step: DeviceStep, config: ModelConfig, window: int) -> None:
-        self._config, self._places = config, step.places
+        self._config = config
+        self._places = step.places
         self._classes = [_seen(blocks, len(step.tokens), window) for blocks in step.classes]
         only = step.classes[0].size if len(step.classes) == 1 else None
         self._is_plain = only is not None and only.width == 1 and only.blocks == len(step.tokens)
@@ -53,8 +59,10 @@ class GatheredAttention:
 
 
 def _seen(blocks: Blocks, num_rows: int, window: int) -> _Class:
-    size, device = blocks.size, blocks.slots.device
-    places, columns = torch.arange(size.width, device=device), torch.arange(size.length, device=device)
+    size = blocks.size
+    device = blocks.slots.device
+    places = torch.arange(size.width, device=device)
+    columns = torch.arange(size.length, device=device)
     rows = (blocks.starts[:, None] + places).clamp(max=num_rows - 1)
     if size.is_even and (not window or size.length <= window):
         return _Class(rows, blocks.slots.flatten(), None)
@@ -67,12 +75,21 @@ def _seen(blocks: Blocks, num_rows: int, window: int) -> _Class:
     return _Class(rows, torch.where(inside, blocks.slots, 0).flatten(), mask[:, None])
 
 
-def _attention(config: ModelConfig, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """All of [batch, heads, rows, head_dim], keys and values of fewer heads; scores softly capped where asked."""
-    group, scale, cap = query.shape[1] // keys.shape[1], config.query_scale, config.attention_cap
+def _attention(
+    config: ModelConfig, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
+) -> Tensor:
+    """All of [batch, heads, rows, head_dim], keys and values of fewer heads; scores softly capped
+    where asked.
+    """
+    group = query.shape[1] // keys.shape[1]
+    scale = config.query_scale
+    cap = config.attention_cap
     if not cap:
-        return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=group > 1)
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        return F.scaled_dot_product_attention(
+            query, keys, values, mask, scale=scale, enable_gqa=group > 1
+        )
+    keys = keys.repeat_interleave(group, 1)
+    values = values.repeat_interleave(group, 1)
     scores = cap * torch.tanh(query @ keys.mT * (scale / cap))
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)

@@ -1,4 +1,6 @@
-"""One step's work: the scheduler's plan, the flat arrays a model is fed, and the protocol of models."""
+"""One step's work: the scheduler's plan, the flat arrays a model is fed, and the protocol of
+models.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Floats = NDArray[np.float32]
 Draws = tuple[Sequence, list[int], list[float]]
 """Tokens and log-probs at the places that a sequence was computed at."""
 MANY = 4
-"""Rows of a sequence in a step from which on all attend by the kernels for many, whatever the model; fewer may not."""
+"""Rows of a sequence in a step from which on all attend by the kernels for many, whatever the
+model; fewer may not.
+"""
 
 
 class PrefillChunk(NamedTuple):
@@ -30,7 +34,8 @@ class PrefillChunk(NamedTuple):
     sequence: Sequence
     start: int
     stop: int
-    logits_from: int  # first position whose logits are needed: to sample after, to score what follows, or to cache
+    # first position whose logits are needed: to sample after, to score what follows, or to cache
+    logits_from: int
 
 
 class Branch(NamedTuple):
@@ -43,12 +48,18 @@ class Branch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes: `decoding` feed their newest token, `prefills` some given ones, `ready` nothing."""
+    """What one step computes: `decoding` feed their newest token, `prefills` some given ones,
+    `ready` nothing.
+    """
 
     decoding: list[Sequence]
     prefills: list[PrefillChunk]  # those of a single token first
-    ready: list[Sequence]  # all given ids are cached, logits included: sampled from without a forward
-    proposals: list[TokenIds]  # what may follow each decoding sequence's newest token; empty when nothing is proposed
+    ready: list[
+        Sequence
+    ]  # all given ids are cached, logits included: sampled from without a forward
+    proposals: list[
+        TokenIds
+    ]  # what may follow each decoding sequence's newest token; empty when nothing is proposed
     branches: list[list[Branch]] = field(
         default_factory=list[list[Branch]]
     )  # of each proposal; empty when none has any
@@ -63,7 +74,9 @@ class StepPlan:
         return [*self.ready, *self.decoding, *(chunk.sequence for chunk in self.prefills)]
 
     def halves(self) -> Iterator[StepPlan]:
-        """The same work in two steps, nothing proposed; the second without what has lost its row meanwhile."""
+        """The same work in two steps, nothing proposed; the second without what has lost its row
+        meanwhile.
+        """
         sequences = self.sequences()
         for part in (sequences[: self.size // 2], sequences[self.size // 2 :]):
             chosen = {sequence for sequence in part if sequence.row >= 0}
@@ -76,18 +89,24 @@ class StepPlan:
 
     @property
     def num_rows(self) -> int:
-        """How many tokens its decoding sequences feed: their newest, and what is proposed to follow."""
+        """How many tokens its decoding sequences feed: their newest, and what is proposed to
+        follow.
+        """
         return len(self.decoding) + sum(map(len, self.proposals)) + sum(map(len, self.branches))
 
     def widths(self) -> list[int]:
-        """At how many places each sequence that is sampled is computed: those ready, decoding and started."""
+        """At how many places each sequence that is sampled is computed: those ready, decoding and
+        started.
+        """
         spans = [1 + len(proposal) for proposal in self.proposals] or [1] * len(self.decoding)
         if self.branches:
             spans = [width + len(own) for width, own in zip(spans, self.branches, strict=True)]
         return [1] * len(self.ready) + spans + [1] * len(self.started())
 
     def spans(self) -> Iterator[tuple[Sequence, int, int, int]]:
-        """Every token that a decoding sequence feeds: its row of the table and its position; branches come last."""
+        """Every token that a decoding sequence feeds: its row of the table and its position;
+        branches come last.
+        """
         branches = self.branches or [list[Branch]()] * len(self.decoding)
         for sequence, proposal, own in zip(self.decoding, self.proposals, branches, strict=True):
             for position, token in enumerate((sequence.ids[-1], *proposal), sequence.num_computed):
@@ -97,7 +116,11 @@ class StepPlan:
 
     def started(self) -> list[Sequence]:
         """Sampling sequences whose last given token is fed now."""
-        return [c.sequence for c in self.prefills if c.logits_from < c.stop and not c.sequence.is_scoring]
+        return [
+            c.sequence
+            for c in self.prefills
+            if c.logits_from < c.stop and not c.sequence.is_scoring
+        ]
 
     def scored(self) -> list[PrefillChunk]:
         """Chunks that hold tokens to score."""
@@ -108,8 +131,8 @@ class StepPlan:
 class StepBatch:
     """The tokens of this step, sequence after sequence; those that feed a single token come first.
 
-    Every token's keys and values are written to its slot before any token of the same layer attends, so a sequence may
-    read slots another one fills in the same step.
+    Every token's keys and values are written to its slot before any token of the same layer
+    attends, so a sequence may read slots another one fills in the same step.
     """
 
     tokens: Ints  # [tokens]
@@ -121,13 +144,22 @@ class StepBatch:
     num_logits: Ints  # [sequences] how many of each one's tokens need logits: always its last ones
     num_single: int  # sequences at the front that feed exactly one token
     logit_rows: Ints  # [logits] tokens whose hidden state is returned
-    num_scored: tuple[int, int] = (0, 0)  # how many tokens, and logit rows, at the end are of chunks that are scored
-    chains: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [sequences] of which model each is
-    units: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [sequences] of it, computed from there
+    num_scored: tuple[int, int] = (
+        0,
+        0,
+    )  # how many tokens, and logit rows, at the end are of chunks that are scored
+    chains: Ints = field(
+        default_factory=lambda: np.zeros(0, dtype=np.int64)
+    )  # [sequences] of which model each is
+    units: Ints = field(
+        default_factory=lambda: np.zeros(0, dtype=np.int64)
+    )  # [sequences] of it, computed from there
 
 
 class Tap(NamedTuple):
-    """Who hears of a step on its way: of its `logit_rows` after so many layers, before the last norm."""
+    """Who hears of a step on its way: of its `logit_rows` after so many layers, before the last
+    norm.
+    """
 
     layers: int
     receive: Callable[[Tensor], None]
@@ -149,7 +181,9 @@ class Model(Protocol):
         """Their logits: [logits, vocabulary] float32."""
         ...
 
-    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
+    def sample(
+        self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
+    ) -> SampledTokens:
         """One token a row, as `atts.sampling.sample` draws it."""
         ...
 
@@ -157,8 +191,12 @@ class Model(Protocol):
         """Each row's token under the raw distribution, as `atts.sampling.raw_logprobs` has it."""
         ...
 
-    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
-        """The same from hidden states, never all logits at once; and the logits of `kept_rows`, in rising order."""
+    def score(
+        self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
+    ) -> tuple[list[float], Tensor]:
+        """The same from hidden states, never all logits at once; and the logits of `kept_rows`, in
+        rising order.
+        """
         ...
 
 
@@ -171,16 +209,29 @@ class TappedModel(Model, Protocol):
 
 
 class GroupedModel(Model, Protocol):
-    """One that may compute the attentions of a group of layers at once, from the first one's input: not exact."""
+    """One that may compute the attentions of a group of layers at once, from the first one's input:
+    not exact.
+    """
 
     is_grouped: bool
 
 
 class Layers(Protocol):
-    """What takes rows through some of its units: its embedding (0), the halves of its layers, its last norm."""
+    """What takes rows through some of its units: its embedding (0), the halves of its layers, its
+    last norm.
+    """
 
-    def through(self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats], units: tuple[int, int], /) -> None:
-        """`rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer goes on alone."""
+    def through(
+        self,
+        batch: StepBatch,
+        table: SlotIds,
+        rows: tuple[Floats, Floats],
+        units: tuple[int, int],
+        /,
+    ) -> None:
+        """`rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer
+        goes on alone.
+        """
         ...
 
 
@@ -198,7 +249,9 @@ class ModelAround:
         """The model's."""
         return self._model.compute_logits(hidden)
 
-    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
+    def sample(
+        self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
+    ) -> SampledTokens:
         """As the model does."""
         return self._model.sample(logits, sampling, uniforms)
 
@@ -206,28 +259,46 @@ class ModelAround:
         """As the model does."""
         return self._model.logprobs(logits, tokens)
 
-    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
+    def score(
+        self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
+    ) -> tuple[list[float], Tensor]:
         """As the model does."""
         return self._model.score(hidden, tokens, kept_rows)
 
 
 def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
-    """The plan as arrays; `logit_rows` are the tokens sampled after, decoding ones first, then those that score.
+    """The plan as arrays; `logit_rows` are the tokens sampled after, decoding ones first, then
+    those that score.
 
-    A proposal is fed as rows of one token each that share a row of the slot table: each is computed as if those before
-    it had been fed in earlier steps, to the bit where a kernel computes rows apart.
+    A proposal is fed as rows of one token each that share a row of the slot table: each is computed
+    as if those before it had been fed in earlier steps, to the bit where a kernel computes rows
+    apart.
     """
     fed = list(plan.spans()) if plan.proposals else _newest(plan.decoding)
     if not plan.prefills:
         return _decoding_batch(fed, table)
-    ids = chain([token for *_, token in fed], *[s.ids[start:stop] for s, start, stop, _ in plan.prefills])
+    ids = chain(
+        [token for *_, token in fed], *[s.ids[start:stop] for s, start, stop, _ in plan.prefills]
+    )
     numbers = [(row, at, at + 1, at, False, s.rope_row, s.chain, 0) for s, row, at, _ in fed]
     numbers += [
-        (s.row, start, stop, first, s.is_scoring, s.rope_row, s.chain, s.unit * (start < s.borrowed))
+        (
+            s.row,
+            start,
+            stop,
+            first,
+            s.is_scoring,
+            s.rope_row,
+            s.chain,
+            s.unit * (start < s.borrowed),
+        )
         for s, start, stop, first in plan.prefills
     ]
-    rows, begins, lengths, logits_from, is_scoring, ropes, chains, units = np.array(numbers, dtype=np.int64).T.copy()
-    counts, num_logits = lengths - begins, lengths - logits_from
+    rows, begins, lengths, logits_from, is_scoring, ropes, chains, units = np.array(
+        numbers, dtype=np.int64
+    ).T.copy()
+    counts = lengths - begins
+    num_logits = lengths - logits_from
     starts = np.zeros(len(numbers) + 1, dtype=np.int64)
     counts.cumsum(out=starts[1:])
     tokens = np.fromiter(ids, dtype=np.int64, count=int(starts[-1]))
@@ -253,9 +324,12 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
 
 
 def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """Some of a batch's sequences, those of a single token first; which of its rows and logit rows theirs are."""
+    """Some of a batch's sequences, those of a single token first; which of its rows and logit rows
+    theirs are.
+    """
     begins = batch.query_starts[entries]
-    counts, starts = batch.query_starts[entries + 1] - begins, np.zeros(len(entries) + 1, dtype=np.int64)
+    counts = batch.query_starts[entries + 1] - begins
+    starts = np.zeros(len(entries) + 1, dtype=np.int64)
     counts.cumsum(out=starts[1:])
     rows = np.arange(starts[-1]) + (begins - starts[:-1]).repeat(counts)
     where = np.full(len(batch.tokens), -1)
@@ -290,7 +364,9 @@ _Fed = tuple[Sequence, int, int, int]
 
 def _newest(sequences: list[Sequence]) -> list[_Fed]:
     """Rows that feed nothing but the last token there is."""
-    return [(sequence, sequence.row, sequence.num_computed, sequence.ids[-1]) for sequence in sequences]
+    return [
+        (sequence, sequence.row, sequence.num_computed, sequence.ids[-1]) for sequence in sequences
+    ]
 
 
 def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
@@ -302,7 +378,9 @@ def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
 
 
 class StepBatches:
-    """Makes the batches of a loop; steps in which the same sequences feed their last token each fill one batch anew."""
+    """Makes the batches of a loop; steps in which the same sequences feed their last token each
+    fill one batch anew.
+    """
 
     def __init__(self) -> None:
         self._kept: tuple[list[Sequence], list[int], StepBatch] | None = None
@@ -317,7 +395,8 @@ class StepBatches:
         if self._kept is None or self._kept[:2] != (sequences, rows):
             self._kept = sequences, rows, _decoding_batch(_newest(sequences), table)
             return self._kept[2]
-        batch, positions = self._kept[2], np.array([sequence.num_computed for sequence in sequences])
+        batch = self._kept[2]
+        positions = np.array([sequence.num_computed for sequence in sequences])
         batch.tokens[:] = [sequence.ids[-1] for sequence in sequences]
         np.add(positions, 1, out=batch.context_lens)
         np.add(positions, [sequence.rope_row for sequence in sequences], out=batch.positions)
@@ -326,13 +405,19 @@ class StepBatches:
 
 
 def is_last(chunk: PrefillChunk) -> bool:
-    """Whether it is the last given token alone, sampled after, and computed in all layers: like one that decodes."""
+    """Whether it is the last given token alone, sampled after, and computed in all layers: like one
+    that decodes.
+    """
     sequence, start, stop, first = chunk
     return stop - start == 1 and first == start >= sequence.borrowed and not sequence.is_scoring
 
 
-def single_rows(tokens: Ints, positions: Ints, rows: Ints, table: SlotIds, num_logits: Ints | None = None) -> StepBatch:
-    """A batch of rows that feed one token each; all of them are sampled after, or those whose `num_logits` is 1."""
+def single_rows(
+    tokens: Ints, positions: Ints, rows: Ints, table: SlotIds, num_logits: Ints | None = None
+) -> StepBatch:
+    """A batch of rows that feed one token each; all of them are sampled after, or those whose
+    `num_logits` is 1.
+    """
     count = len(tokens)
     starts = np.arange(count + 1)
     return StepBatch(

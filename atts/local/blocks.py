@@ -1,7 +1,9 @@
-"""Blocks of a step's rows: runs that one sequence feeds at rising positions, and the one array that holds a step.
+"""Blocks of a step's rows: runs that one sequence feeds at rising positions, and the one array that
+holds a step.
 
-A device is sent one array a step, whose layout is known by a few sizes. Steps of one layout can share a captured graph:
-`bucketed` rounds a layout up, and what is added feeds a slot that is never read.
+A device is sent one array a step, whose layout is known by a few sizes. Steps of one layout can
+share a captured graph: `bucketed` rounds a layout up, and what is added feeds a slot that is never
+read.
 """
 
 from __future__ import annotations
@@ -50,13 +52,17 @@ class RowBlocks:
     @classmethod
     def of(cls, batch: StepBatch, most: int | None = None) -> RowBlocks:
         """The runs of a batch, cut where they have more rows than `most`."""
-        single, lengths, rows = batch.num_single, batch.context_lens, batch.table_rows
+        single = batch.num_single
+        lengths = batch.context_lens
+        rows = batch.table_rows
         follows = (np.diff(rows[:single]) == 0) & (np.diff(lengths[:single]) == 1)
         starts = np.append(True, ~follows)[:single].nonzero()[0]
         counts = np.diff(np.append(starts, single))
         own = np.concatenate([starts, np.arange(single, len(rows))])
         sizes = np.concatenate([counts, np.diff(batch.query_starts)[single:]])
-        firsts = lengths[own] - np.concatenate([np.ones(len(starts), dtype=np.int64), sizes[len(starts) :]])
+        firsts = lengths[own] - np.concatenate(
+            [np.ones(len(starts), dtype=np.int64), sizes[len(starts) :]]
+        )
         found = cls(batch.query_starts[own], sizes, firsts, rows[own])
         return found if most is None or sizes.max(initial=0) <= most else found._cut(most)
 
@@ -78,25 +84,35 @@ class RowBlocks:
 
     def pick(self, chosen: NDArray[np.bool_]) -> RowBlocks:
         """Some of them."""
-        return RowBlocks(*(part[chosen] for part in (self.starts, self.counts, self.firsts, self.table_rows)))
+        return RowBlocks(
+            *(part[chosen] for part in (self.starts, self.counts, self.firsts, self.table_rows))
+        )
 
     def size(self) -> BlockClass:
         """Their sizes, if they attend together."""
-        width, lengths = int(self.counts.max(initial=0)), self.lengths
+        width = int(self.counts.max(initial=0))
+        lengths = self.lengths
         is_even = width == 1 and bool((lengths == lengths[0]).all())
         return BlockClass(len(self.starts), width, int(lengths.max(initial=0)), is_even)
 
     def classes(self) -> list[RowBlocks]:
-        """Apart what wastes much side by side: those of one row, of up to eight, then longer ones by their sizes."""
-        widths, lengths = np.ceil(np.log2(self.counts)), np.ceil(np.log2(self.lengths))
-        kinds = np.where(self.counts == 1, 0, np.maximum(3, widths) * 64 + lengths * (self.counts > 8))
+        """Apart what wastes much side by side: those of one row, of up to eight, then longer ones
+        by their sizes.
+        """
+        widths = np.ceil(np.log2(self.counts))
+        lengths = np.ceil(np.log2(self.lengths))
+        kinds = np.where(
+            self.counts == 1, 0, np.maximum(3, widths) * 64 + lengths * (self.counts > 8)
+        )
         return [self.pick(kinds == kind) for kind in np.unique(kinds)]
 
 
 def layout_of(batch: StepBatch, classes: list[RowBlocks]) -> StepLayout:
     """The sizes of a step's arrays as they are."""
     rows = len(batch.tokens)
-    logits = ALL_ROWS if np.array_equal(batch.logit_rows, np.arange(rows)) else len(batch.logit_rows)
+    logits = (
+        ALL_ROWS if np.array_equal(batch.logit_rows, np.arange(rows)) else len(batch.logit_rows)
+    )
     return StepLayout(rows, logits, tuple([each.size() for each in classes]))
 
 
@@ -111,8 +127,11 @@ def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
 def packed(
     batch: StepBatch, table: SlotIds, classes: list[RowBlocks], layout: StepLayout, spare_slot: int
 ) -> NDArray[np.int32]:
-    """A step's arrays end to end; rows that the layout adds feed token 0 into the spare slot, and see nothing."""
-    rows, places = layout.rows, _places(len(batch.tokens), classes, layout)
+    """A step's arrays end to end; rows that the layout adds feed token 0 into the spare slot, and
+    see nothing.
+    """
+    rows = layout.rows
+    places = _places(len(batch.tokens), classes, layout)
     parts: list[Ints | SlotIds] = [_filled(batch.tokens, rows), _filled(batch.positions, rows)]
     parts += [_filled(batch.slots, rows, spare_slot), _filled(places, rows)]
     if layout.logits != ALL_ROWS:
@@ -121,15 +140,21 @@ def packed(
         slots = np.zeros((size.blocks, size.length), dtype=np.int32)
         longest = min(size.length, table.shape[1])
         slots[: len(own.starts), :longest] = table[own.table_rows, :longest]
-        parts += [*(_filled(part, size.blocks) for part in (own.starts, own.counts, own.firsts)), slots.ravel()]
+        parts += [
+            *(_filled(part, size.blocks) for part in (own.starts, own.counts, own.firsts)),
+            slots.ravel(),
+        ]
     return np.concatenate(parts, dtype=np.int32, casting="same_kind")
 
 
 def _places(count: int, classes: list[RowBlocks], layout: StepLayout) -> Ints:
     """Of every row, where it is among the places of all blocks, a class's width of them for each."""
-    places, before = np.zeros(count, dtype=np.int64), 0
+    places = np.zeros(count, dtype=np.int64)
+    before = 0
     for own, size in zip(classes, layout.classes, strict=True):
-        inside = np.arange(int(own.counts.sum())) - (own.counts.cumsum() - own.counts).repeat(own.counts)
+        inside = np.arange(int(own.counts.sum())) - (own.counts.cumsum() - own.counts).repeat(
+            own.counts
+        )
         home = before + (np.arange(len(own.counts)) * size.width).repeat(own.counts) + inside
         places[own.starts.repeat(own.counts) + inside] = home
         before += size.blocks * size.width
@@ -172,7 +197,8 @@ class DeviceStep(NamedTuple):
 
 def unpacked(array: Tensor, layout: StepLayout) -> DeviceStep:
     """The arrays in what `packed` made, wherever that is now."""
-    rows, logits = layout.rows, max(0, layout.logits)
+    rows = layout.rows
+    logits = max(0, layout.logits)
     sizes = [rows, rows, rows, rows, logits]
     for size in layout.classes:
         sizes += [size.blocks, size.blocks, size.blocks, size.blocks * size.length]

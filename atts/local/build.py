@@ -45,7 +45,9 @@ from atts.local.transport import InlineTransport, ThreadTransport
 from atts.processes import usable_cores
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
-_MOST_THREADS = torch.get_num_threads()  # before a small model sets its own: what is set counts for new threads too
+_MOST_THREADS = (
+    torch.get_num_threads()
+)  # before a small model sets its own: what is set counts for new threads too
 _LOGITS_BYTES = 64 << 20  # most kept in remembered logits
 _MOST_LOGITS = 4096
 _K_BY_RATIO = 8
@@ -53,7 +55,9 @@ _K_BY_RATIO = 8
 _K_AHEAD = 16
 """Most tokens drafted beside a step, where no number is given: drafting ends with the step."""
 _SMALL_MODEL = 10_000_000
-"""Weights below which a second thread costs more in waiting than it computes, unless the machine is idle."""
+"""Weights below which a second thread costs more in waiting than it computes, unless the machine is
+idle.
+"""
 
 MakeModel = Callable[[WorkerConfig, Weights, Tensor], TappedModel]
 
@@ -61,9 +65,11 @@ MakeModel = Callable[[WorkerConfig, Weights, Tensor], TappedModel]
 def build_loop(
     config: WorkerConfig, send: Callable[[LoopReport], None], make_model: MakeModel | None = None
 ) -> tuple[StepLoop, WorkerReady]:
-    """Load the weights, allocate the cache, connect the parts; `make_model` stands in for the choice of a kernel.
+    """Load the weights, allocate the cache, connect the parts; `make_model` stands in for the
+    choice of a kernel.
 
-    A lent drafter that cannot be loaded is left out, as on a GPU, where it would take cache from the target.
+    A lent drafter that cannot be loaded is left out, as on a GPU, where it would take cache from
+    the target.
 
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
@@ -104,10 +110,15 @@ def _build(
     kernels, trouble = shared_kernels(config, device)
     if kernels is None:
         config = replace(config, depth=0)
-        models = _staged(config, device, None) if config.options.stages > 1 else _models(config, device, make_model)
+        models = (
+            _staged(config, device, None)
+            if config.options.stages > 1
+            else _models(config, device, make_model)
+        )
     else:
         models = (_staged if config.options.stages > 1 else _shared_models)(config, device, kernels)
-    options, model = config.options, config.model
+    options = config.options
+    model = config.model
     limits = SchedulerConfig(
         models.slots,
         options.max_batch,
@@ -126,14 +137,18 @@ def _build(
         loop: StepLoop = StagedLoop(models.target, scheduler, table, send)
     else:
         loop = StepLoop(models.target, scheduler, table, send, speculation)
-    return loop, WorkerReady(models.slots, models.target.device_name, models.trouble or trouble, kernels is not None)
+    return loop, WorkerReady(
+        models.slots, models.target.device_name, models.trouble or trouble, kernels is not None
+    )
 
 
 def _shared_models(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL) -> _Models:
     """A model of a zoo, which others may join."""
     cache = allocate_cache(config, getattr(torch, config.options.dtype), device)
     ledger = SlotLedger(cache.shape[2] - SPARE_SLOTS, config.model.hidden_size)
-    return _Models(ChainModel(ZooLoader(kernels, cache, _threads(config)), ledger, config), cache, ledger)
+    return _Models(
+        ChainModel(ZooLoader(kernels, cache, _threads(config)), ledger, config), cache, ledger
+    )
 
 
 def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | None) -> _Models:
@@ -143,7 +158,9 @@ def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | 
     is_here = config.options.beside == "thread" or config.options.speculate not in OVERLAPPED
     drafter = _drafter_weights(config) if is_here else None
     cache = allocate_cache(config, dtype, device)
-    inner, trouble = (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
+    inner, trouble = (
+        (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
+    )
     target = _padded(config, inner, cache)
     may_hear = _may_learn(config, device) and (config.folder / EXIT_FILE).is_file()
     hears = config.options.speculate == "mirror" or may_hear
@@ -152,12 +169,18 @@ def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | 
 
 
 def _staged(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL | None) -> _Models:
-    """Models of a zoo whose layers are in workers, or one whose layers behind the first are; workers load meanwhile."""
-    options, shares = config.options, kernels is not None
-    dtype, kernel = getattr(torch, options.dtype), "native" if shares else options.kernel
+    """Models of a zoo whose layers are in workers, or one whose layers behind the first are;
+    workers load meanwhile.
+    """
+    options = config.options
+    shares = kernels is not None
+    dtype = getattr(torch, options.dtype)
+    kernel = "native" if shares else options.kernel
     tokens = options.kv_tokens or default_tokens(config, dtype, device)
     options = replace(options, kv_tokens=tokens, threads=_threads(config), kernel=kernel)
-    plain = replace(config, options=options, pieces=(), drafter=None, proposer=None, shares=shares, depth=0)
+    plain = replace(
+        config, options=options, pieces=(), drafter=None, proposer=None, shares=shares, depth=0
+    )
     line = HeldLine(plain, build_stage, 1 + sum(options.replicas_of_stages))
     try:
         if kernels is not None:
@@ -165,13 +188,20 @@ def _staged(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL | N
             for _ in range(sum(options.replicas_of_stages)):
                 line.start("a worker with layers of it")
             cache = allocate_cache(replace(plain, model=plain.model.part(range(0))), dtype, device)
-            return _Models(StagedModel(ZooLoader(kernels, cache, _threads(config)), line, plain, cache), cache)
+            return _Models(
+                StagedModel(ZooLoader(kernels, cache, _threads(config)), line, plain, cache), cache
+            )
         first, *others = stage_setups(plain)
-        line.add(others, homes=[[line.start(str(setup)) for _ in range(setup.replicas)] for setup in others])
+        line.add(
+            others,
+            homes=[[line.start(str(setup)) for _ in range(setup.replicas)] for setup in others],
+        )
         cache, model, trouble = _stage(first)
         drafter = None if options.beside == "process" else _drafter_weights(config)
         line.load()
-        target = StagedModel(lambda _: Chain(model, ("", "")), line, plain, cache, HeldLayers(first, model, cache))
+        target = StagedModel(
+            lambda _: Chain(model, ("", "")), line, plain, cache, HeldLayers(first, model, cache)
+        )
         return _Models(target, cache, drafter=drafter, trouble=trouble)
     except BaseException:
         line.close()
@@ -191,9 +221,14 @@ def build_stage(setup: StageSetup) -> HeldLayers:
 
 
 def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
-    """Some layers of a model, and its words where these are the first; those of a zoo's models are elsewhere."""
-    config, part, alone = setup.config, setup.config.model.part(setup.layers), not setup.config.shares
-    dtype, device = getattr(torch, config.options.dtype), device_of(config)
+    """Some layers of a model, and its words where these are the first; those of a zoo's models are
+    elsewhere.
+    """
+    config = setup.config
+    part = setup.config.model.part(setup.layers)
+    alone = not setup.config.shares
+    dtype = getattr(torch, config.options.dtype)
+    device = device_of(config)
     read = config.folder, config.model, dtype, device, config.name
     weights = load_weights(*read, merges=alone, layers=setup.layers, words=alone)
     own = replace(config, model=part if alone else replace(part, vocabulary=0))
@@ -201,52 +236,76 @@ def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
     return cache, *_model(own, weights, cache)
 
 
-def _speculation(config: WorkerConfig, models: _Models, scheduler: Scheduler, table: TokenTable) -> Speculation:
+def _speculation(
+    config: WorkerConfig, models: _Models, scheduler: Scheduler, table: TokenTable
+) -> Speculation:
     """What proposes to the target, and how much."""
-    options, device = config.options, models.cache.device
-    lengths: Lengths = GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
+    options = config.options
+    device = models.cache.device
+    lengths: Lengths = (
+        GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
+    )
     if config.proposer:
         proposer = config.proposer()
     elif _may_learn(config, device):
         ahead = _drafter_beside(config, models, scheduler)
-        serial = ahead.serial() if isinstance(ahead, AheadDrafter) else _drafter(config, models, scheduler)
+        serial = (
+            ahead.serial()
+            if isinstance(ahead, AheadDrafter)
+            else _drafter(config, models, scheduler)
+        )
         has_exit = models.exits is not None
-        lengths = proposer = SchemeDrafting(_proposer("auto", serial), ahead, lengths, _K_AHEAD, has_exit=has_exit)
+        lengths = proposer = SchemeDrafting(
+            _proposer("auto", serial), ahead, lengths, _K_AHEAD, has_exit=has_exit
+        )
     else:
         make = _drafter_beside if options.speculate in OVERLAPPED else _drafter
         proposer = _proposer(options.speculate or "auto", make(config, models, scheduler))
     is_here = device.type == "cpu" and options.stages == 1 and options.drafter_device in ("", "cpu")
     clock = thread_time if is_here else perf_counter
-    return Speculation(proposer, lengths, scheduler, clock, vocabulary=config.model.vocabulary, table=table)
+    return Speculation(
+        proposer, lengths, scheduler, clock, vocabulary=config.model.vocabulary, table=table
+    )
 
 
 def _may_learn(config: WorkerConfig, device: torch.device) -> bool:
-    """Whether it is left open how a draft model that the target's own words name is used, and there are two cores."""
-    options, is_open = config.options, config.drafter is not None and not config.may_lack_drafter
+    """Whether it is left open how a draft model that the target's own words name is used, and there
+    are two cores.
+    """
+    options = config.options
+    is_open = config.drafter is not None and not config.may_lack_drafter
     is_open &= options.speculate in (None, "auto") and options.k is None and options.fuzzy == 1
     return is_open and device.type == "cpu" and usable_cores() > 1
 
 
 def _drafter_weights(config: WorkerConfig) -> Weights | None:
     """The draft model's, loaded before a cache takes what is left of the memory."""
-    drafter, dtype = config.drafter, getattr(torch, config.options.dtype)
+    drafter = config.drafter
+    dtype = getattr(torch, config.options.dtype)
     if drafter is None:
         return None
     return load_weights(drafter.folder, drafter.model, dtype, drafter_device(config), drafter.name)
 
 
 def _drafter_config(config: WorkerConfig, slots: int, *, captures: bool) -> WorkerConfig:
-    """The draft model, with a cache of so many slots; for the rest what is said of the target holds for it.
+    """The draft model, with a cache of so many slots; for the rest what is said of the target holds
+    for it.
 
-    Steps are captured in a stream that threads and devices of a process share: not those of one beside its target.
+    Steps are captured in a stream that threads and devices of a process share: not those of one
+    beside its target.
     """
     assert config.drafter is not None, "there is one"
-    options, is_apart = config.options, drafter_device(config).type != device_of(config).type
-    own = replace(options, kv_tokens=slots, scores="float32", kernel="auto" if is_apart else options.kernel)
+    options = config.options
+    is_apart = drafter_device(config).type != device_of(config).type
+    own = replace(
+        options, kv_tokens=slots, scores="float32", kernel="auto" if is_apart else options.kernel
+    )
     return replace(config.drafter, options=own if captures else replace(own, graphs="off"))
 
 
-def _with_exit(config: WorkerConfig, model: TappedModel, inner: Model, weights: Weights) -> ExitModel:
+def _with_exit(
+    config: WorkerConfig, model: TappedModel, inner: Model, weights: Weights
+) -> ExitModel:
     """The target, which can be heard half-way down its layers.
 
     :raises UnsupportedByEngine: it has but one.
@@ -262,24 +321,35 @@ def _drafter(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> Mod
     """The draft model, with a cache of as many slots as the target's; None where none is named."""
     if config.drafter is None:
         return None
-    options, weights = config.options, models.drafter
+    options = config.options
+    weights = models.drafter
     own = _drafter_config(config, models.slots, captures=not options.drafter_device)
     assert weights is not None, "they were loaded"
     own_cache = allocate_cache(own, models.cache.dtype, drafter_device(config), least=models.slots)
     model = _model(own, weights, own_cache, options.fuzzy)[0]
     if options.fuzzy > 1:
         return FuzzyDrafter(model, own.model, scheduler, config.model.vocabulary)
-    drafter = ModelDrafter(_padded(own, model, own_cache), own.model, scheduler, config.model.vocabulary)
+    drafter = ModelDrafter(
+        _padded(own, model, own_cache), own.model, scheduler, config.model.vocabulary
+    )
     drafter.tree = options.tree
     return drafter
 
 
-def _drafter_beside(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> AheadDrafter | DrafterProcess:
+def _drafter_beside(
+    config: WorkerConfig, models: _Models, scheduler: Scheduler
+) -> AheadDrafter | DrafterProcess:
     """The draft model at work while the target verifies, in a thread or a process of its own."""
-    exits, slots, (rows, width) = models.exits, models.slots, scheduler.table.shape
+    exits = models.exits
+    slots = models.slots
+    (rows, width) = scheduler.table.shape
     if config.options.beside == "process":
-        return DrafterProcess(DraftSetup(config, slots, rows, width, exits is not None), scheduler, exits)
-    return ahead_drafter(config, scheduler, ThreadTransport(), exits, slots=slots, weights=models.drafter)
+        return DrafterProcess(
+            DraftSetup(config, slots, rows, width, exits is not None), scheduler, exits
+        )
+    return ahead_drafter(
+        config, scheduler, ThreadTransport(), exits, slots=slots, weights=models.drafter
+    )
 
 
 def ahead_drafter(
@@ -291,17 +361,23 @@ def ahead_drafter(
     slots: int,
     weights: Weights | None = None,
 ) -> AheadDrafter:
-    """The draft model of an engine, to work beside it: with so many slots, and those of branches behind them.
+    """The draft model of an engine, to work beside it: with so many slots, and those of branches
+    behind them.
 
     :raises ModelLoadError: the weights, or the heads trained for it, cannot be used.
     :raises OutOfMemory: weights or cache do not fit.
     """
-    options, is_alone = config.options, config.options.beside == "process"
+    options = config.options
+    is_alone = config.options.beside == "process"
     own = _drafter_config(config, slots + BRANCH_SLOTS, captures=is_alone)
     weights = weights or _drafter_weights(config)
     assert weights is not None, "there is a model to load"
-    cache = allocate_cache(own, getattr(torch, options.dtype), drafter_device(config), least=slots + BRANCH_SLOTS)
-    heads = StreamHeads.read(own.folder, own.model, weights, own.name) if exits is not None else None
+    cache = allocate_cache(
+        own, getattr(torch, options.dtype), drafter_device(config), least=slots + BRANCH_SLOTS
+    )
+    heads = (
+        StreamHeads.read(own.folder, own.model, weights, own.name) if exits is not None else None
+    )
     return AheadDrafter(
         _padded(own, _model(own, weights, cache)[0], cache),
         own.model,
@@ -330,13 +406,23 @@ def _padded(config: WorkerConfig, model: TappedModel, cache: Tensor) -> TappedMo
     bits = 16 if isinstance(model, NativeModel) else 8 * cache.dtype.itemsize
     weights = stack.matrix_weights * bits // 8
     if weights > (room := free_room(cache.device)):
-        raise _too_large(config, f"its padding takes {weights / 1e9:.1f} GB, {room / 1e9:.1f} are free")
+        raise _too_large(
+            config, f"its padding takes {weights / 1e9:.1f} GB, {room / 1e9:.1f} are free"
+        )
     try:
         numbers = padding_weights(stack, cache.dtype, cache.device)
         other, _ = _model(own, numbers, allocate_cache(own, cache.dtype, cache.device, slots))
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _too_large(config, f"its padding does not fit into memory on {cache.device}") from error
-    return PaddedModel(model, other, config.model.hidden_size, config.model.vocabulary, max(1, stack.num_layers // 2))
+        raise _too_large(
+            config, f"its padding does not fit into memory on {cache.device}"
+        ) from error
+    return PaddedModel(
+        model,
+        other,
+        config.model.hidden_size,
+        config.model.vocabulary,
+        max(1, stack.num_layers // 2),
+    )
 
 
 def _too_large(config: WorkerConfig, problem: str) -> OutOfMemory:
@@ -344,7 +430,9 @@ def _too_large(config: WorkerConfig, problem: str) -> OutOfMemory:
 
 
 def _proposer(way: str, drafter: Proposer | None) -> Proposer:
-    """What proposes: looked up where that is cheap and likely, drafted by the model where there is one."""
+    """What proposes: looked up where that is cheap and likely, drafted by the model where there is
+    one.
+    """
     if way in ("draft", *OVERLAPPED) and drafter is not None:
         return drafter
     if way == "suffix":
@@ -355,7 +443,8 @@ def _proposer(way: str, drafter: Proposer | None) -> Proposer:
 def _model(
     config: WorkerConfig, weights: Weights, cache: Tensor, group: int = 1
 ) -> tuple[NativeModel | TorchModel, str]:
-    """Native kernels where they can be had and are allowed, else torch; and what its user should know of that.
+    """Native kernels where they can be had and are allowed, else torch; and what its user should
+    know of that.
 
     With groups of several attentions it is plain torch on a GPU.
     """
@@ -364,13 +453,17 @@ def _model(
     is_needed = rounds or config.options.kernel == "native"
     if is_needed and not is_fit:
         raise UnsupportedByEngine(
-            config.name, "the native kernels compute float32 on a CPU", "Write ?kernel=torch behind the engine's name"
+            config.name,
+            "the native kernels compute float32 on a CPU",
+            "Write ?kernel=torch behind the engine's name",
         )
     trouble = ""
     if config.options.kernel != "torch" and is_fit:
         try:
             if unknown := unknown_parts(config.model):
-                raise UnsupportedByEngine(config.name, f"the native kernels do not know {unknown}", "Use torch")
+                raise UnsupportedByEngine(
+                    config.name, f"the native kernels do not know {unknown}", "Use torch"
+                )
             library, trouble = native_library(config.name, config.model)
             if rounds and not library.atts_has_pairs():
                 problem = "this processor does not multiply bfloat16 numbers"
@@ -381,7 +474,9 @@ def _model(
             trouble = f"{error.problem}: torch operations are used, several times slower"
         else:
             threads = _threads(config)
-            model = NativeModel(library, config.model, weights, cache, threads, group=group, rounds_scores=rounds)
+            model = NativeModel(
+                library, config.model, weights, cache, threads, group=group, rounds_scores=rounds
+            )
             return model, trouble
     if cache.device.type == "cuda" and group == 1:
         with torch.cuda.device(cache.get_device()):
@@ -396,5 +491,7 @@ def _threads(config: WorkerConfig) -> int:
 
 
 def set_threads(config: WorkerConfig) -> None:
-    """Fix how many threads a step uses; called in the loop's own thread, for OpenMP counts per calling thread."""
+    """Fix how many threads a step uses; called in the loop's own thread, for OpenMP counts per
+    calling thread.
+    """
     torch.set_num_threads(_threads(config))

@@ -12,7 +12,8 @@ from atts.local.messages import WorkerConfig
 
 _CPU_CACHE_BYTES = 2 << 30
 _GPU_CACHE_SHARE = 0.8  # of what the weights leave free
-SPARE_SLOTS = 2  # the first, which stays zero, and the last, which rows that only fill a step up are written to
+# the first, which stays zero, and the last, which rows that only fill a step up are written to
+SPARE_SLOTS = 2
 
 
 def free_room(device: torch.device) -> int:
@@ -23,8 +24,11 @@ def free_room(device: torch.device) -> int:
     return 1 << 60 if free is None else free
 
 
-def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.device, least: int | None = None) -> Tensor:
-    """The key-value cache, [layers, 2, slots + 2, kv_heads, head_dim] of zeros; halved until it fits.
+def allocate_cache(
+    config: WorkerConfig, dtype: torch.dtype, device: torch.device, least: int | None = None
+) -> Tensor:
+    """The key-value cache, [layers, 2, slots + 2, kv_heads, head_dim] of zeros; halved until it
+    fits.
 
     :raises OutOfMemory: not even one whole context fits.
     """
@@ -38,7 +42,9 @@ def allocate_cache(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
         except (torch.OutOfMemoryError, MemoryError):
             if tokens <= least:
                 advice = "Lower kv_tokens, use bfloat16, or a smaller model"
-                raise OutOfMemory(config.name, f"a cache of {tokens} tokens does not fit", advice) from None
+                raise OutOfMemory(
+                    config.name, f"a cache of {tokens} tokens does not fit", advice
+                ) from None
             tokens = max(least, tokens // 2)
 
 
@@ -46,7 +52,11 @@ def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
     """Tokens that a cache holds where no number is given."""
     budget = _CPU_CACHE_BYTES
     if device.type == "cuda":
-        later = sum(part.padding.matrix_weights for part in (config, config.drafter) if part and part.padding)
+        later = sum(
+            part.padding.matrix_weights
+            for part in (config, config.drafter)
+            if part and part.padding
+        )
         budget = int((free_room(device) - later * dtype.itemsize) * _GPU_CACHE_SHARE)
     return max(config.model.context_length, budget // (config.kv_floats_per_token * dtype.itemsize))
 
@@ -54,6 +64,7 @@ def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    # numpy asks the system for zeroed pages, which cost nothing until they are written; torch would write them all
+    # numpy asks the system for zeroed pages, which cost nothing until they are written; torch would
+    # write them all
     words = np.zeros(size, dtype=np.float32 if dtype == torch.float32 else np.int16)
     return torch.from_numpy(words).view(dtype)

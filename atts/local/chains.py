@@ -1,8 +1,10 @@
-"""Several models of a zoo in one step: each block runs once for the rows of all models that share it.
+"""Several models of a zoo in one step: each block runs once for the rows of all models that share
+it.
 
-A model is a chain of units: its embedding, attention and feed-forward block of each layer, its head. Two chains share a
-unit where they have the same block in the same place; rows are summed in the same order whatever runs beside them, so
-that a model's numbers are those it computes alone, to the bit. What adapters add is computed for their rows only.
+A model is a chain of units: its embedding, attention and feed-forward block of each layer, its
+head. Two chains share a unit where they have the same block in the same place; rows are summed in
+the same order whatever runs beside them, so that a model's numbers are those it computes alone, to
+the bit. What adapters add is computed for their rows only.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class Stage(NamedTuple):
 
 
 class _Keeping(NamedTuple):
-    """Rows whose states before a unit are not known any more, are read from where they are kept, and are kept."""
+    """Rows whose states before a unit are not known any more, are read from where they are kept,
+    and are kept.
+    """
 
     unit: int
     passing: _Rows
@@ -53,7 +57,9 @@ class _Keeping(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What is run of a step, where some keep states first; what adapters add to, and whose rows are."""
+    """What is run of a step, where some keep states first; what adapters add to, and whose rows
+    are.
+    """
 
     keepings: list[_Keeping]
     runs: list[tuple[_Keeping | None, Ints]]
@@ -64,7 +70,9 @@ class _Layout(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A step that is laid out, of the arrays that it was made of and in those that it is computed in."""
+    """A step that is laid out, of the arrays that it was made of and in those that it is computed
+    in.
+    """
 
     given: tuple[StepBatch, SlotIds]
     order: tuple[Ints, Ints]  # of the sequences, and where logit rows stand then
@@ -75,7 +83,8 @@ class _Ready(NamedTuple):
 
     def fill(self) -> None:
         """Take over what is new where sequences write one token each."""
-        (given, table), own = self.given, self.batch
+        (given, table) = self.given
+        own = self.batch
         for name in ("tokens", "positions", "context_lens"):
             getattr(own, name)[:] = getattr(given, name)[self.order[0]]
         own.slots[:] = table[:, own.table_rows, own.context_lens - 1]
@@ -84,25 +93,32 @@ class _Ready(NamedTuple):
 class ChainModel(ManyModels[NativeModel]):
     """Runs steps of sequences of several models over one cache.
 
-    Sequences are computed in an order in which chains that share blocks are neighbours, so that a block takes a slice.
+    Sequences are computed in an order in which chains that share blocks are neighbours, so that a
+    block takes a slice.
     """
 
     def __init__(self, load: ZooLoader, ledger: SlotLedger, first: WorkerConfig) -> None:
-        self._loader, self._ledger = load, ledger
+        self._loader = load
+        self._ledger = ledger
         self._order: list[int] = []
         self._layouts: dict[tuple[bytes, ...], _Layout] = {}
         self._ready: _Ready | None = None
-        self.unit_rows = self.unit_calls = 0  # rows taken through units, and how often a unit was run
+        self.unit_rows = self.unit_calls = (
+            0  # rows taken through units, and how often a unit was run
+        )
         super().__init__(load, first)
 
     def _relate(self, number: int, chain: Chain[NativeModel], divide: Divide) -> None:
         """Number the chains, in an order in which neighbours differ in few of their units."""
         chains = {**self._chains, number: chain}
         self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)
-        self._order = _neighbours([*self._order, number], {at: chain.units for at, chain in chains.items()})
+        self._order = _neighbours(
+            [*self._order, number], {at: chain.units for at, chain in chains.items()}
+        )
         self._ranks, self._depths = np.zeros((2, 1 + max(self._order)), dtype=np.int64)
         for rank, at in enumerate(self._order):
-            self._ranks[at], self._depths[at] = rank, len(chains[at].units)
+            self._ranks[at] = rank
+            self._depths[at] = len(chains[at].units)
         self._layouts.clear()
         self._ready = None
 
@@ -117,12 +133,20 @@ class ChainModel(ManyModels[NativeModel]):
         return self._loader.num_bytes
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`; each column of the ledger's has a table."""
-        if self._ready is None or self._ready.given[0] is not batch or self._ready.given[1] is not table:
+        """The final, normed hidden states of the batch's `logit_rows`; each column of the ledger's
+        has a table.
+        """
+        if (
+            self._ready is None
+            or self._ready.given[0] is not batch
+            or self._ready.given[1] is not table
+        ):
             self._ready = self._prepared(batch, table)
         else:  # the same arrays, filled anew
             self._ready.fill()
-        (x, hidden), layout, slots = self._ready.rows, self._ready.layout, self._ready.batch.slots
+        (x, hidden) = self._ready.rows
+        layout = self._ready.layout
+        slots = self._ready.batch.slots
         for keeping in layout.keepings:
             kept = self._ledger.kept[keeping.unit]
             kept.is_known[slots[kept.column, keeping.passing]] = False
@@ -138,25 +162,38 @@ class ChainModel(ManyModels[NativeModel]):
     def _prepared(self, given: StepBatch, table: SlotIds) -> _Ready:
         order = np.lexsort((self._ranks[given.chains], given.units))
         batch, back = self._ordered(given, order, table)
-        layout, width = self._layout(batch, table), self._configs[0].model.hidden_size
+        layout = self._layout(batch, table)
+        width = self._configs[0].model.hidden_size
         rows = _floats(len(batch.tokens), width), _floats(len(back), width)
         step = self._model.prepare(batch, table, rows, layout.adapted)
         return _Ready((given, table), (order, back), batch, layout, rows, step)
 
     @staticmethod
     def _ordered(batch: StepBatch, order: Ints, table: SlotIds) -> tuple[StepBatch, Ints]:
-        """A batch in the order of chains, with slots of all columns; and where its logit rows stand then."""
+        """A batch in the order of chains, with slots of all columns; and where its logit rows stand
+        then.
+        """
         found, rows, _ = picked(batch, order)
-        where, counts = found.logit_rows, np.diff(found.query_starts)
+        where = found.logit_rows
+        counts = np.diff(found.query_starts)
         places = np.arange(len(rows)) + (found.context_lens - found.query_starts[1:]).repeat(counts)
         slots = table[:, found.table_rows.repeat(counts), places].astype(np.int64, order="C")
-        chains, units, logit_rows = batch.chains[order], batch.units[order], np.sort(where)
-        found = replace(found, slots=slots, logit_rows=logit_rows, chains=chains, units=units, num_single=0)
+        chains = batch.chains[order]
+        units = batch.units[order]
+        logit_rows = np.sort(where)
+        found = replace(
+            found, slots=slots, logit_rows=logit_rows, chains=chains, units=units, num_single=0
+        )
         return found, found.logit_rows.searchsorted(where)
 
     def _layout(self, batch: StepBatch, table: SlotIds) -> _Layout:
         """Where each sequence writes one token it is the same step after step."""
-        key = tuple([part.tobytes() for part in (batch.chains, batch.units, batch.query_starts, batch.logit_rows)])
+        key = tuple(
+            [
+                part.tobytes()
+                for part in (batch.chains, batch.units, batch.query_starts, batch.logit_rows)
+            ]
+        )
         if key not in self._layouts:
             if len(self._layouts) == _MOST_LAYOUTS:
                 self._layouts.clear()
@@ -164,17 +201,27 @@ class ChainModel(ManyModels[NativeModel]):
         return self._layouts[key]
 
     def _lay_out(self, batch: StepBatch, table: SlotIds) -> _Layout:
-        starts, keepings, runs = batch.query_starts, list[_Keeping](), list[tuple[_Keeping | None, list[_Part]]]()
+        starts = batch.query_starts
+        keepings = list[_Keeping]()
+        runs = list[tuple[_Keeping | None, list[_Part]]]()
         bounds = bounds_of(batch)
         present = [chain for chain in self._order if chain in batch.chains]
         for stage in self.stages(present):
-            column, parts = self._ledger.column_of(stage.start // 2), list[_Part]()
+            column = self._ledger.column_of(stage.start // 2)
+            parts = list[_Part]()
             begins = column * len(batch.tokens), column * table[0].size
             for group in stage.groups:
                 head = self._chains[group[0]].model.address, stage.start, stage.stop, *begins
-                is_due = np.array([chain in group for chain in batch.chains.tolist()]) & (batch.units <= stage.start)
-                parts += [(*head, *span) for span in _spans(bounds, is_due, self._configs[0].options.block_rows)]
-            keeping = self._keeping(stage.start, batch) if stage.start in self._ledger.kept else None
+                is_due = np.array([chain in group for chain in batch.chains.tolist()]) & (
+                    batch.units <= stage.start
+                )
+                parts += [
+                    (*head, *span)
+                    for span in _spans(bounds, is_due, self._configs[0].options.block_rows)
+                ]
+            keeping = (
+                self._keeping(stage.start, batch) if stage.start in self._ledger.kept else None
+            )
             keepings += [keeping] if keeping else []
             if runs and (keeping is None or keeping.is_idle):
                 runs[-1][1].extend(parts)
@@ -185,20 +232,28 @@ class ChainModel(ManyModels[NativeModel]):
         owners = batch.chains.repeat(np.diff(starts))[batch.logit_rows]
         arrays = [np.array(parts, dtype=np.int64).reshape(-1, 11) for _, parts in runs]
         passed = np.concatenate(arrays)
-        units, rows = passed[:, 2] - passed[:, 1], passed[:, 6] - passed[:, 5]
+        units = passed[:, 2] - passed[:, 1]
+        rows = passed[:, 6] - passed[:, 5]
         found = [(keeping, array) for (keeping, _), array in zip(runs, arrays, strict=True)]
         return _Layout(keepings, found, adapted, owners, int(units.sum()), int(units @ rows))
 
     def _keeping(self, unit: int, batch: StepBatch) -> _Keeping:
-        """States of rows computed among many are kept, unless their sequence is computed from there on."""
+        """States of rows computed among many are kept, unless their sequence is computed from there
+        on.
+        """
         counts = np.diff(batch.query_starts)
         passes = (self._depths[batch.chains] > unit) & (batch.units < unit)
-        passing, known = passes.repeat(counts), (passes & (counts >= MANY)).repeat(counts)
+        passing = passes.repeat(counts)
+        known = (passes & (counts >= MANY)).repeat(counts)
         begun = (batch.units == unit).repeat(counts)
-        return _Keeping(unit, _among(passing), _among(begun), _among(known), not (begun | known).any())
+        return _Keeping(
+            unit, _among(passing), _among(begun), _among(known), not (begun | known).any()
+        )
 
     def _keep(self, keeping: _Keeping, slots: Ints, x: Floats) -> None:
-        """Read what goes into a unit for sequences that are computed from there on; remember it of the others."""
+        """Read what goes into a unit for sequences that are computed from there on; remember it of
+        the others.
+        """
         kept = self._ledger.kept[keeping.unit]
         mine = slots[kept.column]
         x[keeping.begun] = kept.states[mine[keeping.begun]]
@@ -206,7 +261,9 @@ class ChainModel(ManyModels[NativeModel]):
         kept.is_known[mine[keeping.known]] = True
 
     def stages(self, present: Sequence[int]) -> list[Stage]:
-        """How the chains of a step pass their units: together wherever these are equal; cut where states are kept."""
+        """How the chains of a step pass their units: together wherever these are equal; cut where
+        states are kept.
+        """
         cuts = {*self._ledger.kept, *(1 + 2 * start for start in self._ledger.starts[1:])}
         found = list[Stage]()
         for at in range(max(len(self._chains[chain].units) for chain in present)):
@@ -223,7 +280,9 @@ class ChainModel(ManyModels[NativeModel]):
 
 
 def bounds_of(batch: StepBatch) -> Ints:
-    """Where each sequence begins: in rows, sequences and logit rows, which rise; and where the last one ends."""
+    """Where each sequence begins: in rows, sequences and logit rows, which rise; and where the last
+    one ends.
+    """
     starts = batch.query_starts
     return np.column_stack([starts, np.arange(len(starts)), batch.logit_rows.searchsorted(starts)])
 
@@ -235,11 +294,16 @@ def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAd
         for chain, adapter in adapters.items()
         for first, last, _, _, logits, end in _spans(bounds, batch.chains == chain)
     ]
-    return Adapted((Segment * len(segments))(*segments), max([own.rank for own in adapters.values()], default=0))
+    return Adapted(
+        (Segment * len(segments))(*segments),
+        max([own.rank for own in adapters.values()], default=0),
+    )
 
 
 def _neighbours(chains: Sequence[int], units: Mapping[int, Sequence[str]]) -> list[int]:
-    """An order of chains; each is put, then put anew, where the fewest of its units differ from its neighbours'."""
+    """An order of chains; each is put, then put anew, where the fewest of its units differ from its
+    neighbours'.
+    """
     order = list[int]()
 
     def apart(one: int | None, other: int | None) -> int:
@@ -248,7 +312,10 @@ def _neighbours(chains: Sequence[int], units: Mapping[int, Sequence[str]]) -> li
         return sum(mine != theirs for mine, theirs in zip_longest(units[one], units[other]))
 
     def put(chain: int) -> None:
-        costs = [apart(a, chain) + apart(chain, b) - apart(a, b) for a, b in pairwise([None, *order, None])]
+        costs = [
+            apart(a, chain) + apart(chain, b) - apart(a, b)
+            for a, b in pairwise([None, *order, None])
+        ]
         order.insert(costs.index(min(costs)), chain)
 
     for chain in chains:
@@ -260,18 +327,24 @@ def _neighbours(chains: Sequence[int], units: Mapping[int, Sequence[str]]) -> li
 
 
 def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> list[_Part]:
-    """From and to of rows, sequences and logit rows of neighbouring sequences, so many rows at most.
+    """From and to of rows, sequences and logit rows of neighbouring sequences, so many rows at
+    most.
 
     One that alone is more stays in one piece.
     """
     edges = list[int]()
-    for begin, end in np.diff(mask, prepend=False, append=False).nonzero()[0].reshape(-1, 2).tolist():
+    for begin, end in (
+        np.diff(mask, prepend=False, append=False).nonzero()[0].reshape(-1, 2).tolist()
+    ):
         for at in range(begin + 1, end) if most is not None else ():
             if bounds[at + 1, 0] - bounds[begin, 0] > most:
                 edges += [begin, at]
                 begin = at
         edges += [begin, end]
-    return [tuple(span) for span in bounds[edges].reshape(-1, 2, 3).swapaxes(1, 2).reshape(-1, 6).tolist()]
+    return [
+        tuple(span)
+        for span in bounds[edges].reshape(-1, 2, 3).swapaxes(1, 2).reshape(-1, 6).tolist()
+    ]
 
 
 def _floats(rows: int, columns: int) -> Floats:
@@ -281,14 +354,22 @@ def _floats(rows: int, columns: int) -> Floats:
 def _among(mask: NDArray[np.bool_]) -> _Rows:
     """Which they are; a slice where they are neighbours."""
     found = mask.nonzero()[0]
-    first, count = int(found[0]) if len(found) else 0, len(found)
+    first = int(found[0]) if len(found) else 0
+    count = len(found)
     return slice(first, first + count) if mask[first : first + count].all() else found
 
 
 def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.CDLL | None, str]:
-    """The kernels that run several models of a zoo in one step, where they can be had; and trouble with their cache."""
+    """The kernels that run several models of a zoo in one step, where they can be had; and trouble
+    with their cache.
+    """
     options = config.options
-    if not config.shares or device.type != "cpu" or options.dtype != "float32" or options.kernel == "torch":
+    if (
+        not config.shares
+        or device.type != "cpu"
+        or options.dtype != "float32"
+        or options.kernel == "torch"
+    ):
         return None, ""
     if unknown_parts(config.model):
         return None, ""

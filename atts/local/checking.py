@@ -1,4 +1,6 @@
-"""Model folders examined before they are loaded: configuration, tokenizer and weights, and that they go together."""
+"""Model folders examined before they are loaded: configuration, tokenizer and weights, and that
+they go together.
+"""
 
 from __future__ import annotations
 

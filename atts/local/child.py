@@ -1,4 +1,6 @@
-"""The main program of a worker process: one engine's step loop, commanded through its standard input and output."""
+"""The main program of a worker process: one engine's step loop, commanded through its standard
+input and output.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from atts.processes import end_with
 
 
 def main() -> int:
-    """Read the configuration, build the loop, run it until told to close; the parent's end is this process's end."""
+    """Read the configuration, build the loop, run it until told to close; the parent's end is this
+    process's end.
+    """
     end_with(int(sys.argv[1]))
     from atts.local.build import build_loop, set_threads  # imports torch
 
@@ -33,7 +37,8 @@ def main() -> int:
         write(replies, FailureReply.of(error))
         return 0
     write(replies, ready)
-    gc.freeze()  # what is loaded stays: looking through it for garbage takes a tenth of a second at a time
+    # what is loaded stays: looking through it for garbage takes a tenth of a second at a time
+    gc.freeze()
     mailbox = Mailbox()
     threading.Thread(target=_read_commands, args=(commands, mailbox), daemon=True).start()
     try:

@@ -1,4 +1,6 @@
-"""Where models are computed: the device of an engine, that of its drafter, and the drafter's stream on a GPU."""
+"""Where models are computed: the device of an engine, that of its drafter, and the drafter's stream
+on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def drafter_device(config: WorkerConfig) -> torch.device:
 
 
 def own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """What is computed within goes to a stream of its own where that is a GPU; all that was begun there is done now."""
+    """What is computed within goes to a stream of its own where that is a GPU; all that was begun
+    there is done now.
+    """
     if device.type != "cuda":
         return nullcontext()
     torch.cuda.synchronize(device)
@@ -43,6 +47,10 @@ def own_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether numpy, torch or a GPU's allocator refused; torch on a CPU and CUDA's libraries say so in words only."""
+    """Whether numpy, torch or a GPU's allocator refused; torch on a CPU and CUDA's libraries say so
+    in words only.
+    """
     words = "allocate memory", "out of memory", "ALLOC_FAILED"
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(w in str(error) for w in words))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+    )

@@ -1,4 +1,5 @@
-"""Branches that a drafter writes beside the target: continuations of guessed outcomes, written pass by pass.
+"""Branches that a drafter writes beside the target: continuations of guessed outcomes, written pass
+by pass.
 
 It writes pass by pass, with the random numbers of the places that are filled.
 """
@@ -22,7 +23,9 @@ from atts.speculation import Ask, OutcomeCache, OverlapStats, PlaceLaw
 
 Drawn = tuple[list[int], list[PlaceLaw]]
 _CONFIDENT = 0.6
-"""How likely a head must find its token for that to be kept until the next pass, or the target, has seen it."""
+"""How likely a head must find its token for that to be kept until the next pass, or the target, has
+seen it.
+"""
 
 
 @dataclass(slots=True)
@@ -55,8 +58,12 @@ class DraftLine:
     laws: list[PlaceLaw]  # of the proposal's places
     uniforms: NDArray[np.float64]  # of the places from `base` on
     cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
-    exits: list[PlaceLaw] = field(default_factory=list[PlaceLaw])  # of the same places and the one after, as it is told
-    fed: list[FedRow] = field(default_factory=list[FedRow])  # what the drafter has not computed of it
+    exits: list[PlaceLaw] = field(
+        default_factory=list[PlaceLaw]
+    )  # of the same places and the one after, as it is told
+    fed: list[FedRow] = field(
+        default_factory=list[FedRow]
+    )  # what the drafter has not computed of it
 
     @property
     def stop(self) -> int:
@@ -73,7 +80,9 @@ class DraftJob:
     """From where to where: keys and values of branches that become their sequences'."""
     texts: list[StepBatch] = field(default_factory=list[StepBatch])  # given text to catch up with
     lent: list[SlotIds] = field(default_factory=list[SlotIds])  # given back when it is over
-    begun: tuple[list[int], list[PlaceLaw]] = field(default_factory=lambda: ([], []))  # what follows each proposal
+    begun: tuple[list[int], list[PlaceLaw]] = field(
+        default_factory=lambda: ([], [])
+    )  # what follows each proposal
     is_enough: bool = False  # the step is done: no further draft step is begun
     error: BaseException | None = None
 
@@ -82,10 +91,19 @@ class BranchWriter:
     """Runs the draft model on what is not fed yet, and draws what follows."""
 
     def __init__(
-        self, model: Model, table: SlotIds, vocabulary: int, heads: StreamHeads | None, stats: OverlapStats
+        self,
+        model: Model,
+        table: SlotIds,
+        vocabulary: int,
+        heads: StreamHeads | None,
+        stats: OverlapStats,
     ) -> None:
-        self._model, self._table, self._vocabulary, self._heads = model, table, vocabulary, heads
-        self._stats, self.streams = stats, False  # whether the heads are used
+        self._model = model
+        self._table = table
+        self._vocabulary = vocabulary
+        self._heads = heads
+        self._stats = stats
+        self.streams = False  # whether the heads are used
         self.fan = 0  # of a place's first tokens, those that are told beside its own
         self.stands = 0.7  # how likely a proposed token is thought to stand
 
@@ -104,7 +122,8 @@ class BranchWriter:
         places = [branch.accepted + at + 1 for branch, at in rows]
         before = sum([len(branch.tokens) for branch in branches])
         drawn, laws = self._drawn(hidden, [branch.line for branch, _ in rows], places)
-        ends, first = list[int](), 0
+        ends = list[int]()
+        first = 0
         for branch in branches:
             stop = first + len(branch.tokens) - branch.fed
             ends.append(first + _keep(branch, drawn[first:stop], laws[first:stop]) - 1)
@@ -116,11 +135,15 @@ class BranchWriter:
 
     def _stream(self, heads: StreamHeads, branches: list[DraftBranch], hidden: Tensor) -> None:
         """Add what the heads let follow the newest tokens, as long as they are sure of it."""
-        live = [(at, branch) for at, branch in enumerate(branches) if len(branch.tokens) < branch.most]
+        live = [
+            (at, branch) for at, branch in enumerate(branches) if len(branch.tokens) < branch.most
+        ]
         for width in range(1, len(heads.streams) + 1):
             if not live:
                 return
-            known = torch.tensor([branch.tokens[-width:] for _, branch in live], device=hidden.device)
+            known = torch.tensor(
+                [branch.tokens[-width:] for _, branch in live], device=hidden.device
+            )
             states = heads(hidden[[at for at, _ in live]], known)
             places = [branch.accepted + len(branch.tokens) for _, branch in live]
             tokens, chances = self._streamed(states, [branch.line for _, branch in live], places)
@@ -128,9 +151,13 @@ class BranchWriter:
             for place in sure:
                 live[place][1].tokens.append(tokens[place])
                 live[place][1].laws.append(PlaceLaw(self.stands, (), ()))
-            live = [live[place] for place in sure if len(live[place][1].tokens) < live[place][1].most]
+            live = [
+                live[place] for place in sure if len(live[place][1].tokens) < live[place][1].most
+            ]
 
-    def _streamed(self, states: Tensor, lines: list[DraftLine], places: list[int]) -> tuple[list[int], list[float]]:
+    def _streamed(
+        self, states: Tensor, lines: list[DraftLine], places: list[int]
+    ) -> tuple[list[int], list[float]]:
         tokens, logits, sampling = self._sampled(states, lines, places)
         chosen = torch.tensor(tokens, device=logits.device)[:, None]
         chances: list[float] = probabilities(logits, sampling).gather(1, chosen).squeeze(1).tolist()
@@ -147,7 +174,9 @@ class BranchWriter:
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary].contiguous()
         asks = {line.ask.key: line.ask for line in lines}
         index = {key: place for place, key in enumerate(asks)}
-        settings = batch_sampling([ask.sampling for ask in asks.values()], logits.shape[-1], logits.device)
+        settings = batch_sampling(
+            [ask.sampling for ask in asks.values()], logits.shape[-1], logits.device
+        )
         sampling = spread_rows(settings, torch.tensor([index[line.ask.key] for line in lines]))
         uniforms = [float(line.uniforms[place]) for line, place in zip(lines, places, strict=True)]
         tokens: list[int] = self._model.sample(logits, sampling, uniforms).tokens.tolist()
@@ -155,8 +184,11 @@ class BranchWriter:
 
 
 def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
-    """Keep of the tokens that were fed those that the model draws itself, and what it draws after; how many were."""
-    kept, count = 1, len(drawn)
+    """Keep of the tokens that were fed those that the model draws itself, and what it draws after;
+    how many were.
+    """
+    kept = 1
+    count = len(drawn)
     while kept < count and branch.tokens[branch.fed + kept] == drawn[kept - 1]:
         kept += 1
     del branch.tokens[branch.fed + kept :], branch.laws[branch.fed :]

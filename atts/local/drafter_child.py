@@ -1,4 +1,6 @@
-"""The main program of a drafter's process, which keeps its own cache of the sequences that it is sent."""
+"""The main program of a drafter's process, which keeps its own cache of the sequences that it is
+sent.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _SLOT_RUN = 64  # slots taken at a time
 
 
 class ToldTarget(InlineTransport):
-    """Works at once, beside a target elsewhere: how long its steps take is told, and what its exit says."""
+    """Works at once, beside a target elsewhere: how long its steps take is told, and what its exit
+    says.
+    """
 
     is_beside = True
 
@@ -45,7 +49,9 @@ class ToldTarget(InlineTransport):
 
 
 class DraftRows:
-    """Rows and slots of sequences whose target is elsewhere; those for which there are none are not drafted for."""
+    """Rows and slots of sequences whose target is elsewhere; those for which there are none are not
+    drafted for.
+    """
 
     def __init__(self, slots: int, rows: int, width: int) -> None:
         self.table: SlotIds = np.zeros((rows, width), dtype=np.int32)
@@ -61,7 +67,9 @@ class DraftRows:
         """Write down what a step tells; what is asked of those that there is room for."""
         for key in step.ended:
             self._drop(self._sequences.pop(key))
-        self._sequences.update({key: new_sequence(key, request, 0.0) for key, request in step.fresh})
+        self._sequences.update(
+            {key: new_sequence(key, request, 0.0) for key, request in step.fresh}
+        )
         asks = list[Ask]()
         for key, ids, room in step.asks:
             sequence = self._sequences[key]
@@ -80,7 +88,9 @@ class DraftRows:
         if sequence.row < 0 or (count and run > self.allocator.num_free):
             return False
         if count:
-            self.table[sequence.row, sequence.capacity : sequence.capacity + run] = self.allocator.allocate(run)
+            self.table[sequence.row, sequence.capacity : sequence.capacity + run] = (
+                self.allocator.allocate(run)
+            )
             sequence.capacity += run
         return True
 
@@ -95,13 +105,17 @@ def main() -> int:
     end_with(int(sys.argv[1]))
     from atts.local.build import ahead_drafter, set_threads  # imports torch
 
-    orders, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    orders = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not end up among the answers
     setup = pickle.load(orders)
     assert isinstance(setup, DraftSetup), "the first message says what is to be loaded"
-    rows, target = DraftRows(setup.slots, setup.rows, setup.width), ToldTarget()
+    rows = DraftRows(setup.slots, setup.rows, setup.width)
+    target = ToldTarget()
     try:
-        drafter = ahead_drafter(setup.config, rows, target, target if setup.hears else None, slots=setup.slots)
+        drafter = ahead_drafter(
+            setup.config, rows, target, target if setup.hears else None, slots=setup.slots
+        )
     except EngineError as error:
         write(answers, FailureReply.of(error))
         return 0
@@ -141,7 +155,9 @@ class Drafting(NamedTuple):
         """All branches as ids."""
         lines = {
             line.ask.key: DraftedLine(
-                line.base, line.proposal, {outcome: tuple(branch.tokens) for outcome, branch in line.cache.items()}
+                line.base,
+                line.proposal,
+                {outcome: tuple(branch.tokens) for outcome, branch in line.cache.items()},
             )
             for line in self.drafter.drafted()
         }

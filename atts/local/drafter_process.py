@@ -1,4 +1,6 @@
-"""A drafter in a process of its own: token ids go to it, and continuations of guessed outcomes come back as ids."""
+"""A drafter in a process of its own: token ids go to it, and continuations of guessed outcomes come
+back as ids.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from atts.speculation import NOTHING, Ask, Guessing, OverlapStats, Proposer, Tok
 
 
 class DraftSetup(NamedTuple):
-    """The first message: the target's configuration, whose drafter is to be loaded, and how much it may hold."""
+    """The first message: the target's configuration, whose drafter is to be loaded, and how much it
+    may hold.
+    """
 
     config: WorkerConfig
     slots: int
@@ -39,13 +43,17 @@ class DraftStep(NamedTuple):
 
     fresh: list[tuple[int, SampleRequest]]
     ended: list[int]
-    asks: list[tuple[int, TokenIds, int]]  # sequence, its new ids, and how many tokens it may be proposed
+    asks: list[
+        tuple[int, TokenIds, int]
+    ]  # sequence, its new ids, and how many tokens it may be proposed
     settled: list[tuple[int, int]]  # of proposals: tokens, and how many of them stood
     seconds: float  # that the last step took
 
 
 class DraftedLine(NamedTuple):
-    """What follows a sequence of so many ids and this proposal, by the outcomes (stood, next token) guessed."""
+    """What follows a sequence of so many ids and this proposal, by the outcomes (stood, next token)
+    guessed.
+    """
 
     base: int
     proposal: TokenIds
@@ -64,19 +72,26 @@ class Drafted(NamedTuple):
 
 
 class DrafterProcess(Proposer):
-    """Proposes what the other process drafted for what came; whatever hinders it is a step without a proposal."""
+    """Proposes what the other process drafted for what came; whatever hinders it is a step without
+    a proposal.
+    """
 
     def __init__(self, setup: DraftSetup, scheduler: Scheduler, exits: Exits | None) -> None:
         """Load the model there.
 
         :raises EngineError: it cannot be loaded.
         """
-        self._scheduler, self._exits, self._hears = scheduler, exits, False
+        self._scheduler = scheduler
+        self._exits = exits
+        self._hears = False
         self._all_exits = exits
-        command, pipe = python_command("atts.local.drafter_child", str(os.getpid())), subprocess.PIPE
+        command = python_command("atts.local.drafter_child", str(os.getpid()))
+        pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0)
         self.pid = process.pid
-        self._orders: SimpleQueue[Order | None] = SimpleQueue()  # a full pipe must not hold the target up
+        self._orders: SimpleQueue[Order | None] = (
+            SimpleQueue()
+        )  # a full pipe must not hold the target up
         self._answers: SimpleQueue[Drafted] = SimpleQueue()
         try:
             first_answer(process, setup, setup.config.name)
@@ -85,14 +100,16 @@ class DrafterProcess(Proposer):
             process.communicate()
             if not isinstance(error, GONE):
                 raise
-            name, problem = setup.config.name, "its drafter's process died while loading"
+            name = setup.config.name
+            problem = "its drafter's process died while loading"
             raise EngineError(name, problem, "Write beside=thread") from error
         weakref.finalize(self, _end, process, self._orders)
         Thread(target=_pass_on, args=(self._orders, process.stdin), daemon=True).start()
         Thread(target=_read, args=(process.stdout, self._answers), daemon=True).start()
         self._lines: dict[int, DraftedLine] = {}
         self._known: dict[int, int] = {}  # ids that the other side has of each sequence
-        self._ended, self._settled = list[int](), list[tuple[int, int]]()
+        self._ended = list[int]()
+        self._settled = list[tuple[int, int]]()
         self._is_open = self._is_late = False
         self._began = self._seconds = 0.0
         self.stats = OverlapStats()
@@ -133,17 +150,22 @@ class DrafterProcess(Proposer):
             raise RuntimeError("it does not end what it began")
         if self._exits is not None:
             self._exits.listen(None)
-        self._lines, self._exits = {}, self._all_exits if guessing.is_told else None
+        self._lines = {}
+        self._exits = self._all_exits if guessing.is_told else None
         self._orders.put(guessing)
 
     def _is_answered(self, patience: float | None = None) -> bool:
-        """Whether the last step is; a late answer is waited for once, as long as that took at the most."""
+        """Whether the last step is; a late answer is waited for once, as long as that took at the
+        most.
+        """
         if self._hears:
             self._heard({})  # the exit was not passed: the other side waits for nothing
         if not self._is_late:
             self._seconds = perf_counter() - self._began
         try:
-            answer = self._answers.get(timeout=patience or (1e-6 if self._is_late else self._seconds))
+            answer = self._answers.get(
+                timeout=patience or (1e-6 if self._is_late else self._seconds)
+            )
         except Empty:
             self._is_late = True
             return False
@@ -166,7 +188,8 @@ class DrafterProcess(Proposer):
         return TokenProposal(tokens, 1.0) if tokens else NOTHING
 
     def _tell(self, asks: list[Ask]) -> None:
-        fresh, news = list[tuple[int, SampleRequest]](), list[tuple[int, TokenIds, int]]()
+        fresh = list[tuple[int, SampleRequest]]()
+        news = list[tuple[int, TokenIds, int]]()
         for ask in asks:
             sequence = self._scheduler.sequence(ask.key)
             if ask.key not in self._known:
@@ -176,8 +199,11 @@ class DrafterProcess(Proposer):
             news.append((ask.key, tuple(ask.ids[self._known[ask.key] :]), ask.room))
             self._known[ask.key] = len(ask.ids)
         self._orders.put(DraftStep(fresh, self._ended, news, self._settled, self._seconds))
-        self._ended, self._settled, self._lines = [], [], {}
-        self._is_open, self._began = True, perf_counter()
+        self._ended = []
+        self._settled = []
+        self._lines = {}
+        self._is_open = True
+        self._began = perf_counter()
         if self._exits is not None:
             rows = {self._scheduler.sequence(ask.key).row: (ask.key, ask.sampling) for ask in asks}
             self._hears = True
@@ -185,7 +211,8 @@ class DrafterProcess(Proposer):
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
         """Passed on while the target goes on; of an exit that broke there is nothing to tell."""
-        self._hears, self._began = False, perf_counter()
+        self._hears = False
+        self._began = perf_counter()
         self._orders.put({} if isinstance(told, Exception) else told)
 
 

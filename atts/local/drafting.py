@@ -1,7 +1,8 @@
-"""The draft model of a speculating loop: it writes ahead with the uniforms the target is about to draw with.
+"""The draft model of a speculating loop: it writes ahead with the uniforms the target is about to
+draw with.
 
-Its cache has the slots of the target's, addressed through the same table, so what is freed, shared or evicted there is
-so here; all it keeps of its own is how far it has come in each sequence.
+Its cache has the slots of the target's, addressed through the same table, so what is freed, shared
+or evicted there is so here; all it keeps of its own is how far it has come in each sequence.
 """
 
 from __future__ import annotations
@@ -17,11 +18,27 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from atts.local.allocator import SlotAllocator, SlotIds
-from atts.local.batch import GroupedModel, Ints, Model, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
+from atts.local.batch import (
+    GroupedModel,
+    Ints,
+    Model,
+    PrefillChunk,
+    StepBatch,
+    StepPlan,
+    single_rows,
+    step_batch,
+)
 from atts.local.model_config import ModelConfig
 from atts.local.native_model import AheadBatch, NativeModel
 from atts.local.sequence import Sequence
-from atts.sampling import SamplingBatch, batch_sampling, filtered_rows, first_rows, inverse_cdf, probabilities
+from atts.sampling import (
+    SamplingBatch,
+    batch_sampling,
+    filtered_rows,
+    first_rows,
+    inverse_cdf,
+    probabilities,
+)
 from atts.speculation import NOTHING, Ask, Proposer, TokenProposal
 
 _CONFIDENCE = 0.8  # of a drafted token, beside those that are looked up
@@ -30,7 +47,8 @@ _FEW = 3  # newest tokens fed side by side with other sequences'
 
 Calibration = Literal["exact", "none"]
 FedRow = tuple[int, int, int, bool]
-"""Row, position and token, and whether it is the last one of its sequence, which is sampled after."""
+"""Row, position and token, and whether it is the last one of its sequence, which is sampled after.
+"""
 
 
 def fed_rows(row: int, tokens: Many[int], start: int) -> list[FedRow]:
@@ -54,18 +72,30 @@ class ModelDrafter(Proposer):
     """Proposes what a smaller model draws in the target's place."""
 
     tree = 0  # first places of a proposal at which the likeliest other token is proposed as well
-    _kept: Tensor | None = None  # [turns, sequences, vocabulary] what tokens were drawn from, where that is wanted
+    _kept: Tensor | None = (
+        None  # [turns, sequences, vocabulary] what tokens were drawn from, where that is wanted
+    )
 
-    def __init__(self, model: Model, config: ModelConfig, scheduler: DraftedRows, vocabulary: int) -> None:
+    def __init__(
+        self, model: Model, config: ModelConfig, scheduler: DraftedRows, vocabulary: int
+    ) -> None:
         """`vocabulary` is the target's: tokens beyond it are never proposed."""
-        self._model, self._config, self._scheduler, self._table = model, config, scheduler, scheduler.table
-        self._vocabulary, self._target_vocabulary = min(vocabulary, config.vocabulary), vocabulary
+        self._model = model
+        self._config = config
+        self._scheduler = scheduler
+        self._table = scheduler.table
+        self._vocabulary = min(vocabulary, config.vocabulary)
+        self._target_vocabulary = vocabulary
         self._context = min(config.context_length, config.long_after or config.context_length)
         self._sampling: tuple[tuple[int, ...], SamplingBatch] = ((), batch_sampling([], 1))
-        self._native = model if isinstance(model, NativeModel) and config.vocabulary <= vocabulary else None
+        self._native = (
+            model if isinstance(model, NativeModel) and config.vocabulary <= vocabulary else None
+        )
 
     def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
-        """Catch up with each sequence, then draw its next tokens one by one, all sequences side by side."""
+        """Catch up with each sequence, then draw its next tokens one by one, all sequences side by
+        side.
+        """
         proposals = [NOTHING] * len(asks)
         places = [place for place, ask in enumerate(asks) if self._can_follow(ask)]
         if places:
@@ -79,7 +109,9 @@ class ModelDrafter(Proposer):
         """Keys and values of tokens that stood are right; the others' are written over."""
         sequence = self._scheduler.sequence(key)
         start = sequence.num_drafted
-        sequence.num_drafted += min(stood, max(0, len(proposal.tokens) - 1))  # the last one was drawn, not fed
+        sequence.num_drafted += min(
+            stood, max(0, len(proposal.tokens) - 1)
+        )  # the last one was drawn, not fed
         self._mark(sequence, start)
 
     def _can_follow(self, ask: Ask) -> bool:
@@ -99,8 +131,15 @@ class ModelDrafter(Proposer):
             self._kept = torch.empty(asks[0].room, len(asks), self._config.vocabulary)
         proposals = self._drawn_after(asks, first, (rows, following), wants_laws)
         if self._kept is not None and not wants_laws:
-            near = self._kept[: self.tree, :, : self._vocabulary].topk(2, -1).indices.transpose(0, 1).tolist()
-            proposals = [_with_others(own, pairs) for own, pairs in zip(proposals, near, strict=True)]
+            near = (
+                self._kept[: self.tree, :, : self._vocabulary]
+                .topk(2, -1)
+                .indices.transpose(0, 1)
+                .tolist()
+            )
+            proposals = [
+                _with_others(own, pairs) for own, pairs in zip(proposals, near, strict=True)
+            ]
         return proposals
 
     def _drawn_after(
@@ -113,9 +152,15 @@ class ModelDrafter(Proposer):
         return [TokenProposal(tuple(own), _CONFIDENCE) for own in drawn]
 
     def _drawn_ahead(
-        self, asks: list[Ask], uniforms: list[NDArray[np.float64]], first: StepBatch, places: tuple[Ints, Ints]
+        self,
+        asks: list[Ask],
+        uniforms: list[NDArray[np.float64]],
+        first: StepBatch,
+        places: tuple[Ints, Ints],
     ) -> list[list[int]]:
-        """As many tokens as each has numbers, in one call of the kernels; `places` as below, the longest come first."""
+        """As many tokens as each has numbers, in one call of the kernels; `places` as below, the
+        longest come first.
+        """
         assert self._native is not None, "it draws for itself"
         rows, following = places
         counts = np.array([len(own) for own in uniforms])
@@ -138,7 +183,9 @@ class ModelDrafter(Proposer):
         """The same with a step of the model for every turn."""
         drafted: list[list[int]] = [[] for _ in asks]
         laws: list[list[Tensor]] = [[] for _ in asks]
-        count, batch, (rows, following) = len(asks), first, places
+        count = len(asks)
+        batch = first
+        (rows, following) = places
         for turn in range(asks[0].room):
             while asks[count - 1].room <= turn:
                 count -= 1
@@ -151,13 +198,21 @@ class ModelDrafter(Proposer):
                 if drawn_from is not None:
                     laws[place].append(drawn_from[place])
         return [
-            TokenProposal(tuple(own), _CONFIDENCE, torch.stack(law).numpy(force=True) if ask.wants_laws else None)
+            TokenProposal(
+                tuple(own),
+                _CONFIDENCE,
+                torch.stack(law).numpy(force=True) if ask.wants_laws else None,
+            )
             for ask, own, law in zip(asks, drafted, laws, strict=True)
         ]
 
-    def _draw(self, batch: StepBatch, asks: list[Ask], turn: int, wants_laws: bool) -> tuple[list[int], Tensor | None]:
+    def _draw(
+        self, batch: StepBatch, asks: list[Ask], turn: int, wants_laws: bool
+    ) -> tuple[list[int], Tensor | None]:
         """A token for each, and the laws they come from where one of them is asked for."""
-        logits = self._model.compute_logits(self._model.forward(batch, self._table))[:, : self._vocabulary]
+        logits = self._model.compute_logits(self._model.forward(batch, self._table))[
+            :, : self._vocabulary
+        ]
         if self._kept is not None:
             self._kept[turn, : len(logits), : self._vocabulary] = logits
         uniforms = [float(ask.uniforms[turn]) for ask in asks]
@@ -178,18 +233,24 @@ class ModelDrafter(Proposer):
         """Settings as tensors; those of the first asks are the first rows of what was made for all."""
         key = tuple([ask.key for ask in asks])
         if key != self._sampling[0][: len(key)]:
-            self._sampling = key, batch_sampling([ask.sampling for ask in asks], self._vocabulary, device)
+            self._sampling = (
+                key,
+                batch_sampling([ask.sampling for ask in asks], self._vocabulary, device),
+            )
         return first_rows(self._sampling[1], len(key))
 
     def _catch_up(self, sequences: list[Sequence]) -> StepBatch:
-        """What was written since it last drafted: long pieces are computed now, the last few tokens are the batch."""
+        """What was written since it last drafted: long pieces are computed now, the last few tokens
+        are the batch.
+        """
         fed = list[FedRow]()
         for sequence in sequences:
             pieces, start = self._pieces(sequence)
             for piece in pieces:
                 self._model.forward(piece, self._table)
             fed += fed_rows(sequence.row, sequence.ids[start:], start)
-            start, sequence.num_drafted = sequence.num_drafted, len(sequence.ids)
+            start = sequence.num_drafted
+            sequence.num_drafted = len(sequence.ids)
             self._mark(sequence, start)
         return self._fed_batch(fed)
 
@@ -198,14 +259,21 @@ class ModelDrafter(Proposer):
 
         Where there is much to catch up with, some of it may be found in slots that siblings share.
         """
-        start, newest = min(sequence.num_drafted, len(sequence.ids) - 1), len(sequence.ids) - 1
+        start = min(sequence.num_drafted, len(sequence.ids) - 1)
+        newest = len(sequence.ids) - 1
         if newest - start > _FEW:
-            known = self._scheduler.allocator.drafted[self._scheduler.table[sequence.row, start:newest]]
+            known = self._scheduler.allocator.drafted[
+                self._scheduler.table[sequence.row, start:newest]
+            ]
             start += len(known) if known.all() else int(known.argmin())
         pieces = list[StepBatch]()
         while newest - start > _FEW:
             end = min(newest, start + _CHUNK)
-            pieces.append(step_batch(StepPlan([], [PrefillChunk(sequence, start, end, end)], [], []), self._table))
+            pieces.append(
+                step_batch(
+                    StepPlan([], [PrefillChunk(sequence, start, end, end)], [], []), self._table
+                )
+            )
             start = end
         return pieces, start
 
@@ -222,20 +290,26 @@ class ModelDrafter(Proposer):
 def _with_others(proposal: TokenProposal, near: list[list[int]]) -> TokenProposal:
     """And of the two likeliest tokens of each place the one that is not proposed there."""
     pairs = enumerate(zip(proposal.tokens, near, strict=False))
-    return replace(proposal, others=tuple([(at, two if one == token else one) for at, (token, (one, two)) in pairs]))
+    return replace(
+        proposal,
+        others=tuple([(at, two if one == token else one) for at, (token, (one, two)) in pairs]),
+    )
 
 
 class FuzzyDrafter(ModelDrafter):
-    """EasySpec's: drafts with attentions of a group that read one input, first and last layer apart.
+    """EasySpec's: drafts with attentions of a group that read one input, first and last layer
+    apart.
 
-    Keys and values computed so are used within the round alone: the exact pass over what stood and the token after it
-    computes them anew and gives the first token of the next round. With calibration "none" they are kept, and their
-    errors pile up: for comparison.
+    Keys and values computed so are used within the round alone: the exact pass over what stood and
+    the token after it computes them anew and gives the first token of the next round. With
+    calibration "none" they are kept, and their errors pile up: for comparison.
     """
 
     calibration: Calibration = "exact"
 
-    def __init__(self, model: GroupedModel, config: ModelConfig, scheduler: DraftedRows, vocabulary: int) -> None:
+    def __init__(
+        self, model: GroupedModel, config: ModelConfig, scheduler: DraftedRows, vocabulary: int
+    ) -> None:
         super().__init__(model, config, scheduler, vocabulary)
         self._groups = model
 
@@ -244,7 +318,9 @@ class FuzzyDrafter(ModelDrafter):
         if self.calibration == "none":
             super().settled(key, proposal, stood)
 
-    def _draw(self, batch: StepBatch, asks: list[Ask], turn: int, wants_laws: bool) -> tuple[list[int], Tensor | None]:
+    def _draw(
+        self, batch: StepBatch, asks: list[Ask], turn: int, wants_laws: bool
+    ) -> tuple[list[int], Tensor | None]:
         self._groups.is_grouped = turn > 0
         try:
             return super()._draw(batch, asks, turn, wants_laws)

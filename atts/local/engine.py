@@ -34,7 +34,14 @@ from atts.local.options import LocalOptions
 from atts.local.padding_shape import padding_shape, read_size
 from atts.local.shared_worker import SharedWorker
 from atts.local.worker import LoopWorker, new_worker
-from atts.model_folder import TEXT_FILES, WEIGHT_FILES, find_folder, require_template, weight_files, weights_marks
+from atts.model_folder import (
+    TEXT_FILES,
+    WEIGHT_FILES,
+    find_folder,
+    require_template,
+    weight_files,
+    weights_marks,
+)
 from atts.speculated import Speculated, counters_of
 from atts.speculation import Proposer
 from atts.stored_blocks import MANIFEST, check_stored
@@ -49,8 +56,9 @@ _log.addHandler(logging.NullHandler())
 class LocalEngine:
     """A model of a supported family in this process or a child of it; an `atts.engine.Engine`.
 
-    Samples and scores of any number of callers share steps, cache and prompt prefixes; who else is in flight changes
-    speed, never the distribution. Cancelling a call frees its work within one step.
+    Samples and scores of any number of callers share steps, cache and prompt prefixes; who else is
+    in flight changes speed, never the distribution. Cancelling a call frees its work within one
+    step.
     """
 
     def __init__(
@@ -66,11 +74,12 @@ class LocalEngine:
     ) -> None:
         """`model` is a folder or a hub id; nothing is loaded before the engine is entered.
 
-        A `proposer` is made where the loop runs, and proposes instead of those that the options name. A draft model
-        that is `lent` is the drafter where the options say nothing against it, its tokenizer is this model's, and both
-        fit into the memory of a CPU; on a GPU it would take cache from this model, and options must name it.
-        With `chat`, a model without a chat template is refused at once, or when its files are there to be looked at.
-        Engines of one zoo share a step loop where their `replica` is the same.
+        A `proposer` is made where the loop runs, and proposes instead of those that the options
+        name. A draft model that is `lent` is the drafter where the options say nothing against it,
+        its tokenizer is this model's, and both fit into the memory of a CPU; on a GPU it would take
+        cache from this model, and options must name it. With `chat`, a model without a chat
+        template is refused at once, or when its files are there to be looked at. Engines of one zoo
+        share a step loop where their `replica` is the same.
 
         :raises OptionError: an option is unknown or impossible.
         :raises UnsupportedByEngine: the folder holds no chat template.
@@ -79,7 +88,10 @@ class LocalEngine:
         self._name = name or Path(self.model).name
         self._options = options or LocalOptions()
         self._options.check()
-        self._is_chat, self._proposer, self._lent, self._replica = chat, proposer, lent, replica
+        self._is_chat = chat
+        self._proposer = proposer
+        self._lent = lent
+        self._replica = replica
         if chat and (folder := Path(self.model).expanduser()).is_dir():
             require_template(folder, self._name)
         self._opened: _OpenEngine | None = None
@@ -125,7 +137,9 @@ class LocalEngine:
         return None if found is None else counters_of(found)
 
     def loop_stats(self) -> LoopStats:
-        """The step loop's own counters: cache, batches, preemptions, waiting times; at most a fifth of a second old."""
+        """The step loop's own counters: cache, batches, preemptions, waiting times; at most a fifth
+        of a second old.
+        """
         return self._require().loop_stats
 
     @property
@@ -139,7 +153,8 @@ class LocalEngine:
         return self._require().in_loop
 
     async def recheck(self) -> None:
-        """Open it if it never was, and anew where its step loop has ended; see `atts.remote.pool.Replica`.
+        """Open it if it never was, and anew where its step loop has ended; see
+        `atts.remote.pool.Replica`.
 
         :raises EngineError: it cannot be opened.
         """
@@ -165,28 +180,44 @@ class LocalEngine:
             worker = self._worker()
         except OSError as error:
             advice = "End other processes, or write ?worker=thread behind the engine's name"
-            raise EngineUnavailable(self._name, f"its process cannot be started ({error})", advice) from error
+            raise EngineUnavailable(
+                self._name, f"its process cannot be started ({error})", advice
+            ) from error
         opened = _OpenEngine(self._name, worker)
         with anyio.CancelScope(shield=True):  # a half-loaded model cannot be abandoned
             prepare = partial(
-                _prepare, self.model, self._name, self._options, self._proposer, self._lent, is_chat=self._is_chat
+                _prepare,
+                self.model,
+                self._name,
+                self._options,
+                self._proposer,
+                self._lent,
+                is_chat=self._is_chat,
             )
             await opened.load(prepare)
         self._opened = opened
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> None:
         """Drop what is unfinished and free the model; leaving twice is fine."""
-        opened, self._opened = self._opened, None
+        opened = self._opened
+        self._opened = None
         if opened is not None:
             with anyio.CancelScope(shield=True):
                 await opened.close()
 
     def _worker(self) -> LoopWorker:
-        """What runs the step loop: a zoo's models share one where nothing else is computed beside them."""
-        options, folder = self._options, Path(self.model).expanduser()
+        """What runs the step loop: a zoo's models share one where nothing else is computed beside
+        them.
+        """
+        options = self._options
+        folder = Path(self.model).expanduser()
         drafts = options.speculates or self._proposer or (self._lent and options.takes_lent)
         is_alone = drafts or options.pad or options.scores == "bfloat16"
         if not is_alone and options.kernel != "torch" and (folder / MANIFEST).is_file():
@@ -215,7 +246,8 @@ class _OpenEngine:
     kernel: str
 
     def __init__(self, name: str, worker: LoopWorker) -> None:
-        self._name, self._worker = name, worker
+        self._name = name
+        self._worker = worker
         self._request_ids = count(1)
         self._waiters: dict[int, _Waiter] = {}
         self.end: FailureReply | None = None  # why nothing more will come
@@ -232,14 +264,18 @@ class _OpenEngine:
             self._worker.close()
             raise
         warn_once(ready.trouble)
-        self.tokenizer, self.kv_tokens, self.kernel = tokenizer, ready.kv_tokens, ready.kernel
+        self.tokenizer = tokenizer
+        self.kv_tokens = ready.kv_tokens
+        self.kernel = ready.kernel
         self.spec = _spec(marks, config, ready, tokenizer.digest)
         self._context = config.model.context_length
 
     async def ask(self, request: SampleRequest | ScoreRequest) -> Reply:
         """Check and send a request, and wait for its reply; leaving early cancels it."""
         try:
-            check_sample(request, self.spec) if isinstance(request, SampleRequest) else check_score(request, self.spec)
+            check_sample(request, self.spec) if isinstance(request, SampleRequest) else check_score(
+                request, self.spec
+            )
         except ContextOverflow as error:
             raise self._explained(error) from None
         if self.end is not None:
@@ -260,22 +296,26 @@ class _OpenEngine:
         return waiter.reply
 
     def _explained(self, error: ContextOverflow) -> ContextOverflow:
-        """The same error, saying so where the model could take the request and only the cache is too small."""
+        """The same error, saying so where the model could take the request and only the cache is
+        too small.
+        """
         if error.needed > self._context:
             return error
-        advice = (
-            f"The model itself could take {self._context}: raise ?kv_tokens= in its name, which is {self.kv_tokens}"
-        )
+        advice = f"The model itself could take {self._context}: raise ?kv_tokens= in its name, which is {self.kv_tokens}"
         return ContextOverflow(self._name, error.needed, error.context_length, advice)
 
     def stats(self) -> EngineStats:
         """Counters so far, in the terms every engine shares."""
-        return replace(self.loop_stats.snapshot(), requests=self._requests, in_flight=len(self._waiters))
+        return replace(
+            self.loop_stats.snapshot(), requests=self._requests, in_flight=len(self._waiters)
+        )
 
     @property
     def in_loop(self) -> int:
         """Requests in the step loop, of whichever engine."""
-        return self._worker.in_loop if isinstance(self._worker, SharedWorker) else len(self._waiters)
+        return (
+            self._worker.in_loop if isinstance(self._worker, SharedWorker) else len(self._waiters)
+        )
 
     async def close(self) -> None:
         """End the worker; calls that still wait are told."""
@@ -297,7 +337,9 @@ class _OpenEngine:
                 self.end = self.end or reply
                 waiters = list(self._waiters.values())
             else:
-                waiters = [self._waiters[reply.request_id]] if reply.request_id in self._waiters else []
+                waiters = (
+                    [self._waiters[reply.request_id]] if reply.request_id in self._waiters else []
+                )
             for waiter in waiters:
                 waiter.reply = waiter.reply or reply
                 waiter.event.set()
@@ -307,9 +349,17 @@ _Prepared = tuple[WorkerConfig, ModelTokenizer, tuple[str, str]]
 
 
 def _prepare(
-    model: str, name: str, options: LocalOptions, proposer: type[Proposer] | None, lent: str, *, is_chat: bool
+    model: str,
+    name: str,
+    options: LocalOptions,
+    proposer: type[Proposer] | None,
+    lent: str,
+    *,
+    is_chat: bool,
 ) -> _Prepared:
-    """All that is known of a model before it is loaded; last, the name of its weights and their digest."""
+    """All that is known of a model before it is loaded; last, the name of its weights and their
+    digest.
+    """
     folder = find_folder(model, name, (*TEXT_FILES, *WEIGHT_FILES))
     if is_chat:
         require_template(folder, name)
@@ -318,7 +368,9 @@ def _prepare(
     marks = stored.marks if stored else weights_marks(weight_files(folder, name))
     label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{marks[0]}"
     padding, words = _padding(config, options)
-    worker = WorkerConfig(name, folder, config, tokenizer.pieces, options, proposer=proposer, padding=padding)
+    worker = WorkerConfig(
+        name, folder, config, tokenizer.pieces, options, proposer=proposer, padding=padding
+    )
     if options.speculates and options.drafter:
         worker = replace(worker, drafter=_prepare_drafter(name, options, tokenizer))
     elif lent and proposer is None and options.takes_lent:
@@ -335,7 +387,9 @@ def _padding(model: ModelConfig, options: LocalOptions) -> tuple[ModelConfig | N
     return padding_shape(model, read_size(options.pad), tokens), words
 
 
-def _with_lent(worker: WorkerConfig, options: LocalOptions, tokenizer: ModelTokenizer) -> WorkerConfig:
+def _with_lent(
+    worker: WorkerConfig, options: LocalOptions, tokenizer: ModelTokenizer
+) -> WorkerConfig:
     """With the lent draft model, if it is there and its ids mean what the target's do."""
     try:
         drafter = _prepare_drafter(worker.name, options, tokenizer)
@@ -370,8 +424,11 @@ def warn_once(trouble: str) -> None:
         _log.warning("%s", trouble)
 
 
-def _spec(marks: tuple[str, str], config: WorkerConfig, ready: WorkerReady, digest: str) -> EngineSpec:
-    model, rounds_scores = config.model, config.options.scores == "bfloat16"
+def _spec(
+    marks: tuple[str, str], config: WorkerConfig, ready: WorkerReady, digest: str
+) -> EngineSpec:
+    model = config.model
+    rounds_scores = config.options.scores == "bfloat16"
     return EngineSpec(
         name=config.name,
         model=marks[0],

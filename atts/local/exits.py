@@ -1,4 +1,6 @@
-"""The target's early exit: a guess of its next tokens from its first layers, while the others are computed."""
+"""The target's early exit: a guess of its next tokens from its first layers, while the others are
+computed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
 class ExitListener(NamedTuple):
     """Who is to be told of a step's rows, of those that decode."""
 
-    rows: Mapping[int, tuple[int, Sampling]]  # by row of the slot table: the sequence, and how it draws
+    rows: Mapping[
+        int, tuple[int, Sampling]
+    ]  # by row of the slot table: the sequence, and how it draws
     receive: Callable[[ExitGuesses | Exception], None]
 
 
@@ -44,7 +48,9 @@ class Exits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExitAdapter:
-    """What is added to rows after `layers` layers, so that the model's own output matrix can read them."""
+    """What is added to rows after `layers` layers, so that the model's own output matrix can read
+    them.
+    """
 
     layers: int
     norm: Tensor  # [hidden_size] the scale of the last norm
@@ -59,7 +65,8 @@ class ExitAdapter:
 
     @classmethod
     def read(cls, folder: Path, config: ModelConfig, weights: Weights, name: str) -> ExitAdapter:
-        """The one that was trained for the model in this folder; an untrained one where there is none.
+        """The one that was trained for the model in this folder; an untrained one where there is
+        none.
 
         :raises ModelLoadError: its file is damaged, or of another model.
         """
@@ -68,10 +75,16 @@ class ExitAdapter:
             return cls.untrained(config, weights)
         told, parts = read_trained(file, weights, name)
         try:
-            layers, norm, down, up = int(told["layers"]), parts["norm"], parts["down"], parts["up"]
+            layers = int(told["layers"])
+            norm = parts["norm"]
+            down = parts["down"]
+            up = parts["up"]
         except (KeyError, ValueError) as error:
-            raise unusable_heads(name, file, f"cannot be read ({type(error).__name__}: {error})") from error
-        rank, width = len(down), config.hidden_size
+            raise unusable_heads(
+                name, file, f"cannot be read ({type(error).__name__}: {error})"
+            ) from error
+        rank = len(down)
+        width = config.hidden_size
         shapes = [tuple(part.shape) for part in (norm, down, up)]
         if shapes != [(width,), (rank, width), (width, rank)] or not 0 < layers < config.num_layers:
             raise unusable_heads(name, file, "was made for another model")
@@ -84,16 +97,24 @@ class ExitAdapter:
 
 
 class ExitModel(ModelAround):
-    """A target of which the next step can be heard on its way; every number is what it would be unheard."""
+    """A target of which the next step can be heard on its way; every number is what it would be
+    unheard.
+    """
 
     def __init__(self, model: TappedModel, inner: Model, adapter: ExitAdapter, eps: float) -> None:
-        """`inner` has the output matrix: the model itself, or the one beside which padding is computed."""
+        """`inner` has the output matrix: the model itself, or the one beside which padding is
+        computed.
+        """
         super().__init__(model)
-        self._inner, self._adapter, self._eps = inner, adapter, eps
+        self._inner = inner
+        self._adapter = adapter
+        self._eps = eps
         self._listener: ExitListener | None = None
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Tell once, of the next step: of a sequence's newest token and what is proposed to follow it."""
+        """Tell once, of the next step: of a sequence's newest token and what is proposed to follow
+        it.
+        """
         self._listener = listener
 
     @property
@@ -103,10 +124,13 @@ class ExitModel(ModelAround):
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
         """The final, normed hidden states of the batch's `logit_rows`."""
-        listener, self._listener = self._listener, None
+        listener = self._listener
+        self._listener = None
         if listener is None:
             return self._model.forward(batch, table)
-        return self._model.forward(batch, table, Tap(self._adapter.layers, lambda x: self._tell(listener, batch, x)))
+        return self._model.forward(
+            batch, table, Tap(self._adapter.layers, lambda x: self._tell(listener, batch, x))
+        )
 
     def _tell(self, listener: ExitListener, batch: StepBatch, x: Tensor) -> None:
         try:
@@ -123,8 +147,12 @@ class ExitModel(ModelAround):
         if found:
             adapted = self._adapter(x[[at for at, _, _ in found]], self._eps)
             logits = self._inner.compute_logits(adapted.contiguous())
-            settings = batch_sampling([sampling for _, _, sampling in found], logits.shape[-1], logits.device)
+            settings = batch_sampling(
+                [sampling for _, _, sampling in found], logits.shape[-1], logits.device
+            )
             best = probabilities(logits, settings).topk(min(_TOLD, logits.shape[-1]), -1)
-            for (_, key, _), ids, chances in zip(found, best.indices.tolist(), best.values.tolist(), strict=True):
+            for (_, key, _), ids, chances in zip(
+                found, best.indices.tolist(), best.values.tolist(), strict=True
+            ):
                 told[key].append((ids, chances))
         return told

@@ -1,4 +1,6 @@
-"""Attention of neighbouring layers that read one input, computed as one layer with as many times the heads."""
+"""Attention of neighbouring layers that read one input, computed as one layer with as many times
+the heads.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from atts.local.model_config import ModelConfig
 
 
 class AttentionGroup(NamedTuple):
-    """Layers whose attentions may be computed at once, and where their keys and values are kept, side by side."""
+    """Layers whose attentions may be computed at once, and where their keys and values are kept,
+    side by side.
+    """
 
     layers: range
     keys: Tensor  # [slots, kv heads of all of them, head_dim]
@@ -28,30 +32,46 @@ class AttentionGroup(NamedTuple):
 
 
 def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[AttentionGroup]:
-    """So many layers at a time, of one window and rotation; the first and the last layer stay apart."""
-    last, ranges = config.num_layers - 1, list[range]()
+    """So many layers at a time, of one window and rotation; the first and the last layer stay
+    apart.
+    """
+    last = config.num_layers - 1
+    ranges = list[range]()
     for at in range(config.num_layers):
-        kinds = [(config.windows[each], config.ropes[each]) for each in (ranges[-1].start if ranges else 0, at)]
+        kinds = [
+            (config.windows[each], config.ropes[each])
+            for each in (ranges[-1].start if ranges else 0, at)
+        ]
         if at > 1 and at < last and len(ranges[-1]) < size and kinds[0] == kinds[1]:
             ranges[-1] = range(ranges[-1].start, at + 1)
         else:
             ranges.append(range(at, at + 1))
-    side_by_side = [cache[own.start : own.stop].view(2, cache.shape[2], -1, config.head_dim) for own in ranges]
+    side_by_side = [
+        cache[own.start : own.stop].view(2, cache.shape[2], -1, config.head_dim) for own in ranges
+    ]
     return [AttentionGroup(own, *both) for own, both in zip(ranges, side_by_side, strict=True)]
 
 
 def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:
     """The first layer with the attention of all: what norms their input has gone into the matrix."""
-    first, sizes = layers[0], [heads * config.head_dim for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
+    first = layers[0]
+    sizes = [heads * config.head_dim for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
     if len(layers) == 1:
         return first
 
     def by_kind(parts: Sequence[Tensor]) -> Tensor:
         """All queries' rows, then all keys', then all values'."""
-        return torch.cat([torch.cat(kind) for kind in zip(*[torch.split(part, sizes) for part in parts], strict=True)])
+        return torch.cat(
+            [
+                torch.cat(kind)
+                for kind in zip(*[torch.split(part, sizes) for part in parts], strict=True)
+            ]
+        )
 
     def stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
-        return None if parts[0] is None else torch.stack([part for part in parts if part is not None])
+        return (
+            None if parts[0] is None else torch.stack([part for part in parts if part is not None])
+        )
 
     norms = stacked([each.norm for each in layers])
     scales = [torch.ones_like(first.qkv[0])] * len(layers) if norms is None else list(norms)

@@ -1,4 +1,6 @@
-"""The cache of compiled kernels: this user's own files, each named by its digest; anything else is built anew."""
+"""The cache of compiled kernels: this user's own files, each named by its digest; anything else is
+built anew.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ _STALE_SECONDS = 600.0
 
 
 def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
-    """The library of this key, from the cache or built now; and in words what was wrong with the cache, if anything.
+    """The library of this key, from the cache or built now; and in words what was wrong with the
+    cache, if anything.
 
     :raises UnsupportedByEngine: it can neither be loaded nor built.
     :raises OSError: no disk takes it.
@@ -47,11 +50,15 @@ def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
 
 
 def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[ctypes.CDLL, str]:
-    """Built in a folder of its own, which is gone afterwards: in the system's for such things, else in the cache."""
+    """Built in a folder of its own, which is gone afterwards: in the system's for such things, else
+    in the cache.
+    """
     error: OSError | UnsupportedByEngine | None = None
     for place in (None, folder) if folder else (None,):
         try:
-            with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=place, ignore_cleanup_errors=True) as made:
+            with tempfile.TemporaryDirectory(
+                prefix=_BUILDING, dir=place, ignore_cleanup_errors=True
+            ) as made:
                 library = Path(made) / "kernels.so"
                 build(library)
                 kept, refusal = _keep(library, key, folder)
@@ -63,7 +70,8 @@ def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[c
 
 
 def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
-    """Where the library is to be loaded from: the cache, where that takes it. And why it does not, if so.
+    """Where the library is to be loaded from: the cache, where that takes it. And why it does not,
+    if so.
 
     Two processes that build at once keep two files, or the same one twice.
     """
@@ -76,7 +84,10 @@ def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
             shutil.rmtree(old, ignore_errors=True)
         replace_file(path, data, durable=False, mode=0o600)
     except OSError as error:
-        return library, f"{path} cannot be written ({error.strerror}): every process builds the kernels anew"
+        return (
+            library,
+            f"{path} cannot be written ({error.strerror}): every process builds the kernels anew",
+        )
     return path, ""
 
 
@@ -88,8 +99,13 @@ def _cache_folder() -> tuple[Path | None, str]:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         problem = _distrust(folder.resolve())
     except (OSError, RuntimeError) as error:  # RuntimeError: nobody's home
-        folder, problem = root / "atts", f"cannot be used ({getattr(error, 'strerror', None) or error})"
-    return (None, f"the kernel cache {folder} {problem}: every process builds anew") if problem else (folder, "")
+        folder = root / "atts"
+        problem = f"cannot be used ({getattr(error, 'strerror', None) or error})"
+    return (
+        (None, f"the kernel cache {folder} {problem}: every process builds anew")
+        if problem
+        else (folder, "")
+    )
 
 
 def _distrust(path: Path) -> str:
@@ -110,7 +126,9 @@ def _damage(path: Path, key: str) -> str:
         if problem := _distrust(path):
             return problem
         is_whole = _digest(path.read_bytes()) == path.stem.removeprefix(_prefix(key))
-    except OSError as error:  # as where another process that found it damaged was quicker to remove it
+    except (
+        OSError
+    ) as error:  # as where another process that found it damaged was quicker to remove it
         return f"cannot be read ({error.strerror})"
     return "" if is_whole else "is damaged"
 

@@ -1,4 +1,6 @@
-"""Sharing of keys and values between models of one loop: what a relative computed of the same tokens is used again."""
+"""Sharing of keys and values between models of one loop: what a relative computed of the same
+tokens is used again.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from atts.local.prefix import PrefixMatch, PrefixTree
 from atts.local.sequence import Sequence
 from atts.local.slot_ledger import Relative, SlotLedger
 
-WORTH_WAITING = 8  # tokens that must be spared, or a request neither borrows them nor waits for who computes them
+# tokens that must be spared, or a request neither borrows them nor waits for who computes them
+WORTH_WAITING = 8
 
 
 class SharedSlots(NamedTuple):
@@ -23,7 +26,9 @@ class SharedSlots(NamedTuple):
     gain: int
 
     def put_into(self, sequence: Sequence, row: SlotIds, free: int) -> None:
-        """Put them into the row, of the layers that are the same, beside at most so many `free` ones of the others."""
+        """Put them into the row, of the layers that are the same, beside at most so many `free`
+        ones of the others.
+        """
         start = sequence.capacity
         stop = min(self.stop, start + free)
         if stop >= start + WORTH_WAITING:
@@ -36,7 +41,8 @@ class KVSharing:
     """Which relatives have what of a sequence's ids."""
 
     def __init__(self, tree: PrefixTree, ledger: SlotLedger) -> None:
-        self._tree, self.ledger = tree, ledger
+        self._tree = tree
+        self.ledger = ledger
 
     def kinds(self, sequence: Sequence) -> Iterator[tuple[Relative, int]]:
         """Each relative of its model, and the part of the tree that holds what that one computed."""
@@ -46,9 +52,11 @@ class KVSharing:
     def best(self, sequence: Sequence, known: int) -> SharedSlots | None:
         """The loan that spares a waiting request the most; what is fed apart is long enough.
 
-        A few rows alone attend by other kernels, and would not say to the bit what they say among many.
+        A few rows alone attend by other kernels, and would not say to the bit what they say among
+        many.
         """
-        best, ids = None, tuple(sequence.ids)
+        best = None
+        ids = tuple(sequence.ids)
         for kin, kind in self.kinds(sequence):
             found = self._tree.match(ids, len(ids), self._tree.root(kind))
             stop = known + self.ledger.reach(kin, found.slots[known:])
@@ -60,7 +68,9 @@ class KVSharing:
         return best
 
     def deduplicate(self, sequence: Sequence, row: SlotIds, start: int) -> None:
-        """Hold what relatives have computed of the same tokens instead of what this one has, from a position on."""
+        """Hold what relatives have computed of the same tokens instead of what this one has, from a
+        position on.
+        """
         ids = tuple(sequence.ids[: sequence.num_computed])
         start = max(start, self._tree.match(ids, len(ids), self._tree.root(sequence.kind)).length)
         for kin, kind in self.kinds(sequence):

@@ -1,4 +1,6 @@
-"""The loader of weights: safetensors files into fused tensors, checked for presence, shape and type."""
+"""The loader of weights: safetensors files into fused tensors, checked for presence, shape and
+type.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ from atts.local.model_config import NO_ROPE, UNREADABLE, ModelConfig, read_hf_co
 from atts.stored_blocks import ADAPTER, adapter_file, tensor_files
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""What weights come in; smaller numbers mean nothing without the scales that some other format keeps beside them."""
+"""What weights come in; smaller numbers mean nothing without the scales that some other format
+keeps beside them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; matrices are [out, in], query, key and value rows in one, gate and up rows in one."""
+    """One decoder layer; matrices are [out, in], query, key and value rows in one, gate and up rows
+    in one.
+    """
 
     norm: Tensor | None
     qkv: Tensor
@@ -47,13 +53,19 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """A rotary embedding; feature i of a head turns with feature i + head_dim / 2, those that stay with frequency 0."""
+    """A rotary embedding; feature i of a head turns with feature i + head_dim / 2, those that stay
+    with frequency 0.
+    """
 
-    frequencies: Tensor  # [1 or 2, head_dim / 2] float32, on the CPU; the second row is for long requests
+    frequencies: (
+        Tensor  # [1 or 2, head_dim / 2] float32, on the CPU; the second row is for long requests
+    )
     scales: Tensor  # [head_dim / 2], multiply cosines and sines
 
     def angles(self, rows: int) -> Tensor:
-        """The angles at the first positions, [variants * rows, head_dim / 2]: those of long requests follow."""
+        """The angles at the first positions, [variants * rows, head_dim / 2]: those of long
+        requests follow.
+        """
         positions = torch.arange(rows, dtype=torch.float32)
         return torch.cat([torch.outer(positions, frequencies) for frequencies in self.frequencies])
 
@@ -80,27 +92,40 @@ def load_weights(
     layers: range | None = None,
     words: bool = True,
 ) -> Weights:
-    """Read and fuse the weights of the model in `folder`, what an adapter adds to them included if it `merges`.
+    """Read and fuse the weights of the model in `folder`, what an adapter adds to them included if
+    it `merges`.
 
-    Of some `layers` alone there are no embedding and no head unless these are the first, or without `words`.
+    Of some `layers` alone there are no embedding and no head unless these are the first, or without
+    `words`.
 
-    :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another shape.
+    :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another
+        shape.
     :raises OutOfMemory: the weights do not fit.
     """
     advice = "Use a smaller model, bfloat16, or another device"
     layers = range(config.num_layers) if layers is None else layers
-    needed, free = config.part(layers).matrix_weights * dtype.itemsize, free_memory() if device.type == "cpu" else None
+    needed = config.part(layers).matrix_weights * dtype.itemsize
+    free = free_memory() if device.type == "cpu" else None
     if free is not None and needed > free:
-        problem = f"the weights take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB of memory are free"
+        problem = (
+            f"the weights take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB of memory are free"
+        )
         raise OutOfMemory(name, problem, advice)
     try:
         with ExitStack() as stack:
             reader = _TensorReader(folder, dtype, device, name, stack)
             if merges:
                 reader.adapter = load_adapter(folder, config, name)
-            return _fuse(reader, config, load_ropes(folder, config, name), (layers, words and not layers.start))
+            return _fuse(
+                reader,
+                config,
+                load_ropes(folder, config, name),
+                (layers, words and not layers.start),
+            )
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(name, f"the weights do not fit into memory on {device}", advice) from error
+        raise OutOfMemory(
+            name, f"the weights do not fit into memory on {device}", advice
+        ) from error
 
 
 def free_memory() -> int | None:
@@ -109,7 +134,9 @@ def free_memory() -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None
+    )
 
 
 def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
@@ -121,16 +148,24 @@ def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
     return read_adapter(file, folder / ADAPTER, config, name) if file else {}
 
 
-def _fuse(read: _TensorReader, config: ModelConfig, ropes: Mapping[str, Rope], parts: tuple[range, bool]) -> Weights:
+def _fuse(
+    read: _TensorReader, config: ModelConfig, ropes: Mapping[str, Rope], parts: tuple[range, bool]
+) -> Weights:
     places, words = parts
-    embedding = read("embed_tokens.weight", config.vocabulary, config.hidden_size) if words else None
+    embedding = (
+        read("embed_tokens.weight", config.vocabulary, config.hidden_size) if words else None
+    )
     layers = tuple(_layer(read, config, f"layers.{index}.") for index in places)
     norm = read.norm(config, "norm", config.hidden_size)
     assert norm is not None, "every model norms its last states"
     if embedding is None:
         nothing = norm.new_empty(0, config.hidden_size)
         return Weights(nothing, layers, norm, nothing, ropes)
-    head = embedding if config.ties_embeddings else read("lm_head.weight", config.vocabulary, config.hidden_size)
+    head = (
+        embedding
+        if config.ties_embeddings
+        else read("lm_head.weight", config.vocabulary, config.hidden_size)
+    )
     return Weights(embedding, layers, norm, head, ropes)
 
 
@@ -139,23 +174,32 @@ def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
 
     :raises ModelLoadError: the configuration's values make none.
     """
-    half, turned = config.head_dim // 2, config.rotary_dim // 2
+    half = config.head_dim // 2
+    turned = config.rotary_dim // 2
     ropes = {NO_ROPE: Rope(torch.zeros(1, half), torch.ones(half))}
     hf = read_hf_config(folder, name)
     for kind in set(config.ropes) - {NO_ROPE}:
         try:
             rows, scale = _frequencies(hf, config, kind)
         except UNREADABLE as error:
-            raise ModelLoadError(name, f"its rotary embedding cannot be computed ({error})") from error
+            raise ModelLoadError(
+                name, f"its rotary embedding cannot be computed ({error})"
+            ) from error
         if not (rows.isfinite().all() and (rows >= 0).all() and math.isfinite(scale)):
-            raise ModelLoadError(name, "its rotary embedding has frequencies that are not numbers", "Check config.json")
+            raise ModelLoadError(
+                name,
+                "its rotary embedding has frequencies that are not numbers",
+                "Check config.json",
+            )
         scales = F.pad(torch.full((turned,), scale), (0, half - turned), value=1.0)
         ropes[kind] = Rope(F.pad(rows, (0, half - turned)), scales)
     return {kind: ropes[kind] for kind in dict.fromkeys(config.ropes)}
 
 
 def _frequencies(hf: Any, config: ModelConfig, kind: str) -> tuple[Tensor, float]:
-    """The frequencies of what turns, [1 or 2, rotary_dim / 2], and what multiplies cosines and sines."""
+    """The frequencies of what turns, [1 or 2, rotary_dim / 2], and what multiplies cosines and
+    sines.
+    """
     rope = hf.rope_parameters[kind] if kind else hf.rope_parameters
     if rope["rope_type"] == "default":
         exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
@@ -165,13 +209,22 @@ def _frequencies(hf: Any, config: ModelConfig, kind: str) -> tuple[Tensor, float
 
     lengths = [None] if config.long_after is None else [None, config.long_after + 1]
     compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
-    found = [compute(hf, torch.device("cpu"), seq_len=length, layer_type=kind or None) for length in lengths]
+    found = [
+        compute(hf, torch.device("cpu"), seq_len=length, layer_type=kind or None)
+        for length in lengths
+    ]
     return torch.stack([frequencies.float() for frequencies, _ in found]), float(found[0][1])
 
 
 def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
-    heads, kv, dim, width = config.num_heads, config.num_kv_heads, config.head_dim, config.hidden_size
-    attention, mlp, inner, rules = f"{at}self_attn", f"{at}mlp", config.intermediate_size, config.rules
+    heads = config.num_heads
+    kv = config.num_kv_heads
+    dim = config.head_dim
+    width = config.hidden_size
+    attention = f"{at}self_attn"
+    mlp = f"{at}mlp"
+    inner = config.intermediate_size
+    rules = config.rules
     parts, gates, rows = fused_parts(config, at)
     order = head_order(config)
     normed = {"none": (0, 0), "each head": (1, 1), "all heads": (heads, kv)}[rules.head_norms]
@@ -195,14 +248,28 @@ def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
 
 
 def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str, int], Tensor]:
-    """The matrices below each other in a layer's first products, their rows; and the order of the first one's."""
-    heads, kv, dim, inner = config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
-    attention, mlp = f"{at}self_attn", f"{at}mlp"
+    """The matrices below each other in a layer's first products, their rows; and the order of the
+    first one's.
+    """
+    heads = config.num_heads
+    kv = config.num_kv_heads
+    dim = config.head_dim
+    inner = config.intermediate_size
+    attention = f"{at}self_attn"
+    mlp = f"{at}mlp"
     turning = (torch.arange(heads + kv)[:, None] * dim + head_order(config)).flatten()
     rows = torch.cat([turning, torch.arange(len(turning), (heads + 2 * kv) * dim)])
     if config.rules.is_fused:
-        return {f"{attention}.qkv_proj": (heads + 2 * kv) * dim}, {f"{mlp}.gate_up_proj": 2 * inner}, rows
-    parts = {f"{attention}.q_proj": heads * dim, f"{attention}.k_proj": kv * dim, f"{attention}.v_proj": kv * dim}
+        return (
+            {f"{attention}.qkv_proj": (heads + 2 * kv) * dim},
+            {f"{mlp}.gate_up_proj": 2 * inner},
+            rows,
+        )
+    parts = {
+        f"{attention}.q_proj": heads * dim,
+        f"{attention}.k_proj": kv * dim,
+        f"{attention}.v_proj": kv * dim,
+    }
     return parts, {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}, rows
 
 
@@ -218,41 +285,65 @@ def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
 
 
 def head_order(config: ModelConfig) -> Tensor:
-    """The features of a head so that the two that turn together lie half a head apart, those that stay among them."""
-    half, turned = config.head_dim // 2, config.rotary_dim // 2
-    turning, staying = torch.arange(2 * turned).view(2, turned), torch.arange(2 * turned, config.head_dim)
+    """The features of a head so that the two that turn together lie half a head apart, those that
+    stay among them.
+    """
+    half = config.head_dim // 2
+    turned = config.rotary_dim // 2
+    turning = torch.arange(2 * turned).view(2, turned)
+    staying = torch.arange(2 * turned, config.head_dim)
     return torch.cat([turning, staying.view(2, half - turned)], dim=1).flatten()
 
 
-def read_trained(file: Path, weights: Weights, name: str) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """What `scripts/train heads` wrote for a model of these weights: what is said of the tensors, and the tensors.
+def read_trained(
+    file: Path, weights: Weights, name: str
+) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """What `scripts/train heads` wrote for a model of these weights: what is said of the tensors,
+    and the tensors.
 
     :raises ModelLoadError: the file is damaged.
     """
     try:
         with safe_open(file, framework="pt") as handle:
-            return handle.metadata() or {}, {part: handle.get_tensor(part).to(weights.norm) for part in handle.keys()}
+            return handle.metadata() or {}, {
+                part: handle.get_tensor(part).to(weights.norm) for part in handle.keys()
+            }
     except (SafetensorError, OSError) as error:
-        raise unusable_heads(name, file, f"cannot be read ({type(error).__name__}: {error})") from error
+        raise unusable_heads(
+            name, file, f"cannot be read ({type(error).__name__}: {error})"
+        ) from error
 
 
 def unusable_heads(name: str, file: Path, problem: str) -> ModelLoadError:
     """The refusal of such a file."""
-    return ModelLoadError(name, f"{file} {problem}", "Remove it, or train it anew with scripts/train heads")
+    return ModelLoadError(
+        name, f"{file} {problem}", "Remove it, or train it anew with scripts/train heads"
+    )
 
 
 class _TensorReader:
     """Reads tensors by name from the safetensors files of one folder, checked for shape."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, name: str, stack: ExitStack) -> None:
-        self._dtype, self._device, self._name, self._folder = dtype, device, name, folder
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, name: str, stack: ExitStack
+    ) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._name = name
+        self._folder = folder
         self.adapter: Adapter = {}  # merged into the matrices that it changes
         files = tensor_files(folder, name)
         try:
             handles = [stack.enter_context(safe_open(file.path, framework="pt")) for file in files]
-        except (SafetensorError, OSError, RuntimeError) as error:  # the last where the file is too large to be mapped
+        except (
+            SafetensorError,
+            OSError,
+            RuntimeError,
+        ) as error:  # the last where the file is too large to be mapped
             advice = "Download it again"
-            raise ModelLoadError(name, f"the weights in {folder} are damaged ({error})", advice) from error
+            raise ModelLoadError(
+                name, f"the weights in {folder} are damaged ({error})", advice
+            ) from error
         # some checkpoints carry the prefix of the full model, others hold the bare decoder
         self._where = {
             key.removeprefix("model."): (handle, inner)
@@ -262,27 +353,41 @@ class _TensorReader:
 
     def __call__(self, key: str, *size: int) -> Tensor:
         if key not in self._where:
-            raise ModelLoadError(self._name, f"{self._folder} lacks the weight {key!r}: foreign or incomplete files")
+            raise ModelLoadError(
+                self._name, f"{self._folder} lacks the weight {key!r}: foreign or incomplete files"
+            )
         handle, full = self._where[key]
-        said = handle.get_slice(full)  # of the header alone: a weight is read when it is known to be one of ours
+        said = handle.get_slice(
+            full
+        )  # of the header alone: a weight is read when it is known to be one of ours
         if said.get_dtype() not in _FLOATS:
             problem = f"weight {key!r} is of type {said.get_dtype()}"
             advice = "Use the unquantised checkpoint, or serve this one with vLLM"
             raise ModelLoadError(self._name, problem, advice)
         if tuple(said.get_shape()) != size:
             problem = f"weight {key!r} has shape {tuple(said.get_shape())}, config.json says {size}"
-            raise ModelLoadError(self._name, problem, "Configuration and weights belong to different models")
+            raise ModelLoadError(
+                self._name, problem, "Configuration and weights belong to different models"
+            )
         tensor: Tensor = handle.get_tensor(full)
         if low := self.adapter.get(key.removesuffix(".weight")):
             tensor = low.added_to(tensor)
         return tensor.to(device=self._device, dtype=self._dtype)
 
-    def norm(self, config: ModelConfig, key: str, size: int, order: Tensor | None = None) -> Tensor | None:
-        """The weights of a norm, ready to multiply with, those of heads as heads are ordered; None where none are."""
+    def norm(
+        self, config: ModelConfig, key: str, size: int, order: Tensor | None = None
+    ) -> Tensor | None:
+        """The weights of a norm, ready to multiply with, those of heads as heads are ordered; None
+        where none are.
+        """
         if not key or not size:
             return None
         weight = self(f"{key}.weight", size) + float(config.rules.is_gemma)
-        return weight if order is None else weight.view(-1, len(order))[:, order.to(self._device)].flatten()
+        return (
+            weight
+            if order is None
+            else weight.view(-1, len(order))[:, order.to(self._device)].flatten()
+        )
 
     def matrix(self, parts: Mapping[str, int], width: int, rows: Tensor | None = None) -> Tensor:
         """The weights of these projections below each other, their rows in this order."""
@@ -290,12 +395,16 @@ class _TensorReader:
         return _in_order(whole, rows)
 
     def biases(self, parts: Mapping[str, int], rows: Tensor | None = None) -> Tensor | None:
-        """The biases of these projections in a row, zeros for those without one; None when none has any."""
+        """The biases of these projections in a row, zeros for those without one; None when none has
+        any.
+        """
         if not any(f"{part}.bias" in self._where for part in parts):
             return None
         zeros = partial(torch.zeros, dtype=self._dtype, device=self._device)
         own = {f"{part}.bias": size for part, size in parts.items()}
-        whole = [self(key, size) if key in self._where else zeros(size) for key, size in own.items()]
+        whole = [
+            self(key, size) if key in self._where else zeros(size) for key, size in own.items()
+        ]
         return _in_order(torch.cat(whole), rows)
 
 

@@ -41,7 +41,10 @@ from atts.local.sequence import Sequence, TokenTable, ending, new_sequence
 from atts.local.speculating import Speculation, is_ratio
 from atts.sampling import SamplingBatch, batch_sampling, probabilities, spread_rows
 
-_NOT_NUMBERS = "the model's logits are not numbers (NaN)", "Check the weights; in half precision try float32"
+_NOT_NUMBERS = (
+    "the model's logits are not numbers (NaN)",
+    "Check the weights; in half precision try float32",
+)
 _batch_sampling = lru_cache(256)(batch_sampling)
 _REPORT_SECONDS = 0.2
 """How stale the counters may get while nothing is finished."""
@@ -71,14 +74,19 @@ class StepLoop:
         send: Callable[[LoopReport], None],
         speculation: Speculation | None = None,
     ) -> None:
-        self._model, self._scheduler, self._token_table, self._send = model, scheduler, token_table, send
+        self._model = model
+        self._scheduler = scheduler
+        self._token_table = token_table
+        self._send = send
         self._speculation = speculation
         self._stats = LoopStats()
         self._replies: list[Reply] = []
         self._reported_at = 0.0
         self._sampling: tuple[list[Sequence], SamplingBatch] = ([], batch_sampling([], 1))
         self._batches = StepBatches()
-        self._multi_step = MultiStep.of(model, scheduler, token_table) if speculation is None else None
+        self._multi_step = (
+            MultiStep.of(model, scheduler, token_table) if speculation is None else None
+        )
         self._is_closing = False
 
     def run(self, inbox: Inbox) -> None:
@@ -117,17 +125,23 @@ class StepLoop:
                 case Submit(request_id, request, chain):
                     self._stats.requests += 1
                     try:
-                        sequence = new_sequence(request_id, request, perf_counter(), self._token_table.pieces)
+                        sequence = new_sequence(
+                            request_id, request, perf_counter(), self._token_table.pieces
+                        )
                         sequence.chain = chain
                         if isinstance(self._model, ManyModels):
                             self._model.open(chain, self._scheduler.divide)
                         self._scheduler.add(sequence)
                     except Exception as error:  # noqa: BLE001  it is this request's, and told to its caller alone
                         problem = f"it cannot take this request ({type(error).__name__}: {error})"
-                        self._replies.append(FailureReply(request_id, "broken", problem, "The others go on"))
+                        self._replies.append(
+                            FailureReply(request_id, "broken", problem, "The others go on")
+                        )
                         self._stats.failed += 1
                 case AddChain(config):
-                    assert isinstance(self._model, ManyModels), "only a loop that shares is given other models"
+                    assert isinstance(self._model, ManyModels), (
+                        "only a loop that shares is given other models"
+                    )
                     self._model.add(config)
                 case Cancel(request_id):
                     self._stats.cancelled += self._scheduler.cancel(request_id)
@@ -135,7 +149,9 @@ class StepLoop:
                     self._is_closing = True
 
     def _attempt(self, plan: StepPlan) -> None:
-        """Execute a plan; one that breaks is tried without proposals, then halved until what breaks it fails alone."""
+        """Execute a plan; one that breaks is tried without proposals, then halved until what breaks
+        it fails alone.
+        """
         if not plan.size:
             return
         try:
@@ -162,16 +178,21 @@ class StepLoop:
             batch = self._batches.of(plan, self._scheduler.table)
             return self._take_several(plan, *self._multi_step.draw(plan, batch, steps))
         hidden = self._hidden(plan) if plan.decoding or plan.prefills else None
-        started, chunks = plan.started(), plan.scored()
+        started = plan.started()
+        chunks = plan.scored()
         sequences = plan.ready + plan.decoding + started
         count = plan.num_rows + len(started)
         logits = self._sampling_logits(plan.ready, hidden, count)
         return Computed(
             sampled=self._sample(sequences, plan.widths(), logits) if sequences else [],
-            started=dict(zip(started, logits[len(logits) - len(started) :], strict=True)) if started else {},
+            started=dict(zip(started, logits[len(logits) - len(started) :], strict=True))
+            if started
+            else {},
             scored=self._score(chunks, hidden[count:]) if hidden is not None and chunks else [],
             firsts=self._score_first_tokens(chunks),
-            drawn=list(draw_scored(self._model, chunks, hidden[count:])) if hidden is not None else [],
+            drawn=list(draw_scored(self._model, chunks, hidden[count:]))
+            if hidden is not None
+            else [],
         )
 
     def _take_several(self, plan: StepPlan, drawn: list[Draws], logits: Tensor) -> Computed:
@@ -184,7 +205,8 @@ class StepLoop:
 
     def _hidden(self, plan: StepPlan) -> Tensor:
         """The states that follow from what a plan feeds."""
-        tables, table = self._scheduler.tables, self._scheduler.table
+        tables = self._scheduler.tables
+        table = self._scheduler.table
         batch = self._batches.of(plan, tables[0])
         return self._model.forward(batch, tables if isinstance(self._model, ManyModels) else table)
 
@@ -198,7 +220,11 @@ class StepLoop:
             if len(tokens) == 1 and sequence.is_decoding:
                 self._guarded(sequence, self._append, (tokens[0], logprobs[0]))
             else:
-                self._guarded(sequence, self._commit_sampled, (tokens, logprobs, computed.started.get(sequence)))
+                self._guarded(
+                    sequence,
+                    self._commit_sampled,
+                    (tokens, logprobs, computed.started.get(sequence)),
+                )
         for sequence, value in computed.firsts:
             sequence.logprobs.append(value)
         self._stats.free_tokens += len(computed.firsts)
@@ -208,21 +234,32 @@ class StepLoop:
         for chunk, logprobs, last in computed.scored:
             self._guarded(chunk.sequence, self._commit_scores, (logprobs, last))
 
-    def _guarded(self, sequence: Sequence, commit: Callable[..., object], results: tuple[object, ...]) -> None:
+    def _guarded(
+        self, sequence: Sequence, commit: Callable[..., object], results: tuple[object, ...]
+    ) -> None:
         try:
             commit(sequence, *results)
         except Exception as error:
-            if sequence.is_finished:  # it broke while it was let go: nothing can be said of the cache any more
+            if (
+                sequence.is_finished
+            ):  # it broke while it was let go: nothing can be said of the cache any more
                 raise
             self._break(sequence, error)
 
     def _break(self, sequence: Sequence, error: Exception) -> None:
         problem = f"the step of this request broke ({type(error).__name__}: {error})"
-        self._fail(sequence, "broken", problem, "The others go on; if all fail like this, start the engine anew")
+        self._fail(
+            sequence,
+            "broken",
+            problem,
+            "The others go on; if all fail like this, start the engine anew",
+        )
 
     def _sampling_logits(self, ready: list[Sequence], hidden: Tensor | None, count: int) -> Tensor:
         """Logits to sample from: cached ones first, then those of the forward's first `count` rows."""
-        cached = [sequence.cached_logits for sequence in ready if sequence.cached_logits is not None]
+        cached = [
+            sequence.cached_logits for sequence in ready if sequence.cached_logits is not None
+        ]
         assert len(cached) == len(ready), "a ready sequence has its logits"
         parts = [torch.stack(cached)] if cached else []
         if hidden is not None and count:
@@ -230,29 +267,42 @@ class StepLoop:
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0)
 
     def _sample(self, sequences: list[Sequence], widths: list[int], logits: Tensor) -> list[Draws]:
-        """One draw a row, with the uniform of its place; a sequence with a proposal has as many rows as its width."""
+        """One draw a row, with the uniform of its place; a sequence with a proposal has as many
+        rows as its width.
+        """
         sampling = self._sampling_batch(sequences, logits)
         if logits.shape[0] == len(sequences):
             ones = [s.uniforms.item(len(s.logprobs)) for s in sequences if s.uniforms is not None]
             drawn, raw = self._model.sample(logits, sampling, ones).lists()
-            return [(s, [token], [value]) for s, token, value in zip(sequences, drawn, raw, strict=True)]
-        sampling = spread_rows(sampling, torch.from_numpy(np.repeat(np.arange(len(sequences)), widths)))
+            return [
+                (s, [token], [value]) for s, token, value in zip(sequences, drawn, raw, strict=True)
+            ]
+        sampling = spread_rows(
+            sampling, torch.from_numpy(np.repeat(np.arange(len(sequences)), widths))
+        )
         uniforms = [
             float(sequence.uniforms[len(sequence.logprobs) + place])
             for sequence, width in zip(sequences, widths, strict=True)
             if sequence.uniforms is not None
             for place in (
-                self._speculation.places(sequence, width) if self._speculation and width > 1 else range(width)
+                self._speculation.places(sequence, width)
+                if self._speculation and width > 1
+                else range(width)
             )
         ]
         drawn, raw = self._model.sample(logits, sampling, uniforms).lists()
-        tokens, values = iter(drawn), iter(raw)
-        draws = [(s, list(islice(tokens, n)), list(islice(values, n))) for s, n in zip(sequences, widths, strict=True)]
+        tokens = iter(drawn)
+        values = iter(raw)
+        draws = [
+            (s, list(islice(tokens, n)), list(islice(values, n)))
+            for s, n in zip(sequences, widths, strict=True)
+        ]
         return self._redrawn(draws, sampling, logits)
 
     def _redrawn(self, draws: list[Draws], sampling: SamplingBatch, logits: Tensor) -> list[Draws]:
         """The same, but for sequences whose proposals are to be tested by ratio."""
-        first, found = 0, list[Draws]()
+        first = 0
+        found = list[Draws]()
         for sequence, tokens, logprobs in draws:
             rows = torch.arange(first, first + len(tokens))
             first += len(tokens)
@@ -266,12 +316,16 @@ class StepLoop:
     def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
         """Settings as tensors, made anew only when the batch changed."""
         if sequences != self._sampling[0]:
-            settings = tuple([s.request.sampling for s in sequences if isinstance(s.request, SampleRequest)])
+            settings = tuple(
+                [s.request.sampling for s in sequences if isinstance(s.request, SampleRequest)]
+            )
             self._sampling = sequences, _batch_sampling(settings, logits.shape[-1], logits.device)
         return self._sampling[1]
 
     def _score(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[ScoredChunk]:
-        """Per chunk: the log-probs of the tokens after its positions, and the logits of a suffix's end when reached."""
+        """Per chunk: the log-probs of the tokens after its positions, and the logits of a suffix's
+        end when reached.
+        """
         targets: list[int] = []
         ends: list[int] = []
         firsts = [0]
@@ -292,10 +346,16 @@ class StepLoop:
     def _commit_sampled(
         self, sequence: Sequence, tokens: list[int], logprobs: list[float], started: Tensor | None
     ) -> None:
-        """Append what is to be written; a prompt fed to its end, to these logits, is cached for its siblings."""
+        """Append what is to be written; a prompt fed to its end, to these logits, is cached for its
+        siblings.
+        """
         if started is not None and not math.isnan(logprobs[0]):
             self._cache(sequence, started)
-        path = self._speculation.settle(sequence, tokens) if self._speculation and len(tokens) > 1 else None
+        path = (
+            self._speculation.settle(sequence, tokens)
+            if self._speculation and len(tokens) > 1
+            else None
+        )
         for place, row in enumerate(range(len(tokens)) if path is None else path):
             sequence.num_computed += place > 0  # a proposed token that stands was fed
             if not self._append(sequence, tokens[row], logprobs[row]):
@@ -312,8 +372,11 @@ class StepLoop:
         ended = ending(sequence, token, self._token_table.pieces, self._token_table.end_ids)
         sequence.is_decoding = ended is None
         if ended is not None:
-            ids, own = tuple(sequence.ids[-len(sequence.logprobs) :]), tuple(sequence.logprobs)
-            self._replies.append(SampleReply(sequence.request_id, ids, ended, own, sequence.cached_tokens))
+            ids = tuple(sequence.ids[-len(sequence.logprobs) :])
+            own = tuple(sequence.logprobs)
+            self._replies.append(
+                SampleReply(sequence.request_id, ids, ended, own, sequence.cached_tokens)
+            )
             self._scheduler.finish(sequence)
         return ended is None
 
@@ -322,7 +385,8 @@ class StepLoop:
         known = [
             (chunk.sequence, chunk.sequence.cached_logits)
             for chunk in chunks
-            if chunk.start == chunk.sequence.first_scored and chunk.sequence.cached_logits is not None
+            if chunk.start == chunk.sequence.first_scored
+            and chunk.sequence.cached_logits is not None
         ]
         if not known:
             return []
@@ -330,20 +394,29 @@ class StepLoop:
         values = self._model.logprobs(torch.stack([logits for _, logits in known]), tokens)
         return [(sequence, value) for (sequence, _), value in zip(known, values, strict=True)]
 
-    def _commit_scores(self, sequence: Sequence, logprobs: list[float], last: Tensor | None) -> None:
-        """Add a chunk's scores to its sequence; `last`, the logits of the suffix's end, says that it is complete."""
+    def _commit_scores(
+        self, sequence: Sequence, logprobs: list[float], last: Tensor | None
+    ) -> None:
+        """Add a chunk's scores to its sequence; `last`, the logits of the suffix's end, says that
+        it is complete.
+        """
         sequence.logprobs += logprobs if last is None else logprobs[:-1]
         if math.isnan(sum(sequence.logprobs)):
             self._fail(sequence, "broken", *_NOT_NUMBERS)
         elif last is not None:
             self._cache(sequence, last)
             self._stats.scored_tokens += len(sequence.logprobs)
-            scores, begun = tuple(sequence.logprobs), beginning(sequence)
-            self._replies.append(ScoreReply(sequence.request_id, scores, sequence.cached_tokens, begun))
+            scores = tuple(sequence.logprobs)
+            begun = beginning(sequence)
+            self._replies.append(
+                ScoreReply(sequence.request_id, scores, sequence.cached_tokens, begun)
+            )
             self._scheduler.finish(sequence)
 
     def _cache(self, sequence: Sequence, logits: Tensor) -> None:
-        """Let others start from what is computed of this one, without even a forward of its last token."""
+        """Let others start from what is computed of this one, without even a forward of its last
+        token.
+        """
         node = self._scheduler.cache_prefix(sequence)
         self._scheduler.tree.keep_logits(node, logits.clone())
         if sequence.is_scoring:
@@ -355,7 +428,9 @@ class StepLoop:
         self._stats.failed += 1
 
     def _shrink(self) -> None:
-        """Out of memory: smaller steps from now on; when they cannot get smaller, those in flight fail."""
+        """Out of memory: smaller steps from now on; when they cannot get smaller, those in flight
+        fail.
+        """
         self._stats.shrunk += 1
         if self._scheduler.shrink():
             return
@@ -395,6 +470,7 @@ class StepLoop:
         )
 
     def _report(self) -> None:
-        replies, self._replies = tuple(self._replies), []
+        replies = tuple(self._replies)
+        self._replies = []
         self._reported_at = perf_counter()
         self._send(LoopReport(replies, self.stats()))

@@ -1,4 +1,6 @@
-"""Models of one loop: loaded from a zoo, each block once, with names of what they have alike; and heads by rows."""
+"""Models of one loop: loaded from a zoo, each block once, with names of what they have alike; and
+heads by rows.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ class ManyModels(Generic[M]):
         self._configs.append(config)
 
     def open(self, number: int, divide: Divide = alone) -> None:
-        """Load a model when it is first asked; `divide` hears which of the ledger's old columns each is from then on.
+        """Load a model when it is first asked; `divide` hears which of the ledger's old columns
+        each is from then on.
 
         :raises EngineError: it cannot be loaded; all is as it was.
         """
@@ -67,7 +70,8 @@ class ManyModels(Generic[M]):
 
     def _alike(self, unit: int) -> Ints:
         """Of each model, by its number, one that has the same unit."""
-        found, known = np.zeros(1 + max(self._chains), dtype=np.int64), dict[str, int]()
+        found = np.zeros(1 + max(self._chains), dtype=np.int64)
+        known = dict[str, int]()
         for at, chain in self._chains.items():
             found[at] = known.setdefault(chain.units[unit], at)
         return found
@@ -79,7 +83,9 @@ class ManyModels(Generic[M]):
         """Rows behind the last norms of these models."""
         if self._has_one_head:
             return torch.from_numpy(hidden)
-        return torch.from_numpy(np.concatenate([hidden, owners[:, None].astype(np.float32)], axis=1))
+        return torch.from_numpy(
+            np.concatenate([hidden, owners[:, None].astype(np.float32)], axis=1)
+        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Their logits: [logits, vocabulary] float32."""
@@ -90,24 +96,35 @@ class ManyModels(Generic[M]):
             logits[rows] = model.compute_logits(hidden[rows, :-1].contiguous())
         return logits
 
-    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
+    def score(
+        self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
+    ) -> tuple[list[float], Tensor]:
         """One log-probability a row, and the logits of some."""
         if self._has_one_head:
             return self._model.score(hidden, tokens, kept_rows)
-        values, asked = np.empty(len(tokens)), np.array(kept_rows, dtype=np.int64)
+        values = np.empty(len(tokens))
+        asked = np.array(kept_rows, dtype=np.int64)
         kept = torch.empty(len(kept_rows), self._configs[0].model.vocabulary)
         for model, rows in self._by_head(hidden):
-            mine, own = np.isin(asked, rows), [tokens[row] for row in rows]
-            found, logits = model.score(hidden[rows, :-1].contiguous(), own, rows.searchsorted(asked[mine]).tolist())
+            mine = np.isin(asked, rows)
+            own = [tokens[row] for row in rows]
+            found, logits = model.score(
+                hidden[rows, :-1].contiguous(), own, rows.searchsorted(asked[mine]).tolist()
+            )
             values[rows], kept[mine.nonzero()[0]] = found, logits
         return values.tolist(), kept
 
     def _by_head(self, hidden: Tensor) -> list[tuple[M, Ints]]:
         """Rows by the head that they go to, and a model that has it."""
         heads = self._heads[hidden[:, -1].numpy().astype(np.int64)]
-        return [(self._chains[head].model, (heads == head).nonzero()[0]) for head in sorted(set(heads.tolist()))]
+        return [
+            (self._chains[head].model, (heads == head).nonzero()[0])
+            for head in sorted(set(heads.tolist()))
+        ]
 
-    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
+    def sample(
+        self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
+    ) -> SampledTokens:
         """One token a row."""
         return self._model.sample(logits, sampling, uniforms)
 
@@ -117,10 +134,14 @@ class ManyModels(Generic[M]):
 
 
 class ZooLoader:
-    """Loads models of a zoo over one cache, of as many layers as that has; weights of equal blocks are kept once."""
+    """Loads models of a zoo over one cache, of as many layers as that has; weights of equal blocks
+    are kept once.
+    """
 
     def __init__(self, library: ctypes.CDLL, cache: Tensor, threads: int) -> None:
-        self._library, self._cache, self._threads = library, cache, threads
+        self._library = library
+        self._cache = cache
+        self._threads = threads
         self._packing = Packing(library)
 
     @property
@@ -133,20 +154,39 @@ class ZooLoader:
 
         :raises EngineError: it cannot be loaded.
         """
-        folder, shape, name = config.folder, config.model, config.name
+        folder = config.folder
+        shape = config.model
+        name = config.name
         layers = range(min(shape.num_layers, len(self._cache)))
-        weights = load_weights(folder, shape, torch.float32, torch.device("cpu"), name, merges=False, layers=layers)
-        digests, part, count = unit_digests(folder, shape.num_layers), shape.part(layers), len(layers)
+        weights = load_weights(
+            folder, shape, torch.float32, torch.device("cpu"), name, merges=False, layers=layers
+        )
+        digests = unit_digests(folder, shape.num_layers)
+        part = shape.part(layers)
+        count = len(layers)
         keys = [*digests[: 1 + 2 * count], digests[-1]]
-        model = NativeModel(self._library, part, weights, self._cache, self._threads, packing=self._packing, keys=keys)
+        model = NativeModel(
+            self._library,
+            part,
+            weights,
+            self._cache,
+            self._threads,
+            packing=self._packing,
+            keys=keys,
+        )
         added = load_adapter(folder, shape, name) if layers else {}
         deltas = layer_deltas(added, shape) if added else [None] * 4 * count
-        ropes, halves = rope_names(shape, weights.ropes), half_names(folder, shape, weights.ropes)
+        ropes = rope_names(shape, weights.ropes)
+        halves = half_names(folder, shape, weights.ropes)
         units = [f"{half} {at // 2 + 1 == shape.num_layers}" for at, half in enumerate(halves)]
         lows = [[content_name(low) for low in deltas[at : at + 2]] for at in range(0, 4 * count, 2)]
         alone = [f"{half} {own}" for half, own in zip(halves, lows, strict=False)]
         head = f"{digests[-1]} {digests[0] if shape.ties_embeddings else ''}"
-        lineage = Lineage((digests[0], *alone, head), key_names(part, weights, ropes[:count], deltas), 2 * count - 1)
+        lineage = Lineage(
+            (digests[0], *alone, head),
+            key_names(part, weights, ropes[:count], deltas),
+            2 * count - 1,
+        )
         adapter = self._packing.adapter(deltas) if added else None
         return Chain(model, (digests[0], *units, head), lineage, adapter)
 
@@ -165,14 +205,20 @@ def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> l
     :raises ZooError: the manifest cannot be read.
     """
     names = rope_names(shape, ropes)
-    return [f"{digest} {names[at // 2]}" for at, digest in enumerate(unit_digests(folder, shape.num_layers)[1:-1])]
+    return [
+        f"{digest} {names[at // 2]}"
+        for at, digest in enumerate(unit_digests(folder, shape.num_layers)[1:-1])
+    ]
 
 
 def key_names(
     shape: ModelConfig, weights: Weights, ropes: Sequence[str], deltas: Sequence[LowRank | None]
 ) -> tuple[str, ...]:
-    """Of each layer what makes its keys and values: rotation, norms, its rows of the first product, an adapter's."""
-    asked, found = shape.num_heads * shape.head_dim, list[str]()  # rows of queries, before those of keys and values
+    """Of each layer what makes its keys and values: rotation, norms, its rows of the first product,
+    an adapter's.
+    """
+    asked = shape.num_heads * shape.head_dim
+    found = list[str]()  # rows of queries, before those of keys and values
     for rope, layer, low in zip(ropes, weights.layers, deltas[::4], strict=True):
         own = [None if part is None else part[asked:] for part in (layer.qkv, layer.qkv_bias)]
         added = low and replace(low, up=low.up[asked:])
@@ -183,5 +229,8 @@ def key_names(
 def content_name(low: LowRank | None, *tensors: Tensor | None) -> str:
     """Equal for equal numbers; an adapter that adds nothing is none."""
     added = (low.down, low.up) if low and low.up.any() else ()
-    parts = [part.contiguous().numpy().data.cast("B") if part is not None else b"-" for part in (*added, *tensors)]
+    parts = [
+        part.contiguous().numpy().data.cast("B") if part is not None else b"-"
+        for part in (*added, *tensors)
+    ]
     return content_digest(*parts)

@@ -1,4 +1,6 @@
-"""The messages between an engine and its worker, across a thread or a process: commands, replies, counters."""
+"""The messages between an engine and its worker, across a thread or a process: commands, replies,
+counters.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,12 @@ class WorkerConfig:
     proposer: type[Proposer] | None = None  # of one's own: found by name in a process
     shares: bool = False  # whether other models of its zoo may be run in the same loop
     depth: int = 0  # layers of the deepest of these, where that is deeper
-    padding: ModelConfig | None = None  # the stack of layers computed beside the model, for their cost alone
-    may_lack_drafter: bool = False  # it was lent: what hinders it is told, and the model works without
+    padding: ModelConfig | None = (
+        None  # the stack of layers computed beside the model, for their cost alone
+    )
+    may_lack_drafter: bool = (
+        False  # it was lent: what hinders it is told, and the model works without
+    )
 
     @property
     def matrix_weights(self) -> int:
@@ -48,7 +54,8 @@ class WorkerConfig:
     @property
     def kv_floats_per_token(self) -> int:
         """Numbers that all caches keep per token."""
-        parts, deepest = (self.drafter, self.padding), replace(self.model, num_layers=self.num_layers)
+        parts = (self.drafter, self.padding)
+        deepest = replace(self.model, num_layers=self.num_layers)
         return deepest.kv_floats_per_token + sum(part.kv_floats_per_token for part in parts if part)
 
     @property
@@ -122,7 +129,9 @@ class FailureReply:
 
     @classmethod
     def of(cls, error: EngineError) -> FailureReply:
-        """An error while loading as a message; the caller's side raises it again under its own name."""
+        """An error while loading as a message; the caller's side raises it again under its own
+        name.
+        """
         problem = str(error).removeprefix(f"engine {error.engine}: ")
         for kind, known in _ERRORS.items():
             if isinstance(error, known):
@@ -136,7 +145,9 @@ class FailureReply:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The model is loaded: how many tokens the cache holds, what computes, and what about that its user should know."""
+    """The model is loaded: how many tokens the cache holds, what computes, and what about that its
+    user should know.
+    """
 
     kv_tokens: int
     kernel: str
@@ -151,22 +162,32 @@ class SpeculationStats:
     rounds: int = 0  # proposals verified: one sequence in one step
     proposed: int = 0
     accepted: int = 0
-    tested_at: list[int] = field(default_factory=list[int])  # rounds in which all tokens before this place stood
-    stood_at: list[int] = field(default_factory=list[int])  # of them, those in which the one at this place did as well
+    tested_at: list[int] = field(
+        default_factory=list[int]
+    )  # rounds in which all tokens before this place stood
+    stood_at: list[int] = field(
+        default_factory=list[int]
+    )  # of them, those in which the one at this place did as well
     branched: int = 0  # rounds in which another token stood in place of one that did not
     seconds: float = 0.0  # spent on proposing
     trouble: str = ""  # why nothing is proposed any more
     choices: int = 0  # of a length: sequences summed over steps
     chosen: int = 0  # summed lengths: divided by choices, the mean k
-    expected_tokens: float = 0.0  # of steps of which something was expected; beside it what came of them
+    expected_tokens: float = (
+        0.0  # of steps of which something was expected; beside it what came of them
+    )
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
     saved_seconds: float = 0.0  # in these and the like ones between, beside steps without proposals
-    overlap: OverlapStats | None = None  # of guesses continued beside the target, where there are any
+    overlap: OverlapStats | None = (
+        None  # of guesses continued beside the target, where there are any
+    )
 
     def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:
-        """Tokens and seconds of one more step of so many sequences, as they were expected and as they came."""
+        """Tokens and seconds of one more step of so many sequences, as they were expected and as
+        they came.
+        """
         self.expected_tokens += forecast.tokens
         self.expected_seconds += forecast.seconds
         self.came_tokens += came[0]
@@ -176,7 +197,9 @@ class SpeculationStats:
 
     def add(self, proposed: int, stood: int) -> None:
         """One more round."""
-        self.rounds, self.proposed, self.accepted = self.rounds + 1, self.proposed + proposed, self.accepted + stood
+        self.rounds = self.rounds + 1
+        self.proposed = self.proposed + proposed
+        self.accepted = self.accepted + stood
         missing = max(0, proposed - len(self.tested_at))
         self.tested_at += [0] * missing
         self.stood_at += [0] * missing

@@ -1,4 +1,6 @@
-"""The configuration of a supported model, read from config.json: each value checked for type and range, by its name."""
+"""The configuration of a supported model, read from config.json: each value checked for type and
+range, by its name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from atts.model_folder import read_end_ids, read_object, refuse_code, shown
 NO_ROPE = "none"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """What libraries raise when they meet a configuration that nobody foresaw."""
-_ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # those whose frequencies are known when a request comes
+_ROPES = (
+    "default",
+    "linear",
+    "llama3",
+    "yarn",
+    "longrope",
+)  # those whose frequencies are known when a request comes
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _LONGEST = 1 << 48
 
@@ -27,8 +35,12 @@ class Family:
     """How models of one type differ from Llama's."""
 
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    """Those before and after attention, before and after the feed-forward block; "" where there is none."""
-    head_norms: Literal["none", "each head", "all heads"] = "none"  # over what queries and keys are normed
+    """Those before and after attention, before and after the feed-forward block; "" where there is
+    none.
+    """
+    head_norms: Literal["none", "each head", "all heads"] = (
+        "none"  # over what queries and keys are normed
+    )
     is_fused: bool = False  # query, key and value, gate and up are stored as one matrix
     is_gemma: bool = False  # norms add one to their weights, embeddings are scaled, gates are gelu
     may_turn_parts: bool = False  # of each head
@@ -36,7 +48,12 @@ class Family:
     may_skip_ropes: bool = False  # in some layers
 
 
-_AROUND = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_AROUND = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(has_windows=False),
     "mistral": Family(),
@@ -44,7 +61,11 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(head_norms="each head"),
     "smollm3": Family(may_skip_ropes=True),
     "phi3": Family(is_fused=True, may_turn_parts=True),
-    "olmo2": Family(("", "post_attention_layernorm", "", "post_feedforward_layernorm"), "all heads", has_windows=False),
+    "olmo2": Family(
+        ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+        "all heads",
+        has_windows=False,
+    ),
     "gemma2": Family(_AROUND, is_gemma=True),
     "gemma3_text": Family(_AROUND, "each head", is_gemma=True),
 }
@@ -65,7 +86,9 @@ class ModelConfig:
     context_length: int
     norm_eps: float
     rotary_dim: int  # features of each head that rotary embeddings turn
-    ropes: tuple[str, ...]  # of each layer, the kind of layer whose rotary embedding it has, or NO_ROPE
+    ropes: tuple[
+        str, ...
+    ]  # of each layer, the kind of layer whose rotary embedding it has, or NO_ROPE
     windows: tuple[int, ...]  # of each layer, how many tokens back it sees; 0: all
     query_scale: float  # multiplies attention scores
     attention_cap: float  # soft limit of attention scores; 0: none
@@ -88,9 +111,13 @@ class ModelConfig:
 
     def part(self, layers: range) -> ModelConfig:
         """Some of its layers as a model, without words where these are not the first."""
-        cut, vocabulary = slice(layers.start, layers.stop), 0 if layers.start else self.vocabulary
-        ropes, windows = self.ropes[cut], self.windows[cut]
-        return replace(self, num_layers=len(layers), ropes=ropes, windows=windows, vocabulary=vocabulary)
+        cut = slice(layers.start, layers.stop)
+        vocabulary = 0 if layers.start else self.vocabulary
+        ropes = self.ropes[cut]
+        windows = self.windows[cut]
+        return replace(
+            self, num_layers=len(layers), ropes=ropes, windows=windows, vocabulary=vocabulary
+        )
 
     @property
     def rules(self) -> Family:
@@ -123,7 +150,11 @@ class _Value:
     def __str__(self) -> str:
         limits = f" from {self.low:g} to {self.high:g}" if math.isfinite(self.high) else ""
         inside = f" of {self.parts}" if self.parts else ""
-        return f"one of {', '.join(self.choices)}" if self.choices else f"a {self.kind}{inside}{limits}"
+        return (
+            f"one of {', '.join(self.choices)}"
+            if self.choices
+            else f"a {self.kind}{inside}{limits}"
+        )
 
     def accepts(self, value: object) -> bool:
         """Whether it may be this."""
@@ -146,7 +177,9 @@ def _number(low: float, high: float, *, optional: bool = False) -> _Value:
     return _Value("number", low, high, optional)
 
 
-_FLAG, _TEXT, _FACTOR = _Value("true or false", optional=True), _Value("text", optional=True), _number(1e-6, 1e6)
+_FLAG = _Value("true or false", optional=True)
+_TEXT = _Value("text", optional=True)
+_FACTOR = _number(1e-6, 1e6)
 _FACTORS = _Value("list", parts=_FACTOR, optional=True)
 _ROPE_KEYS: Mapping[str, _Value] = {
     "rope_type": _TEXT,
@@ -157,8 +190,12 @@ _ROPE_KEYS: Mapping[str, _Value] = {
     "short_factor": _FACTORS,
     "long_factor": _FACTORS,
     "truncate": _FLAG,
-    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), _FACTOR),
-    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), _number(0.0, 1e6, optional=True)),
+    **dict.fromkeys(
+        ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), _FACTOR
+    ),
+    **dict.fromkeys(
+        ("attention_factor", "mscale", "mscale_all_dim"), _number(0.0, 1e6, optional=True)
+    ),
 }
 _ROPE = _Value("object", optional=True)
 _KEYS: Mapping[str, _Value] = {
@@ -187,7 +224,9 @@ _KEYS: Mapping[str, _Value] = {
     "torch_dtype": _Value("text", optional=True, choices=_FLOATS),
     **{key: _ROPE_KEYS[key] for key in ("rope_theta", "partial_rotary_factor")},
     "rope_local_base_freq": _ROPE_KEYS["rope_theta"],
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _number(1e-3, 1e6, optional=True)),
+    **dict.fromkeys(
+        ("attn_logit_softcapping", "final_logit_softcapping"), _number(1e-3, 1e6, optional=True)
+    ),
     **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), _FLAG),
     **dict.fromkeys(("use_sliding_window", "use_bidirectional_attention"), _FLAG),
 }
@@ -196,7 +235,9 @@ _WHOLE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "eos_token_id",
 )  # fmt: skip
-"""Those without which a Llama's configuration is completed by transformers, and its rotary embedding."""
+"""Those without which a Llama's configuration is completed by transformers, and its rotary
+embedding.
+"""
 
 
 def rope_rows(config: ModelConfig, slots: int) -> int:
@@ -210,12 +251,16 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
     :raises ModelLoadError: no readable configuration, a family or an attention we do not compute.
     """
     config = read_hf_config(folder, name)
-    layers, rules = range(config.num_hidden_layers), FAMILIES[config.model_type]
+    layers = range(config.num_hidden_layers)
+    rules = FAMILIES[config.model_type]
     window = (getattr(config, "sliding_window", None) or 0) if rules.has_windows else 0
     only_kind = "sliding_attention" if window else "full_attention"
     kinds = getattr(config, "layer_types", None) or [only_kind] * len(layers)
     turned = config.no_rope_layers if rules.may_skip_ropes else [1] * len(layers)
-    longest = next((rope.get("original_max_position_embeddings") for rope in _ropes(config) if _is_long(rope)), None)
+    longest = next(
+        (rope.get("original_max_position_embeddings") for rope in _ropes(config) if _is_long(rope)),
+        None,
+    )
     head = _head_dim(config)
     return ModelConfig(
         family=config.model_type,
@@ -229,31 +274,44 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
         context_length=config.max_position_embeddings,
         norm_eps=config.rms_norm_eps,
         rotary_dim=_rotary_dim(config),
-        ropes=tuple((kinds[at] if _has_many_ropes(config) else "") if turned[at] else NO_ROPE for at in layers),
+        ropes=tuple(
+            (kinds[at] if _has_many_ropes(config) else "") if turned[at] else NO_ROPE
+            for at in layers
+        ),
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
         query_scale=float(config.query_pre_attn_scalar if rules.is_gemma else head) ** -0.5,
-        attention_cap=getattr(config, "attn_logit_softcapping", None) or 0.0 if config.model_type == "gemma2" else 0.0,
+        attention_cap=getattr(config, "attn_logit_softcapping", None) or 0.0
+        if config.model_type == "gemma2"
+        else 0.0,
         logit_cap=config.final_logit_softcapping or 0.0 if rules.is_gemma else 0.0,
-        long_after=longest if longest is not None and longest < config.max_position_embeddings else None,
+        long_after=longest
+        if longest is not None and longest < config.max_position_embeddings
+        else None,
         ties_embeddings=bool(config.tie_word_embeddings),
         end_ids=read_end_ids(folder, name, config.eos_token_id),
     )
 
 
 def read_hf_config(folder: Path, name: str) -> Any:
-    """The configuration of the model in `folder`, as transformers has it, made of the values this engine reads.
+    """The configuration of the model in `folder`, as transformers has it, made of the values this
+    engine reads.
 
-    :raises ModelLoadError: there is none, a value cannot be, the folder brings code, or such models are not computed.
+    :raises ModelLoadError: there is none, a value cannot be, the folder brings code, or such models
+        are not computed.
     """
     from huggingface_hub.errors import StrictDataclassError
 
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelLoadError(name, f"{folder} holds no config.json", "Name a folder written by save_pretrained")
+        raise ModelLoadError(
+            name, f"{folder} holds no config.json", "Name a folder written by save_pretrained"
+        )
     refuse_code(folder, name)
     values = read_object(path, name)
     family = _family(values, name)
-    known = {key: values[key] for key in _KEYS if key in values and key not in ("dtype", "torch_dtype")}
+    known = {
+        key: values[key] for key in _KEYS if key in values and key not in ("dtype", "torch_dtype")
+    }
     for key, value in values.items():
         _check(key, value, _KEYS, name)
     for key in ("rope_scaling", "rope_parameters"):
@@ -275,12 +333,18 @@ def read_hf_config(folder: Path, name: str) -> Any:
 
 
 def _whole_config(family: str, known: Mapping[str, Any]) -> Any:
-    """What transformers would make of the values of a Llama that names every one of them; None where one is missing.
+    """What transformers would make of the values of a Llama that names every one of them; None
+    where one is missing.
 
-    Importing its configurations loads torch and its compiler: seconds in every process, for a file that is complete.
+    Importing its configurations loads torch and its compiler: seconds in every process, for a file
+    that is complete.
     """
     rope = known.get("rope_parameters") or {}
-    if family != "llama" or any(known.get(key) is None for key in _WHOLE) or rope.keys() != {"rope_type", "rope_theta"}:
+    if (
+        family != "llama"
+        or any(known.get(key) is None for key in _WHOLE)
+        or rope.keys() != {"rope_type", "rope_theta"}
+    ):
         return None
     heads = known["num_attention_heads"]
     if rope["rope_type"] != "default" or known.get("rope_scaling") or known["hidden_size"] % heads:
@@ -291,7 +355,9 @@ def _whole_config(family: str, known: Mapping[str, Any]) -> Any:
 def _config_with_defaults(family: str, known: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **{k: v for k, v in known.items() if (k, v) != ("head_dim", None)})
+    return AutoConfig.for_model(
+        family, **{k: v for k, v in known.items() if (k, v) != ("head_dim", None)}
+    )
 
 
 def _family(values: Mapping[str, Any], name: str) -> str:
@@ -301,18 +367,26 @@ def _family(values: Mapping[str, Any], name: str) -> str:
         problem = f"models of type {shown(family)} are not supported"
         raise ModelLoadError(name, problem, f"{advice} and use the remote engine")
     if values.get("quantization_config"):
-        raise ModelLoadError(name, "its weights are quantised", "Use the unquantised checkpoint, or serve it with vLLM")
+        raise ModelLoadError(
+            name,
+            "its weights are quantised",
+            "Use the unquantised checkpoint, or serve it with vLLM",
+        )
     return family
 
 
 def _check(key: str, value: object, keys: Mapping[str, _Value], name: str) -> None:
     expected = keys.get(key.rpartition(".")[2])
     if expected is not None and not expected.accepts(value):
-        raise ModelLoadError(name, f"{key} is {shown(value)}, expected {expected}", "Check config.json")
+        raise ModelLoadError(
+            name, f"{key} is {shown(value)}, expected {expected}", "Check config.json"
+        )
 
 
 def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
-    """The values of a rotary embedding that are read, checked; of several, one for each kind of layer, in turn."""
+    """The values of a rotary embedding that are read, checked; of several, one for each kind of
+    layer, in turn.
+    """
     known = dict[str, Any]()
     for key, value in rope.items():
         if isinstance(value, dict) and key not in _ROPE_KEYS:
@@ -325,9 +399,13 @@ def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
 
 def _problems(config: Any) -> Iterator[tuple[str, str]]:
     """What keeps the local engine from computing such a model, and what to do about it."""
-    check, serve = "Check config.json", "Serve this model with vLLM"
-    rules, layers, heads = FAMILIES[config.model_type], config.num_hidden_layers, config.num_attention_heads
-    activation, only = getattr(config, "hidden_activation", None) or config.hidden_act, "silu"
+    check = "Check config.json"
+    serve = "Serve this model with vLLM"
+    rules = FAMILIES[config.model_type]
+    layers = config.num_hidden_layers
+    heads = config.num_attention_heads
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    only = "silu"
     if rules.is_gemma:
         only = "gelu_pytorch_tanh"
     if activation != only:
@@ -338,10 +416,13 @@ def _problems(config: Any) -> Iterator[tuple[str, str]]:
         found = getattr(config, key, None)
         if found is not None and len(found) != layers:
             yield f"{key} names {len(found)} layers of {layers}", check
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    strange = sorted(
+        set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    )
     if strange:
         yield (
-            f"its attention {', '.join(strange)[:60]} is not supported (only full and sliding-window attention)",
+            f"its attention {', '.join(strange)[:60]} is not supported (only full and "
+            f"sliding-window attention)",
             serve,
         )
     shared = getattr(config, "num_key_value_heads", None) or heads
@@ -354,26 +435,46 @@ def _problems(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _rope_problems(config: Any, rope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    kind, part, turned = rope.get("rope_type"), rope.get("partial_rotary_factor", 1.0), _rotary_dim(config)
+    kind = rope.get("rope_type")
+    part = rope.get("partial_rotary_factor", 1.0)
+    turned = _rotary_dim(config)
     if kind not in _ROPES:
-        yield f"its rotary embedding of type {shown(kind)} is not supported", f"Supported: {', '.join(_ROPES)}"
+        yield (
+            f"its rotary embedding of type {shown(kind)} is not supported",
+            f"Supported: {', '.join(_ROPES)}",
+        )
     if part != 1.0 and not FAMILIES[config.model_type].may_turn_parts:
-        yield f"its rotary embedding turns {part:g} of each head, not all of it", "Serve this model with vLLM"
+        yield (
+            f"its rotary embedding turns {part:g} of each head, not all of it",
+            "Serve this model with vLLM",
+        )
     if turned % 2 or turned < 2:
-        yield f"its rotary embedding turns {turned} features of each head (partial_rotary_factor)", "Check config.json"
+        yield (
+            f"its rotary embedding turns {turned} features of each head (partial_rotary_factor)",
+            "Check config.json",
+        )
     if kind == "longrope":
         for key in ("short_factor", "long_factor"):
             if len(rope.get(key) or ()) != turned // 2:
                 found = len(rope.get(key) or ())
-                yield f"{key} has {found} factors, its rotary embedding needs {turned // 2}", "Check config.json"
+                yield (
+                    f"{key} has {found} factors, its rotary embedding needs {turned // 2}",
+                    "Check config.json",
+                )
 
 
 def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
 
 
 def _rotary_dim(config: Any) -> int:
-    part = 1.0 if _has_many_ropes(config) else (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    part = (
+        1.0
+        if _has_many_ropes(config)
+        else (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    )
     return int(_head_dim(config) * part)
 
 
@@ -384,7 +485,9 @@ def _has_many_ropes(config: Any) -> bool:
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
     """The rotary embeddings of the model: one for each kind of layer, or one for all."""
     parameters = config.rope_parameters or {}
-    return [rope for rope in parameters.values() if rope] if _has_many_ropes(config) else [parameters]
+    return (
+        [rope for rope in parameters.values() if rope] if _has_many_ropes(config) else [parameters]
+    )
 
 
 def _is_long(rope: Mapping[str, Any]) -> bool:

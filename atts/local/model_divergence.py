@@ -25,11 +25,13 @@ class Divergence(NamedTuple):
 
 
 def divergence(one: Path, other: Path, texts: Sequence[tuple[TokenIds, int]]) -> Divergence:
-    """From the model in `one` to that in `other`, over each text's tokens from so many on; in float32, on the CPU.
+    """From the model in `one` to that in `other`, over each text's tokens from so many on; in
+    float32, on the CPU.
 
     :raises ModelLoadError: the weights of one cannot be used.
     """
-    longest, (tokens, nats, flips) = max(len(ids) for ids, _ in texts), (0, 0.0, 0)
+    longest = max(len(ids) for ids, _ in texts)
+    (tokens, nats, flips) = (0, 0.0, 0)
     models = [_model(folder, longest) for folder in (one, other)]
     for ids, given in texts:
         mine, theirs = (_laws(model, ids)[given - 1 : -1] for model in models)
@@ -45,7 +47,8 @@ def _model(folder: Path, longest: int) -> TorchModel:
 
         from atts.local.loader import load_weights
         from atts.local.torch_model import TorchModel
-    config, cpu = read_model_config(folder, folder.name), torch.device("cpu")
+    config = read_model_config(folder, folder.name)
+    cpu = torch.device("cpu")
     cache = torch.zeros(config.num_layers, 2, longest + 2, config.num_kv_heads, config.head_dim)
     return TorchModel(config, load_weights(folder, config, torch.float32, cpu, folder.name), cache)
 
@@ -58,4 +61,8 @@ def _laws(model: TorchModel, ids: TokenIds) -> Tensor:
 
     at = np.arange(len(ids))
     rows = single_rows(np.array(ids), at, np.zeros_like(at), (at[None] + 1).astype(np.int32))
-    return model.compute_logits(model.forward(rows, (at[None] + 1).astype(np.int32))).double().log_softmax(-1)
+    return (
+        model.compute_logits(model.forward(rows, (at[None] + 1).astype(np.int32)))
+        .double()
+        .log_softmax(-1)
+    )

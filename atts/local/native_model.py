@@ -23,7 +23,9 @@ from atts.sampling import SampledTokens, SamplingBatch, filtered_rows, sample, s
 _Floats = NDArray[np.float32]
 Allocate = Callable[[int, int], _Floats]
 _ARRAYS = tuple(
-    field.name for field in fields(StepBatch) if field.name not in ("num_single", "num_scored", "chains", "units")
+    field.name
+    for field in fields(StepBatch)
+    if field.name not in ("num_single", "num_scored", "chains", "units")
 )
 
 
@@ -33,11 +35,15 @@ def _address(array: NDArray[Any]) -> int:
 
 
 def _fill(step: _Step, batch: StepBatch, table: SlotIds, hidden: _Floats) -> None:
-    step.last_row, step.last_sequence = len(batch.tokens), len(batch.table_rows)
-    step.last_logit, step.table_width = len(batch.logit_rows), table.shape[-1]
+    step.last_row = len(batch.tokens)
+    step.last_sequence = len(batch.table_rows)
+    step.last_logit = len(batch.logit_rows)
+    step.table_width = table.shape[-1]
     rounded = batch.num_scored if step.pairs else (0, 0)
-    step.rounded_row, step.rounded_logit = step.last_row - rounded[0], step.last_logit - rounded[1]
-    step.table, step.hidden = _address(table), _address(hidden)
+    step.rounded_row = step.last_row - rounded[0]
+    step.rounded_logit = step.last_logit - rounded[1]
+    step.table = _address(table)
+    step.hidden = _address(hidden)
     for name in _ARRAYS:
         setattr(step, name, _address(getattr(batch, name)))
 
@@ -66,8 +72,16 @@ class _Step(ctypes.Structure):
     keeps: object  # what it points into
 
     _fields_ = [
-        *members("table_width threads first_row last_row first_sequence last_sequence first_logit last_logit", INT),
-        *members("tokens positions slots table_rows query_starts context_lens num_logits logit_rows table", POINTER),
+        *members(
+            "table_width threads first_row last_row first_sequence last_sequence first_logit "
+            "last_logit",
+            INT,
+        ),
+        *members(
+            "tokens positions slots table_rows query_starts context_lens num_logits logit_rows "
+            "table",
+            POINTER,
+        ),
         *members("x normed qkv attended gate_up hidden scratch", POINTER),
         ("scratch_floats", INT),
         ("next_items", POINTER),
@@ -94,10 +108,14 @@ class _Sampling(ctypes.Structure):
 
 
 class AheadBatch(NamedTuple):
-    """Sequences to draw several tokens for, each from its whole law; those with the most to draw come first."""
+    """Sequences to draw several tokens for, each from its whole law; those with the most to draw
+    come first.
+    """
 
     first: StepBatch  # what they were not fed yet; the last token of each is sampled after
-    following: StepBatch  # one row each, where the first token drawn will be fed; it moves on in place
+    following: (
+        StepBatch  # one row each, where the first token drawn will be fed; it moves on in place
+    )
     counts: NDArray[np.int64]  # [turns] how many of them draw
     temperatures: Tensor  # [sequences] float64
     uniforms: NDArray[np.float64]  # [turns, sequences]
@@ -107,7 +125,8 @@ class AheadBatch(NamedTuple):
 class NativeModel:
     """Runs steps with the C kernels; same cache layout as the torch model, float32 on the CPU only.
 
-    Weights that are bfloat16 numbers anyway are kept as such: half the memory to read, not a bit lost.
+    Weights that are bfloat16 numbers anyway are kept as such: half the memory to read, not a bit
+    lost.
     """
 
     def __init__(
@@ -124,29 +143,43 @@ class NativeModel:
         group: int = 1,
         rounds_scores: bool = False,
     ) -> None:
-        """`allocate` makes the buffers of a step, and may raise MemoryError; of `group`, see `is_grouped`.
+        """`allocate` makes the buffers of a step, and may raise MemoryError; of `group`, see
+        `is_grouped`.
 
-        With `rounds_scores` rows that are scored are rounded to bfloat16 for products; this processor must have those.
+        With `rounds_scores` rows that are scored are rounded to bfloat16 for products; this
+        processor must have those.
 
-        Models that share a `packing` share what has equal `keys`: of the embedding, each layer's halves, and the head.
+        Models that share a `packing` share what has equal `keys`: of the embedding, each layer's
+        halves, and the head.
         """
-        self._library, self._config, self._threads, self._allocate = library, config, threads, allocate
+        self._library = library
+        self._config = config
+        self._threads = threads
+        self._allocate = allocate
         self.packing = packing or Packing(library)
         self._weights = NativeWeights(config, weights, cache, self.packing, keys, group)
         if rounds_scores:
             self._weights.add_pairs(weights)
         self._rounds_scores = rounds_scores
-        self._model, self._grouped = self._weights.exact, self._weights.grouped
+        self._model = self._weights.exact
+        self._grouped = self._weights.grouped
         self.is_grouped = False  # whether attentions of a group read one input: not exact
-        self._scratch_floats = int(library.atts_scratch_floats(config.head_dim, config.context_length))
+        self._scratch_floats = int(
+            library.atts_scratch_floats(config.head_dim, config.context_length)
+        )
         self._row_block = int(library.atts_row_block())
         self._scratch = np.empty(threads * self._scratch_floats, dtype=np.float32)
         self._sample_scratch = np.empty(config.vocabulary // 4 + 1, dtype=np.float32)
         self._next_items = np.zeros(len(cache), dtype=np.int32)
         self._capacity = 0
-        self._filled: tuple[StepBatch | None, SlotIds | None] = None, None  # what the step's addresses are of
+        self._filled: tuple[StepBatch | None, SlotIds | None] = (
+            None,
+            None,
+        )  # what the step's addresses are of
         self._buffers: dict[str, _Floats] = {}
-        self._logits = np.empty((0, config.vocabulary), dtype=np.float32)  # of a block of scored rows
+        self._logits = np.empty(
+            (0, config.vocabulary), dtype=np.float32
+        )  # of a block of scored rows
         self._step = _Step(
             threads=threads,
             scratch=self._scratch.ctypes.data,
@@ -183,24 +216,32 @@ class NativeModel:
         return torch.from_numpy(hidden)
 
     def prepare(
-        self, batch: StepBatch, table: SlotIds, rows: tuple[_Floats, _Floats], adapted: Adapted = _UNADAPTED
+        self,
+        batch: StepBatch,
+        table: SlotIds,
+        rows: tuple[_Floats, _Floats],
+        adapted: Adapted = _UNADAPTED,
     ) -> _Step:
         """A step of which parts are to be run.
 
-        `rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer goes on alone; both are
-        changed in place. To those of `adapted` adapters add.
+        `rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer
+        goes on alone; both are changed in place. To those of `adapted` adapters add.
         """
         self._grow_buffers(len(batch.tokens))
-        step, (x, hidden) = _Step.from_buffer_copy(self._step), rows
+        step = _Step.from_buffer_copy(self._step)
+        (x, hidden) = rows
         _fill(step, batch, table, hidden)
         low = _floats(self._row_block, adapted.rank)
-        step.x, step.low = _address(x), _address(low)
-        step.num_segments, step.segments = len(adapted.segments), ctypes.addressof(adapted.segments)
+        step.x = _address(x)
+        step.low = _address(low)
+        step.num_segments = len(adapted.segments)
+        step.segments = ctypes.addressof(adapted.segments)
         step.keeps = batch, table, rows, adapted, low
         return step
 
     def run(self, step: _Step, parts: Ints) -> None:
-        """Take rows of a prepared step on through units of models: [parts, 11], the numbers of `Part` in `model.h`.
+        """Take rows of a prepared step on through units of models: [parts, 11], the numbers of
+        `Part` in `model.h`.
 
         A model's units are its embedding (0), the halves of its layers, its last norm.
         """
@@ -212,7 +253,8 @@ class NativeModel:
         return ctypes.addressof(self._model)
 
     def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: Tap) -> Tensor:
-        x, (middle, last) = _floats(len(batch.tokens), hidden.shape[1]), (1 + 2 * tap.layers, self._step.last_unit)
+        x = _floats(len(batch.tokens), hidden.shape[1])
+        (middle, last) = (1 + 2 * tap.layers, self._step.last_unit)
         self.through(batch, table, (x, hidden), (0, middle))
         tap.receive(torch.from_numpy(x[batch.logit_rows]))
         self.through(batch, table, (x, hidden), (middle, last))
@@ -227,19 +269,27 @@ class NativeModel:
         adapted: Adapted = _UNADAPTED,
     ) -> None:
         """Take all rows of a step, and those of its `logit_rows`, on through some units."""
-        step, (x, hidden) = self.prepare(batch, table, rows, adapted), rows
+        step = self.prepare(batch, table, rows, adapted)
+        (x, hidden) = rows
         all_ = 0, len(x), 0, len(batch.table_rows), 0, len(hidden)
         self.run(step, np.array([(self.address, *units, 0, 0, *all_)]))
 
     def draw_ahead(
-        self, ahead: AheadBatch, table: SlotIds, logits: Tensor | None = None, logprobs: _Floats | None = None
+        self,
+        ahead: AheadBatch,
+        table: SlotIds,
+        logits: Tensor | None = None,
+        logprobs: _Floats | None = None,
     ) -> NDArray[np.int64]:
-        """Tokens to come, [turns, sequences], each drawn after the one before and fed, in groups, to draw the next.
+        """Tokens to come, [turns, sequences], each drawn after the one before and fed, in groups,
+        to draw the next.
 
-        What they were drawn from is written to `logits`, [turns, sequences, vocabulary], where these are given, and
-        what each is under the raw distribution to `logprobs`, [turns, sequences].
+        What they were drawn from is written to `logits`, [turns, sequences, vocabulary], where
+        these are given, and what each is under the raw distribution to `logprobs`, [turns,
+        sequences].
         """
-        count, vocabulary = len(ahead.temperatures), self._config.vocabulary
+        count = len(ahead.temperatures)
+        vocabulary = self._config.vocabulary
         apart = 0 if logits is None else count * vocabulary
         hidden = np.empty((count, self._config.hidden_size), dtype=np.float32)
         logits = torch.empty(count, vocabulary) if logits is None else logits
@@ -249,11 +299,18 @@ class NativeModel:
         following = _Step.from_buffer_copy(self._step)
         _fill(following, ahead.following, table, hidden)
         tokens = np.empty_like(ahead.uniforms, dtype=np.int64)
-        sampling = self._drawing(logits, ahead.temperatures, ahead.uniforms, torch.from_numpy(tokens))
+        sampling = self._drawing(
+            logits, ahead.temperatures, ahead.uniforms, torch.from_numpy(tokens)
+        )
         sampling.logprobs = None if logprobs is None else _address(logprobs)
         sampling.ends = None if ahead.ends is None else _address(ahead.ends)
-        parts = [ctypes.byref(part) for part in (self._model, self._grouped, self._step, following, sampling)]
-        turns: int = self._library.atts_draw_ahead(*parts, len(tokens), _address(ahead.counts), apart)
+        parts = [
+            ctypes.byref(part)
+            for part in (self._model, self._grouped, self._step, following, sampling)
+        ]
+        turns: int = self._library.atts_draw_ahead(
+            *parts, len(tokens), _address(ahead.counts), apart
+        )
         return tokens[:turns]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -264,14 +321,20 @@ class NativeModel:
         self._library.atts_logits(model, hidden.data_ptr(), rows, logits.data_ptr(), self._threads)
         return logits
 
-    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
-        """One log-probability a row, and the logits of some: a block of rows at a time, still in the caches."""
+    def score(
+        self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
+    ) -> tuple[list[float], Tensor]:
+        """One log-probability a row, and the logits of some: a block of rows at a time, still in
+        the caches.
+        """
         vocabulary = self._config.vocabulary
         block = min(len(tokens), self._row_block)
         if len(self._logits) < block:
             self._logits = self._allocate(block, vocabulary)
-        targets, rows = np.array(tokens, dtype=np.int64), np.array(kept_rows, dtype=np.int64)
-        logprobs, kept = np.empty(len(tokens), dtype=np.float32), torch.empty(len(kept_rows), vocabulary)
+        targets = np.array(tokens, dtype=np.int64)
+        rows = np.array(kept_rows, dtype=np.int64)
+        logprobs = np.empty(len(tokens), dtype=np.float32)
+        kept = torch.empty(len(kept_rows), vocabulary)
         scoring = _Scoring(
             model=ctypes.addressof(self._model),
             num_rows=len(tokens),
@@ -288,25 +351,36 @@ class NativeModel:
         values: list[float] = logprobs.tolist()
         return values, kept
 
-    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
-        """One token a row; rows that filter tokens are left to torch, the others not: company changes no bit."""
+    def sample(
+        self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
+    ) -> SampledTokens:
+        """One token a row; rows that filter tokens are left to torch, the others not: company
+        changes no bit.
+        """
         numbers = np.array(uniforms, dtype=np.float64)
         filtered = filtered_rows(sampling, logits.shape[-1])
         if filtered is None:
             return self._sample(logits, sampling.temperature, numbers)
-        theirs, ours = filtered.nonzero().squeeze(-1), (~filtered).nonzero().squeeze(-1)
-        drawn = sample(logits[theirs], spread_rows(sampling, theirs), torch.from_numpy(numbers)[theirs])
+        theirs = filtered.nonzero().squeeze(-1)
+        ours = (~filtered).nonzero().squeeze(-1)
+        drawn = sample(
+            logits[theirs], spread_rows(sampling, theirs), torch.from_numpy(numbers)[theirs]
+        )
         if not len(ours):
             return drawn
         rest = self._sample(logits[ours], sampling.temperature[ours], numbers[ours.numpy()])
         order = torch.cat([theirs, ours]).argsort()
         return SampledTokens(
-            torch.cat([drawn.tokens, rest.tokens])[order], torch.cat([drawn.logprobs, rest.logprobs])[order]
+            torch.cat([drawn.tokens, rest.tokens])[order],
+            torch.cat([drawn.logprobs, rest.logprobs])[order],
         )
 
-    def _sample(self, logits: Tensor, temperatures: Tensor, numbers: NDArray[np.float64]) -> SampledTokens:
+    def _sample(
+        self, logits: Tensor, temperatures: Tensor, numbers: NDArray[np.float64]
+    ) -> SampledTokens:
         """One token a row from its whole law."""
-        tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        tokens = torch.empty(len(logits), dtype=torch.int64)
+        logprobs = torch.empty(len(logits))
         drawing = self._drawing(logits, temperatures, numbers, tokens)
         drawing.logprobs = logprobs.data_ptr()
         self._library.atts_sample(ctypes.byref(drawing))
@@ -329,8 +403,11 @@ class NativeModel:
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
         """Each row's token under the raw distribution."""
         rows, vocabulary = logits.shape
-        targets, logprobs = np.array(tokens, dtype=np.int64), np.empty(rows, dtype=np.float32)
-        self._library.atts_logprobs(logits.data_ptr(), rows, vocabulary, _address(targets), _address(logprobs))
+        targets = np.array(tokens, dtype=np.int64)
+        logprobs = np.empty(rows, dtype=np.float32)
+        self._library.atts_logprobs(
+            logits.data_ptr(), rows, vocabulary, _address(targets), _address(logprobs)
+        )
         values: list[float] = logprobs.tolist()
         return values
 
@@ -353,15 +430,20 @@ class NativeModel:
             widths["pairs"] = max(config.hidden_size, across, config.intermediate_size) // 2
         block = min(capacity, self._row_block)
         rows = {"normed": block, "gate_up": block, "pairs": block}
-        self._buffers, self._capacity = {}, 0  # the old ones first go, then the new ones come
-        self._buffers = {name: self._allocate(rows.get(name, capacity), width) for name, width in widths.items()}
+        self._buffers = {}
+        self._capacity = 0  # the old ones first go, then the new ones come
+        self._buffers = {
+            name: self._allocate(rows.get(name, capacity), width) for name, width in widths.items()
+        }
         for name, buffer in self._buffers.items():
             setattr(self._step, name, buffer.ctypes.data)
         self._capacity = capacity
 
 
 def unknown_parts(config: ModelConfig) -> str:
-    """What such a model has that the kernels do not know, in words; nothing when they know all of it."""
+    """What such a model has that the kernels do not know, in words; nothing when they know all of
+    it.
+    """
     parts = {
         "soft limits of scores and logits": config.attention_cap or config.logit_cap,
         "gelu gates": config.rules.is_gemma,

@@ -1,4 +1,6 @@
-"""A model's weights in the structures that the C kernels read, exact and with attentions of a group at once."""
+"""A model's weights in the structures that the C kernels read, exact and with attentions of a group
+at once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from atts.local.loader import LayerWeights, Rope, Weights
 from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.packing import Packing, PanelKind, is_bfloat16
 
-POINTER, INT = ctypes.c_void_p, ctypes.c_int64
+POINTER = ctypes.c_void_p
+INT = ctypes.c_int64
 
 
 def members(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -53,10 +56,19 @@ class NativeWeights:
     """What the kernels are given of a model."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, cache: Tensor, packing: Packing, keys: Sequence[str], group: int
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        cache: Tensor,
+        packing: Packing,
+        keys: Sequence[str],
+        group: int,
     ) -> None:
-        """`keys`: of the embedding, each layer's halves, and the head; what has an equal one is packed once."""
-        self._config, self._packing = config, packing
+        """`keys`: of the embedding, each layer's halves, and the head; what has an equal one is
+        packed once.
+        """
+        self._config = config
+        self._packing = packing
         self._keys = keys or [""] * (2 * config.num_layers + 2)
         self._groups = attention_groups(config, cache, group)
         self.most_attentions = max((len(own.layers) for own in self._groups), default=1)
@@ -66,12 +78,18 @@ class NativeWeights:
 
     def _describe(self, weights: Weights, rows: int) -> tuple[_Model, _Model]:
         """The model, and the same with the attentions of each group computed at its first layer."""
-        config, packing, keys = self._config, self._packing, self._keys
+        config = self._config
+        packing = self._packing
+        keys = self._keys
         tables = {kind: self._table(rope, rows) for kind, rope in weights.ropes.items()}
-        exact, grouped = list[_Layer](), list[_Layer]()
+        exact = list[_Layer]()
+        grouped = list[_Layer]()
         for group in self._groups:
             layers = weights.layers[group.layers.start : group.layers.stop]
-            exact += [self._layer(group.one(at), weights.layers[at], tables[config.ropes[at]]) for at in group.layers]
+            exact += [
+                self._layer(group.one(at), weights.layers[at], tables[config.ropes[at]])
+                for at in group.layers
+            ]
             grouped += self._attending_at_once(group, layers, exact[group.layers.start :])
         is_bf16 = is_bfloat16(weights.head)
         self.is_bf16 &= is_bf16
@@ -97,10 +115,14 @@ class NativeWeights:
         """Matrices once more, for rows that are rounded to bfloat16."""
         for own, layer in zip(self._layers, weights.layers, strict=True):
             for name in _PACKED.split():
-                setattr(own, f"{name}_pairs", self._packing.pack(getattr(layer, name), PanelKind.PAIRS))
+                setattr(
+                    own, f"{name}_pairs", self._packing.pack(getattr(layer, name), PanelKind.PAIRS)
+                )
         self.exact.head_pairs = self._packing.pack(weights.head, PanelKind.PAIRS)
 
-    def _layer(self, group: AttentionGroup, layer: LayerWeights, table: tuple[int | None, int | None]) -> _Layer:
+    def _layer(
+        self, group: AttentionGroup, layer: LayerWeights, table: tuple[int | None, int | None]
+    ) -> _Layer:
         at = group.layers.start
         own = _Layer(cosines=table[0], sines=table[1], window=self._config.windows[at])
         for half in (0, 1):
@@ -114,21 +136,26 @@ class NativeWeights:
         """The layers of a group, of which the first computes what the heads of all attend to."""
         if len(layers) == 1:
             return list(layers)
-        own, together = self._config.num_heads * self._config.head_dim, joined(weights, self._config)
+        own = self._config.num_heads * self._config.head_dim
+        together = joined(weights, self._config)
         found = [_Layer.from_buffer_copy(layer) for layer in layers]
-        if layers[0].attention_bf16:  # half the memory to read, and what a group computes is not exact anyway
+        if layers[
+            0
+        ].attention_bf16:  # half the memory to read, and what a group computes is not exact anyway
             together = replace(together, qkv=together.qkv.bfloat16().float())
         self._fill_half(found[0], 0, together, "")
         self._place(found[0], group)
         for at, layer in enumerate(found):
-            layer.across, layer.place = len(found) * own, at * own
+            layer.across = len(found) * own
+            layer.place = at * own
             if at:
                 layer.num_heads = layer.num_kv_heads = 0
         return found
 
     def _fill_half(self, own: _Layer, half: int, layer: LayerWeights, key: str) -> None:
         """The attention's weights, or the feed-forward block's."""
-        packing, (packed, plain) = self._packing, _HALVES[half]
+        packing = self._packing
+        (packed, plain) = _HALVES[half]
         matrices = {name: getattr(layer, name) for name in packed.split()}
         is_bf16 = all(map(is_bfloat16, matrices.values()))
         self.is_bf16 &= is_bf16
@@ -140,13 +167,18 @@ class NativeWeights:
 
     def _place(self, own: _Layer, group: AttentionGroup) -> None:
         """Whose heads attend there, and over what."""
-        config, count = self._config, len(group.layers)
-        own.keys, own.values, own.stride = group.keys.data_ptr(), group.values.data_ptr(), group.keys.stride(0)
-        own.num_heads, own.num_kv_heads = count * config.num_heads, count * config.num_kv_heads
+        config = self._config
+        count = len(group.layers)
+        own.keys = group.keys.data_ptr()
+        own.values = group.values.data_ptr()
+        own.stride = group.keys.stride(0)
+        own.num_heads = count * config.num_heads
+        own.num_kv_heads = count * config.num_kv_heads
         own.across = own.num_heads * config.head_dim
 
     def _table(self, rope: Rope, rows: int) -> tuple[int | None, int | None]:
-        angles, key = rope.angles(rows), f"{rows} {rope.frequencies.tolist()} {rope.scales.tolist()}"
+        angles = rope.angles(rows)
+        key = f"{rows} {rope.frequencies.tolist()} {rope.scales.tolist()}"
         cosines = self._packing.pin(angles.cos() * rope.scales, (key, "cosines"))
         return cosines, self._packing.pin(angles.sin() * rope.scales, (key, "sines"))
 

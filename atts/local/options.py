@@ -29,84 +29,140 @@ class LocalOptions:
 
     device: Device = "auto"  # CUDA where there is one
     dtype: Dtype = "float32"
-    worker: WorkerKind = "process"  # overlaps with other engines and a busy caller; a thread opens at once
-    scores: Dtype = "float32"  # what rows that are scored are rounded to for products, which this processor must have
+    worker: WorkerKind = (
+        "process"  # overlaps with other engines and a busy caller; a thread opens at once
+    )
+    # what rows that are scored are rounded to for products, which this processor must have
+    scores: Dtype = "float32"
     kernel: Kernel = "auto"  # native where it can be built and fits the model, else torch
-    graphs: Graphs = "auto"  # decoding steps are captured and replayed on a GPU, not launched one by one
-    kv_tokens: int | None = None  # the cache's size; None: what 2 GiB hold on a CPU, most of what is free on a GPU
+    graphs: Graphs = (
+        "auto"  # decoding steps are captured and replayed on a GPU, not launched one by one
+    )
+    kv_tokens: int | None = (
+        None  # the cache's size; None: what 2 GiB hold on a CPU, most of what is free on a GPU
+    )
     max_batch: int = 256  # sequences in one step
     chunk_tokens: int = 512  # tokens in one step, decoding apart
-    block_rows: int | None = None  # most that one run of a block takes, where models of a zoo share them; None: all
+    block_rows: int | None = (
+        None  # most that one run of a block takes, where models of a zoo share them; None: all
+    )
     threads: int | None = None  # of one step; None leaves torch's setting
-    stages: int = 1  # ranges of layers, each of the others with its keys and values in a worker of its own
-    stage_replicas: str = "1"  # workers of each stage behind the first: one number for all, or "2,1"
-    stage_steps: int | None = None  # steps on their way through the stages at once; None: as many as stages
+    stages: int = (
+        1  # ranges of layers, each of the others with its keys and values in a worker of its own
+    )
+    stage_replicas: str = (
+        "1"  # workers of each stage behind the first: one number for all, or "2,1"
+    )
+    stage_steps: int | None = (
+        None  # steps on their way through the stages at once; None: as many as stages
+    )
     stage_worker: StageWorker = "process"  # what such a worker is; behind "ray:", an actor
-    drafter: str = ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
+    drafter: str = (
+        ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
+    )
     speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
     beside: Beside = "thread"  # where a drafter works that does so while the target verifies
     fuzzy: int = 1  # attentions of the drafter that read one input; 1: exact
-    tree: int = 0  # first places of a proposal at which the drafter's next choice is proposed as well
+    tree: int = (
+        0  # first places of a proposal at which the drafter's next choice is proposed as well
+    )
     k: int | None = None  # tokens proposed at a time; None: chosen here, 0: none
     pad: str = ""  # the cost of a model of so many weights, as 20M or 8B, at the model's own words
-    pad_vocabulary: int = 0  # tokens the padding's output matrix is made for; 0: as many as the model knows
+    pad_vocabulary: int = (
+        0  # tokens the padding's output matrix is made for; 0: as many as the model knows
+    )
     drafter_pad: str = ""  # the same for the drafter
-    drafter_device: str = ""  # cpu, cuda or cuda:1, where the drafter is computed; empty: where the target is
+    drafter_device: str = (
+        ""  # cpu, cuda or cuda:1, where the drafter is computed; empty: where the target is
+    )
 
     def check(self) -> None:
         """See that every option is known and possible.
 
         :raises OptionError: one is not.
         """
-        kinds = {"device": Device, "dtype": Dtype, "worker": WorkerKind, "kernel": Kernel, "graphs": Graphs}
+        kinds = {
+            "device": Device,
+            "dtype": Dtype,
+            "worker": WorkerKind,
+            "kernel": Kernel,
+            "graphs": Graphs,
+        }
         kinds |= {"scores": Dtype, "beside": Beside, "stage_worker": StageWorker}
         for option, known in kinds.items():
             choice = getattr(self, option)
             if choice not in get_args(known):
                 raise OptionError(str(choice), f"no such {option}", get_args(known))
-        for option in ("kv_tokens", "max_batch", "chunk_tokens", "block_rows", "threads", "stages", "stage_steps"):
+        for option in (
+            "kv_tokens",
+            "max_batch",
+            "chunk_tokens",
+            "block_rows",
+            "threads",
+            "stages",
+            "stage_steps",
+        ):
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise OptionError(option, f"is {value}, expected at least 1")
         is_native = self.dtype == "float32" and self.kernel != "torch" and self.stages == 1
         if self.scores != "float32" and not is_native:
-            raise OptionError("scores", "bfloat16 is for the native kernels in one process, in float32 otherwise")
+            raise OptionError(
+                "scores", "bfloat16 is for the native kernels in one process, in float32 otherwise"
+            )
         if self.k is not None and not 0 <= self.k <= MOST_PROPOSED:
             raise OptionError("k", f"is {self.k}, expected 0 to {MOST_PROPOSED}, or auto")
-        if not 0 <= self.tree <= (self.k or 0) or (self.tree and (self.speculate != "draft" or self.fuzzy > 1)):
-            problem = (
-                "places of a proposal of k tokens that is drafted before a step, exactly: write speculate=draft&k=8"
-            )
+        if not 0 <= self.tree <= (self.k or 0) or (
+            self.tree and (self.speculate != "draft" or self.fuzzy > 1)
+        ):
+            problem = "places of a proposal of k tokens that is drafted before a step, exactly: write speculate=draft&k=8"
             raise OptionError("tree", f"is {self.tree}: {problem}")
         if self.speculate is not None and self.speculate not in SPECULATE:
-            raise OptionError("speculate", f"{self.speculate!r} is no way to speculate", SPECULATE, self.speculate)
+            raise OptionError(
+                "speculate", f"{self.speculate!r} is no way to speculate", SPECULATE, self.speculate
+            )
         if not 0 <= self.pad_vocabulary <= MOST_TOKENS:
-            raise OptionError("pad_vocabulary", f"is {self.pad_vocabulary}, expected 0 to {MOST_TOKENS:,}")
+            raise OptionError(
+                "pad_vocabulary", f"is {self.pad_vocabulary}, expected 0 to {MOST_TOKENS:,}"
+            )
         if self.pad_vocabulary and not self.pad:
-            raise OptionError("pad_vocabulary", "needs a padded model: write pad=20M as well, or another size")
+            raise OptionError(
+                "pad_vocabulary", "needs a padded model: write pad=20M as well, or another size"
+            )
         if not fullmatch(r"(cpu|cuda(:\d+)?)?", self.drafter_device, ASCII):
-            raise OptionError(self.drafter_device, "no such drafter_device", ("cpu", "cuda", "cuda:1"))
+            raise OptionError(
+                self.drafter_device, "no such drafter_device", ("cpu", "cuda", "cuda:1")
+            )
         for option in ("drafter_pad", "drafter_device"):
             if getattr(self, option) and not self.drafter:
-                raise OptionError(option, "needs a draft model: write drafter=embedded:draft, or another's name")
+                raise OptionError(
+                    option, "needs a draft model: write drafter=embedded:draft, or another's name"
+                )
         counts = self.replicas_of_stages
-        if len(counts) != self.stages - 1 or not all(1 <= count <= MOST_REPLICAS for count in counts):
-            problem = (
-                f"{self.stage_replicas!r} is no number from 1 to {MOST_REPLICAS}, or one for each stage but the first"
-            )
+        if len(counts) != self.stages - 1 or not all(
+            1 <= count <= MOST_REPLICAS for count in counts
+        ):
+            problem = f"{self.stage_replicas!r} is no number from 1 to {MOST_REPLICAS}, or one for each stage but the first"
             raise OptionError("stage_replicas", problem)
         if self.stages > 1 and (self.pad or self.speculate == "mirror"):
-            raise OptionError("stages", "are of a model that is not padded, and not heard between its layers (mirror)")
+            raise OptionError(
+                "stages",
+                "are of a model that is not padded, and not heard between its layers (mirror)",
+            )
         for words in (self.pad, self.drafter_pad):
             read_size(words or "0")
         if self.fuzzy < 1 or (
-            self.fuzzy > 1 and (not self.drafter or self.speculate in OVERLAPPED or self.drafter_pad)
+            self.fuzzy > 1
+            and (not self.drafter or self.speculate in OVERLAPPED or self.drafter_pad)
         ):
-            problem = (
-                f"is {self.fuzzy}: a number from 1 on, for a draft model that is neither padded nor beside the target"
-            )
+            problem = f"is {self.fuzzy}: a number from 1 on, for a draft model that is neither padded nor beside the target"
             raise OptionError("fuzzy", problem)
-        is_open = bool(self.drafter) and self.speculate in (None, "auto") and self.k is None and self.fuzzy == 1
+        is_open = (
+            bool(self.drafter)
+            and self.speculate in (None, "auto")
+            and self.k is None
+            and self.fuzzy == 1
+        )
         if self.beside == "process" and self.speculate not in OVERLAPPED and not is_open:
             problem = f"process is for a drafter beside the target: write speculate={OVERLAPPED[0]}, or auto without k"
             raise OptionError("beside", problem)

@@ -1,4 +1,6 @@
-"""Weights as the C kernels read them: packed into panels or pinned, once for each content that has a key."""
+"""Weights as the C kernels read them: packed into panels or pinned, once for each content that has
+a key.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class PackedAdapter(NamedTuple):
 
 
 class Packing:
-    """Keeps what the kernels point into; models that share it share what they pack or pin under equal keys."""
+    """Keeps what the kernels point into; models that share it share what they pack or pin under
+    equal keys.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -60,7 +64,9 @@ class Packing:
             return known
         rows, columns = matrix.shape
         matrix = matrix.contiguous()
-        packed = torch.empty(self._library.atts_packed_bytes(rows, columns, int(kind)), dtype=torch.uint8)
+        packed = torch.empty(
+            self._library.atts_packed_bytes(rows, columns, int(kind)), dtype=torch.uint8
+        )
         self._library.atts_pack(matrix.data_ptr(), rows, columns, int(kind), packed.data_ptr())
         address = self._add(packed)
         if key is not None:
@@ -70,7 +76,11 @@ class Packing:
     def adapter(self, deltas: Sequence[LowRank | None]) -> PackedAdapter:
         """What an adapter adds to the matrices of all layers."""
         found = [
-            _Delta(self.pack(low.down, PanelKind.FULL), self.pack(low.up, PanelKind.FULL), len(low.down))
+            _Delta(
+                self.pack(low.down, PanelKind.FULL),
+                self.pack(low.up, PanelKind.FULL),
+                len(low.down),
+            )
             if low
             else _Delta()
             for low in deltas

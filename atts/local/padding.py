@@ -1,7 +1,9 @@
-"""Padded models: a model beside a stack of layers shaped as a larger one's, whose output matrix is zero.
+"""Padded models: a model beside a stack of layers shaped as a larger one's, whose output matrix is
+zero.
 
-Words and log-probabilities stay the model's own to the bit; arithmetic, memory traffic and cache are a model's of the
-size asked for, for nothing of the stack is skipped. Its weights are random numbers made in memory.
+Words and log-probabilities stay the model's own to the bit; arithmetic, memory traffic and cache
+are a model's of the size asked for, for nothing of the stack is skipped. Its weights are random
+numbers made in memory.
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ _POOL = (1 << 20) + 7  # random numbers that matrices are filled from, over and 
 
 
 def padding_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Seeded numbers for every matrix but the head, which is zero; layers are made when they are asked for."""
+    """Seeded numbers for every matrix but the head, which is zero; layers are made when they are
+    asked for.
+    """
     generator = torch.Generator(device).manual_seed(config.matrix_weights)
     pool = torch.randn(_POOL, generator=generator, device=device).bfloat16().to(dtype)
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     turns = (10000.0**-exponent).expand(1 if config.long_after is None else 2, -1)
     return Weights(
-        embedding=_filled(pool, config.vocabulary, config.hidden_size, 0) * math.sqrt(config.hidden_size),
+        embedding=_filled(pool, config.vocabulary, config.hidden_size, 0)
+        * math.sqrt(config.hidden_size),
         layers=_Layers(config, pool),
         norm=torch.ones(config.hidden_size, dtype=dtype, device=device),
         head=torch.zeros(config.vocabulary, config.hidden_size, dtype=dtype, device=device),
@@ -38,7 +43,9 @@ def padding_weights(config: ModelConfig, dtype: torch.dtype, device: torch.devic
 
 
 def _filled(pool: Tensor, rows: int, columns: int, start: int) -> Tensor:
-    """A matrix of its own from the pool, of about 1 / sqrt(columns), each number one that bfloat16 can hold."""
+    """A matrix of its own from the pool, of about 1 / sqrt(columns), each number one that bfloat16
+    can hold.
+    """
     numbers = pool.roll(start) * 2.0 ** -round(math.log2(columns) / 2)
     matrix = pool.new_empty(rows * columns)
     for part in torch.split(matrix, len(pool)):
@@ -50,7 +57,8 @@ class _Layers(Sequence[LayerWeights]):
     """Layers of random numbers, no two alike, each made anew when it is asked for."""
 
     def __init__(self, config: ModelConfig, pool: Tensor) -> None:
-        self._config, self._pool = config, pool
+        self._config = config
+        self._pool = pool
 
     def __len__(self) -> int:
         return self._config.num_layers
@@ -64,24 +72,43 @@ class _Layers(Sequence[LayerWeights]):
             return [self[at] for at in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
             raise IndexError(index)
-        config, first = self._config, 1 + 4 * index
-        across, width, inner = config.num_heads * config.head_dim, config.hidden_size, config.intermediate_size
+        config = self._config
+        first = 1 + 4 * index
+        across = config.num_heads * config.head_dim
+        width = config.hidden_size
+        inner = config.intermediate_size
         norm = self._pool.new_ones(width)
         sizes = [(across + 2 * config.num_kv_heads * config.head_dim, width), (width, across)]
         sizes += [(2 * inner, width), (width, inner)]
-        qkv, out, gate_up, down = (_filled(self._pool, *size, first + at) for at, size in enumerate(sizes))
+        qkv, out, gate_up, down = (
+            _filled(self._pool, *size, first + at) for at, size in enumerate(sizes)
+        )
         parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(LayerWeights))
-        parts |= {"norm": norm, "qkv": qkv, "out": out, "mlp_norm": norm, "gate_up": gate_up, "down": down}
+        parts |= {
+            "norm": norm,
+            "qkv": qkv,
+            "out": out,
+            "mlp_norm": norm,
+            "gate_up": gate_up,
+            "down": down,
+        }
         return LayerWeights(**parts)
 
 
 class PaddedModel(ModelAround):
     """Runs each step of a model and of the stack beside it; both have caches of the same slots."""
 
-    def __init__(self, model: TappedModel, stack: TappedModel, width: int, vocabulary: int, middle: int = 0) -> None:
-        """`width` is the model's hidden size: what follows is the stack's, `middle` of its layers are half."""
+    def __init__(
+        self, model: TappedModel, stack: TappedModel, width: int, vocabulary: int, middle: int = 0
+    ) -> None:
+        """`width` is the model's hidden size: what follows is the stack's, `middle` of its layers
+        are half.
+        """
         super().__init__(model)
-        self._stack, self._width, self._vocabulary, self._middle = stack, width, vocabulary, middle
+        self._stack = stack
+        self._width = width
+        self._vocabulary = vocabulary
+        self._middle = middle
 
     @property
     def device_name(self) -> str:
@@ -89,12 +116,17 @@ class PaddedModel(ModelAround):
         return f"{self._model.device_name}, padded"
 
     def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
-        """The final hidden states of both, side by side; who hears of the model's does so half-way down the stack."""
+        """The final hidden states of both, side by side; who hears of the model's does so half-way
+        down the stack.
+        """
         if tap is None:
-            own, other = self._model.forward(batch, table), self._stack.forward(batch, table)
+            own = self._model.forward(batch, table)
+            other = self._stack.forward(batch, table)
         else:
             heard = list[Tensor]()
-            inner = Tap(self._middle, lambda _: heard.append(self._model.forward(batch, table, tap)))
+            inner = Tap(
+                self._middle, lambda _: heard.append(self._model.forward(batch, table, tap))
+            )
             other = self._stack.forward(batch, table, inner)
             own = heard[0]
         return torch.cat([own, other], dim=1)
@@ -102,9 +134,14 @@ class PaddedModel(ModelAround):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's, and the stack's added, which are zero."""
         own, other = self._parted(hidden)
-        return self._model.compute_logits(own) + self._stack.compute_logits(other)[:, : self._vocabulary]
+        return (
+            self._model.compute_logits(own)
+            + self._stack.compute_logits(other)[:, : self._vocabulary]
+        )
 
-    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
+    def score(
+        self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
+    ) -> tuple[list[float], Tensor]:
         """The model's; the stack's are computed as well, and nothing of them is added."""
         own, other = self._parted(hidden)
         values, kept = self._model.score(own, tokens, kept_rows)
@@ -112,4 +149,7 @@ class PaddedModel(ModelAround):
         return [value + 0.0 * none for value, none in zip(values, nothing, strict=True)], kept
 
     def _parted(self, hidden: Tensor) -> Iterator[Tensor]:
-        return (part.contiguous() for part in torch.split(hidden, [self._width, hidden.shape[1] - self._width], 1))
+        return (
+            part.contiguous()
+            for part in torch.split(hidden, [self._width, hidden.shape[1] - self._width], 1)
+        )

@@ -1,4 +1,6 @@
-"""The shape of a padded model's stack of layers: sizes as people write them, widths and depths of published models."""
+"""The shape of a padded model's stack of layers: sizes as people write them, widths and depths of
+published models.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from dataclasses import replace
 from atts.errors import OptionError
 from atts.local.model_config import ModelConfig
 
-_SHAPES = (  # up to so many weights: hidden size, layers, heads, key-value heads, features of a head
+# up to so many weights: hidden size, layers, heads, key-value heads, features of a head
+_SHAPES = (
     (10_000_000, (256, 4, 4, 2, 64)),
     (40_000_000, (512, 6, 8, 4, 64)),
     (400_000_000, (1024, 16, 16, 4, 64)),
@@ -40,11 +43,14 @@ def read_size(words: str) -> int:
 
 
 def padding_shape(model: ModelConfig, size: int, vocabulary: int = 0) -> ModelConfig:
-    """The shape of a stack that makes the model one of `size` weights, with a head for at least the model's tokens.
+    """The shape of a stack that makes the model one of `size` weights, with a head for at least the
+    model's tokens.
 
     :raises OptionError: the model alone is larger, or nearly.
     """
-    hidden, layers, heads, kv_heads, head = next((shape for most, shape in _SHAPES if size <= most), _SHAPES[-1][1])
+    hidden, layers, heads, kv_heads, head = next(
+        (shape for most, shape in _SHAPES if size <= most), _SHAPES[-1][1]
+    )
     stack = replace(
         model,
         family="llama",
@@ -66,5 +72,8 @@ def padding_shape(model: ModelConfig, size: int, vocabulary: int = 0) -> ModelCo
     width = round(missing / (3 * hidden * layers * _STEP)) * _STEP
     if width < _STEP:
         least = model.matrix_weights + stack.matrix_weights + 3 * hidden * layers * _STEP
-        raise OptionError("pad", f"{size:,} weights are too few: with its padding the model has at least {least:,}")
+        raise OptionError(
+            "pad",
+            f"{size:,} weights are too few: with its padding the model has at least {least:,}",
+        )
     return replace(stack, intermediate_size=width)

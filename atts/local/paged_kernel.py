@@ -1,8 +1,10 @@
-"""Attention of a step's blocks over the paged cache as one Triton kernel: no slot is gathered, no sequence waits.
+"""Attention of a step's blocks over the paged cache as one Triton kernel: no slot is gathered, no
+sequence waits.
 
-A program computes one block's rows for the query heads of one key-value head, over a part of the context: long contexts
-of few blocks are split, and the parts put together by their weights. All sizes that vary from step to step are read on
-the device, so that a captured graph holds for any lengths.
+A program computes one block's rows for the query heads of one key-value head, over a part of the
+context: long contexts of few blocks are split, and the parts put together by their weights. All
+sizes that vary from step to step are read on the device, so that a captured graph holds for any
+lengths.
 """
 # pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportMissingParameterType=false
@@ -21,17 +23,32 @@ _PROGRAMS = 264  # that fill a large GPU: contexts are split until there are as 
 _MOST_PARTS = 16
 
 
-# arrays of a step begin anywhere in the one array that holds it: a kernel for each alignment would be compiled mid-run
-@triton.jit(do_not_specialize=["starts", "counts", "firsts", "slots", "num_parts", "num_rows", "table_width"])  # type: ignore[untyped-decorator]
+# arrays of a step begin anywhere in the one array that holds it: a kernel for each alignment would
+# be compiled mid-run
+@triton.jit(
+    do_not_specialize=[
+        "starts",
+        "counts",
+        "firsts",
+        "slots",
+        "num_parts",
+        "num_rows",
+        "table_width",
+    ]
+)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     queries, keys, values, starts, counts, firsts, slots, out, weights,
     num_parts, num_rows, table_width, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    block, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    start, count, first = tl.load(starts + block), tl.load(counts + block), tl.load(firsts + block)
+    start = tl.load(starts + block)
+    count = tl.load(counts + block)
+    first = tl.load(firsts + block)
     lane = tl.arange(0, ROWS)
     place = lane // GROUP
     is_row = (place < count) & (place < WIDTH)
@@ -39,7 +56,11 @@ def _attend(  # type: ignore[no-untyped-def]
     at = row * HEADS + head * GROUP + lane % GROUP  # of the query and of the output
     dims = tl.arange(0, DIM_UP)
     is_dim = dims < DIM
-    query = tl.load(queries + at[:, None] * DIM + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    query = tl.load(
+        queries + at[:, None] * DIM + dims[None, :],
+        mask=is_row[:, None] & is_dim[None, :],
+        other=0.0,
+    )
     low = 0
     if WINDOW > 0:
         low = tl.maximum(0, first - WINDOW + 1)
@@ -56,7 +77,9 @@ def _attend(  # type: ignore[no-untyped-def]
         inside = positions < end
         slot = tl.load(slots + block * table_width + positions, mask=inside, other=0).to(tl.int64)
         where = (slot * KV_HEADS + head) * DIM
-        key = tl.load(keys + where[None, :] + dims[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
+        key = tl.load(
+            keys + where[None, :] + dims[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0
+        )
         scores = tl.dot(query, key, input_precision="ieee") * scale
         sees = inside[None, :] & (positions[None, :] <= last[:, None])
         if WINDOW > 0:
@@ -67,12 +90,20 @@ def _attend(  # type: ignore[no-untyped-def]
         shrunk = tl.exp(best - base)
         looks = tl.exp(scores - base[:, None])
         total = total * shrunk + tl.sum(looks, 1)
-        value = tl.load(values + where[:, None] + dims[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
-        mixed = mixed * shrunk[:, None] + tl.dot(looks.to(value.dtype), value, input_precision="ieee")
+        value = tl.load(
+            values + where[:, None] + dims[None, :],
+            mask=inside[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        mixed = mixed * shrunk[:, None] + tl.dot(
+            looks.to(value.dtype), value, input_precision="ieee"
+        )
         best = higher
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     kept = part.to(tl.int64) * num_rows * HEADS + at
-    tl.store(out + kept[:, None] * DIM + dims[None, :], mixed, mask=is_row[:, None] & is_dim[None, :])
+    tl.store(
+        out + kept[:, None] * DIM + dims[None, :], mixed, mask=is_row[:, None] & is_dim[None, :]
+    )
     weight = tl.where(total > 0, best + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
     tl.store(weights + kept, weight, mask=is_row)
 
@@ -82,7 +113,9 @@ class PagedAttention:
 
     def __init__(self, step: DeviceStep, config: ModelConfig, window: int) -> None:
         (blocks,) = step.classes
-        self._blocks, self._window, self._config = blocks, window, config
+        self._blocks = blocks
+        self._window = window
+        self._config = config
         programs = blocks.size.blocks * config.num_kv_heads
         wanted = min(_MOST_PARTS, _PROGRAMS // max(1, programs), blocks.size.length // 128)
         self._parts = max(1, wanted)
@@ -96,10 +129,14 @@ class PagedAttention:
         whole = out[0] if self._parts == 1 else (weights.softmax(0).unsqueeze(-1) * out).sum(0)
         return whole.to(query.dtype).view(rows, heads * dim)
 
-    def _launch(self, query: Tensor, keys: Tensor, values: Tensor, results: tuple[Tensor, Tensor]) -> None:
-        config, blocks = self._config, self._blocks
+    def _launch(
+        self, query: Tensor, keys: Tensor, values: Tensor, results: tuple[Tensor, Tensor]
+    ) -> None:
+        config = self._config
+        blocks = self._blocks
         width = next(width for width in _WIDTHS if blocks.size.width <= width)
-        dim, group = config.head_dim, config.num_heads // config.num_kv_heads
+        dim = config.head_dim
+        group = config.num_heads // config.num_kv_heads
         is_half = query.dtype != torch.float32
         _attend[(blocks.size.blocks, config.num_kv_heads, self._parts)](
             query, keys, values, **_arrays(blocks), out=results[0], weights=results[1],
@@ -111,4 +148,9 @@ class PagedAttention:
 
 
 def _arrays(blocks: Blocks) -> dict[str, Tensor]:
-    return {"starts": blocks.starts, "counts": blocks.counts, "firsts": blocks.firsts, "slots": blocks.slots}
+    return {
+        "starts": blocks.starts,
+        "counts": blocks.counts,
+        "firsts": blocks.firsts,
+        "slots": blocks.slots,
+    }

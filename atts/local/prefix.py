@@ -1,4 +1,6 @@
-"""The prefix cache: a radix tree of the token sequences whose keys and values are cached, evicted oldest first."""
+"""The prefix cache: a radix tree of the token sequences whose keys and values are cached, evicted
+oldest first.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class PrefixNode:
     locks: int = 0  # sequences that read through this node
     last_used: int = 0  # on the tree's own clock
     is_idle: bool = False  # among those to be evicted
-    scores: NDArray[np.float32] | None = None  # log-probability of each token where it is known, else NaN
+    scores: NDArray[np.float32] | None = (
+        None  # log-probability of each token where it is known, else NaN
+    )
 
 
 class PrefixMatch(NamedTuple):
@@ -48,10 +52,12 @@ _NO_SLOTS: SlotIds = np.zeros(0, dtype=np.int32)
 
 
 class PrefixTree:
-    """Token sequences by longest common prefix, exact to the token; nodes in use are locked and stay.
+    """Token sequences by longest common prefix, exact to the token; nodes in use are locked and
+    stay.
 
-    A node may also keep the logits after its last token: then a sequence that goes on there starts without a forward.
-    And it may keep what its tokens scored: four bytes a token, for as long as its slots are kept.
+    A node may also keep the logits after its last token: then a sequence that goes on there starts
+    without a forward. And it may keep what its tokens scored: four bytes a token, for as long as
+    its slots are kept.
     """
 
     def __init__(self, max_logits: int) -> None:
@@ -60,14 +66,18 @@ class PrefixTree:
         self._clock = 0
         self.num_cached = 0  # slots the tree owns
         self._num_locked = 0  # of them, those a running sequence reads
-        self._idle: list[tuple[int, int, PrefixNode]] = []  # leaves without locks, and some that were; by last use then
+        self._idle: list[
+            tuple[int, int, PrefixNode]
+        ] = []  # leaves without locks, and some that were; by last use then
         self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
 
     def root(self, kind: int) -> PrefixNode:
         """Where sequences of a kind begin, which share nothing with those of another."""
         if not kind:
             return self._root
-        return self._root.children.setdefault(-kind, PrefixNode((-kind,), self._no_slots, self._root, 0, locks=1))
+        return self._root.children.setdefault(
+            -kind, PrefixNode((-kind,), self._no_slots, self._root, 0, locks=1)
+        )
 
     @property
     def num_evictable(self) -> int:
@@ -75,9 +85,13 @@ class PrefixTree:
         return self.num_cached - self._num_locked
 
     def match(self, ids: TokenIds, limit: int, after: PrefixNode | None = None) -> PrefixMatch:
-        """What is known of the first `limit` ids, from `after` on; splits a node where the match ends inside it."""
+        """What is known of the first `limit` ids, from `after` on; splits a node where the match
+        ends inside it.
+        """
         self._clock += 1
-        node, at, runs = after or self._root, 0, list[SlotIds]()
+        node = after or self._root
+        at = 0
+        runs = list[SlotIds]()
         while at < limit:
             child = node.children.get(ids[at])
             if child is None:
@@ -87,28 +101,37 @@ class PrefixTree:
                 child = self._split(child, shared)
             child.last_used = self._clock
             runs.append(child.slots)
-            node, at = child, at + shared
-        return PrefixMatch(node, np.concatenate(runs) if len(runs) > 1 else runs[0] if runs else self._no_slots)
+            node = child
+            at = at + shared
+        return PrefixMatch(
+            node, np.concatenate(runs) if len(runs) > 1 else runs[0] if runs else self._no_slots
+        )
 
     def insert(self, ids: TokenIds, slots: SlotIds, after: PrefixNode | None = None) -> PrefixMatch:
-        """Make `ids` known: the node where they end, and the slots of the part that was known before.
+        """Make `ids` known: the node where they end, and the slots of the part that was known
+        before.
 
         They follow those of `after`, where it is given: then nothing before it is looked at again.
-        The tree takes the other slots over; the caller reads the known part from the tree's slots and frees its own.
+        The tree takes the other slots over; the caller reads the known part from the tree's slots
+        and frees its own.
         """
         found = self.match(ids, len(ids), after)
         known = found.length
         if known == len(ids):
             return found
         depth = found.node.depth + len(ids) - known
-        leaf = PrefixNode(ids[known:], slots[known:].copy(), found.node, depth, last_used=self._clock)
+        leaf = PrefixNode(
+            ids[known:], slots[known:].copy(), found.node, depth, last_used=self._clock
+        )
         found.node.children[ids[known]] = leaf
         self.num_cached += len(leaf.slots)
         self._offer(leaf)
         return PrefixMatch(leaf, found.slots)
 
     def lock(self, node: PrefixNode, after: PrefixNode | None = None) -> None:
-        """Keep this node and all before it; where `after` is locked already, that lock is moved on to the node."""
+        """Keep this node and all before it; where `after` is locked already, that lock is moved on
+        to the node.
+        """
         step: PrefixNode | None = node
         while step is not after:
             assert step is not None, "the node to lock does not follow the one that is locked"
@@ -129,7 +152,9 @@ class PrefixTree:
             step = step.parent
 
     def evict(self, count: int) -> list[SlotIds]:
-        """Forget at least `count` unlocked slots if there are as many, those least recently used first."""
+        """Forget at least `count` unlocked slots if there are as many, those least recently used
+        first.
+        """
         freed: list[SlotIds] = []
         while count > 0 and self._idle:
             used, _, node = heappop(self._idle)
@@ -148,7 +173,9 @@ class PrefixTree:
             heappush(self._idle, (node.last_used, id(node), node))
 
     def keep_logits(self, node: PrefixNode, logits: Tensor) -> None:
-        """Remember the logits after this node's last token; the oldest such memory goes when there are too many."""
+        """Remember the logits after this node's last token; the oldest such memory goes when there
+        are too many.
+        """
         self._logits[id(node)] = (node, logits)
 
     def logits(self, node: PrefixNode) -> Tensor | None:
@@ -158,20 +185,29 @@ class PrefixTree:
 
     def keep_scores(self, node: PrefixNode, scores: Many[float]) -> None:
         """Remember the log-probabilities of the last tokens of the text that ends with this node."""
-        left, step = np.array(scores, dtype=np.float32), node
+        left = np.array(scores, dtype=np.float32)
+        step = node
         while len(left):
             assert step.parent is not None, "more scores than tokens"
             if step.scores is None:
                 step.scores = np.full(len(step.ids), np.nan, dtype=np.float32)
             own = min(len(left), len(step.ids))
             step.scores[len(step.ids) - own :] = left[len(left) - own :]
-            left, step = left[: len(left) - own], step.parent
+            left = left[: len(left) - own]
+            step = step.parent
 
     def scores(self, node: PrefixNode, first: int) -> list[float]:
-        """What is remembered of the text that ends with this node, from its token `first` up to one that is unknown."""
-        parts, step = list[NDArray[np.float32]](), node
+        """What is remembered of the text that ends with this node, from its token `first` up to one
+        that is unknown.
+        """
+        parts = list[NDArray[np.float32]]()
+        step = node
         while step.depth > first and step.parent is not None:
-            own = step.scores if step.scores is not None else np.full(len(step.ids), np.nan, dtype=np.float32)
+            own = (
+                step.scores
+                if step.scores is not None
+                else np.full(len(step.ids), np.nan, dtype=np.float32)
+            )
             parts.append(own[max(0, first - step.depth + len(step.ids)) :])
             step = step.parent
         values = np.concatenate([*parts[::-1], [np.nan]])
@@ -188,7 +224,9 @@ class PrefixTree:
     def divide(self, parents: list[int]) -> None:
         """Slots of several columns: each is from now on what that old one was."""
         none = np.zeros((0, len(parents)), dtype=np.int32)
-        divided = [(node, node.slots[:, parents] if len(node.slots) else none) for node in self.nodes()]
+        divided = [
+            (node, node.slots[:, parents] if len(node.slots) else none) for node in self.nodes()
+        ]
         self._no_slots = none
         for node, slots in divided:
             node.slots = slots
@@ -202,7 +240,9 @@ class PrefixTree:
         return leaf.slots
 
     def _split(self, child: PrefixNode, at: int) -> PrefixNode:
-        """Cut a node in two; the lower part stays the same object, so locks on it and its logits stay right."""
+        """Cut a node in two; the lower part stays the same object, so locks on it and its logits
+        stay right.
+        """
         assert child.parent is not None, "the root has no ids to cut"
         upper = PrefixNode(
             child.ids[:at],
@@ -214,9 +254,12 @@ class PrefixTree:
         )
         child.parent.children[child.ids[0]] = upper
         upper.children[child.ids[at]] = child
-        child.ids, child.slots, child.parent = child.ids[at:], child.slots[at:].copy(), upper
+        child.ids = child.ids[at:]
+        child.slots = child.slots[at:].copy()
+        child.parent = upper
         if child.scores is not None:
-            upper.scores, child.scores = child.scores[:at].copy(), child.scores[at:].copy()
+            upper.scores = child.scores[:at].copy()
+            child.scores = child.scores[at:].copy()
         return upper
 
 
@@ -225,7 +268,8 @@ def _shared_length(known: TokenIds, ids: TokenIds, start: int, limit: int) -> in
     most = min(len(known), limit - start)
     if known[:most] == ids[start : start + most]:
         return most
-    low, high = 1, most  # the first `low` are equal, the first `high` are not
+    low = 1
+    high = most  # the first `low` are equal, the first `high` are not
     while high - low > 1:
         middle = (low + high) // 2
         if known[low:middle] == ids[start + low : start + middle]:

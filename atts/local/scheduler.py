@@ -1,4 +1,6 @@
-"""The scheduler: which requests run, which tokens the next step feeds, which are preempted when slots run short."""
+"""The scheduler: which requests run, which tokens the next step feeds, which are preempted when
+slots run short.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from atts.local.prefix import PrefixMatch, PrefixNode, PrefixTree
 from atts.local.sequence import Sequence
 from atts.local.slot_ledger import SlotLedger
 
-_SLOT_RUN = 32  # slots taken at a time while decoding: neighbours in memory are read faster, and calls are few
+# slots taken at a time while decoding: neighbours in memory are read faster, and calls are few
+_SLOT_RUN = 32
 _HEADROOM = 16  # slots kept free per running sequence when another is admitted
 MOST_BRANCHES = 128  # of a step: rows beside the chains of its proposals, where these may be trees
 CacheAction = Literal["keep", "drop"]
@@ -30,19 +33,25 @@ class SchedulerConfig:
     max_batch: int
     chunk_tokens: int
     context_length: int
-    long_after: int | None = None  # tokens beyond which a request is computed with frequencies of its own
+    long_after: int | None = (
+        None  # tokens beyond which a request is computed with frequencies of its own
+    )
     rope_rows: int = 0  # where those begin in the tables of angles
     branches: int = 0  # further rows of the slot table, for proposals that are trees
 
 
 class Scheduler:
-    """Oldest first, whatever the kind; decoding never waits for prefills, which are cut into chunks.
+    """Oldest first, whatever the kind; decoding never waits for prefills, which are cut into
+    chunks.
 
     A request that fits the context always gets done: younger ones give their slots up for it.
     """
 
-    def __init__(self, config: SchedulerConfig, tree: PrefixTree, ledger: SlotLedger | None = None) -> None:
-        self._config, self.tree = config, tree
+    def __init__(
+        self, config: SchedulerConfig, tree: PrefixTree, ledger: SlotLedger | None = None
+    ) -> None:
+        self._config = config
+        self.tree = tree
         self._lending = None if ledger is None else KVSharing(tree, ledger)
         self.allocator: SlotAllocator = ledger or SlotAllocator(config.kv_tokens)
         self._chunk_tokens = config.chunk_tokens
@@ -70,7 +79,9 @@ class Scheduler:
         """Slots that running sequences read or write: all others are free or can be made so."""
         if self._lending is None or not self._running:
             return max(0, self.allocator.num_used - self.tree.num_evictable)
-        return self._lending.ledger.num_apart(np.concatenate([self.table[s.row, : s.capacity] for s in self._running]))
+        return self._lending.ledger.num_apart(
+            np.concatenate([self.table[s.row, : s.capacity] for s in self._running])
+        )
 
     def sequence(self, request_id: int) -> Sequence:
         """An unfinished request."""
@@ -96,7 +107,9 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def cancel(self, request_id: int) -> bool:
-        """Forget a request at once, keeping what was computed of it as cache; whether it was unfinished."""
+        """Forget a request at once, keeping what was computed of it as cache; whether it was
+        unfinished.
+        """
         sequence = self._unfinished.get(request_id)
         if sequence is None:
             return False
@@ -104,22 +117,29 @@ class Scheduler:
         return True
 
     def finish(self, sequence: Sequence, *, cache: CacheAction = "keep") -> None:
-        """The request is done: its slots become cache, or are freed at once where `cache` is "drop"."""
+        """The request is done: its slots become cache, or are freed at once where `cache` is
+        "drop".
+        """
         del self._unfinished[sequence.request_id]
         sequence.is_finished = True
         if sequence.row >= 0:
             self._release(sequence, cache=cache)
 
     def divide(self, parents: list[int]) -> None:
-        """Each column of layers is from now on what that old one was; who is amid a loan borrows anew from then on."""
+        """Each column of layers is from now on what that old one was; who is amid a loan borrows
+        anew from then on.
+        """
         for sequence in [each for each in self._running if each.num_computed < each.borrowed]:
             self._preempt(sequence)
         tables = self.tables[parents]
         self.tree.divide(parents)
-        self.tables, self.table = tables, tables.transpose(1, 2, 0)
+        self.tables = tables
+        self.table = tables.transpose(1, 2, 0)
 
     def shrink(self) -> bool:
-        """Feed half as many tokens and sequences a step from now on; False when that is impossible: then all again."""
+        """Feed half as many tokens and sequences a step from now on; False when that is impossible:
+        then all again.
+        """
         if self._chunk_tokens <= 1:
             self._chunk_tokens = self._config.chunk_tokens  # it was not for the size of the steps
             return False
@@ -143,26 +163,34 @@ class Scheduler:
         budget = max(self._chunk_tokens - num_decoding, (self._chunk_tokens + 3) // 4)
         for sequence in chosen:
             if sequence.is_decoding:
-                if sequence.num_computed < sequence.capacity or self._reserve(sequence, sequence.num_computed + 1):
+                if sequence.num_computed < sequence.capacity or self._reserve(
+                    sequence, sequence.num_computed + 1
+                ):
                     plan.decoding.append(sequence)
             elif sequence.row < 0:
                 continue  # preempted by an older one
             elif sequence.num_computed == len(sequence.ids):
                 plan.ready.append(sequence)
             else:
-                start, stop = sequence.num_computed, min(len(sequence.ids), sequence.num_computed + budget)
+                start = sequence.num_computed
+                stop = min(len(sequence.ids), sequence.num_computed + budget)
                 if start < sequence.borrowed:  # what follows is computed from its first unit on
                     stop = min(stop, sequence.borrowed)
                 if stop > start and self._reserve(sequence, stop):
                     budget -= stop - start
-                    plan.prefills.append(PrefillChunk(sequence, start, stop, _logits_from(sequence, stop)))
-        plan.prefills.sort(key=lambda chunk: (chunk.stop - chunk.start > 1, chunk.sequence.is_scoring))
+                    plan.prefills.append(
+                        PrefillChunk(sequence, start, stop, _logits_from(sequence, stop))
+                    )
+        plan.prefills.sort(
+            key=lambda chunk: (chunk.stop - chunk.start > 1, chunk.sequence.is_scoring)
+        )
         return plan
 
     def widen(self, sequence: Sequence, count: int) -> int:
         """How many tokens, at most `count`, a sequence that decodes may feed beyond its newest one.
 
-        Slots for them are taken as long as there are plenty: no sequence is ever preempted for them.
+        Slots for them are taken as long as there are plenty: no sequence is ever preempted for
+        them.
         """
         most = min(sequence.num_computed + 1 + min(count, _SLOT_RUN), sequence.max_slots)
         if most > sequence.capacity and self._has_plenty():
@@ -170,46 +198,68 @@ class Scheduler:
         return min(most, sequence.capacity) - sequence.num_computed - 1
 
     def branch(self, sequence: Sequence, place: int, spare: int, number: int) -> int | None:
-        """A row that has the slot of a spare place of the sequence's span at another; None where there is none left."""
+        """A row that has the slot of a spare place of the sequence's span at another; None where
+        there is none left.
+        """
         if number >= self._config.branches:
             return None
-        row, first = self._config.max_batch + number, sequence.num_computed + 1
+        row = self._config.max_batch + number
+        first = sequence.num_computed + 1
         self.table[row, : first + place] = self.table[sequence.row, : first + place]
         self.table[row, first + place] = self.table[sequence.row, first + spare]
         return row
 
     def take_branch(self, sequence: Sequence, place: int, spare: int) -> None:
-        """What was computed of a branch is the sequence's, whose newest token is computed: two slots are swapped."""
-        row, first = self.table[sequence.row], sequence.num_computed
+        """What was computed of a branch is the sequence's, whose newest token is computed: two
+        slots are swapped.
+        """
+        row = self.table[sequence.row]
+        first = sequence.num_computed
         row[[first + place, first + spare]] = row[[first + spare, first + place]]
 
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
-        """Hand what is computed of this sequence over to the prefix tree, and read from it what is there already."""
-        row, node, shared = self.table[sequence.row], sequence.node, sequence.num_shared
+        """Hand what is computed of this sequence over to the prefix tree, and read from it what is
+        there already.
+        """
+        row = self.table[sequence.row]
+        node = sequence.node
+        shared = sequence.num_shared
         assert node is not None, "a running sequence holds a lock"
         computed = sequence.num_computed
         if self._lending is not None:
             self._lending.deduplicate(sequence, row, max(shared, node.depth))
-        found = self.tree.insert(tuple(sequence.ids[node.depth : computed]), row[node.depth : computed], node)
+        found = self.tree.insert(
+            tuple(sequence.ids[node.depth : computed]), row[node.depth : computed], node
+        )
         self.tree.lock(found.node, node)
         known = node.depth + found.length
         if known > shared:
             self.allocator.free([row[shared:known]])
             row[shared : node.depth] = node.slots[len(node.slots) - (node.depth - shared) :]
             row[node.depth : known] = found.slots
-        sequence.node, sequence.num_shared = found.node, computed
+        sequence.node = found.node
+        sequence.num_shared = computed
         return found.node
 
     def _admit(self) -> None:
         deferred: list[Sequence] = []
         most = self._config.max_batch
-        while self._waiting and self._free_rows and len(self._running) < self._chunk_tokens and len(deferred) < most:
+        while (
+            self._waiting
+            and self._free_rows
+            and len(self._running) < self._chunk_tokens
+            and len(deferred) < most
+        ):
             _, sequence = self._waiting[0]
             if sequence.is_finished:
                 heapq.heappop(self._waiting)
                 continue
             found = self._known(sequence)
-            loan = self._lending.best(sequence, self._start(sequence, found)) if self._lending else None
+            loan = (
+                self._lending.best(sequence, self._start(sequence, found))
+                if self._lending
+                else None
+            )
             if self._should_wait(sequence, max(found.length, loan.stop if loan else 0)):
                 deferred.append(sequence)
             elif not self._try_admit(sequence, found):
@@ -221,11 +271,14 @@ class Scheduler:
             heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _known(self, sequence: Sequence) -> PrefixMatch:
-        """What the tree has of a waiting request's ids: up to the first token that is to be scored anew.
+        """What the tree has of a waiting request's ids: up to the first token that is to be scored
+        anew.
 
-        One that also draws beside its text needs the law at each place of it, whatever is known of the tokens.
+        One that also draws beside its text needs the law at each place of it, whatever is known of
+        the tokens.
         """
-        ids, root = tuple(sequence.ids), self.tree.root(sequence.kind)
+        ids = tuple(sequence.ids)
+        root = self.tree.root(sequence.kind)
         if sequence.is_scoring and sequence.drawn is None:
             sequence.begin_scores([])
             found = self.tree.match(ids, len(ids) - 1, root)
@@ -235,23 +288,34 @@ class Scheduler:
         return self.tree.match(ids, min(len(ids), sequence.first_scored), root)
 
     def _start(self, sequence: Sequence, found: PrefixMatch) -> int:
-        """How much a request need not compute: the last known position it must, where its logits are not kept."""
+        """How much a request need not compute: the last known position it must, where its logits
+        are not kept.
+        """
         is_whole = found.length == min(len(sequence.ids), sequence.first_scored)
         return found.length - (is_whole and self.tree.logits(found.node) is None)
 
     def _try_admit(self, sequence: Sequence, found: PrefixMatch) -> bool:
-        """Give a waiting request a row and all the cache knows of its ids; False when there is no room for it yet."""
+        """Give a waiting request a row and all the cache knows of its ids; False when there is no
+        room for it yet.
+        """
         self.tree.lock(found.node)
         known = self._start(sequence, found)
-        logits = self.tree.logits(found.node) if known == min(len(sequence.ids), sequence.first_scored) else None
+        logits = (
+            self.tree.logits(found.node)
+            if known == min(len(sequence.ids), sequence.first_scored)
+            else None
+        )
         if not self._has_room(len(sequence.ids) - known):
             self.tree.unlock(found.node)
             return False
-        sequence.row, sequence.node, sequence.cached_logits = self._free_rows.pop(), found.node, logits
+        sequence.row = self._free_rows.pop()
+        sequence.node = found.node
+        sequence.cached_logits = logits
         self.table[sequence.row, :known] = found.slots[:known]
         sequence.num_computed = sequence.num_shared = sequence.capacity = known
         if not sequence.was_admitted:
-            sequence.was_admitted, sequence.cached_tokens = True, known
+            sequence.was_admitted = True
+            sequence.cached_tokens = known
             self.admitted.append(sequence)
         if self._running and sequence.order < self._running[-1].order:
             insort(self._running, sequence, key=lambda other: other.order)
@@ -266,10 +330,14 @@ class Scheduler:
         most = len(self._running) * (self._config.context_length + _HEADROOM)
         if self._can_free(count + most):  # mostly: then there is no need to add up
             return True
-        return self._can_free(count + sum(max(0, len(s.ids) - s.capacity) + _HEADROOM for s in self._running))
+        return self._can_free(
+            count + sum(max(0, len(s.ids) - s.capacity) + _HEADROOM for s in self._running)
+        )
 
     def _can_free(self, count: int) -> bool:
-        """Whether as many slots are free or can be made so; those of the tree that others hold as well cannot."""
+        """Whether as many slots are free or can be made so; those of the tree that others hold as
+        well cannot.
+        """
         free = self.allocator.num_free
         if free >= count or free + self.tree.num_evictable < count:
             return free >= count
@@ -283,15 +351,22 @@ class Scheduler:
         loan.put_into(sequence, self.table[sequence.row], self.allocator.num_free)
 
     def _should_wait(self, sequence: Sequence, known: int) -> bool:
-        """Whether a running prefill, be it a relative's, is about to compute a good part of this request's ids."""
+        """Whether a running prefill, be it a relative's, is about to compute a good part of this
+        request's ids.
+        """
         wanted = known + WORTH_WAITING
         if wanted > min(len(sequence.ids), sequence.first_scored):
             return False
         kinds = {sequence.kind}
         if self._lending is not None:
             kinds.update(kind for _, kind in self._lending.kinds(sequence))
-        start, prefilled = sequence.ids[:wanted], [s for s in self._running if s.kind in kinds]
-        return any(s.ids[:wanted] == start for s in prefilled if not s.is_decoding and s.num_computed < len(s.ids))
+        start = sequence.ids[:wanted]
+        prefilled = [s for s in self._running if s.kind in kinds]
+        return any(
+            s.ids[:wanted] == start
+            for s in prefilled
+            if not s.is_decoding and s.num_computed < len(s.ids)
+        )
 
     def _reserve(self, sequence: Sequence, stop: int) -> bool:
         """See that the row has slots up to `stop`; failing that, the sequence itself is preempted."""
@@ -304,7 +379,9 @@ class Scheduler:
         if not self._make_room(count, sequence):
             self._preempt(sequence)
             return False
-        self.table[sequence.row, sequence.capacity : sequence.capacity + count] = self.allocator.allocate(count)
+        self.table[sequence.row, sequence.capacity : sequence.capacity + count] = (
+            self.allocator.allocate(count)
+        )
         sequence.capacity += count
         return True
 
@@ -313,10 +390,14 @@ class Scheduler:
         return self._can_free(_SLOT_RUN * len(self._running))
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
-        """Evict, then preempt younger sequences, youngest first, until `count` slots are free; whether they are."""
+        """Evict, then preempt younger sequences, youngest first, until `count` slots are free;
+        whether they are.
+        """
         if count <= self.allocator.num_free:
             return True
-        younger = [each for each in self._running if each.order > sequence.order and not each.is_under_way]
+        younger = [
+            each for each in self._running if each.order > sequence.order and not each.is_under_way
+        ]
         while not self._evict_until_free(count):
             if not younger:
                 return False
@@ -324,13 +405,17 @@ class Scheduler:
         return True
 
     def _evict_until_free(self, count: int) -> bool:
-        while self.allocator.num_free < count and (evicted := self.tree.evict(count - self.allocator.num_free)):
+        while self.allocator.num_free < count and (
+            evicted := self.tree.evict(count - self.allocator.num_free)
+        ):
             self.num_evicted += sum(len(run) for run in evicted)
             self.allocator.free(evicted)
         return self.allocator.num_free >= count
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue; what it generated stays, what it computed may be found in the cache again."""
+        """Back to the queue; what it generated stays, what it computed may be found in the cache
+        again.
+        """
         self.num_preempted += 1
         sequence.is_decoding = False
         if sequence.is_scoring:
@@ -346,8 +431,12 @@ class Scheduler:
         self.allocator.free([self.table[sequence.row, sequence.num_shared : sequence.capacity]])
         self._free_rows.append(sequence.row)
         self._running.remove(sequence)
-        sequence.row, sequence.node, sequence.cached_logits = -1, None, None
-        sequence.num_computed = sequence.num_drafted = sequence.num_shared = sequence.capacity = sequence.borrowed = 0
+        sequence.row = -1
+        sequence.node = None
+        sequence.cached_logits = None
+        sequence.num_computed = sequence.num_drafted = sequence.num_shared = sequence.capacity = (
+            sequence.borrowed
+        ) = 0
 
 
 def _logits_from(sequence: Sequence, stop: int) -> int:

@@ -35,7 +35,8 @@ class Sequence:
     arrived: float
     ids: list[int]  # given ids, then the generated ones
     max_slots: int  # most tokens that will ever need one
-    first_scored: int  # index of the first token to score that was not scored before; for sampling, past the end
+    # index of the first token to score that was not scored before; for sampling, past the end
+    first_scored: int
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None
     chain: int = 0  # which of the loop's models it is of
@@ -46,22 +47,32 @@ class Sequence:
     node: PrefixNode | None = None  # deepest node it holds a lock on
     num_computed: int = 0  # tokens whose keys and values are cached
     num_drafted: int = 0  # tokens whose keys and values the drafter has cached, in the same slots
-    num_shared: int = 0  # leading slots of the row that belong to the prefix tree; those after are its own
+    num_shared: int = (
+        0  # leading slots of the row that belong to the prefix tree; those after are its own
+    )
     capacity: int = 0  # slots in the row
     cached_tokens: int = 0
-    cached_logits: Tensor | None = None  # after the last cached token, where the prefix tree has them
+    cached_logits: Tensor | None = (
+        None  # after the last cached token, where the prefix tree has them
+    )
     borrowed: int = 0  # up to where a relative's keys and values of the first layers are read
     unit: int = 0  # of its model, from which on these positions are computed
-    is_decoding: bool = False  # only its newest token is left to feed; set by the loop, cleared when it gives way
+    is_decoding: bool = (
+        False  # only its newest token is left to feed; set by the loop, cleared when it gives way
+    )
     is_under_way: bool = False  # in a step that was begun; set by the loop
     is_finished: bool = False  # or cancelled
     was_admitted: bool = False
-    drawn: Sequence | None = None  # of one that scores: the completion that is drawn beside, which no scheduler knows
+    drawn: Sequence | None = (
+        None  # of one that scores: the completion that is drawn beside, which no scheduler knows
+    )
     ended: Ending | None = None  # why that one ended, if it did
 
     @property
     def kind(self) -> int:
-        """Sequences of different kinds share no keys and values: they are of other models, or of other frequencies."""
+        """Sequences of different kinds share no keys and values: they are of other models, or of
+        other frequencies.
+        """
         return self.kind_of(self.chain)
 
     def kind_of(self, chain: int) -> int:
@@ -80,14 +91,27 @@ class Sequence:
 
 
 def new_sequence(
-    request_id: int, request: SampleRequest | ScoreRequest, arrived: float, pieces: tuple[bytes, ...] = ()
+    request_id: int,
+    request: SampleRequest | ScoreRequest,
+    arrived: float,
+    pieces: tuple[bytes, ...] = (),
 ) -> Sequence:
     """The state of a request that has just arrived; the uniforms that belong to it are drawn."""
     order = (request_id + request.priority * _PRIORITY_STEP, request_id)
     if isinstance(request, ScoreRequest):
-        ids, scored_from = [*request.prefix, *request.suffix], len(request.prefix)
+        ids = [*request.prefix, *request.suffix]
+        scored_from = len(request.prefix)
         drawn = new_sequence(request_id, request.draw, arrived, pieces) if request.draw else None
-        return Sequence(request_id, request, order, arrived, ids, len(ids), first_scored=scored_from, drawn=drawn)
+        return Sequence(
+            request_id,
+            request,
+            order,
+            arrived,
+            ids,
+            len(ids),
+            first_scored=scored_from,
+            drawn=drawn,
+        )
     total = len(request.ids) + request.max_tokens
     return Sequence(
         request_id,
@@ -102,7 +126,9 @@ def new_sequence(
     )
 
 
-def ending(sequence: Sequence, token: int, pieces: tuple[bytes, ...], end_ids: frozenset[int]) -> Ending | None:
+def ending(
+    sequence: Sequence, token: int, pieces: tuple[bytes, ...], end_ids: frozenset[int]
+) -> Ending | None:
     """Why the sequence ends with this, its newest token; None when it goes on."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampled sequences grow"
@@ -119,12 +145,16 @@ def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
     """How many of these tokens could follow one after another without one that ends the sequence."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampled sequences grow"
-    ends = (at for at, token in enumerate(tokens) if token in table.end_ids or token in request.stop_ids)
+    ends = (
+        at for at, token in enumerate(tokens) if token in table.end_ids or token in request.stop_ids
+    )
     count = next(ends, len(tokens))
     if sequence.stop is None:
         return count
     known = len(table.pieces)
-    return sequence.stop.going_on([table.pieces[each] if each < known else b"" for each in tokens[:count]])
+    return sequence.stop.going_on(
+        [table.pieces[each] if each < known else b"" for each in tokens[:count]]
+    )
 
 
 def _uniforms(request: SampleRequest) -> NDArray[np.float64]:
@@ -134,7 +164,9 @@ def _uniforms(request: SampleRequest) -> NDArray[np.float64]:
 
 
 def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatcher:
-    """What watches for stop strings; it has seen the answer's beginning where that was made elsewhere."""
+    """What watches for stop strings; it has seen the answer's beginning where that was made
+    elsewhere.
+    """
     matcher = StopMatcher(request.stop)
     for token in request.ids[len(request.ids) - request.begun :]:
         matcher.feed(pieces[token] if token < len(pieces) else b"")

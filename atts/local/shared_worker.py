@@ -1,4 +1,6 @@
-"""The worker that engines on models of one zoo share: one step loop, in this process or a child, for all of them."""
+"""The worker that engines on models of one zoo share: one step loop, in this process or a child,
+for all of them.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,14 @@ from atts.stored_blocks import MODELS
 class SharedWorker:
     """One engine's part in a loop; the first to open starts it, the last to close ends it.
 
-    Engines share a loop where they have the same zoo, options, tokenizer, replica and shape but for the number of
-    layers, and native kernels compute them; else each has one of its own. Steps, busy time and cache are counted for
-    all of them.
+    Engines share a loop where they have the same zoo, options, tokenizer, replica and shape but for
+    the number of layers, and native kernels compute them; else each has one of its own. Steps, busy
+    time and cache are counted for all of them.
     """
 
     def __init__(self, zoo: Path, replica: int = 0) -> None:
-        self._zoo, self._replica = zoo, replica
+        self._zoo = zoo
+        self._replica = replica
         self._host: _Host | None = None
         self._own: LoopWorker | None = None  # where no loop can be shared
         self._chain = 0
@@ -56,12 +59,15 @@ class SharedWorker:
                 host = _HOSTS[key] = _HOSTS.get(key) or _Host(config)
             except OSError as error:
                 advice = "End other processes, or write ?worker=thread behind the engine's name"
-                raise EngineUnavailable(config.name, f"its process cannot be started ({error})", advice) from error
+                raise EngineUnavailable(
+                    config.name, f"its process cannot be started ({error})", advice
+                ) from error
             host.members.append(self)
         try:
             ready = host.start()
             if ready.shares or host.members[0] is self:
-                self._host, self._chain = host, host.chain_of(config)
+                self._host = host
+                self._chain = host.chain_of(config)
                 return ready
         finally:
             if self._host is None:
@@ -70,7 +76,9 @@ class SharedWorker:
         return self._own.open(config, deliver)
 
     def _depth(self, config: WorkerConfig) -> int:
-        """Layers of the deepest of the zoo's models that can join this one: the loop's cache is for all of them."""
+        """Layers of the deepest of the zoo's models that can join this one: the loop's cache is for
+        all of them.
+        """
         depth = config.model.num_layers
         for folder in (self._zoo / MODELS).glob("[!.]*"):
             try:
@@ -90,12 +98,18 @@ class SharedWorker:
         match command:
             case Submit(request_id, request):
                 self._stats.requests += 1
-                given = request.ids if isinstance(request, SampleRequest) else (*request.prefix, *request.suffix)
+                given = (
+                    request.ids
+                    if isinstance(request, SampleRequest)
+                    else (*request.prefix, *request.suffix)
+                )
                 self._host.submit(_Asked(self, request_id, len(given)), request, self._chain)
             case Cancel(request_id):
                 self._stats.cancelled += self._host.cancel(self, request_id)
             case _:
-                raise AssertionError("an engine samples, scores and cancels")  # and leaves by `close`
+                raise AssertionError(
+                    "an engine samples, scores and cancels"
+                )  # and leaves by `close`
 
     @property
     def in_loop(self) -> int:
@@ -104,15 +118,22 @@ class SharedWorker:
 
     def close(self) -> None:
         """Leave the loop; closing twice is fine."""
-        host, own, self._host, self._own = self._host, self._own, None, None
+        host = self._host
+        own = self._own
+        self._host = None
+        self._own = None
         if own is not None:
             own.close()
         if host is not None:
             host.cancel(self)
             host.leave(self)
 
-    def receive(self, replies: list[tuple[Reply, int]], stats: LoopStats | None, in_flight: int) -> None:
-        """Take replies that are this engine's, each with how many ids were given, and the loop's counters."""
+    def receive(
+        self, replies: list[tuple[Reply, int]], stats: LoopStats | None, in_flight: int
+    ) -> None:
+        """Take replies that are this engine's, each with how many ids were given, and the loop's
+        counters.
+        """
         for reply, given in replies:
             self._count(reply, given)
         own = {name: getattr(self._stats, name) for name in _OWN}
@@ -188,21 +209,27 @@ class _Host:
         """Cancel an engine's request, or all of them; how many were not answered."""
         with self._lock:
             mine = [number for number, asked in self.asked.items() if asked.member is member]
-            gone = [number for number in mine if request_id in (None, self.asked[number].request_id)]
+            gone = [
+                number for number in mine if request_id in (None, self.asked[number].request_id)
+            ]
             for number in gone:
                 del self.asked[number]
                 self._worker.send(Cancel(number))
             return len(gone)
 
     def _hear(self, report: LoopReport) -> None:
-        replies: dict[SharedWorker, list[tuple[Reply, int]]] = {member: [] for member in list(self.members)}
+        replies: dict[SharedWorker, list[tuple[Reply, int]]] = {
+            member: [] for member in list(self.members)
+        }
         with self._lock:
             for reply in report.replies:
                 if not reply.request_id:  # of the loop's end, for all
                     for heard in replies.values():
                         heard.append((reply, 0))
                 elif (asked := self.asked.pop(reply.request_id, None)) and asked.member in replies:
-                    replies[asked.member].append((replace(reply, request_id=asked.request_id), asked.given))
+                    replies[asked.member].append(
+                        (replace(reply, request_id=asked.request_id), asked.given)
+                    )
             in_flight = Counter(asked.member for asked in self.asked.values())
         if any(not reply.request_id for reply in report.replies):
             self._retire()
@@ -232,6 +259,8 @@ _HOSTS_LOCK = threading.Lock()
 
 def _shape(config: WorkerConfig) -> object:
     """What models must have alike to be run in one step, beside their options."""
-    depth = config.model.num_layers if config.options.stages > 1 else 0  # then ranges of layers are shared
+    depth = (
+        config.model.num_layers if config.options.stages > 1 else 0
+    )  # then ranges of layers are shared
     shape = replace(config.model, num_layers=depth, ropes=(), windows=(), ties_embeddings=False)
     return shape, config.pieces, config.options

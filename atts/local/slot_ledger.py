@@ -1,8 +1,10 @@
-"""The ledger of cache slots that models share: who holds which slot of which layers, and where models differ.
+"""The ledger of cache slots that models share: who holds which slot of which layers, and where
+models differ.
 
-Layers are divided where models of the loop part; each column of layers has slots of its own. A position of a sequence
-has a slot in each column. Where a relative has computed the same tokens through the same blocks, its slots are held
-once more instead of being computed again, and what went into the first unit that differs is read from where it is kept.
+Layers are divided where models of the loop part; each column of layers has slots of its own. A
+position of a sequence has a slot in each column. Where a relative has computed the same tokens
+through the same blocks, its slots are held once more instead of being computed again, and what went
+into the first unit that differs is read from where it is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Divide = Callable[[list[int]], None]
 
 
 class Lineage(NamedTuple):
-    """What a chain computes, by names that are equal where it is the same: 0 embedding, 1 + 2 * layer attention, ..."""
+    """What a chain computes, by names that are equal where it is the same: 0 embedding, 1 + 2 *
+    layer attention, ...
+    """
 
     units: tuple[str, ...]
     keys: tuple[str, ...]  # of each layer's keys and values, its own part alone
@@ -42,7 +46,9 @@ class Kept(NamedTuple):
 
     column: int
     states: NDArray[np.float32]  # [slots, width]
-    is_known: NDArray[np.bool_]  # computed among many rows: alone, rows attend by other kernels, not to the same bit
+    is_known: NDArray[
+        np.bool_
+    ]  # computed among many rows: alone, rows attend by other kernels, not to the same bit
 
 
 def alone(parents: list[int]) -> None:
@@ -50,9 +56,13 @@ def alone(parents: list[int]) -> None:
 
 
 def parting(one: Lineage, other: Lineage) -> tuple[int, int]:
-    """How many layers' keys and values two chains share, and the unit from which each computes alone."""
+    """How many layers' keys and values two chains share, and the unit from which each computes
+    alone.
+    """
     pairs = zip(one.units, other.units, strict=False)
-    unit = next((at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(one.units) - 1)
+    unit = next(
+        (at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(one.units) - 1
+    )
     layers = min(unit // 2, len(one.keys), len(other.keys))
     if unit % 2 and layers < min(len(one.keys), len(other.keys)):
         layers += one.keys[layers] == other.keys[layers]
@@ -60,7 +70,9 @@ def parting(one: Lineage, other: Lineage) -> tuple[int, int]:
 
 
 class SlotLedger(SlotAllocator):
-    """Slots by column, each with how many hold it: who took it first, and those that read what is written there."""
+    """Slots by column, each with how many hold it: who took it first, and those that read what is
+    written there.
+    """
 
     def __init__(self, num_slots: int, width: int) -> None:
         super().__init__(num_slots)
@@ -72,7 +84,8 @@ class SlotLedger(SlotAllocator):
         self.kept: dict[int, Kept] = {}  # by the unit that it goes into
 
     def relate(self, chains: Mapping[int, Lineage], divide: Divide = alone) -> None:
-        """Divide the layers where these chains part; `divide` hears from which of the old columns each new one is.
+        """Divide the layers where these chains part; `divide` hears from which of the old columns
+        each new one is.
 
         What needs memory comes first: where that ends, or `divide` breaks, all is as it was.
         """
@@ -81,9 +94,13 @@ class SlotLedger(SlotAllocator):
         for layers, unit in found.values():
             if layers:
                 units[layers] = min(unit, units.get(layers, unit))
-        starts = (0, *sorted(units.keys() - {max(len(lineage.keys) for lineage in chains.values())}))
+        starts = (
+            0,
+            *sorted(units.keys() - {max(len(lineage.keys) for lineage in chains.values())}),
+        )
         parents = [self.column_of(start) for start in starts]
-        columns, holders = [deepcopy(self._columns[at]) for at in parents], self.holders[parents]
+        columns = [deepcopy(self._columns[at]) for at in parents]
+        holders = self.holders[parents]
         places = {units[n]: bisect_right(starts, n - 1) - 1 for n in sorted(units, reverse=True)}
         kept = {unit: self._kept(unit, column, parents[column]) for unit, column in places.items()}
         kin: dict[int, list[Relative]] = {chain: [] for chain in chains}
@@ -91,14 +108,23 @@ class SlotLedger(SlotAllocator):
             if layers:
                 kin[chain].append(Relative(other, layers, units[layers]))
         divide(parents)
-        self._columns, self.holders, self.starts, self.kept, self.kin = columns, holders, starts, kept, kin
+        self._columns = columns
+        self.holders = holders
+        self.starts = starts
+        self.kept = kept
+        self.kin = kin
 
     def _kept(self, unit: int, column: int, parent: int) -> Kept:
-        """What was kept before a unit by the slots of the column's parent; nothing yet where it was by other slots."""
-        known, size = self.kept.get(unit), self.num_slots + 1
+        """What was kept before a unit by the slots of the column's parent; nothing yet where it was
+        by other slots.
+        """
+        known = self.kept.get(unit)
+        size = self.num_slots + 1
         if known is not None and known.column == parent:
             return known._replace(column=column)
-        return Kept(column, np.zeros((size, self._width), dtype=np.float32), np.zeros(size, dtype=np.bool_))
+        return Kept(
+            column, np.zeros((size, self._width), dtype=np.float32), np.zeros(size, dtype=np.bool_)
+        )
 
     def column_of(self, layer: int) -> int:
         """The column that a layer is in."""
@@ -115,12 +141,16 @@ class SlotLedger(SlotAllocator):
         return self._hold(slots[:, : self._shared(kin)])
 
     def exchange(self, kin: Relative, mine: SlotIds, theirs: SlotIds) -> None:
-        """Hold a relative's slots instead, in place, wherever both were computed alike, so that they are equal."""
-        kept, alike = self.kept[kin.unit], np.ones(len(mine), dtype=np.bool_)
+        """Hold a relative's slots instead, in place, wherever both were computed alike, so that
+        they are equal.
+        """
+        kept = self.kept[kin.unit]
+        alike = np.ones(len(mine), dtype=np.bool_)
         for slots in (mine, theirs):
             alike &= kept.is_known[slots[:, kept.column]]
         for at in range(self._shared(kin)):
-            old, new = mine[alike, at], theirs[alike, at]
+            old = mine[alike, at]
+            new = theirs[alike, at]
             self.holders[at, new] += 1
             self.holders[at, old] -= 1
             self._columns[at].free([old[self.holders[at, old] == 0]])

@@ -33,18 +33,25 @@ _BETWEEN = 8  # steps over which the time between two steps is averaged
 
 
 class Lengths(Protocol):
-    """Decides how many tokens are proposed for each decoding sequence in a step; it may see all but the tokens."""
+    """Decides how many tokens are proposed for each decoding sequence in a step; it may see all but
+    the tokens.
+    """
 
     def rests(self, plan: StepPlan) -> bool:
-        """Whether the step is as it would be without speculation: nothing is chosen, and nothing observed."""
+        """Whether the step is as it would be without speculation: nothing is chosen, and nothing
+        observed.
+        """
         return False
 
     def choose(self, plan: StepPlan) -> Many[int]:
         """The most tokens to propose for each of `plan.decoding`; 0: none."""
         ...
 
-    def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> Forecast | None:
-        """What came of the step: each round, and how long it took to propose and then to compute the step.
+    def observed(
+        self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]
+    ) -> Forecast | None:
+        """What came of the step: each round, and how long it took to propose and then to compute
+        the step.
 
         The answer is what was expected of it, where anything was.
         """
@@ -73,12 +80,18 @@ class FixedLength(Lengths):
 
 
 class GoodputLengths(Lengths):
-    """Lengths by goodput; a proposal tested by ratio has a fixed length, or its text would depend on timings."""
+    """Lengths by goodput; a proposal tested by ratio has a fixed length, or its text would depend
+    on timings.
+    """
 
     def __init__(self, most: int, tokens_by_ratio: int) -> None:
-        self._control, self._by_ratio = GoodputControl(most), tokens_by_ratio
+        self._control = GoodputControl(most)
+        self._by_ratio = tokens_by_ratio
         self._shape = StepShape((), 0, 0.0)  # of the step that lengths were chosen for last
-        self._seen: tuple[list[Sequence], bool] = [], False  # sequences, and whether a proposal is tested by ratio
+        self._seen: tuple[list[Sequence], bool] = (
+            [],
+            False,
+        )  # sequences, and whether a proposal is tested by ratio
 
     def rests(self, plan: StepPlan) -> bool:
         """As long as nothing pays."""
@@ -99,14 +112,18 @@ class GoodputLengths(Lengths):
         chosen = dict(zip(keys, lengths, strict=True))
         return [chosen.get(sequence.request_id, self._by_ratio) for sequence in plan.decoding]
 
-    def observed(self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]) -> Forecast | None:
+    def observed(
+        self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]
+    ) -> Forecast | None:
         """Survival and times are learnt."""
         shape = self._shape
         outcomes = [(each.request_id, each.guessed, each.stood) for each in rounds]
         if len(shape.keys) < len(plan.decoding):
             own = set(shape.keys)
             outcomes = [outcome for outcome in outcomes if outcome[0] in own]
-        if not shape.keys or len(outcomes) < len(rounds):  # who took the time to propose cannot be told
+        if not shape.keys or len(outcomes) < len(
+            rounds
+        ):  # who took the time to propose cannot be told
             return None
         rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
         forecast = self._control.observed(shape, outcomes, rows, seconds)
@@ -114,7 +131,9 @@ class GoodputLengths(Lengths):
 
 
 class Speculation:
-    """Adds proposals to plans and says what of them stands; a proposal lives no longer than its step."""
+    """Adds proposals to plans and says what of them stands; a proposal lives no longer than its
+    step.
+    """
 
     def __init__(
         self,
@@ -126,22 +145,34 @@ class Speculation:
         vocabulary: int,
         table: TokenTable,
     ) -> None:
-        """`clock` says what steps take, with nothing in it that others took of the processor where that can be."""
-        self._proposer, self._lengths, self._scheduler, self._clock = proposer, lengths, scheduler, clock
-        self._vocabulary, self._table = vocabulary, table
+        """`clock` says what steps take, with nothing in it that others took of the processor where
+        that can be.
+        """
+        self._proposer = proposer
+        self._lengths = lengths
+        self._scheduler = scheduler
+        self._clock = clock
+        self._vocabulary = vocabulary
+        self._table = table
         self._most = 1 << 30  # tokens a proposal may have, less once memory ran out
-        self._asked = dict[int, tuple[TokenProposal, int]]()  # by sequence; with how many tokens there were at first
+        self._asked = dict[
+            int, tuple[TokenProposal, int]
+        ]()  # by sequence; with how many tokens there were at first
         self._branches = dict[int, list[Branch]]()  # by sequence
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
-        self._ended = -1.0  # the last step; negative where it was not timed; the first one after a wait never is
+        self._ended = (
+            -1.0
+        )  # the last step; negative where it was not timed; the first one after a wait never is
         self._between = 0.0  # seconds from the end of one step to this part of the next one
         self._is_timed = False  # this step
         self._known = set[int]()  # request ids that proposers were asked about
         self._stats = SpeculationStats()
 
     def propose(self, plan: StepPlan) -> None:
-        """Add to the plan what may follow each decoding sequence's newest token, as far as there are slots for it."""
+        """Add to the plan what may follow each decoding sequence's newest token, as far as there
+        are slots for it.
+        """
         self._is_timed = False
         if self._asked:
             self._rounds.clear()
@@ -156,11 +187,16 @@ class Speculation:
         if self._ended >= 0:
             between = self._clock() - self._ended
             usual = self._between or between
-            self._between = usual + (min(between, 2 * usual) - usual) / _BETWEEN  # reports are sent now and then
+            self._between = (
+                usual + (min(between, 2 * usual) - usual) / _BETWEEN
+            )  # reports are sent now and then
         self._forget_finished()
-        self._is_timed, self._proposing = True, 0.0
+        self._is_timed = True
+        self._proposing = 0.0
         lengths = self._lengths.choose(plan)
-        self._began = self._clock()  # deciding takes long now and then, and is no part of what proposals take
+        self._began = (
+            self._clock()
+        )  # deciding takes long now and then, and is no part of what proposals take
         if not any(lengths):
             return
         self._stats.chosen += sum(lengths)
@@ -171,7 +207,9 @@ class Speculation:
                 asks.append(ask_of(sequence, room))
         if asks:
             self._ask(asks)
-            plan.proposals.extend([self._asked.get(each.request_id, _NONE)[0].tokens for each in plan.decoding])
+            plan.proposals.extend(
+                [self._asked.get(each.request_id, _NONE)[0].tokens for each in plan.decoding]
+            )
             if not any(plan.proposals):
                 plan.proposals.clear()
             elif any(proposal.others for proposal, _ in self._asked.values()):
@@ -180,14 +218,19 @@ class Speculation:
         self._stats.seconds += self._proposing
 
     def places(self, sequence: Sequence, width: int) -> list[int]:
-        """Of the rows of a sequence, which of the next tokens each draws: one after a token that is proposed first."""
+        """Of the rows of a sequence, which of the next tokens each draws: one after a token that is
+        proposed first.
+        """
         branches = self._branches.get(sequence.request_id, ())
         return [*range(width - len(branches)), *[branch.place + 1 for branch in branches]]
 
     def settle(self, sequence: Sequence, drawn: list[int]) -> list[int]:
-        """The rows whose draws are written, as far as what is proposed stands; all rows of the sequence drew these."""
+        """The rows whose draws are written, as far as what is proposed stands; all rows of the
+        sequence drew these.
+        """
         proposal, guessed = self._asked[sequence.request_id]
-        length, stood = len(proposal.tokens), standing(proposal.tokens, drawn)
+        length = len(proposal.tokens)
+        stood = standing(proposal.tokens, drawn)
         self._proposer.settled(sequence.request_id, proposal, stood)
         self._rounds.append(SpeculationRound(sequence.request_id, length, stood, guessed))
         path = list(range(stood + 1))
@@ -200,7 +243,8 @@ class Speculation:
 
     def redrawn(self, sequence: Sequence, laws: NDArray[np.float64], drawn: list[int]) -> list[int]:
         """What the ratio test writes at a sequence's places, where the target has these laws."""
-        proposal, request = self._asked[sequence.request_id][0], sequence.request
+        proposal = self._asked[sequence.request_id][0]
+        request = sequence.request
         assert isinstance(request, SampleRequest), "only sampled sequences decode"
         first = request.begun + len(sequence.logprobs)
         last = first + len(proposal.tokens)
@@ -230,12 +274,15 @@ class Speculation:
 
     def report(self) -> SpeculationStats:
         """A copy of the counters."""
-        stats, overlap = self._stats, self._proposer.overlap()
+        stats = self._stats
+        overlap = self._proposer.overlap()
         own = replace(overlap) if overlap is not None else None
         return replace(stats, tested_at=[*stats.tested_at], stood_at=[*stats.stood_at], overlap=own)
 
     def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
-        """A step broke: it is tried again without proposals, untimed; where memory ran out, later ones are shorter."""
+        """A step broke: it is tried again without proposals, untimed; where memory ran out, later
+        ones are shorter.
+        """
         self._is_timed = False
         if shorten:
             self._most = min(self._most, max(map(len, plan.proposals)) // 2)
@@ -245,12 +292,22 @@ class Speculation:
         self._branches.clear()
 
     def _branch(self, plan: StepPlan) -> None:
-        """Give what else may stand at a place a row, as far as the sequence has slots behind its proposal."""
+        """Give what else may stand at a place a row, as far as the sequence has slots behind its
+        proposal.
+        """
         count = 0
         for sequence, tokens in zip(plan.decoding, plan.proposals, strict=True):
-            others = () if is_ratio(sequence) else self._asked.get(sequence.request_id, _NONE)[0].others
-            fit = [(at, token) for at, token in others if at < len(tokens) and 0 <= token < self._vocabulary]
-            room = self._scheduler.widen(sequence, len(tokens) + len(fit)) - len(tokens) if fit else 0
+            others = (
+                () if is_ratio(sequence) else self._asked.get(sequence.request_id, _NONE)[0].others
+            )
+            fit = [
+                (at, token)
+                for at, token in others
+                if at < len(tokens) and 0 <= token < self._vocabulary
+            ]
+            room = (
+                self._scheduler.widen(sequence, len(tokens) + len(fit)) - len(tokens) if fit else 0
+            )
             own = list[Branch]()
             for spare, (place, token) in enumerate(fit[:room], len(tokens)):
                 row = self._scheduler.branch(sequence, place, spare, count)
@@ -266,19 +323,35 @@ class Speculation:
         self._known.update(ask.key for ask in asks)
         try:
             found = list(zip(asks, self._proposer.propose(asks), strict=True))
-            self._asked = {ask.key: (self._checked(ask, own), min(len(own.tokens), ask.room)) for ask, own in found}
-            cut = [(key, guessed) for key, (sound, guessed) in self._asked.items() if guessed and not sound.tokens]
-            self._rounds += [SpeculationRound(key, 0, 0, guessed) for key, guessed in cut]  # these cost time as well
+            self._asked = {
+                ask.key: (self._checked(ask, own), min(len(own.tokens), ask.room))
+                for ask, own in found
+            }
+            cut = [
+                (key, guessed)
+                for key, (sound, guessed) in self._asked.items()
+                if guessed and not sound.tokens
+            ]
+            self._rounds += [
+                SpeculationRound(key, 0, 0, guessed) for key, guessed in cut
+            ]  # these cost time as well
         except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
             name = type(self._proposer).__name__
-            self._stats.trouble = f"speculation is off: {name} failed ({type(error).__name__}: {error})"
+            self._stats.trouble = (
+                f"speculation is off: {name} failed ({type(error).__name__}: {error})"
+            )
 
     def _checked(self, ask: Ask, proposal: TokenProposal) -> TokenProposal:
-        """The proposal up to the room there is, and to the first token after which there is nothing to write."""
+        """The proposal up to the room there is, and to the first token after which there is nothing
+        to write.
+        """
         tokens = proposal.tokens[: ask.room]
         if proposal.laws is not None:  # what is drawn must not be dropped for what it is
             return replace(proposal, tokens=tuple(tokens), laws=proposal.laws[: ask.room])
-        known = next((at for at, token in enumerate(tokens) if not 0 <= token < self._vocabulary), len(tokens))
+        known = next(
+            (at for at, token in enumerate(tokens) if not 0 <= token < self._vocabulary),
+            len(tokens),
+        )
         sound = going_on(self._scheduler.sequence(ask.key), tokens[:known], self._table)
         if sound == len(proposal.tokens):
             return proposal

@@ -45,14 +45,20 @@ class Flight:
     @classmethod
     def of(cls, batch: StepBatch, table: SlotIds, width: int) -> Flight:
         """Before the first range; where no models are named all entries are the first one's."""
-        entries, rows, logits = len(batch.table_rows), len(batch.tokens), len(batch.logit_rows)
+        entries = len(batch.table_rows)
+        rows = len(batch.tokens)
+        logits = len(batch.logit_rows)
         chains, levels = np.zeros((2, entries), dtype=np.int64)
         states, hidden = (np.empty((count, width), dtype=np.float32) for count in (rows, logits))
-        return cls(batch, table, states, hidden, batch.chains if len(batch.chains) else chains, levels)
+        return cls(
+            batch, table, states, hidden, batch.chains if len(batch.chains) else chains, levels
+        )
 
 
 class _Stop(NamedTuple):
-    """Entries of a step that are in a range on a worker's way, and which rows and logit rows of the step theirs are."""
+    """Entries of a step that are in a range on a worker's way, and which rows and logit rows of the
+    step theirs are.
+    """
 
     held: HeldRange
     entries: Ints
@@ -62,15 +68,21 @@ class _Stop(NamedTuple):
 
 
 class HeldLine:
-    """The ranges of one model, or of several, in workers. A sequence stays in a worker as far as its way leads there.
+    """The ranges of one model, or of several, in workers. A sequence stays in a worker as far as
+    its way leads there.
 
-    It goes to another that is through sooner, once its keys and values are brought there or computed anew. What a
-    worker that is gone was to do, and had, others do, or the one that takes its place.
+    It goes to another that is through sooner, once its keys and values are brought there or
+    computed anew. What a worker that is gone was to do, and had, others do, or the one that takes
+    its place.
     """
 
     def __init__(self, config: WorkerConfig, build: BuildStage, most: int) -> None:
-        """`most` workers in all. Where a range has but one, nothing is kept for others to go on from."""
-        self._config, self._build, self._most = config, build, most
+        """`most` workers in all. Where a range has but one, nothing is kept for others to go on
+        from.
+        """
+        self._config = config
+        self._build = build
+        self._most = most
         self._kind = stage_workers.KINDS[config.options.stage_worker]
         self._workers = list[Worker]()
         self.close: Callable[[], object] = weakref.finalize(self, _end, self._workers)
@@ -79,7 +91,9 @@ class HeldLine:
         self.ranges = dict[str, HeldRange]()
         self.paths = dict[int, list[HeldRange]]()  # by model
         self.handed = Counter[tuple[str, str]]()  # rows, from one range to another
-        self._flights, self._steps, self._since = list[Flight](), 0, perf_counter()
+        self._flights = list[Flight]()
+        self._steps = 0
+        self._since = perf_counter()
 
     def start(self, label: str) -> int:
         """One more worker, which is replaced once; its number.
@@ -99,8 +113,12 @@ class HeldLine:
         self._workers.append(self._kind(self._config.name, label, self._build))
         return HeldNode(number, label, self._workers[-1])
 
-    def add(self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()) -> None:
-        """The ranges of a model, one after the other, and where they are; else beside those that they hand rows to."""
+    def add(
+        self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()
+    ) -> None:
+        """The ranges of a model, one after the other, and where they are; else beside those that
+        they hand rows to.
+        """
         path = self.paths[chain] = list[HeldRange]()
         for setup in setups:
             if setup.name not in self.ranges:
@@ -108,12 +126,19 @@ class HeldLine:
             held = self.ranges[setup.name]
             held.members[chain] = setup
             path.append(held)
-        wanted = {held.setup.name: home for held, home in zip(path, homes, strict=True)} if homes else self._placed()
+        wanted = (
+            {held.setup.name: home for held, home in zip(path, homes, strict=True)}
+            if homes
+            else self._placed()
+        )
         for held in path:
             held.homes = held.homes or wanted[held.setup.name]
             for number in held.homes:
                 known = number in held.holders
-                held.join(self.nodes[number], [held.members[chain]] if known else list(held.members.values()))
+                held.join(
+                    self.nodes[number],
+                    [held.members[chain]] if known else list(held.members.values()),
+                )
 
     def load(self, chain: int = 0) -> None:
         """Wait until all that was added of a model is loaded.
@@ -151,9 +176,14 @@ class HeldLine:
 
     def _placed(self) -> dict[str, list[int]]:
         """By `placement.placed`, in as little room in each worker as will do."""
-        seconds, alive = max(1e-3, perf_counter() - self._since), [node for node in self.nodes if node.error is None]
+        seconds = max(1e-3, perf_counter() - self._since)
+        alive = [node for node in self.nodes if node.error is None]
         demands = {name: held.demand(seconds) for name, held in self.ranges.items()}
-        known = Counter(pair for path in self.paths.values() for pair in pairwise([held.setup.name for held in path]))
+        known = Counter(
+            pair
+            for path in self.paths.values()
+            for pair in pairwise([held.setup.name for held in path])
+        )
         copies = {name: min(held.setup.replicas, len(alive)) for name, held in self.ranges.items()}
         room = sum(demands[name].bytes * count for name, count in copies.items()) / len(alive)
         while True:
@@ -166,7 +196,9 @@ class HeldLine:
             room *= 1.1
 
     def place(self) -> None:
-        """Have ranges move where fewer rows would be handed from one worker to another; old counts lose weight."""
+        """Have ranges move where fewer rows would be handed from one worker to another; old counts
+        lose weight.
+        """
         wanted = self._placed()
         crossing = self.crossing({name: held.homes for name, held in self.ranges.items()})
         if self.crossing(wanted) <= _FEWER * crossing - 1:
@@ -180,8 +212,12 @@ class HeldLine:
             held.seconds = 0.0
 
     def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
-        """How many of the counted rows are handed from one worker to another where ranges are there."""
-        return sum(count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]})
+        """How many of the counted rows are handed from one worker to another where ranges are
+        there.
+        """
+        return sum(
+            count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]}
+        )
 
     def begin(self, flight: Flight) -> None:
         """Send a step on its way.
@@ -212,7 +248,9 @@ class HeldLine:
         asked = [node for node in self.nodes if node.is_asked]
         alive = [node for node in self.nodes if node.error is None and self._spare[node.number]]
         idle = [node for node in alive if not node.is_asked]
-        answered = self._kind.ready([node.worker for node in (*asked, *idle)], seconds if asked else 0.0)
+        answered = self._kind.ready(
+            [node.worker for node in (*asked, *idle)], seconds if asked else 0.0
+        )
         for node in (*asked, *idle):
             if node.worker in answered:
                 node.receive()
@@ -224,14 +262,19 @@ class HeldLine:
             if held.holders >= set(held.homes):
                 self._let_go(held, held.holders - set(held.homes))
         for flight in [each for each in self._flights if not each.visits]:
-            if flight.error or all(flight.levels == [len(self.paths[chain]) for chain in flight.chains.tolist()]):
+            if flight.error or all(
+                flight.levels == [len(self.paths[chain]) for chain in flight.chains.tolist()]
+            ):
                 self._flights.remove(flight)
             else:
                 self._send(flight)
 
     def _mend(self, node: HeldNode, error: EngineUnavailable) -> None:
-        """Put a worker in the place of one that is gone, once; else others take over what only it had."""
-        number, lost = node.number, list[HeldRange]()
+        """Put a worker in the place of one that is gone, once; else others take over what only it
+        had.
+        """
+        number = node.number
+        lost = list[HeldRange]()
         for held in self.ranges.values():
             if number in held.holders and held.kept is None:
                 raise error
@@ -245,7 +288,9 @@ class HeldLine:
         for held in lost:
             if self.nodes[number] is node:
                 held.homes.remove(number)
-                others = [each.number for each in self.nodes if each.error is None and self._config.shares]
+                others = [
+                    each.number for each in self.nodes if each.error is None and self._config.shares
+                ]
                 held.homes += others[:1] if not held.homes else []
                 if not held.homes:
                     raise error
@@ -265,25 +310,32 @@ class HeldLine:
             try:
                 for share in self._divided(held, flight, entries, waits) if held.holders else ():
                     starts[share.worker][held] = share._replace(entries=entries[share.entries])
-            except EngineUnavailable:  # who had some of it; all are divided anew when that one was replaced
+            except (
+                EngineUnavailable
+            ):  # who had some of it; all are divided anew when that one was replaced
                 return
         for number, own in starts.items():
             self._visit(flight, self.nodes[number], own, waits[number] - self.nodes[number].wait)
 
     def _before(self, flight: Flight, levels: Ints, entries: Ints) -> list[tuple[HeldRange, Ints]]:
         """The ranges that these are before, as far as they are on their ways."""
-        found, chains, places = dict[HeldRange, list[int]](), flight.chains.tolist(), levels.tolist()
+        found = dict[HeldRange, list[int]]()
+        chains = flight.chains.tolist()
+        places = levels.tolist()
         for at in entries.tolist():
             path = self.paths[chains[at]]
             if places[at] < len(path):
                 found.setdefault(path[places[at]], []).append(at)
         return [(held, np.array(own)) for held, own in found.items()]
 
-    def _divided(self, held: HeldRange, flight: Flight, entries: Ints, waits: dict[int, float]) -> list[StageShare]:
+    def _divided(
+        self, held: HeldRange, flight: Flight, entries: Ints, waits: dict[int, float]
+    ) -> list[StageShare]:
         """Who goes where; `waits` says when each worker begins, then when it is through."""
         if held.kept is None:
             return [StageShare(next(iter(held.holders)), np.arange(len(entries)))]
-        own, batch = {number: waits[number] for number in held.holders}, part_of(flight.batch, entries)[0]
+        own = {number: waits[number] for number in held.holders}
+        batch = part_of(flight.batch, entries)[0]
         shares = held.kept.divided(batch, flight.table, held.costs, own, partial(self._bring, held))
         waits.update(own)
         return shares
@@ -295,11 +347,15 @@ class HeldLine:
         held.costs.brought(gift.nbytes, perf_counter() - began)
         return gift
 
-    def _visit(self, flight: Flight, node: HeldNode, starts: Mapping[HeldRange, StageShare], seconds: float) -> None:
+    def _visit(
+        self, flight: Flight, node: HeldNode, starts: Mapping[HeldRange, StageShare], seconds: float
+    ) -> None:
         """Send a worker its entries, each as far as their way leads through what it has."""
         entries = np.sort(np.concatenate([share.entries for share in starts.values()]))
-        (batch, rows, _), table = part_of(flight.batch, entries), flight.table
-        steps, stops = list[RangeStep](), list[tuple[_Stop, Ints]]()
+        (batch, rows, _) = part_of(flight.batch, entries)
+        table = flight.table
+        steps = list[RangeStep]()
+        stops = list[tuple[_Stop, Ints]]()
         for stop in self._way(flight, node.number, entries):
             share = starts.get(stop.held, StageShare(node.number, stop.entries))
             own = entries.searchsorted(stop.entries)
@@ -310,8 +366,11 @@ class HeldLine:
         node.ask(visit, partial(self._visited, flight, node, stops), seconds)
 
     def _way(self, flight: Flight, number: int, entries: Ints) -> Iterator[_Stop]:
-        """The ranges that entries pass in a worker: from one to the next where it has all that this one needs."""
-        levels, stays = flight.levels.copy(), np.zeros(len(flight.levels), dtype=np.bool_)
+        """The ranges that entries pass in a worker: from one to the next where it has all that this
+        one needs.
+        """
+        levels = flight.levels.copy()
+        stays = np.zeros(len(flight.levels), dtype=np.bool_)
         stays[entries] = True
         while stays.any():
             level = levels[stays].min()
@@ -321,7 +380,9 @@ class HeldLine:
                 stays[own] = False
                 for after, more in self._before(flight, levels, own):
                     if number in after.holders and after.kept is not None:
-                        stays[more] = after.kept.has(number, part_of(flight.batch, more)[0], flight.table)
+                        stays[more] = after.kept.has(
+                            number, part_of(flight.batch, more)[0], flight.table
+                        )
 
     def _visited(
         self,
@@ -330,7 +391,9 @@ class HeldLine:
         stops: Sequence[tuple[_Stop, Ints]],
         answer: Visited | EngineUnavailable,
     ) -> None:
-        """What a worker did, range after range; where it is gone its entries are before the first as they were."""
+        """What a worker did, range after range; where it is gone its entries are before the first
+        as they were.
+        """
         flight.visits -= 1
         if isinstance(answer, EngineUnavailable):
             return

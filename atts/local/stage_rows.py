@@ -1,4 +1,6 @@
-"""Ranges of layers: which workers hold one, what was fed to it, and which worker has the keys and values."""
+"""Ranges of layers: which workers hold one, what was fed to it, and which worker has the keys and
+values.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _NONE: Ints = np.zeros(0, dtype=np.int64)
 Bring = Callable[[int, Ints], Held]
 """Asks a worker for its keys and values of some slots."""
 _LATEST = 0.1
-"""How much the latest time counts; what a hop takes at least rises by a hundredth of that a step."""
+"""How much the latest time counts; what a hop takes at least rises by a hundredth of that a step.
+"""
 
 
 class StageShare(NamedTuple):
@@ -41,14 +44,19 @@ class StageCosts:
     """Seconds that a stage's workers take, as they were measured."""
 
     def __init__(self, setup: StageSetup) -> None:
-        model, number = setup.config.model, 4 if setup.config.options.dtype == "float32" else 2
-        self._bytes = 2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number  # of a token
-        self._row, self._byte = [1e-4, 1e-4], 1e-9  # rows alone and among many
+        model = setup.config.model
+        number = 4 if setup.config.options.dtype == "float32" else 2
+        self._bytes = (
+            2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number
+        )  # of a token
+        self._row = [1e-4, 1e-4]
+        self._byte = 1e-9  # rows alone and among many
         self._hops: dict[int, float] = {}
 
     def heard(self, worker: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
         """What a part of a step took: from its sending to its answer, and within the worker."""
-        (whole, inside), is_many = seconds, rows >= MANY * sequences
+        (whole, inside) = seconds
+        is_many = rows >= MANY * sequences
         self._row[is_many] += _LATEST * (inside / rows - self._row[is_many])
         self._hops[worker] = min(whole - inside, (1 + _LATEST / 100) * self._hops.get(worker, inf))
 
@@ -57,20 +65,28 @@ class StageCosts:
         self._byte += _LATEST * (2 * seconds / size - self._byte)
 
     def instance(self, worker: int, own: tuple[int, bool], lacks: int, wait: float) -> Instance:
-        """A worker for one sequence: `own` says what it feeds, and if others have all that is lacked."""
-        hop, (fed, is_there) = self._hops.get(worker, 0.0), own
+        """A worker for one sequence: `own` says what it feeds, and if others have all that is
+        lacked.
+        """
+        hop = self._hops.get(worker, 0.0)
+        (fed, is_there) = own
         move = 2 * hop + lacks * self._bytes * self._byte if is_there else inf
-        return Instance(wait, fed * self._row[fed >= MANY], not lacks, move, lacks * self._row[1], hop)
+        return Instance(
+            wait, fed * self._row[fed >= MANY], not lacks, move, lacks * self._row[1], hop
+        )
 
 
 class _Sequences(NamedTuple):
     """Those of a step."""
 
-    whose: Ints  # [sequences, 3] row of the slot table, where position 0 is in the tables of angles, model
+    # [sequences, 3] row of the slot table, where position 0 is in the tables of angles, model
+    whose: Ints
     entries: Ints  # of the batch: whose each is
     fed: Ints
     slots: Ints  # [sequences, positions]
-    lacks: NDArray[np.bool_]  # [workers, sequences, positions] of keys and values before what is fed
+    lacks: NDArray[
+        np.bool_
+    ]  # [workers, sequences, positions] of keys and values before what is fed
 
 
 class KeptRows:
@@ -78,13 +94,16 @@ class KeptRows:
 
     def __init__(self, workers: int, slots: int, width: int) -> None:
         self.rows = np.zeros((slots, width), dtype=np.float32)
-        self._together = np.ones(slots, dtype=np.int64)  # of how many rows of its sequence each was, MANY at most
+        self._together = np.ones(
+            slots, dtype=np.int64
+        )  # of how many rows of its sequence each was, MANY at most
         self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
 
     def note(self, batch: StepBatch, rows: Floats) -> None:
         """What goes in now; no worker has it yet."""
         counts = np.diff(batch.query_starts)
-        self.rows[batch.slots], self._together[batch.slots] = rows, np.minimum(counts, MANY).repeat(counts)
+        self.rows[batch.slots] = rows
+        self._together[batch.slots] = np.minimum(counts, MANY).repeat(counts)
         self.held[:, batch.slots] = False
 
     def has(self, worker: int, batch: StepBatch, table: SlotIds) -> NDArray[np.bool_]:
@@ -94,47 +113,74 @@ class KeptRows:
         return found
 
     def divided(
-        self, batch: StepBatch, table: SlotIds, costs: StageCosts, waits: dict[int, float], bring: Bring
+        self,
+        batch: StepBatch,
+        table: SlotIds,
+        costs: StageCosts,
+        waits: dict[int, float],
+        bring: Bring,
     ) -> list[StageShare]:
-        """The sequences of a step by worker: each goes where it is through first; those that feed most choose first.
+        """The sequences of a step by worker: each goes where it is through first; those that feed
+        most choose first.
 
         `waits` says when each worker begins; then when it is through.
 
         :raises EngineUnavailable: a worker that is to give keys and values is gone.
         """
-        step, workers = self._lacking(batch, table), list(waits)
-        chosen, is_moved = np.zeros_like(step.fed), np.zeros(len(step.fed), dtype=np.bool_)
+        step = self._lacking(batch, table)
+        workers = list(waits)
+        chosen = np.zeros_like(step.fed)
+        is_moved = np.zeros(len(step.fed), dtype=np.bool_)
         missing = step.lacks.sum(-1)
         is_lost = np.logical_and.reduce(step.lacks).any(axis=1).tolist()
         for at in np.argsort(-step.fed, kind="stable").tolist():
             own = int(step.fed[at]), not is_lost[at]
-            instances = [costs.instance(one, own, int(missing[one, at]), waits[one]) for one in workers]
+            instances = [
+                costs.instance(one, own, int(missing[one, at]), waits[one]) for one in workers
+            ]
             best = dispatched(instances)
             chosen[at], found = workers[best], instances[best]
-            waits[workers[best]], is_moved[at] = found.cost - found.hop, found.move <= found.recompute
-        return [self._share(one, step, chosen == one, is_moved, bring) for one in workers if one in chosen]
+            waits[workers[best]], is_moved[at] = (
+                found.cost - found.hop,
+                found.move <= found.recompute,
+            )
+        return [
+            self._share(one, step, chosen == one, is_moved, bring)
+            for one in workers
+            if one in chosen
+        ]
 
     def _lacking(self, batch: StepBatch, table: SlotIds) -> _Sequences:
         rows, entries = np.unique(batch.table_rows, return_inverse=True)
         counts = np.diff(batch.query_starts)
         firsts = batch.context_lens - counts
-        begins, whose = np.full(len(rows), table.shape[1]), np.zeros((len(rows), 3), dtype=np.int64)
+        begins = np.full(len(rows), table.shape[1])
+        whose = np.zeros((len(rows), 3), dtype=np.int64)
         np.minimum.at(begins, entries, firsts)
         whose[:, 0], whose[entries, 1] = rows, batch.positions[batch.query_starts[:-1]] - firsts
         if len(batch.chains):
             whose[entries, 2] = batch.chains
         slots = table[rows, : max(1, int(begins.max()))].astype(np.int64)
         lacks = (np.arange(slots.shape[1]) < begins[:, None]) & ~self.held[:, slots]
-        return _Sequences(whose, entries, np.bincount(entries, counts).astype(np.int64), slots, lacks)
+        return _Sequences(
+            whose, entries, np.bincount(entries, counts).astype(np.int64), slots, lacks
+        )
 
     def _share(
-        self, worker: int, step: _Sequences, mine: NDArray[np.bool_], is_moved: NDArray[np.bool_], bring: Bring
+        self,
+        worker: int,
+        step: _Sequences,
+        mine: NDArray[np.bool_],
+        is_moved: NDArray[np.bool_],
+        bring: Bring,
     ) -> StageShare:
-        lacking, again = step.lacks[worker] & mine[:, None], list[tuple[StepBatch, Floats]]()
+        lacking = step.lacks[worker] & mine[:, None]
+        again = list[tuple[StepBatch, Floats]]()
         entries = mine[step.entries].nonzero()[0]
         if not lacking.any():
             return StageShare(worker, entries)
-        is_brought, done = lacking & is_moved[:, None], np.zeros(len(self.rows), dtype=np.bool_)
+        is_brought = lacking & is_moved[:, None]
+        done = np.zeros(len(self.rows), dtype=np.bool_)
         moved = np.unique(step.slots[is_brought])
         done[moved] = True
         for at in (lacking & ~is_moved[:, None]).any(1).nonzero()[0].tolist():
@@ -143,7 +189,9 @@ class KeptRows:
             if len(missing):
                 again.append(self._again(step.whose[at], step.slots[at], missing))
         brought = list[tuple[Ints, Held]]()
-        for other, lacks in enumerate(step.lacks):  # as they were chosen: what is heard while one is asked counts later
+        for other, lacks in enumerate(
+            step.lacks
+        ):  # as they were chosen: what is heard while one is asked counts later
             theirs = np.intersect1d(moved, step.slots[is_brought & ~lacks])
             if len(theirs):
                 brought.append((theirs, bring(other, theirs)))
@@ -153,8 +201,8 @@ class KeptRows:
     def _again(self, whose: Ints, slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
         """Earlier rows of a sequence, in runs as they were fed: the same to the bit.
 
-        `whose`: its row of the table, its turn among angles, and its model. A run of which a part alone is missing is
-        filled up with rows that are written to a slot that is never read.
+        `whose`: its row of the table, its turn among angles, and its model. A run of which a part
+        alone is missing is filled up with rows that are written to a slot that is never read.
         """
         kinds = self._together[slots[missing]]
         is_new = np.append(True, (np.diff(missing) != 1) | (np.diff(kinds) != 0))
@@ -162,7 +210,8 @@ class KeptRows:
         begins = (is_new | ((kinds < MANY) & (inside % kinds == 0))).nonzero()[0]
         real = np.diff(np.append(begins, len(missing)))
         order = np.argsort(np.maximum(real, kinds[begins]) > 1, kind="stable")
-        firsts, real = missing[begins][order], real[order]
+        firsts = missing[begins][order]
+        real = real[order]
         counts = np.maximum(real, kinds[begins][order])
         starts = np.append(0, counts.cumsum())
         inside = np.arange(starts[-1]) - starts[:-1].repeat(counts)
@@ -189,16 +238,21 @@ class HeldRange:
     """A range of layers: the models that have it, the workers that hold it, and what went into it."""
 
     def __init__(self, setup: StageSetup, nodes: int) -> None:
-        self.setup, self.members = setup, dict[int, StageSetup]()
+        self.setup = setup
+        self.members = dict[int, StageSetup]()
         self.homes = list[int]()  # the workers that are to hold it
         self.holders = set[int]()
         self.loading = Counter[int]()
         self.failure: EngineError | None = None
-        self.costs, self.seconds, options = StageCosts(setup), 0.0, setup.config.options
+        self.costs = StageCosts(setup)
+        self.seconds = 0.0
+        options = setup.config.options
         self.kept: KeptRows | None = None
         if setup.replicas > 1 or setup.config.shares:
             assert options.kv_tokens is not None, "who begins knows how many there are"
-            self.kept = KeptRows(nodes, options.kv_tokens + SPARE_SLOTS, setup.config.model.hidden_size)
+            self.kept = KeptRows(
+                nodes, options.kv_tokens + SPARE_SLOTS, setup.config.model.hidden_size
+            )
 
     def join(self, node: HeldNode, setups: Sequence[StageSetup]) -> None:
         """Have a worker load it, or what some models add to it; it holds it from then on."""
@@ -210,7 +264,9 @@ class HeldRange:
         self.loading[number] -= 1
         if isinstance(answer, FailureReply):
             self.failure = answer.error(self.setup.config.name)
-        elif answer is None and not self.loading[number]:  # what is still to come must not be behind its leaving
+        elif (
+            answer is None and not self.loading[number]
+        ):  # what is still to come must not be behind its leaving
             self.holders.add(number)
         self.loading += Counter()
 
@@ -232,5 +288,6 @@ class HeldRange:
 
     def demand(self, seconds: float) -> Demand:
         """Its size in layers, and the workers that it takes, by what it took of so many seconds."""
-        size, busy = len(self.setup.layers), self.seconds / seconds / max(1, len(self.holders))
+        size = len(self.setup.layers)
+        busy = self.seconds / seconds / max(1, len(self.holders))
         return Demand(size, self.setup.replicas - 1 + min(1.0, max(0.01 * size, busy)))

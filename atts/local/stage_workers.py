@@ -1,4 +1,6 @@
-"""Workers that hold ranges of layers, in processes, in actors of a Ray cluster and here; and what each one is asked."""
+"""Workers that hold ranges of layers, in processes, in actors of a Ray cluster and here; and what
+each one is asked.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ class WorkerHere:
     """What runs in this process."""
 
     def __init__(self, build: BuildStage) -> None:
-        self._server, self._answers = StageServer(build), list[object]()
+        self._server = StageServer(build)
+        self._answers = list[object]()
 
     def send(self, message: object) -> None:
         """Answer at once."""
@@ -77,7 +80,8 @@ class StageProcess:
 
         :raises EngineUnavailable: the system starts none.
         """
-        self._name, self._label = name, label
+        self._name = name
+        self._label = label
         self._pipe, theirs = Pipe()
         given = theirs.fileno()
         command = python_command("atts.local.stage_workers", str(os.getpid()), str(given))
@@ -87,7 +91,9 @@ class StageProcess:
             )
         except OSError as error:
             self._pipe.close()
-            raise EngineUnavailable(self._name, f"its stages' processes cannot be started ({error})") from error
+            raise EngineUnavailable(
+                self._name, f"its stages' processes cannot be started ({error})"
+            ) from error
         finally:
             theirs.close()
         with suppress(*GONE):  # one that is gone is told by its missing answers
@@ -117,7 +123,9 @@ class StageProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         advice = "A negative code is a signal; -9 is often the system running out of memory"
-        return EngineUnavailable(self._name, f"{self._label} ended with exit code {self._process.returncode}", advice)
+        return EngineUnavailable(
+            self._name, f"{self._label} ended with exit code {self._process.returncode}", advice
+        )
 
     def close(self) -> None:
         """End it; twice is fine."""
@@ -127,16 +135,23 @@ class StageProcess:
 
     @staticmethod
     def ready(processes: Sequence[Any], seconds: float | None) -> list[StageProcess]:
-        """Which of them have answered or are gone; waits for one so many seconds, None: for as long as it takes."""
-        poll, numbers = select.poll(), [process._pipe.fileno() for process in processes]
+        """Which of them have answered or are gone; waits for one so many seconds, None: for as long
+        as it takes.
+        """
+        poll = select.poll()
+        numbers = [process._pipe.fileno() for process in processes]
         for number in numbers:
             poll.register(number, select.POLLIN | select.POLLHUP)
         found = {number for number, _ in poll.poll(None if seconds is None else 1000 * seconds)}
-        return [process for process, number in zip(processes, numbers, strict=True) if number in found]
+        return [
+            process for process, number in zip(processes, numbers, strict=True) if number in found
+        ]
 
 
 class StageActor(StageServer):
-    """What runs in an actor; messages come as bytes, for what Ray itself unpacks cannot be written to."""
+    """What runs in an actor; messages come as bytes, for what Ray itself unpacks cannot be written
+    to.
+    """
 
     def answer_bytes(self, message: bytes) -> bytes:
         """The answer to a message."""
@@ -151,9 +166,15 @@ class RayStage:
 
         :raises UnsupportedByEngine: this is no actor.
         """
-        self._name, self._label, self._ray = name, label, _ray(name)
+        self._name = name
+        self._label = label
+        self._ray = _ray(name)
         given = self._ray.get_runtime_context().get_assigned_resources()
-        limits = {"num_cpus": given.get("CPU", 0), "num_gpus": given.get("GPU", 0), "scheduling_strategy": "SPREAD"}
+        limits = {
+            "num_cpus": given.get("CPU", 0),
+            "num_gpus": given.get("GPU", 0),
+            "scheduling_strategy": "SPREAD",
+        }
         actor: Any = self._ray.remote(StageActor).options(**limits, max_restarts=0)
         self._actor: Any = actor.remote(build)
         self._answer: Any = None  # to come
@@ -167,12 +188,15 @@ class RayStage:
 
         :raises EngineUnavailable: the actor is gone.
         """
-        answer, self._answer = self._answer, None
+        answer = self._answer
+        self._answer = None
         try:
             return pickle.loads(self._ray.get(answer))
         except importlib.import_module("ray.exceptions").RayError as error:
             reason = str(error).strip().partition("\n")[0][:200]
-            raise EngineUnavailable(self._name, f"an actor with {self._label} died ({reason})") from error
+            raise EngineUnavailable(
+                self._name, f"an actor with {self._label} died ({reason})"
+            ) from error
 
     def close(self) -> None:
         """End it; twice is fine."""
@@ -181,7 +205,9 @@ class RayStage:
 
     @staticmethod
     def ready(actors: Sequence[Any], seconds: float | None) -> list[RayStage]:
-        """Which of them have answered or are gone, of those that were asked, waiting as for processes."""
+        """Which of them have answered or are gone, of those that were asked, waiting as for
+        processes.
+        """
         asked = {actor._answer: actor for actor in actors if actor._answer is not None}
         found, _ = _ray("").wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
         if asked and not found:
@@ -192,7 +218,8 @@ class RayStage:
 def _ray(name: str) -> Any:
     ray: Any = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
-        problem, advice = "stages are actors of an engine that is one", "Write ray: before its name"
+        problem = "stages are actors of an engine that is one"
+        advice = "Write ray: before its name"
         raise UnsupportedByEngine(name, problem, advice)
     return ray
 
@@ -213,8 +240,12 @@ class HeldNode:
     """A worker, and what it is asked: one message after the other."""
 
     def __init__(self, number: int, label: str, worker: Worker) -> None:
-        self.number, self.label, self.worker = number, label, worker
-        self.due = self.sent = 0.0  # when it will have done what it is asked, and when it was last asked
+        self.number = number
+        self.label = label
+        self.worker = worker
+        self.due = self.sent = (
+            0.0  # when it will have done what it is asked, and when it was last asked
+        )
         self._queue = deque[tuple[object, Receive]]()
         self._heard: Receive | None = None  # by the answer that is waited for
         self.error: EngineUnavailable | None = None
@@ -259,7 +290,8 @@ class HeldNode:
         except EngineUnavailable as error:
             self._lose(error)
         else:
-            heard, self._heard = self._heard, None
+            heard = self._heard
+            self._heard = None
             assert heard is not None, "it was asked"
             heard(answer)
 
@@ -283,7 +315,8 @@ class HeldNode:
         """What it was not told yet of the slots of the sequences in a step."""
         if self._table.shape != table.shape:
             self._table = np.zeros_like(table)
-        used, longest = np.unique(batch.table_rows), int(batch.context_lens.max())
+        used = np.unique(batch.table_rows)
+        longest = int(batch.context_lens.max())
         rows, columns = (table[used, :longest] != self._table[used, :longest]).nonzero()
         found = used[rows], columns, table[used[rows], columns]
         self._table[found[:2]] = found[2]

@@ -1,4 +1,6 @@
-"""Models whose layers are in workers, and their step loop: several steps are under way at once, of other sequences."""
+"""Models whose layers are in workers, and their step loop: several steps are under way at once, of
+other sequences.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from atts.local.stages import HeldLayers, StageSetup
 
 
 class StagedModel(ManyModels[RangedModel]):
-    """A model in stages, the first of which is here; or models of a zoo, whose ranges of layers some have in common.
+    """A model in stages, the first of which is here; or models of a zoo, whose ranges of layers
+    some have in common.
 
     Words and heads are here. Prompts are each model's own: none is lent to another.
     """
@@ -41,8 +44,12 @@ class StagedModel(ManyModels[RangedModel]):
         cache: Tensor,
         first: HeldLayers | None = None,
     ) -> None:
-        """`cache` is that of the `first` stage, or of no layers; states that are returned are of its type and there."""
-        self._line, self.cache, self._first = line, cache, first
+        """`cache` is that of the `first` stage, or of no layers; states that are returned are of
+        its type and there.
+        """
+        self._line = line
+        self.cache = cache
+        self._first = first
         self.close = line.close
         self.most_steps = config.options.stage_steps or config.options.stages
         self._ends = _ends(config) if config.shares else []
@@ -50,9 +57,11 @@ class StagedModel(ManyModels[RangedModel]):
 
     def _relate(self, number: int, chain: Chain[RangedModel], divide: Divide) -> None:
         """Have workers load what they lack of the layers of a model of a zoo."""
-        config, options = self._configs[number], self._configs[0].options
+        config = self._configs[number]
+        options = self._configs[0].options
         if config.shares:
-            own, copies = replace(config, options=options, pieces=(), depth=0), min(options.replicas_of_stages)
+            own = replace(config, options=options, pieces=(), depth=0)
+            copies = min(options.replicas_of_stages)
             setups = list[StageSetup]()
             for start, stop in pairwise(self._ends):
                 name = f"{start} {' '.join(chain.units[1 + 2 * start : 1 + 2 * stop])}"
@@ -63,7 +72,8 @@ class StagedModel(ManyModels[RangedModel]):
     @property
     def device_name(self) -> str:
         """Where it computes."""
-        options, name = self._configs[0].options, self._model.device_name
+        options = self._configs[0].options
+        name = self._model.device_name
         if self._configs[0].shares:
             return f"{name}, shared blocks in {len(self._line.nodes)} processes"
         replicas = f" with {options.stage_replicas} replicas" * (options.stage_replicas != "1")
@@ -97,7 +107,8 @@ class StagedModel(ManyModels[RangedModel]):
 
     def end(self, flight: Flight) -> Tensor:
         """What `forward` says of a step that was begun."""
-        hidden, batch = self._line.end(flight), flight.batch
+        hidden = self._line.end(flight)
+        batch = flight.batch
         if self._first is not None:
             return torch.from_numpy(hidden).to(self.cache)
         owners = flight.chains.repeat(np.diff(batch.query_starts))[batch.logit_rows]
@@ -109,13 +120,18 @@ class StagedModel(ManyModels[RangedModel]):
         return self._owned(hidden, owners)
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`; of the tables the first is read."""
+        """The final, normed hidden states of the batch's `logit_rows`; of the tables the first is
+        read.
+        """
         return self.end(self.begin(batch, table[0]))
 
 
 def _ends(config: WorkerConfig) -> list[int]:
-    """Where ranges begin and end: about as many layers in each, and wherever models of the zoo part or meet."""
-    layers, stages = config.model.num_layers, min(config.options.stages, config.model.num_layers)
+    """Where ranges begin and end: about as many layers in each, and wherever models of the zoo part
+    or meet.
+    """
+    layers = config.model.num_layers
+    stages = min(config.options.stages, config.model.num_layers)
     names = list[list[str]]()
     for folder in sorted(config.folder.parent.glob("[!.]*")):
         try:
@@ -124,13 +140,19 @@ def _ends(config: WorkerConfig) -> list[int]:
         except EngineError:
             continue  # it is not opened, or has ranges of its own
         names += [halves] * (model.num_layers == layers)
-    alike = [[[*own].index(name) for name in own] for own in zip(*names, strict=True)]  # of each half of a layer
-    partings = {at for at in range(1, layers) if alike[2 * at : 2 * at + 2] != alike[2 * at - 2 : 2 * at]}
+    alike = [
+        [[*own].index(name) for name in own] for own in zip(*names, strict=True)
+    ]  # of each half of a layer
+    partings = {
+        at for at in range(1, layers) if alike[2 * at : 2 * at + 2] != alike[2 * at - 2 : 2 * at]
+    }
     return sorted({0, layers, *(round(layers * at / stages) for at in range(1, stages)), *partings})
 
 
 class StagedLoop(StepLoop):
-    """Begins steps before earlier ones have ended; what changes a sequence that is under way waits for its step."""
+    """Begins steps before earlier ones have ended; what changes a sequence that is under way waits
+    for its step.
+    """
 
     def __init__(
         self,
@@ -152,15 +174,21 @@ class StagedLoop(StepLoop):
             self._staged.close()
 
     def step(self) -> None:
-        """Begin a step; end the one that has been longest under way, where there are as many as can be."""
-        began, most = perf_counter(), self._staged.most_steps
+        """Begin a step; end the one that has been longest under way, where there are as many as can
+        be.
+        """
+        began = perf_counter()
+        most = self._staged.most_steps
         plan = self._scheduler.plan(most)
         self._count(plan, began)
         if plan.size:
             for sequence in plan.sequences():
                 sequence.is_under_way = True
-            is_fed, table = plan.decoding or plan.prefills, self._scheduler.table
-            self._under_way.append((plan, self._staged.begin(step_batch(plan, table), table) if is_fed else None))
+            is_fed = plan.decoding or plan.prefills
+            table = self._scheduler.table
+            self._under_way.append(
+                (plan, self._staged.begin(step_batch(plan, table), table) if is_fed else None)
+            )
         if len(self._under_way) == most or not plan.size:
             self._end_one()
         self._stats.busy_seconds += perf_counter() - began
@@ -173,7 +201,8 @@ class StagedLoop(StepLoop):
             self._attempt(plan)
 
     def _hidden(self, plan: StepPlan) -> Tensor:
-        flight, self._ending = self._ending, None
+        flight = self._ending
+        self._ending = None
         return super()._hidden(plan) if flight is None else self._staged.end(flight)
 
     def _handle(self, commands: Iterable[Command]) -> None:

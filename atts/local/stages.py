@@ -1,4 +1,6 @@
-"""Stages of a model: ranges of its layers in workers, with their keys and values, and the messages they answer."""
+"""Stages of a model: ranges of its layers in workers, with their keys and values, and the messages
+they answer.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ News = tuple[Ints, Ints, SlotIds]
 
 
 class StageSetup(NamedTuple):
-    """What a worker is to hold: some layers of a model, which have as many slots and threads as its others.
+    """What a worker is to hold: some layers of a model, which have as many slots and threads as its
+    others.
 
-    Models of a zoo share ranges: `name` is that of what they have alike, and each model adds what is its own.
+    Models of a zoo share ranges: `name` is that of what they have alike, and each model adds what
+    is its own.
     """
 
     config: WorkerConfig
@@ -42,7 +46,9 @@ class StageSetup(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends with the model's last layer, behind which are those rows alone that are asked for."""
+        """Whether it ends with the model's last layer, behind which are those rows alone that are
+        asked for.
+        """
         return self.layers.stop == self.config.model.num_layers
 
     def __str__(self) -> str:
@@ -55,11 +61,15 @@ class RangeStep(NamedTuple):
     name: str
     entries: Ints  # of the visit's batch
     brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that another worker has, by slots
-    again: Sequence[tuple[StepBatch, Floats]] = ()  # earlier rows whose keys and values are computed anew
+    again: Sequence[
+        tuple[StepBatch, Floats]
+    ] = ()  # earlier rows whose keys and values are computed anew
 
 
 class Visit(NamedTuple):
-    """Sequences of a step that pass one or more of a worker's ranges, each as many of them as its way leads through."""
+    """Sequences of a step that pass one or more of a worker's ranges, each as many of them as its
+    way leads through.
+    """
 
     batch: StepBatch
     rows: Floats
@@ -92,9 +102,16 @@ class HeldLayers:
     """Some layers of a model, and their keys and values."""
 
     def __init__(self, setup: StageSetup, model: Layers, cache: Tensor) -> None:
-        self.setup, self.cache, self._model = setup, cache, model
-        alone = not setup.config.shares  # else the words of a zoo's models, their norms and heads are beside the loop
-        self._units = int(setup.layers.start > 0 or not alone), 1 + 2 * len(setup.layers) + (setup.is_last and alone)
+        self.setup = setup
+        self.cache = cache
+        self._model = model
+        alone = (
+            not setup.config.shares
+        )  # else the words of a zoo's models, their norms and heads are beside the loop
+        self._units = (
+            int(setup.layers.start > 0 or not alone),
+            1 + 2 * len(setup.layers) + (setup.is_last and alone),
+        )
 
     def join(self, setup: StageSetup) -> None:
         """One more model that has these layers.
@@ -108,7 +125,9 @@ class HeldLayers:
 
     def take(self, slots: Ints, held: Held) -> None:
         """Keys and values from elsewhere."""
-        self.cache[:, :, torch.from_numpy(slots)] = torch.from_numpy(held).view(self.cache.dtype).to(self.cache)
+        self.cache[:, :, torch.from_numpy(slots)] = (
+            torch.from_numpy(held).view(self.cache.dtype).to(self.cache)
+        )
 
     def run(self, batch: StepBatch, table: SlotIds, rows: Floats) -> Floats:
         """The rows behind these layers: all of them, behind the last those asked for."""
@@ -124,7 +143,9 @@ class HeldLayers:
 
 
 class SharedLayers(HeldLayers):
-    """Layers that several models of a zoo have: rows of all of them at once, to which each one's adapter adds."""
+    """Layers that several models of a zoo have: rows of all of them at once, to which each one's
+    adapter adds.
+    """
 
     def __init__(self, setup: StageSetup, model: NativeModel, cache: Tensor) -> None:
         super().__init__(setup, model, cache)
@@ -136,7 +157,8 @@ class SharedLayers(HeldLayers):
 
         :raises EngineError: its adapter cannot be used.
         """
-        config, layers = setup.config, setup.layers
+        config = setup.config
+        layers = setup.layers
         if added := load_adapter(config.folder, config.model, config.name):
             deltas = layer_deltas(added, config.model)[4 * layers.start : 4 * layers.stop]
             if any(deltas):
@@ -144,7 +166,8 @@ class SharedLayers(HeldLayers):
 
     def _through(self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats]) -> None:
         order = batch.logit_rows.argsort(kind="stable")
-        batch, hidden = replace(batch, logit_rows=batch.logit_rows[order]), np.empty_like(rows[1])
+        batch = replace(batch, logit_rows=batch.logit_rows[order])
+        hidden = np.empty_like(rows[1])
         adapted = adapted_rows(batch, bounds_of(batch), self._adapters)
         self._native.through(batch, table, (rows[0], hidden), self._units, adapted)
         rows[1][order] = hidden
@@ -154,7 +177,9 @@ BuildStage = Callable[[StageSetup], HeldLayers]
 
 
 class StageServer:
-    """What runs in a worker's process or actor, or beside the loop: ranges of layers by their names."""
+    """What runs in a worker's process or actor, or beside the loop: ranges of layers by their
+    names.
+    """
 
     def __init__(self, build: BuildStage) -> None:
         self._build = build
@@ -162,7 +187,9 @@ class StageServer:
         self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # as far as it was told
 
     def answer(self, message: Any) -> object:
-        """What is said of a message; to what is to be held, by these models, None, or why it cannot be."""
+        """What is said of a message; to what is to be held, by these models, None, or why it cannot
+        be.
+        """
         match message:
             case list():
                 return self._load(message)
@@ -190,15 +217,19 @@ class StageServer:
         if self._table.shape != visit.shape:
             self._table = np.zeros(visit.shape, dtype=np.int32)
         self._table[visit.news[:2]] = visit.news[2]
-        found, seconds = list[Floats](), list[float]()
+        found = list[Floats]()
+        seconds = list[float]()
         for step in visit.steps:
-            began, held = perf_counter(), self._held[step.name]
+            began = perf_counter()
+            held = self._held[step.name]
             try:
                 found.append(self._run(held, step, visit))
             except MemoryError:
                 return Visited(MemoryError(f"{held.setup} cannot allocate memory"), seconds)
             except Exception as error:  # noqa: BLE001  raised where the step began
-                return Visited(RuntimeError(f"{held.setup}: {type(error).__name__}: {error}"), seconds)
+                return Visited(
+                    RuntimeError(f"{held.setup}: {type(error).__name__}: {error}"), seconds
+                )
             seconds.append(perf_counter() - began)
         return Visited(found, seconds)
 
@@ -215,11 +246,14 @@ class StageServer:
 
 
 def stage_setups(config: WorkerConfig) -> list[StageSetup]:
-    """The layers of each stage, all stages of about as many bytes; the first also has the embedding and the head.
+    """The layers of each stage, all stages of about as many bytes; the first also has the embedding
+    and the head.
 
     :raises UnsupportedByEngine: there are more stages than layers.
     """
-    model, stages, replicas = config.model, config.options.stages, config.options.replicas_of_stages
+    model = config.model
+    stages = config.options.stages
+    replicas = config.options.replicas_of_stages
     if stages > model.num_layers:
         problem = f"its {model.num_layers} layers make no {stages} stages"
         raise UnsupportedByEngine(config.name, problem, f"Write stages={model.num_layers} or less")
@@ -231,4 +265,7 @@ def stage_setups(config: WorkerConfig) -> list[StageSetup]:
     rest = model.num_layers - first
     ends = [0, *(first + rest * at // max(1, stages - 1) for at in range(stages))]
     layers = [range(*each) for each in pairwise(ends)]
-    return [StageSetup(config, each, n, str(each.start)) for each, n in zip(layers, (1, *replicas), strict=True)]
+    return [
+        StageSetup(config, each, n, str(each.start))
+        for each, n in zip(layers, (1, *replicas), strict=True)
+    ]

@@ -1,4 +1,6 @@
-"""Captured steps: a step that decodes is recorded once for each size of batch, then replayed with other numbers."""
+"""Captured steps: a step that decodes is recorded once for each size of batch, then replayed with
+other numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,16 @@ from torch import Tensor
 
 from atts.local.allocator import SlotIds
 from atts.local.batch import StepBatch
-from atts.local.blocks import ALL_ROWS, DeviceStep, RowBlocks, StepLayout, bucketed, layout_of, packed, unpacked
+from atts.local.blocks import (
+    ALL_ROWS,
+    DeviceStep,
+    RowBlocks,
+    StepLayout,
+    bucketed,
+    layout_of,
+    packed,
+    unpacked,
+)
 
 MOST_CAPTURED_ROWS = 256
 _MOST_GRAPHS = 64
@@ -27,13 +38,19 @@ class _Graph:
 
 
 class StepGraphs:
-    """Graphs of decoding steps by layout: batches of 1, 2, 4, ... rows, contexts of up to 64, 128, 256, ... tokens.
+    """Graphs of decoding steps by layout: batches of 1, 2, 4, ... rows, contexts of up to 64, 128,
+    256, ... tokens.
 
-    A layout is captured when it comes for the second time. Where capturing fails once, steps are computed one by one.
+    A layout is captured when it comes for the second time. Where capturing fails once, steps are
+    computed one by one.
     """
 
-    def __init__(self, compute: Callable[[DeviceStep], Tensor], capture: Capture, cache: Tensor) -> None:
-        self._compute, self._capture, self._device = compute, capture, cache.device
+    def __init__(
+        self, compute: Callable[[DeviceStep], Tensor], capture: Capture, cache: Tensor
+    ) -> None:
+        self._compute = compute
+        self._capture = capture
+        self._device = cache.device
         self._spare_slot = cache.shape[2] - 1
         self.captured = dict[StepLayout, _Graph]()
         self._seen = set[StepLayout]()
@@ -41,8 +58,14 @@ class StepGraphs:
         self.trouble = ""  # why nothing is captured any more
 
     def run(self, batch: StepBatch, table: SlotIds, blocks: RowBlocks) -> Tensor | None:
-        """The hidden states of the batch's `logit_rows`, which the next step may overwrite; None: compute it anew."""
-        if self.trouble or batch.num_single < len(batch.table_rows) or len(batch.tokens) > MOST_CAPTURED_ROWS:
+        """The hidden states of the batch's `logit_rows`, which the next step may overwrite; None:
+        compute it anew.
+        """
+        if (
+            self.trouble
+            or batch.num_single < len(batch.table_rows)
+            or len(batch.tokens) > MOST_CAPTURED_ROWS
+        ):
             return None
         layout = bucketed(batch, blocks)
         graph = self.captured.get(layout)
@@ -60,7 +83,9 @@ class StepGraphs:
         return graph.hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
     def _captured(self, layout: StepLayout, array: Tensor) -> _Graph | None:
-        """A graph of this layout; the work it is made of is done once on the array that is given, and again later."""
+        """A graph of this layout; the work it is made of is done once on the array that is given,
+        and again later.
+        """
         try:
             held = array.to(self._device, copy=True)
             hidden = torch.empty_like(self._compute(unpacked(held, layout)))
@@ -76,7 +101,9 @@ class StepGraphs:
 
 
 def cuda_capture() -> Capture:
-    """CUDA graphs that share one pool of memory; each is warmed up beside the current stream before it is captured."""
+    """CUDA graphs that share one pool of memory; each is warmed up beside the current stream before
+    it is captured.
+    """
     pool = torch.cuda.graph_pool_handle()
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:

@@ -1,4 +1,6 @@
-"""Streaming heads on a drafter: from one pass several tokens, of which the next pass keeps those it draws itself."""
+"""Streaming heads on a drafter: from one pass several tokens, of which the next pass keeps those it
+draws itself.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class StreamHeads:
     streams: Sequence[StreamHead]
 
     @classmethod
-    def read(cls, folder: Path, config: ModelConfig, weights: Weights, name: str) -> StreamHeads | None:
+    def read(
+        cls, folder: Path, config: ModelConfig, weights: Weights, name: str
+    ) -> StreamHeads | None:
         """Those that were trained for the model in this folder; None where there are none.
 
         :raises ModelLoadError: their file is damaged, or of another model.
@@ -42,20 +46,29 @@ class StreamHeads:
         if not file.is_file():
             return None
         _, parts = read_trained(file, weights, name)
-        width, found = config.hidden_size, list[StreamHead]()
+        width = config.hidden_size
+        found = list[StreamHead]()
         for at in range(len(parts) // 2):
-            down, up = parts.get(f"down.{at}"), parts.get(f"up.{at}")
-            if down is None or up is None or down.shape != (up.shape[1], width * (2 + at)) or len(up) != width:
+            down = parts.get(f"down.{at}")
+            up = parts.get(f"up.{at}")
+            if (
+                down is None
+                or up is None
+                or down.shape != (up.shape[1], width * (2 + at))
+                or len(up) != width
+            ):
                 raise unusable_heads(name, file, "was made for another model")
             found.append(StreamHead(down, up))
         return cls(weights.embedding, found)
 
     def __call__(self, hidden: Tensor, tokens: Tensor) -> Tensor:
-        """States that the output matrix reads what follows `tokens` [rows, 1 or more] from, shaped as `hidden`.
+        """States that the output matrix reads what follows `tokens` [rows, 1 or more] from, shaped
+        as `hidden`.
 
         What a padded model has behind its own states stays as it is.
         """
-        (down, up), width = self.streams[tokens.shape[1] - 1], self.embedding.shape[1]
+        (down, up) = self.streams[tokens.shape[1] - 1]
+        width = self.embedding.shape[1]
         known = F.rms_norm(self.embedding[tokens], (width,)).flatten(1)
         added = F.linear(F.silu(F.linear(torch.cat([hidden[:, :width], known], 1), down)), up)
         return hidden + F.pad(added, (0, hidden.shape[1] - width))

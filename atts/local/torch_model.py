@@ -1,7 +1,9 @@
-"""The forward pass in torch: batched, over cached keys and values, on any device and dtype; the reference.
+"""The forward pass in torch: batched, over cached keys and values, on any device and dtype; the
+reference.
 
-A step is sent to the device as one array. Steps that only decode can be captured as graphs (`StepGraphs`); attention
-over the cache is a function that is given (`MakeAttend`): gathered slots everywhere, a kernel where there is one.
+A step is sent to the device as one array. Steps that only decode can be captured as graphs
+(`StepGraphs`); attention over the cache is a function that is given (`MakeAttend`): gathered slots
+everywhere, a kernel where there is one.
 """
 
 from __future__ import annotations
@@ -44,25 +46,37 @@ class TorchModel:
         capture: Capture | None = None,
         group: int = 1,
     ) -> None:
-        """`most_rows` is the most that a block may have for this `attention`; `capture` makes graphs of steps.
+        """`most_rows` is the most that a block may have for this `attention`; `capture` makes
+        graphs of steps.
 
         Of `group`, see `is_grouped`.
         """
-        self._config, self._cache, self._device = config, cache, cache.device
-        self._attention, self._most_rows = attention, most_rows
+        self._config = config
+        self._cache = cache
+        self._device = cache.device
+        self._attention = attention
+        self._most_rows = most_rows
         self.is_grouped = False  # whether attentions of a group read one input: not exact
-        self._weights = replace(weights, layers=tuple(_interleaved(layer, config) for layer in weights.layers))
+        self._weights = replace(
+            weights, layers=tuple(_interleaved(layer, config) for layer in weights.layers)
+        )
         groups = attention_groups(config, cache, group)
         self._grouped = [self._attention_of(own) for own in groups]
         self._exact = [self._attention_of(own.one(at)) for own in groups for at in own.layers]
         rows = rope_rows(config, cache.shape[2])
-        self._rotations = {kind: _rotations(rope, rows).to(self._device) for kind, rope in weights.ropes.items()}
+        self._rotations = {
+            kind: _rotations(rope, rows).to(self._device) for kind, rope in weights.ropes.items()
+        }
         self.graphs = None if capture is None else StepGraphs(self._compute, capture, cache)
 
     @property
     def device_name(self) -> str:
         """Where it computes."""
-        parts = [str(self._device), "paged attention" * (self._most_rows is not None), "graphs" * bool(self.graphs)]
+        parts = [
+            str(self._device),
+            "paged attention" * (self._most_rows is not None),
+            "graphs" * bool(self.graphs),
+        ]
         return ", ".join(filter(None, parts))
 
     @torch.inference_mode()
@@ -83,10 +97,18 @@ class TorchModel:
         return self._compute(self._sent(batch, table, blocks), tap)
 
     @torch.inference_mode()
-    def through(self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats], units: tuple[int, int]) -> None:
-        """Take rows through all layers, before that the embedding and behind it the last norm if `units` hold these."""
+    def through(
+        self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats], units: tuple[int, int]
+    ) -> None:
+        """Take rows through all layers, before that the embedding and behind it the last norm if
+        `units` hold these.
+        """
         step = self._sent(batch, table, RowBlocks.of(batch, self._most_rows))
-        given = torch.from_numpy(rows[0]).to(self._cache, copy=True) if units[0] else self._embedded(step)
+        given = (
+            torch.from_numpy(rows[0]).to(self._cache, copy=True)
+            if units[0]
+            else self._embedded(step)
+        )
         x = self._behind_layers(given, step)
         ends = units[1] > 1 + 2 * self._config.num_layers
         rows[1][:] = (self._norm(x, self._weights.norm) if ends else x).float().numpy(force=True)
@@ -99,23 +121,33 @@ class TorchModel:
         return unpacked(array.to(self._device, non_blocking=True), layout)
 
     def _compute(self, step: DeviceStep, tap: Tap | None = None) -> Tensor:
-        """The same of a step on the device; every operation depends on the step's arrays and sizes alone."""
+        """The same of a step on the device; every operation depends on the step's arrays and sizes
+        alone.
+        """
         return self._norm(self._behind_layers(self._embedded(step), step, tap), self._weights.norm)
 
     def _embedded(self, step: DeviceStep) -> Tensor:
-        x, scale = self._weights.embedding[step.tokens], self._config.embedding_scale
+        x = self._weights.embedding[step.tokens]
+        scale = self._config.embedding_scale
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
     def _behind_layers(self, x: Tensor, step: DeviceStep, tap: Tap | None = None) -> Tensor:
         """Rows behind the last layer."""
         config = self._config
         attends = {window: self._attention(step, config, window) for window in set(config.windows)}
-        rotations = {kind: turns[step.positions].unsqueeze(1) for kind, turns in self._rotations.items()}
+        rotations = {
+            kind: turns[step.positions].unsqueeze(1) for kind, turns in self._rotations.items()
+        }
         for group, weights in self._grouped if self.is_grouped else self._exact:
             mixed = self._mixed(x, step, (group, weights), attends, rotations)
-            for index, attended in zip(group.layers, mixed.chunk(len(group.layers), 1), strict=True):
-                if index == config.num_layers - 1 and step.logit_rows is not None:  # only these go on from here
-                    x, attended = x[step.logit_rows], attended[step.logit_rows]
+            for index, attended in zip(
+                group.layers, mixed.chunk(len(group.layers), 1), strict=True
+            ):
+                if (
+                    index == config.num_layers - 1 and step.logit_rows is not None
+                ):  # only these go on from here
+                    x = x[step.logit_rows]
+                    attended = attended[step.logit_rows]
                 x = self._fed_forward(x, attended, self._weights.layers[index])
             if tap is not None and tap.layers == group.layers.stop:
                 tap.receive(x if step.logit_rows is None else x[step.logit_rows])
@@ -126,10 +158,18 @@ class TorchModel:
         return group, joined(layers, self._config)
 
     def _mixed(
-        self, x: Tensor, step: DeviceStep, own: _Attention, attends: Mapping[int, Attend], turns: Mapping[str, Tensor]
+        self,
+        x: Tensor,
+        step: DeviceStep,
+        own: _Attention,
+        attends: Mapping[int, Attend],
+        turns: Mapping[str, Tensor],
     ) -> Tensor:
-        """What the heads of a layer, or a group, attend to; their keys and values go into the cache."""
-        config, ((layers, keys, values), layer) = self._config, own
+        """What the heads of a layer, or a group, attend to; their keys and values go into the
+        cache.
+        """
+        config = self._config
+        ((layers, keys, values), layer) = own
         qkv = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias)
         query, key, value = self._split(qkv, layer, turns[config.ropes[layers.start]], len(layers))
         keys.index_copy_(0, step.slots, key)
@@ -147,22 +187,32 @@ class TorchModel:
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Root-mean-square norm; nothing where there are no weights for it.
 
-        Where there are those of several layers, one after the other, each is for its share of the heads.
+        Where there are those of several layers, one after the other, each is for its share of the
+        heads.
         """
         if weight is None or weight.dim() == 1:
-            return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, self._config.norm_eps)
+            return (
+                x
+                if weight is None
+                else F.rms_norm(x, (x.shape[-1],), weight, self._config.norm_eps)
+            )
         rows = x.reshape(len(x), len(weight), -1, *x.shape[2:])
         weight = weight[:, None] if rows.dim() == 4 else weight
-        return (F.rms_norm(rows, rows.shape[-1:], None, self._config.norm_eps) * weight).flatten(1, 2)
+        return (F.rms_norm(rows, rows.shape[-1:], None, self._config.norm_eps) * weight).flatten(
+            1, 2
+        )
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Their logits: [logits, vocabulary] float32."""
-        logits, cap = F.linear(hidden, self._weights.head).float(), self._config.logit_cap
+        logits = F.linear(hidden, self._weights.head).float()
+        cap = self._config.logit_cap
         return cap * torch.tanh(logits / cap) if cap else logits
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]) -> SampledTokens:
+    def sample(
+        self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
+    ) -> SampledTokens:
         """One token a row."""
         numbers = torch.tensor(uniforms, dtype=torch.float64)
         return sample(logits, sampling, numbers.to(logits.device, non_blocking=True))
@@ -174,10 +224,13 @@ class TorchModel:
         return values
 
     @torch.inference_mode()
-    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
+    def score(
+        self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
+    ) -> tuple[list[float], Tensor]:
         """One log-probability a row, and the logits of some."""
         kept = torch.empty(len(kept_rows), self._config.vocabulary, device=self._device)
-        size, found = max(1, _SCORED_LOGITS // self._config.vocabulary), list[Tensor]()
+        size = max(1, _SCORED_LOGITS // self._config.vocabulary)
+        found = list[Tensor]()
         for at in range(0, len(tokens), size):
             logits = self.compute_logits(hidden[at : at + size])
             found.append(self._logprobs(logits, tokens[at : at + size]))
@@ -190,16 +243,26 @@ class TorchModel:
     def _logprobs(self, logits: Tensor, tokens: list[int]) -> Tensor:
         return raw_logprobs(logits, torch.tensor(tokens, device=logits.device))
 
-    def _split(self, qkv: Tensor, layer: LayerWeights, rotations: Tensor, layers: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of each token, [tokens, heads, head_dim]; queries and keys rotated to their position."""
-        config, dim = self._config, self._config.head_dim
-        sizes = [layers * heads * dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
+    def _split(
+        self, qkv: Tensor, layer: LayerWeights, rotations: Tensor, layers: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of each token, [tokens, heads, head_dim]; queries and keys rotated
+        to their position.
+        """
+        config = self._config
+        dim = self._config.head_dim
+        sizes = [
+            layers * heads * dim
+            for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        ]
         query, key, value = torch.split(qkv, sizes, 1)
         if config.rules.head_norms == "all heads":
-            query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
+            query = self._norm(query, layer.query_norm)
+            key = self._norm(key, layer.key_norm)
         query, key, value = (part.reshape(len(qkv), -1, dim) for part in (query, key, value))
         if config.rules.head_norms == "each head":
-            query, key = self._norm(query, layer.query_norm), self._norm(key, layer.key_norm)
+            query = self._norm(query, layer.query_norm)
+            key = self._norm(key, layer.key_norm)
         return apply_rope(query, rotations), apply_rope(key, rotations), value
 
 
@@ -213,16 +276,22 @@ def _rotations(rope: Rope, rows: int) -> Tensor:
 
 
 def apply_rope(rows: Tensor, rotations: Tensor) -> Tensor:
-    """The rotary embedding: neighbouring pairs as complex numbers, multiplied, one operation instead of six."""
+    """The rotary embedding: neighbouring pairs as complex numbers, multiplied, one operation
+    instead of six.
+    """
     pairs = torch.view_as_complex(rows.float().reshape(*rows.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations).flatten(-2).to(rows.dtype)
 
 
 def _interleaved(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
-    """Reorder query and key features so that the two halves transformers rotates together become neighbours."""
+    """Reorder query and key features so that the two halves transformers rotates together become
+    neighbours.
+    """
     half = config.head_dim // 2
     order = torch.arange(config.head_dim).view(2, half).t().flatten()
-    rotated = (torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim + order).flatten()
+    rotated = (
+        torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim + order
+    ).flatten()
     kept = torch.arange(len(rotated), len(layer.qkv))
     rows = torch.cat([rotated, kept]).to(layer.qkv.device)
     order = order.to(layer.qkv.device)
@@ -230,6 +299,10 @@ def _interleaved(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
         layer,
         qkv=layer.qkv[rows],
         qkv_bias=None if layer.qkv_bias is None else layer.qkv_bias[rows],
-        query_norm=None if layer.query_norm is None else layer.query_norm.view(-1, 2 * half)[:, order].flatten(),
-        key_norm=None if layer.key_norm is None else layer.key_norm.view(-1, 2 * half)[:, order].flatten(),
+        query_norm=None
+        if layer.query_norm is None
+        else layer.query_norm.view(-1, 2 * half)[:, order].flatten(),
+        key_norm=None
+        if layer.key_norm is None
+        else layer.key_norm.view(-1, 2 * half)[:, order].flatten(),
     )

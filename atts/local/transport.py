@@ -1,4 +1,6 @@
-"""Transports of a drafter that works beside the target: in the same thread, or in a thread of its own."""
+"""Transports of a drafter that works beside the target: in the same thread, or in a thread of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ PATIENCE = 5.0
 
 
 class InlineTransport:
-    """Does pieces of work one after the other, each at once: what is drafted depends on nothing but the texts."""
+    """Does pieces of work one after the other, each at once: what is drafted depends on nothing but
+    the texts.
+    """
 
     is_beside = False  # whether it works while its caller does
 
@@ -32,12 +36,15 @@ class InlineTransport:
 
 
 class ThreadTransport(InlineTransport):
-    """Works in a thread that ends with this object; native kernels and torch let both threads compute at once."""
+    """Works in a thread that ends with this object; native kernels and torch let both threads
+    compute at once.
+    """
 
     is_beside = True
 
     def __init__(self) -> None:
-        self._thread, self._last = ThreadPoolExecutor(1, "atts-drafter"), list[Future[None]]()
+        self._thread = ThreadPoolExecutor(1, "atts-drafter")
+        self._last = list[Future[None]]()
 
     def post(self, work: Work) -> None:
         """Begins when the thread wakes, after what was posted before."""

@@ -63,8 +63,9 @@ class ThreadWorker:
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
         """Start the thread, which loads the model, and from which reports come.
 
-        OpenMP keeps helpers for each thread that ever computed in parallel; with more of them than cores they sleep
-        between a step's parts, and two threads are slower than one. So nothing is loaded in the caller's thread.
+        OpenMP keeps helpers for each thread that ever computed in parallel; with more of them than
+        cores they sleep between a step's parts, and two threads are slower than one. So nothing is
+        loaded in the caller's thread.
 
         :raises EngineError: it could not be loaded.
         """
@@ -103,23 +104,29 @@ class ThreadWorker:
 
 
 class ProcessWorker:
-    """The loop in a process of its own: no lock shared with the caller, so two engines truly overlap.
+    """The loop in a process of its own: no lock shared with the caller, so two engines truly
+    overlap.
 
-    A plain child with pipes rather than `multiprocessing`: a user's script needs no `__main__` guard.
+    A plain child with pipes rather than `multiprocessing`: a user's script needs no `__main__`
+    guard.
     """
 
     def __init__(self) -> None:
-        """Start the child: it imports torch while the caller still reads tokenizer and configuration."""
+        """Start the child: it imports torch while the caller still reads tokenizer and
+        configuration.
+        """
         self._outbox = Mailbox()
         self._threads: list[threading.Thread] = []
-        command, pipe = python_command("atts.local.child", str(os.getpid())), subprocess.PIPE
+        command = python_command("atts.local.child", str(os.getpid()))
+        pipe = subprocess.PIPE
         # A group of its own: Ctrl-C is for the caller, who may want the calls in flight to finish.
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
         self._process: subprocess.Popen[bytes] | None = process
         self._last_words = _LastWords(process)
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
-        """Send the child its configuration and wait until the model is loaded; reports come from a thread of its own.
+        """Send the child its configuration and wait until the model is loaded; reports come from a
+        thread of its own.
 
         :raises EngineError: it could not be loaded.
         """
@@ -132,8 +139,14 @@ class ProcessWorker:
             self._end(process)
             problem = f"its process died while loading with {_farewell(process.returncode, self._last_words)}"
             raise EngineError(config.name, problem) from error
-        assert isinstance(answer, WorkerReady), "a child that has its configuration is ready or has failed"
-        self._start(threading.Thread(target=_write_commands, args=(self._outbox, process.stdin), daemon=True))
+        assert isinstance(answer, WorkerReady), (
+            "a child that has its configuration is ready or has failed"
+        )
+        self._start(
+            threading.Thread(
+                target=_write_commands, args=(self._outbox, process.stdin), daemon=True
+            )
+        )
         reader = _read_reports, (process, deliver, self._last_words)
         self._start(threading.Thread(target=reader[0], args=reader[1], daemon=True))
         return answer
@@ -144,7 +157,8 @@ class ProcessWorker:
 
     def close(self) -> None:
         """End the loop and wait for its end; closing twice is fine."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         if self._threads:
@@ -201,7 +215,9 @@ def broken(error: BaseException) -> FailureReply:
     """The last word of a loop that hit an error of ours, or lost a part of its model."""
     if isinstance(error, EngineError):
         return FailureReply.of(error)
-    return FailureReply(0, "broken", f"its step loop broke ({type(error).__name__}: {error})", "Please report this")
+    return FailureReply(
+        0, "broken", f"its step loop broke ({type(error).__name__}: {error})", "Please report this"
+    )
 
 
 def _write_commands(outbox: Mailbox, stream: IO[bytes]) -> None:
@@ -243,7 +259,9 @@ def _farewell(code: int, last_words: _LastWords) -> str:
     return f"exit code {code}" + (f"; it last said: {said}" if said else "")
 
 
-def _read_reports(process: subprocess.Popen[bytes], deliver: Deliver, last_words: _LastWords) -> None:
+def _read_reports(
+    process: subprocess.Popen[bytes], deliver: Deliver, last_words: _LastWords
+) -> None:
     assert process.stdout is not None, "asked for a pipe"
     with process.stdout as stream:
         try:
@@ -251,8 +269,12 @@ def _read_reports(process: subprocess.Popen[bytes], deliver: Deliver, last_words
                 deliver(pickle.load(stream))
         except (EOFError, pickle.UnpicklingError):
             code = process.wait()
-    advice = "A negative code is a signal; -9 is often the system running out of memory" if code else ""
-    problem = "it is closed" if code == 0 else f"its process ended with {_farewell(code, last_words)}"
+    advice = (
+        "A negative code is a signal; -9 is often the system running out of memory" if code else ""
+    )
+    problem = (
+        "it is closed" if code == 0 else f"its process ended with {_farewell(code, last_words)}"
+    )
     deliver(LoopReport((FailureReply(0, "closed", problem, advice),), None))
 
 

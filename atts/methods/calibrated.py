@@ -1,4 +1,6 @@
-"""Gates built from calibrations: frozen scores, the run's own first scores, policies that labelled runs certify."""
+"""Gates built from calibrations: frozen scores, the run's own first scores, policies that labelled
+runs certify.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class LabelledRun:
 
 
 def frozen_gate(rate: float, stored: StoredScores, seed: int = 0) -> ConformalGate:
-    """A gate that ranks against stored scores and learns nothing: the kind that can be tested and then deployed.
+    """A gate that ranks against stored scores and learns nothing: the kind that can be tested and
+    then deployed.
 
     :raises CalibrationInputError: no score is stored.
     """
@@ -57,7 +60,9 @@ def warming_gate(
 
     def make(found: Sequence[WarmScore]) -> ConformalGate:
         stored = StoredScores(
-            tuple(one.score for one in found), tuple(one.question for one in found), tuple(one.turn for one in found)
+            tuple(one.score for one in found),
+            tuple(one.question for one in found),
+            tuple(one.turn for one in found),
         )
         return ConformalGate(Calibrator(rate, mode, stored=stored, seed=seed, tuning=tuning))
 
@@ -66,7 +71,9 @@ def warming_gate(
 
 @dataclass(frozen=True, slots=True)
 class GradedPolicy:
-    """A policy on labelled problems: of each by name whether it was right, and the target tokens of one."""
+    """A policy on labelled problems: of each by name whether it was right, and the target tokens of
+    one.
+    """
 
     gate: str
     rate: float
@@ -75,13 +82,18 @@ class GradedPolicy:
 
 
 def certify_runs(
-    target: Sequence[Outcome], runs: Sequence[LabelledRun], right: Right, epsilon: float, delta: float = 0.1
+    target: Sequence[Outcome],
+    runs: Sequence[LabelledRun],
+    right: Right,
+    epsilon: float,
+    delta: float = 0.1,
 ) -> Certificate:
-    """The cheapest of these policies that loses at most `epsilon` of the answers which the target alone has right.
+    """The cheapest of these policies that loses at most `epsilon` of the answers which the target
+    alone has right.
 
-    All runs are of the same problems, problem by problem, with gates that learn nothing from one problem for the next.
-    The cost is target tokens per problem. A gate's rates are tested from the highest down until one fails, so lower
-    ones need not have been run.
+    All runs are of the same problems, problem by problem, with gates that learn nothing from one
+    problem for the next. The cost is target tokens per problem. A gate's rates are tested from the
+    highest down until one fails, so lower ones need not have been run.
 
     :raises CalibrationInputError: no runs, or runs of other problems than the target's.
     """
@@ -89,11 +101,17 @@ def certify_runs(
 
 
 def certify_net_runs(
-    target: Sequence[Outcome], runs: Sequence[LabelledRun], right: Right, epsilon: float, delta: float = 0.1
+    target: Sequence[Outcome],
+    runs: Sequence[LabelledRun],
+    right: Right,
+    epsilon: float,
+    delta: float = 0.1,
 ) -> Certificate:
-    """The same of net losses: the cheapest policy that is right at most `epsilon` less often than the target alone.
+    """The same of net losses: the cheapest policy that is right at most `epsilon` less often than
+    the target alone.
 
-    What two runs lose to each other by sampling cancels, so that a policy as good as the target can be certified.
+    What two runs lose to each other by sampling cancels, so that a policy as good as the target can
+    be certified.
 
     :raises CalibrationInputError: as `certify_runs`.
     """
@@ -101,10 +119,21 @@ def certify_net_runs(
 
 
 def _certified(
-    target: Sequence[Outcome], runs: Sequence[LabelledRun], right: Right, epsilon: float, delta: float, *, net: bool
+    target: Sequence[Outcome],
+    runs: Sequence[LabelledRun],
+    right: Right,
+    epsilon: float,
+    delta: float,
+    *,
+    net: bool,
 ) -> Certificate:
     alone, *policies = (
-        GradedPolicy(run.gate, run.rate, {one.problem.id: right(one) for one in run.outcomes}, _cost(run.outcomes))
+        GradedPolicy(
+            run.gate,
+            run.rate,
+            {one.problem.id: right(one) for one in run.outcomes},
+            _cost(run.outcomes),
+        )
         for run in (LabelledRun("target-only", 1.0, target), *runs)
     )
     return certify_graded(alone, policies, epsilon, delta, net=net)
@@ -115,7 +144,12 @@ def _cost(outcomes: Sequence[Outcome]) -> float:
 
 
 def certify_graded(
-    target: GradedPolicy, policies: Sequence[GradedPolicy], epsilon: float, delta: float = 0.1, *, net: bool
+    target: GradedPolicy,
+    policies: Sequence[GradedPolicy],
+    epsilon: float,
+    delta: float = 0.1,
+    *,
+    net: bool,
 ) -> Certificate:
     """The cheapest of these policies by its net losses, or by the answers that it loses.
 
@@ -126,7 +160,9 @@ def certify_graded(
     for policy in policies:
         if policy.right.keys() != target.right.keys():
             missing = len(target.right.keys() ^ policy.right.keys())
-            raise CalibrationInputError("labelled run", f"{missing} other problems", "the problems of the target alone")
+            raise CalibrationInputError(
+                "labelled run", f"{missing} other problems", "the problems of the target alone"
+            )
         pair = [[one.right[name] for name in names] for one in (target, policy)]
         losses = (net_losses if net else lost_answers)(*pair)
         candidates.append(Candidate(policy.gate, policy.rate, losses.tolist(), policy.cost))
@@ -136,9 +172,12 @@ def certify_graded(
 def certified_gate(certificate: Certificate, stored: StoredScores, seed: int = 0) -> CertifiedGate:
     """The gate of the certified policy, as it was tested.
 
-    :raises CalibrationInputError: the certificate certifies none; its words say how many problems it would take.
+    :raises CalibrationInputError: the certificate certifies none; its words say how many problems
+        it would take.
     """
     if certificate.chosen is None:
-        raise CalibrationInputError("certificate", certificate.guarantee, "one that certifies a policy")
+        raise CalibrationInputError(
+            "certificate", certificate.guarantee, "one that certifies a policy"
+        )
     promise = (certificate.guarantee, certificate.voided_by)
     return CertifiedGate(frozen_gate(certificate.chosen.rate, stored, seed), promise)

@@ -1,4 +1,6 @@
-"""Presets: every method of the comparison table as one row, the changes it makes to a policy and its gate."""
+"""Presets: every method of the comparison table as one row, the changes it makes to a policy and
+its gate.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from atts.pipelines import (
 
 @dataclass(frozen=True, slots=True)
 class GateInputs:
-    """What the gate of a method is made from: a calibrator, which has the rate, the seed and the stored scores.
+    """What the gate of a method is made from: a calibrator, which has the rate, the seed and the
+    stored scores.
 
     With a `warmup` the conformal gate stores the run's own first so many scores instead.
     """
@@ -82,7 +85,12 @@ _AS_PUBLISHED: dict[str, Any] = {
 }
 
 PRESETS: tuple[Preset, ...] = (
-    Preset("atts", "draft, score, escalate by conformal rank; nothing waits for a sibling", {}, _conformal),
+    Preset(
+        "atts",
+        "draft, score, escalate by conformal rank; nothing waits for a sibling",
+        {},
+        _conformal,
+    ),
     Preset(
         "ordinal",
         "the same, the target's score asked for only where evidence does not suffice",
@@ -91,12 +99,15 @@ PRESETS: tuple[Preset, ...] = (
     ),
     Preset(
         "paper",
-        "the same as published: mean perplexity, the chunk stays, an answer ends the rollout unseen",
+        "the same as published: mean perplexity, the chunk stays, an answer ends the rollout "
+        "unseen",
         _AS_PUBLISHED,
         _conformal,
     ),
     Preset("draft-only", "the small model alone", {}, lambda g: FixedGate("accept")),
-    Preset("target-only", "the large model alone", {"drafter": "target"}, lambda g: FixedGate("accept")),
+    Preset(
+        "target-only", "the large model alone", {"drafter": "target"}, lambda g: FixedGate("accept")
+    ),
     Preset(
         "exact",
         "the large model's own text, token for token, drafted by the small one",
@@ -110,7 +121,10 @@ PRESETS: tuple[Preset, ...] = (
         lambda g: RandomGate(g.rate, g.calibrator.seed),
     ),
     Preset(
-        "top-b", "synchronous: each round the worst chunks go over", {"barrier": True}, lambda g: TopGate.of(g.rate)
+        "top-b",
+        "synchronous: each round the worst chunks go over",
+        {"barrier": True},
+        lambda g: TopGate.of(g.rate),
     ),
     Preset(
         "published",
@@ -133,7 +147,11 @@ PRESETS: tuple[Preset, ...] = (
     Preset(
         "deep-conf",
         "draft rollouts end when they are less sure than a warm-up's",
-        {"first_wave": 4, "agreement": 0.95, "confidence_stop": ConfidenceStop(warmup=4, window=16)},
+        {
+            "first_wave": 4,
+            "agreement": 0.95,
+            "confidence_stop": ConfidenceStop(warmup=4, window=16),
+        },
         lambda g: FixedGate("accept"),
     ),
 )

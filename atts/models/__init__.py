@@ -1,4 +1,6 @@
-"""The embedded draft and target models: where their files are, how large they are, what a token costs."""
+"""The embedded draft and target models: where their files are, how large they are, what a token
+costs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ EMBEDDED: Final[tuple[Embedded, ...]] = get_args(Embedded)
 Drafter = Literal["deep"]
 """Of the same tokenizer, made to propose tokens to the embedded target: eight narrow layers."""
 
-_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,8 @@ class ModelInfo:
 
 
 def path(name: Embedded | Drafter) -> Path:
-    """The folder of an embedded model: configuration, weights, tokenizer, as the transformers library lays them out.
+    """The folder of an embedded model: configuration, weights, tokenizer, as the transformers
+    library lays them out.
 
     :raises OptionError: there is no embedded model of that name.
     :raises ModelLoadError: the installation lacks its files.
@@ -63,7 +72,9 @@ def path(name: Embedded | Drafter) -> Path:
 
 
 def scores_path() -> Path:
-    """The file of the pair's stored scores: of the draft's chunks, on problems of the calibration split."""
+    """The file of the pair's stored scores: of the draft's chunks, on problems of the calibration
+    split.
+    """
     return Path(str(resources.files(__name__))) / "scores.json"
 
 
@@ -78,9 +89,14 @@ def info(name: Embedded) -> ModelInfo:
     """
     folder = path(name)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    hidden, layers, head = int(config["hidden_size"]), int(config["num_hidden_layers"]), int(config["head_dim"])
-    heads, kv_heads = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
-    matrices = 2 * hidden * head * (heads + kv_heads) + 3 * hidden * int(config["intermediate_size"])
+    hidden = int(config["hidden_size"])
+    layers = int(config["num_hidden_layers"])
+    head = int(config["head_dim"])
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config["num_key_value_heads"])
+    matrices = 2 * hidden * head * (heads + kv_heads) + 3 * hidden * int(
+        config["intermediate_size"]
+    )
     return ModelInfo(
         name=name,
         path=folder,

@@ -1,4 +1,6 @@
-"""Engines on HTTP servers of any known dialect or in the actors of a Ray cluster, alone or as a pool of replicas."""
+"""Engines on HTTP servers of any known dialect or in the actors of a Ray cluster, alone or as a
+pool of replicas.
+"""
 
 from atts.remote.engine import ProbeReport, RemoteEngine, probe
 from atts.remote.options import DIALECTS, ApiKey, DialectName, Prefill, RemoteOptions

@@ -1,4 +1,6 @@
-"""Chat dialect, the API most hosted models share: text in and out, ratings from likely tokens, no scores."""
+"""Chat dialect, the API most hosted models share: text in and out, ratings from likely tokens, no
+scores.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,27 @@ from msgspec import Struct
 from atts.core import Message, SampleRequest, TokenIds
 from atts.errors import UnsupportedByEngine
 from atts.remote.client import Call, Client
-from atts.remote.dialects import Dialect, Identity, LogProbs, Rater, RawCompletion, choose_model, json_of, seed_of
+from atts.remote.dialects import (
+    Dialect,
+    Identity,
+    LogProbs,
+    Rater,
+    RawCompletion,
+    choose_model,
+    json_of,
+    seed_of,
+)
 from atts.remote.options import Prefill, RemoteOptions
 from atts.remote.replies import ModelRow, ModelRows, TokenCounts, decode, finish_of, is_score
 from atts.remote.text_tokenizer import END, TextTokenizer
 
-CONTEXT = 131_072  # where the server does not say; an overflow that only the server sees is one all the same
+# where the server does not say; an overflow that only the server sees is one all the same
+CONTEXT = 131_072
 ALTERNATIVES = 20  # the most that servers tell
 _GO_ON = (
     "\n\nHere is the beginning of the answer:\n\n{text}\n\n"
-    "Continue it from exactly where it stops. Write nothing but the continuation, and repeat nothing."
+    "Continue it from exactly where it stops. Write nothing but the continuation, and repeat "
+    "nothing."
 )
 
 
@@ -53,7 +66,9 @@ class _Completion(Struct):
 
 
 class TextDialect(Dialect):
-    """What the dialects that take messages and give text have in common: no ids, no log-probs, nothing to abort."""
+    """What the dialects that take messages and give text have in common: no ids, no log-probs,
+    nothing to abort.
+    """
 
     speaks: Literal["ids", "text"] = "text"
     spare = 0
@@ -65,9 +80,11 @@ class TextDialect(Dialect):
 
 
 class ChatDialect(TextDialect, Rater):
-    """Any server with /chat/completions; its URL ends where that path begins (https://api.openai.com/v1).
+    """Any server with /chat/completions; its URL ends where that path begins
+    (https://api.openai.com/v1).
 
-    Stop strings are not sent: these servers do not tell a stop from the model's own end. They are looked for here.
+    Stop strings are not sent: these servers do not tell a stop from the model's own end. They are
+    looked for here.
     """
 
     name = "chat"
@@ -81,7 +98,8 @@ class ChatDialect(TextDialect, Rater):
         reply = await client.look("/models")
         host = urlsplit(client.url).hostname or ""
         if host.endswith("openai.com"):
-            self._limit = "max_completion_tokens"  # its newer models refuse the older word, others know no other
+            # its newer models refuse the older word, others know no other
+            self._limit = "max_completion_tokens"
         row = ModelRow(model)
         if reply.status not in (404, 405) or not model:
             row = choose_model(client, json_of(client, reply, ModelRows).data, model)
@@ -92,7 +110,8 @@ class ChatDialect(TextDialect, Rater):
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`.
 
-        :raises UnsupportedByEngine: a sampling field that this API lacks, and `extras` does not allow more.
+        :raises UnsupportedByEngine: a sampling field that this API lacks, and `extras` does not
+            allow more.
         """
         sampling = request.sampling
         body: dict[str, Any] = {
@@ -105,20 +124,32 @@ class ChatDialect(TextDialect, Rater):
         if sampling.top_k or sampling.min_p:
             if self._options.extras != "send":
                 advice = "Leave them out, or say extras=send if this server knows them"
-                raise UnsupportedByEngine(self._model, "the chat API has neither top_k nor min_p", advice)
+                raise UnsupportedByEngine(
+                    self._model, "the chat API has neither top_k nor min_p", advice
+                )
             body |= {"top_k": sampling.top_k or -1, "min_p": sampling.min_p}
         return Call("/chat/completions", body)
 
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
         found: _Completion = decode(reply, _Completion)
-        (choice,), usage = found.choices, found.usage or TokenCounts()
-        text, finish = choice.message.content or "", finish_of(choice.finish_reason)
-        return written(self._text, text, finish, request, usage.completion_tokens or 0, usage.cached)
+        (choice,) = found.choices
+        usage = found.usage or TokenCounts()
+        text = choice.message.content or ""
+        finish = finish_of(choice.finish_reason)
+        return written(
+            self._text, text, finish, request, usage.completion_tokens or 0, usage.cached
+        )
 
     def rating(self, ids: TokenIds, rid: str) -> Call:
         """See `Rater`."""
-        body = {self._limit: 1, "temperature": 1.0, "top_p": 1.0, "logprobs": True, "top_logprobs": ALTERNATIVES}
+        body = {
+            self._limit: 1,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "logprobs": True,
+            "top_logprobs": ALTERNATIVES,
+        }
         return Call("/chat/completions", self._head(ids) | body)
 
     def rated(self, reply: bytes) -> dict[str, float]:
@@ -132,17 +163,26 @@ class ChatDialect(TextDialect, Rater):
                 raise ValueError(f"a log-probability of {row.logprob}")
             word = row.token.strip()
             masses[word] = masses.get(word, 0.0) + math.exp(row.logprob)
-        return {word: min(0.0, math.log(mass)) if mass > 0 else -math.inf for word, mass in masses.items()}
+        return {
+            word: min(0.0, math.log(mass)) if mass > 0 else -math.inf
+            for word, mass in masses.items()
+        }
 
     def _head(self, ids: TokenIds) -> dict[str, Any]:
         messages, fields = opened(self._text.messages(ids), self._options.prefill)
         return {"model": self._model, "messages": messages, **fields}
 
 
-def opened(messages: list[Message], prefill: Prefill) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A conversation whose last message is to be gone on with, in words or as the server wants it, and its flags."""
+def opened(
+    messages: list[Message], prefill: Prefill
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A conversation whose last message is to be gone on with, in words or as the server wants it,
+    and its flags.
+    """
     begun = messages[-1].content
-    rows: list[dict[str, Any]] = [{"role": row.role, "content": row.content} for row in messages[:-1]]
+    rows: list[dict[str, Any]] = [
+        {"role": row.role, "content": row.content} for row in messages[:-1]
+    ]
     if not begun:
         return rows, {}
     if prefill == "ask":
@@ -151,7 +191,11 @@ def opened(messages: list[Message], prefill: Prefill) -> tuple[list[dict[str, An
     last = {"role": "assistant", "content": begun}
     if prefill == "prefix":
         return [*rows, last | {"prefix": True}], {}
-    flags = {"continue_final_message": True, "add_generation_prompt": False} if prefill == "continue" else {}
+    flags = (
+        {"continue_final_message": True, "add_generation_prompt": False}
+        if prefill == "continue"
+        else {}
+    )
     return [*rows, last], flags
 
 
@@ -163,7 +207,8 @@ def written(
     tokens: int,
     cached: int = 0,
 ) -> RawCompletion:
-    """A text as a completion: as many ids as the server counted tokens, and an end where the model ended.
+    """A text as a completion: as many ids as the server counted tokens, and an end where the model
+    ended.
 
     :raises ValueError: nothing was written, though the model did not end.
     """

@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
-from atts.errors import BadReply, ContextOverflow, EngineError, EngineTimeout, EngineUnavailable, UnsupportedByEngine
+from atts.errors import (
+    BadReply,
+    ContextOverflow,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    UnsupportedByEngine,
+)
 from atts.remote.options import RemoteOptions
 from atts.remote.redaction import redactor
 from atts.remote.replies import said
@@ -22,10 +29,18 @@ from atts.tasks import backoff, clock, shielded
 
 T = TypeVar("T")
 _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
-_OVERFLOW = ("context length", "maximum context", "context size", "longer than the model", "max_model_len", "too long")
+_OVERFLOW = (
+    "context length",
+    "maximum context",
+    "context size",
+    "longer than the model",
+    "max_model_len",
+    "too long",
+)
 _LOOK_SECONDS = 10.0  # for a question about the server, which takes it no work
 _LOOK_BYTES = 16 << 20
-_BASE_BYTES, _TOKEN_BYTES = 1 << 18, 1 << 10  # of a reply to a call: in all, and for each token of it
+_BASE_BYTES = 1 << 18
+_TOKEN_BYTES = 1 << 10  # of a reply to a call: in all, and for each token of it
 _MARK = re.compile(rb'"(?:model|system_fingerprint|weight_version)"\s*:\s*(?:"[^"\\]*"|\d+)')
 _MARK_BYTES = 2048  # of a reply's beginning and end, where servers put these
 _MOST_MARKS = 64  # a server that says another name each time says nothing
@@ -55,7 +70,8 @@ class Refused(EngineUnavailable):
 
 @dataclass(slots=True)
 class Traffic:
-    """What went over the wire, failures included; `uncached` scores had to be asked for again past the cache.
+    """What went over the wire, failures included; `uncached` scores had to be asked for again past
+    the cache.
 
     `renamed` replies bore another model or fingerprint than any before them.
     """
@@ -75,7 +91,9 @@ class Traffic:
 
 
 class AdaptiveLimit(SlotQueue):
-    """Slots (AIMD): a refusal shrinks their number, a server error stops its growth, quiet lets it grow."""
+    """Slots (AIMD): a refusal shrinks their number, a server error stops its growth, quiet lets it
+    grow.
+    """
 
     __slots__ = ("_clock", "_grow_after", "_limit", "_most", "_shrink_after")
 
@@ -137,7 +155,8 @@ class Client:
         await self._transport.aclose()
 
     async def look(self, path: str, body: dict[str, Any] | None = None) -> HttpReply:
-        """One short question about the server itself, posted where it has a body, not retried; any status is an answer.
+        """One short question about the server itself, posted where it has a body, not retried; any
+        status is an answer.
 
         :raises EngineUnavailable: no whole reply came.
         :raises EngineTimeout: none came in time.
@@ -152,21 +171,32 @@ class Client:
             raise EngineTimeout(self.name, f"{self.url}{path} does not answer") from late
 
     async def ask(
-        self, make: Callable[[str], Call], read: Callable[[bytes], T], abort: Callable[[str], Call | None], tokens: int
+        self,
+        make: Callable[[str], Call],
+        read: Callable[[bytes], T],
+        abort: Callable[[str], Call | None],
+        tokens: int,
     ) -> T:
-        """Send a request under a fresh id until its reply can be read; one deadline holds for all attempts.
+        """Send a request under a fresh id until its reply can be read; one deadline holds for all
+        attempts.
 
-        An attempt that was given up, or whose reply was lost on the way, is aborted on the server. `tokens` is how many
-        the request is about, given and wanted: a reply that is longer than they can account for is not read to its end.
+        An attempt that was given up, or whose reply was lost on the way, is aborted on the server.
+        `tokens` is how many the request is about, given and wanted: a reply that is longer than
+        they can account for is not read to its end.
 
         :raises EngineTimeout: the deadline passed.
         :raises EngineError: every attempt failed, or the server refused the request for good.
         """
-        attempt, last = 1, ""
+        attempt = 1
+        last = ""
         with anyio.CancelScope(deadline=self._clock() + self.options.timeout_seconds):
             while True:
                 try:
-                    return read(self._judge(await self._once(make, abort, _BASE_BYTES + _TOKEN_BYTES * tokens)))
+                    return read(
+                        self._judge(
+                            await self._once(make, abort, _BASE_BYTES + _TOKEN_BYTES * tokens)
+                        )
+                    )
                 except EngineError as error:
                     if not error.retryable or attempt == self.options.attempts:
                         raise
@@ -174,13 +204,18 @@ class Client:
                     last = f"; the attempt before failed: {error.problem}"
                 self.traffic.retries += 1
                 salt = int(self._prefix, 16) + self._made
-                await anyio.sleep(max(wait, backoff(attempt, self.options.delay_seconds, salt=salt)))
+                await anyio.sleep(
+                    max(wait, backoff(attempt, self.options.delay_seconds, salt=salt))
+                )
                 attempt += 1
         raise EngineTimeout(self.name, f"no answer within {self.options.timeout_seconds:g} s{last}")
 
-    async def _once(self, make: Callable[[str], Call], abort: Callable[[str], Call | None], most: int) -> HttpReply:
+    async def _once(
+        self, make: Callable[[str], Call], abort: Callable[[str], Call | None], most: int
+    ) -> HttpReply:
         self._made += 1
-        rid = f"{self._prefix}{self._made:016x}"  # of one length: SGLang aborts every id that begins like the one named
+        # of one length: SGLang aborts every id that begins like the one named
+        rid = f"{self._prefix}{self._made:016x}"
         url, body, headers = self._packed(make(rid))
         if not self.limit.take_nowait():
             await self.limit.take()
@@ -198,7 +233,9 @@ class Client:
         finally:
             self.limit.give()
 
-    async def _send(self, url: str, body: bytes | None, headers: Mapping[str, str], most: int) -> HttpReply:
+    async def _send(
+        self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
+    ) -> HttpReply:
         """A reply in which no secret of ours is left, whatever the server echoes."""
         try:
             reply = await self._transport.send(url, body, headers, most)
@@ -208,7 +245,9 @@ class Client:
         return HttpReply(reply.status, self._hide(reply.body), reply.retry_after)
 
     def _packed(self, call: Call) -> tuple[str, bytes, dict[str, str]]:
-        """The call as bytes: thousands wait at once, and what they keep alive the garbage collector visits."""
+        """The call as bytes: thousands wait at once, and what they keep alive the garbage collector
+        visits.
+        """
         headers = {**self._headers, **call.headers} if call.headers else self._headers
         return self.url + call.path, msgspec.json.encode(call.body), headers
 
@@ -233,12 +272,18 @@ class Client:
             return reply.body
         if reply.status in _RETRIED:
             (self.limit.refused if reply.status in (429, 503, 529) else self.limit.erred)()
-            raise Refused(self.name, f"status {reply.status}: {said(reply.body)}", _seconds(reply.retry_after))
+            raise Refused(
+                self.name, f"status {reply.status}: {said(reply.body)}", _seconds(reply.retry_after)
+            )
         raise self.refusal(reply)
 
     def _recognise(self, body: bytes) -> None:
         """Count a reply under another name: the server may be another, though no connection broke."""
-        ends = body if len(body) <= 2 * _MARK_BYTES else body[:_MARK_BYTES] + b"\n" + body[-_MARK_BYTES:]
+        ends = (
+            body
+            if len(body) <= 2 * _MARK_BYTES
+            else body[:_MARK_BYTES] + b"\n" + body[-_MARK_BYTES:]
+        )
         marks = b",".join(_MARK.findall(ends))
         if marks not in self._marks and len(self._marks) < _MOST_MARKS:
             self.traffic.renamed += bool(self._marks)
@@ -251,11 +296,17 @@ class Client:
             source = self.options.key
             where = str(source.file) if source.file else source.variable
             problem = "it refused the API key" if self._has_key else "it wants an API key"
-            advice = f"Put a valid key into {where}" if source.file else f"Set {where} to a valid key"
-            return UnsupportedByEngine(self.name, f"{problem} (status {reply.status}: {words})", advice)
+            advice = (
+                f"Put a valid key into {where}" if source.file else f"Set {where} to a valid key"
+            )
+            return UnsupportedByEngine(
+                self.name, f"{problem} (status {reply.status}: {words})", advice
+            )
         if reply.status in (400, 413, 422) and any(sign in words.lower() for sign in _OVERFLOW):
             overflow = ContextOverflow(self.name, 0, 0)
-            overflow.args = (f"engine {self.name}: the request does not fit the server's context ({words})",)
+            overflow.args = (
+                f"engine {self.name}: the request does not fit the server's context ({words})",
+            )
             return overflow
         if reply.status == 404:
             return UnsupportedByEngine(
@@ -267,7 +318,9 @@ class Client:
         if isinstance(lost, Unacceptable):
             return BadReply(self.name, str(lost))
         what = "lost the connection to" if lost.sent else "cannot reach"
-        return EngineUnavailable(self.name, f"{what} {self.url} ({lost})", proxy_hint(self.url, self.options))
+        return EngineUnavailable(
+            self.name, f"{what} {self.url} ({lost})", proxy_hint(self.url, self.options)
+        )
 
 
 def _seconds(words: str) -> float:

@@ -22,14 +22,20 @@ _KEPT_RATINGS = 256
 
 
 class DialectClient:
-    """Speaks one dialect over one HTTP client; `sampled` says what the log-probs of hot samples are."""
+    """Speaks one dialect over one HTTP client; `sampled` says what the log-probs of hot samples
+    are.
+    """
 
-    def __init__(self, client: Client, dialect: Dialect, spec: EngineSpec, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, client: Client, dialect: Dialect, spec: EngineSpec, tokenizer: Tokenizer
+    ) -> None:
         self.client = client
         self.dialect = dialect
         self.spec = spec
         self.tokenizer = tokenizer
-        self.sampled: Literal["raw", "processed"] = "processed" if dialect.logprobs == "processed" else "raw"
+        self.sampled: Literal["raw", "processed"] = (
+            "processed" if dialect.logprobs == "processed" else "raw"
+        )
         self._name = client.name
         self._ratings = _RatingCache(self._rate)
 
@@ -41,7 +47,9 @@ class DialectClient:
         sampled, place, ended = await self._sampled(request)
         logprobs = () if self.spec.logprobs == "none" else await self._raw(sampled, request, place)
         ids = sampled.ids[:place]
-        text = self.tokenizer.decode(ids[:-1] if ended == "end" else ids)  # an end token is the last one
+        text = self.tokenizer.decode(
+            ids[:-1] if ended == "end" else ids
+        )  # an end token is the last one
         return Completion(ids, text, ended, logprobs[:place], sampled.cached_tokens)
 
     async def sample_raw(self, request: SampleRequest) -> RawCompletion:
@@ -57,7 +65,9 @@ class DialectClient:
         if not isinstance(self.dialect, Scorer):
             return await self._rated(request)
         found = await self._score_once(self.dialect, request, "read")
-        if found is None:  # the server scored or wrote this very chunk before, and read it from its cache
+        if (
+            found is None
+        ):  # the server scored or wrote this very chunk before, and read it from its cache
             self.client.traffic.uncached += 1
             found = await self._score_once(self.dialect, request, "skip")
         if found is None:
@@ -65,7 +75,8 @@ class DialectClient:
         return found
 
     async def ratings(self, ids: TokenIds) -> dict[str, float]:
-        """The likeliest next words and their log-probs, asked for once: one reply holds all ten digits of a rating.
+        """The likeliest next words and their log-probs, asked for once: one reply holds all ten
+        digits of a rating.
 
         :raises UnsupportedByEngine: the server does not tell.
         """
@@ -73,8 +84,11 @@ class DialectClient:
 
     def _sampled(self, request: SampleRequest) -> Awaitable[tuple[RawCompletion, int, Ending]]:
         """What came, the place where it ends and why; what ends for no reason is asked for again."""
-        make, read = partial(self._sampling, request), partial(self._believed, request)
-        return self.client.ask(make, read, self.dialect.abort, len(request.ids) + request.max_tokens)
+        make = partial(self._sampling, request)
+        read = partial(self._believed, request)
+        return self.client.ask(
+            make, read, self.dialect.abort, len(request.ids) + request.max_tokens
+        )
 
     def _sampling(self, request: SampleRequest, rid: str) -> Call:
         """The call, the model's own ends among the ids that stop it."""
@@ -95,11 +109,19 @@ class DialectClient:
         check_completion(sampled, request, self.spec)
         return (sampled, *find_end(sampled, request, self.spec, self.tokenizer))
 
-    async def _raw(self, sampled: RawCompletion, request: SampleRequest, place: int) -> tuple[float, ...]:
+    async def _raw(
+        self, sampled: RawCompletion, request: SampleRequest, place: int
+    ) -> tuple[float, ...]:
         """Raw log-probs of the ids that count: as sent where those are raw, else asked for."""
         known = [value for value in sampled.logprobs[:place] if value is not None]
-        law = request.sampling if self.dialect.cuts_logprobs else Sampling(request.sampling.temperature)
-        is_raw = law.temperature == 0.0 or law == Sampling()  # at 0 servers take the best at temperature 1
+        law = (
+            request.sampling
+            if self.dialect.cuts_logprobs
+            else Sampling(request.sampling.temperature)
+        )
+        is_raw = (
+            law.temperature == 0.0 or law == Sampling()
+        )  # at 0 servers take the best at temperature 1
         processed = self.sampled == "processed" and not is_raw
         if len(known) == place and not processed:
             return tuple(known)
@@ -107,12 +129,18 @@ class DialectClient:
             return ()
         ids = sampled.ids[:place]
         if isinstance(self.dialect, Scorer):
-            return (await self.score(ScoreRequest(request.ids, ids, request.rollout, request.priority))).logprobs
+            return (
+                await self.score(ScoreRequest(request.ids, ids, request.rollout, request.priority))
+            ).logprobs
         missing = [number for number, value in enumerate(sampled.logprobs[:place]) if value is None]
         if processed or not isinstance(self.dialect, Forcer):
-            raise UnsupportedByEngine(self._name, "it sends no raw log-probabilities", "Sample at temperature 1")
+            raise UnsupportedByEngine(
+                self._name, "it sends no raw log-probabilities", "Sample at temperature 1"
+            )
         force = partial(self._force, self.dialect)
-        forced = await collect([partial(force, request.ids + ids[:number], ids[number]) for number in missing])
+        forced = await collect(
+            [partial(force, request.ids + ids[:number], ids[number]) for number in missing]
+        )
         return (*known, *forced)  # they are missing from one place on
 
     async def _force(self, forcer: Forcer, ids: TokenIds, token: int) -> float:
@@ -127,17 +155,23 @@ class DialectClient:
 
         return await self.client.ask(make, read, self.dialect.abort, len(ids) + 1)
 
-    async def _score_once(self, scorer: Scorer, request: ScoreRequest, cache: Literal["read", "skip"]) -> Scores | None:
+    async def _score_once(
+        self, scorer: Scorer, request: ScoreRequest, cache: Literal["read", "skip"]
+    ) -> Scores | None:
         def read(reply: bytes) -> Scores | None:
             scores = self._read(scorer.scored, reply, request)
             if scores is not None and len(scores.logprobs) != len(request.suffix):
-                raise BadReply(self._name, f"{len(scores.logprobs)} scores for {len(request.suffix)} tokens")
+                raise BadReply(
+                    self._name, f"{len(scores.logprobs)} scores for {len(request.suffix)} tokens"
+                )
             if scores is not None and not all(map(is_score, scores.logprobs)):
                 raise BadReply(self._name, "a score is above 0 or not a number")
             return scores
 
         tokens = len(request.prefix) + len(request.suffix)
-        return await self.client.ask(lambda rid: scorer.scoring(request, rid, cache), read, self.dialect.abort, tokens)
+        return await self.client.ask(
+            lambda rid: scorer.scoring(request, rid, cache), read, self.dialect.abort, tokens
+        )
 
     async def _rated(self, request: ScoreRequest) -> Scores:
         if len(request.suffix) != 1:
@@ -158,7 +192,9 @@ class DialectClient:
                 raise BadReply(self._name, "it names no likely tokens")
             return found
 
-        return await self.client.ask(partial(rater.rating, ids), read, self.dialect.abort, len(ids) + 1)
+        return await self.client.ask(
+            partial(rater.rating, ids), read, self.dialect.abort, len(ids) + 1
+        )
 
     def _read(self, reading: Callable[..., T], *args: Any) -> T:
         try:
@@ -169,7 +205,9 @@ class DialectClient:
 
 
 class _RatingCache:
-    """The likeliest next words of a text, remembered for a while; who asks meanwhile waits for the first to ask."""
+    """The likeliest next words of a text, remembered for a while; who asks meanwhile waits for the
+    first to ask.
+    """
 
     def __init__(self, ask: Callable[[TokenIds], Awaitable[dict[str, float]]]) -> None:
         self._ask = ask
@@ -195,7 +233,8 @@ def check_completion(sampled: RawCompletion, request: SampleRequest, spec: Engin
 
     :raises BadReply: they cannot.
     """
-    ids, flaw = sampled.ids, ""
+    ids = sampled.ids
+    flaw = ""
     wrong = [value for value in sampled.logprobs if value is not None and not is_logprob(value)]
     if not ids:
         flaw = "it wrote nothing"
@@ -216,15 +255,19 @@ def find_end(
 ) -> tuple[int, Ending]:
     """How many of the ids belong to the completion, and why it ended there.
 
-    Servers may run past a stop (several tokens a step) or not know a stop id: what counts is where the text completes
-    one. One that stopped early must have had a reason.
+    Servers may run past a stop (several tokens a step) or not know a stop id: what counts is where
+    the text completes one. One that stopped early must have had a reason.
 
     :raises BadReply: it stopped, and there is none.
     """
     ids = sampled.ids
     found: list[tuple[int, Ending]] = []
     if not {*spec.end_ids, *request.stop_ids}.isdisjoint(ids):
-        places = (place for place, token in enumerate(ids) if token in spec.end_ids or token in request.stop_ids)
+        places = (
+            place
+            for place, token in enumerate(ids)
+            if token in spec.end_ids or token in request.stop_ids
+        )
         first = next(places)
         found.append((first + 1, "end" if ids[first] in spec.end_ids else "delimiter"))
     stopped = _stop_place(ids[: found[0][0]] if found else ids, request.stop, tokenizer)
@@ -233,14 +276,21 @@ def find_end(
     if found:
         return found[0]
     if sampled.finish == "length" and (len(ids) == request.max_tokens or spec.logprobs == "none"):
-        # where text is spoken, a server's tokens may be without text, and then no ids stand for them
+        # where text is spoken, a server's tokens may be without text, and then no ids stand for
+        # them
         return len(ids), "length"
     problem = f"it stopped after {len(ids)} of {request.max_tokens} tokens without a stop or an end among them"
-    raise BadReply(spec.name, f"{problem} (the last id is {ids[-1]})", "Is it an end id that the tokenizer lacks?")
+    raise BadReply(
+        spec.name,
+        f"{problem} (the last id is {ids[-1]})",
+        "Is it an end id that the tokenizer lacks?",
+    )
 
 
 def _stop_place(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> int:
-    """The least number of ids whose text holds a stop string, found by halving, for a text only grows; 0: none does."""
+    """The least number of ids whose text holds a stop string, found by halving, for a text only
+    grows; 0: none does.
+    """
 
     def holds(count: int) -> bool:
         text = tokenizer.decode(ids[:count])
@@ -248,7 +298,8 @@ def _stop_place(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> 
 
     if not stops or not holds(len(ids)):
         return 0
-    low, high = 0, len(ids)
+    low = 0
+    high = len(ids)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)

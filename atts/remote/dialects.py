@@ -1,4 +1,6 @@
-"""The base classes of the server dialects (vLLM, SGLang, llama.cpp, Ollama, chat API), and the helpers they share."""
+"""The base classes of the server dialects (vLLM, SGLang, llama.cpp, Ollama, chat API), and the
+helpers they share.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class RawCompletion:
-    """A server's completion before it was checked; a log-prob is None where the raw one was not sent."""
+    """A server's completion before it was checked; a log-prob is None where the raw one was not
+    sent.
+    """
 
     ids: TokenIds
     logprobs: tuple[float | None, ...]
@@ -43,8 +47,8 @@ class RawCompletion:
 class Dialect(ABC):
     """How one kind of server is spoken to.
 
-    Reading raises ValueError on a reply of another shape; the engine makes it a BadReply. What only some servers can do
-    is in `Scorer`, `Forcer` and `Rater`.
+    Reading raises ValueError on a reply of another shape; the engine makes it a BadReply. What only
+    some servers can do is in `Scorer`, `Forcer` and `Rater`.
     """
 
     name: str
@@ -90,7 +94,9 @@ class Dialect(ABC):
         return None
 
     def _priority(self, request: SampleRequest | ScoreRequest) -> dict[str, int]:
-        """The field for a request's priority, in the server's direction; nothing where priorities are not sent."""
+        """The field for a request's priority, in the server's direction; nothing where priorities
+        are not sent.
+        """
         priority = request.priority if self._options.priorities == "send" else 0
         return {"priority": self.priority_sign * priority} if priority else {}
 
@@ -104,11 +110,15 @@ class Scorer(Dialect):
 
     @abstractmethod
     def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
-        """Its reply; None when scores are missing because they were cached, and skipping the cache would help."""
+        """Its reply; None when scores are missing because they were cached, and skipping the cache
+        would help.
+        """
 
 
 class Forcer(Dialect):
-    """A dialect without scores that can be made to write a given token, which tells its log-probability."""
+    """A dialect without scores that can be made to write a given token, which tells its
+    log-probability.
+    """
 
     @abstractmethod
     def forcing(self, ids: TokenIds, token: int) -> Call:
@@ -120,7 +130,9 @@ class Forcer(Dialect):
 
 
 class Rater(Dialect):
-    """A dialect that tells the likeliest next tokens with their log-probabilities: enough for a rating of one digit."""
+    """A dialect that tells the likeliest next tokens with their log-probabilities: enough for a
+    rating of one digit.
+    """
 
     @abstractmethod
     def rating(self, ids: TokenIds, rid: str) -> Call:
@@ -132,9 +144,16 @@ class Rater(Dialect):
 
 
 def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float]:
-    """The sampling distribution in the names all servers share; every field is sent, for defaults differ."""
+    """The sampling distribution in the names all servers share; every field is sent, for defaults
+    differ.
+    """
     top_k = sampling.top_k or no_top_k
-    return {"temperature": sampling.temperature, "top_k": top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+    return {
+        "temperature": sampling.temperature,
+        "top_k": top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+    }
 
 
 def seed_of(request: SampleRequest, bits: int) -> int:
@@ -168,10 +187,14 @@ def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> Mod
         for row in models:
             if wanted in (row.id, row.root):
                 return row
-        raise UnsupportedByEngine(client.name, f"{client.url} has no model {wanted!r}", f"It has {', '.join(names)}")
+        raise UnsupportedByEngine(
+            client.name, f"{client.url} has no model {wanted!r}", f"It has {', '.join(names)}"
+        )
     base = [row for row in models if not row.parent]
     if len(base) != 1:
-        raise UnsupportedByEngine(client.name, f"{client.url} has {len(base)} models", f"Name one: {', '.join(names)}")
+        raise UnsupportedByEngine(
+            client.name, f"{client.url} has {len(base)} models", f"Name one: {', '.join(names)}"
+        )
     return base[0]
 
 
@@ -192,7 +215,9 @@ async def tokens_of(client: Client, body: dict[str, Any]) -> TokenIds:
 
 
 async def in_queue(client: Client, running: str, waiting: str = "") -> int | None:
-    """Requests at work and waiting, from the gauges of that name at /metrics; None when they are not there."""
+    """Requests at work and waiting, from the gauges of that name at /metrics; None when they are
+    not there.
+    """
     text = (await client.look("/metrics")).body.decode(errors="replace")
     found = metric(text, running)
     return None if found is None else found + (metric(text, waiting) or 0 if waiting else 0)
@@ -201,5 +226,7 @@ async def in_queue(client: Client, running: str, waiting: str = "") -> int | Non
 def metric(text: str, name: str) -> int | None:
     """The sum of one gauge or counter in Prometheus' text format; None when it is not there."""
     lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
-    counts = [re.fullmatch(r"\d{1,15}(\.\d{0,15})?(e\+0\d)?", line.rsplit(" ", 1)[-1]) for line in lines]
+    counts = [
+        re.fullmatch(r"\d{1,15}(\.\d{0,15})?(e\+0\d)?", line.rsplit(" ", 1)[-1]) for line in lines
+    ]
     return sum(int(float(count[0])) for count in counts if count) if lines and all(counts) else None

@@ -1,4 +1,6 @@
-"""The engine on one HTTP server, probed when it opens and when it may have been replaced, and the report of a probe."""
+"""The engine on one HTTP server, probed when it opens and when it may have been replaced, and the
+report of a probe.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ _DEFAULTS = RemoteOptions()
 class RemoteEngine(BaseEngine):
     """A server of any known dialect that keeps the promises of `atts.engine.Engine`.
 
-    `needs` is what the caller will ask for: a server that cannot is refused when it opens, with the reason. The
-    tokenizer is opened here, from the model's folder or name, unless one is given; the server must have the same.
+    `needs` is what the caller will ask for: a server that cannot is refused when it opens, with the
+    reason. The tokenizer is opened here, from the model's folder or name, unless one is given; the
+    server must have the same.
 
     :raises OptionError: an unknown dialect.
     """
@@ -120,7 +123,8 @@ class RemoteEngine(BaseEngine):
     async def recheck(self) -> None:
         """Ask again who is there, and compare: a server that was restarted may be another.
 
-        :raises UnsupportedByEngine: it is another engine, version, model or convention than was opened.
+        :raises UnsupportedByEngine: it is another engine, version, model or convention than was
+            opened.
         :raises EngineUnavailable: it cannot be reached.
         """
         if self._state == "new":
@@ -129,7 +133,8 @@ class RemoteEngine(BaseEngine):
             raise self._changed
         assert self._known is not None, "an open engine was probed"
         assert self._identity is not None, "an open engine was identified"
-        client, requests = self._opened(), self._requests()
+        client = self._opened()
+        requests = self._requests()
         doubts = client.traffic.doubts
         await wait_ready(client)
         now = await identify(client, requests.dialect, self._model)
@@ -152,7 +157,8 @@ class RemoteEngine(BaseEngine):
     async def _trusted(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
         """Do it, sure before and after that the server is still the one that was opened."""
         assert self._watch is not None, "it is open"
-        now, traffic = self._clock(), self.traffic
+        now = self._clock()
+        traffic = self.traffic
         if self._counts.in_flight == 1 and now - self._idle_since >= self.options.idle_seconds:
             self._trusted_until = now  # it may be another by now
         if now >= self._trusted_until:
@@ -160,11 +166,15 @@ class RemoteEngine(BaseEngine):
         done = await work(request)
         self._watch.seen()
         if (doubts := traffic.doubts) > self._doubts_checked:
-            await self._recheck(doubts)  # a connection broke, or a reply bore another name: who answered?
+            await self._recheck(
+                doubts
+            )  # a connection broke, or a reply bore another name: who answered?
         return done
 
     async def _recheck(self, doubts: int) -> None:
-        """One task checks, and its answer holds for all who waited for it and for the doubts before it."""
+        """One task checks, and its answer holds for all who waited for it and for the doubts before
+        it.
+        """
         async with self._checking:
             if self._clock() >= self._trusted_until or self._doubts_checked < doubts:
                 await self.recheck()
@@ -176,7 +186,9 @@ class RemoteEngine(BaseEngine):
     def _admit(self, verb: Capability) -> None:
         super()._admit(verb)
         if self._changed is not None:
-            raise UnsupportedByEngine(self._name, "the server changed while in use") from self._changed
+            raise UnsupportedByEngine(
+                self._name, "the server changed while in use"
+            ) from self._changed
 
     async def _find_tokenizer(self, dialect: Dialect, identity: Identity) -> Tokenizer:
         if dialect.speaks == "text":
@@ -187,11 +199,13 @@ class RemoteEngine(BaseEngine):
         return await open_tokenizer(self._wanted_tokenizer, identity.tokenizer, self._name)
 
     async def _probe(self) -> Known:
-        """See the server do what its kind claims; what it was seen not to do is taken from the spec.
+        """See the server do what its kind claims; what it was seen not to do is taken from the
+        spec.
 
         :raises UnsupportedByEngine: it does not do what is needed.
         """
-        requests, spec = self._requests(), self.spec
+        requests = self._requests()
+        spec = self.spec
         known = await ServerProbe(requests).run()
         refuse(self._name, known.findings, self._needs)
         requests.sampled = known.sampled
@@ -201,12 +215,15 @@ class RemoteEngine(BaseEngine):
             spec,
             logprobs=spec.logprobs if spec.logprobs == "none" else measured,
             capabilities=spec.capabilities - broken,
-            findings=tuple((found.name, f"{found.answer}: {found.seen}") for found in known.findings),
+            findings=tuple(
+                (found.name, f"{found.answer}: {found.seen}") for found in known.findings
+            ),
         )
         return known
 
     async def _close(self) -> None:
-        client, self._client = self._client, None
+        client = self._client
+        self._client = None
         if client is not None:
             await client.aclose()
 
@@ -227,7 +244,9 @@ class ProbeReport:
 
     @property
     def can(self) -> tuple[str, ...]:
-        """What pipelines may use it for: "sample", "score", "rate"; what scores a text can rate by one token."""
+        """What pipelines may use it for: "sample", "score", "rate"; what scores a text can rate by
+        one token.
+        """
         found = self.spec.capabilities
         return tuple(sorted(found | {"rate"} if "score" in found else found))
 
@@ -242,7 +261,9 @@ class ProbeReport:
             "vocabulary": spec.vocabulary,
             "logprobs": spec.logprobs,
             "can": list(self.can),
-            "findings": [{"name": f.name, "answer": f.answer, "seen": f.seen} for f in self.findings],
+            "findings": [
+                {"name": f.name, "answer": f.answer, "seen": f.seen} for f in self.findings
+            ],
         }
 
     def __str__(self) -> str:
@@ -259,13 +280,20 @@ async def probe(
     tokenizer: Tokenizer | str | Path | None = None,
     options: RemoteOptions = _DEFAULTS,
 ) -> ProbeReport:
-    """Look at a server with a dozen short requests, some 200 where it speculates; only another tokenizer is refused.
+    """Look at a server with a dozen short requests, some 200 where it speculates; only another
+    tokenizer is refused.
 
     :raises EngineError: it cannot be reached, speaks nothing we know, or lacks the model.
     :raises FingerprintError: its tokenizer is another than the one given.
     """
     engine = RemoteEngine(
-        url, dialect=dialect, model=model, name=url, tokenizer=tokenizer, needs=frozenset(), options=options
+        url,
+        dialect=dialect,
+        model=model,
+        name=url,
+        tokenizer=tokenizer,
+        needs=frozenset(),
+        options=options,
     )
     async with engine:
         return ProbeReport(engine.url, engine.spec, engine.findings)

@@ -1,4 +1,6 @@
-"""Handshake with a server: wait until it is ready, find its dialect and model, describe it as an engine."""
+"""Handshake with a server: wait until it is ready, find its dialect and model, describe it as an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,15 @@ from atts.tasks import clock
 _log = logging.getLogger("atts.remote")
 _log.addHandler(logging.NullHandler())
 _LOOK_AGAIN_SECONDS = 5.0  # at a server that did not come back in time
-_AUTO = (("/server_info", "sglang"), ("/props", "llamacpp"), ("/version", "vllm"), ("/api/version", "ollama"))
+_AUTO = (
+    ("/server_info", "sglang"),
+    ("/props", "llamacpp"),
+    ("/version", "vllm"),
+    ("/api/version", "ollama"),
+)
 _KNOWN: Mapping[str, type[Dialect]] = {
-    kind.name: kind for kind in (VllmDialect, SglangDialect, LlamaCppDialect, OllamaDialect, ChatDialect)
+    kind.name: kind
+    for kind in (VllmDialect, SglangDialect, LlamaCppDialect, OllamaDialect, ChatDialect)
 }
 
 
@@ -36,13 +44,22 @@ async def wait_ready(client: Client) -> None:
 
     :raises EngineUnavailable: it cannot be reached, or still loads after `wait_seconds`.
     """
-    now, patience, told = clock(), client.options.wait_seconds, False
+    now = clock()
+    patience = client.options.wait_seconds
+    told = False
     give_up = now() + patience
     while (reply := await client.look("/health")).status == 503:
         if now() >= give_up:
-            raise EngineUnavailable(client.name, f"{client.url} is still loading after {patience:g} s")
+            raise EngineUnavailable(
+                client.name, f"{client.url} is still loading after {patience:g} s"
+            )
         if not told:
-            _log.warning("engine %s: %s is still loading; waiting up to %g s", client.name, client.url, patience)
+            _log.warning(
+                "engine %s: %s is still loading; waiting up to %g s",
+                client.name,
+                client.url,
+                patience,
+            )
             told = True
         await anyio.sleep(min(1.0, patience / 10))
     if reply.status in (401, 403):
@@ -50,7 +67,9 @@ async def wait_ready(client: Client) -> None:
 
 
 class Watch:
-    """Waits for a server that was lost; of the calls that ask at once, one looks and the others hear what it saw."""
+    """Waits for a server that was lost; of the calls that ask at once, one looks and the others
+    hear what it saw.
+    """
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -71,7 +90,10 @@ class Watch:
                 return True
             if self._lost_at is None:
                 self._lost_at = self._now()
-                self._say("is lost; waiting up to %g s for it to come back", self._client.options.wait_seconds)
+                self._say(
+                    "is lost; waiting up to %g s for it to come back",
+                    self._client.options.wait_seconds,
+                )
             return await self._wait(self._lost_at, self._client.options.wait_seconds)
 
     async def _wait(self, since: float, patience: float) -> bool:
@@ -125,7 +147,9 @@ async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
         return await dialect.identify(client, model)
     except ValueError as error:
         advice = "Is it another kind of server?"
-        raise UnsupportedByEngine(client.name, f"{client.url} does not speak {dialect.name}", advice) from error
+        raise UnsupportedByEngine(
+            client.name, f"{client.url} does not speak {dialect.name}", advice
+        ) from error
 
 
 def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokenizer) -> EngineSpec:
@@ -152,23 +176,31 @@ def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokeniz
 
 def claimed(dialect: Dialect) -> frozenset[Capability]:
     """What servers of this kind can do at best."""
-    optional: dict[Capability, bool] = {"score": isinstance(dialect, Scorer), "rate": isinstance(dialect, Rater)}
+    optional: dict[Capability, bool] = {
+        "score": isinstance(dialect, Scorer),
+        "rate": isinstance(dialect, Rater),
+    }
     return frozenset({"sample", *(capability for capability, there in optional.items() if there)})
 
 
-def require(name: str, identity: Identity, can: frozenset[Capability], needs: frozenset[Capability]) -> None:
+def require(
+    name: str, identity: Identity, can: frozenset[Capability], needs: frozenset[Capability]
+) -> None:
     """Refuse a kind of server that cannot do what is needed; one that scores can rate.
 
     :raises UnsupportedByEngine: naming what it lacks.
     """
     missing = needs - can - ({"rate"} if "score" in can else frozenset())
     if missing:
-        problem = f"{identity.engine} cannot {' or '.join(sorted(missing))}, which the pipeline needs"
+        problem = (
+            f"{identity.engine} cannot {' or '.join(sorted(missing))}, which the pipeline needs"
+        )
         raise UnsupportedByEngine(name, problem, "Serve this model with vLLM or SGLang")
 
 
 async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name: str) -> Tokenizer:
-    """The tokenizer that was given, or the one at the folder or hub id that was named or that the server named.
+    """The tokenizer that was given, or the one at the folder or hub id that was named or that the
+    server named.
 
     :raises ModelLoadError: there is none.
     """
@@ -192,6 +224,7 @@ def vocabulary_of(tokenizer: Tokenizer) -> int:
     found: Any = getattr(tokenizer, "vocabulary", None)
     if not isinstance(found, int):
         raise OptionError(
-            "tokenizer", f"{type(tokenizer).__name__} has no attribute `vocabulary`, the number of its ids"
+            "tokenizer",
+            f"{type(tokenizer).__name__} has no attribute `vocabulary`, the number of its ids",
         )
     return found

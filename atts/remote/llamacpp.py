@@ -54,7 +54,9 @@ class _Completion(Struct):
 
 
 class LlamaCppDialect(Forcer):
-    """llama.cpp's own server. It leaves out the log-probs of stop words and of cut characters: they are asked for."""
+    """llama.cpp's own server. It leaves out the log-probs of stop words and of cut characters: they
+    are asked for.
+    """
 
     name = "llamacpp"
 
@@ -66,10 +68,14 @@ class LlamaCppDialect(Forcer):
         if model and model not in (path, alias):
             choose_model(client, [ModelRow(alias)], model)
         build = props.build_info or "unknown"
-        return Identity(f"llamacpp {build.split('-')[0]}", build, alias, props.default_generation_settings.n_ctx)
+        return Identity(
+            f"llamacpp {build.split('-')[0]}", build, alias, props.default_generation_settings.n_ctx
+        )
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`; the defaults are another distribution, and cut before they heat: both are set right."""
+        """See `Dialect`; the defaults are another distribution, and cut before they heat: both are
+        set right.
+        """
         body = {
             "prompt": request.ids,
             "n_predict": request.max_tokens,
@@ -88,7 +94,9 @@ class LlamaCppDialect(Forcer):
             raise ValueError("it cut the prompt")
         logprobs = _matched(found.tokens, found.completion_probabilities)
         finish: Literal["stop", "length"] = "length" if found.stop_type == "limit" else "stop"
-        return RawCompletion(found.tokens, logprobs, finish, (found.timings and found.timings.cache_n) or 0)
+        return RawCompletion(
+            found.tokens, logprobs, finish, (found.timings and found.timings.cache_n) or 0
+        )
 
     def forcing(self, ids: TokenIds, token: int) -> Call:
         """See `Forcer`: one token, with all weight on the one asked for."""
@@ -105,7 +113,9 @@ class LlamaCppDialect(Forcer):
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
         """See `Dialect`."""
-        return await tokens_of(client, {"content": text, "add_special": False, "parse_special": False})
+        return await tokens_of(
+            client, {"content": text, "add_special": False, "parse_special": False}
+        )
 
     async def running(self, client: Client) -> int | None:
         """See `Dialect`; needs a server started with --metrics."""
@@ -113,7 +123,9 @@ class LlamaCppDialect(Forcer):
 
 
 def _matched(ids: TokenIds, rows: tuple[_Row, ...]) -> tuple[float | None, ...]:
-    """A log-prob per id up to the first that was left out; beyond it there is no telling whose is whose."""
+    """A log-prob per id up to the first that was left out; beyond it there is no telling whose is
+    whose.
+    """
     whole = 0
     while whole < min(len(ids), len(rows)) and rows[whole].id == ids[whole]:
         whole += 1

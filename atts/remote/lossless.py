@@ -1,9 +1,10 @@
-"""The test of a server's own speculation: whether what it writes in one call still follows the law that it scores by.
+"""The test of a server's own speculation: whether what it writes in one call still follows the law
+that it scores by.
 
-A request for one token is never speculated. So each token of a sampled text is held against one that is drawn alone
-after the same beginning: on a lossless server the two are exchangeable, the difference of their log-probabilities is
-as often above 0 as below, and the sum of such differences over the root of the sum of their squares is about a standard
-normal number, whatever the model.
+A request for one token is never speculated. So each token of a sampled text is held against one
+that is drawn alone after the same beginning: on a lossless server the two are exchangeable, the
+difference of their log-probabilities is as often above 0 as below, and the sum of such differences
+over the root of the sum of their squares is about a standard normal number, whatever the model.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from atts.remote.dialect_client import DialectClient
 from atts.seeds import Seed
 from atts.tasks import collect
 
-_TEXTS, _TOKENS = 8, 12
-_HOT, _GREEDY = Sampling(temperature=0.7), Sampling(temperature=0.0)
+_TEXTS = 8
+_TOKENS = 12
+_HOT = Sampling(temperature=0.7)
+_GREEDY = Sampling(temperature=0.0)
 _LIMIT = 5.0  # an honest server passes it about once in a million times
 _NEAR = 0.1  # nats between two tokens that either may be the likeliest one
 
@@ -29,8 +32,11 @@ class Lossless(NamedTuple):
 
     tokens: int  # sampled in texts, each beside one drawn alone
     worse: float  # nats by which they are less likely than those, on average
-    deviation: float  # of that from 0, in standard errors; below 0 where texts are likelier than they may be
-    misled: float  # the most nats by which a token of a greedy text is less likely than the likeliest
+    # of that from 0, in standard errors; below 0 where texts are likelier than they may be
+    deviation: float
+    misled: (
+        float  # the most nats by which a token of a greedy text is less likely than the likeliest
+    )
 
     @property
     def trouble(self) -> str:
@@ -38,10 +44,14 @@ class Lossless(NamedTuple):
         found = list[str]()
         if abs(self.deviation) > _LIMIT:
             words = f"{self.tokens} tokens sampled at temperature {_HOT.temperature:g} are {abs(self.worse):.2f} nats "
-            words += f"{'less' if self.worse > 0 else 'more'} likely than such as are drawn one by one"
+            words += (
+                f"{'less' if self.worse > 0 else 'more'} likely than such as are drawn one by one"
+            )
             found.append(f"{words} ({abs(self.deviation):.1f} deviations)")
         if self.misled > _NEAR:
-            found.append(f"its greedy text has a token {self.misled:.2f} nats less likely than the likeliest")
+            found.append(
+                f"its greedy text has a token {self.misled:.2f} nats less likely than the likeliest"
+            )
         return " and ".join(found)
 
     def __str__(self) -> str:
@@ -55,11 +65,17 @@ async def see_lossless(requests: DialectClient, prompt: TokenIds, greedy: TokenI
 
     :raises EngineError: the server fails.
     """
-    texts = await collect([partial(_differences, requests, prompt, number) for number in range(_TEXTS)])
+    texts = await collect(
+        [partial(_differences, requests, prompt, number) for number in range(_TEXTS)]
+    )
     found = [value for text in texts for value in text]
-    gaps = await collect([partial(_gap, requests, prompt + greedy[:n], greedy[n]) for n in range(len(greedy))])
+    gaps = await collect(
+        [partial(_gap, requests, prompt + greedy[:n], greedy[n]) for n in range(len(greedy))]
+    )
     root = math.sqrt(sum(value * value for value in found))
-    return Lossless(len(found), sum(found) / max(1, len(found)), sum(found) / root if root else 0.0, max(gaps))
+    return Lossless(
+        len(found), sum(found) / max(1, len(found)), sum(found) / root if root else 0.0, max(gaps)
+    )
 
 
 async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -> list[float]:
@@ -71,7 +87,8 @@ async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -
     scores = (await requests.score(ScoreRequest(prompt, ids))).logprobs
 
     async def alone(place: int) -> float:
-        before, own = prompt + ids[:place], replace(seed, sample=1 + place)
+        before = prompt + ids[:place]
+        own = replace(seed, sample=1 + place)
         token = (await requests.sample_raw(SampleRequest(before, 1, _HOT, own))).ids[:1]
         return (await requests.score(ScoreRequest(before, token))).logprobs[0]
 
@@ -85,6 +102,8 @@ async def _gap(requests: DialectClient, ids: TokenIds, token: int) -> float:
     alone = await requests.sample_raw(SampleRequest(ids, 1, _GREEDY, Seed(purpose="probe")))
     if alone.ids[0] == token:
         return 0.0
-    pairs = await collect([partial(requests.score, ScoreRequest(ids, (each,))) for each in (alone.ids[0], token)])
+    pairs = await collect(
+        [partial(requests.score, ScoreRequest(ids, (each,))) for each in (alone.ids[0], token)]
+    )
     best, own = (scores.logprobs[0] for scores in pairs)
     return best - own

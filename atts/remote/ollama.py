@@ -50,8 +50,9 @@ class _Answer(Struct):
 class OllamaDialect(TextDialect):
     """Ollama's own API; a last assistant message is gone on with.
 
-    The context is set with every call, for the default is small and cut from the left in silence. Stop strings are not
-    sent: the server does not tell a stop from the model's own end. They are looked for here.
+    The context is set with every call, for the default is small and cut from the left in silence.
+    Stop strings are not sent: the server does not tell a stop from the model's own end. They are
+    looked for here.
     """
 
     name = "ollama"
@@ -63,11 +64,18 @@ class OllamaDialect(TextDialect):
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`; "llama3" is "llama3:latest"."""
         version: str = (await json_at(client, "/api/version", Version)).version
-        rows = [ModelRow(row.model, row.name) for row in (await json_at(client, "/api/tags", _Tags)).models]
+        rows = [
+            ModelRow(row.model, row.name)
+            for row in (await json_at(client, "/api/tags", _Tags)).models
+        ]
         named = model if not model or ":" in model else f"{model}:latest"
         self._model = choose_model(client, rows, named).id
-        info: dict[str, Raw] = (await json_at(client, "/api/show", _Shown, {"model": self._model})).model_info
-        lengths: list[int] = [decode(bytes(info[name]), Count) for name in info if name.endswith(".context_length")]
+        info: dict[str, Raw] = (
+            await json_at(client, "/api/show", _Shown, {"model": self._model})
+        ).model_info
+        lengths: list[int] = [
+            decode(bytes(info[name]), Count) for name in info if name.endswith(".context_length")
+        ]
         most = max(lengths, default=CONTEXT)
         self._context = min(self._options.context or CONTEXT, most)
         return Identity(f"ollama {short(version)}", version, self._model, self._context)
@@ -83,7 +91,9 @@ class OllamaDialect(TextDialect):
         }
         messages, _ = opened(self._text.messages(request.ids), "trailing")
         flags = {"stream": False, "truncate": False, "shift": False}
-        return Call("/api/chat", {"model": self._model, "messages": messages, "options": options, **flags})
+        return Call(
+            "/api/chat", {"model": self._model, "messages": messages, "options": options, **flags}
+        )
 
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`.

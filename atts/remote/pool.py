@@ -12,7 +12,16 @@ from typing import Literal, Protocol, Self, TypeVar
 import anyio
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import Engine, EngineSpec, EngineState, EngineStats, Returning, Tokenizer, not_open, opened
+from atts.engine import (
+    Engine,
+    EngineSpec,
+    EngineState,
+    EngineStats,
+    Returning,
+    Tokenizer,
+    not_open,
+    opened,
+)
 from atts.errors import (
     ATTSError,
     BadReply,
@@ -81,26 +90,34 @@ class _Member:
     @property
     def load(self) -> ReplicaLoad:
         """What it has done and has to do."""
-        return ReplicaLoad(self.name, self.state, self.in_flight, self.requests, self.failures, self.reason)
+        return ReplicaLoad(
+            self.name, self.state, self.in_flight, self.requests, self.failures, self.reason
+        )
 
 
 class ReplicaPool:
     """Engines that are alike, as one engine.
 
-    A rollout goes where its name sends it, so that its prefix is cached there, unless that replica is down or has far
-    more to do than the others; or each request where `prefer` says. A replica that is lost is left alone for a while,
-    then checked by one request while the others go elsewhere; the requests it lost are asked again elsewhere, from the
-    ids they carry. One that comes back as another engine is never used again.
+    A rollout goes where its name sends it, so that its prefix is cached there, unless that replica
+    is down or has far more to do than the others; or each request where `prefer` says. A replica
+    that is lost is left alone for a while, then checked by one request while the others go
+    elsewhere; the requests it lost are asked again elsewhere, from the ids they carry. One that
+    comes back as another engine is never used again.
 
     :raises OptionError: no replica.
     """
 
     def __init__(
-        self, replicas: Sequence[tuple[str, Replica]], *, name: str = "pool", prefer: Prefer | None = None
+        self,
+        replicas: Sequence[tuple[str, Replica]],
+        *,
+        name: str = "pool",
+        prefer: Prefer | None = None,
     ) -> None:
         if not replicas:
             raise OptionError("replicas", "a pool needs at least one")
-        self._name, self._prefer = name, prefer
+        self._name = name
+        self._prefer = prefer
         self._members = [_Member(label, engine) for label, engine in replicas]
         self._stack = AsyncExitStack()
         self._state: EngineState = "new"
@@ -120,7 +137,9 @@ class ReplicaPool:
     def stats(self) -> EngineStats:
         """The sums over the replicas; a request that was asked again elsewhere counts at each."""
         each = [member.engine.stats() for member in self._members]
-        return EngineStats(*(sum(getattr(stats, field.name) for stats in each) for field in fields(EngineStats)))
+        return EngineStats(
+            *(sum(getattr(stats, field.name) for stats in each) for field in fields(EngineStats))
+        )
 
     def load(self) -> tuple[ReplicaLoad, ...]:
         """Per-replica load, in the order given."""
@@ -141,8 +160,14 @@ class ReplicaPool:
 
         async def wait_for(member: _Member) -> None:
             engine = member.engine
-            if member.state == "down" and isinstance(engine, Returning) and await engine.comes_back():
-                async with member.checking:  # of the calls that ask at once one checks, and all go on when it has
+            if (
+                member.state == "down"
+                and isinstance(engine, Returning)
+                and await engine.comes_back()
+            ):
+                async with (
+                    member.checking
+                ):  # of the calls that ask at once one checks, and all go on when it has
                     if member.state == "down":
                         await self._look(member)
             if member.state == "up":
@@ -169,13 +194,19 @@ class ReplicaPool:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None:
         self._state = "closed"
         await self._stack.aclose()
         return None
 
-    async def _anywhere(self, request: SampleRequest | ScoreRequest, call: Callable[[Engine], Awaitable[T]]) -> T:
+    async def _anywhere(
+        self, request: SampleRequest | ScoreRequest, call: Callable[[Engine], Awaitable[T]]
+    ) -> T:
         """Ask the best replica, then, if it is lost, each of the others once."""
         if self._state != "open":
             raise not_open(self._name, self._state)
@@ -189,7 +220,9 @@ class ReplicaPool:
                 last = error
         if last is not None:
             raise last
-        reasons = "; ".join(f"{member.name} {member.state}: {member.reason}" for member in self._members)
+        reasons = "; ".join(
+            f"{member.name} {member.state}: {member.reason}" for member in self._members
+        )
         raise EngineUnavailable(self._name, f"no replica can be used now ({reasons})")
 
     async def _at(self, member: _Member, call: Callable[[Engine], Awaitable[T]]) -> T:
@@ -217,13 +250,16 @@ class ReplicaPool:
         return answer
 
     async def _suspect(self, member: _Member, error: EngineError) -> None:
-        """A refusal may be about the request, or the replica is another now: then the request goes elsewhere.
+        """A refusal may be about the request, or the replica is another now: then the request goes
+        elsewhere.
 
         :raises EngineUnavailable: the replica is no longer the one that was opened.
         """
         await self._check(member)
         if member.state == "refused":
-            raise EngineUnavailable(self._name, f"{member.name} is another engine now ({error})") from error
+            raise EngineUnavailable(
+                self._name, f"{member.name} is another engine now ({error})"
+            ) from error
 
     def _fail(self, member: _Member, error: EngineError) -> None:
         """Leave it alone for a while, longer each time."""
@@ -231,20 +267,30 @@ class ReplicaPool:
         member.reason = str(error)
         if member.state == "up":
             member.in_a_row += 1
-            wait = backoff(member.in_a_row, _BACK_SECONDS, longest=_LONGEST_SECONDS, salt=self._members.index(member))
+            wait = backoff(
+                member.in_a_row,
+                _BACK_SECONDS,
+                longest=_LONGEST_SECONDS,
+                salt=self._members.index(member),
+            )
             member.state, member.retry_at = "down", self._clock() + wait
 
     async def _pick(self, request: SampleRequest | ScoreRequest, tried: set[str]) -> _Member | None:
-        """The replica for this request; one that may be up again is checked on the way. None: there is none."""
+        """The replica for this request; one that may be up again is checked on the way. None: there
+        is none.
+        """
         for member in self._members:
             if self._is_due(member) and member.name not in tried:
                 await self._check(member)
-        free = [member for member in self._members if member.state == "up" and member.name not in tried]
+        free = [
+            member for member in self._members if member.state == "up" and member.name not in tried
+        ]
         if not free:
             return None
         if self._prefer is not None:
             return free[self._prefer([member.load for member in free], request)]
-        least, rollout = min(free, key=lambda member: member.in_flight), request.rollout
+        least = min(free, key=lambda member: member.in_flight)
+        rollout = request.rollout
         if not rollout:
             return least
         home = max(free, key=lambda member: _weight(member.name, rollout))
@@ -252,7 +298,11 @@ class ReplicaPool:
         return home if home.in_flight <= 1.25 * fair + _SLACK else least
 
     def _is_due(self, member: _Member) -> bool:
-        return member.state == "down" and not member.checking.locked() and self._clock() >= member.retry_at
+        return (
+            member.state == "down"
+            and not member.checking.locked()
+            and self._clock() >= member.retry_at
+        )
 
     async def _check(self, member: _Member) -> None:
         """See whether a replica can be used, and set its state."""
@@ -272,10 +322,13 @@ class ReplicaPool:
         except ATTSError as error:
             if self._state == "new":
                 raise
-            member.state, member.reason = "refused", str(error)
+            member.state = "refused"
+            member.reason = str(error)
         else:
             if member.state == "down":
-                member.state, member.in_a_row, member.reason = "up", 0, ""
+                member.state = "up"
+                member.in_a_row = 0
+                member.reason = ""
                 member.checks += 1
 
     def _one(self) -> Replica:
@@ -292,7 +345,10 @@ def require_alike(name: str, ours: EngineSpec, theirs: EngineSpec, advice: str) 
 
     :raises FingerprintError: they are not.
     """
-    one, other = ours.fingerprint(), theirs.fingerprint()
-    differences = [(field, one[field], other.get(field)) for field in one if one[field] != other.get(field)]
+    one = ours.fingerprint()
+    other = theirs.fingerprint()
+    differences = [
+        (field, one[field], other.get(field)) for field in one if one[field] != other.get(field)
+    ]
     if differences:
         raise FingerprintError(name, differences, advice)

@@ -1,4 +1,6 @@
-"""Probe of a server: which of its dialect's claims hold, and values by which it is recognised later."""
+"""Probe of a server: which of its dialect's claims hold, and values by which it is recognised
+later.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class OtherTokenizer(FingerprintError):
         seen = f"of {text[:24]!r} the server makes {_few(theirs)}, the tokenizer {_few(ours)}"
         problem = f"the tokenizer is not that of the model served: {seen}"
         self.args = (
-            f"engine {engine}: {problem}. Name that model's: --tokenizer FOLDER, or ?tokenizer=FOLDER in its name",
+            f"engine {engine}: {problem}. Name that model's: --tokenizer FOLDER, or "
+            f"?tokenizer=FOLDER in its name",
         )
 
 
@@ -59,7 +62,9 @@ class Known:
     findings: tuple[Finding, ...]
     sampled: Literal["raw", "processed"]  # the log-probs of sampled tokens
     text: TokenIds  # written greedily after the probe's prompt
-    values: tuple[float, ...]  # their log-probs: scored, or as sampled where the server cannot score
+    values: tuple[
+        float, ...
+    ]  # their log-probs: scored, or as sampled where the server cannot score
     convention: Seen = "unknown"  # as measured
 
 
@@ -68,8 +73,10 @@ class ServerProbe:
 
     def __init__(self, requests: DialectClient) -> None:
         self._requests = requests
-        self._client, self._dialect = requests.client, requests.dialect
-        self._spec, self._tokenizer = requests.spec, requests.tokenizer
+        self._client = requests.client
+        self._dialect = requests.dialect
+        self._spec = requests.spec
+        self._tokenizer = requests.tokenizer
         self._prompt = self._tokenizer.render([Message("user", _QUESTION)])
 
     async def run(self) -> Known:
@@ -82,7 +89,9 @@ class ServerProbe:
         findings.append(await self._see_tokenizer())
         written = await self._requests.sample_raw(self._request(_GREEDY))
         with_them = "their log-probs" if written.logprobs else "no log-probs"
-        findings.append(Finding("ids", "yes", f"{len(written.ids)} ids came back with {with_them}", "sample"))
+        findings.append(
+            Finding("ids", "yes", f"{len(written.ids)} ids came back with {with_them}", "sample")
+        )
         findings.append(await self._see_stop(written.ids))
         findings.append(await self._see_seeds())
         values = _sent(written)
@@ -114,10 +123,15 @@ class ServerProbe:
 
     async def _see_tokenizer(self) -> Finding:
         if self._dialect.speaks == "text":
-            return Finding("tokenizer", "unknown", "text goes both ways: its tokens are the server's own affair")
+            return Finding(
+                "tokenizer",
+                "unknown",
+                "text goes both ways: its tokens are the server's own affair",
+            )
         try:
             for text in _TEXTS:
-                theirs, ours = await self._dialect.tokenize(self._client, text), self._tokenizer.encode(text)
+                theirs = await self._dialect.tokenize(self._client, text)
+                ours = self._tokenizer.encode(text)
                 if theirs != ours:
                     raise OtherTokenizer(self._client.name, text, theirs, ours)
         except (EngineError, ValueError) as error:
@@ -133,14 +147,23 @@ class ServerProbe:
         if len(cut.ids) < len(ids) or cut.finish == "stop":
             return Finding("stop", "yes", f"it stopped at {stop!r} after {len(cut.ids)} tokens")
         return Finding(
-            "stop", "no", f"it wrote {len(cut.ids)} tokens past {stop!r}: they are cut off here, and paid for"
+            "stop",
+            "no",
+            f"it wrote {len(cut.ids)} tokens past {stop!r}: they are cut off here, and paid for",
         )
 
     async def _see_seeds(self) -> Finding:
-        first, again = [await self._requests.sample_raw(self._request(Sampling(temperature=1.5), 7)) for _ in range(2)]
+        first, again = [
+            await self._requests.sample_raw(self._request(Sampling(temperature=1.5), 7))
+            for _ in range(2)
+        ]
         if first.ids == again.ids:
             return Finding("seeds", "yes", "a seed gave the same text twice")
-        return Finding("seeds", "no", "a seed gave two texts: runs on this server cannot be repeated token for token")
+        return Finding(
+            "seeds",
+            "no",
+            "a seed gave two texts: runs on this server cannot be repeated token for token",
+        )
 
     async def _see_scores(self, written: RawCompletion) -> tuple[list[Finding], tuple[float, ...]]:
         """A greedy text is scored, again, and with a strange token planted in it."""
@@ -150,7 +173,9 @@ class ServerProbe:
             again = await self._requests.score(ScoreRequest(self._prompt, ids))
             place = len(ids) // 2
             strange = self._strange(ids[place])
-            spoilt = await self._requests.score(ScoreRequest(self._prompt, (*ids[:place], strange, *ids[place + 1 :])))
+            spoilt = await self._requests.score(
+                ScoreRequest(self._prompt, (*ids[:place], strange, *ids[place + 1 :]))
+            )
         except (BadReply, UnsupportedByEngine) as error:
             return [Finding("scores", "no", str(error), "score")], ()
         findings = [self._compare(written, first, again)]
@@ -169,11 +194,15 @@ class ServerProbe:
         except EngineError as error:
             if error.retryable and not isinstance(error, BadReply):
                 raise
-            return Finding("rating", "no", f"it does not tell the likeliest tokens ({error})", "rate")
+            return Finding(
+                "rating", "no", f"it does not tell the likeliest tokens ({error})", "rate"
+            )
         return Finding("rating", "yes", f"{len(words)} likely words with log-probs", "rate")
 
     async def _see_speculation(self, greedy: TokenIds) -> Finding:
-        """Whether the server speculates, and if so whether its texts still follow the law that it scores by."""
+        """Whether the server speculates, and if so whether its texts still follow the law that it
+        scores by.
+        """
         told = await self._dialect.speculation(self._client)
         if told == "":
             return Finding("speculation", "yes", "the server does not speculate")
@@ -188,21 +217,40 @@ class ServerProbe:
         """An id far from the given one, and no end."""
         size = self._spec.vocabulary
         candidates = ((token + size // 2 + step) % size for step in range(size))
-        return next(index for index in candidates if index != token and index not in self._spec.end_ids)
+        return next(
+            index for index in candidates if index != token and index not in self._spec.end_ids
+        )
 
     def _compare(self, written: RawCompletion, first: Scores, again: Scores) -> Finding:
         drift = _distance(first.logprobs, again.logprobs)
         if drift > TOLERANCE:
-            return Finding("scores", "no", f"the same chunk scored {drift:.3f} nats otherwise from the cache", "score")
-        off = _distance(first.logprobs, _sent(written))  # at temperature 0 both are of the raw distribution
+            return Finding(
+                "scores",
+                "no",
+                f"the same chunk scored {drift:.3f} nats otherwise from the cache",
+                "score",
+            )
+        off = _distance(
+            first.logprobs, _sent(written)
+        )  # at temperature 0 both are of the raw distribution
         if off > 2 * TOLERANCE:
-            return Finding("scores", "no", f"scores are {off:.3f} nats from the log-probs sampled with", "score")
+            return Finding(
+                "scores",
+                "no",
+                f"scores are {off:.3f} nats from the log-probs sampled with",
+                "score",
+            )
         return Finding(
-            "scores", "yes", f"{len(first.logprobs)} finite scores, within {max(drift, off):.4f} nats", "score"
+            "scores",
+            "yes",
+            f"{len(first.logprobs)} finite scores, within {max(drift, off):.4f} nats",
+            "score",
         )
 
     async def _convention(self) -> Seen:
-        """Whether log-probs of hot samples are of the raw distribution: compared with scores, which are."""
+        """Whether log-probs of hot samples are of the raw distribution: compared with scores, which
+        are.
+        """
         hot = await self._requests.sample_raw(self._request(_HOT, 3))
         sampled = _sent(hot)
         if len(sampled) != len(hot.ids):
@@ -219,7 +267,8 @@ class ServerProbe:
             return Finding("abort", "unknown", "the server does not say how many requests run")
         room = self._spec.context_length - len(self._prompt)
         request = self._request(_HOT, 11, min(2048, room))
-        most, over = before, anyio.Event()
+        most = before
+        over = anyio.Event()
 
         async def write() -> None:
             await self._requests.sample_raw(request)
@@ -238,9 +287,15 @@ class ServerProbe:
         with anyio.move_on_after(5.0):
             while (await self._dialect.running(self._client) or 0) >= most:  # noqa: ASYNC110  # it can only be polled
                 await anyio.sleep(0.02)
-            return Finding("abort", "yes", f"the slot was free {anyio.current_time() - began:.2f} s after the cancel")
+            return Finding(
+                "abort",
+                "yes",
+                f"the slot was free {anyio.current_time() - began:.2f} s after the cancel",
+            )
         return Finding(
-            "abort", "no", "a cancelled request still runs after 5 s: rollouts given up keep the server busy"
+            "abort",
+            "no",
+            "a cancelled request still runs after 5 s: rollouts given up keep the server busy",
         )
 
 
@@ -249,20 +304,32 @@ def refuse(name: str, findings: tuple[Finding, ...], needs: frozenset[Capability
 
     :raises UnsupportedByEngine: with every reason.
     """
-    reasons = [f"{found.name}: {found.seen}" for found in findings if found.answer == "no" and found.needed in needs]
+    reasons = [
+        f"{found.name}: {found.seen}"
+        for found in findings
+        if found.answer == "no" and found.needed in needs
+    ]
     if reasons:
-        raise UnsupportedByEngine(name, "; ".join(reasons), "Use a server that can, or a pipeline that needs less")
+        raise UnsupportedByEngine(
+            name, "; ".join(reasons), "Use a server that can, or a pipeline that needs less"
+        )
 
 
 def same_as_before(
-    name: str, was: Identity, now: Identity, known: Known, values: tuple[float, ...], convention: Seen
+    name: str,
+    was: Identity,
+    now: Identity,
+    known: Known,
+    values: tuple[float, ...],
+    convention: Seen,
 ) -> None:
     """Compare a server with the one that was opened, by what it says and by `ServerProbe.again`.
 
     :raises UnsupportedByEngine: it is another.
     """
     pairs: list[tuple[str, object, object]] = [
-        (field, getattr(was, field), getattr(now, field)) for field in ("engine", "model", "context_length")
+        (field, getattr(was, field), getattr(now, field))
+        for field in ("engine", "model", "context_length")
     ]
     if "unknown" not in (known.convention, convention):
         pairs.append(("log-probs", known.convention, convention))
@@ -271,7 +338,9 @@ def same_as_before(
     changes = [f"{what} was {old}, is {new}" for what, old, new in pairs if old != new]
     if changes:
         advice = "Serve the old one again, or start a run of its own on the new one"
-        raise UnsupportedByEngine(name, f"the server changed while in use ({'; '.join(changes)})", advice)
+        raise UnsupportedByEngine(
+            name, f"the server changed while in use ({'; '.join(changes)})", advice
+        )
 
 
 def _convention_seen(sampled: LogProbs, measured: Seen) -> Finding:

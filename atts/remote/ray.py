@@ -17,7 +17,14 @@ import anyio.to_thread
 
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import BaseEngine, Engine, EngineSpec, Tokenizer, not_open
-from atts.errors import ATTSError, ContextOverflow, EngineError, EngineUnavailable, OptionError, UsageError
+from atts.errors import (
+    ATTSError,
+    ContextOverflow,
+    EngineError,
+    EngineUnavailable,
+    OptionError,
+    UsageError,
+)
 from atts.remote.pool import ReplicaPool, require_alike
 from atts.slots import SlotQueue
 from atts.tasks import clock, shielded, soon
@@ -31,9 +38,10 @@ _PATIENCE = 2.0  # for a replacement that is starting: requests go elsewhere mea
 class RayOptions:
     """How many actors, what each is given, and where.
 
-    `address` is a cluster's ("auto": the one that is running here; "": that, or a new one in this machine). At most
-    `in_flight` requests are at an actor at once; more wait here, where they can still go elsewhere. An actor that is
-    not there after `open_seconds` (its model loaded) counts as lost.
+    `address` is a cluster's ("auto": the one that is running here; "": that, or a new one in this
+    machine). At most `in_flight` requests are at an actor at once; more wait here, where they can
+    still go elsewhere. An actor that is not there after `open_seconds` (its model loaded) counts as
+    lost.
 
     :raises OptionError: a value no actor can be made with.
     """
@@ -46,7 +54,13 @@ class RayOptions:
     open_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name, floor in (("actors", 1), ("in_flight", 1), ("cpus", 0), ("gpus", 0), ("open_seconds", 0.001)):
+        for name, floor in (
+            ("actors", 1),
+            ("in_flight", 1),
+            ("cpus", 0),
+            ("gpus", 0),
+            ("open_seconds", 0.001),
+        ):
             if not getattr(self, name) >= floor:
                 raise OptionError(name, f"{getattr(self, name)} is below {floor:g}")
 
@@ -57,16 +71,25 @@ _DEFAULTS = RayOptions()
 class RayEngine(ReplicaPool):
     """Alike engines in the actors of a Ray cluster, as one engine.
 
-    `make` makes the engine in the actor, so it must be picklable there (`functools.partial(LocalEngine, folder)`), and
-    `atts` must be installed on every node. A rollout stays where its cache is; an actor that dies loses none: what it
-    was asked is asked again elsewhere, from the token ids it carries, and a new actor is started in its place.
+    `make` makes the engine in the actor, so it must be picklable there
+    (`functools.partial(LocalEngine, folder)`), and `atts` must be installed on every node. A
+    rollout stays where its cache is; an actor that dies loses none: what it was asked is asked
+    again elsewhere, from the token ids it carries, and a new actor is started in its place.
     """
 
-    def __init__(self, make: Callable[[], Engine], *, name: str = "ray", options: RayOptions = _DEFAULTS) -> None:
+    def __init__(
+        self, make: Callable[[], Engine], *, name: str = "ray", options: RayOptions = _DEFAULTS
+    ) -> None:
         self._options = options
-        self._shut: Literal["leave it", "end it"] = "leave it"  # the cluster, when this engine closes
-        self._actors = [ActorReplica(make, f"{name}/{number}", options) for number in range(options.actors)]
-        super().__init__([(f"actor {number}", actor) for number, actor in enumerate(self._actors)], name=name)
+        self._shut: Literal["leave it", "end it"] = (
+            "leave it"  # the cluster, when this engine closes
+        )
+        self._actors = [
+            ActorReplica(make, f"{name}/{number}", options) for number in range(options.actors)
+        ]
+        super().__init__(
+            [(f"actor {number}", actor) for number, actor in enumerate(self._actors)], name=name
+        )
 
     @property
     def actors(self) -> tuple[ActorReplica, ...]:
@@ -92,7 +115,11 @@ class RayEngine(ReplicaPool):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None:
         await super().__aexit__(kind, error, trace)
         await self._leave()
@@ -115,8 +142,12 @@ def _join(name: str, address: str) -> Literal["leave it", "end it"]:
         _ray().init(address=address or "auto", **quiet)
     except (ConnectionError, ValueError) as error:
         if address:
-            advice = "Start it with `ray start --head`, or leave the address out for one in this machine"
-            raise EngineUnavailable(name, f"there is no Ray cluster at {address!r} ({error})", advice) from error
+            advice = (
+                "Start it with `ray start --head`, or leave the address out for one in this machine"
+            )
+            raise EngineUnavailable(
+                name, f"there is no Ray cluster at {address!r} ({error})", advice
+            ) from error
         _begin(name, quiet)
     return "end it"
 
@@ -127,13 +158,17 @@ def _begin(name: str, quiet: dict[str, Any]) -> None:
         _ray().init(address="local", include_dashboard=False, **quiet)
     except Exception as error:  # Ray raises nothing more telling
         _ray().shutdown()
-        advice = "A busy machine may be slower than Ray's 30 s: start it first with `ray start --head`"
+        advice = (
+            "A busy machine may be slower than Ray's 30 s: start it first with `ray start --head`"
+        )
         problem = f"no Ray cluster could be started here ({str(error).splitlines()[0][:200]})"
         raise EngineUnavailable(name, problem, advice) from error
 
 
 class ActorReplica(BaseEngine):
-    """An `atts.remote.Replica` whose engine lives in an actor; `recheck` opens it, and starts another when it died."""
+    """An `atts.remote.Replica` whose engine lives in an actor; `recheck` opens it, and starts
+    another when it died.
+    """
 
     def __init__(self, make: Callable[[], Engine], name: str, options: RayOptions) -> None:
         super().__init__(name)
@@ -151,9 +186,15 @@ class ActorReplica(BaseEngine):
     def start(self) -> None:
         """Have the actor made, without waiting; a cluster without room makes it when there is some."""
         options = self._options
-        limits = {"num_cpus": options.cpus, "num_gpus": options.gpus, "max_concurrency": options.in_flight + 8}
+        limits = {
+            "num_cpus": options.cpus,
+            "num_gpus": options.gpus,
+            "max_concurrency": options.in_flight + 8,
+        }
         actor: Any = _ray().remote(Host)
-        self._handle = actor.options(**limits, max_restarts=0, max_task_retries=0).remote(self._make)
+        self._handle = actor.options(**limits, max_restarts=0, max_task_retries=0).remote(
+            self._make
+        )
         self._opening = self._handle.open.remote()
 
     async def recheck(self) -> None:
@@ -190,7 +231,8 @@ class ActorReplica(BaseEngine):
         await self.recheck()
 
     async def _close(self) -> None:
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._handle = None
         if handle is not None:
             with shielded(_CLOSE_SECONDS):
                 try:
@@ -201,17 +243,25 @@ class ActorReplica(BaseEngine):
 
     async def _reopen(self) -> None:
         try:
-            reply = await _result(self._opening if self._state == "new" else self._handle.open.remote())
+            reply = await _result(
+                self._opening if self._state == "new" else self._handle.open.remote()
+            )
         except _ray(".exceptions").RayError as error:
             self.start()
             advice = "Another is started and waited for"
-            raise EngineUnavailable(self._name, f"its actor died ({_short(error)})", advice) from error
+            raise EngineUnavailable(
+                self._name, f"its actor died ({_short(error)})", advice
+            ) from error
         if isinstance(reply, Failure):
             raise reply.error(self._name)
         spec, tokenizer = reply
         if self._spec is not None:
-            require_alike(self._name, self._spec, spec, "Every node must have the same model and versions")
-        self._spec, self._tokenizer, self._state = spec, tokenizer, "open"
+            require_alike(
+                self._name, self._spec, spec, "Every node must have the same model and versions"
+            )
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._state = "open"
 
     async def _sample(self, request: SampleRequest) -> Completion:
         done: Completion = await self._ask("sample", request)
@@ -221,7 +271,9 @@ class ActorReplica(BaseEngine):
         done: Scores = await self._ask("score", request)
         return done
 
-    async def _ask(self, method: Literal["sample", "score"], request: SampleRequest | ScoreRequest) -> Any:
+    async def _ask(
+        self, method: Literal["sample", "score"], request: SampleRequest | ScoreRequest
+    ) -> Any:
         if not self._slots.take_nowait():
             await self._slots.take()
         try:
@@ -239,7 +291,9 @@ class ActorReplica(BaseEngine):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error on its way between processes: errors with arguments of their own do not survive pickling."""
+    """An error on its way between processes: errors with arguments of their own do not survive
+    pickling.
+    """
 
     kind: type[ATTSError]
     words: str
@@ -255,7 +309,9 @@ class Failure:
 
 
 class Host:
-    """What runs in the actor. One task opens and closes the engine: it may hold a task group open in between."""
+    """What runs in the actor. One task opens and closes the engine: it may hold a task group open
+    in between.
+    """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
         self._make = make
@@ -267,7 +323,9 @@ class Host:
         self._again: asyncio.Task[Failure | None] | None = None
 
     async def open(self) -> tuple[EngineSpec, Tokenizer] | Failure:
-        """Open the engine, unless it is, anew where its loop has ended; what it is, or why it could not be opened."""
+        """Open the engine, unless it is, anew where its loop has ended; what it is, or why it could
+        not be opened.
+        """
         if self._life is None:
             self._life = asyncio.create_task(self._live())
         await self._open.wait()
@@ -323,7 +381,9 @@ class Host:
 
 
 async def _result(reference: Any) -> Any:
-    """The value of a reference, awaited on asyncio and trio; given up, the work behind it is cancelled."""
+    """The value of a reference, awaited on asyncio and trio; given up, the work behind it is
+    cancelled.
+    """
     arrived = anyio.Event()
     hand_over = soon()
     future = reference.future()

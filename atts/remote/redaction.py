@@ -15,14 +15,19 @@ _SHORTEST = 8  # a shorter one is no secret, and may be a word that replies are 
 
 
 def redactor(key: str, options: RemoteOptions) -> Callable[[bytes], bytes]:
-    r"""Takes the API key and the passwords of the proxies in use out of a text, also as JSON or URLs escape them.
+    r"""Takes the API key and the passwords of the proxies in use out of a text, also as JSON or
+    URLs escape them.
 
     >>> redactor("sk-12/3456", RemoteOptions())(rb'{"error": "Bearer sk-12\/3456, sk-12%2F3456"}')
     b'{"error": "Bearer [API key], [API key]"}'
     """
     proxies = [value for name, value in os.environ.items() if name.lower().endswith("_proxy")]
-    passwords = [urlsplit(proxy).password or "" for proxy in proxies if options.proxy == "environment"]
-    patterns = ["".join(map(_forms, secret)) for secret in (key, *passwords) if len(secret) >= _SHORTEST]
+    passwords = [
+        urlsplit(proxy).password or "" for proxy in proxies if options.proxy == "environment"
+    ]
+    patterns = [
+        "".join(map(_forms, secret)) for secret in (key, *passwords) if len(secret) >= _SHORTEST
+    ]
     return partial(re.compile("|".join(patterns).encode()).sub, HIDDEN) if patterns else bytes
 
 

@@ -1,4 +1,6 @@
-"""Strict decoding of server replies: JSON into typed values, nothing coerced, every number within its bounds."""
+"""Strict decoding of server replies: JSON into typed values, nothing coerced, every number within
+its bounds.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,26 @@ T = TypeVar("T")
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Tokens = tuple[Token, ...]
-LOWEST, CLAMPED = -1e6, -9999.0  # below the one nothing is believed; the other is vLLM's minus infinity in JSON
+LOWEST = -1e6
+CLAMPED = -9999.0  # below the one nothing is believed; the other is vLLM's minus infinity in JSON
 _MINUS_INFINITY = -1e300
 _WORDS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|NaN|-?Infinity', re.DOTALL)
-_NUMBERS = {b"NaN": b"1e300", b"Infinity": b"1e300", b"-Infinity": b"-1e300"}  # 1e300 is nothing that is asked for
+_NUMBERS = {
+    b"NaN": b"1e300",
+    b"Infinity": b"1e300",
+    b"-Infinity": b"-1e300",
+}  # 1e300 is nothing that is asked for
 
 
 def decode(text: bytes, kind: Any) -> Any:
-    """The JSON text as a value of that type; Python's NaN and Infinity are read, for servers in Python send them.
+    """The JSON text as a value of that type; Python's NaN and Infinity are read, for servers in
+    Python send them.
 
     >>> decode(b'{"logprob": -0.5}', dict[str, float])
     {'logprob': -0.5}
 
-    :raises ValueError: it is not whole JSON, nested too deeply, or of another type: `true` is no number, "1" neither.
+    :raises ValueError: it is not whole JSON, nested too deeply, or of another type: `true` is no
+        number, "1" neither.
     """
     try:
         try:
@@ -35,7 +44,9 @@ def decode(text: bytes, kind: Any) -> Any:
         except msgspec.DecodeError:
             if b"NaN" not in text and b"Infinity" not in text:
                 raise
-        return _decoder(kind).decode(_WORDS.sub(lambda found: _NUMBERS.get(found[0], found[0]), text))
+        return _decoder(kind).decode(
+            _WORDS.sub(lambda found: _NUMBERS.get(found[0], found[0]), text)
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -119,7 +130,14 @@ def said(reply: bytes) -> str:
     """What an error reply says, in a line."""
     try:
         while (row := decode(reply, dict[str, Raw])) is not None:
-            reply = next((bytes(row[name]) for name in ("error", "message", "detail", "object") if name in row), b'""')
+            reply = next(
+                (
+                    bytes(row[name])
+                    for name in ("error", "message", "detail", "object")
+                    if name in row
+                ),
+                b'""',
+            )
     except ValueError:
         pass
     try:

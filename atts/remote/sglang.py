@@ -50,7 +50,9 @@ class _Generated(Struct):
 
 
 class SglangDialect(Scorer):
-    """SGLang from 0.5 on. Its sampled log-probs are after temperature unless the server was told otherwise."""
+    """SGLang from 0.5 on. Its sampled log-probs are after temperature unless the server was told
+    otherwise.
+    """
 
     name = "sglang"
     spare = 2  # it shortens a request that would fill the context, without saying so
@@ -65,7 +67,9 @@ class SglangDialect(Scorer):
         """See `Dialect`."""
         info: _ServerInfo = await json_at(client, "/server_info", _ServerInfo)
         row = await served(client, model)
-        self._speculates = f"it speculates by {info.speculative_algorithm}" if info.speculative_algorithm else ""
+        self._speculates = (
+            f"it speculates by {info.speculative_algorithm}" if info.speculative_algorithm else ""
+        )
         context = row.max_model_len or info.context_length or 0
         tokenizer = info.tokenizer_path or info.model_path or row.id
         name = f"sglang {short(info.version)}"
@@ -83,7 +87,12 @@ class SglangDialect(Scorer):
         }
         if request.stop:
             sampling["stop"] = request.stop
-        body = {"rid": rid, "input_ids": request.ids, "sampling_params": sampling, "return_logprob": True}
+        body = {
+            "rid": rid,
+            "input_ids": request.ids,
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
         return Call("/generate", body | self._priority(request))
 
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
@@ -94,10 +103,14 @@ class SglangDialect(Scorer):
         finish = finish_of(meta.finish_reason.type if meta.finish_reason else None)
         if tuple(row[1] for row in rows) != found.output_ids:
             raise ValueError("the log-probs are not of the ids that came with them")
-        return RawCompletion(found.output_ids, tuple(row[0] for row in rows), finish, meta.cached_tokens or 0)
+        return RawCompletion(
+            found.output_ids, tuple(row[0] for row in rows), finish, meta.cached_tokens or 0
+        )
 
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """See `Scorer`; log-probs start at the prefix's last token, so that everything before it may stay cached."""
+        """See `Scorer`; log-probs start at the prefix's last token, so that everything before it
+        may stay cached.
+        """
         body = {
             "rid": rid,
             "input_ids": request.prefix + request.suffix,
@@ -112,12 +125,18 @@ class SglangDialect(Scorer):
         found: _Generated = decode(reply, _Generated)
         rows = found.meta_info.input_token_logprobs or ()
         values = [logprob_of(row[0]) for row in rows[1:] if row[0] is not None]
-        if tuple(row[1] for row in rows) != request.prefix[-1:] + request.suffix or len(values) != len(request.suffix):
-            raise ValueError(f"it scored {len(values)} other ids than the {len(request.suffix)} asked for")
+        if tuple(row[1] for row in rows) != request.prefix[-1:] + request.suffix or len(
+            values
+        ) != len(request.suffix):
+            raise ValueError(
+                f"it scored {len(values)} other ids than the {len(request.suffix)} asked for"
+            )
         return Scores(tuple(values), found.meta_info.cached_tokens or 0)
 
     def abort(self, rid: str) -> Call | None:
-        """See `Dialect`. The server aborts every id that begins with this one: all have one length, none is empty."""
+        """See `Dialect`. The server aborts every id that begins with this one: all have one length,
+        none is empty.
+        """
         assert len(rid) == 32, "an id of another length might abort others' requests"
         return Call("/abort_request", {"rid": rid, "abort_all": False})
 

@@ -1,4 +1,6 @@
-"""Tokenizer for servers that speak text only: lossless ids, each the number of the bytes it stands for."""
+"""Tokenizer for servers that speak text only: lossless ids, each the number of the bytes it stands
+for.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ END, SYSTEM, USER, ASSISTANT = range(4)
 _ROLES: dict[Speaker, int] = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 _NAMES: dict[int, Speaker] = {number: name for name, number in _ROLES.items()}
 _LONGEST = 64  # bytes an id may stand for
-_WORD = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}|\n+| +|.", re.DOTALL)  # about as long as the tokens of common models
+_WORD = re.compile(
+    r" ?[^\W\d_]{1,8}|\d{1,3}|\n+| +|.", re.DOTALL
+)  # about as long as the tokens of common models
 
 
 class TextTokenizer:
     """Text in pieces of about a token each; the exact tokens are the server's secret.
 
-    Any piece is an id and any bytes are a text, so what a server wrote is kept as it was. A conversation keeps its
-    roles: `messages` takes it apart again, which servers want that render it themselves.
+    Any piece is an id and any bytes are a text, so what a server wrote is kept as it was. A
+    conversation keeps its roles: `messages` takes it apart again, which servers want that render it
+    themselves.
 
     >>> tokenizer = TextTokenizer()
     >>> tokenizer.decode(tokenizer.encode("So x = 12345.\\n\\nça va"))
@@ -46,7 +51,9 @@ class TextTokenizer:
         return b"".join(_bytes(index) for index in ids if index >= 256).decode("utf-8", "replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """The ids of a conversation, ready for the assistant to go on; a last assistant message stays open."""
+        """The ids of a conversation, ready for the assistant to go on; a last assistant message
+        stays open.
+        """
         ids: list[int] = []
         for message in messages:
             ids += [_ROLES[message.role], *self.encode(message.content)]
@@ -64,11 +71,13 @@ class TextTokenizer:
         return found if found[-1].role == "assistant" else [*found, Message("assistant", "")]
 
     def pieces(self, text: str, count: int) -> TokenIds:
-        """The ids of a text that is said to have `count` tokens: that many, as far as its length allows.
+        """The ids of a text that is said to have `count` tokens: that many, as far as its length
+        allows.
 
         :raises ValueError: it is longer than that many ids can be.
         """
-        whole, ends = text.encode(), np.cumsum([0, *map(len, _cut(text))])
+        whole = text.encode()
+        ends = np.cumsum([0, *map(len, _cut(text))])
         while len(ends) > count + 1:  # the two that make the shortest one are joined
             ends = np.delete(ends, 1 + (ends[2:] - ends[:-2]).argmin())
         while len(ends) <= min(count, len(whole)):  # the longest is halved

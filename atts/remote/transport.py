@@ -18,7 +18,9 @@ from atts.remote.options import RemoteOptions
 
 SHARDS = 16  # httpx2's pool is searched linearly: many small ones are faster than one large one
 ERROR_BYTES = 1 << 16  # of the body of an error: it is for people
-KEEP_ALIVE_SECONDS = 4.0  # shorter than the servers' (uvicorn closes after 5), so that they never close first
+KEEP_ALIVE_SECONDS = (
+    4.0  # shorter than the servers' (uvicorn closes after 5), so that they never close first
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,17 @@ class Lost(Exception):
 
 
 class Unacceptable(Lost):
-    """A reply came that is not taken in: it is too long, or compressed in a way that was not asked for."""
+    """A reply came that is not taken in: it is too long, or compressed in a way that was not asked
+    for.
+    """
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem, sent=True)
 
 
 def open_transport(options: RemoteOptions) -> Transport:
-    """The fastest transport that runs here: aiohttp under asyncio, httpx2 under trio or where aiohttp is missing.
+    """The fastest transport that runs here: aiohttp under asyncio, httpx2 under trio or where
+    aiohttp is missing.
 
     :raises UsageError: neither is installed.
     :raises OptionError: the certificate file cannot be read.
@@ -67,7 +72,9 @@ class AiohttpTransport:
         import aiohttp
 
         self._library = aiohttp
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ssl=_certificates(options))
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ssl=_certificates(options)
+        )
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_seconds),
@@ -76,8 +83,11 @@ class AiohttpTransport:
             auto_decompress=False,
         )
 
-    async def send(self, url: str, body: bytes | None, headers: Mapping[str, str], most: int) -> HttpReply:
-        """One request, a POST where it has a body; never retried, nor redirected: the key would go elsewhere.
+    async def send(
+        self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
+    ) -> HttpReply:
+        """One request, a POST where it has a body; never retried, nor redirected: the key would go
+        elsewhere.
 
         :raises Unacceptable: the reply is longer than `most` bytes.
         :raises Lost: no whole reply came.
@@ -85,9 +95,15 @@ class AiohttpTransport:
         library = self._library
         try:
             method = "GET" if body is None else "POST"
-            request = self._session.request(method, url, data=body, headers=headers, allow_redirects=False)
-            async with request as response:  # gives the connection back, or closes it when not all was read
-                whole = await _whole(response.status, response.headers, response.content.iter_any(), most)
+            request = self._session.request(
+                method, url, data=body, headers=headers, allow_redirects=False
+            )
+            async with (
+                request as response
+            ):  # gives the connection back, or closes it when not all was read
+                whole = await _whole(
+                    response.status, response.headers, response.content.iter_any(), most
+                )
                 return HttpReply(response.status, whole, response.headers.get("Retry-After", ""))
         except (library.ClientConnectorError, library.ConnectionTimeoutError) as error:
             raise Lost(_words(error), sent=False) from error
@@ -111,11 +127,15 @@ class HttpxTransport:
         context = _certificates(options)
         self._clients = [
             httpx2.AsyncClient(
-                verify=context if isinstance(context, ssl.SSLContext) else ssl.create_default_context(),
+                verify=context
+                if isinstance(context, ssl.SSLContext)
+                else ssl.create_default_context(),
                 trust_env=options.proxy == "environment",
                 timeout=httpx2.Timeout(None, connect=options.connect_seconds),
                 limits=httpx2.Limits(
-                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
+                    max_connections=None,
+                    max_keepalive_connections=None,
+                    keepalive_expiry=KEEP_ALIVE_SECONDS,
                 ),
                 follow_redirects=False,
             )
@@ -123,23 +143,31 @@ class HttpxTransport:
         ]
         self._load = [0] * SHARDS
 
-    async def send(self, url: str, body: bytes | None, headers: Mapping[str, str], most: int) -> HttpReply:
+    async def send(
+        self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
+    ) -> HttpReply:
         """As aiohttp's."""
         library = self._library
         shard = min(range(SHARDS), key=self._load.__getitem__)
         self._load[shard] += 1
         try:
             method = "GET" if body is None else "POST"
-            async with self._clients[shard].stream(method, url, content=body, headers=dict(headers)) as response:
+            async with self._clients[shard].stream(
+                method, url, content=body, headers=dict(headers)
+            ) as response:
                 chunks = response.aiter_raw()
                 try:
                     whole = await _whole(response.status_code, response.headers, chunks, most)
                 finally:
                     await response.aclose()
                     with suppress(library.HTTPError, library.StreamError):
-                        async for _ in chunks:  # ends every generator that hands them on, where not all was read
+                        async for _ in (
+                            chunks
+                        ):  # ends every generator that hands them on, where not all was read
                             continue
-                return HttpReply(response.status_code, whole, response.headers.get("Retry-After", ""))
+                return HttpReply(
+                    response.status_code, whole, response.headers.get("Retry-After", "")
+                )
         except (library.ConnectError, library.ConnectTimeout, library.ProxyError) as error:
             raise Lost(_words(error), sent=False) from error
         except (library.UnsupportedProtocol, library.InvalidURL) as error:
@@ -159,8 +187,11 @@ Transport = AiohttpTransport | HttpxTransport
 """An open set of connections; cancelling a call closes its connection."""
 
 
-async def _whole(status: int, headers: Mapping[str, str], chunks: AsyncIterable[bytes], most: int) -> bytes:
-    """A body, inflated as it comes; neither what comes nor what it becomes is ever longer than `most`.
+async def _whole(
+    status: int, headers: Mapping[str, str], chunks: AsyncIterable[bytes], most: int
+) -> bytes:
+    """A body, inflated as it comes; neither what comes nor what it becomes is ever longer than
+    `most`.
 
     That of an error is cut, that of an answer refused.
 
@@ -170,7 +201,8 @@ async def _whole(status: int, headers: Mapping[str, str], chunks: AsyncIterable[
     if encoding not in ("", "identity", "gzip", "deflate"):
         raise Unacceptable(f"its reply is encoded as {encoding[:40]!r}, which was not asked for")
     body = _Body(
-        most if status == 200 else ERROR_BYTES, zlib.decompressobj(47) if encoding in ("gzip", "deflate") else None
+        most if status == 200 else ERROR_BYTES,
+        zlib.decompressobj(47) if encoding in ("gzip", "deflate") else None,
     )
     async for chunk in chunks:
         if not body.take(chunk):
@@ -206,7 +238,12 @@ class _Body:
 def proxy_hint(url: str, options: RemoteOptions) -> str:
     """Advice for a failed connection when a proxy is set in the environment; empty otherwise."""
     scheme = urlsplit(url).scheme
-    names = [name for name in (f"{scheme}_proxy", "all_proxy") for name in (name, name.upper()) if os.environ.get(name)]
+    names = [
+        name
+        for name in (f"{scheme}_proxy", "all_proxy")
+        for name in (name, name.upper())
+        if os.environ.get(name)
+    ]
     if not names:
         return ""
     if options.proxy == "never":

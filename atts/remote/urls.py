@@ -54,11 +54,12 @@ def read_server(words: str) -> ServerWords:
 
 
 def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability]) -> Engine:
-    """The engine of "SCHEME:URL[/MODEL][?SETTING=VALUE&...]", not open yet; `docs/servers.md` lists the settings.
+    """The engine of "SCHEME:URL[/MODEL][?SETTING=VALUE&...]", not open yet; `docs/servers.md` lists
+    the settings.
 
-    Several URLs with commas between them are one pool. "server" finds the dialect out; "openai" and "chat" are the chat
-    API, whose URL goes on to its version: "openai:https://api.openai.com/v1/MODEL?key=OPENAI_API_KEY", the key being in
-    that variable.
+    Several URLs with commas between them are one pool. "server" finds the dialect out; "openai" and
+    "chat" are the chat API, whose URL goes on to its version:
+    "openai:https://api.openai.com/v1/MODEL?key=OPENAI_API_KEY", the key being in that variable.
 
     >>> server_engine("vllm", "http://a:8000/Qwen/Qwen3-8B?in_flight=64", "target", frozenset({"score"})).url
     'http://a:8000'
@@ -87,7 +88,8 @@ def _parse(text: str, scheme: str) -> ServerWords:
     parts = urlsplit(text)
     if parts.username or parts.password:
         raise OptionError(
-            "engine", "a URL must not hold a user or a password; put an API key into a variable or a file"
+            "engine",
+            "a URL must not hold a user or a password; put an API key into a variable or a file",
         )
     settings = dict(parse_qsl(parts.query, keep_blank_values=True))
     for key in settings:
@@ -107,7 +109,8 @@ def _parse(text: str, scheme: str) -> ServerWords:
 
 
 def _chat_path(path: str) -> tuple[str, str]:
-    """Where the chat API lives, and the model, which follows the version; without a version it is "/v1".
+    """Where the chat API lives, and the model, which follows the version; without a version it is
+    "/v1".
 
     >>> _chat_path("/api/v1/deepseek/deepseek-r1"), _chat_path("/v1beta/openai/gemini"), _chat_path("/m")
     (('/api/v1', 'deepseek/deepseek-r1'), ('/v1beta/openai', 'gemini'), ('/v1', 'm'))
@@ -122,8 +125,14 @@ def _chat_path(path: str) -> tuple[str, str]:
 
 def _options(settings: dict[str, str]) -> RemoteOptions:
     try:
-        given = {option: read(settings[key]) for key, (option, read) in _OPTIONS.items() if key in settings}
+        given = {
+            option: read(settings[key])
+            for key, (option, read) in _OPTIONS.items()
+            if key in settings
+        }
     except ValueError as error:
         raise OptionError("engine", f"not a number: {error}") from error
     file = settings.get("key_file")
-    return RemoteOptions(key=ApiKey(settings.get("key", KEY_VARIABLE), Path(file) if file else None), **given)
+    return RemoteOptions(
+        key=ApiKey(settings.get("key", KEY_VARIABLE), Path(file) if file else None), **given
+    )

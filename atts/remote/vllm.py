@@ -1,4 +1,6 @@
-"""vLLM dialect: ids in and out, scores by prompt log-probs, or from the cached prefix where that route is open."""
+"""vLLM dialect: ids in and out, scores by prompt log-probs, or from the cached prefix where that
+route is open.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class _Completion(Struct):
 
 
 class VllmDialect(Scorer):
-    """vLLM from 0.10 on; scoring reads the cached prefix when the server runs with --enable-scale-out (0.33)."""
+    """vLLM from 0.10 on; scoring reads the cached prefix when the server runs with
+    --enable-scale-out (0.33).
+    """
 
     name = "vllm"
     spare = 1  # a scoring request must generate a token
@@ -70,7 +74,9 @@ class VllmDialect(Scorer):
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
         self._scale_out = False
-        self._cached_scores: tuple[str, bool] | None = None  # of which version, and whether it gives them
+        self._cached_scores: tuple[str, bool] | None = (
+            None  # of which version, and whether it gives them
+        )
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
@@ -81,9 +87,15 @@ class VllmDialect(Scorer):
         self._scale_out = not closed
         if self._scale_out and (self._cached_scores is None or self._cached_scores[0] != version):
             self._cached_scores = version, await self._gives_cached_scores(client)
-        routes = frozenset[str]() if closed else frozenset({"abort", *(["generate"] * self._reads_cache)})
+        routes = (
+            frozenset[str]()
+            if closed
+            else frozenset({"abort", *(["generate"] * self._reads_cache)})
+        )
         root = row.root or self._model
-        return Identity(f"vllm {short(version)}", version, self._model, row.max_model_len or 0, root, routes)
+        return Identity(
+            f"vllm {short(version)}", version, self._model, row.max_model_len or 0, root, routes
+        )
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`. Every sampling field is sent: the defaults would be the model's, not ours."""
@@ -109,7 +121,9 @@ class VllmDialect(Scorer):
         if choice.token_ids is None:
             raise ValueError("it returns no token ids; vLLM does from 0.10.2 on")
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else ()
-        return RawCompletion(choice.token_ids, logprobs, finish_of(choice.finish_reason), found.cached)
+        return RawCompletion(
+            choice.token_ids, logprobs, finish_of(choice.finish_reason), found.cached
+        )
 
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """See `Scorer`."""
@@ -126,7 +140,9 @@ class VllmDialect(Scorer):
         if not self._reads_cache:
             return _prompt_logprobs(found, request)
         packed = found.prompt_token_id_logprobs
-        return None if packed is None else Scores(_unpack(packed, len(request.suffix)), found.cached)
+        return (
+            None if packed is None else Scores(_unpack(packed, len(request.suffix)), found.cached)
+        )
 
     def abort(self, rid: str) -> Call | None:
         """See `Dialect`; without --enable-scale-out the closed connection must do."""
@@ -136,7 +152,9 @@ class VllmDialect(Scorer):
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
         """See `Dialect`."""
-        return await tokens_of(client, {"model": self._model, "prompt": text, "add_special_tokens": False})
+        return await tokens_of(
+            client, {"model": self._model, "prompt": text, "add_special_tokens": False}
+        )
 
     async def running(self, client: Client) -> int | None:
         """See `Dialect`."""
@@ -149,9 +167,13 @@ class VllmDialect(Scorer):
             return None
         if _SPECULATED not in text:
             return ""
-        proposed, accepted = (metric(text, f"{_SPECULATED}_num_{what}_tokens_total") for what in ("draft", "accepted"))
+        proposed, accepted = (
+            metric(text, f"{_SPECULATED}_num_{what}_tokens_total") for what in ("draft", "accepted")
+        )
         share = (
-            f", {(accepted or 0) / proposed:.0%} of {proposed:,} proposed tokens accepted so far" if proposed else ""
+            f", {(accepted or 0) / proposed:.0%} of {proposed:,} proposed tokens accepted so far"
+            if proposed
+            else ""
         )
         return f"it speculates{share}"
 
@@ -161,13 +183,17 @@ class VllmDialect(Scorer):
         return self._scale_out and (self._cached_scores is None or self._cached_scores[1])
 
     async def _gives_cached_scores(self, client: Client) -> bool:
-        """Whether the open route takes what scoring needs: vLLM's older model runner, on processors, refuses it."""
+        """Whether the open route takes what scoring needs: vLLM's older model runner, on
+        processors, refuses it.
+        """
         trial = self._cached_scoring(ScoreRequest((0,), (0,)), "atts-trial", "skip")
         with suppress(EngineTimeout):  # busy: no refusal
             return (await client.look(GENERATE, trial)).status != 400
         return True
 
-    def _cached_scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> dict[str, Any]:
+    def _cached_scoring(
+        self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]
+    ) -> dict[str, Any]:
         sampling = {
             "max_tokens": 1,
             "temperature": 0,
@@ -176,16 +202,24 @@ class VllmDialect(Scorer):
             "skip_reading_prefix_cache": cache == "skip",
         }
         ids = request.prefix + request.suffix
-        return {"request_id": rid, "model": self._model, "token_ids": ids, "sampling_params": sampling}
+        return {
+            "request_id": rid,
+            "model": self._model,
+            "token_ids": ids,
+            "sampling_params": sampling,
+        }
 
     def _named(self, rid: str) -> dict[str, str]:
-        """The header that names a request, where it can be aborted by its name; it outlives gateways."""
+        """The header that names a request, where it can be aborted by its name; it outlives
+        gateways.
+        """
         return {"X-Request-Id": rid} if self._scale_out else {}
 
 
 def _prompt_logprobs(found: _Completion, request: ScoreRequest) -> Scores:
     (choice,) = found.choices
-    rows, length = choice.prompt_logprobs or (), len(request.prefix) + len(request.suffix)
+    rows = choice.prompt_logprobs or ()
+    length = len(request.prefix) + len(request.suffix)
     if len(rows) != length:
         raise ValueError(f"{len(rows)} prompt log-probs for {length} ids")
     pairs = zip(rows[len(request.prefix) :], request.suffix, strict=True)

@@ -14,7 +14,15 @@ from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.progress import Progress, ProgressSnapshot
 from atts.run.recorded_calls import RecallTiming
 from atts.run.recorded_gates import replay_event
-from atts.run.recorder import CallBegun, ChunkWritten, EngineAwaited, Listener, Notice, Recorder, RunBegun
+from atts.run.recorder import (
+    CallBegun,
+    ChunkWritten,
+    EngineAwaited,
+    Listener,
+    Notice,
+    Recorder,
+    RunBegun,
+)
 from atts.run.result import INTERRUPTED, RunResult, RunStatus
 from atts.run.sharing import SharingEngine
 from atts.run.stop_when import StopWhen

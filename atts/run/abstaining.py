@@ -1,4 +1,6 @@
-"""Abstention in a run: answers are withheld where the vote agrees less than labelled problems require."""
+"""Abstention in a run: answers are withheld where the vote agrees less than labelled problems
+require.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from atts.errors import FingerprintError, OptionError
 from atts.evaluators import Estimate, share_estimate
 from atts.journal import MERGED, FinishedProblem, Json, Manifest, Setting
 
-_OWN = ("seed", "dataset", *(f"configuration.{name}" for name in ("abstain", "until", "shard", MERGED)))
+_OWN = (
+    "seed",
+    "dataset",
+    *(f"configuration.{name}" for name in ("abstain", "until", "shard", MERGED)),
+)
 """What leaves the law of votes what it is."""
 _ADVICE = "Label problems by a run of the same settings, or go back to those"
 
@@ -36,9 +42,11 @@ class Abstain:
         """
         if manifest.dataset and manifest.dataset == self.labelled.dataset:
             raise OptionError(
-                "abstain", "the labelled run is of these very problems, whose answers it knows; label others"
+                "abstain",
+                "the labelled run is of these very problems, whose answers it knows; label others",
             )
-        old, new = _settings(self.labelled), _settings(manifest)
+        old = _settings(self.labelled)
+        new = _settings(manifest)
         differences = [
             (name, _brief(old.get(name)), _brief(new.get(name)))
             for name in sorted(old.keys() | new.keys())

@@ -16,16 +16,22 @@ from atts.jsonable import from_json
 from atts.pipelines import Chunking, ScoreRule
 
 Conditions = Literal["match", "ignore"]
-"""Scores made under other conditions than the run's end it, or are taken as they are, with a warning."""
+"""Scores made under other conditions than the run's end it, or are taken as they are, with a
+warning.
+"""
 _SPEC = ("engine", "model", "tokenizer", "dtype", "logprobs", "weights")
 _POLICY: Mapping[str, type] = MappingProxyType(
     {"sampling": Sampling, "target_sampling": Sampling, "chunking": Chunking, "score": ScoreRule}
 )
-_ADVICE = "Make them anew under these conditions, or take them as they are with --set conditions=ignore"
+_ADVICE = (
+    "Make them anew under these conditions, or take them as they are with --set conditions=ignore"
+)
 
 
 def conditions_of(manifest: Manifest) -> dict[str, object]:
-    """What scores of a run depend on besides the problems: the models, how they are sampled, how text is cut."""
+    """What scores of a run depend on besides the problems: the models, how they are sampled, how
+    text is cut.
+    """
     found: dict[str, object] = {
         f"{role}.{name}": value
         for role, spec in manifest.engines.items()
@@ -33,18 +39,22 @@ def conditions_of(manifest: Manifest) -> dict[str, object]:
         if name in _SPEC or name.startswith("probe.")
     }
     held = manifest.configuration.get("policy")
-    policy: Mapping[str, Any] = held.value if held is not None and isinstance(held.value, Mapping) else {}
+    policy: Mapping[str, Any] = (
+        held.value if held is not None and isinstance(held.value, Mapping) else {}
+    )
     for name in _POLICY:
         part = policy.get(name)
         if isinstance(part, Mapping):
             found |= {
-                f"{name}.{key}": list(value) if isinstance(value, tuple) else value for key, value in part.items()
+                f"{name}.{key}": list(value) if isinstance(value, tuple) else value
+                for key, value in part.items()
             }
     return found
 
 
 def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
-    """Conditions in words, as a run would record them: the names of `conditions_of`, numbers as numbers.
+    """Conditions in words, as a run would record them: the names of `conditions_of`, numbers as
+    numbers.
 
     >>> read_conditions({"target.model": "QwQ-32B", "sampling.temperature": "0.7"})
     {'target.model': 'QwQ-32B', 'sampling.temperature': 0.7}
@@ -56,7 +66,9 @@ def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
     found = dict[str, object]()
     for name, text in given.items():
         if name not in of_models + of_policy and name.partition(".")[2][:6] != "probe.":
-            raise OptionError("condition", f"no run records {name!r}", [*of_models, *of_policy], name)
+            raise OptionError(
+                "condition", f"no run records {name!r}", [*of_models, *of_policy], name
+            )
         found[name] = text
         if name in of_policy:
             with suppress(ValueError):
@@ -64,8 +76,11 @@ def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
     return found
 
 
-def check_conditions(manifest: Manifest, recorded: Mapping[str, object], conditions: Conditions) -> str:
-    """What a reader of the run should know of the scores it starts from; "" where all they depend on is as it was.
+def check_conditions(
+    manifest: Manifest, recorded: Mapping[str, object], conditions: Conditions
+) -> str:
+    """What a reader of the run should know of the scores it starts from; "" where all they depend
+    on is as it was.
 
     What the scores do not record cannot be checked, which is said as well.
 
@@ -80,6 +95,8 @@ def check_conditions(manifest: Manifest, recorded: Mapping[str, object], conditi
         if conditions == "match":
             raise FingerprintError("the stored calibration", error.differences, _ADVICE) from None
         names = ", ".join(name for name, _, _ in error.differences)
-        return f"the stored scores were made under other conditions, and taken all the same: {names}"
+        return (
+            f"the stored scores were made under other conditions, and taken all the same: {names}"
+        )
     unknown = ", ".join(name for name in now if name not in recorded)
     return f"the stored scores say nothing of {unknown}" if unknown else ""

@@ -32,10 +32,13 @@ def _short_contexts(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _slow_models(plan: Plan, problems: int) -> Iterator[tuple[str, str]]:
-    """Models of this process that compute on a processor and would take hours to write all that they may."""
+    """Models of this process that compute on a processor and would take hours to write all that
+    they may.
+    """
     tokens = plan.policy.bounds().max_tokens * plan.policy.samples * problems
     for engine in dict.fromkeys((plan.draft, plan.target)):
-        kernel, spec = str(getattr(engine, "kernel", "cuda")), engine.spec
+        kernel = str(getattr(engine, "kernel", "cuda"))
+        spec = engine.spec
         hours = spec.flops_per_token * tokens / (_FLOPS_PER_CORE * usable_cores()) / 3600
         if "cuda" not in kernel.lower() and hours > 1:
             all_of_it = f"all that {problems} problems x {plan.policy.samples} rollouts may take"

@@ -1,4 +1,6 @@
-"""One evaluation from dataset to result: resumable at any moment, memory bounded by what is in flight."""
+"""One evaluation from dataset to result: resumable at any moment, memory bounded by what is in
+flight.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,21 @@ from atts.run.conditions import check_conditions
 from atts.run.engine_warnings import engine_warnings
 from atts.run.plan import Plan, verdict_by
 from atts.run.recorded_calls import RecordedEngine, RecordedSteps
-from atts.run.recorded_gates import AlarmWatch, RecordedGate, RecordedLearningGate, RecordedRoundGate, replay_event
-from atts.run.recorder import DecisionsLeft, EscalationCounter, Listener, ProblemRecord, Recorder, RunBegun
+from atts.run.recorded_gates import (
+    AlarmWatch,
+    RecordedGate,
+    RecordedLearningGate,
+    RecordedRoundGate,
+    replay_event,
+)
+from atts.run.recorder import (
+    DecisionsLeft,
+    EscalationCounter,
+    Listener,
+    ProblemRecord,
+    Recorder,
+    RunBegun,
+)
 from atts.run.result import Missing, RunResult, RunStatus
 from atts.run.stop_when import SequentialComparison
 from atts.run.stopping import Signals, Stop, watch_signals
@@ -82,14 +97,19 @@ class RunOptions:
                 raise OptionError(name, f"unknown value {getattr(self, name)!r}", kinds)
 
 
-async def evaluate(problems: Iterable[Problem], plan: Plan, options: RunOptions | None = None) -> RunResult:
-    """Solve every problem as planned; in a directory with an earlier session, go on where that one was.
+async def evaluate(
+    problems: Iterable[Problem], plan: Plan, options: RunOptions | None = None
+) -> RunResult:
+    """Solve every problem as planned; in a directory with an earlier session, go on where that one
+    was.
 
-    Problems and rollouts that failed are tried again. The first Ctrl-C lets calls in flight finish and be recorded, the
-    second ends at once; either way the result says "interrupted" and the same call goes on from there.
+    Problems and rollouts that failed are tried again. The first Ctrl-C lets calls in flight finish
+    and be recorded, the second ends at once; either way the result says "interrupted" and the same
+    call goes on from there.
 
     :raises JournalError: the directory cannot be used, or the disk refuses; see `open_journal`.
-    :raises FingerprintError: it holds another run, or the gate's stored scores were made under other conditions.
+    :raises FingerprintError: it holds another run, or the gate's stored scores were made under
+        other conditions.
     :raises DatasetError: two problems have one id.
     :raises EngineError: an engine that cannot do its part at all, or is lost for good.
     """
@@ -103,12 +123,23 @@ async def evaluate(problems: Iterable[Problem], plan: Plan, options: RunOptions 
                 await engines.enter_async_context(plan.target)
         plan = plan.opened()
         manifest = plan.manifest(problems, options.dataset)
-        doubt = "" if plan.stored_under is None else check_conditions(manifest, plan.stored_under, plan.conditions)
+        doubt = (
+            ""
+            if plan.stored_under is None
+            else check_conditions(manifest, plan.stored_under, plan.conditions)
+        )
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
-        is_alone = options.beside is None or options.directory is not None  # else others ask its gate as well
-        counts = EscalationCounter(), DecisionsLeft(manifest.problems if is_alone else None, plan.policy.samples)
+        is_alone = (
+            options.beside is None or options.directory is not None
+        )  # else others ask its gate as well
+        counts = (
+            EscalationCounter(),
+            DecisionsLeft(manifest.problems if is_alone else None, plan.policy.samples),
+        )
         async with _journal(options, manifest, plan, state, *counts) as journal:
-            return await _Run(plan, options, manifest, state, journal, *counts).drive(problems, doubt)
+            return await _Run(plan, options, manifest, state, journal, *counts).drive(
+                problems, doubt
+            )
 
 
 @asynccontextmanager
@@ -173,7 +204,8 @@ class _Run:
             for problem in filter(state.is_over, state.finished):
                 left.conclude(problem)
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
-        self._draft_length, self._writers = DraftLength(), WriterChoice()
+        self._draft_length = DraftLength()
+        self._writers = WriterChoice()
         self._places: dict[str, int] = {}  # of the problems in the dataset
         self._lines: dict[str, FinishedProblem] = {}
         self._kept: list[Outcome] = []
@@ -184,26 +216,38 @@ class _Run:
         self._seen: Literal["some", "all"] = "some"  # of the dataset
 
     async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:
-        """Everything that is left to do, and the result; a doubt about the whole run is recorded once."""
-        began, proposed = anyio.current_time(), speculated_by(self._plan.target)
+        """Everything that is left to do, and the result; a doubt about the whole run is recorded
+        once.
+        """
+        began = anyio.current_time()
+        proposed = speculated_by(self._plan.target)
         self._recorder.tell(self._begun())
         if not self._state.sessions:
-            told = [("conditions", doubt)] * bool(doubt) + [("budget", text) for text in self._plan.warnings]
+            told = [("conditions", doubt)] * bool(doubt) + [
+                ("budget", text) for text in self._plan.warnings
+            ]
             for code, text in (*told, *engine_warnings(self._plan, self._manifest.problems or 1)):
                 self._recorder.record(Warned(code, text))
         for name, problem in self._state.finished.items():
             self._keep(name, problem)
         async with tasks.background(self._end_when_asked):
             await self._graph.drive(
-                self._left_over(problems), self._solve, self._finished, timeout_seconds=self._plan.timeout_seconds
+                self._left_over(problems),
+                self._solve,
+                self._finished,
+                timeout_seconds=self._plan.timeout_seconds,
             )
-        result, more = self._result(anyio.current_time() - began), speculated_since(proposed, self._plan.target)
+        result = self._result(anyio.current_time() - began)
+        more = speculated_since(proposed, self._plan.target)
         if self._journal is not None:
-            await self._journal.close(SessionClosed(_CLOSINGS.get(result.status, "finished"), result.why, more))
+            await self._journal.close(
+                SessionClosed(_CLOSINGS.get(result.status, "finished"), result.why, more)
+            )
         return replace(result, speculated=together(self._state.speculated, more))
 
     def _begun(self) -> RunBegun:
-        plan, state = self._plan, self._state
+        plan = self._plan
+        state = self._state
         return RunBegun(
             self._manifest.problems,
             state.done,
@@ -218,7 +262,9 @@ class _Run:
         """The problems that are not over, seen one by one."""
         for place, problem in enumerate(problems):
             if problem.id in self._places:
-                raise DatasetError(problem.source or "given", f"two problems have the id {problem.id!r}")
+                raise DatasetError(
+                    problem.source or "given", f"two problems have the id {problem.id!r}"
+                )
             self._places[problem.id] = place
             is_left = not self._state.is_over(problem.id) or self._plan.recall == "recorded"
             if self._comparing.needs(problem.id) and is_left:
@@ -233,9 +279,7 @@ class _Run:
 
         def asked(number: int) -> None:
             if stop.asked == 1:
-                text = (
-                    f"asked to end: {stop.calls} calls in flight will be finished and saved; ask again to end at once"
-                )
+                text = f"asked to end: {stop.calls} calls in flight will be finished and saved; ask again to end at once"
                 self._recorder.record(Warned("interrupted", text))
 
         async with tasks.task_group() as group:
@@ -250,7 +294,9 @@ class _Run:
             self._recorder.record(ProblemStarted(problem))
             recorded = OpenProblem(problem)
         record = ProblemRecord(self._recorder, recorded)
-        context = self._context(RecordedSteps(self._recorder, recorded, self._options.stop, self._plan.recall), record)
+        context = self._context(
+            RecordedSteps(self._recorder, recorded, self._options.stop, self._plan.recall), record
+        )
         outcome = self._plan.doubted(await self._attempt(problem, context, scope))
         if self._state.is_over(problem.id):
             # it was over before, and is only lived through again
@@ -262,14 +308,18 @@ class _Run:
         return line
 
     async def _attempt(self, problem: Problem, context: Context, scope: ProblemScope) -> Outcome:
-        """A problem whose pipeline fails is an outcome too, unless the failure would meet every other."""
+        """A problem whose pipeline fails is an outcome too, unless the failure would meet every
+        other.
+        """
         try:
             outcome = await self._plan.pipeline(problem, self._plan.policy, context, scope)
             return outcome if self._plan.abstain is None else self._plan.abstain.applied(outcome)
         except Exception as error:
             if self._plan.retries.is_fatal(error):
                 raise
-            return Outcome(problem, (), None, status="failed", why=f"{type(error).__name__}: {error}")
+            return Outcome(
+                problem, (), None, status="failed", why=f"{type(error).__name__}: {error}"
+            )
 
     def _context(self, steps: RecordedSteps, record: ProblemRecord) -> Context:
         plan = self._plan
@@ -279,12 +329,15 @@ class _Run:
             wrapper = RecordedLearningGate if isinstance(plan.gate, Learning) else RecordedGate
             gate = wrapper(plan.gate, steps, self._alarms)
 
-        def bind(engine: Engine, role: Role, scope: Caller | None, timeout_seconds: float) -> RecordedEngine:
+        def bind(
+            engine: Engine, role: Role, scope: Caller | None, timeout_seconds: float
+        ) -> RecordedEngine:
             own = plan.draft if role == "draft" else plan.target
             return RecordedEngine(own, role, scope, timeout_seconds, steps)
 
         seconds = plan.policy.timeout_seconds
-        draft, target = bind(plan.draft, "draft", None, seconds), bind(plan.target, "target", None, seconds)
+        draft = bind(plan.draft, "draft", None, seconds)
+        target = bind(plan.target, "target", None, seconds)
         needed = needed_logprobs(plan.policy, plan.gate, plan.draft.spec, plan.target.spec)
         return Context(
             draft,
@@ -324,13 +377,18 @@ class _Run:
         return FinishedProblem.of(outcome, graded, judged=judged, escalated=escalated)
 
     def _grade(self, outcome: Outcome) -> list[Graded]:
-        """Every rollout's answer and the problem's own, each different text once; runs in a worker thread."""
-        grade, problem = self._plan.grade, outcome.problem
+        """Every rollout's answer and the problem's own, each different text once; runs in a worker
+        thread.
+        """
+        grade = self._plan.grade
+        problem = outcome.problem
         if grade is None or problem.answer is None:
             return []
         known: dict[str | None, tuple[VerdictStatus, str]] = {None: ("wrong", "no answer")}
         brief = FinishedProblem.of(outcome)
-        wanted: list[tuple[int | None, str | None]] = [(one.sample, one.answer) for one in brief.complete_samples]
+        wanted: list[tuple[int | None, str | None]] = [
+            (one.sample, one.answer) for one in brief.complete_samples
+        ]
         if not brief.is_censored:
             wanted.append((None, outcome.answer))
         graded: list[Graded] = []
@@ -354,14 +412,18 @@ class _Run:
     def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.is_complete:
             self._comparing.end(line)
-        if line.is_complete or self._taken:  # what failed before goes on now; what fails now, in another session
+        if (
+            line.is_complete or self._taken
+        ):  # what failed before goes on now; what fails now, in another session
             self._escalations.forget(name)
             self._plan.forget(name)
         if self._options.keep == "lines":
             self._lines[name] = line
 
     def _result(self, seconds: float) -> RunResult:
-        lines = sorted(self._lines.values(), key=lambda line: self._places.get(line.problem, len(self._places)))
+        lines = sorted(
+            self._lines.values(), key=lambda line: self._places.get(line.problem, len(self._places))
+        )
         status, why = self._status()
         is_over = status not in ("interrupted", "stopped")
         return RunResult(
@@ -379,12 +441,17 @@ class _Run:
     def _status(self) -> tuple[RunStatus, str]:
         """How it stands, and why it is no further."""
         if self._seen == "all" and not self._unfinished:
-            missing, problems = self._missing, len(self._places)
+            missing = self._missing
+            problems = len(self._places)
             if not missing.problems:
                 words = self._comparing.tell()
                 return ("decided", words) if self._comparing.spared else ("finished", "")
             return "failed" if missing.whole == problems else "incomplete", missing.words(problems)
-        return ("interrupted", "asked to end") if self._options.stop.asked else ("stopped", "out of time")
+        return (
+            ("interrupted", "asked to end")
+            if self._options.stop.asked
+            else ("stopped", "out of time")
+        )
 
 
 _CLOSINGS: Mapping[RunStatus, Literal["interrupted", "failed"]] = MappingProxyType(

@@ -56,7 +56,9 @@ class Shard:
         """
         number, _, of = text.partition("/")
         if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
-            raise OptionError("shard", f"{text!r} is no part of a whole; give NUMBER/COUNT, such as 2/3")
+            raise OptionError(
+                "shard", f"{text!r} is no part of a whole; give NUMBER/COUNT, such as 2/3"
+            )
         return cls(int(number), int(of))
 
     def take(self, problems: Any) -> Any:
@@ -66,7 +68,9 @@ class Shard:
         """
         if part := problems[self.number - 1 :: self.of]:
             return part
-        raise OptionError("shard", f"{self} of {len(problems)} problems is empty; take fewer shards")
+        raise OptionError(
+            "shard", f"{self} of {len(problems)} problems is empty; take fewer shards"
+        )
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
@@ -93,13 +97,15 @@ class Merged:
 
 
 def merge(directories: Sequence[Path], out: Path) -> Merged:
-    """Write the run that holds everything these hold, as if one process had done it; reports and replays read it so.
+    """Write the run that holds everything these hold, as if one process had done it; reports and
+    replays read it so.
 
-    The runs must differ in their problems alone. Problems come in the order of the whole dataset where the runs are its
-    shards, else in the order given. Sessions follow each other, so the seconds of the union are those of all parts.
+    The runs must differ in their problems alone. Problems come in the order of the whole dataset
+    where the runs are its shards, else in the order given. Sessions follow each other, so the
+    seconds of the union are those of all parts.
 
-    :raises UsageError: fewer than two runs, a shard that is missing or there twice, a problem in two runs, a run with
-        problems left to do, or an `out` that is not empty.
+    :raises UsageError: fewer than two runs, a shard that is missing or there twice, a problem in
+        two runs, a run with problems left to do, or an `out` that is not empty.
     :raises FingerprintError: runs under different settings.
     :raises JournalError: a run cannot be read, or the disk refuses.
     """
@@ -109,13 +115,19 @@ def merge(directories: Sequence[Path], out: Path) -> Merged:
     for part in parts[1:]:
         _check_same(parts[0], part)
     problems = _interleaved(parts)
-    if twice := [name for name, count in Counter(problem.id for problem in problems).items() if count > 1]:
-        raise UsageError(f"the problem {min(twice)!r} is in two of these runs; their problems must differ")
+    if twice := [
+        name for name, count in Counter(problem.id for problem in problems).items() if count > 1
+    ]:
+        raise UsageError(
+            f"the problem {min(twice)!r} is in two of these runs; their problems must differ"
+        )
     with storage(out):
         out.mkdir(parents=True, exist_ok=True)
     with locked(out / LOCK, out):
         if (out / JOURNAL).exists() or (out / MANIFEST).exists():
-            raise UsageError(f"{out}: there is a run here already; choose another directory for the union")
+            raise UsageError(
+                f"{out}: there is a run here already; choose another directory for the union"
+            )
         _write(parts, problems, out)
         save_manifest(out / MANIFEST, _manifest(parts, problems))
     return Merged(out, tuple(parts), len(problems))
@@ -123,7 +135,8 @@ def merge(directories: Sequence[Path], out: Path) -> Merged:
 
 def _part(directory: Path) -> MergedPart:
     run = open_run(directory, "Give directories of `atts eval --shard I/N --out ...`")
-    state, problems = RunState(), dict[str, Problem]()
+    state = RunState()
+    problems = dict[str, Problem]()
     for entry in run.entries():
         state.apply(entry)
         if isinstance(entry.event, ProblemStarted):
@@ -131,7 +144,10 @@ def _part(directory: Path) -> MergedPart:
     left = sum(not state.is_over(name) for name in problems)
     left += max(0, (run.manifest.problems or 0) - len(problems))
     if left:
-        raise UsageError(f"{directory}: {left} problems are left to do; run its command again to its end, then merge")
+        raise UsageError(
+            f"{directory}: {left} problems are left to do; run its command again to its end, then "
+            f"merge"
+        )
     named = run.setting(SHARD)
     shard = None if named is None else Shard.parse(str(named))
     return MergedPart(run, shard, tuple(problems.values()), state.sessions, state.last_node)
@@ -144,13 +160,17 @@ def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
         return parts
     counts = {shard.of for shard in shards}
     if len(shards) < len(parts) or len(counts) > 1:
-        raise UsageError("these are not shards of one evaluation: " + ", ".join(_named(part) for part in parts))
+        raise UsageError(
+            "these are not shards of one evaluation: " + ", ".join(_named(part) for part in parts)
+        )
     numbers = [shard.number for shard in shards]
     if twice := {number for number in numbers if numbers.count(number) > 1}:
         raise UsageError(f"shard {min(twice)}/{counts.pop()} is there twice")
     (count,) = counts
     if missing := sorted(set(range(1, count + 1)) - set(numbers)):
-        raise UsageError(f"shard {missing[0]}/{count} is missing; name the directories of all {count}")
+        raise UsageError(
+            f"shard {missing[0]}/{count} is missing; name the directories of all {count}"
+        )
     return sorted(parts, key=lambda part: part.shard.number if part.shard is not None else 0)
 
 
@@ -163,12 +183,16 @@ def _check_same(first: MergedPart, other: MergedPart) -> None:
         _neutral(other.run.manifest).check(_neutral(first.run.manifest), first.run.directory)
     except FingerprintError as error:
         what = f"the run in {other.run.directory}, beside that in {first.run.directory},"
-        raise FingerprintError(what, error.differences, "Merge runs of one configuration only") from None
+        raise FingerprintError(
+            what, error.differences, "Merge runs of one configuration only"
+        ) from None
 
 
 def _neutral(manifest: Manifest) -> Manifest:
     """Without what tells one part from another."""
-    configuration = {name: held for name, held in manifest.configuration.items() if name not in (SHARD, MERGED)}
+    configuration = {
+        name: held for name, held in manifest.configuration.items() if name not in (SHARD, MERGED)
+    }
     return replace(manifest, dataset="", configuration=configuration)
 
 
@@ -177,11 +201,18 @@ def _interleaved(parts: Sequence[MergedPart]) -> list[Problem]:
     if parts[0].shard is None:
         return [problem for part in parts for problem in part.problems]
     longest = max(len(part.problems) for part in parts)
-    return [part.problems[place] for place in range(longest) for part in parts if place < len(part.problems)]
+    return [
+        part.problems[place]
+        for place in range(longest)
+        for part in parts
+        if place < len(part.problems)
+    ]
 
 
 def _manifest(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Manifest:
-    merged: list[Mapping[str, Json]] = [{"run": str(part.run.directory), "sessions": part.sessions} for part in parts]
+    merged: list[Mapping[str, Json]] = [
+        {"run": str(part.run.directory), "sessions": part.sessions} for part in parts
+    ]
     first = _neutral(parts[0].run.manifest)
     return replace(
         first,
@@ -196,14 +227,19 @@ def _write(parts: Sequence[MergedPart], problems: Sequence[Problem], out: Path) 
     writer = LineWriter()
     with storage(out / JOURNAL):
         with (out / JOURNAL).open("ab") as file:
-            file.writelines(writer.lines(entry.event, entry.at, entry.wall) for entry in _entries(parts, problems))
+            file.writelines(
+                writer.lines(entry.event, entry.at, entry.wall)
+                for entry in _entries(parts, problems)
+            )
             file.flush()
             os.fsync(file.fileno())
         sync_directory(out)
 
 
 def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterator[Entry]:
-    """Everything every part says, one after the other; all problems are started first, in the order of the dataset."""
+    """Everything every part says, one after the other; all problems are started first, in the order
+    of the dataset.
+    """
     sessions = nodes = 0
     for part in parts:
         for entry in part.run.entries():
@@ -222,5 +258,7 @@ def _shifted(event: Event, sessions: int, nodes: int) -> Event:
     if isinstance(event, SessionOpened):
         return replace(event, schema=SCHEMA, session=event.session + sessions)
     if isinstance(event, CallSpan):
-        return replace(event, node=event.node + nodes, after=tuple(node + nodes for node in event.after))
+        return replace(
+            event, node=event.node + nodes, after=tuple(node + nodes for node in event.after)
+        )
     return event

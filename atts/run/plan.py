@@ -14,7 +14,16 @@ from atts.engine import Engine, EngineSpec
 from atts.errors import OptionError
 from atts.graph import Limit, ProblemScope
 from atts.journal import Json, Manifest, Setting, VerdictStatus, dataset_digest
-from atts.pipelines import Answers, Context, Gate, GuaranteedGate, Policy, RoundGate, check_engines, solve
+from atts.pipelines import (
+    Answers,
+    Context,
+    Gate,
+    GuaranteedGate,
+    Policy,
+    RoundGate,
+    check_engines,
+    solve,
+)
 from atts.run.abstaining import Abstain
 from atts.run.conditions import Conditions
 from atts.run.recorded_calls import RecallTiming
@@ -22,13 +31,17 @@ from atts.run.stop_when import StopWhen
 
 
 class Pipeline(Protocol):
-    """A way to spend tokens on one problem; `atts.pipelines.solve` is the one that has all the others as settings.
+    """A way to spend tokens on one problem; `atts.pipelines.solve` is the one that has all the
+    others as settings.
 
-    Its calls must depend on its arguments, on what its calls came to, and on seeds, never on time or chance: then an
-    interrupted problem is run again from the start, recorded calls return at once, and it goes on where it was.
+    Its calls must depend on its arguments, on what its calls came to, and on seeds, never on time
+    or chance: then an interrupted problem is run again from the start, recorded calls return at
+    once, and it goes on where it was.
     """
 
-    async def __call__(self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /) -> Outcome:
+    async def __call__(
+        self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /
+    ) -> Outcome:
         """The outcome of everything that happened.
 
         :raises ATTSError: what ends the run; anything else ends this problem alone.
@@ -58,7 +71,11 @@ def _nothing_kept(problem: str) -> None:
     """For gates that keep nothing of a problem."""
 
 
-_WORDS: Mapping[str, VerdictStatus] = {"equal": "correct", "different": "wrong", "unscored": "unscored"}
+_WORDS: Mapping[str, VerdictStatus] = {
+    "equal": "correct",
+    "different": "wrong",
+    "unscored": "unscored",
+}
 
 
 def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStatus, str]:
@@ -74,8 +91,8 @@ def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStat
 class Plan:
     """One evaluation: the models, the policy, the gate, the answers, and how much at once.
 
-    The gate is used up: it learns from this run, so another run needs another. `configuration` goes into the
-    manifest with its origins, beside what the plan knows itself.
+    The gate is used up: it learns from this run, so another run needs another. `configuration` goes
+    into the manifest with its origins, beside what the plan knows itself.
     """
 
     draft: Engine
@@ -86,34 +103,56 @@ class Plan:
     grade: Grade | None = None
     seed: int = 0
     rollouts: int = 64  # in flight over all problems
-    limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])  # by engine name: "draft", "target"
+    limits: Mapping[str, Limit] = field(
+        default_factory=dict[str, Limit]
+    )  # by engine name: "draft", "target"
     retries: graph.RetryPolicy = graph.RetryPolicy()
     pipeline: Pipeline = solve
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])  # as given, for people
+    settings: Mapping[str, Setting] = field(
+        default_factory=dict[str, Setting]
+    )  # as given, for people
     recall: RecallTiming = "instant"
-    alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]  # so far; such as a calibrator's events
-    forget: Callable[[str], object] = _nothing_kept  # told each problem that is over; such as a calibrator's `forget`
-    stored_under: Mapping[str, object] | None = None  # what the gate's stored scores record; None: it has none
+    alarms: Callable[[], Sequence[DriftEvent]] = tuple[
+        DriftEvent, ...
+    ]  # so far; such as a calibrator's events
+    forget: Callable[[str], object] = (
+        _nothing_kept  # told each problem that is over; such as a calibrator's `forget`
+    )
+    stored_under: Mapping[str, object] | None = (
+        None  # what the gate's stored scores record; None: it has none
+    )
     conditions: Conditions = "match"  # what other conditions than those do
     warnings: Sequence[str] = ()  # what a reader of the run should know beforehand
     abstain: Abstain | None = None  # where answers are withheld
-    stop_when: StopWhen | None = None  # what it is compared with as it goes, and ends once that is settled
-    within: Callable[[int], Policy] | None = None  # the policy for a context of so many tokens; None: `policy` as it is
+    stop_when: StopWhen | None = (
+        None  # what it is compared with as it goes, and ends once that is settled
+    )
+    within: Callable[[int], Policy] | None = (
+        None  # the policy for a context of so many tokens; None: `policy` as it is
+    )
     domain: Domain | None = None  # of stored scores: problems unlike theirs are told
-    timeout_seconds: float | None = None  # of this session; open problems then conclude from what they have
+    timeout_seconds: float | None = (
+        None  # of this session; open problems then conclude from what they have
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", self.policy.filled())
         if self.recall not in get_args(RecallTiming):
             raise OptionError("recall", f"unknown value {self.recall!r}", get_args(RecallTiming))
         if self.conditions not in get_args(Conditions):
-            raise OptionError("conditions", f"unknown value {self.conditions!r}", get_args(Conditions))
+            raise OptionError(
+                "conditions", f"unknown value {self.conditions!r}", get_args(Conditions)
+            )
         if self.rollouts < 1:
-            raise OptionError("rollouts", f"{self.rollouts} in flight would be none at all; give at least 1")
+            raise OptionError(
+                "rollouts", f"{self.rollouts} in flight would be none at all; give at least 1"
+            )
 
     def opened(self) -> Plan:
-        """The plan for what the open engines hold: lengths that nothing sets are no longer than their contexts."""
+        """The plan for what the open engines hold: lengths that nothing sets are no longer than
+        their contexts.
+        """
         if self.within is None:
             return self
         context = min(engine.spec.context_length for engine in (self.draft, self.target))
@@ -124,7 +163,10 @@ class Plan:
         if self.domain is None:
             return outcome
         turns = (turn for rollout in outcome.rollouts for turn in rollout.turns)
-        return replace(outcome, doubt=self.domain.doubt([turn.score for turn in turns if turn.score is not None]))
+        return replace(
+            outcome,
+            doubt=self.domain.doubt([turn.score for turn in turns if turn.score is not None]),
+        )
 
     def manifest(self, problems: Iterable[Problem], dataset: str | None) -> Manifest:
         """What a resume must find unchanged; the engines must be open.
@@ -132,16 +174,23 @@ class Plan:
         `dataset` is the digest of problems that stream in; a sequence's is computed.
 
         :raises UnsupportedByEngine: an engine cannot do what the policy and the gate will ask.
-        :raises FingerprintError: the plan abstains by problems that were labelled under other settings.
+        :raises FingerprintError: the plan abstains by problems that were labelled under other
+            settings.
         """
         check_engines(self.policy, self.gate, self.draft.spec, self.target.spec)
         count = None
         if isinstance(problems, Sequence):
-            count, dataset = len(problems), dataset or dataset_digest(problems)
+            count = len(problems)
+            dataset = dataset or dataset_digest(problems)
         policy: dict[str, Json] = asdict(self.policy)
         if count is not None and not any(problem.choices for problem in problems):
-            policy["letter"] = ""  # it is said after choices only, and runs from before it existed go on
-        own = {"policy": Setting(policy, "policy"), "gate": Setting(type(self.gate).__name__, "gate")}
+            policy["letter"] = (
+                ""  # it is said after choices only, and runs from before it existed go on
+            )
+        own = {
+            "policy": Setting(policy, "policy"),
+            "gate": Setting(type(self.gate).__name__, "gate"),
+        }
         if isinstance(self.gate, GuaranteedGate):
             own["promise"] = Setting(list(self.gate.promise), "gate")
         own |= self.abstain.setting() if self.abstain is not None else {}
@@ -150,9 +199,16 @@ class Plan:
             dataset or "",
             count,
             {**own, **self.configuration},
-            {"draft": engine_identity(self.draft.spec), "target": engine_identity(self.target.spec)},
+            {
+                "draft": engine_identity(self.draft.spec),
+                "target": engine_identity(self.target.spec),
+            },
             created=time.time(),
-            settings={**self.settings, **_probed("draft", self.draft.spec), **_probed("target", self.target.spec)},
+            settings={
+                **self.settings,
+                **_probed("draft", self.draft.spec),
+                **_probed("target", self.target.spec),
+            },
         )
         if self.abstain is not None:
             self.abstain.check(manifest)
@@ -161,8 +217,19 @@ class Plan:
 
 def engine_identity(spec: EngineSpec) -> dict[str, Json]:
     """What makes an engine's results its own, as manifests have it; where it runs does not."""
-    names = ("engine", "model", "tokenizer", "dtype", "logprobs", "context_length", "end_ids", "vocabulary")
-    probed = {name: str(seen) for name, seen in spec.fingerprint().items() if name.startswith("probe.")}
+    names = (
+        "engine",
+        "model",
+        "tokenizer",
+        "dtype",
+        "logprobs",
+        "context_length",
+        "end_ids",
+        "vocabulary",
+    )
+    probed = {
+        name: str(seen) for name, seen in spec.fingerprint().items() if name.startswith("probe.")
+    }
     own: dict[str, Json] = {name: getattr(spec, name) for name in names}
     return own | probed | ({"weights": spec.weights} if spec.weights else {})
 

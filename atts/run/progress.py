@@ -31,11 +31,14 @@ from atts.journal import (
 from atts.run.recorder import CallBegun, EngineAwaited, EscalationCounter, Notice, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
-"""What a rollout is at: its draft writes, the target judges, the target writes, or it waits for an engine."""
+"""What a rollout is at: its draft writes, the target judges, the target writes, or it waits for an
+engine.
+"""
 RunState = Literal["loading", "running", "draining", "over"]
 """Engines are being opened; rollouts run; calls in flight are saved; nothing more will come."""
 Flow = Literal["draft", "target", "scored"]
-"""Tokens per second are counted of: what the draft writes, what the target writes, what it scores."""
+"""Tokens per second are counted of: what the draft writes, what the target writes, what it scores.
+"""
 WINDOW_SECONDS = 15.0
 _ENOUGH = 0.01  # the part of the work that must be done before the rest is foretold
 
@@ -44,8 +47,8 @@ _ENOUGH = 0.01  # the part of the work that must be done before the rest is fore
 class ProgressSnapshot:
     """A run at one moment; counts are of all sessions, speeds and the time left of this one.
 
-    `rate` is the share of chunks handed over, clustered by problem; `accuracy` that of votes. Both have intervals that
-    hold at a moment fixed beforehand, not at every look.
+    `rate` is the share of chunks handed over, clustered by problem; `accuracy` that of votes. Both
+    have intervals that hold at a moment fixed beforehand, not at every look.
     """
 
     state: RunState
@@ -117,12 +120,15 @@ class _Throughput:
 
 
 class Progress:
-    """A listener (`atts.run.Listener`) that knows how far the run is; `snapshot` says it at any time.
+    """A listener (`atts.run.Listener`) that knows how far the run is; `snapshot` says it at any
+    time.
 
     Events cost it a comparison or two and an addition; intervals are computed by `snapshot`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, *, loading: Sequence[str] = ()) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, *, loading: Sequence[str] = ()
+    ) -> None:
         """`loading` are the engines that have to be opened before anything can begin."""
         self._clock = clock
         self.warnings: list[str] = []  # what was found once the engines were open
@@ -170,7 +176,9 @@ class Progress:
             case ProblemStarted():
                 self._open.add(event.problem.id)
             case Graded(sample=None):
-                self._graded[event.problem] = None if event.status == "unscored" else event.status == "correct"
+                self._graded[event.problem] = (
+                    None if event.status == "unscored" else event.status == "correct"
+                )
             case RolloutFinished():
                 self._rollout_finished(event)
             case OutcomeReached():
@@ -181,7 +189,8 @@ class Progress:
             case Warned(code="context" | "speed"):
                 self.warnings.append(event.text)
             case Warned(code="interrupted"):
-                self._state, self._note = "draining", event.text
+                self._state = "draining"
+                self._note = event.text
             case Drifted():
                 self._counts["alarms"] += 1
             case _:
@@ -193,7 +202,8 @@ class Progress:
 
     def snapshot(self) -> ProgressSnapshot:
         """The run as it stands."""
-        now, begun = self._clock(), self._begun
+        now = self._clock()
+        begun = self._begun
         escalated, judged_chunks = self._escalations.totals
         verdicts = list(self._graded.values())
         stages = Counter(self._stages.values())
@@ -216,7 +226,9 @@ class Progress:
             accuracy=accuracy_estimate(verdicts),
             graded=len(verdicts),
             tokens={flow: found.total for flow, found in self._flows.items()},
-            speeds={flow: found.per_second(now, self._began) for flow, found in self._flows.items()},
+            speeds={
+                flow: found.per_second(now, self._began) for flow, found in self._flows.items()
+            },
             models={"draft": begun.draft, "target": begun.target},
             seconds=begun.seconds + now - self._began,
             left=self._left(now),
@@ -234,7 +246,11 @@ class Progress:
     def _left(self, now: float) -> float | None:
         total = self._begun.problems
         done = self._done() - self._done_at_start
-        if total is None or self._state == "over" or done < max(0.5, _ENOUGH * (total - self._done_at_start)):
+        if (
+            total is None
+            or self._state == "over"
+            or done < max(0.5, _ENOUGH * (total - self._done_at_start))
+        ):
             return None
         return (total - self._done()) * (now - self._began) / done
 
@@ -247,7 +263,8 @@ class Progress:
         self._open |= self._incomplete  # and so are these
         while self._incomplete:
             del self._over[self._incomplete.pop()]
-        self._state, self._note = "running", ""
+        self._state = "running"
+        self._note = ""
         self._done_at_start = self._done()
 
     def _called(self, rollout: str, flow: Flow | None = None, tokens: int = 0) -> None:

@@ -1,7 +1,8 @@
 """Recorded engine calls: each is journalled once with its result, and recalled instead of repeated.
 
-A pipeline is plain code that knows nothing of this. After a crash it simply runs again from the start: every call that
-was recorded returns its recorded result at once, so it comes to where it was with no work done twice.
+A pipeline is plain code that knows nothing of this. After a crash it simply runs again from the
+start: every call that was recorded returns its recorded result at once, so it comes to where it was
+with no work done twice.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from atts.tasks import clock
 RecallTiming = Literal["instant", "recorded"]
 """How fast recalled calls return: at once, or in the time they took.
 
-"recorded" is for virtual time: the whole run, finished problems included, is lived through again without engine work,
-so the schedule is what it was, and even decisions that depend on the order of arrival come out as if nothing had been.
+"recorded" is for virtual time: the whole run, finished problems included, is lived through again
+without engine work, so the schedule is what it was, and even decisions that depend on the order of
+arrival come out as if nothing had been.
 """
 
 Request = TypeVar("Request", SampleRequest, ScoreRequest)
@@ -64,16 +66,25 @@ class RecordedSteps:
 
 
 class RecordedEngine(AdmittedEngine):
-    """An engine whose calls are recorded for one problem; without a scope they are not admitted by the task graph."""
+    """An engine whose calls are recorded for one problem; without a scope they are not admitted by
+    the task graph.
+    """
 
     def __init__(
-        self, engine: Engine, role: Role, scope: Caller | None, timeout_seconds: float, steps: RecordedSteps
+        self,
+        engine: Engine,
+        role: Role,
+        scope: Caller | None,
+        timeout_seconds: float,
+        steps: RecordedSteps,
     ) -> None:
         super().__init__(engine, role, scope, timeout_seconds)
         self._steps = steps
         self._problem = steps.recorded.problem.id
         self.recalls = bool(steps.recorded.calls)
-        self._written: set[tuple[int, int]] | None = None  # samples and turns of recorded completions
+        self._written: set[tuple[int, int]] | None = (
+            None  # samples and turns of recorded completions
+        )
 
     def recorded(self, request: ScoreRequest) -> Scores | None:
         """What an earlier session recorded of this call, which is not used up by that."""
@@ -81,22 +92,38 @@ class RecordedEngine(AdmittedEngine):
         return calls[0].scores if calls and isinstance(calls[0], Scored) else None
 
     def recorded_length(self, request: SampleRequest) -> int:
-        """How many tokens an earlier session asked for here, which is not used up by that; 0 if it did not."""
+        """How many tokens an earlier session asked for here, which is not used up by that; 0 if it
+        did not.
+        """
         if not self.recalls or self._steps.timing == "recorded":
             return 0
         calls = self._steps.recorded.calls
         if self._written is None:
             events = (event for found in calls.values() for event in found)
             self._written = {
-                (one.sample, one.turn) for one in events if isinstance(one, Sampled) and one.role == self._role
+                (one.sample, one.turn)
+                for one in events
+                if isinstance(one, Sampled) and one.role == self._role
             }
         if (request.seed.sample, request.seed.turn) not in self._written:
             return 0
         lengths = range(request.max_tokens, 0, -1)
-        return next((n for n in lengths if calls.get(request_key(self._role, replace(request, max_tokens=n)))), 0)
+        return next(
+            (
+                n
+                for n in lengths
+                if calls.get(request_key(self._role, replace(request, max_tokens=n)))
+            ),
+            0,
+        )
 
     async def _call(
-        self, stage: Stage, ask: Callable[[Request], Awaitable[Result]], request: Request, turn: int, tokens: int
+        self,
+        stage: Stage,
+        ask: Callable[[Request], Awaitable[Result]],
+        request: Request,
+        turn: int,
+        tokens: int,
     ) -> Result:
         key = request_key(self._role, request)
         if self._scope is None:
@@ -112,7 +139,9 @@ class RecordedEngine(AdmittedEngine):
     async def _once(
         self, key: str, stage: Stage, ask: Callable[[Request], Awaitable[Result]], request: Request
     ) -> _Reply[Request, Result]:
-        """An attempt; the next one follows when an engine that was lost is there again, or will not be."""
+        """An attempt; the next one follows when an engine that was lost is there again, or will not
+        be.
+        """
         try:
             return await self._attempt(key, stage, ask, request)
         except EngineUnavailable:
@@ -129,7 +158,9 @@ class RecordedEngine(AdmittedEngine):
     ) -> _Reply[Request, Result]:
         steps = self._steps
         if self.recalls and (recorded := self._find(key, request)):
-            return _Reply(request, key, await self._recalled(recorded.popleft(), request), 0.0, "recalled")
+            return _Reply(
+                request, key, await self._recalled(recorded.popleft(), request), 0.0, "recalled"
+            )
         stop = steps.stop
         if stop.asked:
             await anyio.sleep_forever()  # no call begins any more
@@ -150,7 +181,9 @@ class RecordedEngine(AdmittedEngine):
     def _find(self, key: str, request: SampleRequest | ScoreRequest) -> deque[Call] | None:
         calls = self._steps.recorded.calls
         found = calls.get(key)
-        if not found and isinstance(request, ScoreRequest) and request.draw:  # recorded before there were
+        if (
+            not found and isinstance(request, ScoreRequest) and request.draw
+        ):  # recorded before there were
             found = calls.get(request_key(self._role, replace(request, draw=None)))
         return found
 
@@ -170,7 +203,8 @@ class RecordedEngine(AdmittedEngine):
 
     async def _keep(self, span: CallSpan | None, reply: _Reply[Any, Any]) -> None:
         """Record a call that succeeded, and wait until it is written: until then its slot is taken."""
-        recorder, request = self._steps.recorder, reply.request
+        recorder = self._steps.recorder
+        request = reply.request
         if reply.source == "recalled":
             if span is not None:
                 span.source = "recalled"
@@ -179,19 +213,27 @@ class RecordedEngine(AdmittedEngine):
         what = (self._problem, reply.key, reply.result, self._role, request.rollout)
         if isinstance(request, SampleRequest):
             seed = request.seed
-            recorder.record(Sampled(*what, seed.sample, seed.turn, seed.attempt, reply.seconds), span)
+            recorder.record(
+                Sampled(*what, seed.sample, seed.turn, seed.attempt, reply.seconds), span
+            )
         else:
             recorder.record(Scored(*what, reply.seconds), span)
         if recorder.awaits_disk:
-            with anyio.CancelScope(shield=True):  # what is recorded is always returned, and so counted
+            with anyio.CancelScope(
+                shield=True
+            ):  # what is recorded is always returned, and so counted
                 await recorder.saved()
 
     def _record_failure(self, key: str, rollout: str, error: EngineError, seconds: float) -> None:
-        """Failures a pipeline may go on from are steps as well; the others come again by themselves."""
+        """Failures a pipeline may go on from are steps as well; the others come again by
+        themselves.
+        """
         kind = _kind(error)
         if kind is not None:
             why = (kind, error.engine, str(error))
-            event = CallFailed(self._problem, key, self._role, *why, rollout=rollout, seconds=seconds)
+            event = CallFailed(
+                self._problem, key, self._role, *why, rollout=rollout, seconds=seconds
+            )
             self._steps.recorder.record(event)
 
 

@@ -1,4 +1,6 @@
-"""Recorded gates: decisions of a resumed run stay as recorded, and the gate's state is rebuilt by replaying them."""
+"""Recorded gates: decisions of a resumed run stay as recorded, and the gate's state is rebuilt by
+replaying them.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,16 @@ class AlarmWatch:
         """Record what is new."""
         alarms = self._alarms()
         for alarm in alarms[self._seen :]:
-            self._recorder.record(Drifted(alarm.kind, alarm.p, alarm.scores, alarm.action, alarm.message))
+            self._recorder.record(
+                Drifted(alarm.kind, alarm.p, alarm.scores, alarm.action, alarm.message)
+            )
         self._seen = len(alarms)
 
 
 class RecordedGate:
-    """A gate whose decisions stand once they are recorded. The real one must have lived through them before."""
+    """A gate whose decisions stand once they are recorded. The real one must have lived through
+    them before.
+    """
 
     def __init__(self, gate: Gate, steps: RecordedSteps, alarms: AlarmWatch) -> None:
         self._gate = gate
@@ -44,7 +50,14 @@ class RecordedGate:
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return calls.popleft().decision
         if calls:  # what was recorded came after a score had been asked for
-            return replace(calls[0].decision, action="verify", score=None, p=None, why="recalled", origin="recalled")
+            return replace(
+                calls[0].decision,
+                action="verify",
+                score=None,
+                p=None,
+                why="recalled",
+                origin="recalled",
+            )
         decision = self._gate.preview(features)
         if decision.action != "verify" or decision.issue is not None:
             self._steps.recorder.decided(Decided(decision, feature_numbers(features), "preview"))
@@ -90,7 +103,9 @@ class RecordedLearningGate(RecordedGate):
 
 
 class RecordedRoundGate:
-    """The same for rounds: the real gate ranks every round anew, for what it carries over; recorded decisions stand."""
+    """The same for rounds: the real gate ranks every round anew, for what it carries over; recorded
+    decisions stand.
+    """
 
     def __init__(self, gate: RoundGate, steps: RecordedSteps) -> None:
         self._gate = gate
@@ -111,10 +126,16 @@ class RecordedRoundGate:
 
 
 def replay_event(gate: Gate, event: Decided | Observed | Taught) -> None:
-    """Let a gate live through a recorded call again: called in the recorded order, it is then what it was."""
+    """Let a gate live through a recorded call again: called in the recorded order, it is then what
+    it was.
+    """
     if isinstance(event, Taught):
         if isinstance(gate, Learning):
-            gate.learn(recorded_features(event.problem, event.turn, event.sample, event.features), event.p, event.level)
+            gate.learn(
+                recorded_features(event.problem, event.turn, event.sample, event.features),
+                event.p,
+                event.level,
+            )
         return
     decision = event.decision
     if isinstance(event, Observed):

@@ -26,7 +26,9 @@ from atts.spans import CallSpan, RolloutSpan
 
 @dataclass(frozen=True, slots=True)
 class ChunkWritten:
-    """A model wrote a chunk; it may still be judged and discarded. Told live only: the journal has the call itself."""
+    """A model wrote a chunk; it may still be judged and discarded. Told live only: the journal has
+    the call itself.
+    """
 
     problem: str
     sample: int
@@ -36,7 +38,9 @@ class ChunkWritten:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """An engine was asked for work; told live only. `stage` is "score" where the target judges, else who writes."""
+    """An engine was asked for work; told live only. `stage` is "score" where the target judges,
+    else who writes.
+    """
 
     problem: str
     rollout: str  # the request's own hint
@@ -45,7 +49,9 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class EngineAwaited:
-    """One more call waits for an engine that was lost, or (`more` -1) one no longer does; told live only."""
+    """One more call waits for an engine that was lost, or (`more` -1) one no longer does; told live
+    only.
+    """
 
     role: Role
     more: Literal[1, -1]
@@ -53,7 +59,9 @@ class EngineAwaited:
 
 @dataclass(frozen=True, slots=True)
 class RunBegun:
-    """A session is about to work: how much there is, and how much of it earlier sessions did; told live only."""
+    """A session is about to work: how much there is, and how much of it earlier sessions did; told
+    live only.
+    """
 
     problems: int | None  # None: they stream in
     done: int
@@ -115,11 +123,13 @@ class EscalationCounter:
 
 
 class DecisionsLeft(Remaining):
-    """What is left of a run of known size, from how many decisions its rollouts took before they ended.
+    """What is left of a run of known size, from how many decisions its rollouts took before they
+    ended.
 
-    Of those that took so many, some ended and some took another: the product of such shares is Kaplan and Meier's
-    estimate of how far a rollout goes. A concluded problem ends all of its rollouts. A run whose gate was not told of
-    what is left, as those of older versions, goes on as it began.
+    Of those that took so many, some ended and some took another: the product of such shares is
+    Kaplan and Meier's estimate of how far a rollout goes. A concluded problem ends all of its
+    rollouts. A run whose gate was not told of what is left, as those of older versions, goes on as
+    it began.
     """
 
     __slots__ = ("_ended", "_open", "_reached", "_samples")
@@ -186,19 +196,27 @@ class Recorder:
         escalations: EscalationCounter,
         left: DecisionsLeft,
     ) -> None:
-        self._journal, self._left = journal, left
+        self._journal = journal
+        self._left = left
         self._tells = [listener.notify for listener in listeners]
         self._escalations = escalations
-        self.saved = _nothing_to_save if journal is None else journal.saved  # waits until all noted is in the file
-        self.awaits_disk = journal is not None and journal.durability == "always"  # a call ends when its line is there
-        self._decided: Decided | None = None  # not recorded yet: what is done with it may follow at once
+        self.saved = (
+            _nothing_to_save if journal is None else journal.saved
+        )  # waits until all noted is in the file
+        self.awaits_disk = (
+            journal is not None and journal.durability == "always"
+        )  # a call ends when its line is there
+        self._decided: Decided | None = (
+            None  # not recorded yet: what is done with it may follow at once
+        )
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
         """Note an event, and a `second` that goes with it on one line of the journal.
 
         :raises StorageError: the disk refuses.
         """
-        held, self._decided = self._decided, None
+        held = self._decided
+        self._decided = None
         if held is not None:
             self.record(held)
         if self._journal is not None:
@@ -210,21 +228,27 @@ class Recorder:
 
     def decided(self, event: Decided) -> None:
         """Note a decision, as soon as it is known what was done with it or anything else is noted."""
-        held, self._decided = self._decided, None
+        held = self._decided
+        self._decided = None
         if held is not None:
             self.record(held)
         if event.decision.action != "verify":  # which only asks for a score
             self._left.count(event.decision)
-        if event.asked == "round":  # its gate is not told what was done with it: its own word counts
+        if (
+            event.asked == "round"
+        ):  # its gate is not told what was done with it: its own word counts
             self._escalations.count(event.decision, event.decision.escalate)
             self.record(event)
         else:
             self._decided = event
 
     def observed(self, decision: Decision, escalated: bool) -> None:
-        """Note what was done with a decision: with the decision itself where nothing was noted since."""
+        """Note what was done with a decision: with the decision itself where nothing was noted
+        since.
+        """
         self._escalations.count(decision, escalated)
-        event, observed = self._decided, Observed(decision, escalated)
+        event = self._decided
+        observed = Observed(decision, escalated)
         if event is None or event.decision is not decision:
             return self.record(observed)
         self._decided = None
@@ -248,7 +272,8 @@ async def _nothing_to_save() -> None:
 
 
 class ProblemRecord:
-    """One problem's rollouts and turns on their way into the journal; it is what its pipeline calls its listener.
+    """One problem's rollouts and turns on their way into the journal; it is what its pipeline calls
+    its listener.
 
     What an earlier session recorded is not recorded again.
     """
@@ -300,7 +325,9 @@ class ProblemRecord:
             )
 
     def _tell_again(self, rollout: Rollout, end: int) -> None:
-        """Turns before `end` that an earlier session got past, tried anew and so replaced: here that did not happen."""
+        """Turns before `end` that an earlier session got past, tried anew and so replaced: here
+        that did not happen.
+        """
         left = self._recalled.pop(rollout.sample, ())
         for turn in rollout.turns[min((turn.index for turn in left), default=end) : end]:
             self._recorder.record(TurnFinished(self._problem, rollout.sample, turn))
@@ -311,7 +338,8 @@ class ProblemRecord:
 
 
 def _timeless(turn: Turn) -> str:
-    """All of a turn but the place of its decision in the order of asking, and what an older journal did not say of it.
+    """All of a turn but the place of its decision in the order of asking, and what an older journal
+    did not say of it.
 
     As text, because a rate may be nan.
     """

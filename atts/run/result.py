@@ -20,8 +20,8 @@ from atts.run.summary import Summary, summarise
 from atts.speculated import Speculated
 
 RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
-"""Every problem is over; as many as a comparison needed are; asked to end before that; out of time before that; over
-but for what failed; all failed."""
+"""Every problem is over; as many as a comparison needed are; asked to end before that; out of time
+before that; over but for what failed; all failed."""
 INTERRUPTED = 130
 
 
@@ -60,8 +60,12 @@ class RunResult:
     directory: Path | None = None
     why: str = ""
     comparison: Sequential | None = None  # with the run that this one was to be told apart from
-    kept: tuple[Outcome, ...] = field(default=(), repr=False)  # whole, for a run without a directory
-    speculated: Speculated | None = None  # to the target, while the run had it open; None: nothing was proposed
+    kept: tuple[Outcome, ...] = field(
+        default=(), repr=False
+    )  # whole, for a run without a directory
+    speculated: Speculated | None = (
+        None  # to the target, while the run had it open; None: nothing was proposed
+    )
 
     @cached_property
     def summary(self) -> Summary:
@@ -85,7 +89,9 @@ class RunResult:
 
     @property
     def answered(self) -> Answered | None:
-        """Of a run that abstains: the share of problems answered, how many of these wrong, and what was promised."""
+        """Of a run that abstains: the share of problems answered, how many of these wrong, and what
+        was promised.
+        """
         return answered(self.problems, self.manifest)
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,31 +127,46 @@ class RunResult:
             ("problems", f"{summary.problems:,} with {summary.samples:,} rollouts"),
             ("answers right", str(summary.answers)),
             ("chunks handed over", str(summary.rate)),
-            ("tokens", f"{summary.usage.draft_tokens:,} by the draft, {summary.usage.target_tokens:,} by the target"),
+            (
+                "tokens",
+                f"{summary.usage.draft_tokens:,} by the draft, {summary.usage.target_tokens:,} by "
+                f"the target",
+            ),
             ("kept in", "memory" if self.directory is None else str(self.directory)),
         ]
-        cells = (f"<tr><th scope=row>{escape(name)}</th><td>{escape(words)}</td></tr>" for name, words in rows)
+        cells = (
+            f"<tr><th scope=row>{escape(name)}</th><td>{escape(words)}</td></tr>"
+            for name, words in rows
+        )
         return f"<table>{''.join(cells)}</table>"
 
     @property
     def truncation(self) -> Truncation:
-        """The rollouts that a limit cut before they could answer; its `warning` is "" unless they are many."""
+        """The rollouts that a limit cut before they could answer; its `warning` is "" unless they
+        are many.
+        """
         return truncation(self.problems, self.manifest)
 
     @property
     def exit_code(self) -> int:
-        """0; 130 for a run that was asked to end, 3 for one of which something failed: both can be resumed.
+        """0; 130 for a run that was asked to end, 3 for one of which something failed: both can be
+        resumed.
 
         5 for one that is over and was to be told apart from another, but could not be.
         """
         if self.status in ("incomplete", "failed"):
             return EngineError.exit_code
-        if self.status == "finished" and self.comparison is not None and self.comparison.settled == "undecided":
+        if (
+            self.status == "finished"
+            and self.comparison is not None
+            and self.comparison.settled == "undecided"
+        ):
             return CheckFailed.exit_code
         return INTERRUPTED if self.status == "interrupted" else 0
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Every finished problem whole, in the order of finishing; read from the journal as they are asked for.
+        """Every finished problem whole, in the order of finishing; read from the journal as they
+        are asked for.
 
         :raises JournalError: it cannot be read.
         """
@@ -158,6 +179,9 @@ class RunResult:
 def _row(problem: FinishedProblem) -> dict[str, Any]:
     """One problem in flat columns."""
     plain = problem.as_json()
-    counted = {"samples": len(problem.samples), "votes": problem.votes.get(problem.answer or "", 0.0)}
+    counted = {
+        "samples": len(problem.samples),
+        "votes": problem.votes.get(problem.answer or "", 0.0),
+    }
     kept = {name: value for name, value in plain.items() if name not in ("usage", "handed")}
     return {**kept, **counted, **plain["usage"]}

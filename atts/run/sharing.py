@@ -1,8 +1,9 @@
 """An engine whose replies are shared: what another run of the set asked before is not asked again.
 
-Seeds belong to the run's seed, the problem, the sample and the turn, so that two runs which ask the same of the same
-model would be answered the same; and where they were answered otherwise (a server that is not deterministic), the reply
-is still a draw from the model's law. What each run may take is therefore decided by the request alone.
+Seeds belong to the run's seed, the problem, the sample and the turn, so that two runs which ask the
+same of the same model would be answered the same; and where they were answered otherwise (a server
+that is not deterministic), the reply is still a draw from the model's law. What each run may take
+is therefore decided by the request alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _Answer = TypeVar("_Answer")
 
 
 class SharingEngine(EngineAround):
-    """An open engine in one role of one run, which takes replies from other runs and leaves its own to them."""
+    """An open engine in one role of one run, which takes replies from other runs and leaves its own
+    to them.
+    """
 
     def __init__(self, engine: Engine, role: Role, replies: SharedReplies, run: str) -> None:
         super().__init__(engine, "lent")
@@ -36,7 +39,9 @@ class SharingEngine(EngineAround):
         self._run = run_number(run)
         self._identity = engine_identity(engine.spec)
 
-    async def around(self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]) -> _Answer:
+    async def around(
+        self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
+    ) -> _Answer:
         """Take the reply that is there, or ask and leave it there."""
         kind = Completion if isinstance(request, SampleRequest) else Scores
         key = request_key(self._role, request)
@@ -51,7 +56,9 @@ class SharingEngine(EngineAround):
         answer = await call(request)
         if self._is_sound(request, answer):
             seconds = anyio.current_time() - since
-            self._replies.add(reply_key(identity, key, needed), self._run, seconds, msgspec.msgpack.encode(answer))
+            self._replies.add(
+                reply_key(identity, key, needed), self._run, seconds, msgspec.msgpack.encode(answer)
+            )
         return answer
 
     def _is_sound(self, request: SampleRequest | ScoreRequest, answer: object) -> bool:

@@ -17,7 +17,8 @@ Signals = Literal["handle", "ignore"]
 class Stop:
     """The handle by which anyone ends a run: a signal, a button, a budget of the caller's.
 
-    Once asked, no engine call begins; those in flight finish and are recorded. Asked again, they are cancelled.
+    Once asked, no engine call begins; those in flight finish and are recorded. Asked again, they
+    are cancelled.
     """
 
     def __init__(self) -> None:
@@ -26,7 +27,9 @@ class Stop:
         self._changed = anyio.Event()
 
     def request(self) -> None:
-        """Ask the run to end; asking a second time ends it at once. Call it from the run's own thread."""
+        """Ask the run to end; asking a second time ends it at once. Call it from the run's own
+        thread.
+        """
         self.asked += 1
         self.report()
 
@@ -42,7 +45,9 @@ class Stop:
                 self.report()
 
     async def finished(self) -> None:
-        """Wait until the run was asked to end, and until either nothing is in flight or it was asked twice."""
+        """Wait until the run was asked to end, and until either nothing is in flight or it was
+        asked twice.
+        """
         while not self.asked or (self.calls and self.asked < 2):
             await self._changed.wait()
 
@@ -53,9 +58,11 @@ class Stop:
 
 
 async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
-    """Turn Ctrl-C and a polite kill into requests, as long as this runs; outside the main thread, do nothing.
+    """Turn Ctrl-C and a polite kill into requests, as long as this runs; outside the main thread,
+    do nothing.
 
-    Whatever handled them before does so again afterwards; asyncio by itself would put Python's own handler there.
+    Whatever handled them before does so again afterwards; asyncio by itself would put Python's own
+    handler there.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -66,7 +73,9 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
             async for number in received:
                 stop.request()
                 asked(number)
-    except NotImplementedError:  # an event loop without signals: Ctrl-C raises KeyboardInterrupt there, as ever
+    except (
+        NotImplementedError
+    ):  # an event loop without signals: Ctrl-C raises KeyboardInterrupt there, as ever
         return
     finally:
         for number, handler in before.items():

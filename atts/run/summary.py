@@ -15,7 +15,8 @@ from atts.journal import FinishedProblem, Truncation
 class Summary:
     """The numbers of a run; accuracies are undefined where nothing was graded.
 
-    `rate` is the share of judged chunks that the target continued; `answers` the accuracy of the vote.
+    `rate` is the share of judged chunks that the target continued; `answers` the accuracy of the
+    vote.
     """
 
     problems: int
@@ -37,12 +38,16 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:
         """Strict JSON."""
-        estimates = {name: getattr(self, name).as_json() for name in ("answers", "samples_right", "rate")}
+        estimates = {
+            name: getattr(self, name).as_json() for name in ("answers", "samples_right", "rate")
+        }
         cut = {**self.truncation.as_json(), "warning": self.truncation.warning}
         return {**asdict(self), **estimates, "target_share": self.target_share, "truncation": cut}
 
 
-def summarise(problems: Sequence[FinishedProblem], seconds: float, truncation: Truncation) -> Summary:
+def summarise(
+    problems: Sequence[FinishedProblem], seconds: float, truncation: Truncation
+) -> Summary:
     """Add up a run's problems."""
     graded = [one for one in problems if one.verdict is not None]
     return Summary(
@@ -61,11 +66,16 @@ def summarise(problems: Sequence[FinishedProblem], seconds: float, truncation: T
 
 def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
     """The mean over problems of the share of right rollouts among those that ran to their end."""
-    verdicts = [[one.verdict for one in problem.complete_samples if one.verdict] for problem in graded]
-    n, unscored = sum(map(len, verdicts)), sum(found.count("unscored") for found in verdicts)
+    verdicts = [
+        [one.verdict for one in problem.complete_samples if one.verdict] for problem in graded
+    ]
+    n = sum(map(len, verdicts))
+    unscored = sum(found.count("unscored") for found in verdicts)
 
     def right(*counted: str) -> Estimate:
-        shares = [sum(verdict in counted for verdict in found) / len(found) for found in verdicts if found]
+        shares = [
+            sum(verdict in counted for verdict in found) / len(found) for found in verdicts if found
+        ]
         return mean_estimate(shares, n)
 
     return right("correct").beside(right("correct", "unscored"), unscored)

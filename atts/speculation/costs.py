@@ -1,8 +1,10 @@
-"""Measured costs of steps and proposals: seconds by the number of tokens, never falling as there are more.
+"""Measured costs of steps and proposals: seconds by the number of tokens, never falling as there
+are more.
 
-A shared machine is slower now than it was a second ago. So the logs of times are the sum of what the machine adds now,
-which wanders, and of what so many tokens take, which stays: a Kalman filter tells them apart, for steps of different
-sizes follow each other. How well each is known is known, and times that are far off count as little as they should.
+A shared machine is slower now than it was a second ago. So the logs of times are the sum of what
+the machine adds now, which wanders, and of what so many tokens take, which stays: a Kalman filter
+tells them apart, for steps of different sizes follow each other. How well each is known is known,
+and times that are far off count as little as they should.
 """
 
 from __future__ import annotations
@@ -15,15 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Condition = tuple[int, ...]  # whether given text is fed in the same step, how many sequences, how long they are
+Condition = tuple[
+    int, ...
+]  # whether given text is fed in the same step, how many sequences, how long they are
 
-_NEW, _COPIED = 1.0, 0.04  # variance of the log of a time that neighbours or another condition promise
+_NEW = 1.0
+_COPIED = 0.04  # variance of the log of a time that neighbours or another condition promise
 _ENOUGH = 0.12  # variance below which a cell is measured
 _AGEING = 0.00002  # variance that a step adds to a cell that was not seen in it
-_STEP, _LEARNING = 0.04, 1 / 32  # variance of one step's time at first, and how fast it is learnt
+_STEP = 0.04
+_LEARNING = 1 / 32  # variance of one step's time at first, and how fast it is learnt
 _WANDERING = 0.05  # of it, variance that a step adds to the machine's slowness
 _OUTLYING = 2.5  # standard deviations beyond which a time tells no more
-_YOUNG = 0.25  # of one step's variance, that of a cell of few times: no step takes less than it must
+_YOUNG = (
+    0.25  # of one step's variance, that of a cell of few times: no step takes less than it must
+)
 _STALE = 8  # times added before a curve is drawn anew
 _EXACT = 16  # rows up to which each number has a cell of its own; beyond, four cells an octave
 
@@ -54,7 +62,8 @@ class Curve:
 
     def at(self, rows: Floats) -> Floats:
         """Between measured cells a line; beyond, more than the least there can be."""
-        first, last = self.rows[0], self.rows[-1]
+        first = self.rows[0]
+        last = self.rows[-1]
         found = np.interp(rows, self.rows, self.seconds)
         below = self.seconds[0] * (0.5 + 0.5 * rows / first)
         slope = self.seconds[-1] / last
@@ -65,7 +74,9 @@ class Curve:
         return np.where(rows < first, below, above).astype(np.float64)
 
     def least(self, rows: Floats) -> Floats:
-        """What so many rows take at the least, for fewer took as long; nothing where fewer were never measured."""
+        """What so many rows take at the least, for fewer took as long; nothing where fewer were
+        never measured.
+        """
         places = np.searchsorted(self.rows, rows, side="right") - 1
         return np.where(places < 0, 0.0, self.seconds[places]).astype(np.float64)
 
@@ -82,13 +93,16 @@ class StepCosts:
     """A table of times by condition and rows, filled as steps are taken."""
 
     def __init__(self, *, wanders: bool = True) -> None:
-        """Where the machine's speed does not wander, times are compared that were not measured side by side."""
+        """Where the machine's speed does not wander, times are compared that were not measured side
+        by side.
+        """
         self._cells: dict[Condition, dict[int, _Cell]] = {}
         self._curves: dict[Condition, Curve] = {}
         self._since: dict[Condition, int] = {}
         self._added = 0
         self._wandering = _WANDERING if wanders else 0.0
-        self._of_machine, self._of_step = 0.0, _STEP  # variances
+        self._of_machine = 0.0
+        self._of_step = _STEP  # variances
         self._machine = 0.0  # log of the slowness
 
     @property
@@ -126,7 +140,9 @@ class StepCosts:
         variance = self._of_machine + cell.variance + self._of_step
         most = _OUTLYING * sqrt(variance)
         off = found - self._machine - cell.log
-        if off < -most and cell.variance > _YOUNG * self._of_step:  # the few before it were interrupted
+        if (
+            off < -most and cell.variance > _YOUNG * self._of_step
+        ):  # the few before it were interrupted
             cell.log += off + most
         surprise = max(-most, min(most, found - self._machine - cell.log))
         self._of_step += _LEARNING * self._of_step * (surprise**2 / variance - 1)
@@ -134,7 +150,8 @@ class StepCosts:
         self._of_machine -= self._of_machine**2 / variance
         cell.log += cell.variance / variance * surprise
         cell.variance -= cell.variance**2 / variance
-        cell.rows, cell.seen = cell.rows + (rows - cell.rows) / 4, self._added
+        cell.rows = cell.rows + (rows - cell.rows) / 4
+        cell.seen = self._added
 
     def is_measured(self, where: Condition, rows: int) -> bool:
         """Whether it is known what so many rows take."""
@@ -146,30 +163,42 @@ class StepCosts:
 
     def _variance(self, where: Condition, rows: int) -> float:
         cell = self._cells.get(where, {}).get(_place(rows))
-        return _NEW if cell is None else min(_NEW, cell.variance + _AGEING * (self._added - cell.seen))
+        return (
+            _NEW if cell is None else min(_NEW, cell.variance + _AGEING * (self._added - cell.seen))
+        )
 
     def curve(self, where: Condition) -> Curve | None:
-        """Step times there, or under the nearest condition that was seen; None: no step was ever timed."""
+        """Step times there, or under the nearest condition that was seen; None: no step was ever
+        timed.
+        """
         if where in self._curves:
             return self._curves[where]
         if where not in self._cells:
             near = self._nearest(where)
             return None if near is None else self.curve(near)
         self._since[where] = 0
-        self._curves[where] = _rising(sorted(self._cells[where].values(), key=lambda cell: cell.rows))
+        self._curves[where] = _rising(
+            sorted(self._cells[where].values(), key=lambda cell: cell.rows)
+        )
         return self._curves[where]
 
     def _nearest(self, where: Condition) -> Condition | None:
         def distance(other: Condition) -> tuple[bool, int]:
-            return other[0] != where[0], sum([abs(one - two) for one, two in zip(other[1:], where[1:], strict=True)])
+            return other[0] != where[0], sum(
+                [abs(one - two) for one, two in zip(other[1:], where[1:], strict=True)]
+            )
 
         return min(self._cells, key=distance, default=None)
 
     def _like(self, where: Condition) -> dict[int, _Cell]:
-        """Cells of a condition that is new: those of the nearest one, soon outvoted by times of its own."""
+        """Cells of a condition that is new: those of the nearest one, soon outvoted by times of its
+        own.
+        """
         near = self._nearest(where)
         known = self._cells[near] if near is not None else {}
-        return {place: replace(cell, variance=cell.variance + _COPIED) for place, cell in known.items()}
+        return {
+            place: replace(cell, variance=cell.variance + _COPIED) for place, cell in known.items()
+        }
 
 
 def _place(rows: int) -> int:
@@ -177,14 +206,19 @@ def _place(rows: int) -> int:
 
 
 def _rising(cells: Sequence[_Cell]) -> Curve:
-    """The nearest times that never fall as rows rise: neighbours that do are averaged, by how well they are known."""
+    """The nearest times that never fall as rows rise: neighbours that do are averaged, by how well
+    they are known.
+    """
     blocks: list[tuple[float, float, int]] = []  # mean of logs, weight, cells
     for cell in cells:
-        mean, weight, count = cell.log, 1 / cell.variance, 1
+        mean = cell.log
+        weight = 1 / cell.variance
+        count = 1
         while blocks and blocks[-1][0] > mean:
             before, heavy, more = blocks.pop()
             mean = (mean * weight + before * heavy) / (weight + heavy)
-            weight, count = weight + heavy, count + more
+            weight = weight + heavy
+            count = count + more
         blocks.append((mean, weight, count))
     means = [exp(mean) for mean, _, count in blocks for _ in range(count)]
     return Curve(np.array([cell.rows for cell in cells]), np.array(means))

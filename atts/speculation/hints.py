@@ -1,4 +1,6 @@
-"""The hint proposer: it proposes text that came with a request, such as a rejected chunk or a sibling's."""
+"""The hint proposer: it proposes text that came with a request, such as a rejected chunk or a
+sibling's.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ _ANCHOR = 4
 
 
 class HintProposer(Proposer):
-    """Follows `Ask.hint` as long as the text does; after a difference it looks for the place where they meet again."""
+    """Follows `Ask.hint` as long as the text does; after a difference it looks for the place where
+    they meet again.
+    """
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}  # by key: how much of the hint is written
@@ -38,7 +42,10 @@ class HintProposer(Proposer):
             return 0
         written = tuple(ask.ids[-min(ask.written, _ANCHOR) :])
         last = self._places.get(ask.key, 0)
-        if ask.written <= len(ask.hint) and ask.hint[ask.written - len(written) : ask.written] == written:
+        if (
+            ask.written <= len(ask.hint)
+            and ask.hint[ask.written - len(written) : ask.written] == written
+        ):
             return ask.written
         if len(written) < _ANCHOR:
             return None

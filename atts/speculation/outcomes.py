@@ -1,4 +1,6 @@
-"""The outcome cache: continuations of the possible outcomes of a verification, ready before the outcome is known."""
+"""The outcome cache: continuations of the possible outcomes of a verification, ready before the
+outcome is known.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ Branch = TypeVar("Branch")
 
 
 class Guessing(NamedTuple):
-    """Which outcomes are continued beside one that everything stands: so many of a place's likeliest tokens.
+    """Which outcomes are continued beside one that everything stands: so many of a place's
+    likeliest tokens.
 
-    They are those that the drafter finds likeliest, or those that the target itself tells on its way.
+    They are those that the drafter finds likeliest, or those that the target itself tells on its
+    way.
     """
 
     fan: int
@@ -30,18 +34,23 @@ class OutcomeGuess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlaceLaw:
-    """What is thought of one place: whether the proposed token stands, and what the target may write instead."""
+    """What is thought of one place: whether the proposed token stands, and what the target may
+    write instead.
+    """
 
-    standing: float  # that the proposed token stands where all before it do; of the place after the last one: 1
+    # that the proposed token stands where all before it do; of the place after the last one: 1
+    standing: float
     tokens: Sequence[int]
     probabilities: Sequence[float]  # of `tokens`, as far as they are known; need not sum to 1
 
 
 def ranked_outcomes(proposal: Sequence[int], places: Sequence[PlaceLaw]) -> list[OutcomeGuess]:
-    """The outcomes of verifying a proposal, most probable first; `places` has one more than the proposal.
+    """The outcomes of verifying a proposal, most probable first; `places` has one more than the
+    proposal.
 
-    With S_i the probability that i tokens stand, outcome (i, v) has S_i (1 - a_i) r_i(v), where r_i is the law of what
-    else than the proposed token is written there; after the whole proposal (k, v) has S_k q(v).
+    With S_i the probability that i tokens stand, outcome (i, v) has S_i (1 - a_i) r_i(v), where r_i
+    is the law of what else than the proposed token is written there; after the whole proposal (k,
+    v) has S_k q(v).
 
     >>> first = PlaceLaw(0.75, (7, 8), (0.5, 0.25))
     >>> [tuple(guess) for guess in ranked_outcomes((7,), (first, PlaceLaw(1.0, (5,), (0.5,))))]
@@ -64,12 +73,14 @@ def ranked_outcomes(proposal: Sequence[int], places: Sequence[PlaceLaw]) -> list
 def most_worthwhile(
     chances: Sequence[float], length: Callable[[int], int], standing: Sequence[float]
 ) -> tuple[int, int]:
-    """How many of the likeliest outcomes to continue, and by how many tokens: what makes the next step expect most.
+    """How many of the likeliest outcomes to continue, and by how many tokens: what makes the next
+    step expect most.
 
-    `length(n)` is how many tokens n continuations get in the time there is, `standing` how likely each place of a
-    proposal stands given those before it. One outcome is continued in any case.
+    `length(n)` is how many tokens n continuations get in the time there is, `standing` how likely
+    each place of a proposal stands given those before it. One outcome is continued in any case.
     """
-    best, covered = (1, max(0, length(1))), 0.0
+    best = (1, max(0, length(1)))
+    covered = 0.0
     most = 0.0
     for count, chance in enumerate(chances, 1):
         covered += chance
@@ -78,12 +89,15 @@ def most_worthwhile(
             break
         expected = covered * sum(prod(standing[:place]) for place in range(1, tokens + 1))
         if expected > most:
-            best, most = (count, tokens), expected
+            best = (count, tokens)
+            most = expected
     return best
 
 
 class OutcomeCache(dict[tuple[int, int], Branch]):
-    """The branches of one step, by outcome; used once: one is selected, and all others are given back."""
+    """The branches of one step, by outcome; used once: one is selected, and all others are given
+    back.
+    """
 
     def put(self, accepted: int, token: int, branch: Branch) -> None:
         """Keep what follows this outcome."""
@@ -91,7 +105,9 @@ class OutcomeCache(dict[tuple[int, int], Branch]):
         self[accepted, token] = branch
 
     def select(self, accepted: int, token: int) -> tuple[Branch | None, list[Branch]]:
-        """What follows the outcome that came, None where it was not guessed; and the branches that are not needed."""
+        """What follows the outcome that came, None where it was not guessed; and the branches that
+        are not needed.
+        """
         chosen = self.pop((accepted, token), None)
         others = list(self.values())
         self.clear()

@@ -38,7 +38,9 @@ class TokenProposal:
 
     tokens: TokenIds = ()
     confidence: float = 0.0
-    laws: NDArray[np.float64] | None = None  # [tokens, vocabulary] they were drawn from; None: not drawn, but looked up
+    laws: NDArray[np.float64] | None = (
+        None  # [tokens, vocabulary] they were drawn from; None: not drawn, but looked up
+    )
     others: tuple[
         tuple[int, int], ...
     ] = ()  # place and token: what may stand there instead, nothing proposed behind it
@@ -60,7 +62,9 @@ class OverlapStats:
 
 
 class Proposer(Protocol):
-    """Guesses what comes next. A wrong guess costs time, never the text: the target draws every token itself."""
+    """Guesses what comes next. A wrong guess costs time, never the text: the target draws every
+    token itself.
+    """
 
     def propose(self, asks: Sequence[Ask]) -> Sequence[TokenProposal]:
         """One proposal an ask, at most `room` tokens each; none is fine."""
@@ -80,10 +84,13 @@ class Proposer(Protocol):
 
 
 class BestProposer(Proposer):
-    """Asks several proposers in turn, the cheapest first: one that is confident enough spares the others the work."""
+    """Asks several proposers in turn, the cheapest first: one that is confident enough spares the
+    others the work.
+    """
 
     def __init__(self, proposers: Sequence[Proposer], enough: float = 0.7) -> None:
-        self._proposers, self._enough = tuple(proposers), enough
+        self._proposers = tuple(proposers)
+        self._enough = enough
         self._chosen: dict[int, Proposer] = {}  # whose proposal a sequence was given last
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:

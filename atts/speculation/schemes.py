@@ -1,4 +1,6 @@
-"""The choice among drafting schemes: each is tried in turn, and the one with the most tokens a second is used."""
+"""The choice among drafting schemes: each is tried in turn, and the one with the most tokens a
+second is used.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +38,28 @@ class _Scheme:
     """What is known of one where about as many sequences decode."""
 
     rate: float = 0.0  # tokens a second
-    known: int = 0  # steps that this was measured in, those long ago left out; 0: it was never tried
-    promise: float = 0.0  # tokens a second, had every outcome been guessed; of the first scheme, which guesses none, 0
+    known: int = (
+        0  # steps that this was measured in, those long ago left out; 0: it was never tried
+    )
+    # tokens a second, had every outcome been guessed; of the first scheme, which guesses none, 0
+    promise: float = 0.0
     seconds: float = 0.0  # that its last try took
     since: float = 0.0  # tokens that others wrote after it
 
     def learn(self, turn: _Turn) -> None:
         """A turn of it is over."""
-        steps, rate = turn.steps - _SETTLE, turn.tokens / max(1e-9, turn.seconds)
+        steps = turn.steps - _SETTLE
+        rate = turn.tokens / max(1e-9, turn.seconds)
         self.rate = (self.rate * self.known + rate * steps) / (self.known + steps)
-        self.known, self.promise = min(self.known + steps, _KNOWN), turn.promise
-        self.seconds, self.since = turn.seconds * turn.steps / steps, 0.0
+        self.known = min(self.known + steps, _KNOWN)
+        self.promise = turn.promise
+        self.seconds = turn.seconds * turn.steps / steps
+        self.since = 0.0
 
     def wait(self, most: float) -> float:
-        """Tokens that are to be written before it is tried, where so many a second are when it is not."""
+        """Tokens that are to be written before it is tried, where so many a second are when it is
+        not.
+        """
         return (most - self.rate) * self.seconds / _SHARE - self.since
 
 
@@ -72,38 +82,53 @@ class _Load:
     @property
     def is_over(self) -> bool:
         """Whether the turn is."""
-        turn, most = self.turn, max([each.rate for each in self.schemes])
-        is_hopeless = self.is_try and turn.steps == _GLANCE and 2 * turn.tokens < most * turn.seconds
+        turn = self.turn
+        most = max([each.rate for each in self.schemes])
+        is_hopeless = (
+            self.is_try and turn.steps == _GLANCE and 2 * turn.tokens < most * turn.seconds
+        )
         return is_hopeless or turn.steps >= (_TURN if self.is_try else _STRETCH)
 
 
 class SchemeControl:
-    """Says which of several schemes is used in the next step, for loads of about 1, 2, 4, 8... sequences apart."""
+    """Says which of several schemes is used in the next step, for loads of about 1, 2, 4, 8...
+    sequences apart.
+    """
 
     def __init__(self, schemes: int, *, has_oracle: bool = False) -> None:
         """With an oracle the last scheme differs from those before it in guessing outcomes better.
 
         It is tried only where the goodput of those would pay with every outcome guessed.
         """
-        self._schemes, self._has_oracle, self._loads = schemes, has_oracle, dict[int, _Load]()
-        self._place, self._away = -1, 0  # the load that is measured; steps in a row that were of another
+        self._schemes = schemes
+        self._has_oracle = has_oracle
+        self._loads = dict[int, _Load]()
+        self._place = -1
+        self._away = 0  # the load that is measured; steps in a row that were of another
         self.current = 0
 
     def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
-        """A step of so many sequences, and so many of them with a proposal, wrote so many tokens in so much time."""
+        """A step of so many sequences, and so many of them with a proposal, wrote so many tokens in
+        so much time.
+        """
         place = sequences[0].bit_length()
         self._away = 0 if place == self._place else self._away + 1
-        has_moved = self._place < 0 or self._away >= _SETTLE  # a load that goes to and fro is one load
+        has_moved = (
+            self._place < 0 or self._away >= _SETTLE
+        )  # a load that goes to and fro is one load
         self._place = place if has_moved else self._place
         load = self._loads.setdefault(self._place, _Load([_Scheme() for _ in range(self._schemes)]))
         if has_moved:  # what this step ran with was chosen for another load
-            self._away, load.turn = 0, _Turn()
+            self._away = 0
+            load.turn = _Turn()
         else:
             turn = load.turn
             turn.steps += 1
             if turn.steps > _SETTLE:
-                turn.tokens, turn.seconds = turn.tokens + tokens, turn.seconds + seconds
-                turn.sequences, turn.served = turn.sequences + sequences[0], turn.served + sequences[1]
+                turn.tokens = turn.tokens + tokens
+                turn.seconds = turn.seconds + seconds
+                turn.sequences = turn.sequences + sequences[0]
+                turn.served = turn.served + sequences[1]
             if load.is_over:
                 self._next(load)
         self.current = load.current
@@ -114,13 +139,18 @@ class SchemeControl:
         return self._place >= 0 and self.current == 0 < self._loads[self._place].best
 
     def _next(self, load: _Load) -> None:
-        """Whose turn it is: what was never tried, else the best, and now and then another for a short while."""
-        turn, was_try, load.turn = load.turn, load.is_try, _Turn()
+        """Whose turn it is: what was never tried, else the best, and now and then another for a
+        short while.
+        """
+        turn = load.turn
+        was_try = load.is_try
+        load.turn = _Turn()
         for scheme in load.schemes:
             scheme.since += turn.tokens
         load.schemes[load.current].learn(turn)
         rates = [scheme.rate for scheme in load.schemes]
-        best, fit = rates.index(max(rates)), self._fit(load)
+        best = rates.index(max(rates))
+        fit = self._fit(load)
         load.stayed = 0 if was_try else load.stayed + turn.steps
         untried = [at for at in fit if not load.schemes[at].known]
         waits = {at: load.schemes[at].wait(max(rates)) for at in fit if at != best}
@@ -135,5 +165,8 @@ class SchemeControl:
     def _fit(self, load: _Load) -> range:
         """The schemes that may be tried."""
         most = max([scheme.rate for scheme in load.schemes])
-        is_vain = self._has_oracle and max([scheme.promise for scheme in load.schemes[1:-1]]) <= _WORTH * most
+        is_vain = (
+            self._has_oracle
+            and max([scheme.promise for scheme in load.schemes[1:-1]]) <= _WORTH * most
+        )
         return range(self._schemes - is_vain)

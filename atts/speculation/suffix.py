@@ -1,4 +1,6 @@
-"""The suffix proposer: it continues the longest end of a text that occurred before, in it or in a sibling's."""
+"""The suffix proposer: it continues the longest end of a text that occurred before, in it or in a
+sibling's.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class _Group:
     grams: defaultdict[tuple[int, ...], deque[tuple[_Text, int]]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=_PLACES))
     )
-    texts: dict[int, _Text] = field(default_factory=dict[int, _Text])  # of running sequences, by key
+    texts: dict[int, _Text] = field(
+        default_factory=dict[int, _Text]
+    )  # of running sequences, by key
     latest: dict[str, _Text] = field(default_factory=dict[str, _Text])  # by rollout
 
     def learn(self, ask: Ask) -> None:
@@ -39,30 +43,45 @@ class _Group:
                 self.grams[tuple(text[-_GRAM:])].append((text, end))
 
     def _begun(self, ask: Ask) -> _Text:
-        """The text that this request goes on with, as far as it is indexed: its rollout's, where that is known."""
+        """The text that this request goes on with, as far as it is indexed: its rollout's, where
+        that is known.
+        """
         known = self.latest.get(ask.rollout, _Text()) if ask.rollout else _Text()
-        same = next((at for at, pair in enumerate(zip(known, ask.ids, strict=False)) if pair[0] != pair[1]), len(known))
+        same = next(
+            (at for at, pair in enumerate(zip(known, ask.ids, strict=False)) if pair[0] != pair[1]),
+            len(known),
+        )
         text = known if same == len(known) else _Text(known[:same])
         if ask.rollout:
             self.latest[ask.rollout] = text
         return text
 
     def places(self, ids: Sequence[int]) -> list[tuple[int, _Text, int]]:
-        """Where the text's end was seen before: how much of it, in what, up to which token; the longest first."""
+        """Where the text's end was seen before: how much of it, in what, up to which token; the
+        longest first.
+        """
         found = self.grams.get(tuple(ids[-_GRAM:]), ())
-        matches = [(_match(text, end, ids), text, end) for text, end in reversed(found) if end < len(text)]
+        matches = [
+            (_match(text, end, ids), text, end) for text, end in reversed(found) if end < len(text)
+        ]
         return sorted(matches, key=lambda match: -match[0])
 
 
 class SuffixProposer(Proposer):
-    """Looks up a text's end among the texts of its problem; learns how far matches of each length are to be trusted."""
+    """Looks up a text's end among the texts of its problem; learns how far matches of each length
+    are to be trusted.
+    """
 
     def __init__(self, least: int = _GRAM) -> None:
         """`least` is the shortest match that is followed."""
         self._least = max(least, _GRAM)
         self._groups: OrderedDict[object, _Group] = OrderedDict()
-        self._stood = [1.0 * length for length in range(_LONGEST + 1)]  # by length of match, with a prior of ...
-        self._tried = [1.0 * length + 2.0 for length in range(_LONGEST + 1)]  # ... length / (length + 2)
+        self._stood = [
+            1.0 * length for length in range(_LONGEST + 1)
+        ]  # by length of match, with a prior of ...
+        self._tried = [
+            1.0 * length + 2.0 for length in range(_LONGEST + 1)
+        ]  # ... length / (length + 2)
         self._matched: dict[int, int] = {}  # by key: how long the match of its last proposal was
         self._running: dict[int, _Group] = {}
 
@@ -100,7 +119,10 @@ class SuffixProposer(Proposer):
         if not places or places[0][0] < self._least:
             return NOTHING
         length = places[0][0]
-        tokens = _continued([(text, end) for found, text, end in places if found == length], min(ask.room, 2 * length))
+        tokens = _continued(
+            [(text, end) for found, text, end in places if found == length],
+            min(ask.room, 2 * length),
+        )
         self._matched[ask.key] = length
         return TokenProposal(tokens, self._stood[length] / self._tried[length])
 
@@ -121,5 +143,7 @@ def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
         votes = Counter(text[end] for text, end in places)
         token = votes.most_common(1)[0][0]
         tokens.append(token)
-        places = [(text, end + 1) for text, end in places if text[end] == token and end + 1 < len(text)]
+        places = [
+            (text, end + 1) for text, end in places if text[end] == token and end + 1 < len(text)
+        ]
     return tuple(tokens)

@@ -10,15 +10,19 @@ from numpy.typing import NDArray
 Outcome = tuple[int, int, int]  # sequence, tokens proposed, tokens that stood
 
 _PRIOR = 0.7  # a place of which nothing is known yet
-_POOL_DECAY, _OWN_DECAY = 0.99, 0.97  # a round; what stands changes within a text
-_POOL_WEIGHT, _OWN_WEIGHT = 2.0, 8.0  # of what a place is shrunk to, in tests
+_POOL_DECAY = 0.99
+_OWN_DECAY = 0.97  # a round; what stands changes within a text
+_POOL_WEIGHT = 2.0
+_OWN_WEIGHT = 8.0  # of what a place is shrunk to, in tests
 _MOST_WAITING = 1024  # rounds
 
 
 class Survival:
-    """Counts, place by place, of rounds that got that far and of those in which the place stood as well.
+    """Counts, place by place, of rounds that got that far and of those in which the place stood as
+    well.
 
-    A place behind one that fell was never tested, so it counts neither way: accepted over proposed would be biased.
+    A place behind one that fell was never tested, so it counts neither way: accepted over proposed
+    would be biased.
     """
 
     def __init__(self, most: int) -> None:
@@ -26,7 +30,9 @@ class Survival:
         self._none = np.zeros((2, most))
         self._pool = self._none
         self._own: dict[int, NDArray[np.float64]] = {}
-        self._new: list[Outcome] = []  # rounds that wait to be counted: together they cost hardly more than one
+        self._new: list[
+            Outcome
+        ] = []  # rounds that wait to be counted: together they cost hardly more than one
 
     def add(self, rounds: Sequence[Outcome]) -> None:
         """One round each of some sequences."""
@@ -35,14 +41,19 @@ class Survival:
             self._count()
 
     def standing(self, keys: Sequence[int]) -> NDArray[np.float64]:
-        """[sequences, places]: how likely a place stands with all before it, as far as these sequences show."""
+        """[sequences, places]: how likely a place stands with all before it, as far as these
+        sequences show.
+        """
         self._count()
-        rates, rate = list[float](), _PRIOR
+        rates = list[float]()
+        rate = _PRIOR
         for tested, stood in self._pool.T.tolist():
             rate = (stood + _POOL_WEIGHT * rate) / (tested + _POOL_WEIGHT)
             rates.append(rate)
         own = np.array([self._own.get(key, self._none) for key in keys])
-        standing: NDArray[np.float64] = (own[:, 1] + _OWN_WEIGHT * np.array(rates)) / (own[:, 0] + _OWN_WEIGHT)
+        standing: NDArray[np.float64] = (own[:, 1] + _OWN_WEIGHT * np.array(rates)) / (
+            own[:, 0] + _OWN_WEIGHT
+        )
         return standing.cumprod(axis=1)
 
     def keep(self, keys: Sequence[int]) -> None:
@@ -51,17 +62,23 @@ class Survival:
             self._own = {key: self._own[key] for key in keys if key in self._own}
 
     def fade(self, most: float) -> None:
-        """What was seen of a place long ago weighs no more than so many tests, and nothing of one sequence."""
+        """What was seen of a place long ago weighs no more than so many tests, and nothing of one
+        sequence.
+        """
         self._count()
-        self._pool, self._own = self._pool * most / np.maximum(self._pool[0], most), {}
+        self._pool = self._pool * most / np.maximum(self._pool[0], most)
+        self._own = {}
 
     def _count(self) -> None:
         if not self._new:
             return
-        rounds, self._new = self._new, []
+        rounds = self._new
+        self._new = []
         keys, proposed, stood = np.array(rounds, dtype=np.int64).T
         reached = np.minimum(stood + 1, proposed)
-        seen = np.stack([self._places < count[:, None] for count in (reached, stood)], 1).astype(np.float64)
+        seen = np.stack([self._places < count[:, None] for count in (reached, stood)], 1).astype(
+            np.float64
+        )
         counts = dict[int, int]()
         later = [0] * len(rounds)  # rounds of the same sequence
         for at in range(len(rounds) - 1, -1, -1):
@@ -69,7 +86,9 @@ class Survival:
             counts[rounds[at][0]] = later[at] + 1
         own = np.where(keys == np.array([*counts])[:, None], _OWN_DECAY ** np.array(later), 0.0)
         pool = _POOL_DECAY ** np.arange(len(rounds) - 1, -1, -1)
-        added = (np.vstack([pool, own]) @ seen.reshape(len(rounds), -1)).reshape(-1, *self._none.shape)
+        added = (np.vstack([pool, own]) @ seen.reshape(len(rounds), -1)).reshape(
+            -1, *self._none.shape
+        )
         self._pool = self._pool * _POOL_DECAY ** len(rounds) + added[0]
         for new, (key, count) in zip(added[1:], counts.items(), strict=True):
             self._own[key] = self._own.get(key, self._none) * _OWN_DECAY**count + new

@@ -1,4 +1,6 @@
-"""Test tools that need no model: a scripted engine, virtual time, faults, dialect servers, a conformance suite."""
+"""Test tools that need no model: a scripted engine, virtual time, faults, dialect servers, a
+conformance suite.
+"""
 
 from atts.testing.clock import Backend, run_virtual, virtual_options
 from atts.testing.conformance import CheckResult, ConformanceReport, check_engine

@@ -1,8 +1,10 @@
-"""Virtual time: async code that sleeps for hours is run in milliseconds, in the order it would really have had.
+"""Virtual time: async code that sleeps for hours is run in milliseconds, in the order it would
+really have had.
 
-Time stands still while anything can run. When every task waits, it jumps to the next timer. While worker threads are
-outstanding it passes really instead: their results are waited for, and no timer overtakes them that would not have.
-Real sockets and subprocesses are polled before each jump, not waited for; tests that have them give `patience_seconds`.
+Time stands still while anything can run. When every task waits, it jumps to the next timer. While
+worker threads are outstanding it passes really instead: their results are waited for, and no timer
+overtakes them that would not have. Real sockets and subprocesses are polled before each jump, not
+waited for; tests that have them give `patience_seconds`.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ def run_virtual(
 ) -> _Result:
     """Run an async function under virtual time and return what it returns.
 
-    `anyio.sleep`, `anyio.current_time`, deadlines and time-outs are virtual, from 0 on. `time.monotonic` and the
-    wall clock stay real. `patience_seconds` is how long, really, sockets may take to answer before a jump.
+    `anyio.sleep`, `anyio.current_time`, deadlines and time-outs are virtual, from 0 on.
+    `time.monotonic` and the wall clock stay real. `patience_seconds` is how long, really, sockets
+    may take to answer before a jump.
 
     >>> async def nap() -> float:
     ...     await anyio.sleep(3600)
@@ -42,11 +45,15 @@ def run_virtual(
 
     :raises BaseException: whatever the function raises.
     """
-    return anyio.run(function, *args, backend=backend, backend_options=virtual_options(backend, patience_seconds))
+    return anyio.run(
+        function, *args, backend=backend, backend_options=virtual_options(backend, patience_seconds)
+    )
 
 
 def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str, Any]:
-    """The `backend_options` that make `anyio.run`, or an anyio test runner, use virtual time; for one run only."""
+    """The `backend_options` that make `anyio.run`, or an anyio test runner, use virtual time; for
+    one run only.
+    """
     if backend == "asyncio":
         return {"use_uvloop": False, "loop_factory": lambda: VirtualLoop(patience_seconds)}
     clock = TrioClock(patience_seconds)
@@ -80,9 +87,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
-    # anyio keeps its asyncio workers in a set, and those whose last result arrived in a queue of idle ones beside it;
-    # both change on the loop's own thread only, so there is no moment in which a delivered result still counts as owed
-    workers, idle = getattr(thread, "workers", ()), getattr(thread, "idle_workers", ())
+    # anyio keeps its asyncio workers in a set, and those whose last result arrived in a queue of
+    # idle ones beside it; both change on the loop's own thread only, so there is no moment in which
+    # a delivered result still counts as owed
+    workers = getattr(thread, "workers", ())
+    idle = getattr(thread, "idle_workers", ())
     return getattr(thread, "loop", None) is loop and thread in workers and thread not in idle
 
 
@@ -115,7 +124,9 @@ class TrioClock:
     def __init__(self, patience_seconds: float = 0.0) -> None:
         self._now = 0.0
         self._patience_seconds = patience_seconds
-        self._jump_at: float | None = None  # real time at which the wait under way ends; None: no wait under way
+        self._jump_at: float | None = (
+            None  # real time at which the wait under way ends; None: no wait under way
+        )
 
     def start_clock(self) -> None:
         """Nothing to start."""
@@ -135,9 +146,12 @@ class TrioClock:
             return max(0.0, virtual)
         real = time.monotonic()
         if self._jump_at is None:
-            self._jump_at = real + (virtual if _trio_threads() else min(virtual, self._patience_seconds))
+            self._jump_at = real + (
+                virtual if _trio_threads() else min(virtual, self._patience_seconds)
+            )
         elif real >= self._jump_at:
-            self._now, self._jump_at = deadline, None
+            self._now = deadline
+            self._jump_at = None
             return 0.0
         return max(0.0, self._jump_at - real)
 

@@ -1,4 +1,6 @@
-"""The engine conformance suite: `check_engine` runs every check on a live engine and reports what became of each."""
+"""The engine conformance suite: `check_engine` runs every check on a live engine and reports what
+became of each.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,18 @@ import anyio
 
 from atts.engine import Engine
 from atts.errors import CheckFailed, OptionError
-from atts.testing import conformance_answers as conformance_answers  # importing them registers their checks
+from atts.testing import (
+    conformance_answers as conformance_answers,
+)  # importing them registers their checks
 from atts.testing import conformance_lifecycle as conformance_lifecycle
-from atts.testing.conformance_probe import CHECKS, OPENING, Broken, CheckOptions, NotApplicable, Probe
+from atts.testing.conformance_probe import (
+    CHECKS,
+    OPENING,
+    Broken,
+    CheckOptions,
+    NotApplicable,
+    Probe,
+)
 
 DEFAULTS = CheckOptions()
 
@@ -45,7 +56,9 @@ class ConformanceReport:
 
     def listed(self, results: Iterable[CheckResult]) -> str:
         """Some of the results under a headline."""
-        headline = f"engine {self.engine}: {len(self.broken)} of {len(self.results)} promises broken"
+        headline = (
+            f"engine {self.engine}: {len(self.broken)} of {len(self.results)} promises broken"
+        )
         return "\n  ".join([headline, *map(str, results)])
 
     def __str__(self) -> str:
@@ -58,17 +71,20 @@ async def check_engine(
     options: CheckOptions = DEFAULTS,
     broken: Literal["raise", "report"] = "raise",
 ) -> ConformanceReport:
-    """Check every promise of `atts.engine.Engine` on a live engine; one that cannot even be opened is reported as well.
+    """Check every promise of `atts.engine.Engine` on a live engine; one that cannot even be opened
+    is reported as well.
 
-    Best given a function that makes a new, unopened engine each time it is called: then closing and isolation are
-    checked too, and an engine that broke a promise is replaced. An engine that is already open stays open.
+    Best given a function that makes a new, unopened engine each time it is called: then closing and
+    isolation are checked too, and an engine that broke a promise is replaced. An engine that is
+    already open stays open.
 
     >>> from atts.testing import ScriptedEngine, run_virtual
     >>> report = run_virtual(check_engine, ScriptedEngine)
     >>> len(report.broken)
     0
 
-    :raises CheckFailed: a promise was broken; the message lists all that were. Not with `broken="report"`.
+    :raises CheckFailed: a promise was broken; the message lists all that were. Not with
+        `broken="report"`.
     :raises OptionError: `options.skip` names a check there is not.
     """
     for name in options.skip:
@@ -80,7 +96,9 @@ async def check_engine(
     return report
 
 
-async def _check_all(engine: Engine | Callable[[], Engine], options: CheckOptions) -> ConformanceReport:
+async def _check_all(
+    engine: Engine | Callable[[], Engine], options: CheckOptions
+) -> ConformanceReport:
     factory = engine if callable(engine) else None
     results: list[CheckResult] = []
     name = getattr(engine, "__name__", type(engine).__name__)
@@ -95,10 +113,13 @@ async def _check_all(engine: Engine | Callable[[], Engine], options: CheckOption
                         break  # whatever it did to the engine must not count twice
                 name = opened.spec.name
         except Exception as error:  # noqa: BLE001  # as in `_run`
-            results.append(CheckResult(OPENING, "broken", f"raised {type(error).__name__}: {error}"))
+            results.append(
+                CheckResult(OPENING, "broken", f"raised {type(error).__name__}: {error}")
+            )
         if any(result.check == OPENING and result.status == "broken" for result in results):
             results += [
-                CheckResult(each, "skipped", "it does not open, or lacks what is asked of it") for each in remaining
+                CheckResult(each, "skipped", "it does not open, or lacks what is asked of it")
+                for each in remaining
             ]
             break
     return ConformanceReport(name, tuple(results))
@@ -116,7 +137,9 @@ async def _run(name: str, probe: Probe) -> CheckResult:
     except Broken as flaw:
         return CheckResult(name, "broken", str(flaw))
     except TimeoutError:
-        return CheckResult(name, "broken", f"it did not finish within {options.timeout_seconds:g} s")
+        return CheckResult(
+            name, "broken", f"it did not finish within {options.timeout_seconds:g} s"
+        )
     except Exception as error:  # noqa: BLE001  # an engine may fail in any way, and the report tells
         return CheckResult(name, "broken", f"raised {type(error).__name__}: {error}")
     return CheckResult(name, "kept")

@@ -1,4 +1,6 @@
-"""Conformance checks of what an engine answers: ids, endings, log-probabilities, greedy texts, seeds, refusals."""
+"""Conformance checks of what an engine answers: ids, endings, log-probabilities, greedy texts,
+seeds, refusals.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from atts.testing.conformance_probe import (
     require,
 )
 
-_TEXTS = ("Let x = 2.\n\nThen x + 1 = 3.\n", "  two  spaces,\ttab; \\boxed{42}", "naïve π ≤ 4 · 数 🙂")
+_TEXTS = (
+    "Let x = 2.\n\nThen x + 1 = 3.\n",
+    "  two  spaces,\ttab; \\boxed{42}",
+    "naïve π ≤ 4 · 数 🙂",
+)
 
 
 _ASKED = {
@@ -37,52 +43,79 @@ async def check_opening(probe: Probe) -> None:
     """It opens and closes, and it and its tokenizer have everything that is asked of them."""
     for whose, found in (("engine", probe.engine), ("tokenizer", probe.engine.tokenizer)):
         missing = [name for name in _ASKED[whose] if not hasattr(found, name)]
-        require(not missing, f"the {whose} lacks {', '.join(missing)}: see `atts.engine.{whose.capitalize()}`")
+        require(
+            not missing,
+            f"the {whose} lacks {', '.join(missing)}: see `atts.engine.{whose.capitalize()}`",
+        )
 
 
 @check()
 async def check_spec(probe: Probe) -> None:
     """The spec is about this engine and its tokenizer."""
-    spec, tokenizer = probe.engine.spec, probe.engine.tokenizer
+    spec = probe.engine.spec
+    tokenizer = probe.engine.tokenizer
     require(spec.context_length > 0, f"context_length is {spec.context_length}")
     require(spec.vocabulary > 0, f"vocabulary is {spec.vocabulary}")
     require(bool(spec.capabilities), "an engine without capabilities is no use")
     require(bool(spec.name and spec.model and spec.engine), "name, model and engine must be given")
     outside = [index for index in spec.end_ids if not 0 <= index < spec.vocabulary]
     require(not outside, f"end ids {outside} are outside the vocabulary of {spec.vocabulary}")
-    require(spec.tokenizer == tokenizer.digest, f"spec.tokenizer {spec.tokenizer!r} is not {tokenizer.digest!r}")
+    require(
+        spec.tokenizer == tokenizer.digest,
+        f"spec.tokenizer {spec.tokenizer!r} is not {tokenizer.digest!r}",
+    )
 
 
 @check()
 async def check_tokenizer(probe: Probe) -> None:
     """Text goes to ids and back unchanged, and a rendered conversation is made of known ids."""
-    tokenizer, vocabulary = probe.engine.tokenizer, probe.engine.spec.vocabulary
+    tokenizer = probe.engine.tokenizer
+    vocabulary = probe.engine.spec.vocabulary
     for text in _TEXTS:
         ids = tokenizer.encode(text)
         require(tokenizer.decode(ids) == text, f"{text!r} came back as {tokenizer.decode(ids)!r}")
-        require(all(0 <= index < vocabulary for index in ids), f"{text!r} has ids outside 0..{vocabulary - 1}")
+        require(
+            all(0 <= index < vocabulary for index in ids),
+            f"{text!r} has ids outside 0..{vocabulary - 1}",
+        )
     for prompt in probe.prompts:
         require(bool(prompt), "render gave no ids")
-        require(all(0 <= index < vocabulary for index in prompt), f"render gave ids outside 0..{vocabulary - 1}")
-    require(len(set(probe.prompts)) == len(probe.prompts), "render gives different questions the same ids")
+        require(
+            all(0 <= index < vocabulary for index in prompt),
+            f"render gave ids outside 0..{vocabulary - 1}",
+        )
+    require(
+        len(set(probe.prompts)) == len(probe.prompts),
+        "render gives different questions the same ids",
+    )
 
 
 @check("sample")
 async def check_ids(probe: Probe) -> None:
-    """A completion holds known ids, their exact text (spaces at its ends too), and a log-prob for each or none."""
+    """A completion holds known ids, their exact text (spaces at its ends too), and a log-prob for
+    each or none.
+    """
     for request in probe.requests(1):
         written = await probe.engine.sample(request)
         _require_sound(probe, written)
         places = range(0, len(written.ids) - 1, 3)
-        later = [replace(request, ids=request.ids + written.ids[:n], max_tokens=1 + n % 4) for n in places]
+        later = [
+            replace(request, ids=request.ids + written.ids[:n], max_tokens=1 + n % 4)
+            for n in places
+        ]
         for completion in await probe.sample_all(later):
             _require_sound(probe, completion)
 
 
 def _require_sound(probe: Probe, completion: Completion) -> None:
-    ids, logprobs, end = completion.ids, completion.logprobs, set(probe.engine.spec.end_ids)
+    ids = completion.ids
+    logprobs = completion.logprobs
+    end = set(probe.engine.spec.end_ids)
     require(bool(ids), "a completion without a single token")
-    require(all(0 <= index < probe.engine.spec.vocabulary for index in ids), f"ids outside the vocabulary: {ids}")
+    require(
+        all(0 <= index < probe.engine.spec.vocabulary for index in ids),
+        f"ids outside the vocabulary: {ids}",
+    )
     text = probe.engine.tokenizer.decode([index for index in ids if index not in end])
     require(completion.text == text, f"text {completion.text!r} is not the ids' text {text!r}")
     silent = not logprobs and probe.engine.spec.logprobs == "none"
@@ -93,12 +126,19 @@ def _require_sound(probe: Probe, completion: Completion) -> None:
 
 @check("sample")
 async def check_length(probe: Probe) -> None:
-    """A token limit is kept exactly, and "length" is said when and only when it was what stopped the model."""
+    """A token limit is kept exactly, and "length" is said when and only when it was what stopped
+    the model.
+    """
     for limit in (1, 2, 5):
-        for completion in await probe.sample_all([replace(r, max_tokens=limit) for r in probe.requests(2)]):
+        for completion in await probe.sample_all(
+            [replace(r, max_tokens=limit) for r in probe.requests(2)]
+        ):
             count = len(completion.ids)
             require(count <= limit, f"{count} tokens, {limit} were allowed")
-            require(completion.ended in ("length", "end"), f"ended by {completion.ended!r} without a stop string")
+            require(
+                completion.ended in ("length", "end"),
+                f"ended by {completion.ended!r} without a stop string",
+            )
             if completion.ended == "length":
                 require(count == limit, f'ended by "length" after {count} of {limit} tokens')
 
@@ -114,21 +154,27 @@ async def check_stop(probe: Probe) -> None:
             cut = await probe.engine.sample(replace(request, stop=(stop,)))
             said = f"{what} stop {stop!r} ({len(cut.ids)} tokens came, expected {count})"
             await probe.require_same(said, request, cut.ids, free.ids[:count])
-            require(cut.ended == "delimiter", f"{what} stop {stop!r}: ended by {cut.ended!r}, not delimiter")
+            require(
+                cut.ended == "delimiter",
+                f"{what} stop {stop!r}: ended by {cut.ended!r}, not delimiter",
+            )
             _require_sound(probe, cut)
     if not places:
         raise NotApplicable("no text with a place for a stop string came")
 
 
 def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
-    """Stop strings, and how many tokens they must leave: one across two tokens, one that begins a longer token."""
+    """Stop strings, and how many tokens they must leave: one across two tokens, one that begins a
+    longer token.
+    """
     found: dict[str, tuple[str, int]] = {}
     before = ""
     for count in range(1, len(ids) + 1):
         text = probe.engine.tokenizer.decode(ids[:count])
         new = text[len(before) :]
         if new and text.startswith(before) and "\ufffd" not in text:
-            crossing, leading = before[-1:] + new[0], new[0]
+            crossing = before[-1:] + new[0]
+            leading = new[0]
             if before and crossing not in before:
                 found.setdefault("crossing", (crossing, count))
             if len(new) > 1 and leading not in before:
@@ -155,12 +201,18 @@ async def check_stop_ids(probe: Probe) -> None:
 @check("sample")
 async def check_end(probe: Probe) -> None:
     """The model's own end comes once, last, inside the ids and outside the text."""
-    end, seen = set(probe.engine.spec.end_ids), 0
-    for completion in await probe.sample_all([probe.long(request) for request in probe.requests(2)]):
+    end = set(probe.engine.spec.end_ids)
+    seen = 0
+    for completion in await probe.sample_all(
+        [probe.long(request) for request in probe.requests(2)]
+    ):
         inner = [index for index in completion.ids[:-1] if index in end]
         require(not inner, f"the model went on after its end token {inner[:1]}")
         ended = completion.ids[-1] in end
-        require((completion.ended == "end") == ended, f"ended by {completion.ended!r}, last id {completion.ids[-1]}")
+        require(
+            (completion.ended == "end") == ended,
+            f"ended by {completion.ended!r}, last id {completion.ids[-1]}",
+        )
         if ended:
             seen += 1
             _require_sound(probe, completion)
@@ -170,12 +222,18 @@ async def check_end(probe: Probe) -> None:
 
 @check("sample", "score")
 async def check_alignment(probe: Probe) -> None:
-    """Scoring what was sampled gives the log-probs it was sampled with, whole or in parts, whatever the temperature."""
+    """Scoring what was sampled gives the log-probs it was sampled with, whole or in parts, whatever
+    the temperature.
+    """
     settings = (Sampling(), Sampling(temperature=0.7, top_p=0.9), GREEDY)
-    for request in [replace(r, sampling=sampling) for sampling in settings for r in probe.requests(1)]:
+    for request in [
+        replace(r, sampling=sampling) for sampling in settings for r in probe.requests(1)
+    ]:
         written = await probe.engine.sample(request)
         whole = await probe.score(request.ids, written.ids)
-        probe.require_close(f"scored against sampled at {request.sampling}", whole, written.logprobs)
+        probe.require_close(
+            f"scored against sampled at {request.sampling}", whole, written.logprobs
+        )
         cut = len(written.ids) // 2
         if cut:
             rest = await probe.score(request.ids + written.ids[:cut], written.ids[cut:])
@@ -193,17 +251,27 @@ async def check_improbable(probe: Probe) -> None:
         planted = (written.ids[place] + step * 37) % probe.engine.spec.vocabulary
         if planted == written.ids[place]:
             continue
-        spoilt = await probe.score(probe.prompt, (*written.ids[:place], planted, *written.ids[place + 1 :]))
+        spoilt = await probe.score(
+            probe.prompt, (*written.ids[:place], planted, *written.ids[place + 1 :])
+        )
         probe.require_close("before a planted token", spoilt[:place], plain[:place])
         gain = spoilt[place] - plain[place]
-        require(gain <= probe.options.tolerance, f"planted token {planted} scores {gain:.4f} nats above the greedy one")
+        require(
+            gain <= probe.options.tolerance,
+            f"planted token {planted} scores {gain:.4f} nats above the greedy one",
+        )
         lower += gain < -probe.options.tie
-    require(lower > 0, "eight planted tokens score no lower than the greedy one: is the right position scored?")
+    require(
+        lower > 0,
+        "eight planted tokens score no lower than the greedy one: is the right position scored?",
+    )
 
 
 @check("sample")
 async def check_greedy(probe: Probe) -> None:
-    """Temperature 0 is one text whatever the seed, also asked for as top-k 1, a tiny top-p, min-p 1, or in parts."""
+    """Temperature 0 is one text whatever the seed, also asked for as top-k 1, a tiny top-p, min-p
+    1, or in parts.
+    """
     request = probe.request(0, 0, GREEDY)
     best = (await probe.engine.sample(request)).ids
     same = {
@@ -217,8 +285,12 @@ async def check_greedy(probe: Probe) -> None:
         await probe.require_same(f"{what} against temperature 0", request, again.ids, best)
     cut = len(best) // 2
     if cut:
-        rest = replace(probe.request(0, 9, GREEDY), ids=probe.prompt + best[:cut], max_tokens=len(best) - cut)
-        await probe.require_same("greedy in two parts", rest, (await probe.engine.sample(rest)).ids, best[cut:])
+        rest = replace(
+            probe.request(0, 9, GREEDY), ids=probe.prompt + best[:cut], max_tokens=len(best) - cut
+        )
+        await probe.require_same(
+            "greedy in two parts", rest, (await probe.engine.sample(rest)).ids, best[cut:]
+        )
 
 
 @check("sample", "seeds")
@@ -229,13 +301,21 @@ async def check_seeds(probe: Probe) -> None:
     together = await probe.sample_all(requests)
     order = list(range(len(requests)))
     random.Random(7).shuffle(order)
-    company = [replace(requests[0], seed=replace(requests[0].seed, run=n), max_tokens=1 + n) for n in range(4)]
+    company = [
+        replace(requests[0], seed=replace(requests[0].seed, run=n), max_tokens=1 + n)
+        for n in range(4)
+    ]
     shuffled = await probe.sample_all([*company, *(requests[n] for n in order)])
     back = dict(zip(order, shuffled[len(company) :], strict=True))
     for number, request in enumerate(requests):
         for what, other in (("together", together[number]), ("shuffled", back[number])):
-            require(other.ids == alone[number].ids, f"{request.seed} gives other tokens {what} than alone")
-            probe.require_close(f"log-probs {what} against alone", other.logprobs, alone[number].logprobs)
+            require(
+                other.ids == alone[number].ids,
+                f"{request.seed} gives other tokens {what} than alone",
+            )
+            probe.require_close(
+                f"log-probs {what} against alone", other.logprobs, alone[number].logprobs
+            )
 
 
 @check("sample", "seeds")
@@ -250,21 +330,31 @@ async def check_seed_fields(probe: Probe) -> None:
     for field, values in changes.items():
         others = [replace(base, seed=replace(base.seed, **{field: value})) for value in values]
         texts = {completion.ids for completion in await probe.sample_all(others)}
-        require(texts != {first.ids}, f"four seeds that differ in {field!r} alone all give the same text")
+        require(
+            texts != {first.ids},
+            f"four seeds that differ in {field!r} alone all give the same text",
+        )
 
 
 @check("sample", "score")
 async def check_distribution(probe: Probe) -> None:
-    """Tokens are drawn as often as their log-probs say, also between the two best, also at a low temperature."""
+    """Tokens are drawn as often as their log-probs say, also between the two best, also at a low
+    temperature.
+    """
     written = await probe.engine.sample(probe.request(0, 1, GREEDY))
-    place = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5))  # chance is most telling here
-    ids, token = probe.prompt + written.ids[:place], written.ids[place]
+    place = min(
+        range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5)
+    )  # chance is most telling here
+    ids = probe.prompt + written.ids[:place]
+    token = written.ids[place]
     (logprob,) = await probe.score(ids, (token,))
     drawn = await _draws(probe, ids, Sampling())
     _require_share(f"token {token}", drawn.count(token), len(drawn), math.exp(logprob))
     for temperature in (1.0, 0.25):
         drawn = await _draws(probe, ids, Sampling(temperature=temperature, top_k=2))
-        scores = sorted([((await probe.score(ids, (index,)))[0], index) for index in set(drawn)], reverse=True)
+        scores = sorted(
+            [((await probe.score(ids, (index,)))[0], index) for index in set(drawn)], reverse=True
+        )
         if len(scores) < 2:
             continue  # the second best is too rare to be seen
         tied = scores[-1][0] >= scores[1][0] - probe.options.tie
@@ -278,12 +368,18 @@ async def check_distribution(probe: Probe) -> None:
 async def _draws(probe: Probe, ids: TokenIds, sampling: Sampling) -> list[int]:
     one = replace(probe.request(), ids=ids, max_tokens=1, sampling=sampling)
     seeds = [replace(one.seed, sample=100 + number) for number in range(probe.options.draws)]
-    return [completion.ids[0] for completion in await probe.sample_all([replace(one, seed=seed) for seed in seeds])]
+    return [
+        completion.ids[0]
+        for completion in await probe.sample_all([replace(one, seed=seed) for seed in seeds])
+    ]
 
 
 def _require_share(what: str, seen: int, draws: int, share: float) -> None:
     slack = 4.5 * math.sqrt(share * (1 - share) / draws) + 1 / draws  # a false alarm in 10^5
-    require(abs(seen / draws - share) <= slack, f"{what} came {seen} times in {draws} draws, should have {share:.3f}")
+    require(
+        abs(seen / draws - share) <= slack,
+        f"{what} came {seen} times in {draws} draws, should have {share:.3f}",
+    )
 
 
 @check("sample")
@@ -298,12 +394,16 @@ async def check_hints(probe: Probe) -> None:
             continue
         for rollout in ("same", "never seen"):
             scored = await probe.score(request.ids, hinted.ids, rollout)
-            probe.require_close(f"scored under the rollout hint {rollout!r}", scored, hinted.logprobs)
+            probe.require_close(
+                f"scored under the rollout hint {rollout!r}", scored, hinted.logprobs
+            )
 
 
 @check("sample", "score", "draw", "seeds")
 async def check_drawing(probe: Probe) -> None:
-    """What is drawn while a text is scored begins the answer that was asked for, and the rest can be asked for."""
+    """What is drawn while a text is scored begins the answer that was asked for, and the rest can
+    be asked for.
+    """
     for request in probe.requests(1, LOOSE):
         whole = await probe.engine.sample(request)
         other = await probe.engine.sample(replace(request, seed=replace(request.seed, attempt=1)))
@@ -317,13 +417,21 @@ async def check_drawing(probe: Probe) -> None:
         plain = await probe.score(request.ids, mixed)
         probe.require_close("scores beside draws against scores alone", scores.logprobs, plain)
         if len(begun.ids) == len(whole.ids):
-            require(begun.ended == whole.ended, f"what ended as {whole.ended!r} was said to end as {begun.ended!r}")
+            require(
+                begun.ended == whole.ended,
+                f"what ended as {whole.ended!r} was said to end as {begun.ended!r}",
+            )
             continue
         left = request.max_tokens - len(begun.ids)
         rest = replace(request, ids=request.ids + begun.ids, max_tokens=left, begun=len(begun.ids))
         done = await probe.engine.sample(rest)
-        await probe.require_same("the rest of what was begun", request, begun.ids + done.ids, whole.ids)
-        require(done.ended == whole.ended, f"the rest ends as {done.ended!r}, the whole as {whole.ended!r}")
+        await probe.require_same(
+            "the rest of what was begun", request, begun.ids + done.ids, whole.ids
+        )
+        require(
+            done.ended == whole.ended,
+            f"the rest ends as {done.ended!r}, the whole as {whole.ended!r}",
+        )
 
 
 @check("score")
@@ -344,7 +452,9 @@ async def check_context(probe: Probe) -> None:
     if probe.can("sample"):
         for ids, tokens in ((full, 1), (full[:-1], 2), (probe.prompt, limit)):
             call = partial(probe.engine.sample, SampleRequest(ids, tokens))
-            await refused(f"{len(ids)} ids and {tokens} tokens in a context of {limit}", ContextOverflow, call)
+            await refused(
+                f"{len(ids)} ids and {tokens} tokens in a context of {limit}", ContextOverflow, call
+            )
         if limit <= probe.options.boundary:
             await probe.engine.sample(SampleRequest(full[:-2], 2))
     if probe.can("score"):
@@ -358,7 +468,9 @@ async def check_context(probe: Probe) -> None:
 @check()
 async def check_refusals(probe: Probe) -> None:
     """Requests that mean nothing are UsageErrors, and leave nothing behind."""
-    engine, prompt, unknown = probe.engine, probe.prompt, probe.engine.spec.vocabulary
+    engine = probe.engine
+    prompt = probe.prompt
+    unknown = probe.engine.spec.vocabulary
     good = probe.request()
     bad = {
         "no ids": replace(good, ids=()),
@@ -381,7 +493,9 @@ async def check_refusals(probe: Probe) -> None:
             ("an id beyond the vocabulary", prompt, (unknown,)),
             ("a negative id", (-1,), prompt),
         ):
-            await refused(f"scoring {what}", UsageError, partial(engine.score, ScoreRequest(prefix, suffix)))
+            await refused(
+                f"scoring {what}", UsageError, partial(engine.score, ScoreRequest(prefix, suffix))
+            )
     if engine.stats().in_flight:
         fail(f"refused requests left {engine.stats().in_flight} in flight")
 
@@ -396,4 +510,8 @@ async def check_capabilities(probe: Probe) -> None:
     if "sample" in missing:
         await refused("sampling", UnsupportedByEngine, partial(engine.sample, probe.request()))
     if "score" in missing:
-        await refused("scoring", UnsupportedByEngine, partial(engine.score, ScoreRequest(probe.prompt, probe.prompt)))
+        await refused(
+            "scoring",
+            UnsupportedByEngine,
+            partial(engine.score, ScoreRequest(probe.prompt, probe.prompt)),
+        )

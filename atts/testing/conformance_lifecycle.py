@@ -35,23 +35,30 @@ async def check_stats(probe: Probe) -> None:
     sampled = scored = requests = 0
     if probe.can("sample"):
         written = await probe.sample_all(probe.requests(2))
-        sampled, requests = sum(len(completion.ids) for completion in written), len(written)
+        sampled = sum(len(completion.ids) for completion in written)
+        requests = len(written)
     middle = engine.stats()
     if probe.can("score"):
         await collect([partial(probe.score, prompt, prompt[:5]) for prompt in probe.prompts])
-        scored, requests = sum(len(prompt[:5]) for prompt in probe.prompts), requests + len(probe.prompts)
+        scored = sum(len(prompt[:5]) for prompt in probe.prompts)
+        requests = requests + len(probe.prompts)
     after = engine.stats()
     _require_growth(before, middle)
     _require_growth(middle, after)
     require(after.in_flight == 0, f"{after.in_flight} in flight after everything was answered")
-    for name, grown in (("requests", requests), ("sampled_tokens", sampled), ("scored_tokens", scored)):
+    for name, grown in (
+        ("requests", requests),
+        ("sampled_tokens", sampled),
+        ("scored_tokens", scored),
+    ):
         counted = getattr(after, name) - getattr(before, name)
         require(counted == grown, f"{name} grew by {counted}, expected {grown}")
 
 
 def _require_growth(before: EngineStats, after: EngineStats) -> None:
     for field in fields(EngineStats):
-        old, new = getattr(before, field.name), getattr(after, field.name)
+        old = getattr(before, field.name)
+        new = getattr(after, field.name)
         require(new >= 0, f"{field.name} is {new}")
         require(new >= old or field.name == "in_flight", f"{field.name} fell from {old} to {new}")
 
@@ -64,7 +71,9 @@ async def check_closing(probe: Probe) -> None:
         await _use(engine, probe)
     await engine.__aexit__(None, None, None)
     if probe.can("sample"):
-        await refused("sampling when closed", EngineUnavailable, partial(engine.sample, probe.request()))
+        await refused(
+            "sampling when closed", EngineUnavailable, partial(engine.sample, probe.request())
+        )
     if probe.can("score"):
         request = ScoreRequest(probe.prompt, probe.prompt)
         await refused("scoring when closed", EngineUnavailable, partial(engine.score, request))
@@ -79,14 +88,20 @@ async def _use(engine: Engine, probe: Probe) -> None:
 
 @check("sample", "factory")
 async def check_isolation(probe: Probe) -> None:
-    """A second engine, its settings and its closing change nothing about the first; nor do other requests' settings."""
+    """A second engine, its settings and its closing change nothing about the first; nor do other
+    requests' settings.
+    """
     settings = (LOOSE, GREEDY, Sampling(temperature=0.3, top_k=2))
     requests = [request for sampling in settings for request in probe.requests(2, sampling)]
     requests = [replace(r, stop=("e",) * (number % 2)) for number, r in enumerate(requests)]
     alone = [(await probe.engine.sample(request)).ids for request in requests]
     other = probe.new_engine()
     async with other:
-        calls = [partial(engine.sample, request) for request in requests for engine in (probe.engine, other)]
+        calls = [
+            partial(engine.sample, request)
+            for request in requests
+            for engine in (probe.engine, other)
+        ]
         beside = [completion.ids for completion in await collect(calls)]
     after = [completion.ids for completion in await probe.sample_all(requests)]
     for number, request in enumerate(requests):
@@ -112,16 +127,21 @@ class _Cancelled:
 async def check_cancellation(probe: Probe) -> None:
     """Cancelled work stops at once, wherever it was, and leaves room for the next request."""
     expected = await probe.engine.sample(probe.request())
-    seen, before = _Cancelled(), probe.engine.stats().cancelled
+    seen = _Cancelled()
+    before = probe.engine.stats().cancelled
     for number, delay in enumerate((0.0, 0.002, 0.02, 0.1)):
         await _cancel_some(probe, delay, seen)
         await _settle(probe)
         again = await probe.engine.sample(probe.request())
         said = f"the answer changed after {number + 1} rounds of cancellation"
         await probe.require_same(said, probe.request(), again.ids, expected.ids)
-    # some answers may have been on their way, however long that takes; never all of them in every round
+    # some answers may have been on their way, however long that takes; never all of them in every
+    # round
     ignored = seen.running and seen.late >= seen.running
-    require(not ignored, f"all {seen.running} requests that were cancelled in flight were answered all the same")
+    require(
+        not ignored,
+        f"all {seen.running} requests that were cancelled in flight were answered all the same",
+    )
     cancelled = probe.engine.stats().cancelled - before
     said = f"of {seen.calls} calls {seen.returned} were answered and {cancelled} counted as cancelled: some are both"
     require(seen.returned + cancelled <= seen.calls, said)
@@ -129,7 +149,9 @@ async def check_cancellation(probe: Probe) -> None:
 
 async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
     """Cancel many long requests after a delay: some are queued, some at work, some done."""
-    requests = [replace(probe.long(request), rollout=str(request.seed)) for request in probe.requests(8)]
+    requests = [
+        replace(probe.long(request), rollout=str(request.seed)) for request in probe.requests(8)
+    ]
 
     async def one(request: SampleRequest) -> None:
         seen.calls += 1
@@ -147,12 +169,17 @@ async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
             for request in requests:
                 group.start_soon(one, request)
             await anyio.sleep(delay)
-            await anyio.lowlevel.checkpoint()  # answers that came in the same pass of the loop are not late
+            await (
+                anyio.lowlevel.checkpoint()
+            )  # answers that came in the same pass of the loop are not late
             cancelled_at = anyio.current_time()
             seen.running += probe.engine.stats().in_flight
             scope.cancel()
-    took, limit = anyio.current_time() - cancelled_at, probe.options.settle_seconds
-    require(took <= limit, f"cancelled requests returned only after {took:.2f} s (limit {limit:g} s)")
+    took = anyio.current_time() - cancelled_at
+    limit = probe.options.settle_seconds
+    require(
+        took <= limit, f"cancelled requests returned only after {took:.2f} s (limit {limit:g} s)"
+    )
 
 
 async def _settle(probe: Probe) -> None:
@@ -161,4 +188,8 @@ async def _settle(probe: Probe) -> None:
         while probe.engine.stats().in_flight:  # noqa: ASYNC110  # an engine has no event to wait for
             await anyio.sleep(0.005)
     left = probe.engine.stats().in_flight
-    require(not left, f"{left} requests still in flight {probe.options.settle_seconds:g} s after they were cancelled")
+    require(
+        not left,
+        f"{left} requests still in flight {probe.options.settle_seconds:g} s after they were "
+        f"cancelled",
+    )

@@ -1,4 +1,6 @@
-"""What conformance checks share: their registry and options, bounded requests, comparisons that know about ties."""
+"""What conformance checks share: their registry and options, bounded requests, comparisons that
+know about ties.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,16 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """How thorough and how patient a conformance check is; the defaults suit some thousand tokens a second.
+    """How thorough and how patient a conformance check is; the defaults suit some thousand tokens a
+    second.
 
-    `tolerance` is in nats per token, between a token's log-prob when sampled and when scored; `tie` how close two best
-    tokens may be before either counts as greedy. `tokens` bounds ordinary requests, `long_tokens` those meant to be
-    cancelled or to reach the model's end. `draws` is how many single tokens test how they are drawn. `timeout_seconds`
-    holds for each check, `settle_seconds` for the release of cancelled work. `boundary` is the longest context that is
-    filled to the brim. `seeding` "none" is for engines that do not promise to reproduce a seed: they are compared by
-    greedy texts, up to ties. `skip` names checks to leave out.
+    `tolerance` is in nats per token, between a token's log-prob when sampled and when scored; `tie`
+    how close two best tokens may be before either counts as greedy. `tokens` bounds ordinary
+    requests, `long_tokens` those meant to be cancelled or to reach the model's end. `draws` is how
+    many single tokens test how they are drawn. `timeout_seconds` holds for each check,
+    `settle_seconds` for the release of cancelled work. `boundary` is the longest context that is
+    filled to the brim. `seeding` "none" is for engines that do not promise to reproduce a seed:
+    they are compared by greedy texts, up to ties. `skip` names checks to leave out.
     """
 
     tolerance: float = 1e-3
@@ -60,7 +64,8 @@ Need = Capability | Literal["seeds", "factory"]
 Check = Callable[["Probe"], Awaitable[None]]
 _registered: dict[str, Check] = {}
 CHECKS: Mapping[str, Check] = MappingProxyType(_registered)
-"""Every check by name, in the order they are made; the first line of its docstring is the promise."""
+"""Every check by name, in the order they are made; the first line of its docstring is the promise.
+"""
 
 
 OPENING = "opening"
@@ -68,7 +73,9 @@ OPENING = "opening"
 
 
 def check(*needs: Need) -> Callable[[Check], Check]:
-    """Register a function as the check of its name; it is left out where the engine lacks what it needs."""
+    """Register a function as the check of its name; it is left out where the engine lacks what it
+    needs.
+    """
 
     def register(function: Check) -> Check:
         @wraps(function)
@@ -85,7 +92,9 @@ def check(*needs: Need) -> Callable[[Check], Check]:
 class Probe:
     """An open engine and the requests its checks make."""
 
-    def __init__(self, engine: Engine, options: CheckOptions, factory: Callable[[], Engine] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, options: CheckOptions, factory: Callable[[], Engine] | None = None
+    ) -> None:
         self.engine = engine
         self.options = options
         self.factory = factory
@@ -93,7 +102,9 @@ class Probe:
     @cached_property
     def prompts(self) -> tuple[TokenIds, ...]:
         """The questions as the engine's tokenizer renders them."""
-        return tuple(self.engine.tokenizer.render([Message("user", text)]) for text in self.options.questions)
+        return tuple(
+            self.engine.tokenizer.render([Message("user", text)]) for text in self.options.questions
+        )
 
     @property
     def prompt(self) -> TokenIds:
@@ -101,14 +112,20 @@ class Probe:
         return self.prompts[0]
 
     def request(self, prompt: int = 0, seed: int = 0, sampling: Sampling = PLAIN) -> SampleRequest:
-        """A request whose answer can be asked for again: a greedy one where seeds are not reproduced."""
+        """A request whose answer can be asked for again: a greedy one where seeds are not
+        reproduced.
+        """
         name = Seed(run=20_250_918, problem=f"check {prompt}", sample=seed)
         sampling = sampling if self.options.seeding == "exact" else GREEDY
         return SampleRequest(self.prompts[prompt], self.options.tokens, sampling, name)
 
     def requests(self, seeds: int, sampling: Sampling = PLAIN) -> list[SampleRequest]:
         """Several seeds for every prompt."""
-        return [self.request(p, seed, sampling) for p in range(len(self.prompts)) for seed in range(seeds)]
+        return [
+            self.request(p, seed, sampling)
+            for p in range(len(self.prompts))
+            for seed in range(seeds)
+        ]
 
     def long(self, request: SampleRequest) -> SampleRequest:
         """The same request, as long as the options and the context allow."""
@@ -119,10 +136,15 @@ class Probe:
         """All at once, in the order given."""
         return await collect([partial(self.engine.sample, request) for request in requests])
 
-    async def score(self, prefix: TokenIds, suffix: TokenIds, rollout: str = "") -> tuple[float, ...]:
+    async def score(
+        self, prefix: TokenIds, suffix: TokenIds, rollout: str = ""
+    ) -> tuple[float, ...]:
         """Log-probabilities, made sure to be one per token and possible."""
         logprobs = (await self.engine.score(ScoreRequest(prefix, suffix, rollout))).logprobs
-        require(len(logprobs) == len(suffix), f"scoring {len(suffix)} tokens gave {len(logprobs)} log-probs")
+        require(
+            len(logprobs) == len(suffix),
+            f"scoring {len(suffix)} tokens gave {len(logprobs)} log-probs",
+        )
         wrong = [value for value in logprobs if not value <= 1e-6]  # NaN compares false
         require(not wrong, f"scored log-probs must be numbers and at most 0, got {wrong[:3]}")
         return logprobs
@@ -144,16 +166,26 @@ class Probe:
         if "seeds" in needs and self.options.seeding != "exact":
             raise NotApplicable("the engine does not promise to reproduce seeds")
         if "factory" in needs and self.factory is None:
-            raise NotApplicable("a second engine is needed, and an open one is not closed: give a factory")
+            raise NotApplicable(
+                "a second engine is needed, and an open one is not closed: give a factory"
+            )
 
     def require_close(self, what: str, ours: Iterable[float], theirs: Iterable[float]) -> None:
         """Two series of log-probabilities agree position by position."""
         for position, (left, right) in enumerate(zip(ours, theirs, strict=True)):
             close = abs(left - right) <= self.options.tolerance
-            require(close, f"{what}: at token {position} {left:.6f} is not {right:.6f} (+-{self.options.tolerance:g})")
+            require(
+                close,
+                f"{what}: at token {position} {left:.6f} is not {right:.6f} "
+                f"(+-{self.options.tolerance:g})",
+            )
 
-    async def require_same(self, what: str, request: SampleRequest, ours: TokenIds, theirs: TokenIds) -> None:
-        """Two answers to a request are the same tokens; greedy ones, up to the first tie between best tokens."""
+    async def require_same(
+        self, what: str, request: SampleRequest, ours: TokenIds, theirs: TokenIds
+    ) -> None:
+        """Two answers to a request are the same tokens; greedy ones, up to the first tie between
+        best tokens.
+        """
         if ours == theirs:
             return
         same = first_difference(ours, theirs)
@@ -178,14 +210,18 @@ def fail(message: str) -> NoReturn:
     raise Broken(message)
 
 
-async def refused(what: str, error: type[Exception], call: Callable[[], Awaitable[_Result]]) -> None:
+async def refused(
+    what: str, error: type[Exception], call: Callable[[], Awaitable[_Result]]
+) -> None:
     """A call must raise this error and no other."""
     try:
         result = await call()
     except error:
         return
     except Exception as other:
-        raise Broken(f"{what}: expected {error.__name__}, got {type(other).__name__}: {other}") from other
+        raise Broken(
+            f"{what}: expected {error.__name__}, got {type(other).__name__}: {other}"
+        ) from other
     fail(f"{what}: expected {error.__name__}, got {str(result)[:120]}")
 
 

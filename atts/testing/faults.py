@@ -15,11 +15,14 @@ from atts.errors import EngineTimeout, EngineUnavailable, OptionError, UsageErro
 from atts.recent import Recent
 from atts.seeds import Seed
 
-FaultKind = Literal["refused", "slow", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"]
-"""refused: turned away at once. slow: answers late. dropped: fails mid-answer. timeout: gives up late. hang: for ever.
+FaultKind = Literal[
+    "refused", "slow", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"
+]
+"""refused: turned away at once. slow: answers late. dropped: fails mid-answer. timeout: gives up
+late. hang: for ever.
 
-The others answer what cannot be true: a log-prob too few, a NaN among them, nothing at all, ids no vocabulary has (a
-score has no ids: a positive log-prob).
+The others answer what cannot be true: a log-prob too few, a NaN among them, nothing at all, ids no
+vocabulary has (a score has no ids: a positive log-prob).
 """
 _REMEMBERED = 4096  # scores whose attempts are counted: retries come soon
 _Kind = TypeVar("_Kind", bound=str)
@@ -35,8 +38,13 @@ def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> Non
     for kind in shares:
         if kind not in kinds:
             raise OptionError("faults", f"{kind!r} is unknown", kinds)
-    if not all(0 <= share <= 1 for share in shares.values()) or math.fsum(shares.values()) > 1 + 1e-9:
-        raise OptionError("faults", f"shares {dict(shares)} are not probabilities that sum to at most 1")
+    if (
+        not all(0 <= share <= 1 for share in shares.values())
+        or math.fsum(shares.values()) > 1 + 1e-9
+    ):
+        raise OptionError(
+            "faults", f"shares {dict(shares)} are not probabilities that sum to at most 1"
+        )
 
 
 def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
@@ -50,11 +58,13 @@ def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Which calls fail and how: a share of all calls by kind, and fixed call numbers, which go before.
+    """Which calls fail and how: a share of all calls by kind, and fixed call numbers, which go
+    before.
 
-    The shares are drawn from the request itself (seed, ids, rollout): the same calls fail under any schedule. A retry
-    fares otherwise if it changes the seed's attempt; scores are told apart by how often they were asked. Calls are
-    numbered from 0 in order of arrival. `delay_seconds` is how late the slow, dropped and timed-out answer.
+    The shares are drawn from the request itself (seed, ids, rollout): the same calls fail under any
+    schedule. A retry fares otherwise if it changes the seed's attempt; scores are told apart by how
+    often they were asked. Calls are numbered from 0 in order of arrival. `delay_seconds` is how
+    late the slow, dropped and timed-out answer.
 
     :raises OptionError: an unknown kind, or shares that are no probabilities or sum to more than 1.
     """
@@ -66,7 +76,9 @@ class Faults:
     only: Literal["sample", "score", "both"] = "both"
 
     def __post_init__(self) -> None:
-        check_shares({**dict.fromkeys(self.calls.values(), 0.0), **self.shares}, get_args(FaultKind))
+        check_shares(
+            {**dict.fromkeys(self.calls.values(), 0.0), **self.shares}, get_args(FaultKind)
+        )
 
 
 NO_FAULTS = Faults()
@@ -83,7 +95,8 @@ class FaultSchedule:
 
     def pick(self, request: SampleRequest | ScoreRequest) -> FaultKind | None:
         """What goes wrong with this call, if anything."""
-        faults, number = self._faults, self._calls
+        faults = self._faults
+        number = self._calls
         self._calls += 1
         verb = "sample" if isinstance(request, SampleRequest) else "score"
         if faults.only not in ("both", verb):
@@ -97,8 +110,14 @@ class FaultSchedule:
     def _name(self, request: SampleRequest | ScoreRequest) -> Seed:
         if isinstance(request, SampleRequest):
             seed = request.seed
-            return replace(seed, purpose=f"fault {self._faults.seed} {seed.purpose} {hash(request.ids)}")
-        key = (request.rollout, hash(request.prefix), hash(request.suffix))  # hashes of ints are the same in every run
+            return replace(
+                seed, purpose=f"fault {self._faults.seed} {seed.purpose} {hash(request.ids)}"
+            )
+        key = (
+            request.rollout,
+            hash(request.prefix),
+            hash(request.suffix),
+        )  # hashes of ints are the same in every run
         self._asked[key] = attempt = self._asked.get(key, -1) + 1
         return Seed(run=self._faults.seed, problem=repr(key), attempt=attempt, purpose="fault")
 
@@ -115,9 +134,13 @@ class FaultSchedule:
         if kind in ("slow", "dropped", "timeout"):
             await anyio.sleep(self._faults.delay_seconds)
         if kind == "dropped":
-            raise EngineUnavailable(self._engine, "the connection was lost in the middle of an answer", "Try again")
+            raise EngineUnavailable(
+                self._engine, "the connection was lost in the middle of an answer", "Try again"
+            )
         if kind == "timeout":
-            raise EngineTimeout(self._engine, f"no answer within {self._faults.delay_seconds:g} s", "Try again")
+            raise EngineTimeout(
+                self._engine, f"no answer within {self._faults.delay_seconds:g} s", "Try again"
+            )
 
 
 def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
@@ -138,14 +161,18 @@ def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
 
 
 class FaultyEngine(EngineAround):
-    """Any engine, made to fail on a schedule; opening and closing it opens and closes the engine inside."""
+    """Any engine, made to fail on a schedule; opening and closing it opens and closes the engine
+    inside.
+    """
 
     def __init__(self, engine: Engine, faults: Faults) -> None:
         super().__init__(engine, "own")
         self._faults = faults
         self._schedule: FaultSchedule | None = None
 
-    async def around(self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]) -> _Answer:
+    async def around(
+        self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
+    ) -> _Answer:
         """The inner engine's answer, or what the schedule has instead."""
         if self._schedule is None:
             raise UsageError("a faulty engine must be opened with `async with` before it is called")

@@ -12,20 +12,37 @@ _NEXT = LANGUAGE.phases
 class ReadingState:
     """What has been understood of the ids so far; takes one word at a time, and copies cheaply."""
 
-    __slots__ = ("answered", "left", "operand", "phase", "prompt", "question", "sign", "step", "steps", "value", "word")
+    __slots__ = (
+        "answered",
+        "left",
+        "operand",
+        "phase",
+        "prompt",
+        "question",
+        "sign",
+        "step",
+        "steps",
+        "value",
+        "word",
+    )
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.prompt: list[int] | None = None  # ids of a message that is not the assistant's, while inside one
+        self.prompt: list[int] | None = (
+            None  # ids of a message that is not the assistant's, while inside one
+        )
         self.restart(question)
 
     def restart(self, question: Question) -> None:
         """A new answer begins."""
-        self.question, self.prompt = question, None
-        self.phase, self.word = "open", -1
+        self.question = question
+        self.prompt = None
+        self.phase = "open"
+        self.word = -1
         self.step = self.steps = 0  # sums done; blank lines passed
         self.value = self.left = question.start  # as last claimed; as quoted in the step under way
-        self.sign, self.operand = 1, 0
+        self.sign = 1
+        self.operand = 0
         self.answered = False
 
     def copy(self) -> ReadingState:

@@ -1,8 +1,9 @@
 """The toy language model: next-token distributions that depend on the previous ids alone.
 
-A solution is a chain of steps ended by blank lines, `So we take: 17 plus 5 is 22.`, and a last one, `The answer is
-\\boxed{31}.` A model that slips goes on from its wrong value, so a wrong step makes a wrong answer, unless some later
-step (`Wait that was 22.`) repairs it. How often a model slips, notices and rambles is its `Skill`.
+A solution is a chain of steps ended by blank lines, `So we take: 17 plus 5 is 22.`, and a last one,
+`The answer is \\boxed{31}.` A model that slips goes on from its wrong value, so a wrong step makes
+a wrong answer, unless some later step (`Wait that was 22.`) repairs it. How often a model slips,
+notices and rambles is its `Skill`.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ _DISTRIBUTIONS_KEPT = 4096  # a hundred problems of eight rollouts need a third 
 class Skill:
     """What a toy model is good at; every field is a probability but `fluency` and `verbosity`.
 
-    `right`: a step of middling hardness comes out right. `typical`: a slip is the question's usual one, which lets
-    slips repeat across samples and makes them less surprising to a scorer. `repair`: a wrong value is noticed at the
-    next step. `wander`: a step says nothing. `fluency` sharpens the phrasing; `verbosity` is the mean number of idle
-    words per phrase. The target finds a slip of the draft the more surprising the more often it is `right` and the less
-    `typical` the slip, and the surprise stands out the more the fewer idle words surround it.
+    `right`: a step of middling hardness comes out right. `typical`: a slip is the question's usual
+    one, which lets slips repeat across samples and makes them less surprising to a scorer.
+    `repair`: a wrong value is noticed at the next step. `wander`: a step says nothing. `fluency`
+    sharpens the phrasing; `verbosity` is the mean number of idle words per phrase. The target finds
+    a slip of the draft the more surprising the more often it is `right` and the less `typical` the
+    slip, and the surprise stands out the more the fewer idle words surround it.
     """
 
     right: float = 0.85
@@ -60,8 +62,11 @@ class ToyModel:
 
     def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
         """A state after `ids`; going on from `state`, which is left as it was, when one is given."""
-        # ids that open no assistant's turn are a text to go on with: its question is made from the first id alone
-        state = ReadingState(_question(self.tokenizer, (ids[0],))) if state is None else state.copy()
+        # ids that open no assistant's turn are a text to go on with: its question is made from the
+        # first id alone
+        state = (
+            ReadingState(_question(self.tokenizer, (ids[0],))) if state is None else state.copy()
+        )
         for index in ids:
             self.advance(state, index)
         return state
@@ -95,12 +100,18 @@ class ToyModel:
             case "result":
                 return self._results(state)
             case "repair":
-                return [(f" {state.truth}", self.skill.right), (f" {state.value}", 1 - self.skill.right)]
+                return [
+                    (f" {state.truth}", self.skill.right),
+                    (f" {state.value}", 1 - self.skill.right),
+                ]
             case "value":
                 rising = 0.995 if state.operation > 0 else 0.005
                 return [(" plus", rising), (" minus", 1 - rising)]
             case "operation":
-                return [(f" {abs(state.operation)}", 0.995), (f" {(abs(state.operation) + 1) % 100}", 0.005)]
+                return [
+                    (f" {abs(state.operation)}", 0.995),
+                    (f" {(abs(state.operation) + 1) % 100}", 0.005),
+                ]
             case "quote":
                 return [(f" {state.value}", 0.995), (f" {(state.value + 10) % 100}", 0.005)]
             case "boxed":
@@ -111,15 +122,26 @@ class ToyModel:
             case "claim" | "tail" | "muse":
                 idle = self._idle(state)
                 rest = 1 - sum(weight for _, weight in idle)
-                ends = [(":", rest)] if state.phase == "claim" else self._choice(LANGUAGE.full_stops, state, rest)
+                ends = (
+                    [(":", rest)]
+                    if state.phase == "claim"
+                    else self._choice(LANGUAGE.full_stops, state, rest)
+                )
                 return [*idle, *ends]
             case "newline" if not state.answered and not state.is_last:
                 return [
                     ("\n", 0.6),
-                    *((f"\n{word}", share) for word, share in self._choice(LANGUAGE.openers, state, 0.4)),
+                    *(
+                        (f"\n{word}", share)
+                        for word, share in self._choice(LANGUAGE.openers, state, 0.4)
+                    ),
                 ]
             case "after" | "dot" if state.answered:
-                return [("<|end|>", 0.8), (".", 0.1 if state.phase == "after" else 0.0), ("\n\n", 0.1)]
+                return [
+                    ("<|end|>", 0.8),
+                    (".", 0.1 if state.phase == "after" else 0.0),
+                    ("\n\n", 0.1),
+                ]
             case phase:
                 return list(LANGUAGE.phrases[phase].items())
 
@@ -133,7 +155,8 @@ class ToyModel:
         return [("Hmm", wander), ("Wait", repair), *going_on]
 
     def _results(self, state: ReadingState) -> list[tuple[str, float]]:
-        right, slip = state.result, state.question.misconception(state.step)
+        right = state.result
+        slip = state.question.misconception(state.step)
         wrong = min(0.9, (1 - self.skill.right) * _hard(state.question))
         rare = wrong * (1 - self.skill.typical) / len(LANGUAGE.rare_slips)
         values = [(right, 1 - wrong), ((right + slip) % 100, wrong * self.skill.typical)]
@@ -141,20 +164,26 @@ class ToyModel:
         return [(f" {value}", weight) for value, weight in values]
 
     def _firmness(self, question: Question) -> float:
-        """How settled the phrasing is, from 0 (anything goes) to `fluency` (nearly always the same)."""
+        """How settled the phrasing is, from 0 (anything goes) to `fluency` (nearly always the
+        same).
+        """
         return self.skill.fluency * (1 - question.mood / (MOODS - 1))
 
     def _idle(self, state: ReadingState) -> list[tuple[str, float]]:
         """Idle words, each with a liking for some of the others, and for going on at all."""
-        firmness, likings = self._firmness(state.question), _LIKINGS[state.word]
+        firmness = self._firmness(state.question)
+        likings = _LIKINGS[state.word]
         weights = [
-            (word, math.exp((3 + 20 * firmness) * liking)) for word, liking in zip(FILLERS, likings, strict=False)
+            (word, math.exp((3 + 20 * firmness) * liking))
+            for word, liking in zip(FILLERS, likings, strict=False)
         ]
         going = self.skill.verbosity * math.exp(5 * firmness * (2 * likings[-1] - 1))
         share = going / (1 + going) / sum(weight for _, weight in weights)
         return [(word, weight * share) for word, weight in weights]
 
-    def _choice(self, options: Mapping[str, float], state: ReadingState, total: float) -> list[tuple[str, float]]:
+    def _choice(
+        self, options: Mapping[str, float], state: ReadingState, total: float
+    ) -> list[tuple[str, float]]:
         """One of several ways to say the same, the likeliest the likelier the firmer the phrasing."""
         power = 1 + 3 * self._firmness(state.question)
         weights = [(word, share**power) for word, share in options.items()]
@@ -177,9 +206,14 @@ def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
 
 
 def _likings() -> dict[int, tuple[float, ...]]:
-    """How much each idle word (-1: a phrase's start) likes each to follow, from 0 to 1; last, to go on at all."""
+    """How much each idle word (-1: a phrase's start) likes each to follow, from 0 to 1; last, to go
+    on at all.
+    """
     size = len(FILLERS) + 1
-    rows = {word: blake2b(f"liking {word}".encode(), digest_size=size).digest() for word in range(-1, size - 1)}
+    rows = {
+        word: blake2b(f"liking {word}".encode(), digest_size=size).digest()
+        for word in range(-1, size - 1)
+    }
     return {word: tuple(value / 255 for value in row) for word, row in rows.items()}
 
 
@@ -193,9 +227,17 @@ def _hard(question: Question) -> float:
 
 def _key(state: ReadingState) -> tuple[object, ...]:
     """All that the next words depend on, besides the model's skill."""
-    phase, question = state.phase, state.question
+    phase = state.phase
+    question = state.question
     if phase == "open":
-        return phase, state.answered, state.is_last, state.value != state.truth, question.hardness, question.mood
+        return (
+            phase,
+            state.answered,
+            state.is_last,
+            state.value != state.truth,
+            question.hardness,
+            question.mood,
+        )
     if phase == "result":
         return phase, state.result, question.misconception(state.step), question.hardness
     if phase == "repair":

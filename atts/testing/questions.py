@@ -21,10 +21,11 @@ MOODS = 8  # how finely the traits of a question are told apart
 
 @dataclass(frozen=True)
 class Question:
-    """A chain of sums as a model reads it, with the traits that make some questions harder than others.
+    """A chain of sums as a model reads it, with the traits that make some questions harder than
+    others.
 
-    `mood` is how loosely its solutions are phrased, `hardness` how often steps go wrong; both are levels below `MOODS`,
-    a function of the text alone, and the same for every model.
+    `mood` is how loosely its solutions are phrased, `hardness` how often steps go wrong; both are
+    levels below `MOODS`, a function of the text alone, and the same for every model.
     """
 
     text: str
@@ -59,7 +60,8 @@ class Question:
 
 
 def read_question(text: str) -> Question:
-    """The last toy problem stated in `text`; any other text is a question of its own, with a chain made from its hash.
+    """The last toy problem stated in `text`; any other text is a question of its own, with a chain
+    made from its hash.
 
     >>> read_question("Please solve: Start at 4. +3, -2. What is the result?").truth
     (4, 7, 5)
@@ -71,11 +73,14 @@ def read_question(text: str) -> Question:
         operations = tuple(int(operation) for operation in _OPERATION.findall(found.group(2)))
         return Question(found.group(), int(found.group(1)), operations)
     noise = blake2b(text.encode(), digest_size=8).digest()
-    return Question(text, noise[0] % 100, tuple(1 + value % 9 for value in noise[1 : 3 + noise[7] % 4]))
+    return Question(
+        text, noise[0] % 100, tuple(1 + value % 9 for value in noise[1 : 3 + noise[7] % 4])
+    )
 
 
 def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
-    """Seeded chain-of-sums problems with their right answers, all different; levels 1 to 5 by the length of the chain.
+    """Seeded chain-of-sums problems with their right answers, all different; levels 1 to 5 by the
+    length of the chain.
 
     >>> toy_problems(1)[0].answer.isdigit()
     True
@@ -86,7 +91,9 @@ def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
         level = int(draws.integers(1, 6))
         text, answer = _statement(draws, length=level * 2 + int(draws.integers(0, 2)))
         name = f"toy-{seed}-{len(statements)}"
-        statements.setdefault(text, Problem(name, text, answer, level=level, subject="sums", source="atts.testing"))
+        statements.setdefault(
+            text, Problem(name, text, answer, level=level, subject="sums", source="atts.testing")
+        )
     return tuple(statements.values())
 
 

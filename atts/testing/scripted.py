@@ -29,7 +29,8 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 class Latency:
     """How long a request holds its slot, in seconds; real, or virtual under `run_virtual`.
 
-    `jitter` spreads a request's time log-normally (the deviation of its logarithm), seeded by the request itself.
+    `jitter` spreads a request's time log-normally (the deviation of its logarithm), seeded by the
+    request itself.
     """
 
     per_sample: float = 0.0
@@ -55,9 +56,11 @@ NO_LATENCY = Latency()
 
 @dataclass(frozen=True, slots=True)
 class ScoreDrift:
-    """Scores that stop being what they were: log-probabilities times `factor` (above 1: perplexity rises).
+    """Scores that stop being what they were: log-probabilities times `factor` (above 1: perplexity
+    rises).
 
-    It sets in after `after` score calls, or for rollouts whose text before the scored suffix has `after` steps or more.
+    It sets in after `after` score calls, or for rollouts whose text before the scored suffix has
+    `after` steps or more.
     """
 
     after: int = 0
@@ -73,7 +76,8 @@ NO_DRIFT = ScoreDrift()
 
 
 class ScriptedEngine(BaseEngine):
-    """A toy model as an engine: seeded, honest log-probabilities, and any latency, queue, failure or drift asked for.
+    """A toy model as an engine: seeded, honest log-probabilities, and any latency, queue, failure
+    or drift asked for.
 
     Without latency a call only yields to other tasks once; `concurrency` None means no queue.
 
@@ -104,7 +108,9 @@ class ScriptedEngine(BaseEngine):
         if role not in ("draft", "target"):
             raise OptionError("role", f"{role!r} is unknown", ("draft", "target"))
         if concurrency is not None and concurrency < 1:
-            raise OptionError("concurrency", f"{concurrency} slots serve no request; expected at least 1, or None")
+            raise OptionError(
+                "concurrency", f"{concurrency} slots serve no request; expected at least 1, or None"
+            )
         super().__init__(role)
         self._model = model or ToyModel(DRAFT if role == "draft" else TARGET, ToyTokenizer())
         self._writer = Writer(self._model)
@@ -128,9 +134,12 @@ class ScriptedEngine(BaseEngine):
     async def _score(self, request: ScoreRequest) -> Scores:
         return await self._serve(request, self._rate)
 
-    async def _serve(self, request: _Request, work: Callable[[_Request], Awaitable[_Answer]]) -> _Answer:
+    async def _serve(
+        self, request: _Request, work: Callable[[_Request], Awaitable[_Answer]]
+    ) -> _Answer:
         """Queue for a slot, do the work, answer as the fault schedule has it."""
-        fault, asked = self._faults.pick(request), self._clock()
+        fault = self._faults.pick(request)
+        asked = self._clock()
         if not self._slots.take_nowait():
             await self._slots.take(priority=request.priority)
         try:
@@ -144,9 +153,12 @@ class ScriptedEngine(BaseEngine):
     async def _write(self, request: SampleRequest) -> Completion:
         written = self._writer.write(request)
         cached = self._cache.cached(request.rollout, request.ids)
-        prefilled, sampled = len(request.ids) - cached, len(written.ids)
+        prefilled = len(request.ids) - cached
+        sampled = len(written.ids)
         times = self._latency
-        seconds = times.per_sample + times.sampled_token * sampled + times.prefilled_token * prefilled
+        seconds = (
+            times.per_sample + times.sampled_token * sampled + times.prefilled_token * prefilled
+        )
         await self._wait(seconds, replace(request.seed, purpose=f"latency {times.seed}"))
         self._cache.keep(request.rollout, request.ids + written.ids)
         self._counts.steps += sampled
@@ -156,18 +168,26 @@ class ScriptedEngine(BaseEngine):
         logprobs = self._writer.score(request)
         if self._has_drifted(request):
             factor = self._drift.factor
-            logprobs = tuple(value * factor if math.isfinite(value) else value for value in logprobs)
+            logprobs = tuple(
+                value * factor if math.isfinite(value) else value for value in logprobs
+            )
         self._scored += 1
         cached = self._cache.cached(request.rollout, request.prefix)
-        prefilled, scored = len(request.prefix) - cached, len(request.suffix)
+        prefilled = len(request.prefix) - cached
+        scored = len(request.suffix)
         times = self._latency
         seconds = times.per_score + times.scored_token * scored + times.prefilled_token * prefilled
-        name = f"{hash(request.prefix)} {hash(request.suffix)}"  # hashes of ints are the same in every run
+        # hashes of ints are the same in every run
+        name = f"{hash(request.prefix)} {hash(request.suffix)}"
         await self._wait(seconds, Seed(run=times.seed, problem=name, purpose="latency"))
         self._cache.keep(request.rollout, request.prefix + request.suffix)
         self._counts.steps += 1
         draws = request.draw is not None and "draw" in self.spec.capabilities
-        begun = self._writer.begin(request.draw, request.suffix) if draws and request.draw is not None else None
+        begun = (
+            self._writer.begin(request.draw, request.suffix)
+            if draws and request.draw is not None
+            else None
+        )
         return Scores(logprobs, cached, begun)
 
     async def _wait(self, seconds: float, key: Seed) -> None:
@@ -184,7 +204,9 @@ class ScriptedEngine(BaseEngine):
         return self._model.read(request.prefix).steps >= self._drift.after
 
 
-def _spec_of(role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability]) -> EngineSpec:
+def _spec_of(
+    role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability]
+) -> EngineSpec:
     """The spec of an engine on a toy model; models of other skills have other names."""
     return EngineSpec(
         name=role,

@@ -1,4 +1,6 @@
-"""Core of the dialect servers: their settings and faults, the engine behind them, and what their routes share."""
+"""Core of the dialect servers: their settings and faults, the engine behind them, and what their
+routes share.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,12 @@ from atts.testing.faults import check_shares, spoilt
 T = TypeVar("T")
 _BLOCK = 16
 ServerDialect = Literal["vllm", "sglang", "llamacpp", "ollama", "chat"]
-ServerFault = Literal["refused", "reset", "429", "500", "truncated", "wrong_ids", "nan", "slow_loris", "hang"]
-"""refused: closed unread. reset: broken off in mid-reply. truncated: half the JSON. slow_loris: a byte now and then."""
+ServerFault = Literal[
+    "refused", "reset", "429", "500", "truncated", "wrong_ids", "nan", "slow_loris", "hang"
+]
+"""refused: closed unread. reset: broken off in mid-reply. truncated: half the JSON. slow_loris: a
+byte now and then.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +45,18 @@ class ServerFaults:
 class ServerQuirks:
     """Settings of a server that change what a client sees.
 
-    `cached_scores` opens vLLM's route that scores from the cache (--enable-scale-out); "refused": it is open, and does
-    not take what scoring needs, as on processors. `logprobs` "processed" gives
-    sampled log-probs after temperature: SGLang's default, vLLM's --logprobs-mode. `disconnect` "ignore" leaves ghosts
-    running when a client goes away, as some releases did. `scoring` "ignored" takes a scoring request and answers
-    without scores, as llama.cpp and `transformers serve` do. `version` is what it says it is; "" its dialect's.
-    `speculation` other than "off" is told as that server tells it; "hot" writes garbage at temperatures above 0, as a
-    vLLM for processors did, "greedy" strays at temperature 0, "lossless" changes nothing; a request for one token is
-    never speculated.
-    `prefill` is when a chat API goes on with a last assistant message: told by vLLM's two flags, by a mark on the
-    message, always, or never (it becomes a user's); "closed" and "prefix" also refuse fields that hosted models do not
-    know. `ratings` "off": it tells no likely tokens.
+    `cached_scores` opens vLLM's route that scores from the cache (--enable-scale-out); "refused":
+    it is open, and does not take what scoring needs, as on processors. `logprobs` "processed" gives
+    sampled log-probs after temperature: SGLang's default, vLLM's --logprobs-mode. `disconnect`
+    "ignore" leaves ghosts running when a client goes away, as some releases did. `scoring`
+    "ignored" takes a scoring request and answers without scores, as llama.cpp and `transformers
+    serve` do. `version` is what it says it is; "" its dialect's. `speculation` other than "off" is
+    told as that server tells it; "hot" writes garbage at temperatures above 0, as a vLLM for
+    processors did, "greedy" strays at temperature 0, "lossless" changes nothing; a request for one
+    token is never speculated. `prefill` is when a chat API goes on with a last assistant message:
+    told by vLLM's two flags, by a mark on the message, always, or never (it becomes a user's);
+    "closed" and "prefix" also refuse fields that hosted models do not know. `ratings` "off": it
+    tells no likely tokens.
     """
 
     cached_scores: Literal["on", "refused", "off"] = "on"
@@ -64,7 +71,11 @@ class ServerQuirks:
     def written(self, request: SampleRequest) -> SampleRequest:
         """The request as it is carried out: speculation that is broken draws from another law."""
         is_wrong = self.speculation == ("hot" if request.sampling.temperature else "greedy")
-        return replace(request, sampling=Sampling(8.0)) if is_wrong and request.max_tokens > 1 else request
+        return (
+            replace(request, sampling=Sampling(8.0))
+            if is_wrong and request.max_tokens > 1
+            else request
+        )
 
 
 NO_SERVER_FAULTS = ServerFaults()
@@ -72,7 +83,9 @@ PLAIN_SERVER = ServerQuirks()
 
 
 class BlockCache:
-    """Which prefixes a server has computed, in whole blocks; the last block of a prompt is always computed again."""
+    """Which prefixes a server has computed, in whole blocks; the last block of a prompt is always
+    computed again.
+    """
 
     def __init__(self) -> None:
         self._known: set[int] = set()
@@ -106,7 +119,9 @@ class Aborted(Refusal):
 
 @dataclass(slots=True)
 class ServerState:
-    """What the routes of one dialect work with: the engine, its jobs by request id, its cache, and the quirks."""
+    """What the routes of one dialect work with: the engine, its jobs by request id, its cache, and
+    the quirks.
+    """
 
     engine: Engine
     model: str
@@ -129,20 +144,26 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class ServerCall:
-    """One call of a route: the server's state, the body and headers sent, and the fault this call is to have."""
+    """One call of a route: the server's state, the body and headers sent, and the fault this call
+    is to have.
+    """
 
     state: ServerState
     body: Mapping[str, Any]
     headers: Mapping[str, str]
     fault: ServerFault | None
 
-    async def sample(self, request: SampleRequest, rid: str = "", *, spoil: bool = True) -> Completion:
+    async def sample(
+        self, request: SampleRequest, rid: str = "", *, spoil: bool = True
+    ) -> Completion:
         """A completion, spoilt if the fault says so, its cached tokens counted.
 
         :raises Aborted: it was aborted under way.
         """
         state = self.state
-        done = await self._job(rid or f"job {id(request)}", lambda: state.engine.sample(state.quirks.written(request)))
+        done = await self._job(
+            rid or f"job {id(request)}", lambda: state.engine.sample(state.quirks.written(request))
+        )
         cached = state.cache.hit(request.ids)
         state.cache.keep(request.ids + done.ids)
         done = spoilt(self.fault if spoil else None, done, state.engine.spec.vocabulary)
@@ -154,13 +175,16 @@ class ServerCall:
         :raises Aborted: it was aborted under way.
         """
         request = ScoreRequest(ids[:start], ids[start:])
-        scores = await self._job(rid or f"job {id(request)}", lambda: self.state.engine.score(request))
+        scores = await self._job(
+            rid or f"job {id(request)}", lambda: self.state.engine.score(request)
+        )
         if self.fault == "wrong_ids":
             return (*request.suffix[:-1], self.state.engine.spec.vocabulary + 7), scores
         return request.suffix, spoilt(self.fault, scores, self.state.engine.spec.vocabulary)
 
     async def _job(self, rid: str, work: Callable[[], Awaitable[T]]) -> T:
-        state, done = self.state, list[T]()
+        state = self.state
+        done = list[T]()
         with anyio.CancelScope() as scope:
             state.jobs[rid] = scope
             try:
@@ -178,14 +202,19 @@ class ServerCall:
         :raises Refusal: it does.
         """
         if self.body.get("model") != self.state.model:
-            raise Refusal(404, f"The model `{self.body.get('model')}` does not exist or you do not have access to it.")
+            raise Refusal(
+                404,
+                f"The model `{self.body.get('model')}` does not exist or you do not have access to "
+                f"it.",
+            )
 
     def check_room(self, ids: TokenIds, limit: int) -> None:
         """Refuse what does not fit the context.
 
         :raises Refusal: it does not.
         """
-        most, wanted = self.state.context_length, len(ids) + limit
+        most = self.state.context_length
+        wanted = len(ids) + limit
         if wanted > most:
             said = f"This model's maximum context length is {most} tokens. However, you requested {wanted} tokens."
             raise Refusal(400, said)
@@ -225,9 +254,12 @@ def request_of(
         float(fields.get("top_p", default.top_p)),
         float(fields.get("min_p", default.min_p)),
     )
-    stop, stop_ids = fields.get("stop") or (), tuple(fields.get("stop_token_ids") or ())
+    stop = fields.get("stop") or ()
+    stop_ids = tuple(fields.get("stop_token_ids") or ())
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    return SampleRequest(ids, limit, sampling, Seed(run=int(fields.get(seed) or 0)), stops, stop_ids)
+    return SampleRequest(
+        ids, limit, sampling, Seed(run=int(fields.get(seed) or 0)), stops, stop_ids
+    )
 
 
 def finish_word(done: Completion) -> Literal["stop", "length"]:

@@ -1,4 +1,6 @@
-"""HTTP servers around any engine that speak a serving engine's dialect, quirks included, and fail on demand."""
+"""HTTP servers around any engine that speak a serving engine's dialect, quirks included, and fail
+on demand.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,12 @@ if TYPE_CHECKING:
 
 
 class DialectServer:
-    """A server in a thread with its own loop, on a loopback port, from `with` to the end of the block.
+    """A server in a thread with its own loop, on a loopback port, from `with` to the end of the
+    block.
 
-    `make` makes the engine it serves, anew at every start. `kill` breaks every connection off, `restart` begins again
-    on the same port; `faults` may be set while it runs. Needs aiohttp: `pip install 'atts[servers]'`.
+    `make` makes the engine it serves, anew at every start. `kill` breaks every connection off,
+    `restart` begins again on the same port; `faults` may be set while it runs. Needs aiohttp: `pip
+    install 'atts[servers]'`.
 
     >>> from atts.testing import ScriptedEngine
     >>> import urllib.request
@@ -94,7 +98,11 @@ class DialectServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> None:
         self.kill()
 
@@ -111,7 +119,8 @@ class DialectServer:
 
     def kill(self) -> None:
         """Break off every connection and stop listening, as a killed process does; twice is fine."""
-        stack, self._open = self._open, None
+        stack = self._open
+        self._open = None
         if stack is not None:
             stack.close()
 
@@ -130,7 +139,9 @@ class DialectServer:
             app = web.Application(client_max_size=1 << 30)
             app.router.add_route("*", "/{path:.*}", self._answer)
             cancels = self.quirks.disconnect == "abort"
-            runner = web.AppRunner(app, handler_cancellation=cancels, access_log=None, shutdown_timeout=0.0)
+            runner = web.AppRunner(
+                app, handler_cancellation=cancels, access_log=None, shutdown_timeout=0.0
+            )
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", self._port, backlog=4096, reuse_address=True)
             await site.start()
@@ -170,7 +181,9 @@ class DialectServer:
             self._ready_at = now + self._loading_seconds
         return now < self._ready_at
 
-    async def _respond(self, request: web.Request, routes: Routes, fault: ServerFault | None) -> web.StreamResponse:
+    async def _respond(
+        self, request: web.Request, routes: Routes, fault: ServerFault | None
+    ) -> web.StreamResponse:
         from aiohttp import web
 
         state = self._state
@@ -178,18 +191,34 @@ class DialectServer:
         if fault == "refused":
             return _broken(request)
         if fault == "429":
-            return _json({"error": {"message": "Too many requests"}}, 429, {"Retry-After": self.faults.retry_after})
+            return _json(
+                {"error": {"message": "Too many requests"}},
+                429,
+                {"Retry-After": self.faults.retry_after},
+            )
         if fault == "500":
             return _error(500, "Internal server error", "InternalServerError")
         if fault == "hang":
             await asyncio.sleep(3600)
         try:
             body: Any = await request.json() if request.can_read_body else {}
-            call, path = ServerCall(state, body, request.headers, fault), request.path
-            reply = await routes.work[path](call) if path in routes.work else routes.questions[path](call)
+            call = ServerCall(state, body, request.headers, fault)
+            path = request.path
+            reply = (
+                await routes.work[path](call)
+                if path in routes.work
+                else routes.questions[path](call)
+            )
         except Refusal as refusal:
             return _error(refusal.status, str(refusal), "BadRequestError")
-        except (UsageError, ContextOverflow, UnsupportedByEngine, KeyError, ValueError, TypeError) as error:
+        except (
+            UsageError,
+            ContextOverflow,
+            UnsupportedByEngine,
+            KeyError,
+            ValueError,
+            TypeError,
+        ) as error:
             return _error(400, str(error), "BadRequestError")
         except EngineError as error:
             return _error(500, str(error), "InternalServerError")
@@ -198,7 +227,9 @@ class DialectServer:
         return await _delivered(request, json.dumps(reply).encode(), fault)
 
 
-async def _delivered(request: web.Request, data: bytes, fault: ServerFault | None) -> web.StreamResponse:
+async def _delivered(
+    request: web.Request, data: bytes, fault: ServerFault | None
+) -> web.StreamResponse:
     from aiohttp import web
 
     kind = "application/json"
@@ -229,7 +260,10 @@ def _json(value: Any, status: int, headers: Mapping[str, str] | None = None) -> 
     from aiohttp import web
 
     return web.Response(
-        body=json.dumps(value).encode(), status=status, headers=headers, content_type="application/json"
+        body=json.dumps(value).encode(),
+        status=status,
+        headers=headers,
+        content_type="application/json",
     )
 
 

@@ -7,17 +7,26 @@ from typing import Any
 from atts.core import Message, Sampling, TokenIds
 from atts.testing.server_core import Refusal, Routes, ServerCall, finish_word, request_of, shown
 
-_STRICT = ("top_k", "min_p", "continue_final_message", "add_generation_prompt")  # what hosted ones refuse
+_STRICT = (
+    "top_k",
+    "min_p",
+    "continue_final_message",
+    "add_generation_prompt",
+)  # what hosted ones refuse
 
 
 def models(call: ServerCall) -> dict[str, Any]:
     """GET /v1/models; it does not say how long a context is."""
-    return {"object": "list", "data": [{"id": call.state.model, "object": "model", "owned_by": "host"}]}
+    return {
+        "object": "list",
+        "data": [{"id": call.state.model, "object": "model", "owned_by": "host"}],
+    }
 
 
 async def completions(call: ServerCall) -> Any:
     """POST /v1/chat/completions."""
-    body, quirks = call.body, call.state.quirks
+    body = call.body
+    quirks = call.state.quirks
     call.check_model()
     if quirks.prefill in ("closed", "prefix"):
         for name in _STRICT:
@@ -35,7 +44,10 @@ async def completions(call: ServerCall) -> Any:
         if quirks.ratings == "off":
             raise Refusal(400, "You are not allowed to request logprobs from this model.")
         row = {"token": done.text, "logprob": done.logprobs[0]}
-        choice["logprobs"] = {"content": [row | {"top_logprobs": await _digits(call, ids)}], "refusal": None}
+        choice["logprobs"] = {
+            "content": [row | {"top_logprobs": await _digits(call, ids)}],
+            "refusal": None,
+        }
     usage: dict[str, Any] = {"prompt_tokens": len(ids), "completion_tokens": len(done.ids)}
     usage |= {"prompt_tokens_details": {"cached_tokens": done.cached_tokens}}
     choices = [] if call.fault == "wrong_ids" else [choice]
@@ -44,7 +56,9 @@ async def completions(call: ServerCall) -> Any:
 
 
 def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
-    """The ids of the messages; a last assistant message stays open only where this server leaves it open."""
+    """The ids of the messages; a last assistant message stays open only where this server leaves it
+    open.
+    """
     messages = [Message(row["role"], row["content"]) for row in rows]
     if messages and messages[-1].role == "assistant":
         wanted: dict[str, bool] = {

@@ -23,9 +23,13 @@ def props(call: ServerCall) -> dict[str, Any]:
 
 
 async def completion(call: ServerCall) -> Any:
-    """POST /completion: its own sampling defaults, and a token forced by `logit_bias` for its log-probability."""
-    body, most = call.body, call.state.context_length
-    ids, limit = tuple(body["prompt"]), int(body.get("n_predict", -1))
+    """POST /completion: its own sampling defaults, and a token forced by `logit_bias` for its
+    log-probability.
+    """
+    body = call.body
+    most = call.state.context_length
+    ids = tuple(body["prompt"])
+    limit = int(body.get("n_predict", -1))
     if len(ids) >= most:
         raise Refusal(400, f"the request exceeds the available context size ({most} tokens)")
     if body.get("logit_bias"):
@@ -33,22 +37,44 @@ async def completion(call: ServerCall) -> Any:
     limit = most - len(ids) if limit < 0 else min(limit, most - len(ids))
     request = request_of(ids, limit, body, _DEFAULT)
     done = await call.sample(request)
-    word = next((word for word in request.stop if word in done.text), "") if done.ended == "delimiter" else ""
+    word = (
+        next((word for word in request.stop if word in done.text), "")
+        if done.ended == "delimiter"
+        else ""
+    )
     return _reply(call.state, done, word)
 
 
 async def ignoring(call: ServerCall) -> Any:
-    """POST /v1/completions: takes `echo` and `logprobs` for the prompt, and gives generated tokens' only."""
+    """POST /v1/completions: takes `echo` and `logprobs` for the prompt, and gives generated tokens'
+    only.
+    """
     prompt = call.body["prompt"]
     ids = call.state.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-    done = await call.sample(SampleRequest(ids, max(1, int(call.body.get("max_tokens", 16))), Sampling(0.0)))
-    rows = [{"id": token, "logprob": value} for token, value in zip(done.ids, done.logprobs, strict=True)]
-    return {"choices": [{"index": 0, "text": done.text, "finish_reason": "length", "logprobs": {"content": rows}}]}
+    done = await call.sample(
+        SampleRequest(ids, max(1, int(call.body.get("max_tokens", 16))), Sampling(0.0))
+    )
+    rows = [
+        {"id": token, "logprob": value}
+        for token, value in zip(done.ids, done.logprobs, strict=True)
+    ]
+    return {
+        "choices": [
+            {
+                "index": 0,
+                "text": done.text,
+                "finish_reason": "length",
+                "logprobs": {"content": rows},
+            }
+        ]
+    }
 
 
 def _reply(state: ServerState, done: Completion, word: str) -> Any:
     pairs = list(zip(done.ids, done.logprobs, strict=True))
-    if word:  # as many entries less as the stop word has tokens by itself, wherever they were in the text
+    if (
+        word
+    ):  # as many entries less as the stop word has tokens by itself, wherever they were in the text
         pairs = pairs[: max(0, len(pairs) - len(state.engine.tokenizer.encode(word)))]
     kinds = {"length": "limit", "end": "eos", "delimiter": "word"}
     return {
@@ -57,7 +83,9 @@ def _reply(state: ServerState, done: Completion, word: str) -> Any:
         "stop": True,
         "stop_type": kinds[done.ended],
         "stopping_word": word,
-        "completion_probabilities": [{"id": token, "logprob": value, "top_logprobs": []} for token, value in pairs],
+        "completion_probabilities": [
+            {"id": token, "logprob": value, "top_logprobs": []} for token, value in pairs
+        ],
         "truncated": False,
         "timings": {"cache_n": done.cached_tokens},
     }

@@ -1,4 +1,6 @@
-"""Ollama dialect server: conversations in, text out, and a context that is cut in silence unless that is forbidden."""
+"""Ollama dialect server: conversations in, text out, and a context that is cut in silence unless
+that is forbidden.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +16,56 @@ _DEFAULT = Sampling(0.8, 40, 0.9)
 
 def tags(call: ServerCall) -> dict[str, Any]:
     """GET /api/tags; a name without a tag gets "latest"."""
-    return {"models": [{"name": f"{call.state.model}:latest", "model": f"{call.state.model}:latest", "size": 1}]}
+    return {
+        "models": [
+            {"name": f"{call.state.model}:latest", "model": f"{call.state.model}:latest", "size": 1}
+        ]
+    }
 
 
 def show(call: ServerCall) -> dict[str, Any]:
     """POST /api/show."""
     _check_model(call)
-    return {"model_info": {"toy.context_length": call.state.context_length}, "capabilities": ["completion"]}
+    return {
+        "model_info": {"toy.context_length": call.state.context_length},
+        "capabilities": ["completion"],
+    }
 
 
 async def chat(call: ServerCall) -> Any:
-    """POST /api/chat, not streamed: a last assistant message is gone on with; its own sampling defaults."""
+    """POST /api/chat, not streamed: a last assistant message is gone on with; its own sampling
+    defaults.
+    """
     body = call.body
     _check_model(call)
     if body.get("stream", True):
         raise Refusal(400, "these tests do not stream")
     options: Mapping[str, Any] = body.get("options") or {}
-    ids = call.state.engine.tokenizer.render([Message(row["role"], row["content"]) for row in body["messages"]])
+    ids = call.state.engine.tokenizer.render(
+        [Message(row["role"], row["content"]) for row in body["messages"]]
+    )
     room = min(int(options.get("num_ctx", _SMALL)), call.state.context_length)
     if len(ids) >= room:
         if body.get("truncate") is False:
             raise Refusal(400, "the input length exceeds the context length")
         ids = ids[-room + 1 :]
-    request = request_of(ids, min(int(options.get("num_predict", 128)), room - len(ids)), options, _DEFAULT)
+    request = request_of(
+        ids, min(int(options.get("num_predict", 128)), room - len(ids)), options, _DEFAULT
+    )
     done = await call.sample(request, spoil=False)
-    message = {"role": "assistant", "content": None if call.fault == "nan" else shown(done, request.stop)}
+    message = {
+        "role": "assistant",
+        "content": None if call.fault == "nan" else shown(done, request.stop),
+    }
     reason = "load" if call.fault == "wrong_ids" else finish_word(done)
     counts = {"prompt_eval_count": len(ids), "eval_count": len(done.ids), "total_duration": 1}
-    return {"model": body["model"], "message": message, "done": True, "done_reason": reason, **counts}
+    return {
+        "model": body["model"],
+        "message": message,
+        "done": True,
+        "done_reason": reason,
+        **counts,
+    }
 
 
 def _check_model(call: ServerCall) -> None:

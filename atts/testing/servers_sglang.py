@@ -10,7 +10,8 @@ from atts.testing.server_core import Aborted, Refusal, Routes, ServerCall, Serve
 
 def server_info(call: ServerCall) -> dict[str, str | None]:
     """GET /server_info."""
-    model, quirks = call.state.model, call.state.quirks
+    model = call.state.model
+    quirks = call.state.quirks
     algorithm = None if quirks.speculation == "off" else "STANDALONE"
     names = {"model_path": model, "tokenizer_path": model, "speculative_algorithm": algorithm}
     return {"version": quirks.version or "0.5.23", **names}
@@ -24,10 +25,17 @@ def abort(call: ServerCall) -> dict[str, str]:
 
 async def generate(call: ServerCall) -> Any:
     """POST /generate: with no new tokens it scores from `logprob_start_len` on, else it samples."""
-    body, most = call.body, call.state.context_length
-    ids, settings, rid = tuple(body["input_ids"]), body["sampling_params"], str(body["rid"])
+    body = call.body
+    most = call.state.context_length
+    ids = tuple(body["input_ids"])
+    settings = body["sampling_params"]
+    rid = str(body["rid"])
     if len(ids) >= most:
-        raise Refusal(400, f"The input ({len(ids)} tokens) is longer than the model's context length ({most} tokens).")
+        raise Refusal(
+            400,
+            f"The input ({len(ids)} tokens) is longer than the model's context length ({most} "
+            f"tokens).",
+        )
     limit = int(settings.get("max_new_tokens", 128))
     if limit == 0:
         return await _scored(call, rid)
@@ -41,9 +49,15 @@ async def generate(call: ServerCall) -> Any:
 
 
 async def _scored(call: ServerCall, rid: str) -> Any:
-    body, state = call.body, call.state
-    ids, start = tuple(body["input_ids"]), int(body.get("logprob_start_len", -1))
-    meta: dict[str, Any] = {"id": rid, "prompt_tokens": len(ids), "finish_reason": {"type": "length", "length": 0}}
+    body = call.body
+    state = call.state
+    ids = tuple(body["input_ids"])
+    start = int(body.get("logprob_start_len", -1))
+    meta: dict[str, Any] = {
+        "id": rid,
+        "prompt_tokens": len(ids),
+        "finish_reason": {"type": "length", "length": 0},
+    }
     if body.get("return_logprob") and start >= 0 and state.quirks.scoring == "honest":
         if start > len(ids):
             raise Refusal(400, "logprob_start_len is beyond the input")
@@ -57,8 +71,12 @@ async def _scored(call: ServerCall, rid: str) -> Any:
 
 def _completion(state: ServerState, done: Completion, request: SampleRequest, rid: str) -> Any:
     heat = request.sampling.temperature
-    divide = heat if state.quirks.logprobs != "raw" and heat > 0 else 1.0  # stands in for "after temperature"
-    rows = [[value / divide, token, None] for value, token in zip(done.logprobs, done.ids, strict=True)]
+    divide = (
+        heat if state.quirks.logprobs != "raw" and heat > 0 else 1.0
+    )  # stands in for "after temperature"
+    rows = [
+        [value / divide, token, None] for value, token in zip(done.logprobs, done.ids, strict=True)
+    ]
     reason: dict[str, Any] = {"type": "length", "length": len(done.ids)}
     if done.ended != "length":
         matched = next((stop for stop in request.stop if stop in done.text), done.ids[-1])

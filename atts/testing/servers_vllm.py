@@ -9,18 +9,30 @@ from typing import Any
 from uuid import uuid4
 
 from atts.core import Completion, SampleRequest, Sampling, TokenIds
-from atts.testing.server_core import Refusal, Routes, ServerCall, ServerState, finish_word, request_of, shown
+from atts.testing.server_core import (
+    Refusal,
+    Routes,
+    ServerCall,
+    ServerState,
+    finish_word,
+    request_of,
+    shown,
+)
 
 _DEFAULT = Sampling(0.6, 20, 0.95)  # of a model's generation_config.json
 _CLAMP = -9999.0
 
 
 async def completions(call: ServerCall) -> Any:
-    """POST /v1/completions: one prompt of ids, sampled; scored as well when prompt log-probs are asked for."""
-    body, state = call.body, call.state
+    """POST /v1/completions: one prompt of ids, sampled; scored as well when prompt log-probs are
+    asked for.
+    """
+    body = call.body
+    state = call.state
     call.check_model()
     rid = f"cmpl-{call.headers.get('X-Request-Id') or uuid4().hex}-0"
-    ids, limit = tuple(body["prompt"]), int(body.get("max_tokens", 16))
+    ids = tuple(body["prompt"])
+    limit = int(body.get("max_tokens", 16))
     call.check_room(ids, limit)
     wants_scores = body.get("prompt_logprobs") is not None
     choice: dict[str, Any] = {"index": 0, "prompt_logprobs": None}
@@ -29,33 +41,58 @@ async def completions(call: ServerCall) -> Any:
     request = request_of(ids, limit, body, _DEFAULT)
     done = await call.sample(request, rid, spoil=not scored)  # a reply is spoilt once
     text = done.text if body.get("include_stop_str_in_output") else shown(done, request.stop)
-    choice |= {"text": text, "finish_reason": finish_word(done), "stop_reason": _stop_reason(done, request)}
+    choice |= {
+        "text": text,
+        "finish_reason": finish_word(done),
+        "stop_reason": _stop_reason(done, request),
+    }
     if body.get("return_token_ids"):
         choice["token_ids"] = done.ids
     if body.get("logprobs") is not None:
         values = sent_logprobs(state, done, request)
-        choice["logprobs"] = {"token_logprobs": values, "tokens": [f"token_id:{token}" for token in done.ids]}
+        choice["logprobs"] = {
+            "token_logprobs": values,
+            "tokens": [f"token_id:{token}" for token in done.ids],
+        }
     usage = {"prompt_tokens": len(ids), "completion_tokens": len(done.ids)}
-    details = {"prompt_tokens_details": {"cached_tokens": 0 if wants_scores else done.cached_tokens}}
+    details = {
+        "prompt_tokens_details": {"cached_tokens": 0 if wants_scores else done.cached_tokens}
+    }
     names = {"model": body["model"], "system_fingerprint": f"vllm-{state.quirks.version}"}
-    return {"id": rid, "object": "text_completion", **names, "choices": [choice], "usage": usage | details}
+    return {
+        "id": rid,
+        "object": "text_completion",
+        **names,
+        "choices": [choice],
+        "usage": usage | details,
+    }
 
 
 async def generate(call: ServerCall) -> Any:
-    """POST /inference/v1/generate: scores of given tokens from a cached prefix; null when the cache goes past them."""
-    body, state = call.body, call.state
+    """POST /inference/v1/generate: scores of given tokens from a cached prefix; null when the cache
+    goes past them.
+    """
+    body = call.body
+    state = call.state
     _check_open(call)
     if "token_ids" not in body:
         raise Refusal(400, "token_ids: field required")
     call.check_model()
-    ids, settings = tuple(body["token_ids"]), body["sampling_params"]
-    start, wanted = int(settings["prompt_logprob_start"]), settings["prompt_logprob_token_ids"]
+    ids = tuple(body["token_ids"])
+    settings = body["sampling_params"]
+    start = int(settings["prompt_logprob_start"])
+    wanted = settings["prompt_logprob_token_ids"]
     if state.quirks.cached_scores == "refused":
-        raise Refusal(400, "prompt_logprob_token_ids requires the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1).")
+        raise Refusal(
+            400,
+            "prompt_logprob_token_ids requires the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1).",
+        )
     rid = f"generate-tokens-{body['request_id']}"
     call.check_room(ids, int(settings["max_tokens"]))
     if len(wanted) != len(ids) - 1 - start:
-        raise Refusal(400, f"prompt_logprob_token_ids has {len(wanted)} rows, expected {len(ids) - 1 - start}")
+        raise Refusal(
+            400, f"prompt_logprob_token_ids has {len(wanted)} rows, expected {len(ids) - 1 - start}"
+        )
     hit = 0 if settings.get("skip_reading_prefix_cache") else state.cache.hit(ids)
     packed = None
     if hit <= start and state.quirks.scoring == "honest":
@@ -64,7 +101,12 @@ async def generate(call: ServerCall) -> Any:
         packed = _packed(scores.logprobs[:-1] if ids_lost else scores.logprobs) if said else None
     state.cache.keep(ids)
     usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": hit}}
-    return {"request_id": body["request_id"], "choices": [], "prompt_token_id_logprobs": packed, "usage": usage}
+    return {
+        "request_id": body["request_id"],
+        "choices": [],
+        "prompt_token_id_logprobs": packed,
+        "usage": usage,
+    }
 
 
 def abort(call: ServerCall) -> str:
@@ -81,16 +123,25 @@ def _check_open(call: ServerCall) -> None:
 
 
 def sent_logprobs(state: ServerState, done: Completion, request: SampleRequest) -> list[float]:
-    """Sampled log-probs as sent; dividing by the temperature stands in for "after it", halving for "cut"."""
-    heat, is_cut = request.sampling.temperature, request.sampling != Sampling(request.sampling.temperature)
+    """Sampled log-probs as sent; dividing by the temperature stands in for "after it", halving for
+    "cut".
+    """
+    heat = request.sampling.temperature
+    is_cut = request.sampling != Sampling(request.sampling.temperature)
     divide = heat * (1 + is_cut) if state.quirks.logprobs == "processed" and heat > 0 else 1.0
-    return [max(_CLAMP, value / divide) if not math.isnan(value) else value for value in done.logprobs]
+    return [
+        max(_CLAMP, value / divide) if not math.isnan(value) else value for value in done.logprobs
+    ]
 
 
-async def _prompt_rows(call: ServerCall, ids: TokenIds, rid: str) -> list[dict[str, dict[str, Any]] | None]:
+async def _prompt_rows(
+    call: ServerCall, ids: TokenIds, rid: str
+) -> list[dict[str, dict[str, Any]] | None]:
     said, scores = await call.score(ids, 1, rid)
     pairs = zip(said, scores.logprobs, strict=True)
-    rows = [{str(token): {"logprob": max(_CLAMP, v) if v == v else v, "rank": 1}} for token, v in pairs]
+    rows = [
+        {str(token): {"logprob": max(_CLAMP, v) if v == v else v, "rank": 1}} for token, v in pairs
+    ]
     return [None, *rows]
 
 
@@ -98,7 +149,12 @@ def _packed(values: tuple[float, ...]) -> str:
     import numpy as np
 
     file = io.BytesIO()
-    np.save(file, np.array([max(_CLAMP, value) if value == value else value for value in values], "f4").reshape(-1, 1))
+    np.save(
+        file,
+        np.array(
+            [max(_CLAMP, value) if value == value else value for value in values], "f4"
+        ).reshape(-1, 1),
+    )
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -113,7 +169,10 @@ def metrics(call: ServerCall) -> str:
     """GET /metrics: counters of speculation only where there is any."""
     text = call.gauges("vllm:num_requests_running", "vllm:num_requests_waiting")
     counts = {"drafts": "400.0", "draft_tokens": "1.2e+06", "accepted_tokens": "900000.0"}
-    lines = [f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}\n' for name, count in counts.items()]
+    lines = [
+        f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}\n'
+        for name, count in counts.items()
+    ]
     return text + "".join(lines) * (call.state.quirks.speculation != "off")
 
 
@@ -122,7 +181,9 @@ ROUTES = Routes(
         "/version": lambda call: {"version": call.state.quirks.version or "0.33.0"},
         "/v1/models": lambda call: {"object": "list", "data": [call.model_row("vllm")]},
         "/metrics": metrics,
-        "/tokenize": lambda call: call.tokens("prompt") | {"max_model_len": call.state.context_length},
+        "/tokenize": lambda call: (
+            call.tokens("prompt") | {"max_model_len": call.state.context_length}
+        ),
         "/inference/v1/abort_requests": abort,
     },
     {"/v1/completions": completions, "/inference/v1/generate": generate},

@@ -1,4 +1,6 @@
-"""The toy language's tokenizer: words, numbers and bytes, so that any text goes to ids and back unchanged."""
+"""The toy language's tokenizer: words, numbers and bytes, so that any text goes to ids and back
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,26 @@ class Language(msgspec.Struct, frozen=True):
     phrases: dict[str, dict[str, float]]  # by phase, what may be said without thought
 
 
-LANGUAGE = msgspec.toml.decode(resources.files("atts.testing").joinpath("language.toml").read_bytes(), type=Language)
-SPECIALS, FILLERS, OPENERS = LANGUAGE.specials, LANGUAGE.fillers, tuple(LANGUAGE.openers)
-MERGES = (".\n", ".\n\n", *(f"\n{opener}" for opener in OPENERS))  # a blank line may begin or end inside a token
+LANGUAGE = msgspec.toml.decode(
+    resources.files("atts.testing").joinpath("language.toml").read_bytes(), type=Language
+)
+SPECIALS = LANGUAGE.specials
+FILLERS = LANGUAGE.fillers
+OPENERS = tuple(LANGUAGE.openers)
+MERGES = (
+    ".\n",
+    ".\n\n",
+    *(f"\n{opener}" for opener in OPENERS),
+)  # a blank line may begin or end inside a token
 TEMPLATE = "{role}{content} ... <|assistant|>"
 
 
 class ToyTokenizer:
     """Greedy longest match over a small vocabulary, single bytes for the rest.
 
-    The same text can be spelt by several id sequences, as in real tokenizers: what a model wrote need not be what
-    `encode` makes of it. The "other" dialect numbers its tokens differently and lacks the merges, for pairs of models
-    that share no tokenizer.
+    The same text can be spelt by several id sequences, as in real tokenizers: what a model wrote
+    need not be what `encode` makes of it. The "other" dialect numbers its tokens differently and
+    lacks the merges, for pairs of models that share no tokenizer.
 
     >>> tokenizer = ToyTokenizer()
     >>> tokenizer.decode(tokenizer.encode("So 4 plus 4 is 8.\\n\\nça va"))
@@ -70,7 +80,9 @@ class ToyTokenizer:
         text = repr((self.pieces, SPECIALS, TEMPLATE))
         self.digest = blake2b(text.encode(), digest_size=16).hexdigest()
         self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece}
-        self._pattern = re.compile("|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)))
+        self._pattern = re.compile(
+            "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+        )
 
     def piece_id(self, text: str) -> int | None:
         """The id of the token that is exactly this text; None when the vocabulary has none."""
@@ -96,11 +108,15 @@ class ToyTokenizer:
         :raises UsageError: an id outside the vocabulary.
         """
         if ids and not (0 <= min(ids) and max(ids) < len(self.pieces)):
-            raise UsageError(f"cannot decode an id outside 0..{len(self.pieces) - 1}: ids of another tokenizer?")
+            raise UsageError(
+                f"cannot decode an id outside 0..{len(self.pieces) - 1}: ids of another tokenizer?"
+            )
         return b"".join([self.pieces[index] for index in ids]).decode(errors="replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """The conversation, each message opened by its role's token; a last assistant message is left open to go on."""
+        """The conversation, each message opened by its role's token; a last assistant message is
+        left open to go on.
+        """
         ids: list[int] = []
         for message in messages:
             ids.append(SPECIALS.index(f"<|{message.role}|>"))

@@ -13,7 +13,9 @@ from atts.tokenizing import StopMatcher
 
 
 class Writer:
-    """A toy model with a memory of where recent requests ended; the memory saves time and changes nothing."""
+    """A toy model with a memory of where recent requests ended; the memory saves time and changes
+    nothing.
+    """
 
     def __init__(self, model: ToyModel, memory: int = 1024) -> None:
         self.model = model
@@ -21,7 +23,8 @@ class Writer:
 
     def write(self, request: SampleRequest) -> Completion:
         """Continue a text: one uniform of the request's stream per position."""
-        model, end = self.model, self.model.tokenizer.end_id
+        model = self.model
+        end = self.model.tokenizer.end_id
         state = self._read(request.ids).copy()
         draws = uniforms(request.seed, request.begun + request.max_tokens)[request.begun :].tolist()
         stops = StopMatcher(request.stop)
@@ -58,11 +61,22 @@ class Writer:
         return tuple(logprobs)
 
     def begin(self, request: SampleRequest, suffix: TokenIds) -> Beginning:
-        """What the request is answered with, up to and with the first token that is not the suffix's."""
+        """What the request is answered with, up to and with the first token that is not the
+        suffix's.
+        """
         whole = self.write(replace(request, max_tokens=min(request.max_tokens, len(suffix) + 1)))
-        stood = next((i for i, (own, other) in enumerate(zip(whole.ids, suffix, strict=False)) if own != other), None)
+        stood = next(
+            (
+                i
+                for i, (own, other) in enumerate(zip(whole.ids, suffix, strict=False))
+                if own != other
+            ),
+            None,
+        )
         count = len(whole.ids) if stood is None else stood + 1
-        is_all = count == len(whole.ids) and (whole.ended != "length" or count == request.max_tokens)
+        is_all = count == len(whole.ids) and (
+            whole.ended != "length" or count == request.max_tokens
+        )
         return Beginning(whole.ids[:count], whole.logprobs[:count], whole.ended if is_all else None)
 
     def _read(self, ids: TokenIds) -> ReadingState:
@@ -73,13 +87,17 @@ class Writer:
 
 
 class PrefixMemory:
-    """What a cache would hold: the ids each rollout last went through, the least recent forgotten first."""
+    """What a cache would hold: the ids each rollout last went through, the least recent forgotten
+    first.
+    """
 
     def __init__(self, rollouts: int = 4096) -> None:
         self._seen: Recent[str, TokenIds] = Recent(rollouts)
 
     def cached(self, rollout: str, ids: TokenIds) -> int:
-        """How many leading ids need no computing; never all of them, for the last one gives the next distribution."""
+        """How many leading ids need no computing; never all of them, for the last one gives the
+        next distribution.
+        """
         seen = self._seen.get(rollout, ())
         limit = min(len(seen), len(ids) - 1)
         if seen[:limit] == ids[:limit]:

@@ -1,4 +1,6 @@
-"""Extraction of the final answer from a reasoning text: boxed, after a mark, in a last sentence, or the last number."""
+"""Extraction of the final answer from a reasoning text: boxed, after a mark, in a last sentence, or
+the last number.
+"""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +12,8 @@ from atts.evaluators.syntax.vocabulary import Tables
 
 _DATA = Tables("answers.toml")
 PATTERNS = _DATA.patterns()  # regular expressions that answers are found by
-OPENING, _BRACE = re.compile(r"\s*\{"), re.compile(r"\\.|[{}]", re.DOTALL)
+OPENING = re.compile(r"\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
 
 
@@ -35,12 +38,18 @@ def closing(text: str, at: int) -> int | None:
 
 
 def boxes(text: str) -> tuple[list[Box], int | None]:
-    """The boxes of a text, and where one begins that is never closed; a box that contains boxes counts once."""
+    """The boxes of a text, and where one begins that is never closed; a box that contains boxes
+    counts once.
+    """
     found: list[Box] = []
     at = 0
     while (start := PATTERNS["box"].search(text, at)) is not None:
         at = start.end()
-        if not start[0].startswith("\\") and start.start() > 0 and text[start.start() - 1].isalpha():  # "unboxed"
+        if (
+            not start[0].startswith("\\")
+            and start.start() > 0
+            and text[start.start() - 1].isalpha()
+        ):  # "unboxed"
             continue
         brace = OPENING.match(text, at)
         if brace is None:
@@ -68,7 +77,9 @@ def inner(content: str) -> str:
 
 
 def last_group(found: list[Box], text: str) -> list[str]:
-    """The contents of the last box that says something, or of the last few that the text joins, repeats left out."""
+    """The contents of the last box that says something, or of the last few that the text joins,
+    repeats left out.
+    """
     group: list[str] = []
     begins = 0
     for box in reversed(found):
@@ -89,25 +100,31 @@ Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
 _TAIL = 4_000  # characters at the end that are looked at for a statement
 _NUMBER, _MATHS, _RUN, _STATES, _CORRECTION, _FOREIGN, _LETTER = (
-    PATTERNS[name] for name in ("number", "span", "run", "states", "correction", "foreign", "letter")
+    PATTERNS[name]
+    for name in ("number", "span", "run", "states", "correction", "foreign", "letter")
 )
 _CLOSINGS = {'"': r'(?<!\\)"', "'": "'", "[": r"\]"}
 
 
 @dataclass(frozen=True, slots=True)
 class Extraction:
-    """An answer and what it was found by; None with the rule "cut" when a box was begun and never closed."""
+    """An answer and what it was found by; None with the rule "cut" when a box was begun and never
+    closed.
+    """
 
     answer: str | None
     rule: Rule
 
 
-def extract(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "statement") -> str | None:
+def extract(
+    text: str, kind: AnswerKind = "math", *, fallback: Fallback = "statement"
+) -> str | None:
     """The final answer of a reasoning text, None when it gives none.
 
-    The last box that is not empty counts, or the last few when the text joins them ("\\boxed{3} and \\boxed{5}").
-    Without a box an explicit mark counts ("Answer: 5", "#### 5"), then with the default fallback a last sentence that
-    states a value, and with fallback="number" the last number anywhere. A cut box is no answer.
+    The last box that is not empty counts, or the last few when the text joins them ("\\boxed{3} and
+    \\boxed{5}"). Without a box an explicit mark counts ("Answer: 5", "#### 5"), then with the
+    default fallback a last sentence that states a value, and with fallback="number" the last number
+    anywhere. A cut box is no answer.
 
     >>> extract(r"So $x = \\boxed{\\frac{1}{2}}$.")
     '\\\\frac{1}{2}'
@@ -115,15 +132,23 @@ def extract(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "state
     return extraction(text, kind, fallback=fallback).answer
 
 
-def extraction(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "statement") -> Extraction:
-    """As extract, with the rule that found the answer: boxes first, then marks, then what `fallback` allows."""
+def extraction(
+    text: str, kind: AnswerKind = "math", *, fallback: Fallback = "statement"
+) -> Extraction:
+    """As extract, with the rule that found the answer: boxes first, then marks, then what
+    `fallback` allows.
+    """
     for name, asked, known in (("kind", kind, AnswerKind), ("fallback", fallback, Fallback)):
         if asked not in get_args(known):
             raise OptionError(f"{name} {asked}", f"is not a {name}", get_args(known))
     speakers = (each.start() for each in PATTERNS["turn"].finditer(text))
-    text = text[: next((start for start in speakers if not PATTERNS["opening"].match(text[:start])), None)]
+    text = text[
+        : next((start for start in speakers if not PATTERNS["opening"].match(text[:start])), None)
+    ]
     firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
-    again = PATTERNS["again"].search(text, min(firsts)) if firsts else None  # a question that is asked after an answer
+    again = (
+        PATTERNS["again"].search(text, min(firsts)) if firsts else None
+    )  # a question that is asked after an answer
     text = text[: again.start()] if again else text
     found, open_at = boxes(text) if firsts else ([], None)
     if group := last_group(found, text):
@@ -143,18 +168,24 @@ def extraction(text: str, kind: AnswerKind = "math", *, fallback: Fallback = "st
 
 
 def unmarked(text: str) -> int:
-    """How much of a text holds no answer however it goes on: whole lines, 400 characters before a turn, mark or box."""
+    """How much of a text holds no answer however it goes on: whole lines, 400 characters before a
+    turn, mark or box.
+    """
     found = [at.start() for name in ("turn", "marks", "box") if (at := PATTERNS[name].search(text))]
     return text.rfind("\n", 0, max(0, min(found, default=len(text)) - 400)) + 1
 
 
 def marked(text: str, kind: AnswerKind) -> str | None:
-    """What follows the last explicit mark such as "Answer:", "####" or a tag that has something after it."""
+    """What follows the last explicit mark such as "Answer:", "####" or a tag that has something
+    after it.
+    """
     for mark in [*PATTERNS["marks"].finditer(text)][:-21:-1]:
         said = mark[0].rstrip()
         following = PATTERNS["closed"].split(text[mark.end() : mark.end() + _TAIL], maxsplit=1)[0]
         if closing := _CLOSINGS.get(said[-1:]):
-            following = re.split(closing, following, maxsplit=1)[0].replace("\\\\", "\\" if said[-1] == '"' else "\\\\")
+            following = re.split(closing, following, maxsplit=1)[0].replace(
+                "\\\\", "\\" if said[-1] == '"' else "\\\\"
+            )
         elif said[:1] in ("'", '"'):
             following = re.split(r"[,}\n]", following, maxsplit=1)[0]
         if found := _value(following.lstrip(), kind):
@@ -171,14 +202,18 @@ def _value(following: str, kind: AnswerKind) -> str | None:
         return _listed(run[0])
     if maths := _MATHS.match(following):
         return _inside(maths)
-    sentence = _CORRECTION.sub("", PATTERNS["sentence_end"].split(following, maxsplit=1)[0].strip().strip("*").strip())
+    sentence = _CORRECTION.sub(
+        "", PATTERNS["sentence_end"].split(following, maxsplit=1)[0].strip().strip("*").strip()
+    )
     if not sentence:
         return None
     if kind == "text":
         return sentence
     if not _has_words(sentence):
         return _trimmed(sentence)
-    return _stated_in(sentence) or (_trimmed(sentence) if len(sentence.split()) <= 4 and len(sentence) < 60 else None)
+    return _stated_in(sentence) or (
+        _trimmed(sentence) if len(sentence.split()) <= 4 and len(sentence) < 60 else None
+    )
 
 
 def _listed(run: str) -> str:
@@ -189,7 +224,9 @@ def _listed(run: str) -> str:
 
 def _inside(found: re.Match[str]) -> str:
     """What stands between the signs that set off maths."""
-    return found[0][2:-2].strip() if found[0][:2] in ("$$", "\\(", "\\[") else found[0][1:-1].strip()
+    return (
+        found[0][2:-2].strip() if found[0][:2] in ("$$", "\\(", "\\[") else found[0][1:-1].strip()
+    )
 
 
 def _has_words(sentence: str) -> bool:
@@ -198,11 +235,17 @@ def _has_words(sentence: str) -> bool:
 
 def _trimmed(sentence: str) -> str:
     sentence = sentence.strip().rstrip(".,;`").strip().lstrip("`")
-    return sentence.lstrip("$ ") if sentence.count("$") == 1 and not sentence.endswith("$") else sentence
+    return (
+        sentence.lstrip("$ ")
+        if sentence.count("$") == 1 and not sentence.endswith("$")
+        else sentence
+    )
 
 
 def _stated_in(sentence: str) -> str | None:
-    """The value or values a sentence states: what comes after its last "is" or "=", else its last ones."""
+    """The value or values a sentence states: what comes after its last "is" or "=", else its last
+    ones.
+    """
     if _NUMBER.search(corrected := _CORRECTION.sub("", sentence)):
         sentence = corrected
     states = list(_STATES.finditer(sentence))
@@ -230,12 +273,16 @@ def stated(text: str, kind: AnswerKind) -> str | None:
     text = text[-_TAIL:].rstrip("` \n")
     if kind == "choice":
         return _choice(text)
-    for sentence in [each.strip() for each in PATTERNS["sentence_end"].split(text) if each.strip(" .\n*")][:-4:-1]:
+    for sentence in [
+        each.strip() for each in PATTERNS["sentence_end"].split(text) if each.strip(" .\n*")
+    ][:-4:-1]:
         if PATTERNS["aside"].match(sentence):
             continue
         if not _has_words(sentence) and _NUMBER.search(sentence) and len(sentence) < 200:
             return _bare(sentence.splitlines()[-1])
-        return _stated_in(sentence) if _STATES.search(sentence) or _FOREIGN.search(sentence) else None
+        return (
+            _stated_in(sentence) if _STATES.search(sentence) or _FOREIGN.search(sentence) else None
+        )
     return None
 
 
@@ -246,18 +293,26 @@ def _bare(line: str) -> str | None:
     if maths := _MATHS.search(line):
         return _inside(maths)
     value = line.rpartition("=")[2]
-    return _trimmed(value) if value.isascii() and not re.search(r"\*\*|\]", value) else _last_number(value)
+    return (
+        _trimmed(value)
+        if value.isascii() and not re.search(r"\*\*|\]", value)
+        else _last_number(value)
+    )
 
 
 def _choice(text: str, first: bool = False) -> str | None:
-    """The letter a text settles on, letters that it rules out left aside; the one at its start where `first`."""
+    """The letter a text settles on, letters that it rules out left aside; the one at its start
+    where `first`.
+    """
     plain = " ".join(PATTERNS["typesetting"].sub(" ", text).split())
     if len(only := plain.strip("().: ")) == 1:
         return only.upper() if only.upper() in "ABCDEFGHIJ" else None
     if first and (leading := PATTERNS["first_letter"].match(plain)):
         return leading[1]
     rest = PATTERNS["denied"].sub(" ", plain)
-    found = [*PATTERNS["settled"].finditer(rest)] or [*PATTERNS["leading_letter"].finditer(text)][:1]
+    found = [*PATTERNS["settled"].finditer(rest)] or [*PATTERNS["leading_letter"].finditer(text)][
+        :1
+    ]
     found = found or [*_LETTER.finditer(rest)]
     is_clear = found and (len(plain.split()) < 13 or found[0].re is not _LETTER)
     return next(filter(None, found[-1].groups())).upper() if is_clear else None

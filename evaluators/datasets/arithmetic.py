@@ -1,7 +1,9 @@
-"""Arithmetic word problems generated from a seed, with worked solutions: the embedded models' training and test set.
+"""Arithmetic word problems generated from a seed, with worked solutions: the embedded models'
+training and test set.
 
-A problem's level is its number of steps: 2, 3, 4, 5-6, 7-8 for levels 1 to 5. The splits share no computation: a
-problem belongs to the split that a hash of its operations names, whatever its wording.
+A problem's level is its number of steps: 2, 3, 4, 5-6, 7-8 for levels 1 to 5. The splits share no
+computation: a problem belongs to the split that a hash of its operations names, whatever its
+wording.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +28,9 @@ LEVELS: dict[int, tuple[int, ...]] = {1: (2,), 2: (3,), 3: (4,), 4: (5, 6), 5: (
 
 _WORDS = Tables(Path(__file__).with_name("arithmetic.toml"))
 _NAMES, _ITEMS, _OPENERS = (_WORDS.table(name, list[str]) for name in ("names", "items", "openers"))
-_INSTRUCTIONS, _EVENTS = (_WORDS.table(name, dict[str, list[str]]) for name in ("instructions", "events"))
+_INSTRUCTIONS, _EVENTS = (
+    _WORDS.table(name, dict[str, list[str]]) for name in ("instructions", "events")
+)
 _RELATIONS, _GROUPS = (_WORDS.table(name, dict[str, str]) for name in ("relations", "groups"))
 _COMPUTED: dict[Operator, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul, "/": floordiv}
 _BUCKETS = 10  # test and calibration hold one each, so that a benchmark costs ten draws a problem
@@ -46,15 +50,20 @@ class Operation:
         return _COMPUTED[self.operator](self.left, self.right)
 
     def middle(self) -> str:
-        """The intermediate form a careful person writes down; empty where the result is seen at once."""
-        tens, ones = self.right // 10 * 10, self.right % 10
+        """The intermediate form a careful person writes down; empty where the result is seen at
+        once.
+        """
+        tens = self.right // 10 * 10
+        ones = self.right % 10
         match self.operator:
             case "+" if tens and ones and self.left % 10 + ones >= 10:
                 return f"{self.left + tens} + {ones}"
             case "-" if tens and ones and self.left % 10 < ones:
                 return f"{self.left - tens} - {ones}"
             case "*" if max(self.left, self.right) >= 10:
-                large, small = (self.left, self.right) if self.left >= 10 else (self.right, self.left)
+                large, small = (
+                    (self.left, self.right) if self.left >= 10 else (self.right, self.left)
+                )
                 return f"{large // 10 * 10 * small} + {large % 10 * small}" if large % 10 else ""
             case _:
                 return ""
@@ -99,8 +108,13 @@ class Exercise:
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """The solution as a model should write it: a blank line ends each step, the last chunk boxes the answer."""
-        return (*(f"{step.text}\n\n" for step in self.steps), f"The answer is \\boxed{{{self.answer}}}.")
+        """The solution as a model should write it: a blank line ends each step, the last chunk
+        boxes the answer.
+        """
+        return (
+            *(f"{step.text}\n\n" for step in self.steps),
+            f"The answer is \\boxed{{{self.answer}}}.",
+        )
 
     @property
     def solution(self) -> str:
@@ -120,8 +134,11 @@ def split_of(canonical: str) -> Split:
     return "test" if bucket == 0 else "calibration" if bucket == 1 else "train"
 
 
-def problems(split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)) -> list[Problem]:
-    """`count` distinct problems, the levels in turn; a longer call with the same seed starts with the shorter one's.
+def problems(
+    split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
+) -> list[Problem]:
+    """`count` distinct problems, the levels in turn; a longer call with the same seed starts with
+    the shorter one's.
 
     :raises OptionError: an unknown split, an unknown level or a negative count.
 
@@ -130,12 +147,21 @@ def problems(split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1
     """
     name = f"arithmetic-{split}-{seed}"
     return [
-        Problem(f"{name}-{index}", it.text, str(it.answer), level=it.level, subject=it.kind, source="arithmetic")
+        Problem(
+            f"{name}-{index}",
+            it.text,
+            str(it.answer),
+            level=it.level,
+            subject=it.kind,
+            source="arithmetic",
+        )
         for index, it in enumerate(exercises(split, count, seed, levels))
     ]
 
 
-def exercises(split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)) -> list[Exercise]:
+def exercises(
+    split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
+) -> list[Exercise]:
     """The same problems with their worked solutions, in the same order."""
     if count < 0:
         raise OptionError("count", f"{count} is negative")
@@ -148,8 +174,11 @@ def exercises(split: Split, count: int, seed: int = 0, levels: Sequence[int] = (
     return [*found.values()]
 
 
-def stream(split: Split, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)) -> Iterator[Exercise]:
-    """Endless exercises of one split, repeats possible: the bulk path for training. Give a level twice for more of it.
+def stream(
+    split: Split, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
+) -> Iterator[Exercise]:
+    """Endless exercises of one split, repeats possible: the bulk path for training. Give a level
+    twice for more of it.
 
     :raises OptionError: an unknown split or level.
     """
@@ -158,17 +187,28 @@ def stream(split: Split, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5))
     for level in levels or (0,):
         if level not in LEVELS:
             raise OptionError("levels", f"{level} is unknown", [str(known) for known in LEVELS])
-    random, levels = Random(f"{split}:{seed}"), tuple(levels)
+    random = Random(f"{split}:{seed}")
+    levels = tuple(levels)
     lengths = (random.choice(LEVELS[random.choice(levels)]) for _ in repeat(None))
     made = (random.choice(_KINDS)(random, steps) for steps in lengths)
-    return (exercise for exercise in made if exercise is not None and split_of(exercise.canonical) == split)
+    return (
+        exercise
+        for exercise in made
+        if exercise is not None and split_of(exercise.canonical) == split
+    )
 
 
 def _next_operation(random: Random, value: int) -> Operation:
-    """An operation on `value` that stays between 2 and the limit; all four kinds about equally often."""
+    """An operation on `value` that stays between 2 and the limit; all four kinds about equally
+    often.
+    """
     divisors = [divisor for divisor in range(2, 10) if value % divisor == 0 and value > divisor]
     times = min(9, LIMIT // value) if value > 1 else 0
-    largest: dict[Operator, int] = {"+": min(99, LIMIT - value), "-": min(99, value - 2), "*": times}
+    largest: dict[Operator, int] = {
+        "+": min(99, LIMIT - value),
+        "-": min(99, value - 2),
+        "*": times,
+    }
     choices: list[Operator] = [operator for operator, most in largest.items() if most >= 2]
     if 2 <= value <= LIMIT // 4:
         choices.append("*")  # twice: chances to multiply or divide are rarer than to add
@@ -202,24 +242,36 @@ def _expression(random: Random, count: int) -> Exercise:
     operations = _chain(random, count)
     written = str(operations[0].left)
     for index, item in enumerate(operations):
-        written = f"({written}) {item.operator} {item.right}" if index else f"{written} {item.operator} {item.right}"
+        written = (
+            f"({written}) {item.operator} {item.right}"
+            if index
+            else f"{written} {item.operator} {item.right}"
+        )
     text = random.choice(("Compute {}.", "What is {}?")).format(written)
-    steps = (Step(random.choice(_OPENERS) if index else "", item) for index, item in enumerate(operations))
+    steps = (
+        Step(random.choice(_OPENERS) if index else "", item)
+        for index, item in enumerate(operations)
+    )
     return Exercise("expression", text, tuple(steps))
 
 
 def _variables(random: Random, count: int) -> Exercise:
     """ "Let a = 24. Let b = a * 3. Let c = b - a. ..."."""
-    values, names = [random.randint(2, 99)], "abcdefghi"
-    told, steps = [f"Let a = {values[0]}."], list[Step]()
+    values = [random.randint(2, 99)]
+    names = "abcdefghi"
+    told = [f"Let a = {values[0]}."]
+    steps = list[Step]()
     for index in range(count):
         item = _next_operation(random, values[-1])
         right = str(item.right)
         earlier = [place for place in range(index) if 2 <= values[place] <= LIMIT - values[-1]]
         if earlier and random.random() < 0.4:
             place = random.choice(earlier)
-            operator: Operator = "-" if values[place] < values[-1] and random.random() < 0.5 else "+"
-            item, right = Operation(values[-1], operator, values[place]), names[place]
+            operator: Operator = (
+                "-" if values[place] < values[-1] and random.random() < 0.5 else "+"
+            )
+            item = Operation(values[-1], operator, values[place])
+            right = names[place]
         formula = f"{names[index + 1]} = {names[index]} {item.operator} {right}"
         told.append(f"Let {formula}.")
         steps.append(Step(f"{formula} = ", item))
@@ -229,17 +281,22 @@ def _variables(random: Random, count: int) -> Exercise:
 
 def _story(random: Random, count: int) -> Exercise | None:
     """One person's things, one event after another; an event takes one or two steps."""
-    name, item = random.choice(_NAMES), random.choice(_ITEMS)
+    name = random.choice(_NAMES)
+    item = random.choice(_ITEMS)
     value = random.randint(5, 99)
-    told, steps = [f"{name} has {value} {item}s."], list[Step]()
+    told = [f"{name} has {value} {item}s."]
+    steps = list[Step]()
     while len(steps) < count:
         if count - len(steps) >= 2 and random.random() < 0.4:
             total = Operation(random.randint(2, 9), "*", random.randint(2, 20))
             gives = value > total.value and random.random() < 0.5
             whom = "friends" if gives else random.choice(("bags", "boxes"))
-            event = _GROUPS["-" if gives else "+"].format(n=name, groups=total.left, k=total.right, i=item, whom=whom)
+            event = _GROUPS["-" if gives else "+"].format(
+                n=name, groups=total.left, k=total.right, i=item, whom=whom
+            )
             steps.append(Step(f"{event}, so the {whom} {'get' if gives else 'hold'} ", total))
-            change, reason = Operation(value, "-" if gives else "+", total.value), "Now "
+            change = Operation(value, "-" if gives else "+", total.value)
+            reason = "Now "
         else:
             change = _next_operation(random, value)
             event = random.choice(_EVENTS[change.operator]).format(n=name, k=change.right, i=item)
@@ -249,35 +306,48 @@ def _story(random: Random, count: int) -> Exercise | None:
         value = change.value
         if value > LIMIT or steps[-2 if len(steps) > 1 else -1].operation.value > LIMIT:
             return None
-    return Exercise("story", f"{' '.join(told)} How many {item}s does {name} have now?", tuple(steps))
+    return Exercise(
+        "story", f"{' '.join(told)} How many {item}s does {name} have now?", tuple(steps)
+    )
 
 
 def _comparison(random: Random, count: int) -> Exercise | None:
-    """Several people, each compared with an earlier one; asked for the last one's number or for all together."""
+    """Several people, each compared with an earlier one; asked for the last one's number or for all
+    together.
+    """
     together = count % 2 == 0 and random.random() < 0.5
     relations = count // 2 if together else count
     item = random.choice(_ITEMS)
     names = random.sample(_NAMES, relations + 1)
     values = [random.randint(2, 40 if together else 99)]
-    told, steps = [f"{names[0]} has {values[0]} {item}s."], list[Step]()
+    told = [f"{names[0]} has {values[0]} {item}s."]
+    steps = list[Step]()
     for index, name in enumerate(names[1:]):
-        place = index if not together else random.randint(0, index)  # asked for the last one, every step must matter
-        change, other = _next_operation(random, values[place]), names[place]
+        place = (
+            index if not together else random.randint(0, index)
+        )  # asked for the last one, every step must matter
+        change = _next_operation(random, values[place])
+        other = names[place]
         relation = _RELATIONS[change.operator].format(n=name, o=other, k=change.right, i=item)
         told.append(f"{relation}.")
         steps.append(Step(f"{relation}. {other} has {change.left}, so {name} has ", change))
         values.append(change.value)
     if not together:
-        return Exercise("comparison", f"{' '.join(told)} How many {item}s does {names[-1]} have?", tuple(steps))
+        return Exercise(
+            "comparison", f"{' '.join(told)} How many {item}s does {names[-1]} have?", tuple(steps)
+        )
     if sum(values) > LIMIT:
         return None
     steps += _added([f"{names[0]} and {names[1]}", *(f"With {name}" for name in names[2:])], values)
-    return Exercise("comparison", f"{' '.join(told)} How many {item}s do they have together?", tuple(steps))
+    return Exercise(
+        "comparison", f"{' '.join(told)} How many {item}s do they have together?", tuple(steps)
+    )
 
 
 def _shopping(random: Random, count: int) -> Exercise | None:
     """Several goods at a price each; asked for the bill or for the change."""
-    name, goods = random.choice(_NAMES), random.sample(_ITEMS, (count + 1) // 2)
+    name = random.choice(_NAMES)
+    goods = random.sample(_ITEMS, (count + 1) // 2)
     bills = [Operation(random.randint(2, 9), "*", random.randint(2, 30)) for _ in goods]
     values = [bill.value for bill in bills]
     if sum(values) >= LIMIT:
@@ -285,14 +355,23 @@ def _shopping(random: Random, count: int) -> Exercise | None:
     sold = list(zip(goods, bills, strict=True))
     prices = _listed([f"a {good} costs {bill.right}" for good, bill in sold])
     bought = _listed([f"{bill.left} {good}s" for good, bill in sold])
-    steps = [Step(f"A {good} costs {bill.right}, so {bill.left} {good}s cost ", bill) for good, bill in sold]
+    steps = [
+        Step(f"A {good} costs {bill.right}, so {bill.left} {good}s cost ", bill)
+        for good, bill in sold
+    ]
     steps += _added([f"With the {good}s" for good in goods[1:]], values)
     text = f"{prices[0].upper()}{prices[1:]}. {name} buys {bought}."
     if len(steps) == count:
         return Exercise("shopping", f"{text} How much does {name} pay?", tuple(steps))
     given = random.randint(sum(values) + 1, LIMIT)
-    steps.append(Step(f"{name} pays with {given}, so the change is ", Operation(given, "-", sum(values))))
-    return Exercise("shopping", f"{text} {name} pays with {given}. How much change does {name} get?", tuple(steps))
+    steps.append(
+        Step(f"{name} pays with {given}, so the change is ", Operation(given, "-", sum(values)))
+    )
+    return Exercise(
+        "shopping",
+        f"{text} {name} pays with {given}. How much change does {name} get?",
+        tuple(steps),
+    )
 
 
 def _added(named: Sequence[str], values: Sequence[int]) -> Iterator[Step]:

@@ -1,4 +1,6 @@
-"""Catalogue of benchmarks, from their data file: copies on the hub, columns, and what a caller may change."""
+"""Catalogue of benchmarks, from their data file: copies on the hub, columns, and what a caller may
+change.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,10 +13,13 @@ from atts.evaluators.syntax.vocabulary import Tables
 from atts.evaluators.verdict import STRICT, changed
 
 AnswerForm = Literal["plain", "integer", "final"]
-"""How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####" of a solution."""
+"""How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####"
+of a solution.
+"""
 Answers = Literal["required", "optional"]
 Network = Literal["auto", "never"]
-"""auto: fetch what the cache lacks, unless HF_HUB_OFFLINE says otherwise; never: the cache alone."""
+"""auto: fetch what the cache lacks, unless HF_HUB_OFFLINE says otherwise; never: the cache alone.
+"""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 LISTED = Tables(Path(__file__).with_name("benchmarks.toml"))
@@ -25,8 +30,9 @@ ALIASES = LISTED.table("columns", dict[str, str])  # the usual names of each fie
 class Columns:
     """Which column holds what; an empty name is guessed from the usual ones, whatever their case.
 
-    `distractors` names the columns of wrong choices where `answer` holds the right one; `context` a lead to the text;
-    `unit` what the answer is in, `tolerance` by how much it may be off: neither is guessed.
+    `distractors` names the columns of wrong choices where `answer` holds the right one; `context` a
+    lead to the text; `unit` what the answer is in, `tolerance` by how much it may be off: neither
+    is guessed.
     """
 
     text: str = ""
@@ -42,7 +48,9 @@ class Columns:
 
     @classmethod
     def of(cls, mapping: Mapping[str, str]) -> "Columns":
-        """From a plain mapping such as {"text": "Question"}; raises OptionError for a field that does not exist."""
+        """From a plain mapping such as {"text": "Question"}; raises OptionError for a field that
+        does not exist.
+        """
         if unknown := [name for name in mapping if name not in ALIASES]:
             raise OptionError("columns", f"there is no field {unknown[0]!r}", [*ALIASES])
         return cls(**mapping, distractors=())
@@ -50,7 +58,9 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """One copy of a benchmark on the hub: its files in reading order, its columns, its quirks in words."""
+    """One copy of a benchmark on the hub: its files in reading order, its columns, its quirks in
+    words.
+    """
 
     repo: str
     files: tuple[str, ...]
@@ -81,12 +91,18 @@ class Benchmark:
         return cls(Path(source).stem, "", 0, kind=None)
 
 
-BENCHMARKS: Mapping[str, Benchmark] = {it.name: it for it in LISTED.table("benchmark", tuple[Benchmark, ...])}
+BENCHMARKS: Mapping[str, Benchmark] = {
+    it.name: it for it in LISTED.table("benchmark", tuple[Benchmark, ...])
+}
 
 
 def find_benchmark(name: str) -> Benchmark | None:
-    """The benchmark of that name or alias, whatever its case, hyphens or underscores; None when there is none."""
-    return next((it for it in BENCHMARKS.values() if _bare(name) in (_bare(it.name), *it.aliases)), None)
+    """The benchmark of that name or alias, whatever its case, hyphens or underscores; None when
+    there is none.
+    """
+    return next(
+        (it for it in BENCHMARKS.values() if _bare(name) in (_bare(it.name), *it.aliases)), None
+    )
 
 
 def _bare(name: str) -> str:
@@ -97,8 +113,8 @@ def _bare(name: str) -> str:
 class LoadOptions:
     """What may be said about a source beyond its name; the defaults read every known benchmark.
 
-    `file` reads a known benchmark from that file instead of the hub; `seed` shuffles the choices of multiple choice;
-    `grading` says what of the benchmark's own policy is to be otherwise.
+    `file` reads a known benchmark from that file instead of the hub; `seed` shuffles the choices of
+    multiple choice; `grading` says what of the benchmark's own policy is to be otherwise.
     """
 
     columns: Columns | Mapping[str, str] = Columns()

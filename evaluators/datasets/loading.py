@@ -1,4 +1,6 @@
-"""Dataset loader: a benchmark, the hub's cache or a file, with a digest of exactly which problems they are."""
+"""Dataset loader: a benchmark, the hub's cache or a file, with a digest of exactly which problems
+they are.
+"""
 
 import json
 import random
@@ -16,7 +18,14 @@ from typing import Any, cast
 from atts.core import Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.datasets import arithmetic
-from atts.evaluators.datasets.catalogue import BENCHMARKS, Benchmark, Columns, HubSource, LoadOptions, find_benchmark
+from atts.evaluators.datasets.catalogue import (
+    BENCHMARKS,
+    Benchmark,
+    Columns,
+    HubSource,
+    LoadOptions,
+    find_benchmark,
+)
 from atts.evaluators.datasets.columns import Reader, cell, problems_of
 from atts.evaluators.datasets.rows import RowTable, kind_of, read_table
 
@@ -25,9 +34,11 @@ DATA = ("*.jsonl", "*.json", "*.csv", "*.tsv", "*.parquet")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which problems, applied in the order of the fields: by id, level and subject, then a draw, then a slice.
+    """Which problems, applied in the order of the fields: by id, level and subject, then a draw,
+    then a slice.
 
-    `sample` draws that many with `random.Random(seed).sample`, in the order drawn; ids come in the order asked for.
+    `sample` draws that many with `random.Random(seed).sample`, in the order drawn; ids come in the
+    order asked for.
     """
 
     ids: tuple[str, ...] = ()
@@ -63,8 +74,12 @@ def split_slice(name: str) -> tuple[str, Selection]:
     return found[1], Selection(start=start, stop=stop, step=step)
 
 
-def select(problems: Sequence[Problem], selection: Selection, source: str = "selection") -> list[Problem]:
-    """The problems selected; raises DatasetError for an id, level or subject that none has, and for an empty result."""
+def select(
+    problems: Sequence[Problem], selection: Selection, source: str = "selection"
+) -> list[Problem]:
+    """The problems selected; raises DatasetError for an id, level or subject that none has, and for
+    an empty result.
+    """
     chosen = list(problems)
     if selection.ids:
         chosen = _by_id(chosen, selection.ids, source)
@@ -72,11 +87,17 @@ def select(problems: Sequence[Problem], selection: Selection, source: str = "sel
         chosen = _by(chosen, trait, wanted, source) if wanted else chosen
     if selection.sample is not None:
         if not 0 < selection.sample <= len(chosen):
-            raise DatasetError(source, f"cannot draw {selection.sample} of {len(chosen)} problems", "Ask for fewer")
+            raise DatasetError(
+                source, f"cannot draw {selection.sample} of {len(chosen)} problems", "Ask for fewer"
+            )
         chosen = random.Random(selection.seed).sample(chosen, selection.sample)
     chosen = chosen[selection.start : selection.stop : selection.step]
     if not chosen:
-        raise DatasetError(source, f"nothing is left of {len(problems)} problems by {selection.words()}", "Select less")
+        raise DatasetError(
+            source,
+            f"nothing is left of {len(problems)} problems by {selection.words()}",
+            "Select less",
+        )
     return chosen
 
 
@@ -86,11 +107,17 @@ def _by_id(problems: list[Problem], ids: Sequence[str], source: str) -> list[Pro
     for name in ids:
         if name not in by_id and name not in short:
             near = get_close_matches(name, [*by_id, *short], n=3)
-            raise DatasetError(source, f"no problem has the id {name!r}", f"Near it: {', '.join(near or [*by_id][:3])}")
+            raise DatasetError(
+                source,
+                f"no problem has the id {name!r}",
+                f"Near it: {', '.join(near or [*by_id][:3])}",
+            )
     return [by_id.get(name) or short[name] for name in dict.fromkeys(ids)]
 
 
-def _by(problems: list[Problem], field: str, wanted: Sequence[int | str], source: str) -> list[Problem]:
+def _by(
+    problems: list[Problem], field: str, wanted: Sequence[int | str], source: str
+) -> list[Problem]:
     def folded(value: int | str | None) -> int | str | None:
         return value.casefold() if isinstance(value, str) else value
 
@@ -98,7 +125,9 @@ def _by(problems: list[Problem], field: str, wanted: Sequence[int | str], source
     asked = [folded(name) for name in wanted]
     if unknown := [name for name in asked if name not in there]:
         known = ", ".join(sorted(str(name) for name in there.values() if name not in (None, "")))
-        raise DatasetError(source, f"no problem has {field} {unknown[0]!r}", f"Known: {known or 'it states none'}")
+        raise DatasetError(
+            source, f"no problem has {field} {unknown[0]!r}", f"Known: {known or 'it states none'}"
+        )
     return [problem for problem in problems if folded(getattr(problem, field)) in asked]
 
 
@@ -110,10 +139,20 @@ class HubSnapshot:
     folder: Path
 
     def files(self, patterns: Sequence[str]) -> list[Path]:
-        """The files that match, in the order of the patterns, then by name; none while a shard or file is missing."""
-        names = sorted(path.relative_to(self.folder).as_posix() for path in self.folder.rglob("*") if path.is_file())
-        found = dict.fromkeys(name for pattern in patterns for name in names if fnmatch(name, pattern))
-        shards = [match for name in found if (match := re.search(r"^(.*)-(\d{5})-of-(\d{5})", name))]
+        """The files that match, in the order of the patterns, then by name; none while a shard or
+        file is missing.
+        """
+        names = sorted(
+            path.relative_to(self.folder).as_posix()
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        )
+        found = dict.fromkeys(
+            name for pattern in patterns for name in names if fnmatch(name, pattern)
+        )
+        shards = [
+            match for name in found if (match := re.search(r"^(.*)-(\d{5})-of-(\d{5})", name))
+        ]
         held = Counter(match[1] for match in shards)
         exact = {pattern for pattern in patterns if not re.search(r"[*?\[]", pattern)}
         is_whole = exact <= {*found} and all(held[match[1]] >= int(match[3]) for match in shards)
@@ -121,17 +160,26 @@ class HubSnapshot:
 
 
 def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSnapshot:
-    """The commit that the revision asked for names, with the files that match `patterns`: from the cache, else fetched.
+    """The commit that the revision asked for names, with the files that match `patterns`: from the
+    cache, else fetched.
 
-    A cached branch is not moved: the commit found is the one recorded. Raises DatasetError saying how to get the files.
+    A cached branch is not moved: the commit found is the one recorded. Raises DatasetError saying
+    how to get the files.
     """
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        RevisionNotFoundError,
+    )
 
     revision = options.revision
     if here := cached_snapshot(repo, revision, patterns, options.cache):
         return here
     if options.network == "never":
-        raise _absent(repo, revision, "it is not in the local cache, and the network is not to be used")
+        raise _absent(
+            repo, revision, "it is not in the local cache, and the network is not to be used"
+        )
     try:
         here = _download(repo, revision, patterns, options.cache, fetch=True)
     except GatedRepoError:
@@ -145,12 +193,16 @@ def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSna
         raise _absent(repo, revision, f"it could not be fetched ({said})") from error
     if not here.files(patterns):
         raise DatasetError(
-            repo, f"commit {here.folder.name} has no files {', '.join(patterns)}", "Its layout has changed"
+            repo,
+            f"commit {here.folder.name} has no files {', '.join(patterns)}",
+            "Its layout has changed",
         )
     return here
 
 
-def cached_snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Path | None) -> HubSnapshot | None:
+def cached_snapshot(
+    repo: str, revision: str, patterns: Sequence[str], cache: Path | None
+) -> HubSnapshot | None:
     """The snapshot if it is on this machine with all files asked for; never uses the network."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -159,14 +211,22 @@ def cached_snapshot(repo: str, revision: str, patterns: Sequence[str], cache: Pa
     except LocalEntryNotFoundError:
         return None
     except HFValidationError as error:
-        raise DatasetError(repo, f"that is no name of a hub dataset ({error})", "Names are owner/name") from None
+        raise DatasetError(
+            repo, f"that is no name of a hub dataset ({error})", "Names are owner/name"
+        ) from None
     return here if here.files(patterns) else None
 
 
-def _download(repo: str, revision: str, patterns: Sequence[str], cache: Path | None, *, fetch: bool) -> HubSnapshot:
+def _download(
+    repo: str, revision: str, patterns: Sequence[str], cache: Path | None, *, fetch: bool
+) -> HubSnapshot:
     from huggingface_hub import snapshot_download
 
-    what: dict[str, Any] = {"revision": revision, "cache_dir": cache, "allow_patterns": list(patterns)}
+    what: dict[str, Any] = {
+        "revision": revision,
+        "cache_dir": cache,
+        "allow_patterns": list(patterns),
+    }
     folder = Path(snapshot_download(repo, repo_type="dataset", local_files_only=not fetch, **what))
     return HubSnapshot(repo, folder)
 
@@ -180,14 +240,20 @@ def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
     def parted(name: str, word: str) -> bool:
         return bool(re.search(rf"(^|[-_/.]){re.escape(word)}([-_/.]|$)", name))
 
-    files = (path for path in here.files(DATA) if path.name not in ("dataset_infos.json", "dataset_dict.json"))
+    files = (
+        path
+        for path in here.files(DATA)
+        if path.name not in ("dataset_infos.json", "dataset_dict.json")
+    )
     names = [path.relative_to(here.folder).as_posix() for path in files]
     ours = [name for name in names if not config or parted(name, config)]
     chosen = [name for name in ours if parted(name, split)]
     chosen = chosen or (ours if len(ours) == 1 else [])
     if len({Path(name).parent for name in chosen}) != 1:
         problem = f"{'no' if not chosen else 'more than one'} set of files is split {split!r}"
-        raise DatasetError(here.repo, problem, f"Name split and config; its data files are {', '.join(names[:12])}")
+        raise DatasetError(
+            here.repo, problem, f"Name split and config; its data files are {', '.join(names[:12])}"
+        )
     return [here.folder / name for name in sorted(chosen)]
 
 
@@ -199,9 +265,11 @@ def _absent(repo: str, revision: str, problem: str) -> DatasetError:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Problems, and where they came from: enough to load the very same ones again, and to see that they are.
+    """Problems, and where they came from: enough to load the very same ones again, and to see that
+    they are.
 
-    `revision` is the hub commit, the sha256 of the file, or the generator's arguments; `digest` is of the problems.
+    `revision` is the hub commit, the sha256 of the file, or the generator's arguments; `digest` is
+    of the problems.
     """
 
     name: str
@@ -221,27 +289,36 @@ class Dataset:
         return f"{self.name}: {len(self)} problems from {self.source}@{self.revision[:12]}, digest {self.digest[:12]}"
 
 
-def load_dataset(name: str | Path, selection: Selection | None = None, options: LoadOptions | None = None) -> Dataset:
-    """A benchmark by name ("math500", "aime24[:15]"), a file ("mine.csv"), or a hub dataset ("hub:owner/name").
+def load_dataset(
+    name: str | Path, selection: Selection | None = None, options: LoadOptions | None = None
+) -> Dataset:
+    """A benchmark by name ("math500", "aime24[:15]"), a file ("mine.csv"), or a hub dataset
+    ("hub:owner/name").
 
-    A slice in the name is applied after `selection`. Raises DatasetError for what cannot be read as asked, and
-    OptionError for a name that is nothing known.
+    A slice in the name is applied after `selection`. Raises DatasetError for what cannot be read as
+    asked, and OptionError for a name that is nothing known.
     """
-    options, selection = options or LoadOptions(), selection or Selection()
+    options = options or LoadOptions()
+    selection = selection or Selection()
     bare, cut = split_slice(str(name))
     whole = _load(bare, options, selection, cut)
-    problems, notes = whole.problems, [*whole.notes]
+    problems = whole.problems
+    notes = [*whole.notes]
     for part in () if whole.source == "generated" else (selection, cut):
         if words := part.words():
             problems = tuple(select(problems, part, str(name)))
             notes.append(f"selected: {words} ({len(problems)} of {len(whole)})")
     if options.shots:
         table = read_table([options.shots], str(options.shots))
-        worked, _ = problems_of(Reader(table, Columns(answer="solution"), Benchmark.unknown("shot"), LoadOptions()))
+        worked, _ = problems_of(
+            Reader(table, Columns(answer="solution"), Benchmark.unknown("shot"), LoadOptions())
+        )
         examples = tuple((shot.text, shot.answer or "") for shot in worked)
         problems = tuple(replace(it, examples=examples) for it in problems)
         notes.append(f"{len(worked)} worked examples before every problem")
-    return replace(whole, name=str(name), problems=problems, digest=digest(problems), notes=tuple(notes))
+    return replace(
+        whole, name=str(name), problems=problems, digest=digest(problems), notes=tuple(notes)
+    )
 
 
 def digest(problems: Sequence[Problem]) -> str:
@@ -262,32 +339,65 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
     if benchmark and options.file:
         return _file(options.file, options, benchmark)
     if benchmark:
-        there = (it for it in benchmark.hubs if cached_snapshot(it.repo, options.revision, it.files, options.cache))
+        there = (
+            it
+            for it in benchmark.hubs
+            if cached_snapshot(it.repo, options.revision, it.files, options.cache)
+        )
         return _copy(benchmark, next(there, benchmark.hubs[0]), options)
     repo = re.fullmatch(r"(?:hub:)?([\w.-]+/[\w.-]+?)(?:@([\w.\-/]+))?", name)
-    path, is_hub = Path(name), name.startswith("hub:")
+    path = Path(name)
+    is_hub = name.startswith("hub:")
     if repo and (is_hub or not (kind_of(path) or path.exists())):
-        known = ((it, copy) for it in BENCHMARKS.values() for copy in it.hubs if copy.repo.lower() == repo[1].lower())
-        benchmark, copy = next(known, (Benchmark.unknown(repo[1]), HubSource(repo[1], DATA, Columns())))
+        known = (
+            (it, copy)
+            for it in BENCHMARKS.values()
+            for copy in it.hubs
+            if copy.repo.lower() == repo[1].lower()
+        )
+        benchmark, copy = next(
+            known, (Benchmark.unknown(repo[1]), HubSource(repo[1], DATA, Columns()))
+        )
         return _copy(benchmark, copy, replace(options, revision=repo[2] or options.revision))
-    if path.exists() or (kind_of(path) and not is_hub):  # the reader says which kinds of file are read
+    if path.exists() or (
+        kind_of(path) and not is_hub
+    ):  # the reader says which kinds of file are read
         return _file(path, options, Benchmark.unknown(name))
-    raise OptionError("dataset", f"there is no benchmark or file {name!r}", [*BENCHMARKS], given=name.lower())
+    raise OptionError(
+        "dataset", f"there is no benchmark or file {name!r}", [*BENCHMARKS], given=name.lower()
+    )
 
 
 def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Dataset:
     here = snapshot(copy.repo, copy.files, options)
-    files = here.files(copy.files) if benchmark.hubs else split_files(here, options.split, options.config)
+    files = (
+        here.files(copy.files)
+        if benchmark.hubs
+        else split_files(here, options.split, options.config)
+    )
     table = read_table(files, copy.repo)
     if copy.keep:
         column, part = copy.keep
         kept = [index for index, row in enumerate(table.rows) if part in cell(row.get(column))]
         if not kept:
-            raise DatasetError(table.source, f"no row has {part!r} in column {column!r}", "Its layout has changed")
-        table = replace(table, rows=tuple(table.rows[i] for i in kept), places=tuple(table.places[i] for i in kept))
+            raise DatasetError(
+                table.source, f"no row has {part!r} in column {column!r}", "Its layout has changed"
+            )
+        table = replace(
+            table,
+            rows=tuple(table.rows[i] for i in kept),
+            places=tuple(table.places[i] for i in kept),
+        )
     # side columns that the copy has lost since: problems can do without them, not without a text
-    sides = {**asdict(copy.columns), **dict.fromkeys(("text", "answer", "choices", "distractors"), "")}
-    gone = {field: name for field, name in sides.items() if name and name not in table.columns and not options.asked}
+    sides = {
+        **asdict(copy.columns),
+        **dict.fromkeys(("text", "answer", "choices", "distractors"), ""),
+    }
+    gone = {
+        field: name
+        for field, name in sides.items()
+        if name and name not in table.columns and not options.asked
+    }
     columns = replace(copy.columns, **dict.fromkeys(gone, ""), distractors=copy.columns.distractors)
     found = _dataset(benchmark, table, columns, options)
     notes = (*found.notes, *(f"column {name!r} of this copy is gone" for name in gone.values()))
@@ -295,46 +405,74 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
 
 
 def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
-    """A file may be a hub copy saved under another name: then its columns are known, quirks and all."""
+    """A file may be a hub copy saved under another name: then its columns are known, quirks and
+    all.
+    """
     table = read_table([path], str(path))
     copies = [copy.columns for copy in benchmark.hubs] or [Columns()]
-    sides = {field: name for field in ("unit", "tolerance") if (name := getattr(copies[0], field)) in table.columns}
+    sides = {
+        field: name
+        for field in ("unit", "tolerance")
+        if (name := getattr(copies[0], field)) in table.columns
+    }
     needs = ({it.text, it.answer, it.id, it.context, *it.distractors} - {""} for it in copies)
-    same = (it for it, names in zip(copies, needs, strict=True) if names and names <= {*table.columns})
+    same = (
+        it for it, names in zip(copies, needs, strict=True) if names and names <= {*table.columns}
+    )
     return _dataset(benchmark, table, next(same, Columns(**sides)), options)
 
 
-def _dataset(benchmark: Benchmark, table: RowTable, columns: Columns, options: LoadOptions) -> Dataset:
+def _dataset(
+    benchmark: Benchmark, table: RowTable, columns: Columns, options: LoadOptions
+) -> Dataset:
     """The table's problems; by these columns where the caller asks for no others."""
     problems, notes = problems_of(Reader(table, options.asked or columns, benchmark, options))
     if benchmark.sample:
         if len(problems) != (whole := BENCHMARKS[benchmark.prefix].size):
             problem = f"{benchmark.name} is drawn from {whole} problems in order, this source has {len(problems)}"
             raise DatasetError(table.source, problem, f"Give the whole of {benchmark.prefix}")
-        problems = select(problems, Selection(sample=benchmark.sample[0], seed=benchmark.sample[1]), table.source)
+        problems = select(
+            problems, Selection(sample=benchmark.sample[0], seed=benchmark.sample[1]), table.source
+        )
         notes.append(benchmark.note)
     elif benchmark.hubs and len(problems) != benchmark.size:
-        notes.append(f"{benchmark.title} has {benchmark.size} problems, this source {len(problems)}")
-    return Dataset(benchmark.name, table.source, f"sha256:{table.digest}", "", tuple(problems), tuple(notes))
+        notes.append(
+            f"{benchmark.title} has {benchmark.size} problems, this source {len(problems)}"
+        )
+    return Dataset(
+        benchmark.name, table.source, f"sha256:{table.digest}", "", tuple(problems), tuple(notes)
+    )
 
 
 def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
-    """Generated, so that `selection` says how many, which seed and which levels instead of picking from a file."""
-    name, split = "arithmetic", cast(arithmetic.Split, options.split)  # the generator refuses any other
+    """Generated, so that `selection` says how many, which seed and which levels instead of picking
+    from a file.
+    """
+    name = "arithmetic"
+    split = cast(arithmetic.Split, options.split)  # the generator refuses any other
     count = selection.sample or BENCHMARKS[name].size
     levels = selection.levels or (1, 2, 3, 4, 5)
-    revision = f"{split}, {count} problems, seed {selection.seed}, levels {','.join(map(str, levels))}"
+    revision = (
+        f"{split}, {count} problems, seed {selection.seed}, levels {','.join(map(str, levels))}"
+    )
     rest = replace(selection, sample=None, levels=())
     wanted = range(count)[cut.start : cut.stop : cut.step]
     is_whole = rest.words() or not wanted
-    # a shorter call begins like a longer one: what the slice leaves out behind its end is not generated
+    # a shorter call begins like a longer one: what the slice leaves out behind its end is not
+    # generated
     found = _generated(split, count if is_whole else max(wanted) + 1, selection.seed, levels)
-    made = select(select(found, rest, name), cut, name) if is_whole else [found[index] for index in wanted]
+    made = (
+        select(select(found, rest, name), cut, name)
+        if is_whole
+        else [found[index] for index in wanted]
+    )
     notes = (f"selected: {cut.words()} ({len(made)} of {count})",) if cut.words() else ()
     return Dataset(name, "generated", revision, "", tuple(made), notes)
 
 
 @lru_cache(maxsize=16)
-def _generated(split: arithmetic.Split, count: int, seed: int, levels: tuple[int, ...]) -> tuple[Problem, ...]:
+def _generated(
+    split: arithmetic.Split, count: int, seed: int, levels: tuple[int, ...]
+) -> tuple[Problem, ...]:
     """The first exercises of a seed: a millisecond each, so that a process makes them once."""
     return tuple(arithmetic.problems(split, count, seed=seed, levels=levels))

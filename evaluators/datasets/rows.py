@@ -43,29 +43,37 @@ class RowTable:
 def read_table(paths: Sequence[Path], source: str) -> RowTable:
     """The rows of these files, one after the other.
 
-    Raises DatasetError: a file that is missing, empty, of an unknown kind, not UTF-8, or with a line that is no row.
+    Raises DatasetError: a file that is missing, empty, of an unknown kind, not UTF-8, or with a
+    line that is no row.
     """
-    digest, rows, places = sha256(), list[Row](), list[str]()
+    digest = sha256()
+    rows = list[Row]()
+    places = list[str]()
     for path in paths:
         data = _bytes(path, source)
         digest.update(data)
         word = "row" if kind_of(path) in (".json", ".parquet") else "line"
         for number, row in _parse(path, data, source):
             rows.append(_row(row, f"{path.name} {word} {number}", source))
-            places.append(f"{source}: {'' if path.name in source else f'{path.name} '}{word} {number}")
+            places.append(
+                f"{source}: {'' if path.name in source else f'{path.name} '}{word} {number}"
+            )
     if not rows:
         raise DatasetError(source, "it holds no rows", "Check that this is the file you meant")
     return RowTable(source, tuple(rows), tuple(places), digest.hexdigest())
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says how to read the file, `.gz` looked through; "" when it is not one of SUFFIXES."""
+    """The suffix that says how to read the file, `.gz` looked through; "" when it is not one of
+    SUFFIXES.
+    """
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     return suffix.lower() if suffix.lower() in SUFFIXES else ""
 
 
 def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[tuple[int, Row]]:
-    """The object on each line, with the line's number, as they are asked for; blank lines are skipped.
+    """The object on each line, with the line's number, as they are asked for; blank lines are
+    skipped.
 
     `place` stands before the number in messages, for a source of several files.
 
@@ -109,7 +117,9 @@ def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]
         case ".parquet":
             return enumerate(_parquet(path, data, source), 1)
         case ".jsonl" | ".ndjson":
-            lines = _text(path, data, source).split("\n")  # not splitlines: U+2028 may stand inside a string
+            lines = _text(path, data, source).split(
+                "\n"
+            )  # not splitlines: U+2028 may stand inside a string
             return json_lines(lines, source, f"{path.name} ")
         case ".json":
             return enumerate(_json_list(_text(path, data, source), path, source), 1)
@@ -126,25 +136,33 @@ def _text(path: Path, data: bytes, source: str) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         problem = f"{path.name} line {line} is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start})"
-        raise DatasetError(source, problem, "Convert it, for example: iconv -f latin1 -t utf-8") from None
+        raise DatasetError(
+            source, problem, "Convert it, for example: iconv -f latin1 -t utf-8"
+        ) from None
 
 
 def _json_list(text: str, path: Path, source: str) -> list[object]:
     try:
         value = from_json(text)
     except ValueError as error:
-        raise DatasetError(source, f"{path.name} is not JSON ({error})", "Or name it .jsonl if it is one") from None
+        raise DatasetError(
+            source, f"{path.name} is not JSON ({error})", "Or name it .jsonl if it is one"
+        ) from None
     if isinstance(value, dict):  # {"data": [...]} is a common wrapping
         lists = [part for part in cast(dict[str, object], value).values() if isinstance(part, list)]
         value = lists[0] if len(lists) == 1 else value
     if not isinstance(value, list):
-        raise DatasetError(source, f"{path.name} holds no list of rows", "Use a list of objects, or JSON Lines")
+        raise DatasetError(
+            source, f"{path.name} holds no list of rows", "Use a list of objects, or JSON Lines"
+        )
     return cast(list[object], value)
 
 
 def _row(value: object, place: str, source: str) -> Row:
     if not isinstance(value, dict):
-        raise DatasetError(source, f"{place} is a {type(value).__name__}, not an object", "Name its columns: {...}")
+        raise DatasetError(
+            source, f"{place} is a {type(value).__name__}, not an object", "Name its columns: {...}"
+        )
     return cast(dict[str, object], value)
 
 
@@ -157,7 +175,9 @@ def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[i
                 raise DatasetError(source, problem, "Quote fields that contain the delimiter")
             yield reader.line_num, dict(row)
     except csv.Error as error:
-        raise DatasetError(source, f"{path.name} line {reader.line_num}: {error}", "Check its quoting") from None
+        raise DatasetError(
+            source, f"{path.name} line {reader.line_num}: {error}", "Check its quoting"
+        ) from None
 
 
 def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
@@ -165,8 +185,11 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
         pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
         advice = "Install it: pip install 'atts[parquet]'"
-        raise DatasetError(source, f"{path.name} needs pyarrow to be read, which is not installed", advice) from None
-    rows, held = list[Row](), 0
+        raise DatasetError(
+            source, f"{path.name} needs pyarrow to be read, which is not installed", advice
+        ) from None
+    rows = list[Row]()
+    held = 0
     try:
         file = parquet.ParquetFile(pyarrow.BufferReader(data))
         groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
@@ -178,5 +201,7 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
                 raise _too_large(path, source)
             rows += batch.to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise DatasetError(source, f"{path.name} is not a Parquet file ({error})", "Fetch it again") from None
+        raise DatasetError(
+            source, f"{path.name} is not a Parquet file ({error})", "Fetch it again"
+        ) from None
     return rows

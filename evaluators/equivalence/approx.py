@@ -1,4 +1,6 @@
-"""Powers, roots and functions of numbers: exact while they stay rational, else with a running error bound."""
+"""Powers, roots and functions of numbers: exact while they stay rational, else with a running error
+bound.
+"""
 
 import math
 import threading
@@ -29,7 +31,8 @@ def digits_in_base(node: Node) -> int:
 def rational_power(base: Fraction, exponent: Fraction, limits: Limits) -> Fraction:
     """base ** exponent when rational; odd roots of negative numbers are the real ones.
 
-    Raises Undefined for zero to a negative power, NotRational for irrational roots, TooLarge past the bit cap.
+    Raises Undefined for zero to a negative power, NotRational for irrational roots, TooLarge past
+    the bit cap.
     """
     if base == 0 and exponent < 0:
         raise Undefined("a division by zero")
@@ -57,7 +60,9 @@ def _integer_root(value: int, index: int) -> int:
         root = math.isqrt(value)
     else:
         root = 1 << -(-value.bit_length() // index)
-        while (better := ((index - 1) * root + value // root ** (index - 1)) // index) < root:  # Newton from above
+        while (
+            better := ((index - 1) * root + value // root ** (index - 1)) // index
+        ) < root:  # Newton from above
             root = better
     if root**index != value:
         raise NotRational("an irrational root")
@@ -113,7 +118,11 @@ def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
     def rule(args: list[Fraction], limits: Limits) -> Fraction:
         if args[0] == at:
             return Fraction(value)
-        raise Undefined("the logarithm of zero") if at and not args[0] else NotRational("transcendental")
+        raise (
+            Undefined("the logarithm of zero")
+            if at and not args[0]
+            else NotRational("transcendental")
+        )
 
     return rule
 
@@ -154,7 +163,8 @@ def context(bits: int) -> Any:
     return arithmetic
 
 
-# mpmath's cache of constants, shared by all threads, is filled without a lock: once, here, past any precision used
+# mpmath's cache of constants, shared by all threads, is filled without a lock: once, here, past any
+# precision used
 _CONSTANTS = [+getattr(context(6_500), name) for name in ("pi", "e", "ln2", "ln10")]
 
 
@@ -192,14 +202,17 @@ def magnitude(value: Number) -> int:
     if parts is None:
         _, mantissa, exponent, bits = value._mpf_
         return int(exponent + bits) if mantissa else NOTHING
-    return max((exponent + bits if mantissa else NOTHING) for _, mantissa, exponent, bits in parts) + 1
+    return (
+        max((exponent + bits if mantissa else NOTHING) for _, mantissa, exponent, bits in parts) + 1
+    )
 
 
 class Arithmetic:
     """Arithmetic at one precision; every result carries the error it has gathered.
 
-    `spread` is the precision that what was computed asks for: a term beside which another is 2**spread times larger.
-    `has_left_reals` says that some part of what was computed is no real number.
+    `spread` is the precision that what was computed asks for: a term beside which another is
+    2**spread times larger. `has_left_reals` says that some part of what was computed is no real
+    number.
     """
 
     def __init__(self, bits: int) -> None:
@@ -214,7 +227,9 @@ class Arithmetic:
             self.spread = max(self.spread, bits)
 
     def rounded(self, value: Number, error: int) -> Approx:
-        """A computed value whose inputs' errors amount to `error`; rounding at this precision is added."""
+        """A computed value whose inputs' errors amount to `error`; rounding at this precision is
+        added.
+        """
         return Approx(value, max(error, magnitude(value) - self.bits) + 1)
 
     def rational(self, value: Fraction) -> Approx:
@@ -242,7 +257,10 @@ class Arithmetic:
         if base.may_vanish and power == 0:
             return self.rational(Fraction(1))
         if base.may_vanish:
-            return Approx(self.mp.mpf(0), max((int(power * base.error) if power < 1 else base.error) + 2, NOTHING))
+            return Approx(
+                self.mp.mpf(0),
+                max((int(power * base.error) if power < 1 else base.error) + 2, NOTHING),
+            )
         if power.denominator == 1 and abs(power) < 1 << 16:
             value = base.value ** int(power)
         elif power.denominator % 2 and power.denominator < 1 << 16 and base.is_negative:
@@ -254,7 +272,9 @@ class Arithmetic:
                 raise TooLarge("a power of enormous size")
             value = self.mp.power(base.value, self.mp.mpf(power.numerator) / power.denominator)
         growth = abs(power.numerator).bit_length() - power.denominator.bit_length() + 2
-        relative = max(base.error - base.magnitude + 2, -self.bits + max(abs(base.magnitude), 1).bit_length())
+        relative = max(
+            base.error - base.magnitude + 2, -self.bits + max(abs(base.magnitude), 1).bit_length()
+        )
         return self.rounded(value, magnitude(value) + relative + growth)
 
     def exp(self, item: Approx) -> Approx:
@@ -262,7 +282,9 @@ class Arithmetic:
         if item.magnitude > 22:
             raise TooLarge("an exponential of enormous size")
         value = self.mp.exp(item.value)
-        return self.rounded(value, magnitude(value) + max(item.error, item.magnitude - self.bits) + 2)
+        return self.rounded(
+            value, magnitude(value) + max(item.error, item.magnitude - self.bits) + 2
+        )
 
     def by_direction(self, name: str, item: Approx) -> Approx:
         """A function whose slope is one over its argument: the logarithm, and its imaginary part."""
@@ -276,7 +298,9 @@ class Arithmetic:
         return Approx(self.mp.sign(item.value), NOTHING)
 
 
-def _smooth(name: str, slope: Callable[[Any, Number], Number]) -> Callable[[Arithmetic, Approx], Approx]:
+def _smooth(
+    name: str, slope: Callable[[Any, Number], Number]
+) -> Callable[[Arithmetic, Approx], Approx]:
     """A function of mpmath with the derivative its error grows by."""
 
     def rule(arithmetic: Arithmetic, item: Approx) -> Approx:
@@ -286,7 +310,9 @@ def _smooth(name: str, slope: Callable[[Any, Number], Number]) -> Callable[[Arit
         growth = magnitude(slope(arithmetic.mp, item.value))
         if growth > arithmetic.bits // 2:
             raise Undefined(f"a pole of {name}")
-        return arithmetic.rounded(value, max(item.error, item.magnitude - arithmetic.bits) + max(growth, 0) + 3)
+        return arithmetic.rounded(
+            value, max(item.error, item.magnitude - arithmetic.bits) + max(growth, 0) + 3
+        )
 
     return rule
 
@@ -321,5 +347,9 @@ FUNCTIONS: dict[str, Callable[[Arithmetic, Approx], Approx]] = {
     "re": lambda arithmetic, item: Approx(arithmetic.mp.re(item.value), item.error),
     "im": lambda arithmetic, item: Approx(arithmetic.mp.im(item.value), item.error),
     "arg": lambda arithmetic, item: arithmetic.by_direction("arg", item),
-    **{name: _smooth(name.replace("arc", "a"), slope) for names, slope in _SLOPES.items() for name in names.split()},
+    **{
+        name: _smooth(name.replace("arc", "a"), slope)
+        for names, slope in _SLOPES.items()
+        for name in names.split()
+    },
 }

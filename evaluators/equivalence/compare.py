@@ -25,7 +25,12 @@ class Comparer:
     With strict brackets, (1,2,3) and [1,2,3] differ as (1,2) and [1,2] always do.
     """
 
-    def __init__(self, limits: Limits, grading: Grading = STRICT, brackets: Literal["free", "strict"] = "free") -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        grading: Grading = STRICT,
+        brackets: Literal["free", "strict"] = "free",
+    ) -> None:
         self.limits = limits
         self.grading = grading
         self.brackets = brackets
@@ -37,21 +42,30 @@ class Comparer:
         return verdict
 
     def same(self, gold: Node, answer: Node) -> bool:
-        """Whether two answers are the same under the policy; raises Undecided when that cannot be told."""
+        """Whether two answers are the same under the policy; raises Undecided when that cannot be
+        told.
+        """
         if gold == answer and not has(gold, "opaque"):
             return self.ruled("structure", True)
         if "aliases" in (gold.kind, answer.kind):
             pair, other = (gold, answer) if gold.kind == "aliases" else (answer, gold)
             return all(self.same(each, other) for each in pair.args)
         gold, answer = views.free(gold, answer), views.free(answer, gold)
-        gold, answer = bound_alike(views.grouped(gold)), bound_alike(views.grouped(answer))
-        left, right = named(gold), named(answer)
-        one, two = labelled(gold), labelled(answer)
+        gold = bound_alike(views.grouped(gold))
+        answer = bound_alike(views.grouped(answer))
+        left = named(gold)
+        right = named(answer)
+        one = labelled(gold)
+        two = labelled(answer)
         if one is not None or two is not None:
             found = self.by_label(one, two, left.value, right.value)
             if found is not None:
                 return found
-        if left.name is not None and right.name is not None and (gold.text == "in") == (answer.text == "in"):
+        if (
+            left.name is not None
+            and right.name is not None
+            and (gold.text == "in") == (answer.text == "in")
+        ):
             return self.both_named(left, right, gold, answer)
         if speaks_of_reals(left.value) or speaks_of_reals(right.value):
             verdict = self.as_regions(gold, answer)
@@ -61,16 +75,28 @@ class Comparer:
             return self.relations(gold, answer)
         return self.values(left.value, right.value)
 
-    def by_label(self, one: Labels | None, two: Labels | None, gold: Node, answer: Node) -> bool | None:
+    def by_label(
+        self, one: Labels | None, two: Labels | None, gold: Node, answer: Node
+    ) -> bool | None:
         """Values by their names; beside values without names, those in the order of the names."""
         if one is not None and two is not None:
             if one.keys() != two.keys():
-                return self.ruled("name", False) if not one.keys() & two.keys() and len(one) != len(two) else None
-            return all(self.same(value, two[name]) for name, value in one.items()) and self.ruled("name", True)
+                return (
+                    self.ruled("name", False)
+                    if not one.keys() & two.keys() and len(one) != len(two)
+                    else None
+                )
+            return all(self.same(value, two[name]) for name, value in one.items()) and self.ruled(
+                "name", True
+            )
         labels, other = (one, answer) if one is not None else (two, gold)
         assert labels is not None
         are_bare = all(named(arg).name is None for arg in other.args)
-        if other.kind not in ("list", "tuple") or not 1 < len(labels) == len(other.args) or not are_bare:
+        if (
+            other.kind not in ("list", "tuple")
+            or not 1 < len(labels) == len(other.args)
+            or not are_bare
+        ):
             return None
         if {name.text for name in labels} <= {"x", "y", "z"}:
             labels = dict(sorted(labels.items(), key=lambda item: item[0].text))
@@ -78,27 +104,39 @@ class Comparer:
 
     def both_named(self, left: Named, right: Named, gold: Node, answer: Node) -> bool:
         """Values of one name, or of names that can mean the same thing."""
-        one, two, value = left.name, right.name, left.value
+        one = left.name
+        two = right.name
+        value = left.value
         assert one is not None
         assert two is not None
-        if one.kind == two.kind == "symbol" and one.text.removeprefix("vec ") != two.text.removeprefix("vec "):
+        if one.kind == two.kind == "symbol" and one.text.removeprefix(
+            "vec "
+        ) != two.text.removeprefix("vec "):
             return self.relations(gold, answer)
         if one.kind == two.kind == "call":
-            value = substituted(value, {arg.text: other for arg, other in zip(one.args, two.args, strict=False)})
-        return self.ruled("name", one == two or views.may_name_one(one, two)) and self.same(value, right.value)
+            value = substituted(
+                value, {arg.text: other for arg, other in zip(one.args, two.args, strict=False)}
+            )
+        return self.ruled("name", one == two or views.may_name_one(one, two)) and self.same(
+            value, right.value
+        )
 
     def relations(self, gold: Node, answer: Node) -> bool:
         """Equations up to a factor, inequalities up to a positive one, chains side by side."""
         if gold.kind != "relation" or answer.kind != "relation":
             return self.ruled("relation", False)
-        one, two = gold.text.split(), answer.text.split()
+        one = gold.text.split()
+        two = answer.text.split()
         has_class = has(gold, "congruence") or has(answer, "congruence")
         if len(one) == len(two) == 1 and {*one, *two} <= FLIPPED.keys() and not has_class:
             sign = self.prober.proportional(minus(*gold.args), minus(*answer.args))
-            return self.ruled("relation", sign != 0 and two == [one[0] if sign > 0 else FLIPPED[one[0]]])
+            return self.ruled(
+                "relation", sign != 0 and two == [one[0] if sign > 0 else FLIPPED[one[0]]]
+            )
         sides = answer.args
         if one != two:
-            two, sides = [FLIPPED.get(sign, "?") for sign in reversed(two)], sides[::-1]
+            two = [FLIPPED.get(sign, "?") for sign in reversed(two)]
+            sides = sides[::-1]
         verdict = one == two and all(self.same(a, b) for a, b in zip(gold.args, sides, strict=True))
         return self.ruled("relation", verdict)
 
@@ -106,13 +144,16 @@ class Comparer:
         """Both as sets of reals, None when either is not one."""
         names = {views.variable_of(gold), views.variable_of(answer)} - {""}
         line = Line(self.prober)
-        left, right = line.region(gold), line.region(answer)
+        left = line.region(gold)
+        right = line.region(answer)
         if left is None or right is None:
             return None
         if len(names) > 1:
             return self.ruled("interval", False)
         verdict = [end.after for end in left] == [end.after for end in right]
-        verdict = verdict and all(self.same(a.value, b.value) for a, b in zip(left, right, strict=True))
+        verdict = verdict and all(
+            self.same(a.value, b.value) for a, b in zip(left, right, strict=True)
+        )
         return self.ruled("interval", verdict)
 
     def agree(self, gold: Node, answer: Node) -> bool:
@@ -126,11 +167,14 @@ class Comparer:
         """Two answers that are no relations."""
         if has(gold, "plusminus") or has(answer, "plusminus"):
             return self.unordered(views.members(gold), views.members(answer), "set")
-        gold, answer = matrix(gold) or gold, matrix(answer) or answer
+        gold = matrix(gold) or gold
+        answer = matrix(answer) or answer
         kinds: set[str] = {gold.kind, answer.kind}
         if "builder" in kinds and kinds & {"set", "list"}:
             line = Line(self.prober)
-            gold, answer = (line.whole(node) if node.kind == "builder" else node for node in (gold, answer))
+            gold, answer = (
+                line.whole(node) if node.kind == "builder" else node for node in (gold, answer)
+            )
             kinds = {gold.kind, answer.kind}
         if ("congruence" in kinds and len(kinds) > 1) or kinds == {"builder"}:
             gold, answer = (views.progression(node) or node for node in (gold, answer))
@@ -152,7 +196,9 @@ class Comparer:
         if "cases" in kinds:
             return self.by_cases(gold, answer)
         if "clock" in kinds:
-            return self.ruled("time", views.clock(gold) is not None and views.clock(gold) == views.clock(answer))
+            return self.ruled(
+                "time", views.clock(gold) is not None and views.clock(gold) == views.clock(answer)
+            )
         if len(kinds) > 1:
             return self.ruled(min(kinds & {"congruence", "builder"}), False)
         if kinds == {"builder"}:
@@ -173,7 +219,9 @@ class Comparer:
             return self.numbers(gold, answer)
         if gold.kind != "cases" or answer.kind != "cases":
             return self.ruled("cases", False)
-        one, two = (list(zip(node.args[::2], node.args[1::2], strict=True)) for node in (gold, answer))
+        one, two = (
+            list(zip(node.args[::2], node.args[1::2], strict=True)) for node in (gold, answer)
+        )
         found = [any(all(map(self.agree, case, other)) for other in two) for case in one]
         return self.ruled("cases", all(found) and len(one) == len(two))
 
@@ -186,23 +234,36 @@ class Comparer:
             if other.kind == "set" or pair.text not in ("()", "[]", "") or other.text == "or":
                 return self.ruled("set", False)
             return self.each(pair.args, other.args, "tuple")
-        nested = {any(arg.kind == "set" for arg in node.args) for node in (gold, answer) if node.kind == "set"}
-        if len(nested) == 2 or (gold.kind == answer.kind == "list" and len({gold.text, answer.text, ""}) == 3):
+        nested = {
+            any(arg.kind == "set" for arg in node.args)
+            for node in (gold, answer)
+            if node.kind == "set"
+        }
+        if len(nested) == 2 or (
+            gold.kind == answer.kind == "list" and len({gold.text, answer.text, ""}) == 3
+        ):
             return self.ruled("logic", False)
-        one, two = views.members(gold), views.members(answer)
+        one = views.members(gold)
+        two = views.members(answer)
         alone = [
-            node for node in (gold, answer) if [arg.kind for arg in node.args] == ["symbol"] and node.kind == "set"
+            node
+            for node in (gold, answer)
+            if [arg.kind for arg in node.args] == ["symbol"] and node.kind == "set"
         ]
         if len(alone) == 1 and len(one) == len(two):  # {x} is the fractional part
             return self.ruled("set", False)
-        if (len(one) == 1 and answer.text == "or") or (len(two) == 1 and gold.text == "or"):  # one value in two forms
+        if (len(one) == 1 and answer.text == "or") or (
+            len(two) == 1 and gold.text == "or"
+        ):  # one value in two forms
             return all(self.same(a, b) for a in one for b in two)
         if len(one) == len(two) and views.counts_apart(one) != views.counts_apart(two):
             return self.each(one, two, "tuple")
         if not self.unordered(one, two, "set"):
             return False
         is_counted = "set" not in (gold.kind, answer.kind) and "or" not in (gold.text, answer.text)
-        is_counted = is_counted and not any(has(node, "relation", "word", *_COLLECTIONS) for node in one + two)
+        is_counted = is_counted and not any(
+            has(node, "relation", "word", *_COLLECTIONS) for node in one + two
+        )
         return self.ruled("set", not is_counted or self.as_often(one, two))
 
     def as_often(self, one: tuple[Node, ...], two: tuple[Node, ...]) -> bool:
@@ -215,7 +276,9 @@ class Comparer:
                    for node in {*one})  # fmt: skip
 
     def unordered(self, one: tuple[Node, ...], two: tuple[Node, ...], rule: str) -> bool:
-        """Whether each member has a counterpart on the other side; many are compared as exact numbers only."""
+        """Whether each member has a counterpart on the other side; many are compared as exact
+        numbers only.
+        """
         common = set(one) & set(two)
         left = tuple(node for node in dict.fromkeys(one) if node not in common)
         right = tuple(node for node in dict.fromkeys(two) if node not in common)
@@ -231,7 +294,9 @@ class Comparer:
         return self.ruled(rule, is_matched and all(self.found(node, one) for node in right))
 
     def found(self, node: Node, others: tuple[Node, ...]) -> bool:
-        """Whether an equal member is among the others; an undecided one counts only when none is equal."""
+        """Whether an equal member is among the others; an undecided one counts only when none is
+        equal.
+        """
         undecided: Undecided | None = None
         for other in others:
             try:
@@ -261,7 +326,9 @@ class Comparer:
         return self.each(gold.args, answer.args, "tuple")
 
     def each(self, one: tuple[Node, ...], two: tuple[Node, ...], rule: str) -> bool:
-        verdict = len(one) == len(two) and all(self.same(a, b) for a, b in zip(one, two, strict=True))
+        verdict = len(one) == len(two) and all(
+            self.same(a, b) for a, b in zip(one, two, strict=True)
+        )
         return self.ruled(rule, verdict)
 
     def plain(self, gold: Node, answer: Node) -> bool:
@@ -292,24 +359,41 @@ class Comparer:
     def quantities(self, gold: Node, answer: Node) -> bool:
         """Units must not contradict each other; one left out, or not known to us, is passed over."""
         left, right = (node.args[0] if node.kind == "quantity" else node for node in (gold, answer))
-        one, two = (measure(node.text) if node.kind == "quantity" else None for node in (gold, answer))
+        one, two = (
+            measure(node.text) if node.kind == "quantity" else None for node in (gold, answer)
+        )
         is_sterling = {gold.text, answer.text} == {"gbp", "pounds"}
-        if one and two and one[0] and two[0] and not is_sterling and not views.is_unnamed(one[0], two[0]):
+        if (
+            one
+            and two
+            and one[0]
+            and two[0]
+            and not is_sterling
+            and not views.is_unnamed(one[0], two[0])
+        ):
             if one[0] != two[0] and not views.is_part(one[0], two[0]):
                 return self.ruled("unit", False)
-            return self.ruled("unit", self.same(left, Node("mul", (right, number(two[1] / one[1])))))
+            return self.ruled(
+                "unit", self.same(left, Node("mul", (right, number(two[1] / one[1]))))
+            )
         said = [found[0] for found in (one, two) if found and found[0] and not is_generic(found[0])]
         is_missing = self.grading.units == "required" and gold.kind != answer.kind and said
-        if is_missing or any(node.value is not None and node.kind == "quantity" for node in (gold, answer)):
+        if is_missing or any(
+            node.value is not None and node.kind == "quantity" for node in (gold, answer)
+        ):
             return self.ruled("unit", False)
         return self.same(left, right)
 
     def ratios(self, gold: Node, answer: Node) -> bool:
         """Ratios by proportion, times of day by their digits."""
         if gold.kind == answer.kind == "ratio":
-            one, two = (tuple(quotient(each, node.args[0]) for each in node.args) for node in (gold, answer))
+            one, two = (
+                tuple(quotient(each, node.args[0]) for each in node.args) for node in (gold, answer)
+            )
             is_time = len(gold.args) == 2 and views.clock(gold) and views.clock(answer)
-            return self.each(gold.args, answer.args, "ratio") or (not is_time and self.each(one, two, "ratio"))
+            return self.each(gold.args, answer.args, "ratio") or (
+                not is_time and self.each(one, two, "ratio")
+            )
         ratio, other = (gold, answer) if gold.kind == "ratio" else (answer, gold)
         is_number = len(ratio.args) == 2 and not views.clock(ratio)
         return self.ruled("ratio", is_number and self.numbers(quotient(*ratio.args), other))

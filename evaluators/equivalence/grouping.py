@@ -1,4 +1,6 @@
-"""Verdicts on answer texts: of two by their spelling, then by their trees; of many by keys of their values first."""
+"""Verdicts on answer texts: of two by their spelling, then by their trees; of many by keys of their
+values first.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,22 +19,46 @@ from atts.evaluators.equivalence.compare import Comparer
 from atts.evaluators.equivalence.numeric import Value, exact
 from atts.evaluators.equivalence.probing import Point, Prober, generic, is_real, written
 from atts.evaluators.equivalence.sets import Line, speaks_of_reals
-from atts.evaluators.equivalence.views import clock, held_to, is_decimal, labelled, members, named, terminates
+from atts.evaluators.equivalence.views import (
+    clock,
+    held_to,
+    is_decimal,
+    labelled,
+    members,
+    named,
+    terminates,
+)
 from atts.evaluators.syntax.reading import Reading, read, spaceless
 from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, variables
 from atts.evaluators.syntax.vocabulary import measure, squashed
-from atts.evaluators.verdict import LIMITS, STRICT, Limits, Malformed, Prose, TooLarge, Undecided, Undefined, Verdict
+from atts.evaluators.verdict import (
+    LIMITS,
+    STRICT,
+    Limits,
+    Malformed,
+    Prose,
+    TooLarge,
+    Undecided,
+    Undefined,
+    Verdict,
+)
 
 _PHRASE = 4  # words
 
 
 def equivalent(
-    gold: str, answer: str, kind: AnswerKind = "math", *, limits: Limits = LIMITS, grading: Grading = STRICT
+    gold: str,
+    answer: str,
+    kind: AnswerKind = "math",
+    *,
+    limits: Limits = LIMITS,
+    grading: Grading = STRICT,
 ) -> Verdict:
-    """Whether `answer` is the reference answer `gold`; symmetric, thread-safe, bounded in time and memory.
+    """Whether `answer` is the reference answer `gold`; symmetric, thread-safe, bounded in time and
+    memory.
 
-    `grading` says which numbers may be off and whether units may be missing. No text is evaluated as code. What cannot
-    be decided is "unscored". Raises OptionError for an unknown kind.
+    `grading` says which numbers may be off and whether units may be missing. No text is evaluated
+    as code. What cannot be decided is "unscored". Raises OptionError for an unknown kind.
 
     >>> equivalent(r"\\frac{1}{2}", "0.5").status
     'equal'
@@ -49,7 +75,8 @@ def equivalent(
         return _verdict(squashed(gold) == squashed(answer) != "", "text")
     if spaceless(gold) == spaceless(answer):
         return Verdict("equal", "same text")
-    one, two = read(gold, limits), read(answer, limits)
+    one = read(gold, limits)
+    two = read(answer, limits)
     return _by_text(one, two, kind) or _by_trees(one, two, limits, grading)
 
 
@@ -65,13 +92,19 @@ def _unscored(error: Undecided | Undefined) -> Verdict:
 def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
     """What the texts alone decide: the same spelling, and choices."""
     if not one.text or not two.text:
-        return Verdict("unscored", "no reference") if not one.text else Verdict("different", "no answer")
+        return (
+            Verdict("unscored", "no reference")
+            if not one.text
+            else Verdict("different", "no answer")
+        )
     if spaceless(one.text) == spaceless(two.text):
         return Verdict("equal", "same text")
     if one.choice and two.choice and (one.is_letter or two.is_letter or kind == "choice"):
         return _verdict(one.choice == two.choice, "choice")
     if kind == "choice" and (one.choice or two.choice):
-        first, second = (reading.choice or reading.text.strip("(). ").upper() for reading in (one, two))
+        first, second = (
+            reading.choice or reading.text.strip("(). ").upper() for reading in (one, two)
+        )
         return _verdict(first == second, "choice")
     return None
 
@@ -83,7 +116,9 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
         if has(gold, "call") or has(answer, "call"):
             names = variables(gold) | variables(answer)
             gold, answer = (views.unapplied(node, names) for node in (gold, answer))
-        comparison = Comparer(limits, held_to(grading, gold), brackets="free" if first is None else "strict")
+        comparison = Comparer(
+            limits, held_to(grading, gold), brackets="free" if first is None else "strict"
+        )
         try:
             found = _verdict(comparison.same(gold, answer), comparison.rule)
         except (Undecided, Undefined) as error:
@@ -97,8 +132,14 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
 
 
 def _unread(one: Reading, two: Reading) -> Verdict:
-    """The verdict when a side is no expression: the same phrase, or an answer that cannot be the reference."""
-    if one.squashed and one.squashed == two.squashed and not isinstance(one.problem or two.problem, Malformed):
+    """The verdict when a side is no expression: the same phrase, or an answer that cannot be the
+    reference.
+    """
+    if (
+        one.squashed
+        and one.squashed == two.squashed
+        and not isinstance(one.problem or two.problem, Malformed)
+    ):
         return Verdict("equal", "text")
     readable, problem = (two, one.problem) if one.problem else (one, two.problem)
     assert problem is not None
@@ -106,7 +147,9 @@ def _unread(one: Reading, two: Reading) -> Verdict:
         return Verdict("different", "malformed", str(problem))
     if type(problem) is Prose and readable.trees:
         return Verdict("different", "prose", str(problem))
-    are_short = all(len(reading.squashed.split()) <= _PHRASE for reading in (one, two))  # names and dates, no sentences
+    are_short = all(
+        len(reading.squashed.split()) <= _PHRASE for reading in (one, two)
+    )  # names and dates, no sentences
     if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and are_short:
         return Verdict("different", "text")
     return _unscored(problem)
@@ -115,12 +158,16 @@ def _unread(one: Reading, two: Reading) -> Verdict:
 _CROWD = 48  # answers under one loose key past which each is compared with the first few only
 
 
-def group(answers: Sequence[str | None], kind: AnswerKind = "math", *, limits: Limits = LIMITS) -> list[int]:
-    """The class of each answer, numbered by first appearance; -1 for None and for empty answers, which abstain.
+def group(
+    answers: Sequence[str | None], kind: AnswerKind = "math", *, limits: Limits = LIMITS
+) -> list[int]:
+    """The class of each answer, numbered by first appearance; -1 for None and for empty answers,
+    which abstain.
 
-    Two answers in one class are equal under `equivalent`; equal ones share a class unless that would join answers
-    that differ (10 and 0.1 stay apart when 10% comes too). The partition does not depend on the order. Time grows
-    nearly linearly: answers are keyed by their values, and only those whose keys meet are compared.
+    Two answers in one class are equal under `equivalent`; equal ones share a class unless that
+    would join answers that differ (10 and 0.1 stay apart when 10% comes too). The partition does
+    not depend on the order. Time grows nearly linearly: answers are keyed by their values, and only
+    those whose keys meet are compared.
 
     >>> group(["1/2", "0.5", "2", None, r"\\frac{2}{4}"])
     [0, 0, 1, -1, 0]
@@ -129,7 +176,9 @@ def group(answers: Sequence[str | None], kind: AnswerKind = "math", *, limits: L
     classes = _Classes(kind, limits).of(texts)
     numbers: dict[int, int] = {}
     return [
-        numbers.setdefault(classes[answer], len(numbers)) if answer is not None and answer.strip() else -1
+        numbers.setdefault(classes[answer], len(numbers))
+        if answer is not None and answer.strip()
+        else -1
         for answer in answers
     ]
 
@@ -162,11 +211,14 @@ class _Classes:
         return {text: merged[index] for text, index in owner.items()}
 
     def merge(self, loose: dict[str, list[int]]) -> list[int]:
-        """Join representatives whose loose keys meet and that are equal, keeping apart whatever differs."""
+        """Join representatives whose loose keys meet and that are equal, keeping apart whatever
+        differs.
+        """
         parent = list(range(len(self.texts)))
         inside: dict[int, list[int]] = {index: [index] for index in parent}
         for left, right in sorted(_pairs(loose)):
-            one, two = parent[left], parent[right]
+            one = parent[left]
+            two = parent[right]
             if one == two or self.verdict(left, right) != "equal":
                 continue
             if all(self.verdict(a, b) == "equal" for a in inside[one] for b in inside[two]):
@@ -178,7 +230,8 @@ class _Classes:
     def verdict(self, left: int, right: int) -> str:
         pair = (min(left, right), max(left, right))
         if pair not in self.verdicts:
-            one, two = self.texts[pair[0]], self.texts[pair[1]]
+            one = self.texts[pair[0]]
+            two = self.texts[pair[1]]
             self.verdicts[pair] = equivalent(one, two, self.kind, limits=self.limits).status
         return self.verdicts[pair]
 
@@ -228,7 +281,8 @@ class Keys:
     def loose(self, reading: Reading) -> frozenset[str]:
         """Answers that are equal under the policy share a loose key, or are both texts.
 
-        A key with "<" at its end belongs to a decimal that may be the rounding of what has the same key with ">".
+        A key with "<" at its end belongs to a decimal that may be the rounding of what has the same
+        key with ">".
         """
         found = {"text:" + reading.squashed} if reading.squashed else set[str]()
         if reading.choice:
@@ -259,11 +313,15 @@ class Keys:
             yield from self.value_tokens(node)
 
     def value_tokens(self, node: Node) -> Iterator[str]:
-        """The value at a whole point, and those a sign, unit or base beside it may be passed over for."""
+        """The value at a whole point, and those a sign, unit or base beside it may be passed over
+        for.
+        """
         if node.kind in ("percent", "degree", "quantity"):
             yield from self._tokens(node.args[0])
         if node.kind == "quantity" and (unit := measure(node.text)):
-            yield from ("unit:" + token for token in self.tokens(Node("mul", (*node.args, number(unit[1])))))
+            yield from (
+                "unit:" + token for token in self.tokens(Node("mul", (*node.args, number(unit[1]))))
+            )
         if node.kind == "based" and node.text.isdigit():
             yield f"value:{int(node.text):x}/1"
         if node.kind == "cases":
@@ -300,7 +358,9 @@ class Keys:
         found = [(node, self.rounded(node)) for node in nodes[:_MANY]]
         if all(size is None for _, size in found):
             return set()
-        shown = sorted(self.least(node) if size is None else _digits(size, 3) for node, size in found)
+        shown = sorted(
+            self.least(node) if size is None else _digits(size, 3) for node, size in found
+        )
         has_decimals = any(size is not None and is_decimal(node) for node, size in found)
         return {f"near:{';'.join(shown)}{'<' if has_decimals else '>'}"}
 
@@ -311,7 +371,8 @@ class Keys:
             yield from self.tokens(value)
         yield from self.region_tokens(node)
         if len(node.args) == 2:  # the ratio of the difference of its sides at two points
-            sides, prober = minus(*node.args), Prober(self.limits)
+            sides = minus(*node.args)
+            prober = Prober(self.limits)
             first, second = (prober.value(sides, _at(variables(sides), index)) for index in (0, 1))
             yield "equation:" + written(prober.divide(first, second))
         elif value.kind == "relation":

@@ -1,4 +1,6 @@
-"""Evaluation of a tree: exact in rational numbers, else to high precision with a running error bound."""
+"""Evaluation of a tree: exact in rational numbers, else to high precision with a running error
+bound.
+"""
 
 import hashlib
 import operator
@@ -33,7 +35,8 @@ class Clock:
 def exact(node: Node, limits: Limits, env: Environment = NOWHERE) -> Fraction:
     """The value of the tree with its variables bound by `env`.
 
-    Raises NotRational when rationals do not suffice, Undefined for a division by zero, TooLarge past a cap.
+    Raises NotRational when rationals do not suffice, Undefined for a division by zero, TooLarge
+    past a cap.
     """
     value = Evaluator(0, limits, env).value(node)
     assert isinstance(value, Fraction)
@@ -41,12 +44,16 @@ def exact(node: Node, limits: Limits, env: Environment = NOWHERE) -> Fraction:
 
 
 class Evaluator(Arithmetic):
-    """Evaluates trees under one environment, exactly as far as numbers stay rational, else at one precision.
+    """Evaluates trees under one environment, exactly as far as numbers stay rational, else at one
+    precision.
 
-    At a precision of no bits what is not rational raises NotRational. Raises Undecided where there is no number.
+    At a precision of no bits what is not rational raises NotRational. Raises Undecided where there
+    is no number.
     """
 
-    def __init__(self, bits: int, limits: Limits, env: Environment = NOWHERE, clock: Clock | None = None) -> None:
+    def __init__(
+        self, bits: int, limits: Limits, env: Environment = NOWHERE, clock: Clock | None = None
+    ) -> None:
         super().__init__(bits)
         self.limits = limits
         self.env = env
@@ -67,7 +74,11 @@ class Evaluator(Arithmetic):
             raise self.lacking(f"no number for a {node.kind}")
         try:
             result = rule(self, node)
-            return result if node.kind in _SMALL and isinstance(result, Fraction) else self.checked(result)
+            return (
+                result
+                if node.kind in _SMALL and isinstance(result, Fraction)
+                else self.checked(result)
+            )
         except (ZeroDivisionError, ValueError) as error:  # mpmath's own words for a pole
             raise Undefined(f"no value: {error}") from error
 
@@ -94,7 +105,11 @@ class Evaluator(Arithmetic):
         if isinstance(value, Approx):
             return value
         if not self.bits:
-            raise NotRational("a function") if self.fits(value) else TooLarge(f"past {self.limits.bits} bits")
+            raise (
+                NotRational("a function")
+                if self.fits(value)
+                else TooLarge(f"past {self.limits.bits} bits")
+            )
         return self.rational(value)
 
     def symbol(self, node: Node) -> Value:
@@ -117,10 +132,13 @@ class Evaluator(Arithmetic):
         if not terms:
             return whole
         terms += [self.approximate(whole)] if whole else []
-        total, error = self.mp.mpf(0), NOTHING
+        total = self.mp.mpf(0)
+        error = NOTHING
         for index, term in enumerate(terms):
             total += term.value
-            error = max(error, term.error, magnitude(total) - self.bits) + (1 if index < 8 or index % 8 == 0 else 0)
+            error = max(error, term.error, magnitude(total) - self.bits) + (
+                1 if index < 8 or index % 8 == 0 else 0
+            )
         sizes = {term.magnitude for term in terms} - {NOTHING}
         if sizes:
             self.widen(max(sizes) - min(sizes))
@@ -137,7 +155,8 @@ class Evaluator(Arithmetic):
         self, node: Node, operation: Callable[[Fraction, Fraction], Fraction], start: Fraction
     ) -> tuple[Fraction, list[Approx]]:
         """What the exact arguments come to together, and the others."""
-        whole, others = start, list[Approx]()
+        whole = start
+        others = list[Approx]()
         for arg in node.args:
             value = self.value(arg)
             if isinstance(value, Fraction) and self.fits(together := operation(whole, value)):
@@ -148,7 +167,8 @@ class Evaluator(Arithmetic):
 
     def pow(self, node: Node) -> Value:
         base, exponent = node.args
-        power, left = self.value(exponent), self.value(base)
+        power = self.value(exponent)
+        left = self.value(base)
         below = left < 0 if isinstance(left, Fraction) else left.is_negative and not left.may_vanish
         if below and not _is_whole(power) and variables(exponent):
             raise Undefined("a varying power of a negative number")
@@ -171,9 +191,12 @@ class Evaluator(Arithmetic):
         return self.exp(self.times(power, self.by_direction("log", left)))
 
     def root(self, node: Node) -> Value:
-        index, base = self.value(node.args[1]), self.value(node.args[0])
+        index = self.value(node.args[1])
+        base = self.value(node.args[0])
         if isinstance(index, Approx):
-            return self.exp(self.times(self.inverse(index), self.by_direction("log", self.approximate(base))))
+            return self.exp(
+                self.times(self.inverse(index), self.by_direction("log", self.approximate(base)))
+            )
         if index == 0:
             raise Undefined("a root of index zero")
         return self.power(base, 1 / index)
@@ -183,12 +206,15 @@ class Evaluator(Arithmetic):
 
     def sum(self, node: Node) -> Value:
         body, variable, lower, upper = node.args
-        first, last = (int(bound) if _is_whole(bound := self.value(end)) else None for end in (lower, upper))
+        first, last = (
+            int(bound) if _is_whole(bound := self.value(end)) else None for end in (lower, upper)
+        )
         if first is None or last is None:
             raise self.lacking("bounds of a sum")
         if last - first >= self.limits.terms:
             raise TooLarge(f"more than {self.limits.terms} terms")
-        total, outer = Fraction(int(node.text == "prod")), self.env
+        total = Fraction(int(node.text == "prod"))
+        outer = self.env
         for index in range(first, last + 1):
             self.env = {**outer, variable.text: Fraction(index)}
             term = self.value(body)
@@ -210,13 +236,18 @@ class Evaluator(Arithmetic):
     def holds(self, condition: Node) -> bool:
         """Whether a condition is true here; raises Undecided for what is not one in numbers."""
         if condition.kind == "list" and condition.text != "mixed":
-            return (any if condition.text == "or" else all)(self.holds(part) for part in condition.args)
+            return (any if condition.text == "or" else all)(
+                self.holds(part) for part in condition.args
+            )
         if condition == OTHERWISE:
             return True
         if condition.kind != "relation":
             raise Undecided("a condition in words")
         signs = condition.text.split()
-        return all(self.compare(a, s, b) for a, s, b in zip(condition.args, signs, condition.args[1:], strict=False))
+        return all(
+            self.compare(a, s, b)
+            for a, s, b in zip(condition.args, signs, condition.args[1:], strict=False)
+        )
 
     def compare(self, left: Node, sign: str, right: Node) -> bool:
         if right.kind == "congruence" and sign in ("=", "!="):
@@ -243,7 +274,9 @@ class Evaluator(Arithmetic):
         return self.rational(Fraction(digest, 1 << 62))
 
     def func(self, node: Node) -> Value:
-        """Exact for rational arguments where it can be; floor and ceiling by a guarded rounding otherwise."""
+        """Exact for rational arguments where it can be; floor and ceiling by a guarded rounding
+        otherwise.
+        """
         args = [self.value(arg) for arg in node.args]
         known = [arg for arg in args if isinstance(arg, Fraction)]
         if len(known) == len(args) and node.text in approx.EXACT:
@@ -253,18 +286,27 @@ class Evaluator(Arithmetic):
                 if not self.bits:
                     raise
         near = [self.approximate(arg) for arg in args]
-        if node.text not in approx.FUNCTIONS and max(item.magnitude for item in near) > self.limits.bits:
+        if (
+            node.text not in approx.FUNCTIONS
+            and max(item.magnitude for item in near) > self.limits.bits
+        ):
             raise TooLarge(f"{node.text} of a number past {self.limits.bits} bits")
         if node.text in ("floor", "ceil"):
             return self.stepped(node.text, near[0])
         if node.text in ("max", "min"):
-            return (max if node.text == "max" else min)(near, key=lambda item: self.mp.re(item.value))
+            return (max if node.text == "max" else min)(
+                near, key=lambda item: self.mp.re(item.value)
+            )
         rule = approx.FUNCTIONS.get(node.text)
         if rule is None:
             raise Undecided(f"the function {node.text}")
         size = near[0].magnitude
         if size != NOTHING:  # how near to a constant a function comes there
-            self.widen(3 << min(2 * size, 20) if node.text in ("tanh", "coth", "erf") and size > 0 else 2 * abs(size))
+            self.widen(
+                3 << min(2 * size, 20)
+                if node.text in ("tanh", "coth", "erf") and size > 0
+                else 2 * abs(size)
+            )
         return rule(self, near[0])
 
     def stepped(self, name: str, item: Approx) -> Approx:
@@ -282,7 +324,9 @@ def _is_whole(value: Value) -> TypeGuard[Fraction]:
     return isinstance(value, Fraction) and value.denominator == 1
 
 
-_SMALL = frozenset({"number", "symbol", "add", "mul"})  # exact values are bounded where they are made
+_SMALL = frozenset(
+    {"number", "symbol", "add", "mul"}
+)  # exact values are bounded where they are made
 _SCALES = {"percent": (number(Fraction(1, 100)),), "degree": (number(Fraction(1, 180)), PI)}
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
     "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,

@@ -1,4 +1,6 @@
-"""Equality of two expressions: exact where rational, else by evaluation at points around constants and branches."""
+"""Equality of two expressions: exact where rational, else by evaluation at points around constants
+and branches.
+"""
 
 import math
 import random
@@ -21,17 +23,22 @@ Domain = Literal["real", "step", "whole", "natural"]
 Point = dict[str, Fraction]
 
 _RANKS: tuple[Domain, ...] = ("real", "step", "whole", "natural")
-_NATURAL, _WHOLE, _STEPS, _TURNS = (words(name) for name in ("of_naturals", "of_integers", "stepping", "turning"))
+_NATURAL, _WHOLE, _STEPS, _TURNS = (
+    words(name) for name in ("of_naturals", "of_integers", "stepping", "turning")
+)
 _SWITCHES = words("switching") | _STEPS | _WHOLE | _NATURAL
 _INDICES = frozenset("nmkjNMK")  # letters that stand for integers where something moves in steps
-_SMOOTH = 6  # points for expressions without a branch: analytic ones that agree at one generic point agree
+# points for expressions without a branch: analytic ones that agree at one generic point agree
+_SMOOTH = 6
 _SCATTERED = 24
 _CONSTANTS = 14
 _SWEEP = 120  # residues of a modulus that are all tried
 
 
 def domains(*nodes: Node) -> dict[str, Domain]:
-    """What each variable ranges over, by the functions it is given to: real, integer, positive or small integer."""
+    """What each variable ranges over, by the functions it is given to: real, integer, positive or
+    small integer.
+    """
     found = {name: 0 for node in nodes for name in variables(node)}
     for each in (each for node in nodes for each in node.walk()):
         rank, inside = _demand(each)
@@ -44,7 +51,9 @@ def domains(*nodes: Node) -> dict[str, Domain]:
 def _demand(node: Node) -> tuple[int, Node]:
     if node.kind == "func":
         is_turn = node.text in _TURNS and any(each.text == "pi" for each in node.walk())
-        return (node.text in _STEPS or is_turn) + 2 * (node.text in _WHOLE) + 3 * (node.text in _NATURAL), node
+        return (node.text in _STEPS or is_turn) + 2 * (node.text in _WHOLE) + 3 * (
+            node.text in _NATURAL
+        ), node
     if node.kind == "pow" and (node.args[0].value or 0) < 0:
         return 2, node.args[1]
     if node.kind == "relation" and node.args[-1].kind == "congruence":
@@ -54,12 +63,18 @@ def _demand(node: Node) -> tuple[int, Node]:
 
 @lru_cache(maxsize=8192)
 def _coordinate(name: str, index: int, domain: Domain) -> Fraction:
-    """The value of a variable at a generic point: fixed by its name, its sign and size drawn for it alone."""
+    """The value of a variable at a generic point: fixed by its name, its sign and size drawn for it
+    alone.
+    """
     draw = random.Random(f"{name}@{index}")
     if domain == "natural":
         return Fraction(draw.randrange(2, 12) + index)
     if domain in ("whole", "step"):
-        count = index + 2 if index < 4 else draw.choice((1, 2, 6, 12, 30)) * draw.randrange(1, 3 ** (2 + index % 7))
+        count = (
+            index + 2
+            if index < 4
+            else draw.choice((1, 2, 6, 12, 30)) * draw.randrange(1, 3 ** (2 + index % 7))
+        )
         return Fraction(-count if domain == "step" and index > 3 and draw.random() < 0.5 else count)
     size = Fraction(draw.randrange(1_000, 9_999), draw.choice((997, 1009, 1013, 2003, 3001)))
     if index >= _SMOOTH:
@@ -73,7 +88,9 @@ def generic(ranges: dict[str, Domain], index: int) -> Point:
 
 
 def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
-    """Generic points, then, where either side has branches, scattered ones and those around its constants."""
+    """Generic points, then, where either side has branches, scattered ones and those around its
+    constants.
+    """
     ranges = domains(left, right)
     switches = tuple(dict.fromkeys(each for node in (left, right) for each in _switches(node)))
     yield from (generic(ranges, index) for index in range(_SMOOTH))
@@ -87,20 +104,35 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
     )  # counts begin at 0 where one is said of 0
     for base in (generic(ranges, 0), generic(ranges, 3))[: len(ranges)]:
         for name, domain in ranges.items():
-            marks = {*constants, *(mark for node in switches for mark in _marks(node, name, base, limits))}
+            marks = {
+                *constants,
+                *(mark for node in switches for mark in _marks(node, name, base, limits)),
+            }
             for value in around(marks) if domain == "real" else _whole_around(marks, domain, least):
                 yield base | {name: value}
-    if len(ranges) > 1 and set(ranges.values()) == {"real"}:  # where all are about as large as a constant
-        near = [mark * factor for mark in constants for factor in (Fraction(3), Fraction(-3), Fraction(1, 7))]
-        yield from ({name: value + index * value / 5 for index, name in enumerate(ranges)} for value in near)
+    if len(ranges) > 1 and set(ranges.values()) == {
+        "real"
+    }:  # where all are about as large as a constant
+        near = [
+            mark * factor
+            for mark in constants
+            for factor in (Fraction(3), Fraction(-3), Fraction(1, 7))
+        ]
+        yield from (
+            {name: value + index * value / 5 for index, name in enumerate(ranges)} for value in near
+        )
 
 
 def _switches(node: Node) -> Iterator[Node]:
-    """What decides a branch inside an expression: arguments of functions that switch, radicands, conditions."""
+    """What decides a branch inside an expression: arguments of functions that switch, radicands,
+    conditions.
+    """
     for each in node.walk():
         if not variables(each):
             continue
-        is_function = each.kind == "func" and (each.text in _SWITCHES or each.text.startswith("arc"))
+        is_function = each.kind == "func" and (
+            each.text in _SWITCHES or each.text.startswith("arc")
+        )
         if is_function or each.kind == "congruence":
             yield from each.args
         elif each.kind in ("root", "pow") and variables(each.args[0]):
@@ -123,15 +155,26 @@ def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
     yield from kept
     yield from (Fraction(math.isqrt(int(value))) for value in kept if value > 3)
     yield from {one / two for one in kept[:6] for two in kept[:6] if one != two}
-    if any(each.text in ("ln", "log") for node in nodes for each in node.walk()):  # where a logarithm passes a constant
-        yield from (Fraction(round(base**value)) for base in (math.e, 10) for value in kept if 1 < value < 300)
+    if any(
+        each.text in ("ln", "log") for node in nodes for each in node.walk()
+    ):  # where a logarithm passes a constant
+        yield from (
+            Fraction(round(base**value))
+            for base in (math.e, 10)
+            for value in kept
+            if 1 < value < 300
+        )
 
 
 def rational(node: Node, limits: Limits, point: Point | None = None) -> Fraction | None:
-    """The value of a tree as a fraction, square roots to nine digits; None where it has none of moderate size."""
+    """The value of a tree as a fraction, square roots to nine digits; None where it has none of
+    moderate size.
+    """
     try:
         if node.kind == "root" and node.args[1].value == 2:
-            return Fraction(math.isqrt(int(abs(exact(node.args[0], limits, point or {})) * 10**18)), 10**9)
+            return Fraction(
+                math.isqrt(int(abs(exact(node.args[0], limits, point or {})) * 10**18)), 10**9
+            )
         value = exact(node, limits, point or {})
     except (NotRational, Undefined, TooLarge):
         return None
@@ -139,16 +182,25 @@ def rational(node: Node, limits: Limits, point: Point | None = None) -> Fraction
 
 
 def _marks(switch: Node, name: str, base: Point, limits: Limits) -> Iterator[Fraction]:
-    """Where a switch that is linear in the variable passes 0, 1 and -1, or is divisible by a modulus beside it."""
+    """Where a switch that is linear in the variable passes 0, 1 and -1, or is divisible by a
+    modulus beside it.
+    """
     if name not in variables(switch):
         return
     first, second, third = (rational(switch, limits, base | {name: Fraction(x)}) for x in range(3))
-    if first is not None and second is not None and third is not None and third - second == second - first != 0:
+    if (
+        first is not None
+        and second is not None
+        and third is not None
+        and third - second == second - first != 0
+    ):
         yield from ((target - first) / (second - first) for target in (0, 1, -1))
 
 
 def around(marks: Iterable[Fraction]) -> list[Fraction]:
-    """Real numbers on both sides of each mark and of its negative, between neighbours and beyond the last."""
+    """Real numbers on both sides of each mark and of its negative, between neighbours and beyond
+    the last.
+    """
     crowd = sorted({Fraction(0), *(sign * mark for mark in marks for sign in (1, -1))})
     close = Fraction(1, 10**6)
     found = [(one + two) / 2 for one, two in pairwise(crowd)]
@@ -184,34 +236,49 @@ class Prober:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.clock = Clock(limits.milliseconds / 1000)
-        self.is_of_reals = False  # whether what is compared has variables and speaks of no complex numbers
+        self.is_of_reals = (
+            False  # whether what is compared has variables and speaks of no complex numbers
+        )
         self.apart = 0  # points at which one side alone has a value
 
     def value(self, node: Node, env: Environment = NOWHERE, bits: int = _BITS) -> Value:
         """The exact value, or an approximation when there is none.
 
-        Raises Undefined where the expression has no value, Undecided past a cap or for what has no number.
+        Raises Undefined where the expression has no value, Undecided past a cap or for what has no
+        number.
         """
         return self.measured(node, env, bits)[0]
 
     def measured(self, node: Node, env: Environment, bits: int) -> tuple[Value, int, bool]:
-        """The value, the bits between its largest and smallest magnitude, and whether a part of it is unreal."""
+        """The value, the bits between its largest and smallest magnitude, and whether a part of it
+        is unreal.
+        """
         evaluator = Evaluator(bits, self.limits, env, self.clock)
         value = evaluator.value(node)
-        return value, 0 if isinstance(value, Fraction) else evaluator.spread, evaluator.has_left_reals
+        return (
+            value,
+            0 if isinstance(value, Fraction) else evaluator.spread,
+            evaluator.has_left_reals,
+        )
 
     def are_apart(self, env: Environment, *are_outside: bool) -> bool:
         """Whether two functions of reals have now been seen to be defined at different points.
 
-        A function of reals has no value where a part of it is not real. Single points do not count, nor those at which
-        several variables are negative: the letters of a formula are taken to be of one sign.
+        A function of reals has no value where a part of it is not real. Single points do not count,
+        nor those at which several variables are negative: the letters of a formula are taken to be
+        of one sign.
         """
-        if self.is_of_reals and are_outside[0] != are_outside[1] and sum(x < 0 for x in env.values()) < 2:
+        if (
+            self.is_of_reals
+            and are_outside[0] != are_outside[1]
+            and sum(x < 0 for x in env.values()) < 2
+        ):
             self.apart += 1
         return self.apart >= _ENOUGH
 
     def equal(self, left: Node, right: Node) -> bool:
-        """Whether two expressions have the same value at every probing point, and are real at the same ones.
+        """Whether two expressions have the same value at every probing point, and are real at the
+        same ones.
 
         Raises Undecided when too few points can be evaluated or precision does not settle it.
         """
@@ -220,7 +287,9 @@ class Prober:
         if canonical(left) == canonical(right):
             return True
         inside = [each for node in (left, right) for each in node.walk()]
-        self.is_of_reals = not any(each.text in _COMPLEX and each.kind in ("constant", "func") for each in inside)
+        self.is_of_reals = not any(
+            each.text in _COMPLEX and each.kind in ("constant", "func") for each in inside
+        )
         self.apart = agreed = 0
         unreal = list[bool]()
         for one, two, same in self.comparisons(left, right):
@@ -262,8 +331,11 @@ class Prober:
             return False
         return True
 
-    def compare_at(self, left: Node, right: Node, env: Environment, sure: bool = False) -> tuple[bool, bool, bool]:
-        """Whether each value is real, and whether they are the same, with more precision where rounding hides it.
+    def compare_at(
+        self, left: Node, right: Node, env: Environment, sure: bool = False
+    ) -> tuple[bool, bool, bool]:
+        """Whether each value is real, and whether they are the same, with more precision where
+        rounding hides it.
 
         `sure` asks for more precision as well before saying that two computed values are the same.
         """
@@ -275,7 +347,11 @@ class Prober:
             if needed > bits:  # so that what is small beside what is large is seen
                 bits = needed
                 continue
-            is_settled = not sure or bits > 3 * _BITS or (isinstance(first, Fraction) and isinstance(second, Fraction))
+            is_settled = (
+                not sure
+                or bits > 3 * _BITS
+                or (isinstance(first, Fraction) and isinstance(second, Fraction))
+            )
             with suppress(Undecided):
                 same = self.agree(first, second, bits)
                 if not same or is_settled:
@@ -285,16 +361,21 @@ class Prober:
         raise TooLarge("rounding hides the difference")
 
     def agree(self, first: Value, second: Value, bits: int = _BITS) -> bool:
-        """Whether two values coincide within their errors; raises Undecided when the errors are too wide to say."""
+        """Whether two values coincide within their errors; raises Undecided when the errors are too
+        wide to say.
+        """
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
-        one, two = self.approximate(first, bits), self.approximate(second, bits)
+        one = self.approximate(first, bits)
+        two = self.approximate(second, bits)
         error = max(one.error, two.error)
         gap = magnitude(one.value - two.value)
         if gap != NOTHING and gap > error + _SLACK:
             return False
         size = max(one.magnitude, two.magnitude)
-        if error + _SLACK > size - bits // 3 and not (error < -bits // 2 and size <= error + _SLACK):
+        if error + _SLACK > size - bits // 3 and not (
+            error < -bits // 2 and size <= error + _SLACK
+        ):
             raise Undecided("rounding hides the difference")
         return True
 
@@ -309,7 +390,8 @@ class Prober:
         is_one_zero = False
         for env in points(left, right, self.limits):
             try:
-                one, two = self.value(left, env), self.value(right, env)
+                one = self.value(left, env)
+                two = self.value(right, env)
             except (Undefined, TooLarge):
                 self.clock.look()
                 continue
@@ -317,7 +399,10 @@ class Prober:
                 is_one_zero = is_one_zero or is_zero(one) != is_zero(two)
                 continue
             here = {name: number(value) for name, value in env.items()}
-            scaled = Node("mul", (left, substituted(right, here))), Node("mul", (right, substituted(left, here)))
+            scaled = (
+                Node("mul", (left, substituted(right, here))),
+                Node("mul", (right, substituted(left, here))),
+            )
             return sign_of(one) * sign_of(two) if self.equal(*scaled) else 0
         if is_one_zero:
             return 0
@@ -330,7 +415,9 @@ class Prober:
         if isinstance(top, Fraction) and isinstance(bottom, Fraction):
             return top / bottom
         evaluator = Evaluator(_BITS, self.limits)
-        return evaluator.times(evaluator.approximate(top), evaluator.inverse(evaluator.approximate(bottom)))
+        return evaluator.times(
+            evaluator.approximate(top), evaluator.inverse(evaluator.approximate(bottom))
+        )
 
 
 def is_real(value: Value) -> bool:
@@ -348,7 +435,11 @@ def sign_of(value: Value) -> int:
 
 def is_zero(value: Value) -> bool:
     """Whether a value is zero within its error."""
-    return value == 0 if isinstance(value, Fraction) else value.magnitude <= max(value.error + _SLACK, NOTHING)
+    return (
+        value == 0
+        if isinstance(value, Fraction)
+        else value.magnitude <= max(value.error + _SLACK, NOTHING)
+    )
 
 
 def written(value: Value) -> str:
@@ -372,6 +463,9 @@ def _component(part: Any, whole: Approx) -> str:
         precise = Fraction(-int(mantissa) if sign else int(mantissa)) * Fraction(2) ** int(exponent)
         near = precise.limit_denominator(1 << 30)
         gap = abs(precise - near)
-        if not gap or gap.numerator.bit_length() - gap.denominator.bit_length() <= whole.error + _SLACK:
+        if (
+            not gap
+            or gap.numerator.bit_length() - gap.denominator.bit_length() <= whole.error + _SLACK
+        ):
             return written(near)
     return str(to_str(part._mpf_, 30))

@@ -1,4 +1,6 @@
-"""Sets of real numbers that answers describe, as their ends in order: intervals, inequalities, unions, set-builders."""
+"""Sets of real numbers that answers describe, as their ends in order: intervals, inequalities,
+unions, set-builders.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +13,17 @@ from atts.evaluators.equivalence.approx import NotRational
 from atts.evaluators.equivalence.numeric import exact
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.equivalence.views import FLIPPED, is_name
-from atts.evaluators.syntax.tree import MINUS_ONE, REALS, Node, has, minus, number, quotient, substituted, variables
+from atts.evaluators.syntax.tree import (
+    MINUS_ONE,
+    REALS,
+    Node,
+    has,
+    minus,
+    number,
+    quotient,
+    substituted,
+    variables,
+)
 from atts.evaluators.verdict import TooLarge, Undecided, Undefined
 
 BELOW, INFINITY = REALS.args
@@ -27,8 +39,11 @@ class End(NamedTuple):
 
 
 Region = tuple[End, ...]
-"""A set of reals: it begins at the first end, stops at the second, begins again at the third, and so on."""
-_LOWEST, _HIGHEST = End(BELOW, True), End(INFINITY, False)
+"""A set of reals: it begins at the first end, stops at the second, begins again at the third, and
+so on.
+"""
+_LOWEST = End(BELOW, True)
+_HIGHEST = End(INFINITY, False)
 
 
 def is_inequality(node: Node) -> bool:
@@ -40,7 +55,9 @@ def is_inequality(node: Node) -> bool:
 
 def speaks_of_reals(node: Node) -> bool:
     """Whether an answer is a set of reals, said in more than a pair of brackets."""
-    return is_inequality(node) or any(each.kind in _REAL_SETS or each.text == "cap" for each in node.walk())
+    return is_inequality(node) or any(
+        each.kind in _REAL_SETS or each.text == "cap" for each in node.walk()
+    )
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,11 @@ class Line:
     def combined(self, node: Node) -> Region | None:
         parts = [part for arg in node.args if (part := self._region(arg)) is not None]
         about = [variables(arg) for arg in node.args if arg.kind == "relation"]
-        if len(parts) < len(node.args) or len(parts) > 100 or (about and not frozenset.intersection(*about)):
+        if (
+            len(parts) < len(node.args)
+            or len(parts) > 100
+            or (about and not frozenset.intersection(*about))
+        ):
             return None
         if node.kind == "setminus":
             return self.shared([parts[0], _rest(parts[1])], 2)
@@ -89,11 +110,15 @@ class Line:
         return self._region(condition)
 
     def whole(self, node: Node) -> Node:
-        """The set of the integers that meet a condition, one by one; the node itself where they are not few."""
+        """The set of the integers that meet a condition, one by one; the node itself where they are
+        not few.
+        """
         member, condition = node.args
         if member.kind == "relation" and member.text == "in" and member.args[1].text == "mathbb:Z":
             inside = self.built(member.args[0], condition) or ()
-            ends = [end for each in inside if isinstance(end := self.prober.value(each.value), Fraction)]
+            ends = [
+                end for each in inside if isinstance(end := self.prober.value(each.value), Fraction)
+            ]
             if ends and len(ends) == len(inside) and all(abs(end) < 1_000 for end in ends):
                 near = range(int(min(ends)) - 1, int(max(ends)) + 2)
                 found = [x for x in near if self.shared([inside, _point(number(x))], 2)]
@@ -102,12 +127,17 @@ class Line:
 
     def related(self, node: Node) -> Region | None:
         """Where a relation or a chain of them holds."""
-        signs, sides = node.text.split(), node.args
+        signs = node.text.split()
+        sides = node.args
         if signs in (["in"], ["notin"]):
             inside = self._region(sides[1]) if is_name(sides[0]) else None
             return inside if inside is None or signs == ["in"] else _rest(inside)
         links = list(zip(signs, sides, sides[1:], strict=False))
-        parts = [part for sign, left, right in links if (part := self.solved(left, sign, right)) is not None]
+        parts = [
+            part
+            for sign, left, right in links
+            if (part := self.solved(left, sign, right)) is not None
+        ]
         about = [variables(left) | variables(right) for _, left, right in links]
         if len(parts) < len(links) or not frozenset.intersection(*about):
             return None
@@ -132,28 +162,40 @@ class Line:
         return self.polynomial(minus(left, right), sign)
 
     def absolute(self, inside: Node, sign: str, bound: Node) -> Region | None:
-        one, two = self.solved(inside, sign, bound), self.solved(inside, FLIPPED[sign], Node("mul", (MINUS_ONE, bound)))
-        return None if one is None or two is None else self.shared([one, two], 1 if sign in (">", ">=") else 2)
+        one = self.solved(inside, sign, bound)
+        two = self.solved(inside, FLIPPED[sign], Node("mul", (MINUS_ONE, bound)))
+        return (
+            None
+            if one is None or two is None
+            else self.shared([one, two], 1 if sign in (">", ">=") else 2)
+        )
 
     def polynomial(self, node: Node, sign: str) -> Region | None:
         """Where a polynomial of degree one or two in one variable is below zero, and its like."""
         (name,) = variables(node)
         try:
-            values = [exact(node, self.prober.limits, {name: Fraction(x)}) for x in (0, 1, 2, 3, -5, 11)]
+            values = [
+                exact(node, self.prober.limits, {name: Fraction(x)}) for x in (0, 1, 2, 3, -5, 11)
+            ]
         except NotRational:
             return self.linear(node, name, sign)
-        c, curve = values[0], (values[2] - 2 * values[1] + values[0]) / 2
+        c = values[0]
+        curve = (values[2] - 2 * values[1] + values[0]) / 2
         slope = values[1] - c - curve
-        if any(curve * x * x + slope * x + c != y for x, y in zip((3, -5, 11), values[3:], strict=True)):
+        if any(
+            curve * x * x + slope * x + c != y for x, y in zip((3, -5, 11), values[3:], strict=True)
+        ):
             return None
         if not curve:
             return _ray(sign if slope > 0 else FLIPPED[sign], number(-c / slope)) if slope else None
         is_between = (curve > 0) == (sign in ("<", "<="))
         between: Region = ()
         if (apart := slope * slope - 4 * curve * c) >= 0:
-            root, middle = Node("root", (number(apart / (4 * curve * curve)), number(2))), number(-slope / (2 * curve))
+            root = Node("root", (number(apart / (4 * curve * curve)), number(2)))
+            middle = number(-slope / (2 * curve))
             is_closed = (sign in ("<=", ">=")) == is_between
-            low, high = End(minus(middle, root), not is_closed), End(Node("add", (middle, root)), is_closed)
+            low = End(minus(middle, root), not is_closed)
+            high = End(Node("add", (middle, root)), is_closed)
             between = self.shared([(low, high)], 1)
         return between if is_between else _rest(between)
 
@@ -167,7 +209,9 @@ class Line:
         return _ray(sign if direction > 0 else FLIPPED[sign], root) if direction else None
 
     def order(self, one: Node, two: Node) -> int:
-        """-1, 0 or 1 as one number lies below, at or above the other; raises Undecided for those with variables."""
+        """-1, 0 or 1 as one number lies below, at or above the other; raises Undecided for those
+        with variables.
+        """
         if one == two:
             return 0
         ranks = [(node == INFINITY) - (node == BELOW) for node in (one, two)]
@@ -184,15 +228,25 @@ class Line:
         return self.order(one.value, two.value) or one.after - two.after
 
     def shared(self, regions: Sequence[Region], least: int) -> Region:
-        """What at least so many of these sets hold: their union for one, their intersection for all."""
-        stretches = [pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)]
+        """What at least so many of these sets hold: their union for one, their intersection for
+        all.
+        """
+        stretches = [
+            pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)
+        ]
         if least == 1 and any(has(end.value, "symbol") for pair in stretches for end in pair):
             stretches.sort(key=lambda pair: (pair[0] != _LOWEST, pair[1] == _HIGHEST, repr(pair)))
             return tuple(end for pair in stretches for end in pair)
         if len(stretches) > 200:
             raise TooLarge("too many intervals")
-        turns = [turn for low, high in stretches if self.before(low, high) < 0 for turn in ((low, 1), (high, -1))]
-        found, depth = list[End](), 0
+        turns = [
+            turn
+            for low, high in stretches
+            if self.before(low, high) < 0
+            for turn in ((low, 1), (high, -1))
+        ]
+        found = list[End]()
+        depth = 0
         before = cmp_to_key(self.before)
         for end, turn in sorted(turns, key=lambda turn: before(turn[0])):
             if (depth >= least) != (depth + turn >= least):

@@ -12,11 +12,23 @@ from atts.core import Grading
 from atts.evaluators.equivalence.approx import NotRational, digits_in_base
 from atts.evaluators.equivalence.numeric import exact
 from atts.evaluators.equivalence.probing import Prober
-from atts.evaluators.syntax.tree import REALS, Kind, Node, grid, has, negated, number, substituted, symbol, variables
+from atts.evaluators.syntax.tree import (
+    REALS,
+    Kind,
+    Node,
+    grid,
+    has,
+    negated,
+    number,
+    substituted,
+    symbol,
+    variables,
+)
 from atts.evaluators.syntax.vocabulary import Dimension, is_generic, measure, squashed
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
-_CHAIN, _IMPLICATIONS = frozenset({"=", "~"}), frozenset({"=>>", "<=>"})
+_CHAIN = frozenset({"=", "~"})
+_IMPLICATIONS = frozenset({"=>>", "<=>"})
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "~"}
 
 
@@ -42,7 +54,9 @@ def is_name(node: Node) -> bool:
     if node.kind == "call":
         return all(arg.kind in ("symbol", "number") for arg in node.args)
     if node.kind == "mul":
-        return all(_is_point(arg) or (arg.kind == "pow" and is_name(arg.args[0])) for arg in node.args)
+        return all(
+            _is_point(arg) or (arg.kind == "pow" and is_name(arg.args[0])) for arg in node.args
+        )
     if node.kind == "func" and node.text == "abs":
         return node.args[0].kind != "symbol" and is_name(node.args[0])
     if node.kind in ("tuple", "ratio", "list"):
@@ -52,20 +66,30 @@ def is_name(node: Node) -> bool:
 
 def _is_point(node: Node) -> bool:
     """A capital letter, as the end of a segment, or a product of them."""
-    return all(map(_is_point, node.args)) if node.kind == "mul" else node.kind == "symbol" and node.text[0].isupper()
+    return (
+        all(map(_is_point, node.args))
+        if node.kind == "mul"
+        else node.kind == "symbol" and node.text[0].isupper()
+    )
 
 
 def named(node: Node) -> Named:
     """x = 5 as 5 named x, 5 + 6 = 11 as 11, an equation between expressions as itself."""
-    if [arg.kind for arg in node.args] == ["symbol", "tuple"] and _is_point(node.args[0]):  # A(1, 2)
+    if [arg.kind for arg in node.args] == ["symbol", "tuple"] and _is_point(
+        node.args[0]
+    ):  # A(1, 2)
         return Named(*node.args)
     if node.kind != "relation":
         return Named(None, node)
     signs = node.text.split()
-    if _IMPLICATIONS.intersection(signs) and ({*signs} - _IMPLICATIONS or not any(map(variables, node.args))):
+    if _IMPLICATIONS.intersection(signs) and (
+        {*signs} - _IMPLICATIONS or not any(map(variables, node.args))
+    ):
         last = max(at for at, sign in enumerate(signs) if sign in _IMPLICATIONS) + 1
         rest = node.args[last:]
-        return named(Node("relation", rest, " ".join(signs[last:])) if len(rest) > 1 else node.args[-1])
+        return named(
+            Node("relation", rest, " ".join(signs[last:])) if len(rest) > 1 else node.args[-1]
+        )
     if signs == ["in"] and is_name(node.args[0]):
         return Named(node.args[0], node.args[1])
     if not _CHAIN.issuperset(signs):
@@ -82,15 +106,32 @@ def named(node: Node) -> Named:
 
 
 def _of_chain(sides: list[Node], node: Node) -> Named:
-    last, between = variables(sides[-1]), [*filter(None, map(variables, sides[1:-1]))]
+    last = variables(sides[-1])
+    between = [*filter(None, map(variables, sides[1:-1]))]
     is_tied = last and any(not names & last for names in between)  # x = 2y = 3z
     if is_name(sides[0]) and not _mentions(sides[-1], sides[0]) and not is_tied:
         return Named(sides[0], sides[-1])
-    if len(sides) == 2 and sides[1].kind != "word" and is_name(sides[1]) and not _mentions(sides[0], sides[1]):
+    if (
+        len(sides) == 2
+        and sides[1].kind != "word"
+        and is_name(sides[1])
+        and not _mentions(sides[0], sides[1])
+    ):
         return Named(sides[1], sides[0])
-    is_result = len(sides) > 2 and variables(sides[-1]) <= variables(sides[0])  # else an equation of its variables
-    is_result = is_result or not any(map(variables, sides)) or all(side.kind == "quantity" for side in sides)
-    return Named(None, sides[-1] if is_result else Node("relation", tuple(sides), " ".join("=" * (len(sides) - 1))))
+    is_result = len(sides) > 2 and variables(sides[-1]) <= variables(
+        sides[0]
+    )  # else an equation of its variables
+    is_result = (
+        is_result
+        or not any(map(variables, sides))
+        or all(side.kind == "quantity" for side in sides)
+    )
+    return Named(
+        None,
+        sides[-1]
+        if is_result
+        else Node("relation", tuple(sides), " ".join("=" * (len(sides) - 1))),
+    )
 
 
 def _mentions(node: Node, name: Node) -> bool:
@@ -102,7 +143,11 @@ def signs_expanded(node: Node) -> tuple[Node, ...]:
     signs = [each.text for each in node.walk() if each.kind == "plusminus"]
     if len(signs) > 4:
         raise TooLarge("too many double signs")
-    choices = [[one] * len(signs) for one in (1, -1)] if "-" in signs else product((1, -1), repeat=len(signs))
+    choices = (
+        [[one] * len(signs) for one in (1, -1)]
+        if "-" in signs
+        else product((1, -1), repeat=len(signs))
+    )
     return tuple(_signed(node, list(choice)) for choice in choices)
 
 
@@ -118,7 +163,9 @@ def _signed(node: Node, choice: list[int]) -> Node:
 
 def labelled(node: Node) -> dict[Node, Node] | None:
     """Several named values by their names: x=4, y=6 or (x,y)=(4,6); None for anything else."""
-    pairs: Sequence[tuple[Node | None, Node]] = [(each.args[0], each.args[1]) for each in equations(node)]
+    pairs: Sequence[tuple[Node | None, Node]] = [
+        (each.args[0], each.args[1]) for each in equations(node)
+    ]
     if node.kind == "list" and node.text != "or" and all(arg.text != "in" for arg in node.args):
         pairs = [(each.name, each.value) for each in map(named, node.args)]
     elif (one := named(node)).name is not None and one.name.kind == one.value.kind == "tuple":
@@ -139,7 +186,9 @@ def equations(node: Node) -> tuple[Node, ...]:
 def grouped(node: Node) -> Node:
     """x=1, y=8 or x=2, y=7 as two points, each value with its name; any other node as it is."""
     names = [named(arg).name for arg in node.args] if node.kind == "list" else []
-    size = names.index(names[0], 1) if None not in names and names.count((*names, None)[0]) > 1 else 1
+    size = (
+        names.index(names[0], 1) if None not in names and names.count((*names, None)[0]) > 1 else 1
+    )
     parts = [*map(equations, node.args)] if names else [()]
     if size > 1 and names == names[:size] * (len(names) // size):
         parts = [node.args[at : at + size] for at in range(0, len(names), size)]
@@ -160,7 +209,11 @@ def spelt(node: Node) -> str | None:
     """A word, or letters side by side, as they are compared; None for anything else."""
     letters = [part.text for part in node.args if part.kind == "symbol" and len(part.text) == 1]
     is_run = node.kind == "mul" and len(letters) == len(node.args)
-    return squashed("".join(letters) if is_run else node.text) if is_run or node.kind == "word" else None
+    return (
+        squashed("".join(letters) if is_run else node.text)
+        if is_run or node.kind == "word"
+        else None
+    )
 
 
 def bound_alike(node: Node) -> Node:
@@ -169,19 +222,30 @@ def bound_alike(node: Node) -> Node:
         return node
     inside = node.walk()
     homes = [each.args for each in inside if each.kind == "relation" and each.text == "in"]
-    names = [name.text for name, home in homes if name.kind == "symbol" and home != REALS and inside.count(name) > 1]
-    return substituted(node, {name: symbol(f"#{index}") for index, name in enumerate(dict.fromkeys(names))})
+    names = [
+        name.text
+        for name, home in homes
+        if name.kind == "symbol" and home != REALS and inside.count(name) > 1
+    ]
+    return substituted(
+        node, {name: symbol(f"#{index}") for index, name in enumerate(dict.fromkeys(names))}
+    )
 
 
 def matrix(node: Node) -> Node | None:
-    """The matrix an expression of matrices works out to, entries left as expressions; None when it is none.
+    """The matrix an expression of matrices works out to, entries left as expressions; None when it
+    is none.
 
     Raises Undecided for what we do not work out, such as powers and large products.
     """
     if node.kind == "matrix":
         return node
     if all((each.kind, each.text) == ("tuple", "[]") for each in (node, *node.args)):
-        return grid(arg.args for arg in node.args) if len({len(arg.args) for arg in node.args}) == 1 else None
+        return (
+            grid(arg.args for arg in node.args)
+            if len({len(arg.args) for arg in node.args}) == 1
+            else None
+        )
     if node.kind == "pow" and node.args[1].text == "T" and node.args[0].kind in ("matrix", "tuple"):
         rows = node.args[0].args if node.args[0].kind == "matrix" else node.args[:1]
         return grid(zip(*(row.args for row in rows), strict=True))
@@ -199,16 +263,29 @@ def matrix(node: Node) -> Node | None:
 
 
 def _plus(left: Node | None, right: Node | None) -> Node:
-    if left is None or right is None or [len(row.args) for row in left.args] != [len(row.args) for row in right.args]:
+    if (
+        left is None
+        or right is None
+        or [len(row.args) for row in left.args] != [len(row.args) for row in right.args]
+    ):
         raise Undecided("matrices that cannot be added")
     return grid(_paired("add", *rows) for rows in zip(left.args, right.args, strict=True))
 
 
 def _times(left: Node | None, right: Node | None) -> Node:
-    if left is None or right is None or len(left.args[0].args) != len(right.args) or len(left.args) > 8:
+    if (
+        left is None
+        or right is None
+        or len(left.args[0].args) != len(right.args)
+        or len(left.args) > 8
+    ):
         raise Undecided("a product of matrices")
-    columns = [Node("tuple", column) for column in zip(*(row.args for row in right.args), strict=True)]
-    return grid((Node("add", _paired("mul", row, column)) for column in columns) for row in left.args)
+    columns = [
+        Node("tuple", column) for column in zip(*(row.args for row in right.args), strict=True)
+    ]
+    return grid(
+        (Node("add", _paired("mul", row, column)) for column in columns) for row in left.args
+    )
 
 
 def _paired(kind: Kind, one: Node, two: Node) -> tuple[Node, ...]:
@@ -219,7 +296,9 @@ def members(node: Node) -> tuple[Node, ...]:
     """What an unordered answer holds, both signs written out."""
     inner = named(node).value if node.kind == "relation" else node
     if inner.kind in ("list", "set"):
-        return tuple(each for arg in inner.args for each in ((arg,) if arg.kind == "set" else members(arg)))
+        return tuple(
+            each for arg in inner.args for each in ((arg,) if arg.kind == "set" else members(arg))
+        )
     if inner is not node and not has(inner, "plusminus"):
         return (node,)
     return signs_expanded(inner) if has(inner, "plusminus") else (node,)
@@ -234,7 +313,12 @@ def variable_of(node: Node) -> str:
 def infinity(node: Node) -> int:
     if node.kind == "constant" and node.text == "inf":
         return 1
-    if node.kind == "mul" and len(node.args) == 2 and infinity(node.args[1]) and node.args[0].value is not None:
+    if (
+        node.kind == "mul"
+        and len(node.args) == 2
+        and infinity(node.args[1])
+        and node.args[0].value is not None
+    ):
         return 1 if node.args[0].value > 0 else -1
     if node.kind in ("percent", "quantity"):
         return infinity(node.args[0])
@@ -251,14 +335,18 @@ def same_numeral(gold: Node, answer: Node) -> bool:
 
 
 def progression(node: Node) -> Node | None:
-    """8k+3, k perhaps said to be an integer, as the class of 3 modulo 8; None for what is no such class."""
+    """8k+3, k perhaps said to be an integer, as the class of 3 modulo 8; None for what is no such
+    class.
+    """
     value, *said = node.args if node.kind in ("list", "builder") else (node,)
     names = variables(value)
     are_whole = all(each.text == "in" and each.args[1].text == "mathbb:Z" for each in said)
     if len(names) != 1 or has(value, "relation", "func", "call") or not are_whole:
         return None
     try:
-        first, second, third = (exact(value, Limits(), {name: Fraction(at) for name in names}) for at in range(3))
+        first, second, third = (
+            exact(value, Limits(), {name: Fraction(at) for name in names}) for at in range(3)
+        )
     except (NotRational, Undefined, TooLarge):
         return None
     is_linear = third - second == second - first != 0
@@ -266,14 +354,22 @@ def progression(node: Node) -> Node | None:
 
 
 def clock(node: Node) -> str | None:
-    """The time of day, in 24 hours, that a node is or, as a ratio, could be; None for anything else."""
+    """The time of day, in 24 hours, that a node is or, as a ratio, could be; None for anything
+    else.
+    """
     hours, *rest = [arg.text for arg in node.args] if node.kind == "ratio" else node.text.split(":")
-    could_be = node.kind == "ratio" and len(hours) <= 2 and all(len(part) == 2 and part.isdigit() for part in rest)
+    could_be = (
+        node.kind == "ratio"
+        and len(hours) <= 2
+        and all(len(part) == 2 and part.isdigit() for part in rest)
+    )
     return ":".join([hours, *rest]).lstrip("0") if could_be or node.kind == "clock" else None
 
 
 def mark(node: Node) -> str:
-    """What a value is measured in, by its sign: percent, degrees, radians, another unit, or nothing."""
+    """What a value is measured in, by its sign: percent, degrees, radians, another unit, or
+    nothing.
+    """
     if node.kind in ("percent", "degree"):
         return node.kind
     found = measure(node.text) if node.kind == "quantity" else None
@@ -284,7 +380,10 @@ def mark(node: Node) -> str:
 
 def counts_apart(nodes: tuple[Node, ...]) -> bool:
     """Whether members count different things or carry different names."""
-    found = [named(node).name or (measure(node.text) if node.kind == "quantity" else None) for node in nodes]
+    found = [
+        named(node).name or (measure(node.text) if node.kind == "quantity" else None)
+        for node in nodes
+    ]
     return None not in found and len(set(found)) == len(found) > 1
 
 
@@ -306,7 +405,9 @@ def terminates(value: Fraction) -> bool:
 
 
 def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
-    """Whether one is a decimal of enough digits and the other a value that no decimal of its kind can be."""
+    """Whether one is a decimal of enough digits and the other a value that no decimal of its kind
+    can be.
+    """
     decimal, other = (gold, answer) if decimal_digits(gold) else (answer, gold)
     value = prober.known(other) if is_decimal(decimal) and not decimal_digits(other) else None
     if value is None or (isinstance(value, Fraction) and terminates(value)):
@@ -319,23 +420,31 @@ def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
 
 
 def held_to(grading: Grading, gold: Node) -> Grading:
-    """The policy for one reference: only a decimal has a relative tolerance, what is exact has nothing to tolerate."""
+    """The policy for one reference: only a decimal has a relative tolerance, what is exact has
+    nothing to tolerate.
+    """
     is_rounded = any(each.kind == "number" and set(each.text) & set(".eE") for each in gold.walk())
     return grading if is_rounded or not grading.relative else replace(grading, relative=0.0)
 
 
 def is_near(prober: Prober, gold: Node, answer: Node, grading: Grading) -> bool:
     """Whether two numbers are no further apart than the policy tolerates, as in math.isclose."""
-    values = [prober.known(node) if grading.relative or grading.absolute else None for node in (gold, answer)]
+    values = [
+        prober.known(node) if grading.relative or grading.absolute else None
+        for node in (gold, answer)
+    ]
     one, two = (None if value is None else prober.approximate(value).value for value in values)
     if one is None or two is None:
         return False
-    gap, size = abs(one - two), max(abs(one), abs(two))
+    gap = abs(one - two)
+    size = max(abs(one), abs(two))
     return bool(gap <= max(grading.absolute, size * grading.relative) * (1 + 1e-12))
 
 
 def is_unnamed(one: Dimension, two: Dimension) -> bool:
-    """Whether one side is of square units of no name, and the other of squares of a length, or the same of cubes."""
+    """Whether one side is of square units of no name, and the other of squares of a length, or the
+    same of cubes.
+    """
     return any(is_generic(a) and b == (("m", a[0][1]),) for a, b in ((one, two), (two, one)))
 
 
@@ -349,11 +458,21 @@ def may_name_one(one: Node, two: Node) -> bool:
     """Whether two names can be given to one thing."""
     if one.kind != two.kind:  # save those of a variable and of a function's value at a point
         call = one if one.kind == "call" else two
-        return not (call.kind == "call" and "symbol" in (one.kind, two.kind) and call.args[0].kind == "number")
+        return not (
+            call.kind == "call"
+            and "symbol" in (one.kind, two.kind)
+            and call.args[0].kind == "number"
+        )
     if one.kind == "word":
         few, many = sorted(({*name.text.split()} for name in (one, two)), key=len)
         return few <= many
     if one.kind == "call":
-        variables_alone = all(arg.kind == "symbol" and arg.text.islower() for arg in (*one.args, *two.args))
-        return one == two or (one.text == two.text and len(one.args) == len(two.args) and variables_alone)
-    return one.kind == "symbol" or (one.kind == "mul" and sorted(map(repr, one.args)) == sorted(map(repr, two.args)))
+        variables_alone = all(
+            arg.kind == "symbol" and arg.text.islower() for arg in (*one.args, *two.args)
+        )
+        return one == two or (
+            one.text == two.text and len(one.args) == len(two.args) and variables_alone
+        )
+    return one.kind == "symbol" or (
+        one.kind == "mul" and sorted(map(repr, one.args)) == sorted(map(repr, two.args))
+    )

@@ -1,4 +1,6 @@
-"""Paired comparison of two runs on the same problems: at the end, or after every problem and at any of them."""
+"""Paired comparison of two runs on the same problems: at the end, or after every problem and at any
+of them.
+"""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,7 +13,13 @@ from numpy.typing import ArrayLike
 
 from atts.distributions import binomial_cdf, binomial_pmf
 from atts.errors import OptionError
-from atts.evaluators.metrics.intervals import Estimate, Floats, check_level, reach, undefined_estimate
+from atts.evaluators.metrics.intervals import (
+    Estimate,
+    Floats,
+    check_level,
+    reach,
+    undefined_estimate,
+)
 from atts.seeds import Seed, generator
 
 EXACT_SIGNS = 14
@@ -21,8 +29,9 @@ EXACT_SIGNS = 14
 class Comparison:
     """The second run against the first, problem by problem.
 
-    `p_value` is of sign flips (two-sided): were the runs alike, either could have had either result of each problem.
-    `problems_needed` is how many problems like these would show a difference of this size four times in five.
+    `p_value` is of sign flips (two-sided): were the runs alike, either could have had either result
+    of each problem. `problems_needed` is how many problems like these would show a difference of
+    this size four times in five.
     """
 
     first: float
@@ -37,7 +46,8 @@ class Comparison:
     def __str__(self) -> str:
         need = f"; {self.problems_needed:,} problems would show it" if self.problems_needed else ""
         return (
-            f"{self.first:.3f} → {self.second:.3f}, difference {self.difference}, p = {self.p_value:.3g}; "
+            f"{self.first:.3f} → {self.second:.3f}, difference {self.difference}, p = "
+            f"{self.p_value:.3g}; "
             f"better on {self.better}, worse on {self.worse}, tied on {self.tied}{need}"
         )
 
@@ -59,10 +69,10 @@ def compare_runs(
 ) -> Comparison:
     """Two values per problem, such as shares of right samples, in the same order of problems.
 
-    The interval is of the mean difference over problems: Student's with half a problem won, half a one lost and one
-    tied added to the variance (Agresti and Min), right also where few problems differ. Where all problems agree on the
-    difference, it is what others, too rare to have shown themselves, may still make of it. Raises OptionError for
-    lengths that differ.
+    The interval is of the mean difference over problems: Student's with half a problem won, half a
+    one lost and one tied added to the variance (Agresti and Min), right also where few problems
+    differ. Where all problems agree on the difference, it is what others, too rare to have shown
+    themselves, may still make of it. Raises OptionError for lengths that differ.
     """
     a, b = _pairs(first, second)
     check_level(level)
@@ -70,10 +80,14 @@ def compare_runs(
     estimate = difference_estimate(delta, level, n_samples or 2 * delta.size)
     spread = float(delta.std(ddof=1)) if delta.size > 1 else math.nan
     seen = estimate.value
-    needed = problems_needed(spread, seen) if spread > 0 and seen != 0 and not math.isnan(seen) else None
-    better, worse = int((delta > 0).sum()), int((delta < 0).sum())
+    needed = (
+        problems_needed(spread, seen) if spread > 0 and seen != 0 and not math.isnan(seen) else None
+    )
+    better = int((delta > 0).sum())
+    worse = int((delta < 0).sum())
     told = {"better": better, "worse": worse, "tied": delta.size - better - worse}
-    means, p_value = (float(a.mean()), float(b.mean())), sign_flip_p(delta, seed=seed)
+    means = (float(a.mean()), float(b.mean()))
+    p_value = sign_flip_p(delta, seed=seed)
     return Comparison(*means, estimate, p_value, **told, problems_needed=needed)
 
 
@@ -84,15 +98,19 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
     1.0
     """
     a, b = (values.astype(bool) for values in _pairs(first, second))
-    lost, won = int((a & ~b).sum()), int((~a & b).sum())
-    n, least = lost + won, min(lost, won)
+    lost = int((a & ~b).sum())
+    won = int((~a & b).sum())
+    n = lost + won
+    least = min(lost, won)
     tail = 2 * float(binomial_cdf(least, n, 0.5))
     mid = 1.0 if lost == won else tail - float(binomial_pmf(least, n, 0.5))
     return McNemar(int((a & b).sum()), lost, won, int((~a & ~b).sum()), min(1.0, tail), mid)
 
 
 def sign_flip_p(delta: Floats, *, draws: int = 9999, seed: int = 0) -> float:
-    """Two-sided permutation p of a mean difference: all sign patterns of up to 14 differences, else seeded draws."""
+    """Two-sided permutation p of a mean difference: all sign patterns of up to 14 differences, else
+    seeded draws.
+    """
     moved = delta[delta != 0]
     if moved.size == 0:
         return 1.0
@@ -101,27 +119,39 @@ def sign_flip_p(delta: Floats, *, draws: int = 9999, seed: int = 0) -> float:
         signs = np.array(list(product((-1.0, 1.0), repeat=moved.size)))
         return float((np.abs(signs @ moved) >= limit).mean())
     rng = generator(Seed(run=seed, purpose="sign flips"))
-    step, hits = max(1, 500_000 // moved.size), 0
+    step = max(1, 500_000 // moved.size)
+    hits = 0
     for start in range(0, draws, step):
         signs = rng.integers(0, 2, (min(step, draws - start), moved.size)) * 2.0 - 1.0
         hits += int((np.abs(signs @ moved) >= limit).sum())
     return (1 + hits) / (1 + draws)
 
 
-def problems_needed(deviation: float, difference: float, *, power: float = 0.8, level: float = 0.95) -> int:
+def problems_needed(
+    deviation: float, difference: float, *, power: float = 0.8, level: float = 0.95
+) -> int:
     """Problems for a paired two-sided t test at 1 - level to see `difference` with that power.
 
-    `deviation` is the standard deviation over problems of the paired difference. Raises OptionError for 0.
+    `deviation` is the standard deviation over problems of the paired difference. Raises OptionError
+    for 0.
     """
     check_level(level)
     if difference == 0 or not math.isfinite(difference) or not deviation >= 0 or not 0 < power < 1:
-        raise OptionError("difference", f"{difference!r} with deviation {deviation!r}, power {power!r} has no answer")
+        raise OptionError(
+            "difference",
+            f"{difference!r} with deviation {deviation!r}, power {power!r} has no answer",
+        )
     needed = freedom = math.inf
     for _ in range(51):  # t depends on n; the map contracts
-        again = max(2.0, (reach(freedom, level) + reach(freedom, 2 * power - 1)) ** 2 * (deviation / difference) ** 2)
+        again = max(
+            2.0,
+            (reach(freedom, level) + reach(freedom, 2 * power - 1)) ** 2
+            * (deviation / difference) ** 2,
+        )
         if abs(again - needed) < 1e-6 * needed:
             break
-        needed, freedom = again, max(1.0, again - 1)
+        needed = again
+        freedom = max(1.0, again - 1)
     return math.ceil(needed)
 
 
@@ -132,24 +162,44 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
         return undefined_estimate(delta.size, n_samples, level, note)
     mean = float(delta.mean())
     if not np.ptp(delta) and abs(mean) <= 1:
-        return Estimate(mean, *_no_spread(mean, delta.size, level), delta.size, n_samples, "no spread", level=level)
-    # the variance of the mean were there half a problem more that is won, half a one that is lost, and a tied one
+        return Estimate(
+            mean,
+            *_no_spread(mean, delta.size, level),
+            delta.size,
+            n_samples,
+            "no spread",
+            level=level,
+        )
+    # the variance of the mean were there half a problem more that is won, half a one that is lost,
+    # and a tied one
     middle = float(delta.sum()) / (delta.size + 2)
-    squares = float(((delta - middle) ** 2).sum()) + ((1 - middle) ** 2 + (1 + middle) ** 2) / 2 + middle**2
+    squares = (
+        float(((delta - middle) ** 2).sum())
+        + ((1 - middle) ** 2 + (1 + middle) ** 2) / 2
+        + middle**2
+    )
     half = reach(delta.size - 1, level) * math.sqrt(squares / (delta.size + 1) / delta.size)
-    return Estimate(mean, mean - half, mean + half, delta.size, n_samples, "paired agresti-min", level=level)
+    return Estimate(
+        mean, mean - half, mean + half, delta.size, n_samples, "paired agresti-min", level=level
+    )
 
 
 def _no_spread(mean: float, problems: int, level: float) -> tuple[float, float]:
-    """Where a mean difference of shares may lie when all problems seen agree on it: others are rare, not impossible."""
+    """Where a mean difference of shares may lie when all problems seen agree on it: others are
+    rare, not impossible.
+    """
     rare = 1 - (1 - level) ** (1 / problems)  # a larger share of others would have shown itself
     return mean - rare * (1 + mean), mean + rare * (1 - mean)
 
 
 def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
-    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    a = np.asarray(first, dtype=np.float64)
+    b = np.asarray(second, dtype=np.float64)
     if a.shape != b.shape or a.ndim != 1:
-        raise OptionError("comparison", f"{a.size} values against {b.size}: pairs need one value per problem and run")
+        raise OptionError(
+            "comparison",
+            f"{a.size} values against {b.size}: pairs need one value per problem and run",
+        )
     return a, b
 
 
@@ -185,10 +235,11 @@ class Sequential:
 class ConfidenceSequence:
     """The mean of differences in [-1, 1], one per problem, from bets against every candidate mean.
 
-    Against each candidate m a capital is spread over fixed stakes, and grows by 1 + stake (difference - m). Where m is
-    the mean of each next difference, given those before, the capital is a martingale: it ever exceeds 1 / (1 - level)
-    with probability at most 1 - level (Ville). Candidates whose capital did are out for good, so the interval holds
-    after every problem at once. Problems must come in an order that does not depend on their results.
+    Against each candidate m a capital is spread over fixed stakes, and grows by 1 + stake
+    (difference - m). Where m is the mean of each next difference, given those before, the capital
+    is a martingale: it ever exceeds 1 / (1 - level) with probability at most 1 - level (Ville).
+    Candidates whose capital did are out for good, so the interval holds after every problem at
+    once. Problems must come in an order that does not depend on their results.
     """
 
     def __init__(self, level: float = 0.95) -> None:
@@ -214,25 +265,32 @@ class ConfidenceSequence:
         top = self._logs.max(axis=0, initial=-math.inf)
         left = top + np.log(np.exp(self._logs - top).mean(axis=0)) < self._bar  # by their capital
         if not left.all():
-            self._means, self._bets, self._logs = self._means[left], self._bets[:, left], self._logs[:, left]
+            self._means = self._means[left]
+            self._bets = self._bets[:, left]
+            self._logs = self._logs[:, left]
 
     @property
     def interval(self) -> tuple[float, float]:
         """The candidates that are left, and the gap up to those next to them that are out."""
         if not self._means.size:  # has probability 1 - level at most
             return math.nan, math.nan
-        return max(-1.0, float(self._means[0]) - 1 / _STEPS), min(1.0, float(self._means[-1]) + 1 / _STEPS)
+        return max(-1.0, float(self._means[0]) - 1 / _STEPS), min(
+            1.0, float(self._means[-1]) + 1 / _STEPS
+        )
 
     def answer(self, points: float = 0.0) -> Sequential:
         """Where the comparison stands."""
         low, high = self.interval
-        is_better, is_worse = (self._means > 0).all(), (self._means < 0).all()
+        is_better = (self._means > 0).all()
+        is_worse = (self._means < 0).all()
         alike: Settled = "alike" if max(-low, high) <= points / 100 else "undecided"
         settled: Settled = "better" if is_better else "worse" if is_worse else alike
         return Sequential(settled, self.problems, low, high, points, level=-math.expm1(-self._bar))
 
 
-def compare_in_order(differences: Iterable[float], points: float = 0.0, level: float = 0.95) -> Sequential:
+def compare_in_order(
+    differences: Iterable[float], points: float = 0.0, level: float = 0.95
+) -> Sequential:
     """Look after every problem, and stop at the first at which it is settled.
 
     >>> str(compare_in_order([1.0] * 20))

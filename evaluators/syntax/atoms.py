@@ -4,15 +4,30 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from atts.evaluators.syntax.phrases import Phrases
-from atts.evaluators.syntax.tree import COMMANDS, EMPTY_SET, TWO, Node, function, grid, joined, number, quotient, symbol
+from atts.evaluators.syntax.tree import (
+    COMMANDS,
+    EMPTY_SET,
+    TWO,
+    Node,
+    function,
+    grid,
+    joined,
+    number,
+    quotient,
+    symbol,
+)
 from atts.evaluators.verdict import Malformed, TooLarge, Undecided, UnknownWords
 
 _CALLABLE = frozenset("fghFGH")
 _MAYBE_CALLABLE = frozenset("pquPQRSTVNMIABCDEKLXYZW")
-_INVERSES = {name: f"arc{name}" for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")}
+_INVERSES = {
+    name: f"arc{name}"
+    for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
+}
 _MANY = frozenset({"max", "min", "gcd", "lcm"})
 _MAX_LITERAL = 4000  # digits; Python refuses to convert much longer ones
-_E, _I = Node("constant", text="e"), Node("constant", text="i")
+_E = Node("constant", text="e")
+_I = Node("constant", text="i")
 
 
 class Parser(Phrases):
@@ -57,10 +72,13 @@ class Parser(Phrases):
         is_given = is_simple and self.ahead(3).text == "="  # x(t) = 5t
         is_braced = self.here.text == "{" and self.ahead().text == "("
         if (is_function and is_braced) or (
-            self.here.text == "(" and (is_function or is_given or (name[0] in _MAYBE_CALLABLE and is_simple))
+            self.here.text == "("
+            and (is_function or is_given or (name[0] in _MAYBE_CALLABLE and is_simple))
         ):
             inside = self.bracketed()
-            return Node("call", inside.args if inside.kind in ("tuple", "list") else (inside,), name)
+            return Node(
+                "call", inside.args if inside.kind in ("tuple", "list") else (inside,), name
+            )
         return symbol(name)
 
     def command(self, name: str) -> Node:
@@ -79,7 +97,9 @@ class Parser(Phrases):
         return function(name[1:], inside)
 
     def argument(self, is_whole: bool = False) -> Node:
-        """A macro's argument: a group, or a single digit, letter or macro; all of a number where it is to be whole."""
+        """A macro's argument: a group, or a single digit, letter or macro; all of a number where it
+        is to be whole.
+        """
         token = self.here
         if token.kind == "number" and len(token.text) > 1 and token.text.isdigit() and not is_whole:
             self.tokens[self.at] = token._replace(text=token.text[1:], tight=True)
@@ -100,7 +120,9 @@ class Parser(Phrases):
         return Node("root", (self.argument(is_whole=True), index))
 
     def figure(self, name: str) -> Node:
-        """An angle or triangle by its letters; an angle in numbers is that of a complex number, after its size."""
+        """An angle or triangle by its letters; an angle in numbers is that of a complex number,
+        after its size.
+        """
         if name == "angle" and self.here.kind == "number":
             return _applied("cis", (self.factor(),), None)
         letters: list[str] = []
@@ -118,15 +140,20 @@ class Parser(Phrases):
             else:
                 base = self.argument(is_whole=True)
         if power is not None and power.value == -1 and name in _INVERSES:
-            name, power = _INVERSES[name], None
+            name = _INVERSES[name]
+            power = None
         arguments = self.arguments(name)
         if (name in _MANY) == (len(arguments) == 1):
-            raise (UnknownWords if name in _MANY else Malformed)(f"{name} of {len(arguments)} values")
+            raise (UnknownWords if name in _MANY else Malformed)(
+                f"{name} of {len(arguments)} values"
+            )
         node = _applied(name, arguments, base)
         return node if power is None else Node("pow", (node, power))
 
     def arguments(self, name: str) -> tuple[Node, ...]:
-        """What a function is applied to: a bracket, or the product of what follows up to the next function or sign."""
+        """What a function is applied to: a bracket, or the product of what follows up to the next
+        function or sign.
+        """
         token = self.here
         if token.kind == "open":
             inside = self.bracketed()
@@ -136,14 +163,19 @@ class Parser(Phrases):
 
     def argument_in_line(self) -> Node:
         factors = [self.factor()]
-        while self.starts_factor() and self.is_kind("symbol", "command", "number") and factors[-1].kind != "func":
+        while (
+            self.starts_factor()
+            and self.is_kind("symbol", "command", "number")
+            and factors[-1].kind != "func"
+        ):
             factors.append(self.factor())
             self.within(len(factors), "too many factors")
         return joined("mul", factors)
 
     def environment(self, name: str) -> Node:
         """A matrix, the lines of an alignment, or the cases of a system."""
-        rows, cells = [list[Node]()], 0
+        rows = [list[Node]()]
+        cells = 0
         while not self.here.text.startswith("end:"):
             if self.is_kind("end"):
                 raise Malformed(f"{name} that is never ended")
@@ -168,7 +200,8 @@ class Parser(Phrases):
         is_over_i = "{i=" in "".join(token.text for token in self.tokens[self.at : self.at + 9])
         self.sums_over_i += is_over_i
         bounds = self.bounds()
-        lower, upper = bounds.get("_", EMPTY_SET), bounds.get("^")
+        lower = bounds.get("_", EMPTY_SET)
+        upper = bounds.get("^")
         if name == "lim" and "_" not in bounds:
             raise Malformed("a limit without its point")
         if name == "lim" and lower.text == "->":
@@ -204,7 +237,9 @@ _MACROS: dict[str, Callable[[Parser, str], Node]] = {
     "begin": Parser.environment,
     "accent": lambda self, rest: _accented(rest, self.argument()),
     "mathbb": lambda _, rest: symbol(f"mathbb:{rest}"),
-    "based": lambda _, rest: Node("based", text=rest.partition("_")[0], value=Fraction(rest.partition("_")[2])),
+    "based": lambda _, rest: Node(
+        "based", text=rest.partition("_")[0], value=Fraction(rest.partition("_")[2])
+    ),
     **dict.fromkeys(("lfloor", "lceil"), Parser.stepped),
     **dict.fromkeys(("angle", "triangle"), Parser.figure),
     **dict.fromkeys(("sum", "prod", "lim"), Parser.big_operator),
@@ -230,15 +265,23 @@ def _arranged(name: str, rows: list[list[Node]]) -> Node:
 def _case(row: list[Node]) -> list[Node]:
     """The value of a case and its condition, which may stand in one cell."""
     row = list(row[0].args) if len(row) == 1 and row[0].kind == "cases" else row
-    parts = [part for cell in row for part in (cell.args if cell.kind == "list" and len(row) == 1 else (cell,))]
-    return parts if len(parts) == 2 and parts[1].kind in ("relation", "word", "list", "symbol") else []
+    parts = [
+        part
+        for cell in row
+        for part in (cell.args if cell.kind == "list" and len(row) == 1 else (cell,))
+    ]
+    return (
+        parts if len(parts) == 2 and parts[1].kind in ("relation", "word", "list", "symbol") else []
+    )
 
 
 def _accented(accent: str, node: Node) -> Node:
     """A marked letter is a variable of its own; a bar over two points is their segment."""
     if accent == "bar" and node.kind == "mul" and all(part.text.isupper() for part in node.args):
         return node
-    if node.kind == "symbol" or (node.kind == "mul" and all(part.kind == "symbol" for part in node.args)):
+    if node.kind == "symbol" or (
+        node.kind == "mul" and all(part.kind == "symbol" for part in node.args)
+    ):
         return symbol(f"{accent} " + "".join(part.text for part in node.args or (node,)))
     return Node("call", (node,), accent)
 

@@ -1,21 +1,61 @@
-"""Grammar of answers: lists, relations, expressions, read by recursive descent, bounded in depth, linear in length."""
+"""Grammar of answers: lists, relations, expressions, read by recursive descent, bounded in depth,
+linear in length.
+"""
 
 from collections.abc import Callable
 from fractions import Fraction
 
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.lexer import SIGNS, STARTS, Stream
-from atts.evaluators.syntax.tree import EMPTY_SET, MINUS_ONE, TWO, Node, function, joined, number, quotient
+from atts.evaluators.syntax.tree import (
+    EMPTY_SET,
+    MINUS_ONE,
+    TWO,
+    Node,
+    function,
+    joined,
+    number,
+    quotient,
+)
 from atts.evaluators.syntax.vocabulary import measure
 from atts.evaluators.verdict import Malformed, Undecided
 
-_RELATIONS = frozenset({"=", "<", ">", "<=", ">=", "!=", "~", "==", "in", "->", "=>>", "<=>", "=<", "<>", ":=", "=>",
-                        "notin", "subset", "subseteq", "supset", "supseteq", "mid", "&"})  # fmt: skip
+_RELATIONS = frozenset(
+    {
+        "=",
+        "<",
+        ">",
+        "<=",
+        ">=",
+        "!=",
+        "~",
+        "==",
+        "in",
+        "->",
+        "=>>",
+        "<=>",
+        "=<",
+        "<>",
+        ":=",
+        "=>",
+        # fmt: skip
+        "notin",
+        "subset",
+        "subseteq",
+        "supset",
+        "supseteq",
+        "mid",
+        "&",
+    }
+)
 _SPELLED = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
 _MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
 """What ^ may raise that is no exponent."""
 _CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",)}
-_BETWEEN: dict[str, Callable[[Node, Node], Node]] = {"over": quotient, "choose": lambda n, k: function("binom", n, k)}
+_BETWEEN: dict[str, Callable[[Node, Node], Node]] = {
+    "over": quotient,
+    "choose": lambda n, k: function("binom", n, k),
+}
 _BLOCKS = frozenset({"rfloor", "rceil"})
 
 
@@ -61,13 +101,21 @@ class Grammar(Stream):
         if len(found) > 1 and all(item.kind == "cases" for item in found):
             return Node("cases", tuple(part for item in found for part in item.args))
         link = "or" if "or" in said else "and" if "and" in said else ""
-        return found[0] if len(found) == 1 else Node("list", tuple(found), "mixed" if {"and", "or"} <= said else link)
+        return (
+            found[0]
+            if len(found) == 1
+            else Node("list", tuple(found), "mixed" if {"and", "or"} <= said else link)
+        )
 
     def relation(self) -> Node:
         """Sides joined by relation signs, such as 0 < x <= 1."""
         sides = [self.side()]
         signs: list[str] = []
-        while self.is_kind("op") and self.here.text in _RELATIONS and not (self.in_set and self.here.text == "mid"):
+        while (
+            self.is_kind("op")
+            and self.here.text in _RELATIONS
+            and not (self.in_set and self.here.text == "mid")
+        ):
             sign = self.take().text
             if sign != "&":
                 signs.append(_SPELLED.get(sign, sign))
@@ -86,7 +134,9 @@ class Grammar(Stream):
                 parts.append(self.quantity())
             else:
                 both = joined("union", parts), self.quantity()
-                parts = [Node("setminus", both) if sign == "setminus" else Node("opaque", both, "cap")]
+                parts = [
+                    Node("setminus", both) if sign == "setminus" else Node("opaque", both, "cap")
+                ]
         return joined("union", parts)
 
     def quantity(self) -> Node:
@@ -97,17 +147,24 @@ class Grammar(Stream):
             label = self.phrase_before()
             if label is not None:
                 return label
-        outer, self.currencies = self.currencies, set()
+        outer = self.currencies
+        self.currencies = set()
         node = self.expression()
         if self.is_op(":") and not self.in_set:
             node = self.ratio(node)
         if self.currencies:
             node = self.priced(node)
         self.currencies = outer
-        return self.phrase_after(node) if self.is_kind("word", "open", "unit", "currency", "op") else node
+        return (
+            self.phrase_after(node)
+            if self.is_kind("word", "open", "unit", "currency", "op")
+            else node
+        )
 
     def priced(self, node: Node) -> Node:
-        """An amount whose currency sign stood before it; what follows may be its rate, as in $8 per hour."""
+        """An amount whose currency sign stood before it; what follows may be its rate, as in $8 per
+        hour.
+        """
         if len(self.currencies) > 1:
             raise Undecided("several currencies")
         unit = " ".join(self.currencies)
@@ -161,21 +218,31 @@ class Grammar(Stream):
         token = self.here
         if token.kind == "op":
             return False
-        if self.integrals and token.kind == "symbol" and token.text == "d" and self.ahead().kind == "symbol":
+        if (
+            self.integrals
+            and token.kind == "symbol"
+            and token.text == "d"
+            and self.ahead().kind == "symbol"
+        ):
             return False
         if token.kind == "open" and self.remark():
             return False
-        return token.kind in STARTS and token.text not in _BLOCKS and not token.text.startswith("end:")
+        return (
+            token.kind in STARTS and token.text not in _BLOCKS and not token.text.startswith("end:")
+        )
 
     def remark(self) -> bool:
         """Whether a bracket holds words, such as (approximately 0.5)."""
-        return self.here.text == "(" and (self.ahead().kind == "word" or self.ahead().text in ("mod", "or", "~"))
+        return self.here.text == "(" and (
+            self.ahead().kind == "word" or self.ahead().text in ("mod", "or", "~")
+        )
 
     def beside(self, before: Node) -> tuple[Node, ...]:
-        """A factor and what is written right after it: two factors, or the mixed number of an integer and a fraction.
+        """A factor and what is written right after it: two factors, or the mixed number of an
+        integer and a fraction.
 
-        What follows is read once: to try it as a fraction and then read it again would double the work at every
-        level of nesting.
+        What follows is read once: to try it as a fraction and then read it again would double the
+        work at every level of nesting.
         """
         is_whole = before.kind == "number" and before.value is not None and "." not in before.text
         if self.here.kind == "number":
@@ -186,12 +253,22 @@ class Grammar(Stream):
             return before, self.factor()
         is_fraction = is_whole and self.here.text == "frac"
         after = self.factor()
-        return (Node("add", (before, after)),) if is_fraction and _is_proper(after) else (before, after)
+        return (
+            (Node("add", (before, after)),)
+            if is_fraction and _is_proper(after)
+            else (before, after)
+        )
 
     def slash_fraction(self) -> Node | None:
         """a/b of plain integers ahead, below one, read as one number."""
-        top, slash, bottom = self.here, self.ahead(), self.ahead(2)
-        if slash.text != "/" or bottom.kind != "number" or not (top.text.isdigit() and bottom.text.isdigit()):
+        top = self.here
+        slash = self.ahead()
+        bottom = self.ahead(2)
+        if (
+            slash.text != "/"
+            or bottom.kind != "number"
+            or not (top.text.isdigit() and bottom.text.isdigit())
+        ):
             return None
         if len(top.text) > 18 or len(bottom.text) > 18 or not 0 < int(top.text) < int(bottom.text):
             return None
@@ -230,9 +307,12 @@ class Grammar(Stream):
         return node
 
     def raised(self, base: Node) -> Node:
-        """The base with what stands after ^: an exponent, a degree sign, a prime, or the end of an ordinal."""
+        """The base with what stands after ^: an exponent, a degree sign, a prime, or the end of an
+        ordinal.
+        """
         self.take()
-        mark, length = self.here.text.lower(), 1
+        mark = self.here.text.lower()
+        length = 1
         if self.here.text == "{":
             inside = [token.text.lower() for token in self.tokens[self.at + 1 : self.at + 5]]
             length = inside.index("}") + 2 if "}" in inside else 0
@@ -249,7 +329,9 @@ class Grammar(Stream):
         return base
 
     def tower(self) -> Node:
-        """What stands after ^ and its signs: an atom with its own exponents, so that towers group to the right."""
+        """What stands after ^ and its signs: an atom with its own exponents, so that towers group
+        to the right.
+        """
         node = self.atom()
         if self.is_op("^", "**"):
             return self.raised(node)
@@ -276,7 +358,8 @@ class Grammar(Stream):
         if (opening, self.here.text) == ("\\{", "\\}"):
             self.take()
             return EMPTY_SET
-        outer, self.in_set = self.in_set, opening == "\\{"
+        outer = self.in_set
+        self.in_set = opening == "\\{"
         inside = self.items()
         if sign := self.took(*_BETWEEN):
             inside = _BETWEEN[sign](inside, self.relation())
@@ -303,8 +386,15 @@ class Grammar(Stream):
 def _is_proper(node: Node) -> bool:
     """Whether a fraction is of plain integers and below one, as in a mixed number."""
     match node:
-        case Node("mul", (Node(value=Fraction() as top), Node("pow", (Node(value=Fraction() as bottom), power)))):
-            return power is MINUS_ONE and top.denominator == bottom.denominator == 1 and 0 < top < bottom
+        case Node(
+            "mul",
+            (Node(value=Fraction() as top), Node("pow", (Node(value=Fraction() as bottom), power))),
+        ):
+            return (
+                power is MINUS_ONE
+                and top.denominator == bottom.denominator == 1
+                and 0 < top < bottom
+            )
         case _:
             return False
 
@@ -312,4 +402,8 @@ def _is_proper(node: Node) -> bool:
 def stated_property(word: str) -> Node:
     """What a number that is even, odd or prime is equal to."""
     is_parity = word in ("even", "odd")
-    return Node("congruence", (number(int(word == "odd")), TWO)) if is_parity else Node("word", text=word)
+    return (
+        Node("congruence", (number(int(word == "odd")), TWO))
+        if is_parity
+        else Node("word", text=word)
+    )

@@ -1,4 +1,6 @@
-"""Lexer of cleaned text, telling words, functions, units and variables apart, and the stream a parser reads from."""
+"""Lexer of cleaned text, telling words, functions, units and variables apart, and the stream a
+parser reads from.
+"""
 
 import re
 from collections.abc import Callable, Iterator
@@ -24,11 +26,14 @@ class Token(NamedTuple):
 
 
 END = Token("end", "")
-STARTS = frozenset({"number", "symbol", "command", "function", "open"})  # kinds of token a factor can begin with
+STARTS = frozenset(
+    {"number", "symbol", "command", "function", "open"}
+)  # kinds of token a factor can begin with
 SIGNS = ("+", "-", "pm", "mp")
 
 _TOKEN = re.compile(
-    "|".join(f"(?P<{name}>{form})" for name, form in table("tokens", dict[str, str]).items()), re.DOTALL
+    "|".join(f"(?P<{name}>{form})" for name, form in table("tokens", dict[str, str]).items()),
+    re.DOTALL,
 )
 FUNCTIONS = words("functions")
 _ALIASES = spelled(table("function_names", dict[str, str]))
@@ -43,7 +48,9 @@ _COMMANDS: dict[str, tuple[TokenKind, str]] = {
     },
 }
 _LIKE_NUMBERS = frozenset({"pi", "infty", "!", "%", "degree", "circ"}) | vocabulary.LARGE.keys()
-_FREE, _VALUE_AHEAD, _FACTORS, _NEXT_WORD = (FORMS[name] for name in ("free", "value_ahead", "factors", "next_word"))
+_FREE, _VALUE_AHEAD, _FACTORS, _NEXT_WORD = (
+    FORMS[name] for name in ("free", "value_ahead", "factors", "next_word")
+)
 _WORDS_OF_TWO = words("words_of_two")
 _LEADING = {"minus": "-", "negative": "-", "plus": "+"}
 _ESCAPES = table("escapes", dict[str, tuple[TokenKind, str]])
@@ -59,7 +66,9 @@ class _Lexer:
 
     def __init__(self, limits: Limits, loose: bool = False) -> None:
         self.limits = limits
-        self.loose = loose  # whether letters in a formula that are the symbol of a unit are taken for one
+        self.loose = (
+            loose  # whether letters in a formula that are the symbol of a unit are taken for one
+        )
         self.saw_loose = False
         self.has_ended = False  # what follows is a reason
         self.tokens: list[Token] = []
@@ -77,7 +86,8 @@ class _Lexer:
     def run(self, text: str, mode: Literal["maths", "text"], depth: int) -> None:
         if depth > 8:
             raise TooLarge("text macros nested too deeply")
-        position, length = 0, len(text)
+        position = 0
+        length = len(text)
         while position < length and not self.has_ended:
             found = _TOKEN.match(text, position)
             assert found is not None
@@ -104,7 +114,9 @@ class _Lexer:
                 self.add(kind, piece)  # type: ignore[arg-type]  # the remaining groups are token kinds
 
     def unit(self, text: str, start: int, mode: Literal["maths", "text"]) -> int | None:
-        """Where the unit that begins here after a value ends, added as one token; None when none does."""
+        """Where the unit that begins here after a value ends, added as one token; None when none
+        does.
+        """
         if not self.after("number", "close") and not (
             (self.tokens and self.tokens[-1].text.lower() in _LIKE_NUMBERS)
             or (self.after("symbol") and text.startswith("\\text", start))
@@ -159,7 +171,9 @@ class _Lexer:
         return position
 
     def named(self, name: str, text: str, position: int) -> int:
-        """\\begin, \\end and \\mathbb carry their argument in the token; column layouts are dropped."""
+        """\\begin, \\end and \\mathbb carry their argument in the token; column layouts are
+        dropped.
+        """
         if name == "mathbb" and position < len(text) and text[position].isalpha():
             self.add("command", f"mathbb:{text[position]}")
             return position + 1
@@ -188,28 +202,48 @@ class _Lexer:
             self.add(*_ANY_CASE[lower])
         elif lower in ("since", "because"):
             self.has_ended = bool(self.tokens)
-        elif lower == "a" and (next_ := _NEXT_WORD.match(ahead)) and next_[1] in vocabulary.NEUTRAL | vocabulary.LABELS:
+        elif (
+            lower == "a"
+            and (next_ := _NEXT_WORD.match(ahead))
+            and next_[1] in vocabulary.NEUTRAL | vocabulary.LABELS
+        ):
             self.add("word", lower)
-        elif lower == "to" and self.after("number") and (not ahead.strip() or _VALUE_AHEAD.match(ahead)):
+        elif (
+            lower == "to"
+            and self.after("number")
+            and (not ahead.strip() or _VALUE_AHEAD.match(ahead))
+        ):
             self.add("op", ":")
         elif lower in _LEADING and _VALUE_AHEAD.match(ahead):
             self.add("op", _LEADING[lower])
         elif run in _PLAIN:
             self.add(*_PLAIN[run])
-        elif len(run) > 1 and (run in FUNCTIONS or run in _ALIASES) and run.lower() not in ("re", "im", "det", "arg"):
+        elif (
+            len(run) > 1
+            and (run in FUNCTIONS or run in _ALIASES)
+            and run.lower() not in ("re", "im", "det", "arg")
+        ):
             self.add("function", _ALIASES.get(run, run))
         elif len(run) == 1:
-            self.add("word" if mode == "text" and run == "a" and self.after("word") else "symbol", run)
+            self.add(
+                "word" if mode == "text" and run == "a" and self.after("word") else "symbol", run
+            )
         elif mode == "text" or self._is_word(run):
             self.add("word", run)
-        else:  # factors side by side, save a known function at their start, or a root or pi after one letter
+        # factors side by side, save a known function at their start, or a root or pi after one
+        # letter
+        else:
             for piece in _FACTORS.findall(run):
                 self.letters(piece, "maths")
 
     def _is_word(self, run: str) -> bool:
-        if run.lower() in vocabulary.ATTACHED and self.after("number", "close", "command", "symbol", "word"):
+        if run.lower() in vocabulary.ATTACHED and self.after(
+            "number", "close", "command", "symbol", "word"
+        ):
             return True
-        return run[1:] not in ("sqrt", "pi") and (run[:1].lower() + run[1:] in _WORDS_OF_TWO or vocabulary.is_word(run))
+        return run[1:] not in ("sqrt", "pi") and (
+            run[:1].lower() + run[1:] in _WORDS_OF_TWO or vocabulary.is_word(run)
+        )
 
 
 def _group(text: str, position: int) -> tuple[str, int]:
@@ -224,7 +258,8 @@ def _group(text: str, position: int) -> tuple[str, int]:
 
 
 def tokens(text: str, limits: Limits) -> Iterator[list[Token]]:
-    """The tokens of a cleaned answer, without an end mark; then those with letters taken for units, where some may be.
+    """The tokens of a cleaned answer, without an end mark; then those with letters taken for units,
+    where some may be.
 
     Raises Malformed for unknown commands and unclosed text, TooLarge past the token limit.
     """
@@ -274,7 +309,9 @@ class Stream:
         return self.take().text if self.is_op(*texts) else ""
 
     def signed(self, read: Callable[[], Node]) -> Node:
-        """What is read after the signs that stand here, with them; raises TooLarge where too much stands around it."""
+        """What is read after the signs that stand here, with them; raises TooLarge where too much
+        stands around it.
+        """
         self.depth += 1
         self.within(self.depth, "nested too deeply", self.limits.depth)
         signs = list[str]()
@@ -283,7 +320,11 @@ class Stream:
         node = read()
         self.depth -= 1
         for sign in signs:
-            node = Node("plusminus", (node,), "+" if sign == "pm" else "-") if sign in ("pm", "mp") else node
+            node = (
+                Node("plusminus", (node,), "+" if sign == "pm" else "-")
+                if sign in ("pm", "mp")
+                else node
+            )
         return negated(node) if signs.count("-") % 2 else node
 
     def is_kind(self, *kinds: str) -> bool:
@@ -303,7 +344,8 @@ class Stream:
 
     def subscript(self) -> str:
         """The text of a subscript, braces dropped."""
-        start, level = self.at, 0
+        start = self.at
+        level = 0
         while level or self.at == start:
             kind = self.take().kind
             if kind == "end" or (not level and kind in ("close", "sep")):
@@ -317,7 +359,8 @@ def _parts_a_set(tokens: list[Token], index: int) -> bool:
     """Whether a bar stands alone in its braces, as in {x | x > 0}."""
     near = range(max(index - 39, 0), min(index + 200, len(tokens)))
     braces = [at for at in near if tokens[at].text in ("\\{", "\\}")]
-    before, after = [at for at in braces if at < index], [at for at in braces if at > index]
+    before = [at for at in braces if at < index]
+    after = [at for at in braces if at > index]
     if not before or not after or tokens[before[-1]].text != "\\{":
         return False
     return sum(token.text == "|" for token in tokens[before[-1] : after[0]]) % 2 == 1
@@ -326,22 +369,33 @@ def _parts_a_set(tokens: list[Token], index: int) -> bool:
 def paired_bars(tokens: list[Token]) -> list[Token]:
     """The tokens with every | turned into an opening or closing bracket.
 
-    A bar with no value before it opens; of two between values the first closes; otherwise an open one is closed.
+    A bar with no value before it opens; of two between values the first closes; otherwise an open
+    one is closed.
     """
     if not any(token.text == "|" for token in tokens):
         return tokens
     result: list[Token] = []
-    is_open, was_bar = 0, False
+    is_open = 0
+    was_bar = False
     for index, token in enumerate(tokens):
-        before, follower = result[-1] if result else END, tokens[index + 1] if index + 1 < len(tokens) else END
+        before = result[-1] if result else END
+        follower = tokens[index + 1] if index + 1 < len(tokens) else END
         is_bar = token.text == "|" and token.kind == "op"
         if not is_bar:
             result.append(token)
         elif not is_open and _parts_a_set(tokens, index):
             result.append(token._replace(text="mid"))
         else:
-            after_value = before.kind in ("number", "symbol", "close") or before.text in ("!", "pi", "'")
-            opens = not after_value or not is_open or (was_bar and before.kind == "close" and follower.kind in STARTS)
+            after_value = before.kind in ("number", "symbol", "close") or before.text in (
+                "!",
+                "pi",
+                "'",
+            )
+            opens = (
+                not after_value
+                or not is_open
+                or (was_bar and before.kind == "close" and follower.kind in STARTS)
+            )
             is_open += 1 if opens else -1
             result.append(Token("open" if opens else "close", "|", token.tight))
         was_bar = is_bar

@@ -1,4 +1,6 @@
-"""Parser of phrases around a value: neutral words are skipped, units and counts bind to it, others make it text."""
+"""Parser of phrases around a value: neutral words are skipped, units and counts bind to it, others
+make it text.
+"""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -10,8 +12,11 @@ from atts.evaluators.syntax.tree import OTHERWISE, TWO, Node, number, symbol
 from atts.evaluators.syntax.vocabulary import TAILS, measure, words
 from atts.evaluators.verdict import Prose, UnknownWords
 
-_PROPERTIES, _CONDITIONS, REST = words("properties"), words("conditions"), words("rest")
-_LEANING, _ROUGH = words("leaning"), words("rough") | {"~"}
+_PROPERTIES = words("properties")
+_CONDITIONS = words("conditions")
+REST = words("rest")
+_LEANING = words("leaning")
+_ROUGH = words("rough") | {"~"}
 _PASSED_OVER = {"-", "=", "~", "or"} | vocabulary.NEUTRAL | vocabulary.APPROXIMATE
 _RAISED = {"squared": TWO, "cubed": number(3, "3")}
 
@@ -20,7 +25,9 @@ class Phrases(Grammar):
     """What words may stand before a value, after it and between two."""
 
     def phrase_after(self, node: Node) -> Node:
-        """The value with what follows it: its unit, its modulus or base, remarks, and words that change it."""
+        """The value with what follows it: its unit, its modulus or base, remarks, and words that
+        change it.
+        """
         unit = ""
         while True:
             token = self.here
@@ -40,7 +47,9 @@ class Phrases(Grammar):
             elif not unit:
                 return node
             else:
-                return Node("quantity", (node,), unit.lstrip("~"), Fraction(1) if unit[0] == "~" else None)
+                return Node(
+                    "quantity", (node,), unit.lstrip("~"), Fraction(1) if unit[0] == "~" else None
+                )
 
     def word_after(self, node: Node, word: str) -> Node:
         """The value as a word after it changes it."""
@@ -59,13 +68,19 @@ class Phrases(Grammar):
             return _clock(node, lower)
         if lower in _PROPERTIES and node.kind == "symbol":
             return Node("relation", (node, stated_property(lower)), "=")
-        if lower in TAILS or word in (".", "all") or (lower == "in" and self.here.text.lower() in ("total", "all")):
+        if (
+            lower in TAILS
+            or word in (".", "all")
+            or (lower == "in" and self.here.text.lower() in ("total", "all"))
+        ):
             return node
         raise unknown([word])
 
     def modulo(self, node: Node) -> Node:
         """The class of a value by the modulus that is said after it."""
-        return Node("congruence", (node, self.factor() if self.take().text == "pmod" else self.expression()))
+        return Node(
+            "congruence", (node, self.factor() if self.take().text == "pmod" else self.expression())
+        )
 
     def in_base(self, node: Node) -> Node:
         """The value as a numeral of the base that is said after it."""
@@ -77,10 +92,16 @@ class Phrases(Grammar):
         return Node("based", text=node.text, value=base)
 
     def remarked(self, node: Node) -> Node:
-        """A bracketed remark: an approximation is passed over, another form of the value has to be equal to it."""
+        """A bracketed remark: an approximation is passed over, another form of the value has to be
+        equal to it.
+        """
         self.take()
         said: list[str] = []
-        while self.is_kind("word", "sep") or self.is_op("~", "=") or (self.is_op("-") and self.ahead().kind == "word"):
+        while (
+            self.is_kind("word", "sep")
+            or self.is_op("~", "=")
+            or (self.is_op("-") and self.ahead().kind == "word")
+        ):
             said.append(self.take().text.lower())
         value = None
         if self.here.text != ")":
@@ -92,7 +113,9 @@ class Phrases(Grammar):
         elif not {*said} <= _PASSED_OVER:
             raise unknown(said)
         self.expect("close", ")")
-        return node if value is None or not _ROUGH.isdisjoint(said) else Node("aliases", (node, value))
+        return (
+            node if value is None or not _ROUGH.isdisjoint(said) else Node("aliases", (node, value))
+        )
 
     def compound(self, node: Node, unit: str) -> Node:
         """5 feet 3 inches: the parts are summed in the unit of the first."""
@@ -104,16 +127,27 @@ class Phrases(Grammar):
         return whole.args[0]
 
     def taken_together(self, before: Node, link: str, item: Node) -> Node | None:
-        """Two amounts as one, a value with its condition, or a case with one condition more; None for two items."""
-        is_statement = item.kind in ("relation", "word") or (item.kind == "symbol" and link in ("if", "when"))
+        """Two amounts as one, a value with its condition, or a case with one condition more; None
+        for two items.
+        """
+        is_statement = item.kind in ("relation", "word") or (
+            item.kind == "symbol" and link in ("if", "when")
+        )
         if link in _CONDITIONS and is_statement and item.text != "in":
             return Node("cases", (before, item))
-        if link == "and" and before.kind == "cases" and item.kind == "relation" and self.here.text not in _CONDITIONS:
+        if (
+            link == "and"
+            and before.kind == "cases"
+            and item.kind == "relation"
+            and self.here.text not in _CONDITIONS
+        ):
             return Node("cases", (before.args[0], Node("list", (before.args[1], item), "and")))
         return joined_quantities(before, item) if link == "and" else None
 
     def phrase_before(self) -> Node | None:
-        """Words before a value: neutral ones are passed over, those that name it are its name, others make it text."""
+        """Words before a value: neutral ones are passed over, those that name it are its name,
+        others make it text.
+        """
         found: list[str] = []
         while self.is_kind("word", "unit"):
             found.append(self.take().text)
@@ -123,9 +157,13 @@ class Phrases(Grammar):
         if end is not None:
             label = self.tokens[self.at : end]
             names = [token.text for token in label if token.kind != "word"]
-            return self.label([*found, *(token.text for token in label if token.kind == "word")], names, end)
+            return self.label(
+                [*found, *(token.text for token in label if token.kind == "word")], names, end
+            )
         if self.is_kind("end", "sep", "close") or self.here.text.startswith(("end:", "\\\\", "&")):
-            return OTHERWISE if " ".join(found).lower() in REST else Node("word", text=" ".join(found))
+            return (
+                OTHERWISE if " ".join(found).lower() in REST else Node("word", text=" ".join(found))
+            )
         lower = {word.lower() for word in found}
         if len(found) > 12 or not lower <= vocabulary.NEUTRAL | vocabulary.LABELS:
             raise unknown(found)
@@ -142,21 +180,33 @@ class Phrases(Grammar):
             token = self.tokens[at]
             if token.kind == "op" and token.text in ("=", ":"):
                 return at
-            if token.kind not in ("word", "symbol", "command", "open", "close", "number") or token.text == "frac":
+            if (
+                token.kind not in ("word", "symbol", "command", "open", "close", "number")
+                or token.text == "frac"
+            ):
                 break
         return None
 
     def label(self, words: list[str], names: list[str], end: int) -> Node | None:
-        """The name that words and symbols before a sign give to what follows; None when they only announce it."""
+        """The name that words and symbols before a sign give to what follows; None when they only
+        announce it.
+        """
         names += [word for word in words if len(word) > 1 and word.isupper()]  # of figures
         words = [word.lower() for word in words if word not in names]
-        if any(word not in vocabulary.NEUTRAL | vocabulary.LABELS and measure(word) is None for word in words):
+        if any(
+            word not in vocabulary.NEUTRAL | vocabulary.LABELS and measure(word) is None
+            for word in words
+        ):
             raise unknown(words)
         telling = sorted({*words} - vocabulary.NEUTRAL)
         self.at = end
         if telling or names:
             self.tokens[end] = Token("op", "=")
-            return Node("word", text=" ".join([*telling, *names])) if telling else symbol("".join(names))
+            return (
+                Node("word", text=" ".join([*telling, *names]))
+                if telling
+                else symbol("".join(names))
+            )
         self.take()
         return None if self.here is not END else Node("word")
 
@@ -164,7 +214,11 @@ class Phrases(Grammar):
 def unknown(words: Sequence[str]) -> Prose:
     """The error for words that leave no value: denied or conditioned, or not known to us."""
     denials = [word for word in words if word.lower() in vocabulary.NEGATIONS]
-    return Prose(f"the word {denials[0]!r}") if denials else UnknownWords(f"the words {' '.join(words)!r}")
+    return (
+        Prose(f"the word {denials[0]!r}")
+        if denials
+        else UnknownWords(f"the words {' '.join(words)!r}")
+    )
 
 
 def _clock(node: Node, half: str) -> Node:

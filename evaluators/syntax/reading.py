@@ -1,4 +1,6 @@
-"""Readings of an answer text: cleaned to one plain LaTeX spelling in linear time, and the trees it may be parsed as."""
+"""Readings of an answer text: cleaned to one plain LaTeX spelling in linear time, and the trees it
+may be parsed as.
+"""
 
 import re
 import unicodedata
@@ -43,11 +45,16 @@ def _plain(text: str) -> Iterator[str]:
             yield str(unicodedata.digit(char))
         else:
             folded = unicodedata.normalize("NFKC", char)
-            yield folded if folded.isascii() and folded.isalnum() and category != "No" and category != "Nl" else char
+            yield (
+                folded
+                if folded.isascii() and folded.isalnum() and category != "No" and category != "Nl"
+                else char
+            )
 
 
 def cleaned(text: str, limits: Limits) -> str:
-    """One spelling of the answer: ASCII where possible, no sizes, dollars or spacing macros, thousands untouched.
+    """One spelling of the answer: ASCII where possible, no sizes, dollars or spacing macros,
+    thousands untouched.
 
     Raises TooLarge when more is left than the limits allow.
     """
@@ -78,8 +85,11 @@ def _rewritten(text: str, steps: Sequence[Step]) -> str:
 def _parts(found: re.Match[str]) -> str:
     """(a) 3 (b) 5 as a=3, b=5; the text itself where what is marked are no parts of an answer."""
     _, *pieces = FORMS["part"].split(found[0])
-    marks, said = " ".join(pieces[::2]), [piece.strip(" ,;.\n") for piece in pieces[1::2]]
-    is_row = " " in marks and any(row.startswith(marks) for row in ("a b c d e", "i ii iii iv", "1 2 3 4 5"))
+    marks = " ".join(pieces[::2])
+    said = [piece.strip(" ,;.\n") for piece in pieces[1::2]]
+    is_row = " " in marks and any(
+        row.startswith(marks) for row in ("a b c d e", "i ii iii iv", "1 2 3 4 5")
+    )
     is_row = is_row and all(value and value[-1] not in "+-*/^=(" for value in said)
     return ", ".join(map("{}={}".format, "abcde", said)) if is_row else found[0]
 
@@ -87,13 +97,18 @@ def _parts(found: re.Match[str]) -> str:
 def _vector(found: re.Match[str]) -> str:
     """A sum of unit vectors as its coefficients, in two dimensions where there is no third."""
     sizes = {name: f"{size}(1)" for size, name in FORMS["component"].findall(found[0])}
-    return rf"\langle {','.join(sizes.get(name, '0') for name in 'ijk'[: 2 + ('k' in sizes)])}\rangle"
+    return (
+        rf"\langle {','.join(sizes.get(name, '0') for name in 'ijk'[: 2 + ('k' in sizes)])}\rangle"
+    )
 
 
 def _repeating(found: re.Match[str]) -> str:
     """0.1\\overline{6} as the fraction it denotes."""
-    whole, fixed, cycle = found[1], found[2], found[3] or found[4]
-    scale, nines = 10 ** len(fixed), 10 ** len(cycle) - 1
+    whole = found[1]
+    fixed = found[2]
+    cycle = found[3] or found[4]
+    scale = 10 ** len(fixed)
+    nines = 10 ** len(cycle) - 1
     return f"({int(whole + fixed or '0') * nines + int(cycle)}/{scale * nines})"
 
 
@@ -114,14 +129,18 @@ _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
     "repeating": _repeating,
     # 0.1666...: a cycle shows when it is there twice, one digit three times
     "going_on": lambda found: _repeating(found) if len(found[3] + found[4]) > 2 else found[0],
-    "inward": lambda found: {"]": "(", "[": "["}[found[2]] + found[3] + {"[": ")", "]": "]"}[found[4]],  # ]2,5]
+    "inward": lambda found: (
+        {"]": "(", "[": "["}[found[2]] + found[3] + {"[": ")", "]": "]"}[found[4]]
+    ),  # ]2,5]
     "without_spaces": lambda found: found[0].replace(" ", ""),
     "without_thin_spaces": lambda found: found[0].replace(r"\,", ""),
 }
 
 
 def _steps(name: str) -> list[Step]:
-    """The steps of a stage: marks, whether they must be missing, what is found and what is put instead."""
+    """The steps of a stage: marks, whether they must be missing, what is found and what is put
+    instead.
+    """
     rows = _REWRITES.table(name, list[tuple[str, str, str]])
     puts = [_COMPUTED[put[1:]] if put[:1] == "=" else put for _, _, put in rows]
     marks = [[when] if when == "\n" else when.removeprefix("!").split() for when, _, _ in rows]
@@ -141,21 +160,27 @@ _PAIRS = {"(": ")", "{": "}"}
 
 
 def unwrapped(text: str) -> str:
-    """The text without redundant outer brackets, however many, each pair dropped only when it encloses everything."""
+    """The text without redundant outer brackets, however many, each pair dropped only when it
+    encloses everything.
+    """
     text = text.strip()
     depth = 0
-    while depth < len(text) // 2 and text[depth] in _PAIRS and text[-1 - depth] == _PAIRS[text[depth]]:
+    while (
+        depth < len(text) // 2 and text[depth] in _PAIRS and text[-1 - depth] == _PAIRS[text[depth]]
+    ):
         depth += 1
     if depth < 2:  # one pair can mean something: (C), {1,2}
         return text
     inside = text[depth : len(text) - depth]
     levels = list(accumulate(((char in "({") - (char in ")}") for char in inside), initial=0))
-    # kept: brackets that the inside closes before it opens its own, and one pair that may carry meaning
+    # kept: brackets that the inside closes before it opens its own, and one pair that may carry
+    # meaning
     drop = depth + min(levels) - 1 if levels[-1] == 0 else 0
     return text[drop : len(text) - drop] if drop > 0 else text
 
 
-_CHOICE, _MACRO = FORMS["choice"], FORMS["macro"]
+_CHOICE = FORMS["choice"]
+_MACRO = FORMS["macro"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,27 +245,38 @@ def _trees(plain: str, limits: Limits) -> list[Node]:
 
 
 def _as_binomial(found: re.Match[str]) -> str:
-    """C(6,2) and _6C_2 as they are written elsewhere; permutations of so many as a quotient of factorials."""
+    """C(6,2) and _6C_2 as they are written elsewhere; permutations of so many as a quotient of
+    factorials.
+    """
     n, k = (part for part in found.groups() if part and part.isdigit())
     kind = next(part for part in found.groups() if part and part.isalpha())
     return rf"\binom{{{n}}}{{{k}}}" if kind == "C" else rf"(({n})!/({n}-{k})!)"
 
 
 def _in_words(plain: str, limits: Limits) -> Node | None:
-    """An answer in words that has a meaning of its own: a number, a set, a date, a quotient with its remainder."""
+    """An answer in words that has a meaning of its own: a number, a set, a date, a quotient with
+    its remainder.
+    """
     if FORMS["date"].fullmatch(plain):
         raise UnknownWords("a date whose day and month are not told apart")
     phrase = FORMS["braces"].sub(" ", _MACRO.sub(" ", plain))
     if divided := FORMS["division"].fullmatch(phrase) or FORMS["remainder"].fullmatch(plain):
-        return Node("tuple", tuple(_trees(part, limits)[0] for part in divided.groups() if part), "R")
+        return Node(
+            "tuple", tuple(_trees(part, limits)[0] for part in divided.groups() if part), "R"
+        )
     if date := vocabulary.date_in_words(phrase):
         return Node("word", text=date)
     if left_out := FORMS["except"].fullmatch(phrase):
-        return _trees(rf"\mathbb{{R}}\setminus\{{{','.join(FORMS['rational'].findall(left_out[1]))}\}}", limits)[0]
+        return _trees(
+            rf"\mathbb{{R}}\setminus\{{{','.join(FORMS['rational'].findall(left_out[1]))}\}}",
+            limits,
+        )[0]
     if "\\" in phrase or not FORMS["word"].search(phrase):
         return None
     words = vocabulary.squashed(phrase)
-    fixed = next((fixed for fixed, form in vocabulary.MEANINGS.items() if form.fullmatch(words)), words)
+    fixed = next(
+        (fixed for fixed, form in vocabulary.MEANINGS.items() if form.fullmatch(words)), words
+    )
     if fixed in vocabulary.SETS:
         return _trees(vocabulary.SETS[fixed], limits)[0]
     if fixed in vocabulary.MEANINGS:
@@ -251,7 +287,11 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
     pieces = phrase.split()
     for at in range(min(len(pieces), 12) - 1, 0, -1):
         unit = " ".join(pieces[at:])
-        value = vocabulary.number_in_words(" ".join(pieces[:at])) if not FORMS["numeric"].search(phrase) else None
+        value = (
+            vocabulary.number_in_words(" ".join(pieces[:at]))
+            if not FORMS["numeric"].search(phrase)
+            else None
+        )
         counted = (unit, len(unit)) if unit == "percent" else unit_at(unit, 0)
         if value is not None and counted and counted[1] == len(unit):
             kind: Kind = "percent" if unit == "percent" else "quantity"
@@ -260,7 +300,8 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
 
 
 def unboxed(text: str) -> str:
-    """The contents of the boxes in an answer, several joined by commas; the text itself when it has none.
+    """The contents of the boxes in an answer, several joined by commas; the text itself when it has
+    none.
 
     Raises Malformed when its box was cut off.
     """

@@ -6,8 +6,10 @@ from fractions import Fraction
 from typing import Literal
 
 Kind = Literal[
-    "number", "huge",  # value, text as it is written; an integer literal too long to compute with: text alone
-    "symbol", "constant", "word", "clock",  # text; constants are pi, e, i, inf; a clock tells an hour and minutes
+    # value, text as it is written; an integer literal too long to compute with: text alone
+    "number", "huge",
+    # text; constants are pi, e, i, inf; a clock tells an hour and minutes
+    "symbol", "constant", "word", "clock",
     "add", "mul", "pow", "root",  # base and exponent; radicand and index
     "func", "call",  # a function known to us, or not, applied: its name and its arguments
     "plusminus",  # both signs of one argument; text "+" or "-" says which comes first
@@ -15,7 +17,8 @@ Kind = Literal[
     "based",  # a numeral's digits, and as value its base
     "sum",  # text: sum or prod; args: body, variable, lower, upper
     "opaque",  # integrals, limits: kept, and not decided on; text: which
-    "tuple", "list", "set",  # a tuple's text: its brackets, such as "(]"; a list's: "and" or "or" where it is said
+    # a tuple's text: its brackets, such as "(]"; a list's: "and" or "or" where it is said
+    "tuple", "list", "set",
     "union", "setminus", "builder",  # a builder has a member of a set and its conditions
     "matrix",  # rows, each a tuple
     "relation",  # text: operators joined by a space; args: its sides
@@ -50,7 +53,13 @@ EMPTY_SET = Node("set")
 PI = Node("constant", text="pi")
 OTHERWISE = Node("word", text="otherwise")
 REALS = Node("tuple", (Node("mul", (MINUS_ONE, INFINITY)), INFINITY), "()")
-COMMANDS = {"pi": PI, "infty": INFINITY, "emptyset": EMPTY_SET, "ldots": Node("symbol", text="…"), "mathbb:R": REALS}
+COMMANDS = {
+    "pi": PI,
+    "infty": INFINITY,
+    "emptyset": EMPTY_SET,
+    "ldots": Node("symbol", text="…"),
+    "mathbb:R": REALS,
+}
 """What commands without arguments are."""
 
 
@@ -108,7 +117,11 @@ def substituted(node: Node, values: Mapping[str, Node]) -> Node:
     """The tree with variables replaced."""
     if node.kind == "symbol":
         return values.get(node.text, node)
-    return replace(node, args=tuple(substituted(arg, values) for arg in node.args)) if node.args else node
+    return (
+        replace(node, args=tuple(substituted(arg, values) for arg in node.args))
+        if node.args
+        else node
+    )
 
 
 def canonical(node: Node) -> Node:

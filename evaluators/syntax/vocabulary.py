@@ -1,4 +1,6 @@
-"""Vocabulary of answers, read from data files: number words, neutral words, phrases of one meaning, and units."""
+"""Vocabulary of answers, read from data files: number words, neutral words, phrases of one meaning,
+and units.
+"""
 
 import re
 import tomllib
@@ -26,9 +28,13 @@ class Tables:
         return frozenset(self._entries[name].split())
 
     def patterns(self, part: str = "") -> dict[str, re.Pattern[str]]:
-        """The regular expressions of the file, or of a part: alternatives a line each, one in «» put in where named."""
+        """The regular expressions of the file, or of a part: alternatives a line each, one in «»
+        put in where named.
+        """
         forms = {
-            name: form for name, form in (self._entries[part] if part else self._entries).items() if form == str(form)
+            name: form
+            for name, form in (self._entries[part] if part else self._entries).items()
+            if form == str(form)
         }
 
         def written(name: str) -> str:
@@ -43,26 +49,38 @@ class Tables:
 
 
 _WORDS = Tables("words.toml")
-words, table = _WORDS.words, _WORDS.table
+words = _WORDS.words
+table = _WORDS.table
 FORMS = _WORDS.patterns("forms")
 
 
 def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
     """What each spelling means, from a table of the spellings of each meaning."""
-    return {spelling: meaning for meaning, spellings in meanings.items() for spelling in spellings.split()}
+    return {
+        spelling: meaning
+        for meaning, spellings in meanings.items()
+        for spelling in spellings.split()
+    }
 
 
-NEGATIONS = words("negations")  # words after which what precedes them is no longer simply the answer
+NEGATIONS = words(
+    "negations"
+)  # words after which what precedes them is no longer simply the answer
 
-LARGE, _BASES = table("large", dict[str, int]), table("bases", dict[str, int])
+LARGE = table("large", dict[str, int])
+_BASES = table("bases", dict[str, int])
 _SMALL = {word: value for value, word in enumerate(table("small", str).split())}
 _VALUES = _SMALL | {word: 20 + 10 * index for index, word in enumerate(table("tens", str).split())}
 _NAMED = spelled(table("shares", dict[str, str])).items()
 SHARES = {form: int(count) for share, count in _NAMED for form in (share, f"{share}s")}
 """Parts of a whole by name: a third is one in three."""
-NEUTRAL, LABELS, APPROXIMATE = words("neutral"), words("labels"), words("rough") | words("alike")
+NEUTRAL = words("neutral")
+LABELS = words("labels")
+APPROXIMATE = words("rough") | words("alike")
 ATTACHED = words("attached")
-"""Letters that, right after a number and last in an answer, are its unit and not a product of variables."""
+"""Letters that, right after a number and last in an answer, are its unit and not a product of
+variables.
+"""
 SETS = table("sets", dict[str, str])
 MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[str, str]).items()}
 
@@ -71,7 +89,8 @@ def number_in_words(text: str) -> Fraction | None:
     """The number a phrase such as "twenty-seven", "minus four" or "two thirds" spells, else None."""
     whole, _, rest = text.rpartition(" and ")
     if whole and (rest.startswith(("a ", "an ")) or " " in rest.strip()):  # one and a half
-        one, two = number_in_words(whole), number_in_words(rest)
+        one = number_in_words(whole)
+        two = number_in_words(rest)
         return one + two if one and two and two < 1 else None
     found = [word for word in re.findall(r"[a-z]+", text.lower()) if word != "and"]
     sign = -1 if found[:1] in (["minus"], ["negative"]) else 1
@@ -89,7 +108,8 @@ def number_in_words(text: str) -> Fraction | None:
         elif word in ("hundred", "dozen"):
             current = max(current, 1) * LARGE[word]
         else:
-            total, current = total + max(current, 1) * LARGE[word], 0
+            total = total + max(current, 1) * LARGE[word]
+            current = 0
     return Fraction(sign * (total + current), share or 1)
 
 
@@ -99,13 +119,21 @@ def base(name: str) -> Fraction | None:
     return None if value is None else Fraction(value)
 
 
-_MONTHS = {form: index for index, name in enumerate(table("months", str).split(), 1) for form in (name, name[:3])}
+_MONTHS = {
+    form: index
+    for index, name in enumerate(table("months", str).split(), 1)
+    for form in (name, name[:3])
+}
 
 
 def date_in_words(phrase: str) -> str:
     """A date in one fixed form, its year left out where it is not said; empty for what is none."""
     found = FORMS["date"].fullmatch(phrase.strip().lower())
-    if found is None or not (day := found["d"] or found["d1"] or found["d2"]) or (found["d1"] and found["d2"]):
+    if (
+        found is None
+        or not (day := found["d"] or found["d1"] or found["d2"])
+        or (found["d1"] and found["d2"])
+    ):
         return ""
     month = int(found["m"]) if found["m"] else _MONTHS[found["name"]]
     return f"date {found['y'] or found['y1'] or ''} {month} {int(day)}"
@@ -127,7 +155,9 @@ def is_word(letters: str) -> bool:
 
 
 def squashed(text: str) -> str:
-    """A phrase as it is compared: lower case, punctuation and a leading article dropped, operators kept."""
+    """A phrase as it is compared: lower case, punctuation and a leading article dropped, operators
+    kept.
+    """
     pieces = FORMS["piece"].findall(FORMS["hyphen"].sub(" ", text.lower()))
     if len(pieces) > 1 and pieces[0] in ("a", "an", "the") and pieces[1].isalnum():
         pieces = pieces[1:]
@@ -136,11 +166,14 @@ def squashed(text: str) -> str:
 
 _DATA = Tables("units.toml")
 _UNITS = _DATA.patterns("forms")
-_FILLERS, _NO_COUNTS, TAILS, _LINKS = (_DATA.words(name) for name in ("fillers", "no_counts", "tails", "links"))
+_FILLERS, _NO_COUNTS, TAILS, _LINKS = (
+    _DATA.words(name) for name in ("fillers", "no_counts", "tails", "links")
+)
 _POWERS = _DATA.table("powers", dict[str, int])
 _SPELLED_OUT = _DATA.table("spelled_out", dict[str, str])
 _UNWEIGHED = _LINKS | _FILLERS
-_BESIDE, _NEVER_FIRST = _UNWEIGHED | _POWERS.keys() | {"u"}, _LINKS | {"squared", "cubed"}
+_BESIDE = _UNWEIGHED | _POWERS.keys() | {"u"}
+_NEVER_FIRST = _LINKS | {"squared", "cubed"}
 
 Dimension = tuple[tuple[str, int], ...]
 Measure = tuple[Dimension, Fraction]
@@ -161,23 +194,33 @@ def _defined(text: str, known: dict[str, Measure]) -> Measure:
     words = text.split()
     scale = Fraction(words.pop(0)) if text[0].isdigit() else Fraction(1)
     parts = [each.partition("^") for each in words]
-    return _combined([(((), scale), 1), *((known[name], int(power or 1)) for name, _, power in parts)])
+    return _combined(
+        [(((), scale), 1), *((known[name], int(power or 1)) for name, _, power in parts)]
+    )
 
 
 def _catalogue() -> tuple[dict[str, Measure], dict[str, Measure]]:
     """Units by symbol, as written, and by name, in lower case and in the singular."""
-    symbols: dict[str, Measure] = {name: (((name, 1),), Fraction(1)) for name in _DATA.words("bases")}
-    names: dict[str, Measure] = {noun: (((f"#{noun}", 1),), Fraction(1)) for noun in _DATA.words("nouns")}
+    symbols: dict[str, Measure] = {
+        name: (((name, 1),), Fraction(1)) for name in _DATA.words("bases")
+    }
+    names: dict[str, Measure] = {
+        noun: (((f"#{noun}", 1),), Fraction(1)) for noun in _DATA.words("nouns")
+    }
     names |= dict.fromkeys(_DATA.words("counters"), ((), Fraction(1)))
     prefixes = _DATA.table("prefixes", dict[str, tuple[str, str]])
-    for symbol, (definition, spellings) in _DATA.table("scaled", dict[str, tuple[str, str]]).items():
+    for symbol, (definition, spellings) in _DATA.table(
+        "scaled", dict[str, tuple[str, str]]
+    ).items():
         dimension, scale = symbols[symbol] = _defined(definition, symbols)
         names |= dict.fromkeys(spellings.split(), symbols[symbol])
         for prefix, (factor, name) in prefixes.items():
             larger = dimension, scale * Fraction(factor)
             symbols.setdefault(prefix + symbol, larger)
             names |= {name + spelling: larger for spelling in spellings.split()}
-    symbols = {symbol: found for symbol, found in symbols.items() if symbol not in _DATA.words("products")}
+    symbols = {
+        symbol: found for symbol, found in symbols.items() if symbol not in _DATA.words("products")
+    }
     for spelling, definition in spelled(_DATA.table("fixed", dict[str, str])).items():
         symbols[spelling] = names[spelling] = _defined(definition, symbols)
     return symbols, names
@@ -189,12 +232,15 @@ _IRREGULAR = _DATA.table("irregular", dict[str, str])
 
 @lru_cache(maxsize=2048)
 def entry(word: str) -> Measure | None:
-    """What one word measures: a unit, nothing at all for what counts anything, or itself for a known noun."""
+    """What one word measures: a unit, nothing at all for what counts anything, or itself for a
+    known noun.
+    """
     if word in SYMBOLS:
         return SYMBOLS[word]
     lower = word.lower()
     singulars = (
-        re.sub(f"(?<=..){ending}$", instead, lower) for ending, instead in (("ies", "y"), ("es", ""), ("s", ""))
+        re.sub(f"(?<=..){ending}$", instead, lower)
+        for ending, instead in (("ies", "y"), ("es", ""), ("s", ""))
     )
     for each in (lower, _IRREGULAR.get(lower, lower), *singulars):
         if each in _NAMES:
@@ -206,11 +252,16 @@ def entry(word: str) -> Measure | None:
 
 @lru_cache(maxsize=2048)
 def measure(unit: str) -> Measure | None:
-    """Dimension and scale of a unit phrase such as "square feet" or "cm^2", None when a word is unknown."""
+    """Dimension and scale of a unit phrase such as "square feet" or "cm^2", None when a word is
+    unknown.
+    """
     parts: list[tuple[Measure, int]] = []
-    sign, power = 1, 1
+    sign = 1
+    power = 1
     tokens: list[str] = re.findall(r"[A-Za-z]+(?:-[a-z]+)?|\^-?\d+|/", unit)
-    for word in " ".join(_SPELLED_OUT.get(token, token) for token in tokens).split():  # mph and the like spelled out
+    for word in " ".join(
+        _SPELLED_OUT.get(token, token) for token in tokens
+    ).split():  # mph and the like spelled out
         if word in ("per", "/"):
             sign = -1
         elif word[0] == "^":
@@ -227,7 +278,11 @@ def measure(unit: str) -> Measure | None:
             parts.append((found, sign * power))
             power = 1
     dimension, scale = _combined(parts)
-    return (dimension if is_generic(dimension) else tuple(each for each in dimension if each[0] != "unit")), scale
+    return (
+        dimension
+        if is_generic(dimension)
+        else tuple(each for each in dimension if each[0] != "unit")
+    ), scale
 
 
 def is_generic(dimension: Dimension) -> bool:
@@ -239,8 +294,13 @@ _GREEK = {"\\mu": "u", "\\Omega": "ohm"}
 
 
 def unit_at(text: str, start: int) -> tuple[str, int] | None:
-    """The longest unit phrase of known words that starts here, macros and braces passed over, and where it ends."""
-    position, depth, said, held = start, 0, list[str](), False
+    """The longest unit phrase of known words that starts here, macros and braces passed over, and
+    where it ends.
+    """
+    position = start
+    depth = 0
+    said = list[str]()
+    held = False
     found: tuple[str, int] | None = None
     while True:
         step = _UNITS["step"].match(text, position)
@@ -255,8 +315,12 @@ def unit_at(text: str, start: int) -> tuple[str, int] | None:
             word = _GREEK.get(step["word"], step["word"])
             if said and (said[-1] == "u" or (word == "ohm" and said[-1] in "kMmG")):
                 word = said.pop() + word
-            is_beside = word in _BESIDE or (word in "kMmG" and _UNITS["ohm"].match(text, position) is not None)
-            is_unit = word.lower() not in ("am", "pm") and (word in _SPELLED_OUT or entry(word) is not None)
+            is_beside = word in _BESIDE or (
+                word in "kMmG" and _UNITS["ohm"].match(text, position) is not None
+            )
+            is_unit = word.lower() not in ("am", "pm") and (
+                word in _SPELLED_OUT or entry(word) is not None
+            )
             is_preposition = word == "in" and (held or _UNITS["letter"].match(text, position))
             if is_preposition or not (is_beside or is_unit) or (not said and word in _NEVER_FIRST):
                 return found
@@ -272,5 +336,9 @@ def unit_at(text: str, start: int) -> tuple[str, int] | None:
             said += ["/"] if step["divide"] else []
             held = False
             continue
-        if depth == 0 and held and (said[-1][0] == "^" or entry(said[-1]) or said[-1] in _SPELLED_OUT):
+        if (
+            depth == 0
+            and held
+            and (said[-1][0] == "^" or entry(said[-1]) or said[-1] in _SPELLED_OUT)
+        ):
             found = " ".join(said), position

@@ -1,4 +1,6 @@
-"""Methods compared on the same problems: run in turn block by block, every finished piece remembered on disk."""
+"""Methods compared on the same problems: run in turn block by block, every finished piece
+remembered on disk.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ Watch = Callable[[str, Sequence[Outcome]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One row of a comparison: a name, and the setup it runs with. The seed is the unit's and the arm's own."""
+    """One row of a comparison: a name, and the setup it runs with. The seed is the unit's and the
+    arm's own.
+    """
 
     name: str
     setup: Setup
@@ -48,14 +52,32 @@ class Arm:
     def but(self, name: str = "", **changes: Any) -> Arm:
         """The same arm, perhaps under another name, its policy changed."""
         return replace(
-            self, name=name or self.name, setup=replace(self.setup, policy=replace(self.setup.policy, **changes))
+            self,
+            name=name or self.name,
+            setup=replace(self.setup, policy=replace(self.setup.policy, **changes)),
         )
 
 
-def arm(name: str, method: str = "", *, samples: int = 8, rate: float = RATE, threads: int = 1, **changes: Any) -> Arm:
-    """An arm of that method (its own name's, unless said); `changes` are of the setup or of its policy."""
-    base, schedule, variant = Setup(), changes.pop("schedule", "together"), changes.pop("variant", "plain")
-    own = {key: changes.pop(key) for key in ("mode", "stored", "limits", "rollouts", "gate") if key in changes}
+def arm(
+    name: str,
+    method: str = "",
+    *,
+    samples: int = 8,
+    rate: float = RATE,
+    threads: int = 1,
+    **changes: Any,
+) -> Arm:
+    """An arm of that method (its own name's, unless said); `changes` are of the setup or of its
+    policy.
+    """
+    base = Setup()
+    schedule = changes.pop("schedule", "together")
+    variant = changes.pop("variant", "plain")
+    own = {
+        key: changes.pop(key)
+        for key in ("mode", "stored", "limits", "rollouts", "gate")
+        if key in changes
+    }
     policy = replace(base.policy, samples=samples, **changes)
     setup = replace(base, method=method or name, rate=rate, policy=policy, **own)
     return Arm(name, setup, threads, schedule, variant)
@@ -64,19 +86,27 @@ def arm(name: str, method: str = "", *, samples: int = 8, rate: float = RATE, th
 class Pair:
     """The embedded engines, open; the target once per number of threads that an arm asks for."""
 
-    def __init__(self, threads: Iterable[int] = (1,), variants: Iterable[Variant] = (), **changes: Any) -> None:
+    def __init__(
+        self, threads: Iterable[int] = (1,), variants: Iterable[Variant] = (), **changes: Any
+    ) -> None:
         """Also targets of these variants, with one thread; `changes` are those of `LocalOptions`."""
         options = replace(LocalOptions(), **changes)
         self._stack = AsyncExitStack()
         self.draft: Engine = LocalEngine(model_path("draft"), name="draft", options=options)
         self.targets: dict[int | Variant, Engine] = {
-            count: LocalEngine(model_path("target"), name="target", options=replace(options, threads=count))
+            count: LocalEngine(
+                model_path("target"), name="target", options=replace(options, threads=count)
+            )
             for count in sorted(set(threads))
         }
         for variant in variants:
-            one = replace(options, threads=1, scores="bfloat16" if variant == "rounding" else options.scores)
+            one = replace(
+                options, threads=1, scores="bfloat16" if variant == "rounding" else options.scores
+            )
             lent = str(model_path("draft")) if variant == "proposed to" else ""
-            self.targets[variant] = LocalEngine(model_path("target"), name="target", options=one, lent=lent)
+            self.targets[variant] = LocalEngine(
+                model_path("target"), name="target", options=one, lent=lent
+            )
 
     async def __aenter__(self) -> Self:
         for engine in (self.draft, *self.targets.values()):
@@ -87,7 +117,9 @@ class Pair:
         await self._stack.aclose()
 
     def plan(self, arm: Arm, seed: int, gate: Gate | RoundGate | None = None) -> Plan:
-        """The arm's plan; its random numbers are no other arm's, so that none finds its texts in a cache."""
+        """The arm's plan; its random numbers are no other arm's, so that none finds its texts in a
+        cache.
+        """
         own = seed * 1009 + sum(arm.name.encode()) % 997
         setup = replace(arm.setup, seed=own, gate=gate if gate is not None else arm.setup.gate)
         target = arm.target_threads if arm.variant == "plain" else arm.variant
@@ -101,8 +133,11 @@ async def run_block(
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[Outcome, ...], float]:
     """One block under one plan: its outcomes in the order of the problems, and the seconds it took."""
-    began, found = clock(), dict[str, Outcome]()
-    for group in [list(problems)] if schedule == "together" else [[problem] for problem in problems]:
+    began = clock()
+    found = dict[str, Outcome]()
+    for group in (
+        [list(problems)] if schedule == "together" else [[problem] for problem in problems]
+    ):
         result = await evaluate(group, plan, RunOptions(engines="are open", signals="ignore"))
         found |= {outcome.problem.id: outcome for outcome in result.kept}
     seconds = clock() - began
@@ -126,14 +161,18 @@ class Solved:
     draft: int
     scored: int
     target: int
-    decisions: Sequence[tuple[int, int, bool]]  # place in the order of asking, turn, whether the target took over
+    decisions: Sequence[
+        tuple[int, int, bool]
+    ]  # place in the order of asking, turn, whether the target took over
     drawn: int = 0  # of the target's tokens, those drawn while it scored
-    judged: int = 0  # tokens of chunks that were decided on by a score, whether the target was asked for it or not
+    # tokens of chunks that were decided on by a score, whether the target was asked for it or not
+    judged: int = 0
 
     @classmethod
     def of(cls, outcome: Outcome) -> Solved:
         """From what the run kept."""
-        problem, usage = outcome.problem, outcome.usage
+        problem = outcome.problem
+        usage = outcome.usage
         ended = [line for line in outcome.rollouts if line.finish not in ("settled", "cancelled")]
         made = [turn.decision for line in outcome.rollouts for turn in line.turns if turn.decision]
         return cls(
@@ -170,7 +209,9 @@ class Piece:
     shard: int
     solved: list[Solved] = field(default_factory=list[Solved])
     seconds: list[float] = field(default_factory=list[float])
-    processor: list[float] = field(default_factory=list[float])  # seconds of this process and its engines
+    processor: list[float] = field(
+        default_factory=list[float]
+    )  # seconds of this process and its engines
 
     @property
     def key(self) -> tuple[str, int, int, int]:
@@ -198,14 +239,18 @@ class Ledger:
 
 
 def _piece(record: dict[str, Any]) -> Piece:
-    held: list[dict[str, Any]] = [{**one, "decisions": [*map(tuple, one["decisions"])]} for one in record["solved"]]
+    held: list[dict[str, Any]] = [
+        {**one, "decisions": [*map(tuple, one["decisions"])]} for one in record["solved"]
+    ]
     fields: dict[str, Any] = {**record, "solved": [Solved(**one) for one in held]}
     return Piece(**fields)
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Which problems, how often: shards of `shard` problems, run in blocks of `block`, arms in turn."""
+    """Which problems, how often: shards of `shard` problems, run in blocks of `block`, arms in
+    turn.
+    """
 
     problems: int
     seeds: Sequence[int] = (0,)
@@ -219,32 +264,55 @@ class Grid:
 
 
 async def run_grid(
-    arms: Sequence[Arm], grid: Grid, ledger: Ledger, pair: Pair, label: str = "pipelines", watch: Watch | None = None
+    arms: Sequence[Arm],
+    grid: Grid,
+    ledger: Ledger,
+    pair: Pair,
+    label: str = "pipelines",
+    watch: Watch | None = None,
 ) -> None:
-    """Every arm on every shard and seed, interleaved block by block; what the ledger has is not run again.
+    """Every arm on every shard and seed, interleaved block by block; what the ledger has is not run
+    again.
 
     A gate lives for a shard: it learns from block to block as in one run of that many problems.
     """
     for seed in grid.seeds:
         for number, shard in enumerate(grid.shards()):
-            missing = [one for one in arms if (one.name, one.setup.policy.samples, seed, number) not in ledger.pieces]
+            missing = [
+                one
+                for one in arms
+                if (one.name, one.setup.policy.samples, seed, number) not in ledger.pieces
+            ]
             if missing:
-                say(f"{label}: m={missing[0].setup.policy.samples} seed={seed} problems from {number * grid.shard}")
-                pieces = [Piece(one.name, one.setup.policy.samples, seed, number) for one in missing]
-                await _run_shard(list(zip(missing, pieces, strict=True)), shard, grid.block, pair, watch)
+                say(
+                    f"{label}: m={missing[0].setup.policy.samples} seed={seed} problems from "
+                    f"{number * grid.shard}"
+                )
+                pieces = [
+                    Piece(one.name, one.setup.policy.samples, seed, number) for one in missing
+                ]
+                await _run_shard(
+                    list(zip(missing, pieces, strict=True)), shard, grid.block, pair, watch
+                )
                 for piece in pieces:
                     ledger.add(piece)
 
 
 async def _run_shard(
-    arms: list[tuple[Arm, Piece]], shard: Sequence[Problem], block: int, pair: Pair, watch: Watch | None
+    arms: list[tuple[Arm, Piece]],
+    shard: Sequence[Problem],
+    block: int,
+    pair: Pair,
+    watch: Watch | None,
 ) -> None:
     plans = {one.name: pair.plan(one, piece.seed * 31 + piece.shard) for one, piece in arms}
     for count, start in enumerate(range(0, len(shard), block)):
         turn = count % len(arms)
         for one, piece in arms[turn:] + arms[:turn]:
             used = tree_seconds()
-            outcomes, seconds = await run_block(shard[start : start + block], plans[one.name], one.schedule)
+            outcomes, seconds = await run_block(
+                shard[start : start + block], plans[one.name], one.schedule
+            )
             piece.processor.append(tree_seconds() - used)
             piece.seconds.append(seconds)
             piece.solved += [Solved.of(outcome) for outcome in outcomes]
@@ -284,9 +352,12 @@ class Sum:
 
     def minus(self, base: Sum, value: Value) -> Estimate:
         """The difference to another arm, paired by problem, over those that both have."""
-        first, second = base.by_problem(value), self.by_problem(value)
+        first = base.by_problem(value)
+        second = self.by_problem(value)
         names = sorted(first.keys() & second.keys())
-        return compare_runs([first[name] for name in names], [second[name] for name in names]).difference
+        return compare_runs(
+            [first[name] for name in names], [second[name] for name in names]
+        ).difference
 
     def each(self, kind: Literal["draft", "scored", "target", "judged"]) -> float:
         """Tokens of that kind a problem."""
@@ -299,8 +370,11 @@ class Sum:
     @property
     def gflops(self) -> float:
         """Arithmetic of both models a problem: tokens written, scored and read, each once."""
-        draft, target = info("draft").flops_per_token(CONTEXT), info("target").flops_per_token(CONTEXT)
-        return (self.each("draft") * draft + (self.each("target") + self.each("scored")) * target) / 1e9
+        draft = info("draft").flops_per_token(CONTEXT)
+        target = info("target").flops_per_token(CONTEXT)
+        return (
+            self.each("draft") * draft + (self.each("target") + self.each("scored")) * target
+        ) / 1e9
 
     @property
     def seconds(self) -> float:
@@ -316,12 +390,24 @@ class Sum:
     def rate_error(self, nominal: float) -> float:
         """The root mean square over questions of realised minus nominal rate."""
         rates = [one.escalated / len(one.decisions) for one in self.solved if one.decisions]
-        return float(np.sqrt(np.mean([(rate - nominal) ** 2 for rate in rates]))) if rates else float("nan")
+        return (
+            float(np.sqrt(np.mean([(rate - nominal) ** 2 for rate in rates])))
+            if rates
+            else float("nan")
+        )
 
-    def speed_up(self, base: Sum, clock: Literal["seconds", "processor"] = "seconds") -> Spread | None:
-        """The base's time over this arm's, for blocks that both ran at the same place; None where there are none."""
+    def speed_up(
+        self, base: Sum, clock: Literal["seconds", "processor"] = "seconds"
+    ) -> Spread | None:
+        """The base's time over this arm's, for blocks that both ran at the same place; None where
+        there are none.
+        """
         mine = {piece.key[1:]: getattr(piece, clock) for piece in self.pieces}
-        pairs = [(getattr(piece, clock), mine[piece.key[1:]]) for piece in base.pieces if piece.key[1:] in mine]
+        pairs = [
+            (getattr(piece, clock), mine[piece.key[1:]])
+            for piece in base.pieces
+            if piece.key[1:] in mine
+        ]
         ratios = [a / b for first, second in pairs for a, b in zip(first, second, strict=False)]
         return Spread.of(ratios) if ratios else None
 

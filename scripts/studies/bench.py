@@ -17,27 +17,43 @@ from scripts.studies.parts import Parts
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What a study is about, and about how many seconds `quick` and `all` give it: 0 where they leave it out."""
+    """What a study is about, and about how many seconds `quick` and `all` give it: 0 where they
+    leave it out.
+    """
 
     what: str
     quick: int = 0
     default: int = 0
-    smallest: bool = False  # `all` runs its quick grids: the default ones take longest, and decide no more
+    smallest: bool = (
+        False  # `all` runs its quick grids: the default ones take longest, and decide no more
+    )
 
 
 STUDIES = {
     "graph": Study("overhead and scaling of the task graph", 30, 200),
     "calibration": Study("rate control and drift alarms on recorded scores", 30, 320),
-    "statistics": Study("what intervals cover, and where runs of few problems land on their rate", 0, 60),
-    "small": Study("runs of few problems, live: rate, worst chunks, accuracy", 0, 90, smallest=True),
+    "statistics": Study(
+        "what intervals cover, and where runs of few problems land on their rate", 0, 60
+    ),
+    "small": Study(
+        "runs of few problems, live: rate, worst chunks, accuracy", 0, 90, smallest=True
+    ),
     "grading": Study("answer checkers beside each other", 0, 100),
     "local": Study("the local engine beside transformers", 0, 300),
-    "local-scores": Study("scores in bfloat16 beside float32: time, and what a gate decides", 0, 15, smallest=True),
-    "speculation": Study("proposed tokens: every length, the controller, weaker drafts, assisted generation", 20, 300),
+    "local-scores": Study(
+        "scores in bfloat16 beside float32: time, and what a gate decides", 0, 15, smallest=True
+    ),
+    "speculation": Study(
+        "proposed tokens: every length, the controller, weaker drafts, assisted generation", 20, 300
+    ),
     "overlap": Study("draft and target at the same time, live", 0, 120),
-    "overlap-virtual": Study("the same on virtual devices, at published costs and on recorded acceptances", 0, 60),
+    "overlap-virtual": Study(
+        "the same on virtual devices, at published costs and on recorded acceptances", 0, 60
+    ),
     "blocks": Study("a zoo's one loop beside an engine for each of four tenants"),
-    "blocks-simulated": Study("blocks on 12 to 64 virtual GPUs beside a whole model for each tenant", 0, 160),
+    "blocks-simulated": Study(
+        "blocks on 12 to 64 virtual GPUs beside a whole model for each tenant", 0, 160
+    ),
     "blocks-memory": Study("what the processes of a family take, in one zoo and apart", 0, 60),
     "models": Study("the embedded pair: accuracy, voting, recovery, cost", 30, 150),
     "pipelines": Study("accuracy, tokens and time of every policy, in the parts that follow"),
@@ -46,27 +62,46 @@ STUDIES = {
     "pipelines-methods": Study("every baseline", 0, 170),
     "pipelines-axes": Study("votes against samples, turns and tokens", 0, 40, smallest=True),
     "pipelines-time": Study("latency and throughput beside the target alone", 0, 60),
-    "pipelines-exact": Study("method exact beside the target alone, transcript by transcript", 0, 90),
+    "pipelines-exact": Study(
+        "method exact beside the target alone, transcript by transcript", 0, 90
+    ),
     "pipelines-ordinal": Study("the gate of ordered levels", 0, 40, smallest=True),
     "pipelines-certified": Study("a certificate, earned and kept", 0, 30, smallest=True),
     "speed": Study(
-        "where it pays on real clocks, by the target's cost and the number of rollouts", 0, 120, smallest=True
+        "where it pays on real clocks, by the target's cost and the number of rollouts",
+        0,
+        120,
+        smallest=True,
     ),
     "paced": Study("methods over HTTP on servers that keep a GPU's times", 0, 60, smallest=True),
     "remote": Study("requests a second to servers, beside a bare aiohttp loop", 0, 90),
     "against": Study("the published implementation and other methods, same work", 40, 120),
-    "frontier": Study("accuracy against arithmetic, live, for methods, rates and numbers of samples", 0, 110),
+    "frontier": Study(
+        "accuracy against arithmetic, live, for methods, rates and numbers of samples", 0, 110
+    ),
     "ablations": Study("one choice at a time: which defaults win", 0, 190, smallest=True),
-    "scale": Study("virtual time: engines with fitted costs, up to 256 samples and 64 replicas", 60, 200),
-    "gpu": Study("a GPU: what it computes, how fast, where a draft pays; alone, as docs/benchmarks/gpu.md says"),
-    "soak": Study("solving without end under faults, cancels and drift: nothing may grow", 0, 120, smallest=True),
+    "scale": Study(
+        "virtual time: engines with fitted costs, up to 256 samples and 64 replicas", 60, 200
+    ),
+    "gpu": Study(
+        "a GPU: what it computes, how fast, where a draft pays; alone, as docs/benchmarks/gpu.md "
+        "says"
+    ),
+    "soak": Study(
+        "solving without end under faults, cancels and drift: nothing may grow",
+        0,
+        120,
+        smallest=True,
+    ),
     "crash": Study("runs killed again and again, two hundred times with --full", 0, 60),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One study of a series; `seconds` is about how long it takes two quiet cores, 0 where that is not known."""
+    """One study of a series; `seconds` is about how long it takes two quiet cores, 0 where that is
+    not known.
+    """
 
     name: str
     effort: Effort
@@ -76,14 +111,19 @@ class Step:
 def main() -> None:
     """Parse, run in the order asked, each study in a process of its own when there are several."""
     asked = _parse()
-    effort: Effort = "full" if asked.full else "quick" if asked.quick or "quick" in asked.studies else "default"
+    effort: Effort = (
+        "full" if asked.full else "quick" if asked.quick or "quick" in asked.studies else "default"
+    )
     steps = planned(asked.studies, effort)
     if len(steps) == 1:
         run(steps[0].name, Options(effort, asked.seed, asked.out))
         return
-    began, done = Spent(), Parts(Options(out=asked.out).file("bench-progress.jsonl"))
+    began = Spent()
+    done = Parts(Options(out=asked.out).file("bench-progress.jsonl"))
     try:
-        failed = run_all(steps, asked.seed, done, lambda step: _run_apart(step, asked.seed, asked.out))
+        failed = run_all(
+            steps, asked.seed, done, lambda step: _run_apart(step, asked.seed, asked.out)
+        )
     except KeyboardInterrupt:
         say("bench: interrupted" + ("; the same command goes on" if asked.out else ""))
         sys.exit(130)
@@ -97,18 +137,21 @@ def run(name: str, options: Options) -> None:
     say(f"study {name} ({options.effort}): {STUDIES[name].what}")
     machine = look()
     say("\n".join(f"  {line}" for line in machine.words()))
-    (study, _, part), began = name.partition("-"), Spent()
+    (study, _, part) = name.partition("-")
+    began = Spent()
     module = importlib.import_module(f"scripts.studies.{study}")
     tables: list[Table] = module.part(part, options) if part else module.study(options)
     emit(name, tables, options, machine, began.seconds())
     say(f"study {name}: {began}")
 
 
-def run_all(steps: Sequence[Step], seed: int, done: Parts, work: Callable[[Step], bool]) -> list[str]:
+def run_all(
+    steps: Sequence[Step], seed: int, done: Parts, work: Callable[[Step], bool]
+) -> list[str]:
     """Do what is left of a series; the names of steps whose work says that they failed.
 
-    What an interrupted series has done is not repeated; once all are done the next series begins anew, and a step
-    that failed is tried again.
+    What an interrupted series has done is not repeated; once all are done the next series begins
+    anew, and a step that failed is tried again.
     """
     failed: list[str] = []
     for number, step in enumerate(steps):
@@ -117,7 +160,10 @@ def run_all(steps: Sequence[Step], seed: int, done: Parts, work: Callable[[Step]
             say(f"bench: {step.name} is done already")
             continue
         minutes = sum(one.seconds for one in steps[number:]) / 60
-        say(f"bench: {step.name} ({step.effort}); {number} of {len(steps)} done, about {minutes:.0f} min to go")
+        say(
+            f"bench: {step.name} ({step.effort}); {number} of {len(steps)} done, about "
+            f"{minutes:.0f} min to go"
+        )
         if work(step):
             done.keep(part, {})
         else:
@@ -128,7 +174,9 @@ def run_all(steps: Sequence[Step], seed: int, done: Parts, work: Callable[[Step]
 
 
 def _run_apart(step: Step, seed: int, out: Path | None) -> bool:
-    """In a fresh process: what one study sets (threads, caches) is not there for the next; whether it went well."""
+    """In a fresh process: what one study sets (threads, caches) is not there for the next; whether
+    it went well.
+    """
     command = [sys.executable, "-m", "scripts.studies.bench", step.name, "--seed", str(seed)]
     command += [] if step.effort == "default" else [f"--{step.effort}"]
     command += [] if out is None else ["--out", str(out)]
@@ -137,7 +185,8 @@ def _run_apart(step: Step, seed: int, out: Path | None) -> bool:
 
 def planned(asked: Sequence[str], effort: Effort) -> list[Step]:
     """The steps that these words ask for, each once."""
-    whole, names = "all" in asked, list(dict.fromkeys(asked))
+    whole = "all" in asked
+    names = list(dict.fromkeys(asked))
     if whole or "quick" in asked:
         names = [name for name, one in STUDIES.items() if (one.default if whole else one.quick)]
     steps: list[Step] = []
@@ -150,14 +199,22 @@ def planned(asked: Sequence[str], effort: Effort) -> list[Step]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench", description="Studies that print ratios measured side by side.")
+    parser = argparse.ArgumentParser(
+        prog="bench", description="Studies that print ratios measured side by side."
+    )
     listing = "; ".join(f"{name}: {one.what}" for name, one in STUDIES.items())
     listing += "; all: every one; quick: one table of each kind of claim, smallest grids"
-    parser.add_argument("studies", nargs="+", choices=[*STUDIES, "all", "quick"], metavar="STUDY", help=listing)
-    parser.add_argument("--full", action="store_true", help="the effort behind the claims; default: small grids")
+    parser.add_argument(
+        "studies", nargs="+", choices=[*STUDIES, "all", "quick"], metavar="STUDY", help=listing
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="the effort behind the claims; default: small grids"
+    )
     parser.add_argument("--quick", action="store_true", help="the smallest grids")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="also write JSON, Markdown and SVG into this folder")
+    parser.add_argument(
+        "--out", type=Path, help="also write JSON, Markdown and SVG into this folder"
+    )
     return parser.parse_args()
 
 

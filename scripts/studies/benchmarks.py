@@ -1,4 +1,6 @@
-"""Fills BENCHMARKS.md and docs/benchmarks/ from what studies wrote: between the marks no number is typed by hand."""
+"""Fills BENCHMARKS.md and docs/benchmarks/ from what studies wrote: between the marks no number is
+typed by hand.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,17 @@ MARK = re.compile(
     r"(<!-- end -->)",
     re.DOTALL,
 )
-_ON_THE_PAIR = {"pipelines", "speculation", "overlap", "against", "frontier", "ablations", "models", "local", "scale"}
+_ON_THE_PAIR = {
+    "pipelines",
+    "speculation",
+    "overlap",
+    "against",
+    "frontier",
+    "ablations",
+    "models",
+    "local",
+    "scale",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +75,10 @@ class Record:
         m = self.machine
         is_other = self.study in _ON_THE_PAIR and m.get("pair") != pair_mark()
         return (
-            f"Effort `{self.effort}` on {m['processor']}, {m['cores']} cores, load {m['load']:.1f} at the start; "
-            f"limits of one core: copy {m['copy_gib_per_second']:.1f} GiB/s, matrices {m['matrix_gflops']:.0f} "
+            f"Effort `{self.effort}` on {m['processor']}, {m['cores']} cores, load {m['load']:.1f} "
+            f"at the start; "
+            f"limits of one core: copy {m['copy_gib_per_second']:.1f} GiB/s, matrices "
+            f"{m['matrix_gflops']:.0f} "
             f"GFLOP/s, {m['operation_microseconds']:.1f} us per torch operation."
             + (f" It took {self.spent['processor']:.0f} s of processors." if self.spent else "")
             + (" The embedded pair was an earlier one, or is not recorded." if is_other else "")
@@ -77,24 +91,35 @@ def read(folder: Path) -> dict[str, Record]:
     Of two tables of one title counts that of the greater effort, then the newer.
     """
     found: dict[str, Record] = {}
-    written = [(path.stat().st_mtime, json.loads(path.read_text())) for path in folder.rglob("*.json")]
+    written = [
+        (path.stat().st_mtime, json.loads(path.read_text())) for path in folder.rglob("*.json")
+    ]
     studies = [
         (EFFORTS.index(fields["effort"]), when, fields)
         for when, fields in written
         if isinstance(fields, dict) and {"study", "tables", "effort"} <= fields.keys()
     ]
     for _, _, fields in sorted(studies, key=lambda one: one[:2]):
-        name, tables = str(fields["study"]), [Table.read(table) for table in fields["tables"]]
+        name = str(fields["study"])
+        tables = [Table.read(table) for table in fields["tables"]]
         study = name.split("-")[0]
-        made = {table.title: Kept(table, f"{name}-{number}.svg") for number, table in enumerate(tables, 1)}
+        made = {
+            table.title: Kept(table, f"{name}-{number}.svg")
+            for number, table in enumerate(tables, 1)
+        }
         older = found[study].kept if study in found else {}
         kept = made | {title: one for title, one in older.items() if title not in made}
-        found[study] = Record(study, str(fields["effort"]), fields.get("machine", {}), kept, fields.get("spent") or {})
+        found[study] = Record(
+            study, str(fields["effort"]), fields.get("machine", {}), kept, fields.get("spent") or {}
+        )
     return found
 
 
-def fill(page: str, records: Mapping[str, Record], pictures: Path | None = None) -> tuple[str, list[str]]:
-    """The page with every marked part made anew, and the marks that no record fills: these keep what they held.
+def fill(
+    page: str, records: Mapping[str, Record], pictures: Path | None = None
+) -> tuple[str, list[str]]:
+    """The page with every marked part made anew, and the marks that no record fills: these keep
+    what they held.
 
     One that held nothing says that it was not run.
     """
@@ -113,7 +138,9 @@ def fill(page: str, records: Mapping[str, Record], pictures: Path | None = None)
 
 def _part(found: re.Match[str], records: Mapping[str, Record], pictures: Path | None) -> str:
     if found["what"] == "summary":
-        return summary({name: record.tables for name, record in records.items()}, found["held"]).body()
+        return summary(
+            {name: record.tables for name, record in records.items()}, found["held"]
+        ).body()
     if found["study"] not in records:
         raise KeyError(f"no study {found['study']} was run")
     record = records[found["study"]]
@@ -138,7 +165,8 @@ def main() -> None:
     """Fill the pages from a folder of studies; says what no study has filled."""
     parser = argparse.ArgumentParser(prog="benchmarks", description=main.__doc__)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "bench")
-    records, told = read(parser.parse_args().runs), ""
+    records = read(parser.parse_args().runs)
+    told = ""
     for page in pages():
         text, missing = fill(page.read_text(), records, FOLDER)
         page.write_text(text)
@@ -152,7 +180,9 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A question a reader has, the study and the beginnings of the tables that answer it, the command, the limits."""
+    """A question a reader has, the study and the beginnings of the tables that answer it, the
+    command, the limits.
+    """
 
     question: str
     study: str
@@ -161,17 +191,27 @@ class Claim:
     limits: str
 
     def answer(self, tables: Sequence[Table]) -> str:
-        """The headlines of these tables; empty where one is missing. Of several with one beginning the first counts."""
+        """The headlines of these tables; empty where one is missing. Of several with one beginning
+        the first counts.
+        """
         found = [
-            next((one.headline for one in tables if one.headline and one.title.startswith(title)), "")
+            next(
+                (one.headline for one in tables if one.headline and one.title.startswith(title)), ""
+            )
             for title in self.titles
         ]
         return "; ".join(found) if all(found) else ""
 
 
 def summary(studies: Mapping[str, Sequence[Table]], held: str = "") -> Table:
-    """The headlines of what was run; a claim whose study was not keeps the row that the table held, or says so."""
-    kept = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in held.splitlines() if "](" in line}
+    """The headlines of what was run; a claim whose study was not keeps the row that the table held,
+    or says so.
+    """
+    kept = {
+        line.split("|")[1].strip(): line.split("|")[2].strip()
+        for line in held.splitlines()
+        if "](" in line
+    }
     rows: list[Row] = []
     for claim in CLAIMS:
         question = f"[{claim.question}](docs/benchmarks/{claim.study}.md)"
@@ -185,16 +225,20 @@ CLAIMS = tuple(
     for fields in (
         ("How much faster than target-only?", "pipelines", ("Time, throughput", "Time, latency"),
          "./scripts/bench pipelines-time",
-         "embedded models on two shared cores; reading is cheap beside writing on a GPU, not here (next but one)"),
+         "embedded models on two shared cores; reading is cheap beside writing on a GPU, not here "
+         "(next but one)"),
         ("At which accuracy?", "pipelines", ("The claim: ",), "./scripts/bench pipelines --full",
          "embedded models, graded arithmetic"),
         ("And where each engine has GPUs of its own?", "scale", ("What is gained",), "./scripts/scale",
-         "virtual time with published costs; all methods write equally much; accuracy is not simulated"),
+         "virtual time with published costs; all methods write equally much; accuracy is not "
+         "simulated"),
         ("How exact is the rate, beside the published rule?", "calibration",
          ("Every mode on the real stream at rate 0.4",), "./scripts/bench calibration",
-         "recorded scores of one pair on 100 questions; what other decisions would have led to is not replayed"),
+         "recorded scores of one pair on 100 questions; what other decisions would have led to is "
+         "not replayed"),
         ("And in a live run?", "against", ("Methods side by side: embedded pair",), "./scripts/bench against",
-         "by question: each has few decisions: coins at the nominal rate would err as well, by less"),
+         "by question: each has few decisions: coins at the nominal rate would err as well, by "
+         "less"),
         ("Would another default be better?", "ablations", ("Which defaults would change",), "./scripts/bench ablations",
          "the embedded pair; narrow wins are not looked for on so few problems"),
         ("What does the scheduler cost?", "graph", ("CPU microseconds per rollout of 12 nodes",),
@@ -205,7 +249,8 @@ CLAIMS = tuple(
          "this machine, float32, one thread on each side"),
         ("Where does it saturate at cluster scale?", "scale", ("Replicas of both engines", "Work that grows"),
          "./scripts/scale",
-         "virtual time; a fixed evaluation is bounded by its longest rollout; no networks, no load balancers"),
+         "virtual time; a fixed evaluation is bounded by its longest rollout; no networks, no load "
+         "balancers"),
         ("How far off is the simulation?", "scale", ("Predicted and measured",), "./scripts/bench scale",
          "validated on this machine's embedded pair only; GPU costs are published fits"),
         ("Are the paper's 56.7x and 4.14x reachable?", "scale", ("The published headline figures",), "./scripts/scale",

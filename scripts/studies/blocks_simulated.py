@@ -1,8 +1,10 @@
-"""Blocks on 12 to 64 virtual GPUs beside a whole model for each tenant: the same arrivals, costs and memory.
+"""Blocks on 12 to 64 virtual GPUs beside a whole model for each tenant: the same arrivals, costs
+and memory.
 
-A step of some layers costs their share of a model's step, by the published fit of an 8B model that the virtual-time
-study uses too. Twenty tenants are tuned from three bases and share a fraction of their layers with these. A block
-batches what waits for it, whoever's it is; a request goes on where `atts.placement` sends it.
+A step of some layers costs their share of a model's step, by the published fit of an 8B model that
+the virtual-time study uses too. Twenty tenants are tuned from three bases and share a fraction of
+their layers with these. A block batches what waits for it, whoever's it is; a request goes on where
+`atts.placement` sends it.
 """
 
 from __future__ import annotations
@@ -19,12 +21,19 @@ from atts.placement import Demand, Instance, dispatched, placed
 from scripts.studies.harness import Options, Row, Table, say
 from scripts.studies.scale_costs import DRAFT_8B as COST
 
-TENANTS, BASES = 20, 3
-MODEL_BYTES, ROOM = 16.1e9, 72e9  # of weights, and of a GPU for them and for keys and values
-KV_BYTES, STATE_BYTES = 131_072, 8_192  # of a token: all layers' keys and values; what goes from block to block
+TENANTS = 20
+BASES = 3
+MODEL_BYTES = 16.1e9
+ROOM = 72e9  # of weights, and of a GPU for them and for keys and values
+KV_BYTES = 131_072
+STATE_BYTES = 8_192  # of a token: all layers' keys and values; what goes from block to block
 NODE = 4  # GPUs that are joined by a fast link
-FAST, SLOW = (5e-6, 200e9), (20e-6, 12.5e9)  # seconds to begin, bytes a second: within a node, between nodes
-PROMPT, LENGTH = 512, 96  # mean tokens; both are drawn from exponential laws, as far as a third of the mean at least
+FAST = (5e-6, 200e9)
+SLOW = (20e-6, 12.5e9)  # seconds to begin, bytes a second: within a node, between nodes
+PROMPT = 512
+LENGTH = (
+    96  # mean tokens; both are drawn from exponential laws, as far as a third of the mean at least
+)
 MOST = 64  # rows of one run of a block
 Serving = Literal["models", "models, spread", "blocks"]
 Arrivals = Literal["even", "bursts"]
@@ -73,15 +82,21 @@ class Outcome(NamedTuple):
 
 
 def arrive(count: int, rate: float, kind: Arrivals, skew: float, seed: int) -> list[Request]:
-    """Requests of tenants whose shares fall like rank ** -skew; bursts have gaps of thrice the deviation."""
+    """Requests of tenants whose shares fall like rank ** -skew; bursts have gaps of thrice the
+    deviation.
+    """
     rng = random.Random(seed)
-    weights, now, found = [(1 + at) ** -skew for at in range(TENANTS)], 0.0, list[Request]()
+    weights = [(1 + at) ** -skew for at in range(TENANTS)]
+    now = 0.0
+    found = list[Request]()
     order = list(range(TENANTS))
     rng.shuffle(order)
     for _ in range(count):
         shape = 1.0 if kind == "even" else 1 / 9
         now += rng.gammavariate(shape, 1 / (rate * shape))
-        prompt, length = (max(mean // 3, int(rng.expovariate(1 / mean))) for mean in (PROMPT, LENGTH))
+        prompt, length = (
+            max(mean // 3, int(rng.expovariate(1 / mean))) for mean in (PROMPT, LENGTH)
+        )
         found.append(Request(rng.choices(order, weights)[0], now, prompt, length))
     return found
 
@@ -97,8 +112,11 @@ def chain_of(tenant: int, serving: Serving, sharing: float) -> tuple[Part, ...]:
 class Cluster:
     """GPUs that hold parts of models; time is virtual."""
 
-    def __init__(self, requests: Sequence[Request], servers: int, serving: Serving, sharing: float) -> None:
-        self._requests, self._servers = requests, [Server() for _ in range(servers)]
+    def __init__(
+        self, requests: Sequence[Request], servers: int, serving: Serving, sharing: float
+    ) -> None:
+        self._requests = requests
+        self._servers = [Server() for _ in range(servers)]
         self._chains = [chain_of(tenant, serving, sharing) for tenant in range(TENANTS)]
         self._shares = {part.name: part.share for chain in self._chains for part in chain}
         self._events: list[tuple[float, int, object]] = []
@@ -106,8 +124,11 @@ class Cluster:
         self.places = self._placed(serving)
 
     def _placed(self, serving: Serving) -> dict[str, list[int]]:
-        """By each part's share of the work; one server for each model, or as many as its load asks for."""
-        work, transitions = dict.fromkeys(self._shares, 0.0), Counter[tuple[str, str]]()
+        """By each part's share of the work; one server for each model, or as many as its load asks
+        for.
+        """
+        work = dict.fromkeys(self._shares, 0.0)
+        transitions = Counter[tuple[str, str]]()
         for request in self._requests:
             chain = self._chains[request.tenant]
             for part in chain:
@@ -116,14 +137,18 @@ class Cluster:
         scale = len(self._servers) / sum(work.values())
         if serving == "models":
             scale = min(scale, 1 / max(work.values()))
-        demands = {name: Demand(share * MODEL_BYTES, work[name] * scale) for name, share in self._shares.items()}
+        demands = {
+            name: Demand(share * MODEL_BYTES, work[name] * scale)
+            for name, share in self._shares.items()
+        }
         return placed(demands, transitions, [ROOM * 0.8] * len(self._servers))
 
     def run(self) -> Outcome:
         """Serve all requests to their end."""
         for request in self._requests:
             self._push(request.arrived, request)
-        ends, tokens = list[float](), 0
+        ends = list[float]()
+        tokens = 0
         while self._events:
             now, _, what = heapq.heappop(self._events)
             if isinstance(what, Request):
@@ -141,8 +166,11 @@ class Cluster:
                     ends.append(now - request.arrived)
             self._start(server, now)
         ends.sort()
-        last, busy = max(s.ends for s in self._servers), sum(s.busy for s in self._servers)
-        weights = sum(self._shares[name] * MODEL_BYTES * len(at) for name, at in self.places.items())
+        last = max(s.ends for s in self._servers)
+        busy = sum(s.busy for s in self._servers)
+        weights = sum(
+            self._shares[name] * MODEL_BYTES * len(at) for name, at in self.places.items()
+        )
         once = MODEL_BYTES * sum(self._shares.values())
         p50, p95 = (ends[min(len(ends) - 1, int(q * len(ends)))] for q in (0.5, 0.95))
         return Outcome(p50, p95, busy / last / len(self._servers), tokens / busy, weights, once)
@@ -155,10 +183,13 @@ class Cluster:
         """Past a part; how many tokens were written: one at the end of the chain."""
         chain = self._chains[request.tenant]
         request.owners[chain[request.at].name] = server
-        request.server, request.at = server, (request.at + 1) % len(chain)
+        request.server = server
+        request.at = (request.at + 1) % len(chain)
         if request.at:
             return 0
-        request.held, request.fed, request.left = request.held + request.fed, 1, request.left - 1
+        request.held = request.held + request.fed
+        request.fed = 1
+        request.left = request.left - 1
         return 1
 
     def _dispatch(self, request: Request, now: float) -> None:
@@ -177,7 +208,11 @@ class Cluster:
     def _instance(self, request: Request, part: Part, at: int, now: float) -> Instance:
         server = self._servers[at]
         wait = max(0.0, server.ends - now) if server.is_busy else 0.0
-        wait += sum(self._seconds(self._shares[name], waiting) for name, waiting in server.waiting.items() if waiting)
+        wait += sum(
+            self._seconds(self._shares[name], waiting)
+            for name, waiting in server.waiting.items()
+            if waiting
+        )
         begin, speed = FAST if request.server < 0 or at // NODE == request.server // NODE else SLOW
         hop = 0.0 if request.server in (-1, at) else begin + request.fed * STATE_BYTES / speed
         owns = not request.held or request.owners.get(part.name) == at
@@ -192,23 +227,31 @@ class Cluster:
         return share * COST.seconds(len(decoding), sum(decoding), fed)
 
     def _start(self, at: int, now: float) -> None:
-        """Run a block for all that wait for it: one late in its chain first, so that many gather before the others."""
+        """Run a block for all that wait for it: one late in its chain first, so that many gather
+        before the others.
+        """
         server = self._servers[at]
         if server.is_busy:
             return
         names = [name for name, waiting in server.waiting.items() if waiting]
         if not names:
             return
-        name = min(names, key=lambda name: (-server.waiting[name][0].at, server.waiting[name][0].arrived))
-        batch, server.waiting[name] = server.waiting[name][:MOST], server.waiting[name][MOST:]
+        name = min(
+            names, key=lambda name: (-server.waiting[name][0].at, server.waiting[name][0].arrived)
+        )
+        batch = server.waiting[name][:MOST]
+        server.waiting[name] = server.waiting[name][MOST:]
         seconds = self._seconds(self._shares[name], batch)
-        server.is_busy, server.ends = True, now + seconds
+        server.is_busy = True
+        server.ends = now + seconds
         server.busy += seconds
         self._push(server.ends, (at, batch))
 
 
 def capacity(servers: int) -> float:
-    """Requests a second that models on their own serve at batches of eight, all servers busy: the unit of load."""
+    """Requests a second that models on their own serve at batches of eight, all servers busy: the
+    unit of load.
+    """
     step = COST.seconds(8, 8 * (PROMPT + LENGTH / 2)) / 8
     return servers / (LENGTH * step + COST.prefilled * PROMPT)
 
@@ -216,7 +259,9 @@ def capacity(servers: int) -> float:
 def compared(
     servers: int, load: float, kind: Arrivals, at: tuple[float, float, int, int]
 ) -> Iterator[tuple[Serving, Outcome]]:
-    """All ways of serving, the same requests; `at`: what is shared, skew of tenants, number of requests and seed."""
+    """All ways of serving, the same requests; `at`: what is shared, skew of tenants, number of
+    requests and seed.
+    """
     sharing, skew, count, seed = at
     for serving in get_args(Serving):
         requests = arrive(count, load * capacity(servers), kind, skew, seed)
@@ -225,18 +270,25 @@ def compared(
 
 def study(options: Options) -> list[Table]:
     """A grid of sizes, loads and arrivals, then of what the published figures need."""
-    count, rows = options.pick(300, 800, 8000), list[Row]()
-    sizes, loads = options.pick((12,), (12, 64), (12, 24, 48, 64)), options.pick((0.7,), (0.3, 0.7), (0.3, 0.5, 0.7))
+    count = options.pick(300, 800, 8000)
+    rows = list[Row]()
+    sizes = options.pick((12,), (12, 64), (12, 24, 48, 64))
+    loads = options.pick((0.7,), (0.3, 0.7), (0.3, 0.5, 0.7))
     for servers, load, kind in product(sizes, loads, get_args(Arrivals)):
         say(f"{servers} GPUs at {load:.0%}, {kind}")
         found = dict(compared(servers, load, kind, (0.8, 1.0, count, options.seed)))
-        rows += [_row((servers, load, kind, name), one, found["models"]) for name, one in found.items()]
+        rows += [
+            _row((servers, load, kind, name), one, found["models"]) for name, one in found.items()
+        ]
     header = (
-        "GPUs | load | arrivals | served as | p50 s | p95 s | p95 to models | busy share | tokens a busy second | "
+        "GPUs | load | arrivals | served as | p50 s | p95 s | p95 to models | busy share | tokens "
+        "a busy second | "
         "to models | weights GB | each once"
     )
     title = f"{TENANTS} tenants of {BASES} bases that share 80 % of their layers, {count} requests"
-    first = Table.of(title, header, rows, "Virtual time; 8B models at the published fit of one H100.")
+    first = Table.of(
+        title, header, rows, "Virtual time; 8B models at the published fit of one H100."
+    )
     return [first, _published(options, count)]
 
 
@@ -253,12 +305,15 @@ def _beside(one: Outcome, base: Outcome) -> tuple[float, float]:
 
 def _published(options: Options, count: int) -> Table:
     """Under which assumptions the paper's -33.5 % and +20.1 % are reached on its 12 GPUs."""
-    rows, loads = list[Row](), options.pick((0.5,), (0.3, 0.5, 0.7), (0.3, 0.5, 0.7))
+    rows = list[Row]()
+    loads = options.pick((0.5,), (0.3, 0.5, 0.7), (0.3, 0.5, 0.7))
     for sharing, skew, load in product((0.5, 0.8, 1.0), (0.0, 1.0), loads):
         found = dict(compared(12, load, "even", (sharing, skew, count, options.seed)))
         for base in ("models", "models, spread"):
             late, more = _beside(found["blocks"], found[base])
             reached = ("yes" if late <= -0.335 else "no", "yes" if more >= 0.201 else "no")
-            rows.append((sharing, skew, load, base, f"{late:+.1%}", reached[0], f"{more:+.1%}", reached[1]))
+            rows.append(
+                (sharing, skew, load, base, f"{late:+.1%}", reached[0], f"{more:+.1%}", reached[1])
+            )
     header = "shared | skew | load | beside | p95 | -33.5 % reached | tokens a busy second | +20.1 % reached"
     return Table.of("What the published figures need, 12 GPUs", header, rows)

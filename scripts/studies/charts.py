@@ -12,12 +12,16 @@ from atts.analysis import Axis, Plot
 from scripts.studies.harness import Cell, Chart, Scaling, Table
 from scripts.studies.heat_map import HeatCell, Panel, draw_map
 
-_WIDTH, _HEIGHT, _ROW, _COLUMNS = 620, 330, 18, 3
+_WIDTH = 620
+_HEIGHT = 330
+_ROW = 18
+_COLUMNS = 3
 _COLOURS = ("#2f6fb3", "#c4511d", "#2b8a4b", "#8a4fc4", "#a8821a", "#c03a6b", "#4a8f9e", "#7a7a7a")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 _CROWDED = 40  # points of a line beyond which it is drawn without dots
 _STYLE = (
-    ".chart{font:12px system-ui,sans-serif;background:#fff}.chart text{fill:#333}.chart .grid{stroke:#8884;fill:none}"
+    ".chart{font:12px system-ui,sans-serif;background:#fff}.chart text{fill:#333}.chart "
+    ".grid{stroke:#8884;fill:none}"
     ".chart .line{fill:none;stroke-width:2}.chart .axis{font-weight:600}"
     "@media (prefers-color-scheme:dark){.chart{background:#14171b}.chart text{fill:#dde}}"
 )
@@ -33,11 +37,14 @@ class ScaledAxis(Axis):
     steps: Literal["linear", "doublings", "decimal"] = "linear"
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Round numbers; powers of two thinned out to about so many; or 1, 2, 5, 10, ..., if too many powers of ten."""
+        """Round numbers; powers of two thinned out to about so many; or 1, 2, 5, 10, ..., if too
+        many powers of ten.
+        """
         if self.steps == "linear":
             return Axis.ticks(self, about)
         if self.steps == "doublings":
-            first, last = math.ceil(self.low - 1e-9), math.floor(self.high + 1e-9)
+            first = math.ceil(self.low - 1e-9)
+            last = math.floor(self.high + 1e-9)
             every = max(1, math.ceil((last - first + 1) / (about + 2)))
             return [float(power) for power in range(first, last + 1, every)] or [self.low]
         found = [math.log2(value) for value in _round_numbers(2**self.low, 2**self.high)]
@@ -60,17 +67,22 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 
 def draw(table: Table) -> str:
-    """The chart of a table that has one, as SVG; rows without two numbers in the chart's columns are left out.
+    """The chart of a table that has one, as SVG; rows without two numbers in the chart's columns
+    are left out.
 
     :raises KeyError: a column the table does not have.
     """
-    chart, rows = table.chart, [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    chart = table.chart
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert chart is not None, "asked of tables with a chart"
     if chart.value:
         return draw_map(table.title, chart.x, _panels(chart, rows))
     lines = _series(chart, rows)
-    across, up = ([point[place] for points in lines.values() for point in points] for place in (0, 1))
-    plot, marks = Plot(_across(chart, across), _up(chart, up), _WIDTH, _HEIGHT), list[str]()
+    across, up = (
+        [point[place] for points in lines.values() for point in points] for place in (0, 1)
+    )
+    plot = Plot(_across(chart, across), _up(chart, up), _WIDTH, _HEIGHT)
+    marks = list[str]()
     for number, (name, points) in enumerate(lines.items()):
         marks.append(plot.line(points, f"s{number}"))
         if len(points) <= _CROWDED:
@@ -85,18 +97,27 @@ def _panels(chart: Chart, rows: Iterable[Mapping[str, Cell]]) -> dict[str, Panel
     panels = dict[str, Panel]()
     for cells in rows:
         value = cells[chart.value]
-        found = HeatCell(float(value) if isinstance(value, int | float) else None, str(cells[chart.note]))
-        panels.setdefault(str(cells[chart.by]), {})[str(cells[chart.y]), str(cells[chart.x])] = found
+        found = HeatCell(
+            float(value) if isinstance(value, int | float) else None, str(cells[chart.note])
+        )
+        panels.setdefault(str(cells[chart.by]), {})[str(cells[chart.y]), str(cells[chart.x])] = (
+            found
+        )
     return panels
 
 
-def _series(chart: Chart, rows: Iterable[Mapping[str, Cell]]) -> Mapping[str, list[tuple[float, float]]]:
+def _series(
+    chart: Chart, rows: Iterable[Mapping[str, Cell]]
+) -> Mapping[str, list[tuple[float, float]]]:
     """The points of each line, on the scales of the chart, sorted from left to right."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for cells in rows:
-        x, y = _scaled(cells[chart.x], chart.x_scaling), _scaled(cells[chart.y], chart.y_scaling)
+        x = _scaled(cells[chart.x], chart.x_scaling)
+        y = _scaled(cells[chart.y], chart.y_scaling)
         by = cells[chart.by] if chart.by else chart.y
-        name = f"{by} {chart.by}" if isinstance(by, int | float) else str(by)  # numbers say what they count
+        name = (
+            f"{by} {chart.by}" if isinstance(by, int | float) else str(by)
+        )  # numbers say what they count
         if x is not None and y is not None:
             lines.setdefault(name, []).append((x, y))
     return {name: sorted(points) for name, points in lines.items()}
@@ -104,20 +125,26 @@ def _series(chart: Chart, rows: Iterable[Mapping[str, Cell]]) -> Mapping[str, li
 
 def _scaled(value: Cell, scaling: Scaling) -> float | None:
     """Where a cell lies on its axis; None where it is no number that has a place there."""
-    if not isinstance(value, int | float) or not math.isfinite(value) or (scaling == "log" and value <= 0):
+    if (
+        not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or (scaling == "log" and value <= 0)
+    ):
         return None
     return math.log2(value) if scaling == "log" else float(value)
 
 
 def _across(chart: Chart, values: Sequence[float]) -> Axis:
-    low, high = min(values, default=0.0), max(values, default=1.0)
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
     if chart.x_scaling == "log":  # as samples and replicas are counted
         return ScaledAxis(low, high, chart.x, steps="doublings")
     return ScaledAxis(min(0.0, low) if 0 <= low <= 0.2 * high else low, high, chart.x)
 
 
 def _up(chart: Chart, values: Sequence[float]) -> Axis:
-    low, high = min(values, default=0.0), max(values, default=1.0)
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
     if chart.y_scaling == "linear":
         low = min(0.0, low)
         return ScaledAxis(low, high + 0.05 * (high - low), chart.y)
@@ -129,8 +156,13 @@ def _up(chart: Chart, values: Sequence[float]) -> Axis:
 
 def _styles(count: int) -> list[str]:
     """The colour and the dashes of every line."""
-    kinds = [(at, _COLOURS[at % len(_COLOURS)], _DASHES[at % len(_DASHES)] or 0) for at in range(count)]
-    rules = [f".line.s{at}{{stroke:{c};stroke-dasharray:{d}}}.dot.s{at}{{fill:{c}}}" for at, c, d in kinds]
+    kinds = [
+        (at, _COLOURS[at % len(_COLOURS)], _DASHES[at % len(_DASHES)] or 0) for at in range(count)
+    ]
+    rules = [
+        f".line.s{at}{{stroke:{c};stroke-dasharray:{d}}}.dot.s{at}{{fill:{c}}}"
+        for at, c, d in kinds
+    ]
     return [f"<style>{''.join(rules)}</style>"]
 
 
@@ -138,7 +170,8 @@ def _legend(names: Sequence[str]) -> list[str]:
     """What each line is, below the picture."""
     parts = list[str]()
     for number, name in enumerate(names):
-        x, y = 20 + number % _COLUMNS * (_WIDTH - 20) // _COLUMNS, _HEIGHT + 10 + number // _COLUMNS * _ROW
+        x = 20 + number % _COLUMNS * (_WIDTH - 20) // _COLUMNS
+        y = _HEIGHT + 10 + number // _COLUMNS * _ROW
         parts.append(f'<path class="line s{number}" d="M{x} {y}h20"/>')
         parts.append(f'<text x="{x + 26}" y="{y + 4}">{escape(name)}</text>')
     return parts

@@ -1,4 +1,6 @@
-"""Kills runs at seeded points, two hundred times with --full, and checks that nothing recorded changes or repeats."""
+"""Kills runs at seeded points, two hundred times with --full, and checks that nothing recorded
+changes or repeats.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,29 @@ def study(options: Options) -> list[Table]:
         assert children.run(crashing.Order(str(whole))) == 0
         size = (whole / JOURNAL).stat().st_size
         since = time.perf_counter()
-        for directory, crashes in crashing.crash_runs(children, Path(folder), size, kills, options.seed):
+        for directory, crashes in crashing.crash_runs(
+            children, Path(folder), size, kills, options.seed
+        ):
             words = [
                 "identical" if find(directory) == find(whole) else "DIFFERENT"
                 for find in (crashing.decisions, crashing.outcomes)
             ]
-            counts = (crashes.kills, crashes.full_disks, crashes.sessions, crashes.recalled, crashes.repeated)
+            counts = (
+                crashes.kills,
+                crashes.full_disks,
+                crashes.sessions,
+                crashes.recalled,
+                crashes.repeated,
+            )
             rows.append((directory.name, *counts, *words, round(time.perf_counter() - since, 1)))
             since = time.perf_counter()
             say(f"crash: {rows[-1][0]}: {crashes.kills} kills, {crashes.full_disks} full disks")
     full = sum(int(row[2] or 0) for row in rows)
     notes = (
-        f"{kills} SIGKILLs in {len(rows)} runs, about half of them in the middle of a write, and {full} full disks.",
-        f"A call repeated is one that was in flight when its process ended; at most {crashing.SLOTS} can be at a time.",
+        f"{kills} SIGKILLs in {len(rows)} runs, about half of them in the middle of a write, and "
+        f"{full} full disks.",
+        f"A call repeated is one that was in flight when its process ended; at most "
+        f"{crashing.SLOTS} can be at a time.",
     )
     same = sum(row[6] == row[7] == "identical" for row in rows)
     headline = f"{same} of {len(rows)} runs end with identical decisions and outcomes. {notes[0]}"

@@ -1,4 +1,6 @@
-"""Stored scores of the embedded pair: what the target says of the draft's chunks on 200 calibration problems."""
+"""Stored scores of the embedded pair: what the target says of the draft's chunks on 200 calibration
+problems.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from atts.api import Setup, calibrate
 from atts.calibration import StoredScores, write_state
 from atts.evaluators.datasets.arithmetic import problems
 
-PROBLEMS, SEED = 200, 77
+PROBLEMS = 200
+SEED = 77
 """Of the split that neither training nor the benchmark draws from."""
 _LASTING = ("model", "tokenizer", "weights")
 

@@ -1,4 +1,6 @@
-"""Which of rate and number of samples gives most for the arithmetic it takes: live runs of the embedded pair."""
+"""Which of rate and number of samples gives most for the arithmetic it takes: live runs of the
+embedded pair.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,22 @@ def study(options: Options) -> list[Table]:
     """One journalled run per method, rate and number of samples; finished ones are not repeated."""
     rates = options.pick((0.2,), (0.05, 0.1, 0.2, 0.4), (0.05, 0.1, 0.2, 0.4))
     samples = options.pick((2, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16))
-    arms = [arm(f"{method}-{m}", method, samples=m) for method in ("draft-only", "target-only") for m in samples]
-    arms += [arm(f"atts-{rate:g}-{m}", "atts", samples=m, rate=rate) for rate in rates for m in samples]
-    count, found = options.pick(8, 40, 500), dict[str, Sum]()
+    arms = [
+        arm(f"{method}-{m}", method, samples=m)
+        for method in ("draft-only", "target-only")
+        for m in samples
+    ]
+    arms += [
+        arm(f"atts-{rate:g}-{m}", "atts", samples=m, rate=rate) for rate in rates for m in samples
+    ]
+    count = options.pick(8, 40, 500)
+    found = dict[str, Sum]()
     with tempfile.TemporaryDirectory() as folder:
         place = options.file(f"frontier-{options.effort}") or Path(folder)
         for one in arms:
-            found[one.name] = anyio.run(partial(run, one, count, place / "runs" / one.name, seed=options.seed))
+            found[one.name] = anyio.run(
+                partial(run, one, count, place / "runs" / one.name, seed=options.seed)
+            )
     return [table(found)]
 
 
@@ -36,9 +47,13 @@ async def run(one: Arm, problems: int, directory: Path, seed: int) -> Sum:
     :raises UsageError: the run ended without all of its problems.
     """
     say(f"frontier: {one.name}")
-    result = await evaluate("arithmetic", replace(one.setup, seed=seed), limit=problems, directory=directory)
+    result = await evaluate(
+        "arithmetic", replace(one.setup, seed=seed), limit=problems, directory=directory
+    )
     if result.status != "finished":
-        raise UsageError(f"the run {one.name} ended {result.status}; the same command goes on from there")
+        raise UsageError(
+            f"the run {one.name} ended {result.status}; the same command goes on from there"
+        )
     return Sum.of(one.name, tuple(result.outcomes()))
 
 
@@ -48,10 +63,15 @@ def table(found: Mapping[str, Sum]) -> Table:
     for name, one in sorted(found.items(), key=lambda item: item[1].gflops):
         vote = one.estimate(right)
         accuracy = (round(vote.value, 4), interval(vote).partition(" ")[2])
-        costs = (round(one.each("target"), 1), one.gflops, "yes" if _is_unbeaten(one, found) else "")
+        costs = (
+            round(one.each("target"), 1),
+            one.gflops,
+            "yes" if _is_unbeaten(one, found) else "",
+        )
         rows.append((name, name.rpartition("-")[0], *accuracy, *costs))
     return Table.of(
-        f"The frontier: votes against arithmetic, {len(next(iter(found.values())).solved)} problems, live",
+        f"The frontier: votes against arithmetic, {len(next(iter(found.values())).solved)} "
+        f"problems, live",
         "run | method | vote right | 95 % | target tokens | GFLOPs | on the frontier",
         rows,
         chart=Chart("GFLOPs", "vote right", "method", "log"),
@@ -61,4 +81,6 @@ def table(found: Mapping[str, Sum]) -> Table:
 def _is_unbeaten(one: Sum, found: Mapping[str, Sum]) -> bool:
     """No other is at least as right and as cheap, and better in one of them."""
     mine, *others = ((each.estimate(right).value, -each.gflops) for each in (one, *found.values()))
-    return not any(other != mine and other[0] >= mine[0] and other[1] >= mine[1] for other in others)
+    return not any(
+        other != mine and other[0] >= mine[0] and other[1] >= mine[1] for other in others
+    )

@@ -1,7 +1,9 @@
-"""The local engine on a GPU: what it computes, how fast, and where a draft pays, within some minutes.
+"""The local engine on a GPU: what it computes, how fast, and where a draft pays, within some
+minutes.
 
-Needs no installation: a Python with torch and transformers, and this checkout on its path (`scripts/bench gpu` sees to
-it). Every finished cell is on disk at once; the same command goes on where an earlier one stopped.
+Needs no installation: a Python with torch and transformers, and this checkout on its path
+(`scripts/bench gpu` sees to it). Every finished cell is on disk at once; the same command goes on
+where an earlier one stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).with_name("bare")))  # last: for what is not installed; children get the same path
+sys.path.append(
+    str(Path(__file__).with_name("bare"))
+)  # last: for what is not installed; children get the same path
 
 from atts.local.options import Graphs
 from scripts.studies.gpu_checks import exactness, kernel
@@ -39,14 +43,24 @@ def rates(lab: Lab, size: str) -> None:
     _rates(lab, size, "off", {"decode": decoding})
 
 
-def _rates(lab: Lab, size: str, graphs: Graphs, works: Mapping[str, Callable[[Lab, RandomModel, int], Any]]) -> None:
-    cells = [(f"{work} | {size} | {graphs} | {batch}", work, batch) for batch in lab.sizes.batches for work in works]
+def _rates(
+    lab: Lab, size: str, graphs: Graphs, works: Mapping[str, Callable[[Lab, RandomModel, int], Any]]
+) -> None:
+    cells = [
+        (f"{work} | {size} | {graphs} | {batch}", work, batch)
+        for batch in lab.sizes.batches
+        for work in works
+    ]
     if lab.missing((name for name, *_ in cells), 20.0):
         model = RandomModel(lab, size, graphs)
-        lab.cell(f"shape | {size}", partial(dict, kernel=model.model.device_name, trouble=model.trouble))
+        lab.cell(
+            f"shape | {size}", partial(dict, kernel=model.model.device_name, trouble=model.trouble)
+        )
         for name, work, batch in cells:
             fits = batch <= model.most_sequences
-            lab.cell(name, partial(works[work], lab, model, batch) if fits else lambda: None, 4.0 * fits)
+            lab.cell(
+                name, partial(works[work], lab, model, batch) if fits else lambda: None, 4.0 * fits
+            )
 
 
 def their_rates(lab: Lab, size: str) -> None:
@@ -68,16 +82,21 @@ def jobs(sizes: Sizes) -> dict[str, Job]:
     }
     for draft, target in sizes.pairs:
         found[f"pair {draft}/{target}"] = partial(pair_cells, draft=draft, target=target)
-        found[f"speculation {draft}/{target}"] = partial(speculation_cells, draft=draft, target=target)
+        found[f"speculation {draft}/{target}"] = partial(
+            speculation_cells, draft=draft, target=target
+        )
     found |= {f"rates {size}": partial(rates, size=size) for size in sizes.shapes[1:]}
     return found | {f"generate {size}": partial(their_rates, size=size) for size in sizes.shapes}
 
 
-def run(lab: Lab, work: Mapping[str, Job], skipped: list[str], publish: Callable[[], object]) -> tuple[str, list[str]]:
+def run(
+    lab: Lab, work: Mapping[str, Job], skipped: list[str], publish: Callable[[], object]
+) -> tuple[str, list[str]]:
     """Job after job; which of them broke the device, and what time ran out for.
 
-    At first a job may take a third of what is left, so that many parts get some rows; then what is missing is done. A
-    job that fails costs the others nothing: its reason is kept, and the same command tries it again.
+    At first a job may take a third of what is left, so that many parts get some rows; then what is
+    missing is done. A job that fails costs the others nothing: its reason is kept, and the same
+    command tries it again.
     """
     left = list[str]()
     for share in (1 / 3, 1.0):
@@ -106,7 +125,11 @@ def _told(lab: Lab, name: str, trouble: str) -> None:
     """Keep why a job failed, or that it does no more."""
     if lab.parts.get(f"trouble | {name}", "") != trouble:
         lab.parts.keep(f"trouble | {name}", trouble)
-        print(f"gpu: {name} failed: {trouble}" if trouble else f"gpu: {name} works", file=sys.stderr, flush=True)
+        print(
+            f"gpu: {name} failed: {trouble}" if trouble else f"gpu: {name} works",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _is_broken(lab: Lab) -> bool:
@@ -124,8 +147,16 @@ def publish(lab: Lab, out: Path) -> str:
     words = f"{device.get('name', lab.device)}, {device.get('memory', 0) / 1e9:.0f} GB"
     machine = replace(look(1), software=f"{words}; torch {device.get('torch', '')}")
     made = tables(lab)
-    record: dict[str, Any] = {"study": "gpu", "effort": "full" if lab.is_cuda else "quick", "seed": 0}
-    record |= {"machine": machine.fields(), "spent": None, "tables": [asdict(table) for table in made]}
+    record: dict[str, Any] = {
+        "study": "gpu",
+        "effort": "full" if lab.is_cuda else "quick",
+        "seed": 0,
+    }
+    record |= {
+        "machine": machine.fields(),
+        "spent": None,
+        "tables": [asdict(table) for table in made],
+    }
     (out / "gpu.json").write_text(json.dumps(record, indent=1) + "\n")
     page = f"# The local engine on {words}\n\n" + "\n".join(table.markdown() for table in made)
     (out / "gpu.md").write_text(page)
@@ -145,9 +176,19 @@ def main(arguments: list[str] | None = None) -> None:
     work = jobs(sizes)
     broken, left = run(lab, work, asked.skip, partial(publish, lab, asked.out))
     if broken:
-        again = [sys.executable, "-m", "scripts.studies.gpu", "--until", str(until), "--out", str(asked.out)]
+        again = [
+            sys.executable,
+            "-m",
+            "scripts.studies.gpu",
+            "--until",
+            str(until),
+            "--out",
+            str(asked.out),
+        ]
         again += ["--device", asked.device, *["--tiny"] * asked.tiny]
-        os.execv(sys.executable, [*again, *(word for name in asked.skip for word in ("--skip", name))])
+        os.execv(
+            sys.executable, [*again, *(word for name in asked.skip for word in ("--skip", name))]
+        )
     print(publish(lab, asked.out))
     failed = [name for name in work if lab.parts.get(f"trouble | {name}")]
     told = [f"out of time for: {', '.join(left)}; the same command goes on"] if left else []
@@ -159,10 +200,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench gpu", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing that would take longer")
-    parser.add_argument("--out", type=Path, required=True, help="the folder of finished cells, gpu.json and gpu.md")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="begin nothing that would take longer"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="the folder of finished cells, gpu.json and gpu.md"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="small models and few requests: whether the code runs")
+    parser.add_argument(
+        "--tiny", action="store_true", help="small models and few requests: whether the code runs"
+    )
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--skip", action="append", default=[], help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
@@ -170,7 +217,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         import torch
 
         if not torch.cuda.is_available():
-            parser.error("this torch sees no CUDA device; --device cpu --tiny tries the code without one")
+            parser.error(
+                "this torch sees no CUDA device; --device cpu --tiny tries the code without one"
+            )
     return asked
 
 

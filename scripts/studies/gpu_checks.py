@@ -1,4 +1,6 @@
-"""Whether the device computes what a CPU does: the kernel beside gathered slots, texts and scores beside float32."""
+"""Whether the device computes what a CPU does: the kernel beside gathered slots, texts and scores
+beside float32.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +41,43 @@ _ARMS: Mapping[str, dict[str, Any]] = {
 
 
 def kernel(lab: Lab) -> list[dict[str, Any]]:
-    """Of every shape and type: how far the kernel is from gathered float32 attention, or why it is not used."""
+    """Of every shape and type: how far the kernel is from gathered float32 attention, or why it is
+    not used.
+    """
     found: list[dict[str, Any]] = []
     base = read_model_config(path("target"), "target")
-    shapes = {"embedded target": base, **{s: padding_shape(base, read_size(s)) for s in lab.sizes.shapes}}
+    shapes = {
+        "embedded target": base,
+        **{s: padding_shape(base, read_size(s)) for s in lab.sizes.shapes},
+    }
     for name, config in shapes.items():
-        is_own = config is base  # a kernel is compiled for each type, width and window: large models need but one type
+        is_own = (
+            config is base
+        )  # a kernel is compiled for each type, width and window: large models need but one type
         for dtype in (torch.float32, torch.bfloat16) if is_own else (torch.bfloat16,):
-            cache = torch.zeros(1, 2, 4, config.num_kv_heads, config.head_dim, dtype=dtype, device=lab.device)
-            words, off = "used", float("nan")
+            cache = torch.zeros(
+                1, 2, 4, config.num_kv_heads, config.head_dim, dtype=dtype, device=lab.device
+            )
+            words = "used"
+            off = float("nan")
             try:
-                attention, _ = paged_attention(config, cache) if lab.is_cuda else (GatheredAttention, 0)
-                off = max(disagreement(config, attention, cache, window) for window in ((0, 100) if is_own else (0,)))
+                attention, _ = (
+                    paged_attention(config, cache) if lab.is_cuda else (GatheredAttention, 0)
+                )
+                off = max(
+                    disagreement(config, attention, cache, window)
+                    for window in ((0, 100) if is_own else (0,))
+                )
             except Exception as error:  # noqa: BLE001  what is missing here is what the table is to say
                 words = f"{type(error).__name__}: {str(error)[:160]}"
-            found.append({"shape": name, "type": str(dtype).removeprefix("torch."), "off": off, "words": words})
+            found.append(
+                {
+                    "shape": name,
+                    "type": str(dtype).removeprefix("torch."),
+                    "off": off,
+                    "words": words,
+                }
+            )
     return found
 
 
@@ -67,15 +91,26 @@ class Texts(NamedTuple):
 def orders(lab: Lab) -> list[SampleRequest]:
     """Questions of the embedded pair under four laws."""
     tokenizer = ModelTokenizer(path("target"), "target")
-    asked = [tokenizer.render(prompt_of(problem, Policy())) for problem in problems("test", lab.sizes.requests)]
-    return [SampleRequest(ids, lab.sizes.tokens, LAWS[n % 4], Seed(1, sample=n)) for n, ids in enumerate(asked)]
+    asked = [
+        tokenizer.render(prompt_of(problem, Policy()))
+        for problem in problems("test", lab.sizes.requests)
+    ]
+    return [
+        SampleRequest(ids, lab.sizes.tokens, LAWS[n % 4], Seed(1, sample=n))
+        for n, ids in enumerate(asked)
+    ]
 
 
 def run(lab: Lab, device: str, scored: list[TokenIds] | None = None, **changes: Any) -> Texts:
-    """The embedded target on that device: its texts, and its scores of those that are given, else of its own."""
+    """The embedded target on that device: its texts, and its scores of those that are given, else
+    of its own.
+    """
     gathered = changes.pop("kernel", "") == "torch" and device != "cpu"
-    config, asked = _config(device, **changes), orders(lab)
-    make: MakeModel | None = (lambda own, weights, cache: TorchModel(own.model, weights, cache)) if gathered else None
+    config = _config(device, **changes)
+    asked = orders(lab)
+    make: MakeModel | None = (
+        (lambda own, weights, cache: TorchModel(own.model, weights, cache)) if gathered else None
+    )
 
     def served(requests: Sequence[SampleRequest | ScoreRequest]) -> list[Any]:
         replies = dict[int, Any]()
@@ -95,13 +130,19 @@ def run(lab: Lab, device: str, scored: list[TokenIds] | None = None, **changes: 
 
 
 def _config(device: str, **changes: Any) -> WorkerConfig:
-    folder, small = path("target"), path("draft")
+    folder = path("target")
+    small = path("draft")
     tokenizer = ModelTokenizer(folder, "target")
     options = LocalOptions(device=device, kernel="torch", kv_tokens=20_000, worker="thread")  # type: ignore[arg-type]
-    config = WorkerConfig("target", folder, read_model_config(folder, "target"), tokenizer.pieces, options)
+    config = WorkerConfig(
+        "target", folder, read_model_config(folder, "target"), tokenizer.pieces, options
+    )
     if changes.get("speculate"):
-        own = replace(config, name="drafter", folder=small, model=read_model_config(small, "drafter"))
-        config, changes = replace(config, drafter=own), {**changes, "drafter": str(small)}
+        own = replace(
+            config, name="drafter", folder=small, model=read_model_config(small, "drafter")
+        )
+        config = replace(config, drafter=own)
+        changes = {**changes, "drafter": str(small)}
     return replace(config, options=replace(options, **changes))
 
 
@@ -114,7 +155,9 @@ def compare(lab: Lab, arm: str, reference: Texts) -> dict[str, Any]:
     return {
         "texts": len(pairs),
         "equal": sum(one == other for one, other in pairs),
-        "tokens": sum(_shared(one, other) for one, other in pairs),  # up to the first difference of each text
+        "tokens": sum(
+            _shared(one, other) for one, other in pairs
+        ),  # up to the first difference of each text
         "of": sum(map(len, reference.ids)),
         "off_mean": fmean(offs),
         "off_most": max(offs),
@@ -122,7 +165,10 @@ def compare(lab: Lab, arm: str, reference: Texts) -> dict[str, Any]:
 
 
 def _shared(one: TokenIds, other: TokenIds) -> int:
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 def exactness(lab: Lab) -> None:

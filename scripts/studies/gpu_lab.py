@@ -1,4 +1,6 @@
-"""What the parts of the GPU study share: the device and its limits, sizes, the time left, and finished cells."""
+"""What the parts of the GPU study share: the device and its limits, sizes, the time left, and
+finished cells.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import torch
 
 from scripts.studies.parts import Parts
 
-_COPIED, _MATRIX = 1 << 32, 8192  # bytes and rows: larger than a device's caches
+_COPIED = 1 << 32
+_MATRIX = 8192  # bytes and rows: larger than a device's caches
 
 
 class OutOfTime(Exception):
@@ -51,7 +54,9 @@ class Lab:
     """A device, what is known of it, and the cells that are finished, on disk as soon as they are."""
 
     def __init__(self, device: str, sizes: Sizes, parts: Parts, until: float) -> None:
-        self.device, self.sizes, self.parts = torch.device(device), sizes, parts
+        self.device = torch.device(device)
+        self.sizes = sizes
+        self.parts = parts
         self._until = self._own_until = until  # by `time.time`, which the next process has as well
 
     @property
@@ -61,7 +66,9 @@ class Lab:
 
     @property
     def half(self) -> torch.dtype:
-        """What weights are on it: a CPU computes in float32, for its speed in bfloat16 says nothing."""
+        """What weights are on it: a CPU computes in float32, for its speed in bfloat16 says
+        nothing.
+        """
         return torch.bfloat16 if self.is_cuda else torch.float32
 
     @property
@@ -74,7 +81,8 @@ class Lab:
         self._own_until = time.time() + share * (self._until - time.time())
 
     def missing(self, names: Iterable[str], seconds: float) -> list[str]:
-        """Those of these cells that are not finished; `seconds` is about how long it takes until the first of them is.
+        """Those of these cells that are not finished; `seconds` is about how long it takes until
+        the first of them is.
 
         :raises OutOfTime: there are some, and there is not so much left.
         """
@@ -84,7 +92,8 @@ class Lab:
         return found
 
     def cell(self, name: str, measure: Callable[[], Any], seconds: float = 0.0) -> Any:
-        """A finished cell's value, measured now if it is not there; `seconds` is about how long that takes.
+        """A finished cell's value, measured now if it is not there; `seconds` is about how long
+        that takes.
 
         :raises OutOfTime: there is not so much left.
         """
@@ -113,10 +122,13 @@ class Lab:
             torch.cuda.empty_cache()
 
     def look(self) -> dict[str, Any]:
-        """What the device is, and two rates that nothing on it can pass: of memory, and of matrix products."""
+        """What the device is, and two rates that nothing on it can pass: of memory, and of matrix
+        products.
+        """
         size, rows = (_COPIED, _MATRIX) if self.is_cuda else (1 << 24, 256)
         source = torch.randn(size // 4, device=self.device)
-        copied, left = torch.empty_like(source), torch.randn(rows, rows, device=self.device).to(self.half)
+        copied = torch.empty_like(source)
+        left = torch.randn(rows, rows, device=self.device).to(self.half)
         copying = min(self.seconds(lambda: copied.copy_(source)) for _ in range(6))
         product = min(self.seconds(lambda: left @ left) for _ in range(6))
         small = torch.zeros(8, device=self.device)

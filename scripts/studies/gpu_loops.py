@@ -36,33 +36,43 @@ class Script:
     """An inbox that hands all orders out at once, and notes when each step begins."""
 
     def __init__(self, orders: Sequence[SampleRequest | ScoreRequest], first: int) -> None:
-        self._orders: list[Command] = [Submit(first + place, order) for place, order in enumerate(orders)]
+        self._orders: list[Command] = [
+            Submit(first + place, order) for place, order in enumerate(orders)
+        ]
         self.times: list[float] = []
 
     def take(self, *, wait: bool) -> list[Command]:
         """Everything; when that is done, the end."""
         self.times.append(time.perf_counter())
-        orders, self._orders = self._orders, []
+        orders = self._orders
+        self._orders = []
         return orders or ([Close()] if wait else [])
 
 
 def shape_of(lab: Lab, size: str) -> ModelConfig:
     """A published model's sizes."""
-    return padding_shape(read_model_config(path("draft"), "draft"), read_size(size), lab.sizes.vocabulary)
+    return padding_shape(
+        read_model_config(path("draft"), "draft"), read_size(size), lab.sizes.vocabulary
+    )
 
 
 class RandomModel:
     """A model of a published one's sizes with random weights, and a cache for some sequences."""
 
     def __init__(self, lab: Lab, size: str, graphs: Graphs) -> None:
-        sizes, config = lab.sizes, shape_of(lab, size)
+        sizes = lab.sizes
+        config = shape_of(lab, size)
         self.config = config
         weights = padding_weights(config, lab.half, lab.device)
-        # a head of zeros would draw tokens at random, and its numbers would be easier on the device than others
+        # a head of zeros would draw tokens at random, and its numbers would be easier on the device
+        # than others
         weights = replace(weights, head=weights.embedding * config.hidden_size**-0.5)
         per_sequence = max(sizes.prompt + sizes.tokens, sizes.prefix + 3 * sizes.chunk) + 32
         room = torch.cuda.mem_get_info(lab.device)[0] * 0.8 if lab.is_cuda else 1 << 28
-        held = weights_bytes(config, lab.half) + 2 * config.vocabulary * config.hidden_size * lab.half.itemsize
+        held = (
+            weights_bytes(config, lab.half)
+            + 2 * config.vocabulary * config.hidden_size * lab.half.itemsize
+        )
         per_token = config.kv_floats_per_token * lab.half.itemsize
         self.slots = int(min(max(sizes.batches) * per_sequence, max(0, room - held) // per_token))
         self.most_sequences = self.slots // per_sequence
@@ -77,10 +87,15 @@ class RandomModel:
         self._request_id = 0
 
     def drive(self, *rounds: Sequence[SampleRequest | ScoreRequest]) -> list[list[float]]:
-        """Serve the rounds one after the other in one loop's cache; when each step of each began, and the end."""
+        """Serve the rounds one after the other in one loop's cache; when each step of each began,
+        and the end.
+        """
         rows = rope_rows(self.config, self.slots + 2)
-        limits = SchedulerConfig(self.slots, 256, _STEP_TOKENS, self.config.context_length, None, rows)
-        scheduler, table = Scheduler(limits, PrefixTree(1)), TokenTable((), frozenset())
+        limits = SchedulerConfig(
+            self.slots, 256, _STEP_TOKENS, self.config.context_length, None, rows
+        )
+        scheduler = Scheduler(limits, PrefixTree(1))
+        table = TokenTable((), frozenset())
         found: list[list[float]] = []
         for orders in rounds:
             script = Script(orders, self._request_id + 1)
@@ -103,19 +118,28 @@ def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 def prompts(count: int, length: int, seed: int) -> list[TokenIds]:
     """Random ids, no two alike."""
     generator = torch.Generator().manual_seed(seed)
-    return [tuple(row) for row in torch.randint(10, 500, (count, length), generator=generator).tolist()]
+    return [
+        tuple(row) for row in torch.randint(10, 500, (count, length), generator=generator).tolist()
+    ]
 
 
 def decoding(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
     """The median step of the second half, when all write and every size of step was captured."""
-    sizes, law = lab.sizes, Sampling(temperature=0.7)
+    sizes = lab.sizes
+    law = Sampling(temperature=0.7)
     orders = [
         SampleRequest(ids, sizes.tokens, law, Seed(sample=place))
         for place, ids in enumerate(prompts(batch, sizes.prompt, batch))
     ]
     (times,) = model.drive(orders)
-    steps = [b - a for a, b in zip(times[:-1], times[1:], strict=True)][-max(1, sizes.tokens // 2) :]
-    return {"step": statistics.median(steps), "slow": max(steps), "rate": batch / statistics.median(steps)}
+    steps = [b - a for a, b in zip(times[:-1], times[1:], strict=True)][
+        -max(1, sizes.tokens // 2) :
+    ]
+    return {
+        "step": statistics.median(steps),
+        "slow": max(steps),
+        "rate": batch / statistics.median(steps),
+    }
 
 
 def scoring(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
@@ -123,7 +147,10 @@ def scoring(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
     sizes = lab.sizes
     prefixes = prompts(batch, sizes.prefix, 1000 + batch)
     rounds = [
-        [ScoreRequest(p, s) for p, s in zip(prefixes, prompts(batch, sizes.chunk, seed), strict=True)]
+        [
+            ScoreRequest(p, s)
+            for p, s in zip(prefixes, prompts(batch, sizes.chunk, seed), strict=True)
+        ]
         for seed in (2000, 3000, 4000)
     ]
     _, *warm = model.drive(*rounds)
@@ -132,7 +159,9 @@ def scoring(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
 
 
 def least_step(lab: Lab, config: ModelConfig, batch: int, limits: dict[str, Any]) -> float:
-    """Seconds to read weights and cache at the rate of a copy, or to multiply at the rate of a large product."""
+    """Seconds to read weights and cache at the rate of a copy, or to multiply at the rate of a
+    large product.
+    """
     context = lab.sizes.prompt + 3 * lab.sizes.tokens / 4
     cache = batch * context * config.kv_floats_per_token * lab.half.itemsize
     moved = (weights_bytes(config, lab.half) + cache) / limits["bytes"]
@@ -144,11 +173,17 @@ class TheirModel:
 
     def __init__(self, lab: Lab, size: str) -> None:
         own = shape_of(lab, size)
-        sizes = {"hidden_size": own.hidden_size, "intermediate_size": own.intermediate_size, "head_dim": own.head_dim}
+        sizes = {
+            "hidden_size": own.hidden_size,
+            "intermediate_size": own.intermediate_size,
+            "head_dim": own.head_dim,
+        }
         heads = {"num_attention_heads": own.num_heads, "num_key_value_heads": own.num_kv_heads}
         room = {"vocab_size": own.vocabulary, "max_position_embeddings": own.context_length}
         with torch.device(lab.device):
-            self._model = random_model(lab.half, **sizes, **heads, **room, num_hidden_layers=own.num_layers)
+            self._model = random_model(
+                lab.half, **sizes, **heads, **room, num_hidden_layers=own.num_layers
+            )
 
     def decoding(self, lab: Lab, batch: int) -> dict[str, Any]:
         """What the tokens take beyond the first, which the prompt is read for."""
@@ -156,6 +191,8 @@ class TheirModel:
         ids = torch.tensor(prompts(batch, sizes.prompt, batch), device=lab.device)
         counts = (max(2, sizes.tokens // 2), 1)
         generated(self._model, ids, 2)
-        whole, first = (lab.seconds(partial(generated, self._model, ids, count)) for count in counts)
+        whole, first = (
+            lab.seconds(partial(generated, self._model, ids, count)) for count in counts
+        )
         step = (whole - first) / (counts[0] - 1)
         return {"step": step, "rate": batch / step}

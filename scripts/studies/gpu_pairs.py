@@ -1,4 +1,6 @@
-"""Padded pairs on the device: the embedded models' answers, at the cost of large ones, method beside method."""
+"""Padded pairs on the device: the embedded models' answers, at the cost of large ones, method
+beside method.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ from atts.graph import Graph
 from atts.local import LocalEngine, LocalOptions
 from atts.methods import GateInputs, preset
 from atts.models import path, scores_path
-from atts.pipelines import SMALL, Answers, Context, Gate, Policy, RoundGate, needed_logprobs, prompt_of, solve
+from atts.pipelines import (
+    SMALL,
+    Answers,
+    Context,
+    Gate,
+    Policy,
+    RoundGate,
+    needed_logprobs,
+    prompt_of,
+    solve,
+)
 from atts.seeds import Seed
 from atts.tasks import collect
 from scripts.studies.gpu_lab import Lab, OutOfTime
@@ -41,8 +53,11 @@ class Pair:
     """Both engines, open."""
 
     def __init__(self, draft: LocalEngine, target: LocalEngine) -> None:
-        self._draft, self._target = draft, target
-        self._gates: dict[tuple[str, int], Gate | RoundGate] = {}  # each learns from one question for the next
+        self._draft = draft
+        self._target = target
+        self._gates: dict[
+            tuple[str, int], Gate | RoundGate
+        ] = {}  # each learns from one question for the next
 
     async def answer(self, arm: str, problem: Problem, samples: int, seed: int) -> dict[str, Any]:
         """What one question comes to, its rollouts side by side, and the seconds until the vote."""
@@ -51,9 +66,13 @@ class Pair:
         gate = self._gates.setdefault((arm, samples), chosen.gate(GateInputs(_calibrator(samples))))
         answers = Answers(partial(extract, kind="math", fallback="none"), _by_spelling)
         needed = needed_logprobs(policy, gate, self._draft.spec, self._target.spec)
-        context = Context(self._draft, self._target, gate, answers=answers, seed=seed, logprobs=needed)
+        context = Context(
+            self._draft, self._target, gate, answers=answers, seed=seed, logprobs=needed
+        )
         began = anyio.current_time()
-        (result,) = await Graph(rollouts=samples).run([problem], lambda one, scope: solve(one, policy, context, scope))
+        (result,) = await Graph(rollouts=samples).run(
+            [problem], lambda one, scope: solve(one, policy, context, scope)
+        )
         if result.error is not None:
             raise result.error
         assert result.value is not None, "no error, so an outcome"
@@ -61,7 +80,8 @@ class Pair:
 
 
 def _figures(outcome: Outcome) -> dict[str, float]:
-    usage, answer = outcome.usage, outcome.problem.answer
+    usage = outcome.usage
+    answer = outcome.problem.answer
     ended = [line for line in outcome.rollouts if line.finish not in ("settled", "cancelled")]
     return {
         "right": float(outcome.answer == answer),
@@ -85,9 +105,13 @@ def _by_spelling(answers: Sequence[str]) -> list[int]:
 
 
 def _stored() -> StoredScores:
-    """The scores that come with the pair, read without their conditions: padding and types differ from those."""
+    """The scores that come with the pair, read without their conditions: padding and types differ
+    from those.
+    """
     state: dict[str, Any] = json.loads(scores_path().read_text(encoding="utf-8"))
-    scores, questions, turns, lengths = (tuple(state[name]) for name in ("scores", "questions", "turns", "lengths"))
+    scores, questions, turns, lengths = (
+        tuple(state[name]) for name in ("scores", "questions", "turns", "lengths")
+    )
     return StoredScores(scores, questions, turns, lengths=lengths)
 
 
@@ -101,7 +125,8 @@ async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
 
 
 def pair_cells(lab: Lab, draft: str, target: str) -> None:
-    """Question after question, arms in turn, for every number of rollouts; whatever is finished is kept.
+    """Question after question, arms in turn, for every number of rollouts; whatever is finished is
+    kept.
 
     :raises OutOfTime: there is not enough left for another question.
     """
@@ -116,7 +141,9 @@ def pair_cells(lab: Lab, draft: str, target: str) -> None:
         anyio.run(_answer_all, lab, draft, target, {name: cells[name] for name in missing})
 
 
-async def _answer_all(lab: Lab, draft: str, target: str, cells: Mapping[str, tuple[int, int, str]]) -> None:
+async def _answer_all(
+    lab: Lab, draft: str, target: str, cells: Mapping[str, tuple[int, int, str]]
+) -> None:
     asked = problems("test", 2 + lab.sizes.questions)
     warmed = set[int]()
     async with opened(lab, draft, target) as pair:
@@ -143,7 +170,10 @@ _WAYS: Mapping[str, dict[str, Any]] = {
 def speculation_cells(lab: Lab, draft: str, target: str) -> None:
     """The target alone, writing with and without proposals, at several numbers of rollouts."""
     for way, changes in _WAYS.items():
-        cells = {f"speculation | {draft} | {target} | {way} | {count}": count for count in lab.sizes.rollouts}
+        cells = {
+            f"speculation | {draft} | {target} | {way} | {count}": count
+            for count in lab.sizes.rollouts
+        }
         if missing := lab.missing(cells, 30.0):
             lent = {"drafter": str(path("draft")), "drafter_pad": draft} if changes else {}
             own = options(lab, target, **lent, **changes)
@@ -152,9 +182,14 @@ def speculation_cells(lab: Lab, draft: str, target: str) -> None:
 
 async def _write_all(lab: Lab, options: LocalOptions, cells: Mapping[str, int]) -> None:
     async with LocalEngine(path("target"), name="target", options=options) as engine:
-        prompts = [engine.tokenizer.render(prompt_of(problem, Policy())) for problem in problems("test", 8)]
+        prompts = [
+            engine.tokenizer.render(prompt_of(problem, Policy())) for problem in problems("test", 8)
+        ]
         for name, count in cells.items():
-            done = [await _round(engine, prompts[seed], count, seed, 2 * lab.sizes.tokens) for seed in range(5)][2:]
+            done = [
+                await _round(engine, prompts[seed], count, seed, 2 * lab.sizes.tokens)
+                for seed in range(5)
+            ][2:]
             stats = engine.loop_stats().speculation
             found = {"tokens": sum(n for n, _ in done), "seconds": sum(s for _, s in done)}
             found |= {"proposed": stats.proposed, "accepted": stats.accepted} if stats else {}
@@ -163,10 +198,14 @@ async def _write_all(lab: Lab, options: LocalOptions, cells: Mapping[str, int]) 
                 raise OutOfTime
 
 
-async def _round(engine: LocalEngine, prompt: TokenIds, count: int, seed: int, tokens: int) -> tuple[int, float]:
+async def _round(
+    engine: LocalEngine, prompt: TokenIds, count: int, seed: int, tokens: int
+) -> tuple[int, float]:
     """Tokens and seconds of some rollouts on one question."""
     seeds = [Seed(seed, sample=n) for n in range(count)]
-    requests = [SampleRequest(prompt, tokens, Sampling(0.7), one, rollout=str(one.sample)) for one in seeds]
+    requests = [
+        SampleRequest(prompt, tokens, Sampling(0.7), one, rollout=str(one.sample)) for one in seeds
+    ]
     began = anyio.current_time()
     replies = await collect([partial(engine.sample, request) for request in requests])
     return sum(len(reply.ids) for reply in replies), anyio.current_time() - began

@@ -1,4 +1,6 @@
-"""Answer checkers beside each other on the same pairs: right verdicts, time, hostile answers, grouping."""
+"""Answer checkers beside each other on the same pairs: right verdicts, time, hostile answers,
+grouping.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,31 @@ class Pair:
 
 
 def study(options: Options) -> list[Table]:
-    """The tables; other checkers are included where they are installed, sets where they are at hand."""
-    core = [row for row in rows_of("equivalence/cases.jsonl") if row["tag"] == "core" and row["kind"] == "answer"]
+    """The tables; other checkers are included where they are installed, sets where they are at
+    hand.
+    """
+    core = [
+        row
+        for row in rows_of("equivalence/cases.jsonl")
+        if row["tag"] == "core" and row["kind"] == "answer"
+    ]
     judged = rows_of("traces/answer_pairs.jsonl")
-    answers = [row["answer"].strip("$") for row in rows_of("benchmarks/math500.jsonl") if len(row["answer"]) < 200]
+    answers = [
+        row["answer"].strip("$")
+        for row in rows_of("benchmarks/math500.jsonl")
+        if len(row["answer"]) < 200
+    ]
     changed = mutants([*BUILT_IN, *answers], options.pick(20, 60, 10_000))
     sets = {
         "cases": [Pair(row["gold"], row["pred"], row["expected"]) for row in core],
         "model answers": [Pair(row["gold"], row["pred"], row["judged_equal"]) for row in judged],
         "changed answers": [Pair(one.gold, one.answer, False) for one in changed],
     }
-    tables = [beside(name, _some(pairs, options.pick(40, 250, 10_000))) for name, pairs in sets.items() if pairs]
+    tables = [
+        beside(name, _some(pairs, options.pick(40, 250, 10_000)))
+        for name, pairs in sets.items()
+        if pairs
+    ]
     hostile = rows_of("equivalence/adversarial.jsonl")  # made to hang, crash or fool a checker
     attacks = [Pair(row["gold"], row["pred"], row["expected"] is not False) for row in hostile]
     tables.append(hostile_answers(_some(attacks, options.pick(60, 460, 460))))
@@ -84,7 +100,9 @@ def _latex2sympy() -> Check:
 
 def _sympy() -> Check:
     importlib.import_module("lark")  # the parser sympy needs for this
-    return _simplified(partial(importlib.import_module("sympy.parsing.latex").parse_latex, backend="lark"))
+    return _simplified(
+        partial(importlib.import_module("sympy.parsing.latex").parse_latex, backend="lark")
+    )
 
 
 _CHECKERS: dict[str, Callable[[], Check]] = {
@@ -111,7 +129,10 @@ class Score:
         start = time.process_time()
         signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
                 verdict = self.check(pair.gold, pair.answer)
         except Exception:  # noqa: BLE001  # other checkers raise; that is part of the result
             self.failed += 1
@@ -140,12 +161,16 @@ def beside(name: str, pairs: Sequence[Pair]) -> Table:
             say(f"grading: {name} {index} of {len(pairs)}")
         for score in scores.values():
             score.judge(pair)
-    rows, base = list[Row](), statistics.median(scores["atts"].seconds)
+    rows = list[Row]()
+    base = statistics.median(scores["atts"].seconds)
     for checker, score in scores.items():
-        middle, slow = statistics.median(score.seconds), sorted(score.seconds)[int(0.99 * len(pairs))]
+        middle = statistics.median(score.seconds)
+        slow = sorted(score.seconds)[int(0.99 * len(pairs))]
         times = (middle * 1e3, slow * 1e3, middle / base)
         rows.append((checker, score.right / len(pairs), score.false_equal, score.failed, *times))
-    shares = ", ".join(f"{checker} {score.right / len(pairs):.1%}" for checker, score in scores.items())
+    shares = ", ".join(
+        f"{checker} {score.right / len(pairs):.1%}" for checker, score in scores.items()
+    )
     return Table.of(
         f"{name}: {len(pairs)} pairs",
         "checker | right | false equal | raised | median ms | p99 ms | × atts' median",
@@ -161,17 +186,22 @@ def _apart(work: Callable[..., T], *given: object) -> T:
 
 
 def hostile_answers(pairs: Sequence[Pair]) -> Table:
-    """Our own path alone, in a process of its own: the slowest pair, what was wrongly called equal, peak memory."""
+    """Our own path alone, in a process of its own: the slowest pair, what was wrongly called equal,
+    peak memory.
+    """
     names = "equal | different | unscored | false equal | slowest wall s | CPU s | peak MB"
     return Table.of(f"Hostile answers: {len(pairs)}", names, [_apart(_attacked, pairs)])
 
 
 def _attacked(pairs: Sequence[Pair]) -> Row:
     """Verdicts, times and memory of all these pairs."""
-    seconds, busy, false_equal = [0.0], [0.0], 0
+    seconds = [0.0]
+    busy = [0.0]
+    false_equal = 0
     counts = Counter({"equal": 0, "different": 0, "unscored": 0})
     for pair in pairs:
-        start, spent = time.perf_counter(), time.thread_time()
+        start = time.perf_counter()
+        spent = time.thread_time()
         verdict = equivalent(pair.gold, pair.answer)
         seconds.append(time.perf_counter() - start)
         busy.append(time.thread_time() - spent)
@@ -181,7 +211,9 @@ def _attacked(pairs: Sequence[Pair]) -> Row:
 
 
 def grouping(count: int) -> Table:
-    """Classes of many answers: distinct ones of each kind, and few values in many spellings; a process for each."""
+    """Classes of many answers: distinct ones of each kind, and few values in many spellings; a
+    process for each.
+    """
     rows: list[Row] = []
     for name in (*_DISTINCT, "mixed", "100 values"):
         say(f"grouping: {name}")
@@ -205,16 +237,21 @@ def _grouped(name: str, count: int) -> Row:
     values = 100 if name == "100 values" else count
     styles = (_DISTINCT[name],) if name in _DISTINCT else _SPELLINGS
     numbers = [divmod(index, values)[::-1] for index in range(count)]
-    texts = [styles[(value + style) % len(styles)].format(7 * value + 1) for value, style in numbers]
+    texts = [
+        styles[(value + style) % len(styles)].format(7 * value + 1) for value, style in numbers
+    ]
     random.Random(0).shuffle(texts)
-    start, busy = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    busy = time.process_time()
     classes = max(group(texts)) + 1
     spent = time.perf_counter() - start, time.process_time() - busy
     return (classes, *spent, _peak_megabytes())
 
 
 def _peak_megabytes() -> float | None:
-    """The most that this process held; what the system counts for it begins with its parent's memory."""
+    """The most that this process held; what the system counts for it begins with its parent's
+    memory.
+    """
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
     return int(found[1]) / 1024 if found else None

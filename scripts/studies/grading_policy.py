@@ -1,4 +1,6 @@
-"""Writes the disputed pairs with our verdict on each into their page: `python -m scripts.studies.grading_policy`."""
+"""Writes the disputed pairs with our verdict on each into their page: `python -m
+scripts.studies.grading_policy`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def document() -> str | None:
     for tag, group in groupby(rows, key=lambda row: str(row["tag"])):
         found = [_row(row) for row in group]
         agreed = sum(row[-1] for row in found)
-        parts.append(f"## {tag.removeprefix('policy:')}\n\n{agreed} of {len(found)} as the reader.\n")
+        parts.append(
+            f"## {tag.removeprefix('policy:')}\n\n{agreed} of {len(found)} as the reader.\n"
+        )
         parts.append("| | reference | answer | reader | ours | rule |\n|---|---|---|---|---|---|")
         parts += ["| " + " | ".join(row[:-1]) + " |" for row in found]
         parts.append("")
@@ -33,17 +37,27 @@ def document() -> str | None:
 
 
 def _row(row: dict[str, Any]) -> tuple[Any, ...]:
-    gold, answer = row["gold"], row["pred"]
+    gold = row["gold"]
+    answer = row["pred"]
     kind: AnswerKind = "choice" if "choice" in row["tag"] else "math"
     if row["kind"] == "text" and kind == "choice":
-        gold, answer = extract(gold, kind) or gold, extract(answer, kind) or answer
+        gold = extract(gold, kind) or gold
+        answer = extract(answer, kind) or answer
     elif row["kind"] == "text":
-        gold, answer = reference(gold), extract(answer) or ""
+        gold = reference(gold)
+        answer = extract(answer) or ""
     verdict = equivalent(gold, answer, kind)
     reader = "equal" if row["expected"] else "different"
     mark = "" if verdict.is_equal == row["expected"] else "≠"
     shown = [_cell(row["gold"]), _cell(row["pred"])]
-    return (row["id"].removeprefix("eq") + mark, *shown, reader, verdict.status, verdict.rule, not mark)
+    return (
+        row["id"].removeprefix("eq") + mark,
+        *shown,
+        reader,
+        verdict.status,
+        verdict.rule,
+        not mark,
+    )
 
 
 def _cell(text: str) -> str:

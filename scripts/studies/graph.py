@@ -1,4 +1,6 @@
-"""Overhead of the task graph beside the same work written by hand, and how both grow with the number of rollouts."""
+"""Overhead of the task graph beside the same work written by hand, and how both grow with the
+number of rollouts.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from anyio.lowlevel import checkpoint
 
 from atts.graph import Graph, Limit, ProblemScope, RolloutScope, Sink
 from atts.journal import CallSpan, JournalOptions, Manifest, open_journal
-from scripts.studies.harness import Options, Row, Spread, Table, cpu_seconds, interleaved, ratio, say
+from scripts.studies.harness import (
+    Options,
+    Row,
+    Spread,
+    Table,
+    cpu_seconds,
+    interleaved,
+    ratio,
+    say,
+)
 from tests.studies.recorded_work import conserved
 from tests.studies.recording import Recording
 
@@ -74,7 +85,10 @@ async def with_graph(load: Load, sink: Sink | None) -> None:
 async def by_hand(load: Load, keep: Callable[[tuple[object, ...]], object]) -> None:
     """The same work with anyio's tasks and limiters, and time stamps around every call."""
     places = anyio.CapacityLimiter(load.places)
-    limits = {"draft": anyio.CapacityLimiter(load.draft), "target": anyio.CapacityLimiter(load.target)}
+    limits = {
+        "draft": anyio.CapacityLimiter(load.draft),
+        "target": anyio.CapacityLimiter(load.target),
+    }
 
     async def call(stage: str, engine: str, problem: str, sample: int, turn: int) -> None:
         queued = anyio.current_time()
@@ -112,7 +126,9 @@ WAYS: Mapping[str, Callable[[Load], Awaitable[None]]] = {
 def _microseconds(way: str, load: Load) -> float:
     """Processor time per rollout, in microseconds."""
     gc.collect()
-    gc.freeze()  # the collector looks at what this work makes, not again and again at what was imported before it
+    # the collector looks at what this work makes, not again and again at what was imported before
+    # it
+    gc.freeze()
     try:
         seconds = cpu_seconds(lambda: anyio.run(WAYS[way], load, backend=load.backend))
     finally:
@@ -121,7 +137,9 @@ def _microseconds(way: str, load: Load) -> float:
 
 
 def _overhead(options: Options) -> Table:
-    repeats, rollouts, rows = options.pick(3, 5, 9), options.pick(1_600, 4_000, 8_000), list[Row]()
+    repeats = options.pick(3, 5, 9)
+    rollouts = options.pick(1_600, 4_000, 8_000)
+    rows = list[Row]()
     for backend in ("asyncio", "trio"):
         for draft, target in ((IN_FLIGHT, IN_FLIGHT), (256, 64)):
             load = Load(backend, rollouts, draft, target)
@@ -130,33 +148,50 @@ def _overhead(options: Options) -> Table:
             spreads = [str(Spread.of(values[way])) for way in WAYS]
             rows.append((backend, f"{draft}/{target}", *spreads, str(ratio(values, *WAYS))))
     return Table.of(
-        f"CPU microseconds per rollout of 12 nodes, {IN_FLIGHT} rollouts in flight, {rollouts} rollouts",
-        "back end | slots draft/target | graph, recording | by hand, recording | graph / hand (bar: 2.5)",
+        f"CPU microseconds per rollout of 12 nodes, {IN_FLIGHT} rollouts in flight, {rollouts} "
+        f"rollouts",
+        "back end | slots draft/target | graph, recording | by hand, recording | graph / hand "
+        "(bar: 2.5)",
         rows,
-        headline=f"{rows[0][2]} us of processor per rollout of 12 calls; where calls wait for slots {rows[1][2]} us",
+        headline=f"{rows[0][2]} us of processor per rollout of 12 calls; where calls wait for "
+        f"slots {rows[1][2]} us",
     )
 
 
 def _flatness(options: Options) -> Table:
-    sizes, rows = options.pick((1_000, 10_000), (1_000, 10_000, 30_000), (1_000, 10_000, 100_000)), list[Row]()
-    for places, draft, target in ((IN_FLIGHT, IN_FLIGHT, IN_FLIGHT), (IN_FLIGHT, 256, 64), (IN_FLIGHT // 4, 64, 16)):
+    sizes = options.pick((1_000, 10_000), (1_000, 10_000, 30_000), (1_000, 10_000, 100_000))
+    rows = list[Row]()
+    for places, draft, target in (
+        (IN_FLIGHT, IN_FLIGHT, IN_FLIGHT),
+        (IN_FLIGHT, 256, 64),
+        (IN_FLIGHT // 4, 64, 16),
+    ):
         every = sizes if places == IN_FLIGHT else sizes[:2]
         loads = [Load("asyncio", size, draft, target, places) for size in every]
         say(f"flatness: {loads}")
-        arms = {f"{way} {load.rollouts}": partial(_microseconds, way, load) for load in loads for way in WAYS}
+        arms = {
+            f"{way} {load.rollouts}": partial(_microseconds, way, load)
+            for load in loads
+            for way in WAYS
+        }
         values = interleaved(arms, options.pick(2, 3, 3), warmup=0)
         for size in every:
             spreads = [str(Spread.of(values[f"{way} {size}"])) for way in WAYS]
             growth = [str(ratio(values, f"{way} {size}", f"{way} {sizes[0]}")) for way in WAYS]
             rows.append((places, f"{draft}/{target}", size, *spreads, *growth))
     return Table.of(
-        "CPU microseconds per rollout as the number of rollouts grows, everything recorded in memory",
-        "in flight | slots draft/target | rollouts | graph | by hand | graph / its smallest (bar: 1.25) | "
+        "CPU microseconds per rollout as the number of rollouts grows, everything recorded in "
+        "memory",
+        "in flight | slots draft/target | rollouts | graph | by hand | graph / its smallest (bar: "
+        "1.25) | "
         "hand / its smallest",
         rows,
-        f"With {IN_FLIGHT} in flight the smallest size is over while its queues still fill: the same calls, probably "
-        "cheaper for touching less memory. The collector of garbage explains a part: without it, it grows less.",
-        f"With {IN_FLIGHT // 4} in flight it is four waves, and what grows is growth with the number of rollouts.",
+        f"With {IN_FLIGHT} in flight the smallest size is over while its queues still fill: the "
+        f"same calls, probably "
+        "cheaper for touching less memory. The collector of garbage explains a part: without it, "
+        "it grows less.",
+        f"With {IN_FLIGHT // 4} in flight it is four waves, and what grows is growth with the "
+        f"number of rollouts.",
     )
 
 
@@ -166,7 +201,9 @@ def _memory(options: Options) -> Table:
         say(f"memory: {problems} problems")
         with tempfile.TemporaryDirectory() as folder:
             tracemalloc.start()
-            anyio.run(_journalled, Load("asyncio", problems * SAMPLES, 256, 64), Path(folder) / "run")
+            anyio.run(
+                _journalled, Load("asyncio", problems * SAMPLES, 256, 64), Path(folder) / "run"
+            )
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             written = sum(file.stat().st_size for file in (Path(folder) / "run").iterdir())
@@ -175,10 +212,13 @@ def _memory(options: Options) -> Table:
         "Peak memory with the journal on (MiB, Python's own allocations)",
         "problems | peak MiB | journal MiB on disk",
         rows,
-        f"{IN_FLIGHT} rollouts in flight; results are handed over and not kept. Python {sys.version.split()[0]}.",
+        f"{IN_FLIGHT} rollouts in flight; results are handed over and not kept. Python "
+        f"{sys.version.split()[0]}.",
     )
 
 
 async def _journalled(load: Load, folder: Path) -> None:
     async with open_journal(folder, Manifest(), JournalOptions(durability="close")) as journal:
-        await with_graph(load, lambda event: journal.record(event) if isinstance(event, CallSpan) else None)
+        await with_graph(
+            load, lambda event: journal.record(event) if isinstance(event, CallSpan) else None
+        )

@@ -43,9 +43,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Which columns of a table are drawn: `x` across, `y` up, one line per value of `by` (none: one line).
+    """Which columns of a table are drawn: `x` across, `y` up, one line per value of `by` (none: one
+    line).
 
-    With a `value`, cells of that column's colour instead, a panel per value of `by`, the column `note` written in them.
+    With a `value`, cells of that column's colour instead, a panel per value of `by`, the column
+    `note` written in them.
     """
 
     x: str
@@ -71,12 +73,16 @@ class Table:
 
     @classmethod
     def of(cls, title: str, header: str, rows: Iterable[Row], *notes: str, **more: Any) -> Table:
-        """A table whose header is written as in Markdown: "method | seconds"; `more` are the fields after the notes.
+        """A table whose header is written as in Markdown: "method | seconds"; `more` are the fields
+        after the notes.
 
         :raises AssertionError: a row has another number of cells than the header.
         """
-        columns, held = tuple(name.strip() for name in header.split("|")), tuple(rows)
-        assert all(len(row) == len(columns) for row in held), f"{title}: {header}: a row of another length"
+        columns = tuple(name.strip() for name in header.split("|"))
+        held = tuple(rows)
+        assert all(len(row) == len(columns) for row in held), (
+            f"{title}: {header}: a row of another length"
+        )
         return cls(title, columns, held, notes, **more)
 
     @classmethod
@@ -130,7 +136,9 @@ def interval(estimate: Estimate) -> str:
 
 def points(estimate: Estimate, digits: int = 2) -> str:
     """A difference in points with its interval."""
-    value, low, high = (f"{100 * each:+.{digits}f}" for each in (estimate.value, estimate.low, estimate.high))
+    value, low, high = (
+        f"{100 * each:+.{digits}f}" for each in (estimate.value, estimate.low, estimate.high)
+    )
     return f"{value} [{low}, {high}]"
 
 
@@ -158,8 +166,12 @@ class Spread:
         return f"{median} [{low}, {high}] n={self.n}"
 
 
-def interleaved(arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Measure every arm `repeats` times in turn, A B B A, so that a drifting machine hits all alike."""
+def interleaved(
+    arms: Mapping[str, Callable[[], float]], repeats: int, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Measure every arm `repeats` times in turn, A B B A, so that a drifting machine hits all
+    alike.
+    """
     values: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(-warmup, repeats):
         for name in [*arms][:: 1 if number % 2 else -1]:
@@ -174,13 +186,16 @@ def ratio(values: Mapping[str, Sequence[float]], over: str, under: str) -> Sprea
     return Spread.of([a / b for a, b in zip(values[over], values[under], strict=True)])
 
 
-def beside_best(values: Mapping[str, Sequence[float]], names: Sequence[str], arm: str) -> tuple[list[str], Spread]:
+def beside_best(
+    values: Mapping[str, Sequence[float]], names: Sequence[str], arm: str
+) -> tuple[list[str], Spread]:
     """The best of the named arms, and the spread of its times over another arm's.
 
-    The best is found in every other round and compared in those between, and the other way round: in the rounds that
-    it is found in, the best of several that are alike is better than it is.
+    The best is found in every other round and compared in those between, and the other way round:
+    in the rounds that it is found in, the best of several that are alike is better than it is.
     """
-    found, ratios = list[str](), list[float]()
+    found = list[str]()
+    ratios = list[float]()
     for start in (0, 1):
         looked = {name: times[1 - start :: 2] for name, times in values.items()}
         compared = {name: times[start::2] for name, times in values.items()}
@@ -207,18 +222,25 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 class Spent:
-    """What this process and its children used since it was made, and what others took of the processors meanwhile."""
+    """What this process and its children used since it was made, and what others took of the
+    processors meanwhile.
+    """
 
     def __init__(self) -> None:
-        self._wall, self._own, self._all = time.perf_counter(), _own_seconds(), _busy_seconds()
+        self._wall = time.perf_counter()
+        self._own = _own_seconds()
+        self._all = _busy_seconds()
 
     def seconds(self) -> dict[str, float]:
         """Wall and processor seconds."""
-        wall, processor = time.perf_counter() - self._wall, _own_seconds() - self._own
+        wall = time.perf_counter() - self._wall
+        processor = _own_seconds() - self._own
         return {"wall": round(wall, 1), "processor": round(processor, 1)}
 
     def __str__(self) -> str:
-        """On a machine that is busy with other work the second number is the one that means something."""
+        """On a machine that is busy with other work the second number is the one that means
+        something.
+        """
         return f"{self.seconds()['wall']:.0f} s, of processors {self.seconds()['processor']:.0f} s"
 
     def disturbance(self) -> str:
@@ -235,9 +257,13 @@ def children() -> list[Path]:
 
 
 def tree_seconds() -> float:
-    """Processor seconds of this process and of the children that it has now, in which engines compute."""
+    """Processor seconds of this process and of the children that it has now, in which engines
+    compute.
+    """
     stats = [(child / "stat").read_text().rpartition(")")[2].split() for child in children()]
-    return time.process_time() + sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
+    return time.process_time() + sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf(
+        "SC_CLK_TCK"
+    )
 
 
 def _own_seconds() -> float:
@@ -260,7 +286,11 @@ def say(words: str) -> None:
 
 
 def emit(
-    name: str, tables: Sequence[Table], options: Options, machine: Machine, spent: Mapping[str, float] | None = None
+    name: str,
+    tables: Sequence[Table],
+    options: Options,
+    machine: Machine,
+    spent: Mapping[str, float] | None = None,
 ) -> None:
     """Print the tables; with an output folder also write NAME.json there, of which pages are made.
 
@@ -271,6 +301,11 @@ def emit(
     print(text + "\n".join(table.markdown() for table in tables))
     if (file := options.file(f"{name}.json")) is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        about = {"study": name, "effort": options.effort, "seed": options.seed, "machine": machine.fields()}
+        about = {
+            "study": name,
+            "effort": options.effort,
+            "seed": options.seed,
+            "machine": machine.fields(),
+        }
         record = {**about, "spent": spent, "tables": [asdict(table) for table in tables]}
         file.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,4 +1,6 @@
-"""Draws a table as panels of coloured cells: green above 1, red below, grey where nothing was measured."""
+"""Draws a table as panels of coloured cells: green above 1, red below, grey where nothing was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-_LABELS, _CELL, _TALL, _HEAD, _GAP, _FOOT = 140, 66, 44, 46, 22, 26
+_LABELS = 140
+_CELL = 66
+_TALL = 44
+_HEAD = 46
+_GAP = 22
+_FOOT = 26
 _STYLE = (
-    ".chart{font:12px system-ui,sans-serif;background:#fff}.chart text{fill:#333}.chart .head{font-weight:600}"
-    ".chart .cell text{fill:#1a1a1a;text-anchor:middle}.chart .number{font-size:14px;font-weight:600}"
+    ".chart{font:12px system-ui,sans-serif;background:#fff}.chart text{fill:#333}.chart "
+    ".head{font-weight:600}"
+    ".chart .cell text{fill:#1a1a1a;text-anchor:middle}.chart "
+    ".number{font-size:14px;font-weight:600}"
     ".chart .note{font-size:9.5px}.chart .none{fill:#8883}"
-    "@media (prefers-color-scheme:dark){.chart{background:#14171b}.chart text{fill:#dde}.chart .empty text{fill:#dde}}"
+    "@media (prefers-color-scheme:dark){.chart{background:#14171b}.chart text{fill:#dde}.chart "
+    ".empty text{fill:#dde}}"
 )
-_GREEN, _RED, _PALE = (46, 160, 90), (214, 84, 70), (247, 244, 232)
+_GREEN = (46, 160, 90)
+_RED = (214, 84, 70)
+_PALE = (247, 244, 232)
 _FULL = 3.0  # a factor, or one over it, that has the whole colour
 
 
@@ -33,16 +45,21 @@ Panel = dict[tuple[str, str], HeatCell]
 def draw_map(title: str, across: str, panels: dict[str, Panel]) -> str:
     """Panels two in a row, as one SVG file."""
     made = [(name, panel, _names(panel, 0), _names(panel, 1)) for name, panel in panels.items()]
-    wide = max((_LABELS + _CELL * len(columns) + _GAP for _, _, _, columns in made), default=_LABELS)
+    wide = max(
+        (_LABELS + _CELL * len(columns) + _GAP for _, _, _, columns in made), default=_LABELS
+    )
     tall = max((_HEAD + _TALL * len(rows) + _FOOT for _, _, rows, _ in made), default=_HEAD)
-    width, height = wide * min(2, len(made)), tall * math.ceil(len(made) / 2) + 24
+    width = wide * min(2, len(made))
+    height = tall * math.ceil(len(made) / 2) + 24
     parts = list[str]()
     for number, (name, panel, rows, columns) in enumerate(made):
-        x, y = number % 2 * wide, number // 2 * tall
-        parts.append(f'<g transform="translate({x} {y})">{"".join(_panel(name, across, panel, (rows, columns)))}</g>')
-    words = (
-        "Green: atts is faster than the best alternative, which stands below. Red: it is not. Grey: not yet measured."
-    )
+        x = number % 2 * wide
+        y = number // 2 * tall
+        parts.append(
+            f'<g transform="translate({x} '
+            f'{y})">{"".join(_panel(name, across, panel, (rows, columns)))}</g>'
+        )
+    words = "Green: atts is faster than the best alternative, which stands below. Red: it is not. Grey: not yet measured."
     parts.append(f'<text x="10" y="{height - 8}">{escape(words)}</text>')
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="chart">'
@@ -53,7 +70,9 @@ def _names(panel: Panel, place: int) -> list[str]:
     return list(dict.fromkeys(key[place] for key in panel))
 
 
-def _panel(name: str, across: str, panel: Panel, names: tuple[Sequence[str], Sequence[str]]) -> Iterator[str]:
+def _panel(
+    name: str, across: str, panel: Panel, names: tuple[Sequence[str], Sequence[str]]
+) -> Iterator[str]:
     rows, columns = names
     yield f'<text class="head" x="10" y="18">{escape(name)}</text>'
     yield f'<text x="{_LABELS - 8}" y="{_HEAD - 7}" text-anchor="end">{escape(across)}</text>'
@@ -87,5 +106,6 @@ def _colour(value: float) -> str:
     share = min(1.0, abs(math.log(max(value, 1e-9))) / math.log(_FULL))
     ends = _GREEN if value >= 1 else _RED
     return "#" + "".join(
-        f"{round(pale + (0.15 + 0.85 * share) * (end - pale)):02x}" for pale, end in zip(_PALE, ends, strict=True)
+        f"{round(pale + (0.15 + 0.85 * share) * (end - pale)):02x}"
+        for pale, end in zip(_PALE, ends, strict=True)
     )

@@ -50,7 +50,9 @@ class Subject:
 
     @property
     def attention(self) -> int:
-        """Floats that a token's query or output has over all layers: what mixing with one other token costs."""
+        """Floats that a token's query or output has over all layers: what mixing with one other
+        token costs.
+        """
         return self.config.num_layers * self.config.num_heads * self.config.head_dim
 
 
@@ -61,29 +63,43 @@ def subjects(options: Options, place: Path) -> list[Subject]:
     for name in tuple(_RANDOM)[: options.pick(0, 1, 2)]:
         is_large = name == "random 200M"
         batches = (1, 16) if is_large else (1, 16, 64)
-        one = _open(name, _random(place / name, *_RANDOM[name]), batches, 32 if is_large else tokens // 2)
+        one = _open(
+            name, _random(place / name, *_RANDOM[name]), batches, 32 if is_large else tokens // 2
+        )
         found.append(replace(one, most_rounds=2 if is_large else 3))
     return found
 
 
 def _open(name: str, folder: Path, batches: tuple[int, ...], tokens: int) -> Subject:
-    config, halves = read_model_config(folder, name), json.loads((folder / "config.json").read_text()).get("dtype")
-    return Subject(name, folder, opened(folder), config, halves == "bfloat16", batches=batches, tokens=tokens)
+    config = read_model_config(folder, name)
+    halves = json.loads((folder / "config.json").read_text()).get("dtype")
+    return Subject(
+        name, folder, opened(folder), config, halves == "bfloat16", batches=batches, tokens=tokens
+    )
 
 
 def _random(folder: Path, width: int, layers: int, inner: int) -> Path:
     from transformers import AutoTokenizer
 
-    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers, "head_dim": 64}
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "head_dim": 64,
+    }
     heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 128}
-    random_model(torch.float32, **sizes, **heads, max_position_embeddings=2048, vocab_size=4096).save_pretrained(folder)
+    random_model(
+        torch.float32, **sizes, **heads, max_position_embeddings=2048, vocab_size=4096
+    ).save_pretrained(folder)
     AutoTokenizer.from_pretrained(path("target")).save_pretrained(folder)
     return folder
 
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """How hard to try, and the event loop in which engines work: this thread measures and asks through the portal."""
+    """How hard to try, and the event loop in which engines work: this thread measures and asks
+    through the portal.
+    """
 
     options: Options
     portal: BlockingPortal
@@ -95,12 +111,16 @@ class Lab:
         with self.portal.wrap_async_context_manager(LocalEngine(folder, options=options)) as engine:
             yield engine
 
-    def send(self, engine: LocalEngine, requests: Sequence[SampleRequest] | Sequence[ScoreRequest]) -> int:
+    def send(
+        self, engine: LocalEngine, requests: Sequence[SampleRequest] | Sequence[ScoreRequest]
+    ) -> int:
         """Send all at once and wait; the number of tokens that came of it."""
         return self.portal.call(send_all, engine, requests)
 
 
-async def send_all(engine: LocalEngine, requests: Sequence[SampleRequest] | Sequence[ScoreRequest]) -> int:
+async def send_all(
+    engine: LocalEngine, requests: Sequence[SampleRequest] | Sequence[ScoreRequest]
+) -> int:
     """Send all at once; the number of tokens that came of it."""
 
     async def one(request: SampleRequest | ScoreRequest) -> int:
@@ -113,13 +133,20 @@ async def send_all(engine: LocalEngine, requests: Sequence[SampleRequest] | Sequ
 
 async def texts(engine: LocalEngine, requests: Sequence[SampleRequest]) -> list[TokenIds]:
     """What is written on each, all sent at once."""
-    return [done.ids for done in await collect([partial(engine.sample, request) for request in requests])]
+    return [
+        done.ids
+        for done in await collect([partial(engine.sample, request) for request in requests])
+    ]
 
 
 def asked(engine: LocalEngine, texts: Iterable[str], tokens: int, seed: int) -> list[SampleRequest]:
     """A request for each question, at temperature .7, with random numbers of its own."""
-    law, prompts = Sampling(0.7), (engine.tokenizer.render([Message("user", text)]) for text in texts)
-    return [SampleRequest(ids, tokens, law, Seed(seed, sample=number)) for number, ids in enumerate(prompts)]
+    law = Sampling(0.7)
+    prompts = (engine.tokenizer.render([Message("user", text)]) for text in texts)
+    return [
+        SampleRequest(ids, tokens, law, Seed(seed, sample=number))
+        for number, ids in enumerate(prompts)
+    ]
 
 
 async def written(
@@ -132,18 +159,30 @@ async def written(
 
 
 class Fresh:
-    """Requests whose prompts were never seen, so that no cache helps; both sides write the same number of tokens."""
+    """Requests whose prompts were never seen, so that no cache helps; both sides write the same
+    number of tokens.
+    """
 
     def __init__(
-        self, subject: Subject, batch: int, seed: int = 0, clock: Callable[[Callable[[], object]], float] = cpu_seconds
+        self,
+        subject: Subject,
+        batch: int,
+        seed: int = 0,
+        clock: Callable[[Callable[[], object]], float] = cpu_seconds,
     ) -> None:
-        """`clock`: processor seconds where each side computes in one thread, for others do not lengthen those."""
-        self._subject, self._batch, self._round, self._clock = subject, batch, 1000 * seed, clock
+        """`clock`: processor seconds where each side computes in one thread, for others do not
+        lengthen those.
+        """
+        self._subject = subject
+        self._batch = batch
+        self._round = 1000 * seed
+        self._clock = clock
 
     def requests(self, tokens: int) -> list[SampleRequest]:
         """A new batch."""
         self._round += 1
-        prompts, sampling = self._subject.prompts(self._batch, PROMPT, self._round), Sampling(temperature=0.7)
+        prompts = self._subject.prompts(self._batch, PROMPT, self._round)
+        sampling = Sampling(temperature=0.7)
         return [SampleRequest(p, tokens, sampling, Seed(sample=n)) for n, p in enumerate(prompts)]
 
     def ours(self, lab: Lab, engine: LocalEngine, tokens: int) -> float:
@@ -159,7 +198,9 @@ class Fresh:
 
 @contextmanager
 def unending(subject: Subject) -> Generator[Path]:
-    """The same model without an end token, so that every sequence has the same length on both sides."""
+    """The same model without an end token, so that every sequence has the same length on both
+    sides.
+    """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / subject.folder.name
         folder.mkdir()
@@ -172,9 +213,12 @@ def unending(subject: Subject) -> Generator[Path]:
 
 
 def matrix_seconds(subject: Subject, rows: int, rounds: int = 12) -> float:
-    """The least time torch.mm takes for all matrix products of `rows` tokens, weights in their best layout."""
+    """The least time torch.mm takes for all matrix products of `rows` tokens, weights in their best
+    layout.
+    """
     config = subject.config
-    across, width = config.num_heads * config.head_dim, config.hidden_size
+    across = config.num_heads * config.head_dim
+    width = config.hidden_size
     sizes = [
         (width, across + 2 * config.num_kv_heads * config.head_dim),
         (across, width),

@@ -1,4 +1,6 @@
-"""Says what a study ran on: the processor, what else kept it busy, and the limits nothing on it can pass."""
+"""Says what a study ran on: the processor, what else kept it busy, and the limits nothing on it can
+pass.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ _OPERATIONS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was found, and measured, at the start of a study; rates are the best of several short rounds."""
+    """What was found, and measured, at the start of a study; rates are the best of several short
+    rounds.
+    """
 
     processor: str
     cores: int
@@ -28,17 +32,24 @@ class Machine:
     load: float  # mean number of running processes over the last minute: ours and all others
     copy_gib_per_second: float  # read and write counted once, one core
     matrix_gflops: float  # float32 torch.mm of 512 x 512, one core
-    operation_microseconds: float  # one tiny torch operation: what a step pays per operation whatever its size
+    operation_microseconds: (
+        float  # one tiny torch operation: what a step pays per operation whatever its size
+    )
     loop_microseconds: float  # one pass of an event loop: what a call pays before any work
     software: str
-    pair: str = ""  # marks of the embedded models' weights: numbers made with others are another pair's
+    pair: str = (
+        ""  # marks of the embedded models' weights: numbers made with others are another pair's
+    )
 
     def words(self) -> tuple[str, ...]:
         """The facts as lines."""
         return (
-            f"{self.processor}, {self.cores} cores, {self.memory_gib:.0f} GiB; load {self.load:.1f} at the start",
-            f"limits: copy {self.copy_gib_per_second:.1f} GiB/s and matrices {self.matrix_gflops:.0f} GFLOP/s on one "
-            f"core, {self.operation_microseconds:.1f} us per torch operation, {self.loop_microseconds:.1f} us per pass "
+            f"{self.processor}, {self.cores} cores, {self.memory_gib:.0f} GiB; load "
+            f"{self.load:.1f} at the start",
+            f"limits: copy {self.copy_gib_per_second:.1f} GiB/s and matrices "
+            f"{self.matrix_gflops:.0f} GFLOP/s on one "
+            f"core, {self.operation_microseconds:.1f} us per torch operation, "
+            f"{self.loop_microseconds:.1f} us per pass "
             "of the event loop",
             self.software,
         )
@@ -49,12 +60,18 @@ class Machine:
 
 
 def look(rounds: int = 15) -> Machine:
-    """Measure; under a second on an idle machine. One thread, as everything else here is measured per core."""
+    """Measure; under a second on an idle machine. One thread, as everything else here is measured
+    per core.
+    """
     import torch
 
-    threads, small = torch.get_num_threads(), torch.zeros(8)
-    source, left, right = torch.zeros(_COPIED // 4), torch.randn(_MATRIX, _MATRIX), torch.randn(_MATRIX, _MATRIX)
-    copied, out = torch.empty_like(source), torch.zeros(8)
+    threads = torch.get_num_threads()
+    small = torch.zeros(8)
+    source = torch.zeros(_COPIED // 4)
+    left = torch.randn(_MATRIX, _MATRIX)
+    right = torch.randn(_MATRIX, _MATRIX)
+    copied = torch.empty_like(source)
+    out = torch.zeros(8)
 
     def operations() -> None:
         for _ in range(_OPERATIONS):
@@ -83,7 +100,9 @@ def look(rounds: int = 15) -> Machine:
 
 
 def shared_data() -> Path | None:
-    """The folder of benchmarks and recorded traces, named by ATTS_SHARED_DATA or beside the checkout; None: absent."""
+    """The folder of benchmarks and recorded traces, named by ATTS_SHARED_DATA or beside the
+    checkout; None: absent.
+    """
     named = os.environ.get("ATTS_SHARED_DATA")
     found = Path(named) if named else Path(__file__).resolve().parents[3] / "shared" / "data"
     return found if found.is_dir() else None
@@ -94,7 +113,9 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     base = shared_data()
     if base is None or not (base / name).is_file():
         return []
-    return [json.loads(line) for line in (base / name).read_text(encoding="utf-8").split("\n") if line]
+    return [
+        json.loads(line) for line in (base / name).read_text(encoding="utf-8").split("\n") if line
+    ]
 
 
 def pair_mark() -> str:

@@ -1,4 +1,6 @@
-"""Evaluates a pair on a mathematics benchmark as the paper does: `atts eval --pair` three times, one table."""
+"""Evaluates a pair on a mathematics benchmark as the paper does: `atts eval --pair` three times,
+one table.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,48 @@ from typing import Any, get_args
 
 import anyio
 
-from atts.api import Configuration, Pair, answers_for, build_engines, config_keys, configure, find_pair
+from atts.api import (
+    Configuration,
+    Pair,
+    answers_for,
+    build_engines,
+    config_keys,
+    configure,
+    find_pair,
+)
 from atts.api.pairs import PublishedRow
 from atts.core import Role, Usage
 from atts.engine import Engine
 from atts.errors import ATTSError, OptionError
-from atts.evaluators import Dataset, Estimate, Samples, compare_runs, samples_of, score, share_estimate
+from atts.evaluators import (
+    Dataset,
+    Estimate,
+    Samples,
+    compare_runs,
+    samples_of,
+    score,
+    share_estimate,
+)
 from atts.journal import FinishedProblem
 from atts.run import INTERRUPTED, RunOptions, RunResult, evaluate
 from scripts.studies.harness import Row, Spread, Table, interval, points, say
 
-PUBLISHED: dict[str, Any] = {"samples": 16, "turns": 15, "max_tokens": 15_000, "rate": 0.4, "rollouts": 256}
-"""As the published suites have it: 16 samples, 15 turns, pieces of 500 tokens, temperature 0.8, nothing cut short."""
-_PUBLISHED_PAIRS = ("sampling.temperature=0.8", "sampling.top_p=1", "sampling.top_k=0", "timeout_seconds=3600")
+PUBLISHED: dict[str, Any] = {
+    "samples": 16,
+    "turns": 15,
+    "max_tokens": 15_000,
+    "rate": 0.4,
+    "rollouts": 256,
+}
+"""As the published suites have it: 16 samples, 15 turns, pieces of 500 tokens, temperature 0.8,
+nothing cut short.
+"""
+_PUBLISHED_PAIRS = (
+    "sampling.temperature=0.8",
+    "sampling.top_p=1",
+    "sampling.top_k=0",
+    "timeout_seconds=3600",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +75,11 @@ ARMS: tuple[Arm, ...] = (
     Arm("target", "the target alone", "target-only"),
     Arm("marginal", "one pool of scores over all questions: the paper's Mar", "paper", "marginal"),
     Arm("conditional", "a level per question: the paper's Con", "paper", "question"),
-    Arm("atts", "the rate held over the run, rejected chunks replaced: this project's default", mode="aci"),
+    Arm(
+        "atts",
+        "the rate held over the run, rejected chunks replaced: this project's default",
+        mode="aci",
+    ),
     Arm("turns", "the same with a level per question and turn"),
     Arm("draft", "the draft alone", "draft-only"),
 )
@@ -53,7 +88,9 @@ _DEFAULT_ARMS = ("target", "marginal", "conditional")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is measured: the problems, how tokens are spent on them, which runs, how often, and where that is kept."""
+    """What is measured: the problems, how tokens are spent on them, which runs, how often, and
+    where that is kept.
+    """
 
     dataset: Dataset
     pair: Pair
@@ -87,7 +124,11 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"math: {error}", file=sys.stderr)
         return error.exit_code
     except Interrupted as ended:
-        goes_on = "; the same command goes on from here" if asked.out else "; with --out DIR it could go on"
+        goes_on = (
+            "; the same command goes on from here"
+            if asked.out
+            else "; with --out DIR it could go on"
+        )
         print(f"math: {ended}{goes_on}", file=sys.stderr)
         return INTERRUPTED
     _emit(job, measured, asked.json)
@@ -157,7 +198,9 @@ class Measured:
 
     @cached_property
     def accuracies(self) -> Mapping[str, Estimate]:
-        """Right in "any" sample of a run, in its "vote", and in "one"; all the same with one sample a problem."""
+        """Right in "any" sample of a run, in its "vote", and in "one"; all the same with one sample
+        a problem.
+        """
         found = score(self.graded, ks=(self.size,)).estimates
         names = {"any": f"pass@{self.size}", "vote": f"maj@{self.size}", "one": "pass@1"}
         return {metric: found.get(name, found["pass@1"]) for metric, name in names.items()}
@@ -183,15 +226,24 @@ class Measured:
         return [theirs.seconds / mine.seconds for theirs, mine in pairs]
 
     def minus(self, alone: Measured | None) -> str:
-        """How much more often single samples are right than the target's alone, paired by problem, in points."""
+        """How much more often single samples are right than the target's alone, paired by problem,
+        in points.
+        """
         if alone is None or alone is self:
             return "-"
         mine, theirs = (
-            {held.problem: sum(one is True for one in held.correct) / len(held.correct) for held in side.graded}
+            {
+                held.problem: sum(one is True for one in held.correct) / len(held.correct)
+                for held in side.graded
+            }
             for side in (self, alone)
         )
         pairs = [(right, mine[problem]) for problem, right in theirs.items() if problem in mine]
-        return points(compare_runs(*map(list, zip(*pairs, strict=True))).difference, 1) if pairs else "-"
+        return (
+            points(compare_runs(*map(list, zip(*pairs, strict=True))).difference, 1)
+            if pairs
+            else "-"
+        )
 
     def as_json(self, alone: Measured | None) -> dict[str, Any]:
         """All of it as one strict JSON object."""
@@ -212,7 +264,11 @@ def tables(job: Job, arms: Mapping[str, Measured]) -> list[Table]:
 
 def _paper(job: Job, arms: Mapping[str, Measured]) -> Table:
     target, *others = (arms[name] for name in _DEFAULT_ARMS)
-    words = {"any": f"right in any of {target.size}", "vote": f"vote of {target.size}", "one": "one sample"}
+    words = {
+        "any": f"right in any of {target.size}",
+        "vote": f"vote of {target.size}",
+        "one": "one sample",
+    }
     rows: list[Row] = [
         (word, *(interval(one.accuracies[metric]) for one in (*others, target)), *[""] * 4)
         for metric, word in words.items()
@@ -220,23 +276,41 @@ def _paper(job: Job, arms: Mapping[str, Measured]) -> Table:
     speeds = [Spread.of(one.speed_ups(target)).fixed() for one in others]
     rows[0] = (*rows[0][:4], *speeds, *(interval(one.rate) for one in others))
     repeats = len(target.runs)
-    how = f"median and range of {repeats} repeats" if repeats > 1 else "one measurement; --repeats gives a range"
+    how = (
+        f"median and range of {repeats} repeats"
+        if repeats > 1
+        else "one measurement; --repeats gives a range"
+    )
     notes = [
-        f"{len(job.dataset)} problems (digest {job.dataset.digest[:12]}), {target.size} samples, {repeats} seed"
-        f"{'s' * (repeats > 1)}; 95 % intervals over problems. Answers are graded here, by equivalence.",
-        f"Speed-up: seconds of the target alone over seconds of the arm, {how}. Arms run one after another on the same "
+        f"{len(job.dataset)} problems (digest {job.dataset.digest[:12]}), {target.size} samples, "
+        f"{repeats} seed"
+        f"{'s' * (repeats > 1)}; 95 % intervals over problems. Answers are graded here, by "
+        f"equivalence.",
+        f"Speed-up: seconds of the target alone over seconds of the arm, {how}. Arms run one after "
+        f"another on the same "
         "engines, whose caches stay warm.",
     ]
     if known := job.published:
-        published = (f"{known.accuracy:.3f}", "", "", f"{known.marginal:.2f}", f"{known.conditional:.2f}", "", "")
+        published = (
+            f"{known.accuracy:.3f}",
+            "",
+            "",
+            f"{known.marginal:.2f}",
+            f"{known.conditional:.2f}",
+            "",
+            "",
+        )
         rows.append(("published, any of 16", *published))
         notes.append(
-            "The published row is the authors' own: answers judged by a model, their hardware, the first 15 problems "
-            f"of AIME, another 50 for AMC. {job.pair.name} was not run by this project, which had no GPUs for it."
+            "The published row is the authors' own: answers judged by a model, their hardware, the "
+            "first 15 problems "
+            f"of AIME, another 50 for AMC. {job.pair.name} was not run by this project, which had "
+            f"no GPUs for it."
         )
     return Table.of(
         f"{job.dataset.name}: {job.pair.draft} drafts, {job.pair.target} is the target",
-        "| accuracy, marginal | accuracy, conditional | target accuracy | speed-up, marginal | speed-up, conditional | "
+        "| accuracy, marginal | accuracy, conditional | target accuracy | speed-up, marginal | "
+        "speed-up, conditional | "
         f"rate, marginal (nominal {job.rate:g}) | rate, conditional",
         rows,
         *notes,
@@ -244,7 +318,8 @@ def _paper(job: Job, arms: Mapping[str, Measured]) -> Table:
 
 
 def _runs(job: Job, arms: Mapping[str, Measured]) -> Table:
-    alone, rows = arms.get("target"), list[Row]()
+    alone = arms.get("target")
+    rows = list[Row]()
     whole = alone.usage.target_tokens if alone else 0
     for name, one in arms.items():
         tokens = (one.usage.draft_tokens, one.usage.scored_tokens, one.usage.target_tokens)
@@ -255,22 +330,40 @@ def _runs(job: Job, arms: Mapping[str, Measured]) -> Table:
     failed = sum(one.failed for one in arms.values())
     return Table.of(
         f"{job.dataset.name}: every run",
-        f"run | any | vote | one sample | minus target, points | rate (nominal {job.rate:g}) | draft tokens | scored | "
+        f"run | any | vote | one sample | minus target, points | rate (nominal {job.rate:g}) | "
+        f"draft tokens | scored | "
         "target tokens | of target alone | seconds",
         rows,
         "The difference is of single samples, paired by problem.",
-        *([f"{failed} problems failed and are in no rate; the journals say why."] if failed else []),
+        *(
+            [f"{failed} problems failed and are in no rate; the journals say why."]
+            if failed
+            else []
+        ),
     )
 
 
 def _job(asked: argparse.Namespace) -> Job:
     pair = find_pair(asked.pair)
     names = config_keys().keys() - {"out", "repeats"}  # these are of all runs together
-    told = {name: value for name, value in vars(asked).items() if name in names and value is not None}
+    told = {
+        name: value for name, value in vars(asked).items() if name in names and value is not None
+    }
     usual, words = (PUBLISHED, _PUBLISHED_PAIRS) if pair.name != "embedded" else ({}, ())
-    chunk = [f"chunking.{role}_tokens={asked.chunk}" for role in ("draft", "target")] if asked.chunk else []
+    chunk = (
+        [f"chunking.{role}_tokens={asked.chunk}" for role in ("draft", "target")]
+        if asked.chunk
+        else []
+    )
     configuration = configure({**usual, **told}, ["early_stop=none", *words, *chunk, *asked.set])
-    return Job(configuration.job.load(), pair, configuration, _arms(asked.arms), repeats=asked.repeats, out=asked.out)
+    return Job(
+        configuration.job.load(),
+        pair,
+        configuration,
+        _arms(asked.arms),
+        repeats=asked.repeats,
+        out=asked.out,
+    )
 
 
 def _arms(names: str) -> tuple[Arm, ...]:
@@ -282,9 +375,15 @@ def _arms(names: str) -> tuple[Arm, ...]:
 
 
 def _emit(job: Job, measured: Mapping[str, Measured], is_json: bool) -> None:
-    dataset, alone = job.dataset, measured.get("target")
+    dataset = job.dataset
+    alone = measured.get("target")
     record = {
-        "dataset": {"name": dataset.name, "source": dataset.source, "digest": dataset.digest, "problems": len(dataset)},
+        "dataset": {
+            "name": dataset.name,
+            "source": dataset.source,
+            "digest": dataset.digest,
+            "problems": len(dataset),
+        },
         "pair": job.pair.name,
         "engines": {role: job.configuration[role] for role in get_args(Role)},
         "nominal_rate": job.rate,
@@ -301,10 +400,18 @@ def _emit(job: Job, measured: Mapping[str, Measured], is_json: bool) -> None:
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="math", description=__doc__)
     add = parser.add_argument
-    add("dataset", nargs="?", default="math100", help="math500, math100, aime24, aime25, amc23, a file; with a slice")
+    add(
+        "dataset",
+        nargs="?",
+        default="math100",
+        help="math500, math100, aime24, aime25, amc23, a file; with a slice",
+    )
     add("--pair", default="r1-1.5b/r1-70b", help="`atts pairs` lists them")
     add("--at", help="vllm (servers on this machine: target :8000, draft :8001), sglang, or local")
-    add("--draft", help="the draft's engine in words, such as vllm:http://host:8001/MODEL; overrules --at")
+    add(
+        "--draft",
+        help="the draft's engine in words, such as vllm:http://host:8001/MODEL; overrules --at",
+    )
     add("--target", help="the same for the target")
     add("--file", help="read the benchmark from this file, not from the hub")
     whole = partial(add, type=_positive)
@@ -314,9 +421,23 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     whole("--chunk", help="tokens a piece: 500")
     whole("--max-tokens", help="tokens a rollout: 15,000")
     add("--rate", type=float, help="share of chunks the target takes over: 0.4")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="any other key of `atts config show`")
-    add("--arms", default=",".join(_DEFAULT_ARMS), help=f"which runs, of {','.join(arm.name for arm in ARMS)}")
-    whole("--repeats", default=1, help="how often, each time with the next seed; times then have a spread")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other key of `atts config show`",
+    )
+    add(
+        "--arms",
+        default=",".join(_DEFAULT_ARMS),
+        help=f"which runs, of {','.join(arm.name for arm in ARMS)}",
+    )
+    whole(
+        "--repeats",
+        default=1,
+        help="how often, each time with the next seed; times then have a spread",
+    )
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="keep the runs here; the same command goes on where it was")
     add("--json", action="store_true", help="one JSON object instead of tables")

@@ -1,4 +1,6 @@
-"""The embedded pair measured: accuracy by level, voting, recovery, scores as evidence, early exits, cost."""
+"""The embedded pair measured: accuracy by level, voting, recovery, scores as evidence, early exits,
+cost.
+"""
 
 from __future__ import annotations
 
@@ -43,20 +45,29 @@ class Sampled:
     def marks(self, level: int | None = None) -> list[list[bool]]:
         """Which are right, of one level or of all."""
         pairs = zip(self.tests, self.answers, strict=True)
-        return [[given == one.answer for given in answers] for one, answers in pairs if level in (None, one.level)]
+        return [
+            [given == one.answer for given in answers]
+            for one, answers in pairs
+            if level in (None, one.level)
+        ]
 
 
 def study(options: Options) -> list[Table]:
     """Every table of docs/models.md but the training record."""
     torch.set_num_threads(1)
-    count, samples = options.pick(50, 200, 1000), options.pick(2, 2, 8)
-    encoder, target = Encoder.open(path("target")), load(path("target"))
-    tests, sampled = exercises("test", count, seed=options.seed), dict[Embedded, Sampled]()
+    count = options.pick(50, 200, 1000)
+    samples = options.pick(2, 2, 8)
+    encoder = Encoder.open(path("target"))
+    target = load(path("target"))
+    tests = exercises("test", count, seed=options.seed)
+    sampled = dict[Embedded, Sampled]()
     for name in EMBEDDED:
         say(f"{name}: {count} problems, {samples} samples each")
         prompts = [prompt(one.text) for one in tests for _ in range(samples)]
         texts = generate(path(name), prompts, temperature=TEMPERATURE, seed=options.seed)
-        sampled[name] = Sampled(tests, [texts[start : start + samples] for start in range(0, len(texts), samples)])
+        sampled[name] = Sampled(
+            tests, [texts[start : start + samples] for start in range(0, len(texts), samples)]
+        )
     return [
         _accuracy(sampled),
         _voting(sampled, samples),
@@ -70,7 +81,10 @@ def study(options: Options) -> list[Table]:
 def _accuracy(sampled: Mapping[Embedded, Sampled]) -> Table:
     rows: list[Row] = []
     for name, found in sampled.items():
-        rows += [(name, level or "all", *_cells(rate(found.marks(level)))) for level in (None, 1, 2, 3, 4, 5)]
+        rows += [
+            (name, level or "all", *_cells(rate(found.marks(level))))
+            for level in (None, 1, 2, 3, 4, 5)
+        ]
     note = f"Temperature {TEMPERATURE}, graded by exact match of the last boxed integer; 95 % intervals by problem."
     return Table.of("pass@1 by level", "model | level | pass@1 | low | high | problems", rows, note)
 
@@ -78,7 +92,10 @@ def _accuracy(sampled: Mapping[Embedded, Sampled]) -> Table:
 def _voting(sampled: Mapping[Embedded, Sampled], samples: int) -> Table:
     rows: list[Row] = []
     for name, found in sampled.items():
-        held = [Samples("", tuple(m), tuple(a)) for m, a in zip(found.marks(), found.answers, strict=True)]
+        held = [
+            Samples("", tuple(m), tuple(a))
+            for m, a in zip(found.marks(), found.answers, strict=True)
+        ]
         rates = score(held, ks=(samples,)).estimates
         given = zip(found.tests, found.answers, strict=True)
         wrong = [Counter(each for each in answers if each != one.answer) for one, answers in given]
@@ -104,7 +121,10 @@ def _recovery(tests: Sequence[Exercise], seed: int) -> Table:
         for kind, begun in starts.items():
             found = recovery(path(name), begun, temperature=TEMPERATURE, seed=seed)
             rows.append((name, kind, *_cells(found)))
-    calm = [prompt(one.text) + "".join(one.chunks[: 1 + index % len(one.steps)]) for index, one in enumerate(tests)]
+    calm = [
+        prompt(one.text) + "".join(one.chunks[: 1 + index % len(one.steps)])
+        for index, one in enumerate(tests)
+    ]
     texts = generate(path("target"), calm, temperature=TEMPERATURE, seed=seed)
     alarms = rate([[text.startswith(ALARM.strip())] for text in texts])
     rows.append(("target", "false alarm after a right step", *_cells(alarms)))
@@ -112,21 +132,28 @@ def _recovery(tests: Sequence[Exercise], seed: int) -> Table:
         "Recovery",
         "continued by | wrong chunk | rate | low | high | problems",
         rows,
-        "Share of solutions that end right after a wrong chunk; last row: share of right chunks called wrong.",
+        "Share of solutions that end right after a wrong chunk; last row: share of right chunks "
+        "called wrong.",
     )
 
 
 @torch.inference_mode()
 def _evidence(target: Llama, encoder: Encoder, drafts: Sampled, limit: int) -> Table:
-    """How well the target's mean log-probability tells the draft's first wrong chunks from the right ones before."""
-    right, wrong = list[float](), list[float]()
+    """How well the target's mean log-probability tells the draft's first wrong chunks from the
+    right ones before.
+    """
+    right = list[float]()
+    wrong = list[float]()
     for one, texts in zip(drafts.tests, drafts.texts, strict=True):
         if len(right) + len(wrong) < limit:
-            place, chunks = first_wrong(one, texts[0]), chunked(texts[0])
+            place = first_wrong(one, texts[0])
+            chunks = chunked(texts[0])
             scores = _scores(target, encoder, one, chunks if place is None else chunks[: place + 1])
             wrong += scores[len(scores) if place is None else place :]
             right += scores[:place]
-    better = sum((a > b) + 0.5 * (a == b) for a in right for b in wrong) / max(1, len(right) * len(wrong))
+    better = sum((a > b) + 0.5 * (a == b) for a in right for b in wrong) / max(
+        1, len(right) * len(wrong)
+    )
     return Table.of(
         "Chunk scores as evidence",
         "right chunks | wrong chunks | area",
@@ -139,7 +166,11 @@ def _scores(target: Llama, encoder: Encoder, one: Exercise, chunks: Sequence[str
     pieces = encoder.ids([prompt(one.text), *chunks])
     ids = torch.tensor([[token for piece in pieces for token in piece]])
     states = target.states(ids[:, :-1], target.where(ids.shape[1] - 1, torch.float32))
-    logprobs = target.logits(states[-1], torch.float32).log_softmax(-1)[0].gather(1, ids[0, 1:, None])[:, 0]
+    logprobs = (
+        target.logits(states[-1], torch.float32)
+        .log_softmax(-1)[0]
+        .gather(1, ids[0, 1:, None])[:, 0]
+    )
     _, *told = torch.split(logprobs, [len(pieces[0]) - 1, *map(len, pieces[1:])])
     return [float(each.mean()) for each in told]
 
@@ -147,23 +178,41 @@ def _scores(target: Llama, encoder: Encoder, one: Exercise, chunks: Sequence[str
 @torch.inference_mode()
 def _exits(target: Llama, encoder: Encoder, tests: Sequence[Exercise]) -> Table:
     """How often each layer, read by the output matrix, already names the last layer's best token."""
-    agree, tokens = [0] * target.config.num_layers, 0
+    agree = [0] * target.config.num_layers
+    tokens = 0
     for one in tests:
         asked, told = encoder.ids([prompt(one.text), one.solution])
         ids = torch.tensor([asked + told])
         states = target.states(ids, target.where(ids.shape[1], torch.float32))
-        best = [target.logits(state, torch.float32)[0, len(asked) - 1 :].argmax(-1) for state in states]
-        agree = [count + int((layer == best[-1]).sum()) for count, layer in zip(agree, best, strict=True)]
+        best = [
+            target.logits(state, torch.float32)[0, len(asked) - 1 :].argmax(-1) for state in states
+        ]
+        agree = [
+            count + int((layer == best[-1]).sum()) for count, layer in zip(agree, best, strict=True)
+        ]
         tokens += best[-1].numel()
     rows = [(layer + 1, count / tokens) for layer, count in enumerate(agree)]
-    return Table.of("Early exits of the target", "layers used | same best token as all layers", rows)
+    return Table.of(
+        "Early exits of the target", "layers used | same best token as all layers", rows
+    )
 
 
 def _cost() -> Table:
-    known, contexts = {name: info(name) for name in EMBEDDED}, (0, 128, 256)
-    flops = {name: [found.flops_per_token(context) / 1e6 for context in contexts] for name, found in known.items()}
+    known = {name: info(name) for name in EMBEDDED}
+    contexts = (0, 128, 256)
+    flops = {
+        name: [found.flops_per_token(context) / 1e6 for context in contexts]
+        for name, found in known.items()
+    }
     rows: list[Row] = [
-        (name, one.layers, one.hidden_size, one.weights_per_token, *(round(each, 3) for each in flops[name]), one.bytes)
+        (
+            name,
+            one.layers,
+            one.hidden_size,
+            one.weights_per_token,
+            *(round(each, 3) for each in flops[name]),
+            one.bytes,
+        )
         for name, one in known.items()
     ]
     ratios = (target / draft for target, draft in zip(flops["target"], flops["draft"], strict=True))

@@ -1,4 +1,6 @@
-"""Draft and target at the same time: every scheme live on this machine, and what they come to in virtual time."""
+"""Draft and target at the same time: every scheme live on this machine, and what they come to in
+virtual time.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,18 @@ from atts.local.model_config import read_model_config
 from atts.local.native_model import AheadBatch, NativeModel
 from atts.models import path
 from atts.speculation.proposals import OverlapStats
-from scripts.studies.harness import Cell, Options, Row, Spent, Table, cpu_seconds, interleaved, ratio, say, wall_seconds
+from scripts.studies.harness import (
+    Cell,
+    Options,
+    Row,
+    Spent,
+    Table,
+    cpu_seconds,
+    interleaved,
+    ratio,
+    say,
+    wall_seconds,
+)
 from scripts.studies.local_subjects import Lab, asked, send_all
 from scripts.studies.overlap_timelines import drawn, schemes
 from scripts.studies.overlap_virtual import closed_forms, published, record, recorded
@@ -37,7 +50,10 @@ _DEEP = {"drafter": str(path("deep")), "speculate": "draft", "k": 8}
 _MIRROR = {**_PAIR, "speculate": "mirror", "k": 16}
 _ARMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
-    "plain, two threads": {"threads": 2, "worker": "process"},  # other threads of this process would wake its helpers
+    "plain, two threads": {
+        "threads": 2,
+        "worker": "process",
+    },  # other threads of this process would wake its helpers
     "serial, k=4": {**_PAIR, "speculate": "draft", "k": 4},
     "serial, k=8": {**_PAIR, "speculate": "draft", "k": 8},
     "serial, k=auto": {**_PAIR, "speculate": "draft"},
@@ -51,8 +67,10 @@ _ARMS: Mapping[str, Mapping[str, Any]] = {
     "deep, k=8": _DEEP,
     "easy: deep in groups of 4": {**_DEEP, "fuzzy": 4},
 }
-_GROUPS, _CONTEXTS = (1, 2, 3, 4, 6), (60, 150, 250)  # attentions together; tokens before what is drafted
-_TOKENS, _DRAWS = 8, 10  # drafted at a time, and how often in a round
+_GROUPS = (1, 2, 3, 4, 6)
+_CONTEXTS = (60, 150, 250)  # attentions together; tokens before what is drafted
+_TOKENS = 8
+_DRAWS = 10  # drafted at a time, and how often in a round
 
 
 def study(options: Options) -> list[Table]:
@@ -71,7 +89,9 @@ def part(name: str, options: Options) -> list[Table]:
 
 
 class Oracle(ExitModel):
-    """An exit that knows what will be written, where the same texts are asked for again and again in this order."""
+    """An exit that knows what will be written, where the same texts are asked for again and again
+    in this order.
+    """
 
     texts: ClassVar[list[TokenIds]] = []
 
@@ -97,8 +117,11 @@ def _exit(arm: str) -> Generator[None]:
 
 
 def live(options: Options) -> list[Table]:
-    """One sequence at a time, as long as there is one problem after the other; the same texts in all arms."""
-    spent, tables = Spent(), list[Table]()
+    """One sequence at a time, as long as there is one problem after the other; the same texts in
+    all arms.
+    """
+    spent = Spent()
+    tables = list[Table]()
     for pad in options.pick(("",), ("", "20M", "200M"), ("", "20M", "200M")):
         say(f"overlap: the embedded target{pad and f' padded to {pad}'}")
         tables.append(_table(options, pad, spent))
@@ -108,31 +131,52 @@ def live(options: Options) -> list[Table]:
 def _table(options: Options, pad: str, spent: Spent) -> Table:
     count, rounds = (2, 3) if pad == "200M" else (options.pick(2, 4, 8), options.pick(2, 5, 9))
     with start_blocking_portal() as portal, ExitStack() as stack:
-        lab, bare = Lab(options, portal), stack.enter_context(TemporaryDirectory())
+        lab = Lab(options, portal)
+        bare = stack.enter_context(TemporaryDirectory())
         engines = dict[str, LocalEngine]()
         for name, changes in _ARMS.items():
             with _exit(name):
-                engines[name] = stack.enter_context(lab.engine(_folder(name, Path(bare)), **{"pad": pad, **changes}))
-        requests = asked(engines["plain"], [one.text for one in arithmetic("test", count)], 160, options.seed)
+                engines[name] = stack.enter_context(
+                    lab.engine(_folder(name, Path(bare)), **{"pad": pad, **changes})
+                )
+        requests = asked(
+            engines["plain"], [one.text for one in arithmetic("test", count)], 160, options.seed
+        )
         texts = dict[str, list[TokenIds]]()
         for name, engine in engines.items():
             texts[name] = [portal.call(engine.sample, one).ids for one in requests]
-            Oracle.texts = [one.ids + text for one, text in zip(requests, texts["plain"], strict=True)]
+            Oracle.texts = [
+                one.ids + text for one, text in zip(requests, texts["plain"], strict=True)
+            ]
         before = {name: engine.loop_stats() for name, engine in engines.items()}
-        seen = interleaved({name: partial(_seconds, lab, each, requests) for name, each in engines.items()}, rounds)
+        seen = interleaved(
+            {name: partial(_seconds, lab, each, requests) for name, each in engines.items()}, rounds
+        )
         rows = list[Row]()
         for name, engine in engines.items():
-            now, then = engine.loop_stats(), before[name]
+            now = engine.loop_stats()
+            then = before[name]
             faster = texts[name] == texts["plain"], str(ratio(seen, "plain", name))
             tokens = (now.sampled_tokens - then.sampled_tokens) / (now.steps - then.steps)
-            rows.append((name, *faster, tokens, *_shares(now.speculation.overlap if now.speculation else None)))
+            rows.append(
+                (
+                    name,
+                    *faster,
+                    tokens,
+                    *_shares(now.speculation.overlap if now.speculation else None),
+                )
+            )
     title = f"One sequence at a time, over plain decoding, embedded target{pad and f' at the cost of {pad} weights'}"
     header = "arm | same texts | speed-up | tokens a step | hit rate | late | wasted a step | draft passes a token"
-    return Table.of(title, header, rows, f"{count} texts, {rounds} rounds in turn.", spent.disturbance())
+    return Table.of(
+        title, header, rows, f"{count} texts, {rounds} rounds in turn.", spent.disturbance()
+    )
 
 
 def _shares(found: OverlapStats | None) -> tuple[Cell, ...]:
-    """Hit rate, steps that a guess came too late for, wasted tokens, passes: where something was guessed."""
+    """Hit rate, steps that a guess came too late for, wasted tokens, passes: where something was
+    guessed.
+    """
     guessed = found.hits + found.misses if found else 0
     passes = found.passes / found.drafted if found and found.drafted else None
     if not found or not guessed:
@@ -156,18 +200,22 @@ def _seconds(lab: Lab, engine: LocalEngine, requests: list[SampleRequest]) -> fl
 
 
 def groups(options: Options) -> Table:
-    """EasySpec on this machine: the time of drafting in groups of attentions, and how much of it stands."""
+    """EasySpec on this machine: the time of drafting in groups of attentions, and how much of it
+    stands.
+    """
     say("overlap: groups of attentions of the deep drafter")
-    spent, times = Spent(), {context: _times(context, options.pick(5, 51, 201)) for context in _CONTEXTS}
+    spent = Spent()
+    times = {context: _times(context, options.pick(5, 51, 201)) for context in _CONTEXTS}
     rows = list[Row]()
     with start_blocking_portal() as portal:
         for size in _GROUPS:
-            stood = [_stood(Lab(options, portal), size, way) for way in get_args(Calibration)[: 2 if size > 1 else 1]]
+            stood = [
+                _stood(Lab(options, portal), size, way)
+                for way in get_args(Calibration)[: 2 if size > 1 else 1]
+            ]
             gains = [str(ratio(times[context], "1", str(size))) for context in _CONTEXTS]
             rows.append((size, stood[0], stood[1] if size > 1 else None, *gains))
-    header = (
-        "attentions a group | later places stand, calibrated | not calibrated | drafting after 60 tokens | 150 | 250"
-    )
+    header = "attentions a group | later places stand, calibrated | not calibrated | drafting after 60 tokens | 150 | 250"
     note = f"Proposals of 4 tokens, T = 0.7; time of drafting {_TOKENS} tokens in exact steps over that in groups."
     return Table.of("Drafting in groups of attentions", header, rows, note, spent.disturbance())
 
@@ -176,19 +224,28 @@ def _times(context: int, rounds: int) -> dict[str, list[float]]:
     """Seconds by the size of the groups, all in turn."""
     config = read_model_config(path("deep"), "deep")
     weights = load_weights(path("deep"), config, torch.float32, torch.device("cpu"), "deep")
-    library, size = native_library("deep", config)[0], (8, 2, 1024, config.num_kv_heads, config.head_dim)
+    library = native_library("deep", config)[0]
+    size = (8, 2, 1024, config.num_kv_heads, config.head_dim)
     models = {
-        str(group): NativeModel(library, config, weights, torch.full(size, 0.1), 1, group=group) for group in _GROUPS
+        str(group): NativeModel(library, config, weights, torch.full(size, 0.1), 1, group=group)
+        for group in _GROUPS
     }
-    return interleaved({name: partial(_draft, model, context) for name, model in models.items()}, rounds)
+    return interleaved(
+        {name: partial(_draft, model, context) for name, model in models.items()}, rounds
+    )
 
 
 def _draft(model: NativeModel, context: int) -> float:
     """Processor seconds of some calls that draft."""
-    table, row, total = np.arange(1, 1023, dtype=np.int32)[None], np.zeros(1, dtype=np.int64), 0.0
+    table = np.arange(1, 1023, dtype=np.int32)[None]
+    row = np.zeros(1, dtype=np.int64)
+    total = 0.0
     for _ in range(_DRAWS):
-        first, following = (single_rows(row + 5, row + at, row, table) for at in (context, context + 1))
-        counts, uniforms = np.ones(_TOKENS, dtype=np.int64), np.full((_TOKENS, 1), 0.5)
+        first, following = (
+            single_rows(row + 5, row + at, row, table) for at in (context, context + 1)
+        )
+        counts = np.ones(_TOKENS, dtype=np.int64)
+        uniforms = np.full((_TOKENS, 1), 0.5)
         batch = AheadBatch(first, following, counts, torch.ones(1, dtype=torch.float64), uniforms)
         total += cpu_seconds(partial(model.draw_ahead, batch, table))
     return total
@@ -196,7 +253,8 @@ def _draft(model: NativeModel, context: int) -> float:
 
 def _stood(lab: Lab, size: int, calibration: Calibration) -> float:
     """How often a place after the first stands where all before it do."""
-    kept, FuzzyDrafter.calibration = FuzzyDrafter.calibration, calibration
+    kept = FuzzyDrafter.calibration
+    FuzzyDrafter.calibration = calibration
     try:
         with lab.engine(path("target"), **{**_DEEP, "k": 4, "fuzzy": size}) as engine:
             texts = [one.text for one in arithmetic("test", lab.options.pick(2, 5, 20), seed=5)]

@@ -22,14 +22,27 @@ from scripts.studies import closed_forms as theory
 from scripts.studies.harness import Options, Row, Table, interval, say
 from scripts.studies.local_subjects import written
 from scripts.studies.train_heads import Reader, Text
-from scripts.studies.virtual_devices import AcceptanceTrace, Costs, Timeline, ahead, fuzzy_devices, mirror, serial
+from scripts.studies.virtual_devices import (
+    AcceptanceTrace,
+    Costs,
+    Timeline,
+    ahead,
+    fuzzy_devices,
+    mirror,
+    serial,
+)
 
 Speedup = Callable[[float], float]
 Run = Callable[[AcceptanceTrace], Timeline]
-_FAN, _TOP, _WINDOW = 3, 8, 7
-_MIRROR_RATIO, _MESSAGE = 14.0, 0.01
+_FAN = 3
+_TOP = 8
+_WINDOW = 7
+_MIRROR_RATIO = 14.0
+_MESSAGE = 0.01
 _MIRRORED = {"14B, mean": 3.80, "14B, best": 5.32, "32B, best": 5.84}
-_TARGET_MS, _TARGET_MS_A_TOKEN, _DRAFT_MS = 18.35, 0.064, 6.94
+_TARGET_MS = 18.35
+_TARGET_MS_A_TOKEN = 0.064
+_DRAFT_MS = 6.94
 """Published fits of a step: Llama-3-70B on four H100 (first two), Llama-3-8B on one."""
 
 
@@ -37,22 +50,34 @@ def closed_forms(options: Options) -> Table:
     """Devices beside formulas on independent acceptances."""
     rows = list[Row]()
     for accepted, ratio in ((0.6, 3), (0.8, 5), (0.9, 10), (0.95, 10)):
-        trace = AcceptanceTrace.drawn((accepted, (1 - accepted) / 2), options.pick(6000, 20_000, 200_000), options.seed)
-        costs, ranked = Costs(partial(_even, ratio)), (1 - accepted) / 2
+        trace = AcceptanceTrace.drawn(
+            (accepted, (1 - accepted) / 2), options.pick(6000, 20_000, 200_000), options.seed
+        )
+        costs = Costs(partial(_even, ratio))
+        ranked = (1 - accepted) / 2
         best, proposed = theory.best_serial(accepted, ratio)
         found = (
             (f"serial, k={proposed}", serial(trace, costs, proposed), best),
             ("PEARL", ahead(trace, costs, ratio - 1), theory.pearl_speedup(accepted, ratio, ratio)),
-            ("fan-out of 1", ahead(trace, costs, ratio - 1, 1), theory.overlapped_tokens(accepted, ranked, ratio - 1)),
+            (
+                "fan-out of 1",
+                ahead(trace, costs, ratio - 1, 1),
+                theory.overlapped_tokens(accepted, ranked, ratio - 1),
+            ),
         )
-        rows += [(accepted, ratio, name, line.rate, formula, line.rate / formula - 1) for name, line, formula in found]
+        rows += [
+            (accepted, ratio, name, line.rate, formula, line.rate / formula - 1)
+            for name, line, formula in found
+        ]
     header = "acceptance | draft steps a target step | scheme | devices | closed form | difference"
     return Table.of("Speed-up over plain decoding, independent acceptances", header, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A published figure, the costs that were published or follow from its settings, and what they come to here."""
+    """A published figure, the costs that were published or follow from its settings, and what they
+    come to here.
+    """
 
     system: str
     published: float
@@ -82,7 +107,9 @@ def _mirror(hit: float) -> tuple[Speedup, Run, float]:
 
 
 def _easy(ratio: float) -> tuple[Speedup, Run, float]:
-    """Seven tokens from 32 layers in groups of 4, whose attentions are the share of a layer that gives 1.62x."""
+    """Seven tokens from 32 layers in groups of 4, whose attentions are the share of a layer that
+    gives 1.62x.
+    """
     attention, mlp = (share / ratio / 32 for share in (1.256 / 2.256, 1 / 2.256))
     exact, grouped = (theory.grouped_drafting(32, group, attention, mlp) for group in (1, 4))
 
@@ -90,7 +117,11 @@ def _easy(ratio: float) -> tuple[Speedup, Run, float]:
         return theory.expected_tokens(accepted, 7) / (1 + exact + 6 * grouped)
 
     costs = Costs(partial(_even, ratio))
-    return speedup, lambda trace: serial(trace, costs, 7, fuzzy_devices(32, 4, attention, mlp)), ratio
+    return (
+        speedup,
+        lambda trace: serial(trace, costs, 7, fuzzy_devices(32, 4, attention, mlp)),
+        ratio,
+    )
 
 
 def headlines() -> list[Headline]:
@@ -98,19 +129,27 @@ def headlines() -> list[Headline]:
     ratio = _TARGET_MS / _DRAFT_MS
     fitted = f"published fits: {_TARGET_MS} + {_TARGET_MS_A_TOKEN} n ms beside {_DRAFT_MS} ms"
     five = "its window of 5 tokens, where by its theorem a target step takes 5 draft steps"
-    exits = "window 7, exit at half depth, drafting takes the other half, messages .01, exit right .95"
+    exits = (
+        "window 7, exit at half depth, drafting takes the other half, messages .01, exit right .95"
+    )
     groups = "10 draft steps a target step, 7 tokens, groups of 4 of 32 layers, 1.62x in drafting"
     return [
         Headline("PEARL, 7B and 70B", 4.43, five, *_pearl(Costs(partial(_even, 5.0)), 5, 5.0)),
         Headline("PEARL, Llama-3.1 8B and 70B", 3.87, fitted, *_pearl(_fitted(), 3, ratio)),
-        *[Headline(f"Mirror, {who}", figure, exits, *_mirror(0.95)) for who, figure in _MIRRORED.items()],
+        *[
+            Headline(f"Mirror, {who}", figure, exits, *_mirror(0.95))
+            for who, figure in _MIRRORED.items()
+        ],
         Headline("EasySpec, 72B, best", 4.17, groups, *_easy(10.0)),
     ]
 
 
 def needed(speedup: Speedup, goal: float) -> float | None:
-    """The acceptance at which a rising speed-up reaches a goal; None: not even where every token stands."""
-    low, high = 0.0, 1.0
+    """The acceptance at which a rising speed-up reaches a goal; None: not even where every token
+    stands.
+    """
+    low = 0.0
+    high = 1.0
     if speedup(high) < goal:
         return None
     for _ in range(60):
@@ -123,40 +162,72 @@ def published(options: Options) -> Table:
     """What each figure needs, and what devices come to there."""
     rows = list[Row]()
     for each in headlines():
-        needs, ceiling = needed(each.speedup, each.published), each.speedup(1.0)
+        needs = needed(each.speedup, each.published)
+        ceiling = each.speedup(1.0)
         if needs is None:
             rows.append(
-                (each.system, each.published, each.costs, ceiling, "-", "-", "-", "out of reach at these costs")
+                (
+                    each.system,
+                    each.published,
+                    each.costs,
+                    ceiling,
+                    "-",
+                    "-",
+                    "-",
+                    "out of reach at these costs",
+                )
             )
             continue
         law = needs, (1 - needs) / 2
-        trace = AcceptanceTrace.drawn(law, options.pick(4000, 20_000, 100_000), options.seed, (0.6, *[0.05] * 7))
-        rate, alone = each.run(trace).rate, theory.best_serial(needs, each.ratio)[0]
+        trace = AcceptanceTrace.drawn(
+            law, options.pick(4000, 20_000, 100_000), options.seed, (0.6, *[0.05] * 7)
+        )
+        rate = each.run(trace).rate
+        alone = theory.best_serial(needs, each.ratio)[0]
         verdict = f"follows from acceptance {needs:.2f}"
-        rows.append((each.system, each.published, each.costs, ceiling, needs, rate, each.published / alone, verdict))
-    header = (
-        "system | published | costs | at acceptance 1 | needs acceptance | devices there | over best serial | verdict"
-    )
+        rows.append(
+            (
+                each.system,
+                each.published,
+                each.costs,
+                ceiling,
+                needs,
+                rate,
+                each.published / alone,
+                verdict,
+            )
+        )
+    header = "system | published | costs | at acceptance 1 | needs acceptance | devices there | over best serial | verdict"
     note = (
-        "Needs: the acceptance at which the closed form reaches the published figure, all tokens alike. Acceptances of "
-        "these settings were not published: a figure that follows is consistent with its costs, not confirmed."
+        "Needs: the acceptance at which the closed form reaches the published figure, all tokens "
+        "alike. Acceptances of "
+        "these settings were not published: a figure that follows is consistent with its costs, "
+        "not confirmed."
     )
-    return Table.of("Published speed-ups over plain decoding, and what they need", header, rows, note)
+    return Table.of(
+        "Published speed-ups over plain decoding, and what they need", header, rows, note
+    )
 
 
 class Recorder:
-    """One embedded model, its laws along given texts; cut after some layers it is its own early exit, untrained."""
+    """One embedded model, its laws along given texts; cut after some layers it is its own early
+    exit, untrained.
+    """
 
     def __init__(self, name: str, layers: int | None = None, *, trained: bool = False) -> None:
-        """`trained`: the laws are those that the shipped adapter reads at the exit it was trained for."""
+        """`trained`: the laws are those that the shipped adapter reads at the exit it was trained
+        for.
+        """
         folder = path(name)  # type: ignore[arg-type]
         self._reader = Reader(folder, layers)
-        config, weights = self._reader.config, self._reader.weights
+        config = self._reader.config
+        weights = self._reader.weights
         self._adapter = ExitAdapter.read(folder, config, weights, name) if trained else None
 
     def laws(self, ids: TokenIds, first: int, sampling: Sampling) -> Tensor:
         """[places, vocabulary]: what follows ids[:first], ids[:first + 1], ... but the last."""
-        heard, text = list[Tensor](), Text(ids, first)
+        heard = list[Tensor]()
+        text = Text(ids, first)
         if self._adapter is None:
             hidden = self._reader.read(text)
         else:
@@ -174,10 +245,13 @@ class Recorded:
     sampling: Sampling
 
     def own_ranks(self, model: Recorder) -> list[list[int]]:
-        """Where the target's token stands: 0 if the model draws it with the same number, else its place by law."""
+        """Where the target's token stands: 0 if the model draws it with the same number, else its
+        place by law.
+        """
         ranks = list[list[int]]()
         for ids, first, seed in self.texts:
-            laws, drawn = model.laws(ids, first, self.sampling), torch.tensor(ids[first:])
+            laws = model.laws(ids, first, self.sampling)
+            drawn = torch.tensor(ids[first:])
             own = inverse_cdf(laws, torch.from_numpy(uniforms(seed, len(drawn)).copy()))
             laws.scatter_(1, own[:, None], 2.0)  # what it draws stands first
             ranks.append(_places(laws, drawn))
@@ -186,7 +260,10 @@ class Recorded:
     def exit_ranks(self, model: Recorder) -> list[list[int]]:
         """The token's place by law alone."""
         plain = replace(self.sampling, temperature=1.0)
-        return [_places(model.laws(ids, first, plain), torch.tensor(ids[first:])) for ids, first, _ in self.texts]
+        return [
+            _places(model.laws(ids, first, plain), torch.tensor(ids[first:]))
+            for ids, first, _ in self.texts
+        ]
 
 
 def _places(laws: Tensor, tokens: Tensor) -> list[int]:
@@ -198,16 +275,25 @@ async def record(count: int, seed: int) -> Recorded:
     """The embedded target's texts on some problems."""
     questions = [problem.text for problem in arithmetic("test", count)]
     found = await written(path("target"), questions, 400, seed)
-    return Recorded([(one.ids + text, len(one.ids), one.seed) for one, text in found], found[0][0].sampling)
+    return Recorded(
+        [(one.ids + text, len(one.ids), one.seed) for one, text in found], found[0][0].sampling
+    )
 
 
 def recorded(options: Options, texts: Recorded) -> list[Table]:
-    """Guesses of the next token on recorded texts, and every scheme with the costs of larger models."""
+    """Guesses of the next token on recorded texts, and every scheme with the costs of larger
+    models.
+    """
     say("overlap: recording where the target's tokens stand in drafts and in early exits")
     drafts = {"draft": texts.own_ranks(Recorder("draft"))}
-    drafts |= {f"target's first {n} of 6 layers": texts.own_ranks(Recorder("target", n)) for n in (4, 5)}
+    drafts |= {
+        f"target's first {n} of 6 layers": texts.own_ranks(Recorder("target", n)) for n in (4, 5)
+    }
     exits = {depth: texts.exit_ranks(Recorder("target", depth)) for depth in (3, 5)}
-    named = {f"target's exit after {depth} of 6 layers, untrained": ranks for depth, ranks in exits.items()}
+    named = {
+        f"target's exit after {depth} of 6 layers, untrained": ranks
+        for depth, ranks in exits.items()
+    }
     trained = texts.exit_ranks(Recorder("target", trained=True))
     named["target's exit after 3 of 6 layers, trained"] = trained
     hits: list[Row] = [
@@ -215,9 +301,20 @@ def recorded(options: Options, texts: Recorded) -> list[Table]:
         for name, ranks in (drafts | named).items()
     ]
     hits.append(
-        ("oracle", len(_flat(trained)), "1", "1", "1", _named(drafts["draft"], [[0] * len(own) for own in trained]))
+        (
+            "oracle",
+            len(_flat(trained)),
+            "1",
+            "1",
+            "1",
+            _named(drafts["draft"], [[0] * len(own) for own in trained]),
+        )
     )
-    rows = [row for name, ranks in drafts.items() for row in _replayed(name, _flat(ranks), _flat(trained))]
+    rows = [
+        row
+        for name, ranks in drafts.items()
+        for row in _replayed(name, _flat(ranks), _flat(trained))
+    ]
     header = "draft | acceptance | costs | scheme | speed-up | tokens a target step | hit rate | wasted branches a step"
     guesses = f"who guesses | n | first | first {_FAN} | first {_TOP} | outcome among them, windows of {_WINDOW}"
     return [
@@ -227,14 +324,24 @@ def recorded(options: Options, texts: Recorded) -> list[Table]:
 
 
 def _named(draft: list[list[int]], ranks: list[list[int]]) -> str:
-    """In how many steps what came was among the first tokens of a place, where the draft proposes whole windows."""
-    line = mirror(AcceptanceTrace(_flat(draft), _flat(ranks)), Costs(partial(_even, _MIRROR_RATIO)), _WINDOW, _TOP)
+    """In how many steps what came was among the first tokens of a place, where the draft proposes
+    whole windows.
+    """
+    line = mirror(
+        AcceptanceTrace(_flat(draft), _flat(ranks)),
+        Costs(partial(_even, _MIRROR_RATIO)),
+        _WINDOW,
+        _TOP,
+    )
     return interval(share_estimate([(1, 1)] * line.hits + [(0, 1)] * (line.guessed - line.hits)))
 
 
 def _shares(ranks: list[list[int]]) -> list[str]:
     tops = 1, _FAN, _TOP
-    return [interval(share_estimate([(sum(rank < top for rank in own), len(own)) for own in ranks])) for top in tops]
+    return [
+        interval(share_estimate([(sum(rank < top for rank in own), len(own)) for own in ranks]))
+        for top in tops
+    ]
 
 
 def _flat(ranks: list[list[int]]) -> list[int]:
@@ -242,15 +349,20 @@ def _flat(ranks: list[list[int]]) -> list[int]:
 
 
 def _replayed(name: str, ranks: list[int], exit_ranks: list[int]) -> Iterator[Row]:
-    accepted, trace = sum(rank == 0 for rank in ranks) / len(ranks), AcceptanceTrace(ranks, exit_ranks)
+    accepted = sum(rank == 0 for rank in ranks) / len(ranks)
+    trace = AcceptanceTrace(ranks, exit_ranks)
     for words, costs, steps in _costs():
         window = max(2, round(steps))
         lines = {
-            "serial, best k": max((serial(trace, costs, k) for k in range(1, 17)), key=lambda line: line.rate),
+            "serial, best k": max(
+                (serial(trace, costs, k) for k in range(1, 17)), key=lambda line: line.rate
+            ),
             "PEARL": ahead(trace, costs, window - 1),
             "fan-out": ahead(trace, costs, window - 1, _FAN),
             "Mirror": mirror(trace, costs, _WINDOW, _TOP),
-            "Mirror, exit always right": mirror(replace(trace, exit_ranks=[0] * len(ranks)), costs, _WINDOW, _TOP),
+            "Mirror, exit always right": mirror(
+                replace(trace, exit_ranks=[0] * len(ranks)), costs, _WINDOW, _TOP
+            ),
         }
         for scheme, line in lines.items():
             counts = line.tokens / line.steps, _share(line), line.wasted / line.steps
@@ -264,7 +376,11 @@ def _share(line: Timeline) -> float | None:
 def _costs() -> list[tuple[str, Costs, float]]:
     apart = Costs(partial(_even, _MIRROR_RATIO), message=_MESSAGE)
     return [
-        ("70B on 4 H100 beside 8B (published fits)", replace(_fitted(), message=0.005), _TARGET_MS / _DRAFT_MS),
+        (
+            "70B on 4 H100 beside 8B (published fits)",
+            replace(_fitted(), message=0.005),
+            _TARGET_MS / _DRAFT_MS,
+        ),
         ("14 draft steps a target step, drafter on a device of its own", apart, _MIRROR_RATIO),
     ]
 

@@ -1,7 +1,9 @@
-"""Paced servers: methods over HTTP, on servers that answer when a GPU server would, beside the virtual-time prediction.
+"""Paced servers: methods over HTTP, on servers that answer when a GPU server would, beside the
+virtual-time prediction.
 
-Two servers speak vLLM's dialect. What they say is the embedded pair's; when they say it is what continuous batching
-with published coefficients takes. The same pipelines run once under virtual time on the same costs, then live.
+Two servers speak vLLM's dialect. What they say is the embedded pair's; when they say it is what
+continuous batching with published coefficients takes. The same pipelines run once under virtual
+time on the same costs, then live.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from atts.api import Setup, answers_for
 from atts.api.setup import embedded_scores
-from atts.core import Completion, Outcome, Problem, Role, SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.core import (
+    Completion,
+    Outcome,
+    Problem,
+    Role,
+    SampleRequest,
+    ScoreRequest,
+    Scores,
+    TokenIds,
+)
 from atts.engine import Engine, EngineSpec, Tokenizer
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.graph import Graph, Limit, ProblemScope, measure
@@ -39,13 +50,16 @@ from tests.studies.batched_engine import BatchedEngine
 from tests.studies.recording import Recording
 
 FASTER = 2.0
-"""How much faster than a GPU server, where this machine has nothing else to do; else as fast as one.
+"""How much faster than a GPU server, where this machine has nothing else to do; else as fast as
+one.
 
-A call takes some milliseconds of processor here, clients and servers together, and 64 rollouts come at once: at ten
-times the pace of a GPU that would be a third of a turn.
+A call takes some milliseconds of processor here, clients and servers together, and 64 rollouts come
+at once: at ten times the pace of a GPU that would be a third of a turn.
 """
 GRAIN = 32
-"""Real tokens that one of the embedded pair stands for: its chunks are a dozen tokens, those of reasoners 500."""
+"""Real tokens that one of the embedded pair stands for: its chunks are a dozen tokens, those of
+reasoners 500.
+"""
 _SEED_BITS = 63
 _AT_ONCE = Cost(1e-6, 0.0, 0.0, 0.0, origin="a server that is being looked at")
 _ROLES: tuple[Role, ...] = ("draft", "target")
@@ -81,10 +95,13 @@ class Came:
 
 
 class PairLaw:
-    """What the embedded pair writes and scores: computed once, then known; `law` of engines that keep time."""
+    """What the embedded pair writes and scores: computed once, then known; `law` of engines that
+    keep time.
+    """
 
     def __init__(self, portal: BlockingPortal, engines: Mapping[Role, LocalEngine]) -> None:
-        self._portal, self._engines = portal, engines
+        self._portal = portal
+        self._engines = engines
         self.written: dict[tuple[object, ...], Completion] = {}
         self._scored: dict[tuple[Role, ScoreRequest], tuple[float, ...]] = {}
         self._scorer: Role = "target"
@@ -117,10 +134,14 @@ class PairLaw:
     def write(self, role: Role, request: SampleRequest) -> Completion:
         """The text of these numbers; a server is told the seed as one number."""
         own = request.seed
-        number = own.run if own == Seed(run=own.run) and own.run else own.key() & ((1 << _SEED_BITS) - 1)
+        number = (
+            own.run if own == Seed(run=own.run) and own.run else own.key() & ((1 << _SEED_BITS) - 1)
+        )
         key = (role, request.ids, request.max_tokens, request.sampling, request.stop, number)
         if key not in self.written:
-            asked = SampleRequest(request.ids, request.max_tokens, request.sampling, Seed(run=number), request.stop)
+            asked = SampleRequest(
+                request.ids, request.max_tokens, request.sampling, Seed(run=number), request.stop
+            )
             self.written[key] = self._portal.call(self._engines[role].sample, asked)
         return self.written[key]
 
@@ -128,7 +149,9 @@ class PairLaw:
         """By the model that scores here."""
         key = self._scorer, ScoreRequest(request.prefix, request.suffix)
         if key not in self._scored:
-            self._scored[key] = self._portal.call(self._engines[self._scorer].score, key[1]).logprobs
+            self._scored[key] = self._portal.call(
+                self._engines[self._scorer].score, key[1]
+            ).logprobs
         return self._scored[key]
 
 
@@ -156,7 +179,9 @@ class RecognisingEngine(BatchedEngine):
 
     def _recognise(self, ids: TokenIds) -> str:
         for length in sorted((one for one in self._lengths if one <= len(ids)), reverse=True):
-            if names := self._names.get(ids[:length]):  # equal rollouts have a prefix each: any that is warm will do
+            if names := self._names.get(
+                ids[:length]
+            ):  # equal rollouts have a prefix each: any that is warm will do
                 return next((name for name in names if name in self._warm), names[-1])
         return f"{hash(ids)}/{len(self._names)}-{self.stats().requests}"
 
@@ -168,18 +193,22 @@ class RecognisingEngine(BatchedEngine):
 
 def study(options: Options) -> list[Table]:
     """Every pair, number of rollouts and method: virtual, then live."""
-    rows, lives, spent = list[Row](), list[Came](), Spent()
+    rows = list[Row]()
+    lives = list[Came]()
+    spent = Spent()
     faster = FASTER if os.getloadavg()[0] < (os.cpu_count() or 1) else 1.0
     pairs = options.pick(("8B/70B",), ("8B/70B", "1.5B/70B"), ("8B/70B", "1.5B/70B"))
     problems = arithmetic("test", options.pick(1, 1, 8))
     with pair_law() as law:
         for name, samples in product(pairs, options.pick((8,), (8, 16, 64), (8, 16, 64))):
-            pair, found = paced(PAIRS[name], faster), dict[str, tuple[Came, Came]]()
+            pair = paced(PAIRS[name], faster)
+            found = dict[str, tuple[Came, Came]]()
             for arm in ARMS:
                 predicted = run_virtual(direct, arm, problems, samples, pair, law)
                 known = law.known
                 live = anyio.run(over_http, arm, problems, samples, pair, law)
-                say(f"paced: {name}, {samples}, {arm.name}: {predicted.seconds:.2f} s, live {live.seconds:.2f} s, "
+                say(f"paced: {name}, {samples}, {arm.name}: {predicted.seconds:.2f} s, live "
+                    f"{live.seconds:.2f} s, "
                     f"{law.known - known} texts were not foreseen")  # fmt: skip
                 found[arm.name] = predicted, live
                 lives.append(live)
@@ -191,7 +220,9 @@ def study(options: Options) -> list[Table]:
 def pair_law() -> Generator[PairLaw]:
     """The embedded pair, open in a thread of its own."""
     options = LocalOptions(worker="thread", threads=1, device="cpu")
-    engines: dict[Role, LocalEngine] = {role: LocalEngine(path(role), name=role, options=options) for role in _ROLES}
+    engines: dict[Role, LocalEngine] = {
+        role: LocalEngine(path(role), name=role, options=options) for role in _ROLES
+    }
     with start_blocking_portal() as portal, ExitStack() as stack:
         for engine in engines.values():
             stack.enter_context(portal.wrap_async_context_manager(engine))
@@ -214,14 +245,20 @@ def engine(role: Role, pair: Pair, law: PairLaw) -> RecognisingEngine:
     return RecognisingEngine(role, law, cost, room)
 
 
-async def direct(arm: Arm, problems: Sequence[Problem], samples: int, pair: Pair, law: PairLaw) -> Came:
+async def direct(
+    arm: Arm, problems: Sequence[Problem], samples: int, pair: Pair, law: PairLaw
+) -> Came:
     """The arm on both engines themselves, under whatever clock runs."""
     async with AsyncExitStack() as stack:
-        draft, target = [await stack.enter_async_context(engine(role, pair, law)) for role in _ROLES]
+        draft, target = [
+            await stack.enter_async_context(engine(role, pair, law)) for role in _ROLES
+        ]
         return await _solved(arm, problems, samples, (draft, target))
 
 
-async def over_http(arm: Arm, problems: Sequence[Problem], samples: int, pair: Pair, law: PairLaw) -> Came:
+async def over_http(
+    arm: Arm, problems: Sequence[Problem], samples: int, pair: Pair, law: PairLaw
+) -> Came:
     """The arm on two servers of this machine."""
     served: dict[Role, RecognisingEngine] = {}
 
@@ -230,35 +267,59 @@ async def over_http(arm: Arm, problems: Sequence[Problem], samples: int, pair: P
         return served[role]
 
     with ExitStack() as servers:
-        urls = [servers.enter_context(DialectServer(partial(make, role), "vllm", model=role)).url for role in _ROLES]
+        urls = [
+            servers.enter_context(DialectServer(partial(make, role), "vllm", model=role)).url
+            for role in _ROLES
+        ]
         async with AsyncExitStack() as stack:
             options = RemoteOptions(in_flight=1024, recheck_seconds=1e6, idle_seconds=1e6)
             draft, target = [
                 await stack.enter_async_context(
-                    RemoteEngine(url, dialect="vllm", name=role, tokenizer=law.tokenizer, options=options)
+                    RemoteEngine(
+                        url, dialect="vllm", name=role, tokenizer=law.tokenizer, options=options
+                    )
                 )
                 for url, role in zip(urls, _ROLES, strict=True)
             ]
-            await _solved(arm, arithmetic("calibration", 1), 1, (draft, target))  # what clients ask of servers at first
+            await _solved(
+                arm, arithmetic("calibration", 1), 1, (draft, target)
+            )  # what clients ask of servers at first
             served["draft"].cost, served["target"].cost = pair.draft, pair.target
             return await _solved(arm, problems, samples, (draft, target))
 
 
-async def _solved(arm: Arm, problems: Sequence[Problem], samples: int, engines: tuple[Engine, Engine]) -> Came:
+async def _solved(
+    arm: Arm, problems: Sequence[Problem], samples: int, engines: tuple[Engine, Engine]
+) -> Came:
     stored = embedded_scores()
-    setup = Setup(method=arm.method, policy=replace(Setup().run_policy, samples=samples, **arm.changes), stored=stored)
-    policy, (gate, _) = replace(setup.run_policy, **arm.changes), setup.decider()
-    context, recording, outcomes = Context(*engines, gate, answers_for("math"), 0), Recording(), list[Outcome]()
+    setup = Setup(
+        method=arm.method,
+        policy=replace(Setup().run_policy, samples=samples, **arm.changes),
+        stored=stored,
+    )
+    policy = replace(setup.run_policy, **arm.changes)
+    (gate, _) = setup.decider()
+    context = Context(*engines, gate, answers_for("math"), 0)
+    recording = Recording()
+    outcomes = list[Outcome]()
     used = time.process_time()
-    graph = Graph(rollouts=samples * len(problems), limits={"draft": Limit(), "target": Limit()}, sink=recording)
+    graph = Graph(
+        rollouts=samples * len(problems),
+        limits={"draft": Limit(), "target": Limit()},
+        sink=recording,
+    )
 
     async def one(problem: Problem, scope: ProblemScope) -> None:
         outcomes.append(await solve(problem, policy, context, scope))
 
-    for batch in [[each] for each in problems] if arm.order == "question by question" else [problems]:
+    for batch in (
+        [[each] for each in problems] if arm.order == "question by question" else [problems]
+    ):
         await graph.run(batch, one)
     used = time.process_time() - used
-    nodes = [node for node in recording.nodes() if node.stage != HOLD]  # not the wait for a score asked for already
+    nodes = [
+        node for node in recording.nodes() if node.stage != HOLD
+    ]  # not the wait for a score asked for already
     timing = measure(nodes)
     whole = timing.sibling_seconds + timing.memory_seconds + timing.arithmetic_seconds
     right = sum(outcome.answer == outcome.problem.answer for outcome in outcomes)
@@ -278,19 +339,27 @@ def _rows(pair: str, samples: int, found: Mapping[str, tuple[Came, Came]]) -> li
     ]  # fmt: skip
 
 
-def _table(rows: Sequence[Row], lives: Sequence[Came], problems: int, *, faster: float, spent: Spent) -> Table:
+def _table(
+    rows: Sequence[Row], lives: Sequence[Came], problems: int, *, faster: float, spent: Spent
+) -> Table:
     off = [float(str(row[6]).rstrip("%")) for row in rows]
     within = sum(abs(value) <= 10 for value in off)
     each = sum(live.processor for live in lives) / max(1, sum(live.calls for live in lives))
     return Table.of(
         "Paced servers: every method over HTTP on real clocks",
-        "pair | rollouts | method | seconds | speed-up | speed-up in virtual time | time over virtual time | "
+        "pair | rollouts | method | seconds | speed-up | speed-up in virtual time | time over "
+        "virtual time | "
         "waits for siblings | in virtual time | right",
         rows,
-        f"Problems: {problems}. Both servers run at {faster:g} times the pace of the GPUs whose published coefficients "
-        f"they keep (8B: one H100, 70B: four); a token of the embedded pair counts as {GRAIN}. Texts are computed "
-        "before a run that is timed, but for those that an order of events brings up that the prediction had not. "
+        f"Problems: {problems}. Both servers run at {faster:g} times the pace of the GPUs whose "
+        f"published coefficients "
+        f"they keep (8B: one H100, 70B: four); a token of the embedded pair counts as {GRAIN}. "
+        f"Texts are computed "
+        "before a run that is timed, but for those that an order of events brings up that the "
+        "prediction had not. "
         "`exact` is not among the methods: vLLM's dialect cannot draw where it scores.",
-        f"{within} of {len(rows)} times are within 10 % of virtual time; clients, servers and pipelines share this "
-        f"machine's cores, of which a call takes {1e3 * each:.1f} ms, all of them together. {spent.disturbance()}",
+        f"{within} of {len(rows)} times are within 10 % of virtual time; clients, servers and "
+        f"pipelines share this "
+        f"machine's cores, of which a call takes {1e3 * each:.1f} ms, all of them together. "
+        f"{spent.disturbance()}",
     )

@@ -1,4 +1,6 @@
-"""Finished parts of a long study on disk: one JSON line each, so that a killed study goes on where it was."""
+"""Finished parts of a long study on disk: one JSON line each, so that a killed study goes on where
+it was.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any
 
 
 class Parts(dict[str, Any]):
-    """Values by name; with a file, those of earlier sessions and of other processes that write to it, too."""
+    """Values by name; with a file, those of earlier sessions and of other processes that write to
+    it, too.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         super().__init__()
@@ -25,7 +29,9 @@ class Parts(dict[str, Any]):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             held = self._path.read_bytes() if self._path.exists() else b""
             newline = "\n" if held and not held.endswith(b"\n") else ""
-            with self._path.open("ab", buffering=0) as file:  # one write, so that no other process's comes between
+            with self._path.open(
+                "ab", buffering=0
+            ) as file:  # one write, so that no other process's comes between
                 file.write(f"{newline}{json.dumps({'part': name, 'value': value})}\n".encode())
 
     def forget(self) -> None:
@@ -39,4 +45,6 @@ class Parts(dict[str, Any]):
             record = json.loads(line)
             self[record["part"]] = record["value"]
         except (json.JSONDecodeError, KeyError):
-            print(f"{self._path}: a line was torn by a kill; its part is run again", file=sys.stderr)
+            print(
+                f"{self._path}: a line was torn by a kill; its part is run again", file=sys.stderr
+            )

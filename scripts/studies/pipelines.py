@@ -1,4 +1,6 @@
-"""Every method from the same command on the embedded pair: accuracy, tokens and time, compared problem by problem."""
+"""Every method from the same command on the embedded pair: accuracy, tokens and time, compared
+problem by problem.
+"""
 
 from __future__ import annotations
 
@@ -24,23 +26,44 @@ from atts.methods import (
     frozen_gate,
 )
 from atts.pipelines import Gate
-from scripts.studies.arms import RATE, Arm, Grid, Ledger, Pair, Sum, arm, right, run_block, run_grid, scores_of, share
+from scripts.studies.arms import (
+    RATE,
+    Arm,
+    Grid,
+    Ledger,
+    Pair,
+    Sum,
+    arm,
+    right,
+    run_block,
+    run_grid,
+    scores_of,
+    share,
+)
 from scripts.studies.harness import Cell, Chart, Options, Row, Table, interval, points, say
 from scripts.studies.machine import pair_name
 from scripts.studies.pipelines_exact import same_transcripts
 from scripts.studies.pipelines_time import timed
 
 CLAIMED = {"target-only": RATE, "atts": 0.19}
-"""The default policy, its rate such that what the target writes stays below a fifth: at 0.2 it is about that."""
+"""The default policy, its rate such that what the target writes stays below a fifth: at 0.2 it is
+about that.
+"""
 ON_AXES = ("draft-only", "target-only", "atts")
 SEQUENTIAL = 4
 """Samples where turns and tokens are limited."""
-EPSILON, NET, DELTA = 0.05, 0.02, 0.1
-"""Two runs of the target alone differ in a few answers, too: no bound below that can be certified by any number."""
+EPSILON = 0.05
+NET = 0.02
+DELTA = 0.1
+"""Two runs of the target alone differ in a few answers, too: no bound below that can be certified
+by any number.
+"""
 
 
 def study(options: Options) -> list[Table]:
-    """All parts, one after the other; with --full and an output folder each goes on where an earlier try was killed."""
+    """All parts, one after the other; with --full and an output folder each goes on where an
+    earlier try was killed.
+    """
     return [table for name in PARTS for table in part(name, options)]
 
 
@@ -58,14 +81,19 @@ def _ledger(options: Options, name: str) -> Ledger:
 async def claim(options: Options) -> list[Table]:
     """The policy against the target alone, on enough problems to say so.
 
-    Every rollout runs to its end: an early stop changes no vote, and without it pass@1 is that of all rollouts.
+    Every rollout runs to its end: an early stop changes no vote, and without it pass@1 is that of
+    all rollouts.
     """
     ledger = _ledger(options, "claim")
-    seeds = options.pick((0,), (0,), (0, 1, 2))  # a seed is a whole answer, the next ones make it narrower
+    seeds = options.pick(
+        (0,), (0,), (0, 1, 2)
+    )  # a seed is a whole answer, the next ones make it narrower
     grid = Grid(options.pick(20, 160, 2000), seeds, 250, options.pick(20, 40, 50))
     async with Pair() as pair:
         for m in options.pick((8,), (8,), (8, 16)):
-            arms = [arm(name, samples=m, rate=rate, early_stop="none") for name, rate in CLAIMED.items()]
+            arms = [
+                arm(name, samples=m, rate=rate, early_stop="none") for name, rate in CLAIMED.items()
+            ]
             await run_grid(arms, grid, ledger, pair, "claim")
     return claimed(ledger)
 
@@ -82,21 +110,32 @@ def claimed(ledger: Ledger) -> list[Table]:
 
 
 def _headline(ledger: Ledger, m: int) -> str:
-    ours, alone = ledger.of("atts", m), ledger.of("target-only", m)
+    ours = ledger.of("atts", m)
+    alone = ledger.of("target-only", m)
     seeds = len({piece.seed for piece in alone.pieces})
     return (
-        f"votes **{points(ours.minus(alone, right))}** points beside the target alone, which writes "
+        f"votes **{points(ours.minus(alone, right))}** points beside the target alone, which "
+        f"writes "
         f"{ours.each('target') / alone.each('target'):.1%} of the tokens it would write "
         f"({len(alone.by_problem(right))} problems x {m} samples x {seeds} seeds)"
     )
 
 
 async def rates(options: Options) -> list[Table]:
-    """How the rate is kept, live, by gates that promise it for the run, for each question, and for like scores only."""
+    """How the rate is kept, live, by gates that promise it for the run, for each question, and for
+    like scores only.
+    """
     grid = Grid(options.pick(20, 100, 1000), (0,), 1000, options.pick(20, 50, 50))
     ledger = _ledger(options, "rates")
     arms = [
-        arm(f"{mode} at {rate:g}", "atts", mode=mode, rate=rate, takeover="replace", early_stop="none")
+        arm(
+            f"{mode} at {rate:g}",
+            "atts",
+            mode=mode,
+            rate=rate,
+            takeover="replace",
+            early_stop="none",
+        )
         for rate in options.pick((0.2,), (0.2,), (0.1, 0.2, 0.4))
         for mode in ("aci", "question-turn", "marginal")
     ]
@@ -107,10 +146,13 @@ async def rates(options: Options) -> list[Table]:
 
 async def every_method(options: Options) -> list[Table]:
     """Every baseline, as good as its authors would make it."""
-    grid = Grid(options.pick(8, 60, 500), options.pick((0,), (0,), (0, 1, 2)), 500, options.pick(8, 20, 50))
+    grid = Grid(
+        options.pick(8, 60, 500), options.pick((0,), (0,), (0, 1, 2)), 500, options.pick(8, 20, 50)
+    )
     ledger = _ledger(options, "methods")
     async with Pair() as pair:
-        # turn-0 scores of the draft on calibration problems: what the published rule wants before a run
+        # turn-0 scores of the draft on calibration problems: what the published rule wants before a
+        # run
         first = pair.plan(arm("paper", samples=4, turns=1, early_stop="none"), 10_000)
         outcomes, _ = await run_block(arithmetic("calibration", 40), first)
         stored = scores_of(outcomes)
@@ -120,24 +162,38 @@ async def every_method(options: Options) -> list[Table]:
 
 
 _SAMPLES_NOTES = (
-    "Live runs, votes stopped as soon as they cannot change; per problem; 95 % intervals over problems.",
-    "With ties given to whichever comes first, the vote of 2 is no better than 1: monotone is the vote of odd numbers "
-    "where the right answer is the most probable one, and on problems where a wrong answer is, more samples make it "
+    "Live runs, votes stopped as soon as they cannot change; per problem; 95 % intervals over "
+    "problems.",
+    "With ties given to whichever comes first, the vote of 2 is no better than 1: monotone is the "
+    "vote of odd numbers "
+    "where the right answer is the most probable one, and on problems where a wrong answer is, "
+    "more samples make it "
     "worse.",
 )
 _LIMIT_NOTE = (
-    f"{SEQUENTIAL} samples; a rollout that is cut has no answer and does not vote, so accuracy cannot fall as the "
-    "limit grows except by chance. The target's own steps are as long as the draft's, so both need as many turns."
+    f"{SEQUENTIAL} samples; a rollout that is cut has no answer and does not vote, so accuracy "
+    f"cannot fall as the "
+    "limit grows except by chance. The target's own steps are as long as the draft's, so both need "
+    "as many turns."
 )
 
 
 async def axes(options: Options) -> list[Table]:
     """Both axes of scaling: samples per problem, then turns and tokens per rollout."""
-    ledger, count, tables = _ledger(options, "axes"), options.pick(8, 40, 400), list[Table]()
+    ledger = _ledger(options, "axes")
+    count = options.pick(8, 40, 400)
+    tables = list[Table]()
     turns = options.pick((2, 4, 8), (2, 4, 6, 8, 12), (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15))
-    tokens = options.pick((50, 200), (50, 100, 150, 200, 300), (25, 50, 75, 100, 125, 150, 200, 250, 300, 400))
+    tokens = options.pick(
+        (50, 200), (50, 100, 150, 200, 300), (25, 50, 75, 100, 125, 150, 200, 250, 300, 400)
+    )
     limits: list[tuple[str, str, Sequence[int], tuple[str, ...]]] = [
-        ("Samples per problem", "samples", [1 << n for n in range(options.pick(4, 7, 7))], _SAMPLES_NOTES),
+        (
+            "Samples per problem",
+            "samples",
+            [1 << n for n in range(options.pick(4, 7, 7))],
+            _SAMPLES_NOTES,
+        ),
         ("Turns per rollout", "turns", turns, (_LIMIT_NOTE,)),
         ("Tokens per rollout", "max_tokens", tokens, (_LIMIT_NOTE,)),
     ]
@@ -146,8 +202,12 @@ async def axes(options: Options) -> list[Table]:
             grid = Grid(count, block=options.pick(8, 20 if limit == "samples" else 40, 50))
             arms = {(name, step): _limited(name, limit, step) for name in ON_AXES for step in steps}
             for step in steps:
-                await run_grid([arms[name, step] for name in ON_AXES], grid, ledger, pair, f"{limit} axis")
-            found = {place: ledger.of(one.name, one.setup.policy.samples) for place, one in arms.items()}
+                await run_grid(
+                    [arms[name, step] for name in ON_AXES], grid, ledger, pair, f"{limit} axis"
+                )
+            found = {
+                place: ledger.of(one.name, one.setup.policy.samples) for place, one in arms.items()
+            }
             tables.append(curve(title, found, *notes))
     return tables
 
@@ -159,52 +219,76 @@ def _limited(name: str, limit: str, step: int) -> Arm:
 
 
 async def ordinal(options: Options) -> list[Table]:
-    """The gate of ordered levels, taught by the scores themselves, beside the conformal one at the same rate."""
+    """The gate of ordered levels, taught by the scores themselves, beside the conformal one at the
+    same rate.
+    """
     grid = Grid(options.pick(20, 150, 600), (options.seed,), 600, options.pick(20, 50, 50))
-    ledger, arms = _ledger(options, f"ordinal-{options.seed}"), [arm("conformal", "atts")]
+    ledger = _ledger(options, f"ordinal-{options.seed}")
+    arms = [arm("conformal", "atts")]
     for alpha in options.pick((0.05,), (0.05, 0.1), (0.02, 0.05, 0.1)):
         gate = SkippingGate(Calibrator(RATE, Setup().mode, seed=options.seed), alpha)
         arms.append(arm(f"ordinal, labels by score, alpha {alpha:g}", "ordinal", gate=gate))
     async with Pair() as pair:
         await run_grid(arms, grid, ledger, pair, "ordinal")
-    title, names = f"The ordinal gate beside the conformal one, rate {RATE:g}", [one.name for one in arms]
+    title = f"The ordinal gate beside the conformal one, rate {RATE:g}"
+    names = [one.name for one in arms]
     words = "Labels are learnt in this run from the scores, of every chunk at first, then of a seeded 15 %."
     asked = scores_asked("Scores asked for", ledger, names, 8, "conformal")
     return [methods(title, ledger, names, 8, words, base="conformal"), asked]
 
 
 async def certified(options: Options) -> list[Table]:
-    """Stored scores, labelled runs from the highest rate down, a certificate, the certified gate on test problems."""
+    """Stored scores, labelled runs from the highest rate down, a certificate, the certified gate on
+    test problems.
+    """
     warm, labelled, fresh = options.pick((10, 40, 20), (40, 200, 200), (100, 1000, 1000))
-    found, unseen = arithmetic("calibration", warm + labelled), arithmetic("test", fresh)
-    problems, seed = found[warm:], options.seed
+    found = arithmetic("calibration", warm + labelled)
+    unseen = arithmetic("test", fresh)
+    problems = found[warm:]
+    seed = options.seed
     stored = await calibrate(found[:warm], replace(arm("atts", samples=4).setup, seed=seed))
-    runs, rows = list[LabelledRun](), list[Row]()
+    runs = list[LabelledRun]()
+    rows = list[Row]()
     async with Pair() as pair:
 
-        async def run(on: Sequence[Problem], seed: int, gate: Gate | None = None) -> tuple[Outcome, ...]:
+        async def run(
+            on: Sequence[Problem], seed: int, gate: Gate | None = None
+        ) -> tuple[Outcome, ...]:
             method = arm("target-only") if gate is None else arm("atts", gate=gate)
             return (await run_block(on, pair.plan(method, seed)))[0]
 
         target = await run(problems, seed)
-        for rate in options.pick((0.3, 0.2), (0.4, 0.3, 0.2, 0.1), (0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)):
+        for rate in options.pick(
+            (0.3, 0.2), (0.4, 0.3, 0.2, 0.1), (0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05)
+        ):
             say(f"certificate: rate {rate:g}")
-            runs.append(LabelledRun("split", rate, await run(problems, seed, frozen_gate(rate, stored))))
+            runs.append(
+                LabelledRun("split", rate, await run(problems, seed, frozen_gate(rate, stored)))
+            )
             last = certify_runs(target, runs, _is_right, EPSILON, DELTA).tested[-1]
             word = "yes" if last.certified else "no"
             rows.append(_certified("calibration", runs[-1].outcomes, rate, last.loss, last.p, word))
             if not last.certified:
-                break  # a fixed sequence ends at its first failure: lower rates could not be certified
+                # a fixed sequence ends at its first failure: lower rates could not be certified
+                break
         certificate = certify_runs(target, runs, _is_right, EPSILON, DELTA)
         if certificate.chosen is not None:
             alone = await run(unseen, seed + 1)
             outcomes = await run(unseen, seed + 1, certified_gate(certificate, stored))
-            lost = [_is_right(one) and not _is_right(other) for one, other in zip(alone, outcomes, strict=True)]
-            rows.append(_certified("unseen", outcomes, certificate.chosen.rate, sum(lost) / fresh, None, "deployed"))
+            lost = [
+                _is_right(one) and not _is_right(other)
+                for one, other in zip(alone, outcomes, strict=True)
+            ]
+            rows.append(
+                _certified(
+                    "unseen", outcomes, certificate.chosen.rate, sum(lost) / fresh, None, "deployed"
+                )
+            )
     return [
         Table.of(
             f"Certified policy: at most {EPSILON:.0%} of answers lost, confidence {1 - DELTA:.0%}",
-            "problems | rate | escalated | lost answers | p | certified | target tokens per problem",
+            "problems | rate | escalated | lost answers | p | certified | target tokens per "
+            "problem",
             rows,
             f"{certificate.guarantee}.",
             f"Void with: {certificate.voided_by}.",
@@ -219,7 +303,13 @@ def _is_right(outcome: Outcome) -> bool:
 
 def _certified(name: str, outcomes: Sequence[Outcome], rate: float, *tested: Cell) -> Row:
     found = Sum.of(name, outcomes)
-    return f"{len(outcomes)} {name}", rate, round(found.rate or 0.0, 3), *tested, round(found.each("target"), 1)
+    return (
+        f"{len(outcomes)} {name}",
+        rate,
+        round(found.rate or 0.0, 3),
+        *tested,
+        round(found.each("target"), 1),
+    )
 
 
 PARTS: dict[str, Callable[[Options], Awaitable[list[Table]]]] = {
@@ -235,18 +325,26 @@ PARTS: dict[str, Callable[[Options], Awaitable[list[Table]]]] = {
 
 
 def methods(
-    title: str, ledger: Ledger, names: Sequence[str], samples: int, *words: str, base: str = "target-only"
+    title: str,
+    ledger: Ledger,
+    names: Sequence[str],
+    samples: int,
+    *words: str,
+    base: str = "target-only",
 ) -> Table:
     """Accuracy, tokens, arithmetic and time of every arm against the base."""
     alone = ledger.of(base, samples)
     found = {name: ledger.of(name, samples) for name in names}
-    problems, seeds = {one.problem for one in alone.solved}, {piece.seed for piece in alone.pieces}
+    problems = {one.problem for one in alone.solved}
+    seeds = {piece.seed for piece in alone.pieces}
     return Table.of(
         f"{title}: {len(problems)} problems x {samples} samples x {len(seeds)} seeds",
-        f"method | vote right | minus {base}, points | pass@1 | pass@1 minus, points | draft tokens | scored | "
+        f"method | vote right | minus {base}, points | pass@1 | pass@1 minus, points | draft "
+        f"tokens | scored | "
         f"target tokens | of {base} | GFLOPs | seconds | speed-up | escalated",
         [_method(name, one, alone) for name, one in found.items() if one.pieces],
-        f"Speed-up: {base}'s seconds over the method's, block by block, interleaved in one run; median and range; "
+        f"Speed-up: {base}'s seconds over the method's, block by block, interleaved in one run; "
+        f"median and range; "
         "none where they ran at different times.",
         *words,
     )
@@ -257,30 +355,57 @@ def _method(name: str, one: Sum, alone: Sum) -> Row:
     for value in (right, share):
         minus = "-" if one.pieces == alone.pieces else points(one.minus(alone, value))
         accuracies += [interval(one.estimate(value)), minus]
-    tokens = (round(one.each("draft"), 1), round(one.each("scored"), 1), round(one.each("target"), 1))
+    tokens = (
+        round(one.each("draft"), 1),
+        round(one.each("scored"), 1),
+        round(one.each("target"), 1),
+    )
     part = f"{one.each('target') / max(1e-9, alone.each('target')):.1%}"
     seconds = f"{one.seconds:.1f}" if all(piece.seconds for piece in one.pieces) else None
-    ratio, rate = one.speed_up(alone), None if one.rate is None else f"{one.rate:.3f}"
-    return name, *accuracies, *tokens, part, round(one.gflops, 3), seconds, ratio.fixed() if ratio else None, rate
+    ratio = one.speed_up(alone)
+    rate = None if one.rate is None else f"{one.rate:.3f}"
+    return (
+        name,
+        *accuracies,
+        *tokens,
+        part,
+        round(one.gflops, 3),
+        seconds,
+        ratio.fixed() if ratio else None,
+        rate,
+    )
 
 
-def scores_asked(title: str, ledger: Ledger, names: Sequence[str], samples: int, base: str) -> Table:
-    """How many tokens were drafted, decided on by a score, and read by the target for it; against reading them all."""
+def scores_asked(
+    title: str, ledger: Ledger, names: Sequence[str], samples: int, base: str
+) -> Table:
+    """How many tokens were drafted, decided on by a score, and read by the target for it; against
+    reading them all.
+    """
     alone = ledger.of(base, samples)
     rows: list[Row] = []
     for name in names:
         one = ledger.of(name, samples)
-        tokens = (round(one.each("draft"), 1), round(one.each("judged"), 1), round(one.each("scored"), 1))
+        tokens = (
+            round(one.each("draft"), 1),
+            round(one.each("judged"), 1),
+            round(one.each("scored"), 1),
+        )
         change = f"{one.each('scored') / max(1e-9, alone.each('judged')) - 1:+.0%}"
-        rows.append((name, *tokens, change, "-" if name == base else points(one.minus(alone, right))))
+        rows.append(
+            (name, *tokens, change, "-" if name == base else points(one.minus(alone, right)))
+        )
     return Table.of(
         f"{title}: {len(alone.by_problem(right))} problems x {samples} samples",
         f"gate | drafted tokens | of chunks decided on by a score | asked of the target | change | "
         f"vote minus {base}, points",
         rows,
-        f"Change: what is asked against asking for the score of every chunk that {base} decides on by one. Of equal "
-        "chunks after equal beginnings the target is asked about one; a rejected one is read again where the target "
-        "draws meanwhile. Where no two rollouts write the same, as with chunks of hundreds of tokens, only what a gate "
+        f"Change: what is asked against asking for the score of every chunk that {base} decides on "
+        f"by one. Of equal "
+        "chunks after equal beginnings the target is asked about one; a rejected one is read again "
+        "where the target "
+        "draws meanwhile. Where no two rollouts write the same, as with chunks of hundreds of "
+        "tokens, only what a gate "
         "keeps or hands over unscored is spared.",
     )
 
@@ -288,7 +413,9 @@ def scores_asked(title: str, ledger: Ledger, names: Sequence[str], samples: int,
 def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
     """Realised rates of a live arm by turn, level and question."""
     found = ledger.of(arm, samples)
-    groups: dict[str, defaultdict[int, list[bool]]] = {kind: defaultdict(list) for kind in ("turn", "level", "all")}
+    groups: dict[str, defaultdict[int, list[bool]]] = {
+        kind: defaultdict(list) for kind in ("turn", "level", "all")
+    }
     for one in found.solved:
         for _, turn, over in one.decisions:
             for kind, number in (("turn", turn), ("level", one.level), ("all", 0)):
@@ -306,15 +433,18 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
         f"Rate control of {arm} in the live pipeline, nominal {nominal:g}, {samples} samples",
         "group | decisions | realised rate | minus nominal",
         rows,
-        f"By question ({len(asked)} of them): root mean square of rate - nominal {found.rate_error(nominal):.3f}; "
+        f"By question ({len(asked)} of them): root mean square of rate - nominal "
+        f"{found.rate_error(nominal):.3f}; "
         f"independent coins at the nominal rate would give {coins:.3f}.",
     )
 
 
 def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
     """The claim in three lines: is it met, and by how much."""
-    alone, found = ledger.of("target-only", samples), ledger.of(arm, samples)
-    vote, single = found.minus(alone, right), found.minus(alone, share)
+    alone = ledger.of("target-only", samples)
+    found = ledger.of(arm, samples)
+    vote = found.minus(alone, right)
+    single = found.minus(alone, share)
     part = found.each("target") / alone.each("target")
     rows: list[tuple[str, str, bool]] = [
         ("vote not below target-only: lower end above -1 point", points(vote), vote.low > -0.01),
@@ -332,14 +462,24 @@ def curve(title: str, found: Mapping[tuple[str, int], Sum], *notes: str) -> Tabl
     """Accuracy, tokens and time of methods under a growing limit."""
     rows: list[Row] = []
     for (method, limit), one in found.items():
-        vote, tokens = one.estimate(right), (one.each("target"), one.each("draft") + one.each("target"))
-        accuracy = (round(vote.value, 4), interval(vote).partition(" ")[2], interval(one.estimate(share)))
-        costs = (*(round(each, 1) for each in tokens), round(one.gflops, 3), round(one.seconds / len(one.solved), 4))
+        vote = one.estimate(right)
+        tokens = (one.each("target"), one.each("draft") + one.each("target"))
+        accuracy = (
+            round(vote.value, 4),
+            interval(vote).partition(" ")[2],
+            interval(one.estimate(share)),
+        )
+        costs = (
+            *(round(each, 1) for each in tokens),
+            round(one.gflops, 3),
+            round(one.seconds / len(one.solved), 4),
+        )
         rows.append((method, limit, *accuracy, *costs))
     problems = len(next(iter(found.values())).solved)
     return Table.of(
         f"{title}: {problems} problems, live",
-        "method | at most | vote right | 95 % | pass@1 | target tokens | all tokens | GFLOPs | seconds per problem",
+        "method | at most | vote right | 95 % | pass@1 | target tokens | all tokens | GFLOPs | "
+        "seconds per problem",
         rows,
         *notes,
         chart=Chart("at most", "vote right", "method", x_scaling="log"),

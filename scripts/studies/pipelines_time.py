@@ -16,17 +16,23 @@ from atts.tasks import collect
 from scripts.studies.arms import Grid, Ledger, Pair, Schedule, Sum, arm, right, run_grid
 from scripts.studies.harness import Options, Row, Table, interval
 
-SAMPLES, ROUNDS = 8, 5
+SAMPLES = 8
+ROUNDS = 5
 Rates = Mapping[Literal["draft", "scored", "target"], float]
 """Seconds a token."""
 
 
 async def timed(options: Options) -> list[Table]:
-    """The target alone with either number of threads, the policy plain, drafting on, and skipping scores."""
-    count, seed = options.pick(4, 20, 100), options.seed
+    """The target alone with either number of threads, the policy plain, drafting on, and skipping
+    scores.
+    """
+    count = options.pick(4, 20, 100)
+    seed = options.seed
     return [
         await _timed("latency: one problem at a time", "one by one", count, seed),
-        await _timed("throughput: all problems at once, 64 rollouts in flight", "together", count, seed),
+        await _timed(
+            "throughput: all problems at once, 64 rollouts in flight", "together", count, seed
+        ),
     ]
 
 
@@ -45,12 +51,18 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
         make("draft-only", early_stop="none"),
     ]
     name, _, words = how.partition(": ")
-    ledger, scoring = Ledger(), Rescoring()
+    ledger = Ledger()
+    scoring = Rescoring()
     async with Pair((1, 2), {one.variant for one in arms if one.variant != "plain"}) as pair:
         rescore = partial(scoring.rescore, schedule=schedule, target=pair.targets[1])
-        await run_grid(arms, Grid(count * ROUNDS, (seed,), count * ROUNDS, count), ledger, pair, name, rescore)
+        await run_grid(
+            arms, Grid(count * ROUNDS, (seed,), count * ROUNDS, count), ledger, pair, name, rescore
+        )
     found = {one.name: ledger.of(one.name) for one in arms}
-    base = min((found[name] for name in ("target-only", "target-only, 2 threads")), key=lambda one: one.seconds)
+    base = min(
+        (found[name] for name in ("target-only", "target-only, 2 threads")),
+        key=lambda one: one.seconds,
+    )
     rates: Rates = {
         "draft": found["draft-only"].seconds / max(1, found["draft-only"].total("draft")),
         "scored": scoring.seconds / max(1, scoring.tokens),
@@ -58,13 +70,18 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
     }
     d, s, t = rates.values()
     return Table.of(
-        f"Time, {how}, {count * ROUNDS} problems x {SAMPLES} samples, the same vote and early stop everywhere",
-        "method | right | seconds | speed-up | processor time | d | s | g | bound d + s + g | measured part | "
+        f"Time, {how}, {count * ROUNDS} problems x {SAMPLES} samples, the same vote and early stop "
+        f"everywhere",
+        "method | right | seconds | speed-up | processor time | d | s | g | bound d + s + g | "
+        "measured part | "
         "deviation | draft tokens | scored | target tokens | of these drawn while scoring",
         [_time_row(name, one, base, (found["target-only"], rates)) for name, one in found.items()],
-        "Blocks interleaved in one run. Base: the faster target-only without proposals. Processor time: that of this "
-        f"process and its engines, against target-only with one thread. {t * 1e6:.0f} us per target token, "
-        f"{s * 1e6:.0f} us per scored token ({s / t:.2f} of it), {d * 1e6:.0f} us per draft token ({d / t:.2f}), "
+        "Blocks interleaved in one run. Base: the faster target-only without proposals. Processor "
+        "time: that of this "
+        f"process and its engines, against target-only with one thread. {t * 1e6:.0f} us per "
+        f"target token, "
+        f"{s * 1e6:.0f} us per scored token ({s / t:.2f} of it), {d * 1e6:.0f} us per draft token "
+        f"({d / t:.2f}), "
         "measured in this run on the work alone.",
         headline=f"**{found['atts'].speed_up(base)}** times its speed, {words.split(',')[0]}",
     )
@@ -78,10 +95,14 @@ def _can_round() -> bool:
 
 def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
     alone, rates = plain
-    decoded = {kind: one.total(kind) - (one.total("drawn") if kind == "target" else 0) for kind in rates}
+    decoded = {
+        kind: one.total(kind) - (one.total("drawn") if kind == "target" else 0) for kind in rates
+    }
     parts = [decoded[kind] * rate / base.seconds for kind, rate in rates.items()]
-    measured, bound = one.seconds / base.seconds, sum(parts)
-    spread, used = one.speed_up(base), alone.speed_up(one, "processor")
+    measured = one.seconds / base.seconds
+    bound = sum(parts)
+    spread = one.speed_up(base)
+    used = alone.speed_up(one, "processor")
     assert spread, "they ran side by side"
     assert used, "so did these"
     return (
@@ -98,12 +119,18 @@ def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
 
 
 class Rescoring:
-    """What scoring alone costs: every chunk of the draft's texts, which the target has not seen, chunk after chunk."""
+    """What scoring alone costs: every chunk of the draft's texts, which the target has not seen,
+    chunk after chunk.
+    """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.seconds, self.tokens, self._now = 0.0, 0, now
+        self.seconds = 0.0
+        self.tokens = 0
+        self._now = now
 
-    async def rescore(self, name: str, outcomes: Sequence[Outcome], *, schedule: Schedule, target: Engine) -> None:
+    async def rescore(
+        self, name: str, outcomes: Sequence[Outcome], *, schedule: Schedule, target: Engine
+    ) -> None:
         """Score the rollouts of the draft alone as the policy would, and nothing else."""
         if name != "draft-only":
             return
@@ -111,12 +138,16 @@ class Rescoring:
         for group in [[one] for one in outcomes] if schedule == "one by one" else [list(outcomes)]:
             lines = [line for outcome in group for line in outcome.rollouts]
             for wave in range(0, len(lines), 64):
-                await collect([partial(self._score, line, target) for line in lines[wave : wave + 64]])
+                await collect(
+                    [partial(self._score, line, target) for line in lines[wave : wave + 64]]
+                )
         self.seconds += self._now() - began
 
     async def _score(self, line: Rollout, target: Engine) -> None:
         prefix = line.prompt.target_ids
         for chunk in (chunk for turn in line.turns for chunk in turn.chunks if chunk.target_ids):
-            await target.score(ScoreRequest(prefix, chunk.target_ids, f"{line.problem}/{line.sample}"))
+            await target.score(
+                ScoreRequest(prefix, chunk.target_ids, f"{line.problem}/{line.sample}")
+            )
             prefix += chunk.target_ids
             self.tokens += len(chunk.target_ids)

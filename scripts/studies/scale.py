@@ -1,4 +1,6 @@
-"""What asynchrony, drafting and scale are worth on engines with known costs: real pipelines, virtual clock."""
+"""What asynchrony, drafting and scale are worth on engines with known costs: real pipelines,
+virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,22 @@ from scripts.studies.scale_costs import PAIRS, Cost, Pair
 from scripts.studies.scale_work import TraceLaw, find_library
 from tests.studies.simulated import local_validation
 
-EIGHT, SMALL = PAIRS["8B/70B"], PAIRS["1.5B/70B"]
+EIGHT = PAIRS["8B/70B"]
+SMALL = PAIRS["1.5B/70B"]
 METHODS: tuple[Method, ...] = ("atts", "atts, votes settle", "top-b", "target-only", "draft-only")
 GAINED: tuple[Method, ...] = (
     "atts", "top-b", "atts, question by question", "atts, votes settle", "atts, chunks replaced"
 )  # fmt: skip
 _Scaled = tuple[Method, int, float, float, float, float, float, float]
-PAPER_SPEEDUP, PAPER_THROUGHPUT = 56.7, 4.14
+PAPER_SPEEDUP = 56.7
+PAPER_THROUGHPUT = 4.14
 _SCALING = "method | replicas | seconds | tokens/s | speed-up over 1 | efficiency | draft busy | target busy"
 
 
 def study(options: Options) -> list[Table]:
-    """The validation on this machine, then the grids; what an earlier run left in the folder is not repeated."""
+    """The validation on this machine, then the grids; what an earlier run left in the folder is not
+    repeated.
+    """
     law = TraceLaw(find_library(), options.seed)
     results = Results(law, options.file("scale-cells.jsonl"))
     say(f"scale: work from {law.library.origin}; {len(results)} cells are there already")
@@ -51,20 +57,27 @@ def costs_table(law: TraceLaw) -> Table:
     """What the simulated engines are."""
 
     def row(name: str, cost: Cost, room: int) -> Row:
-        coefficients = (1e3 * cost.step, 1e6 * cost.sequence, 1e9 * cost.cached, 1e6 * cost.prefilled)
+        coefficients = (
+            1e3 * cost.step,
+            1e6 * cost.sequence,
+            1e9 * cost.cached,
+            1e6 * cost.prefilled,
+        )
         rates = (1 / cost.seconds(1, 1000), 128 / cost.seconds(128, 128_000))
         return name, *coefficients, room, *rates, cost.origin
 
     return Table.of(
         "The modelled engines",
-        "engine | a, ms a step | b, us a sequence | c, ns a KV token | d, us a prefilled token | KV tokens | "
+        "engine | a, ms a step | b, us a sequence | c, ns a KV token | d, us a prefilled token | "
+        "KV tokens | "
         "tokens/s at batch 1 | at batch 128 | origin",
         [
             row("70B target", EIGHT.target, EIGHT.target_kv),
             row("8B draft", EIGHT.draft, EIGHT.draft_kv),
             row("1.5B draft", SMALL.draft, SMALL.draft_kv),
         ],
-        f"Work: {law.library.origin}; prompts of 150 tokens, chunks of up to 500, all methods write equally much.",
+        f"Work: {law.library.origin}; prompts of 150 tokens, chunks of up to 500, all methods "
+        f"write equally much.",
     )
 
 
@@ -101,35 +114,54 @@ class _Grids:
             for method in METHODS:
                 cell = self.cell(pair, method, samples)
                 found = self.get(cell)
-                measured = (found.seconds / cell.problems, found.throughput, found.intensity, *found.busy)
+                measured = (
+                    found.seconds / cell.problems,
+                    found.throughput,
+                    found.intensity,
+                    *found.busy,
+                )
                 rows.append((samples, method, *measured, found.realised))
         return Table.of(
-            f"Samples per question, {pair.name}: 1 replica, 256 rollouts in flight, rate 0.2, up to 15 turns",
-            "samples | method | s a question | tokens/s | r | draft busy | target busy | realised rate",
+            f"Samples per question, {pair.name}: 1 replica, 256 rollouts in flight, rate 0.2, up "
+            f"to 15 turns",
+            "samples | method | s a question | tokens/s | r | draft busy | target busy | realised "
+            "rate",
             rows,
             chart=Chart("samples", "tokens/s", "method", "log", "log"),
         )
 
     def gains(self) -> Table:
         """Against target-only, and against the rounds of top-B at the same budget."""
-        rows, parts = list[Row](), list[str]()
+        rows = list[Row]()
+        parts = list[str]()
         for pair in self.pairs:
             for samples in self.options.pick((4, 16), (16, 64, 256), (16, 64, 256)):
                 alone = self.get(self.cell(pair, "target-only", samples)).seconds
                 for rate in self.options.pick((0.2,), (0.2, 0.4), (0.05, 0.1, 0.2, 0.4, 0.6)):
                     cell = self.cell(pair, "atts", samples, rate=rate)
-                    ours, rounds, queue, settled, replaced = (self.get(cell, method=how).seconds for how in GAINED)
-                    gains = (alone / ours, alone / settled, alone / replaced, rounds / ours, queue / ours)
+                    ours, rounds, queue, settled, replaced = (
+                        self.get(cell, method=how).seconds for how in GAINED
+                    )
+                    gains = (
+                        alone / ours,
+                        alone / settled,
+                        alone / replaced,
+                        rounds / ours,
+                        queue / ours,
+                    )
                     rows.append((pair.name, samples, rate, *gains))
                     if samples == 16 and rate == 0.2:
                         parts.append(
-                            f"{pair.name.split('/')[0]} draft: **{times(gains[0])}** the target alone "
-                            f"({times(gains[1])} where decided votes stop), {times(gains[3])} sorted rounds, "
+                            f"{pair.name.split('/')[0]} draft: **{times(gains[0])}** the target "
+                            f"alone "
+                            f"({times(gains[1])} where decided votes stop), {times(gains[3])} "
+                            f"sorted rounds, "
                             f"{times(gains[4])} question by question"
                         )
         return Table.of(
             "What is gained: the same work and the same share of target tokens",
-            "pair | samples | rate | over target-only | votes settle | chunks replaced | over top-b rounds | "
+            "pair | samples | rate | over target-only | votes settle | chunks replaced | over "
+            "top-b rounds | "
             "over question by question",
             rows,
             headline="with a 70B target, 16 samples, rate 0.2: " + "; ".join(parts),
@@ -139,34 +171,52 @@ class _Grids:
         """How the cost of rounds grows with their number, for few and many samples."""
         rows: list[Row] = []
         for samples in self.options.pick((16,), (16, 64), (16, 64, 256)):
-            for turns in self.options.pick((1, 4), (1, 2, 4, 8, 15, 30), (1, 2, 3, 4, 6, 8, 11, 15, 22, 30)):
+            for turns in self.options.pick(
+                (1, 4), (1, 2, 4, 8, 15, 30), (1, 2, 3, 4, 6, 8, 11, 15, 22, 30)
+            ):
                 cell = self.cell(EIGHT, "atts", samples, turns=turns)
-                ours, rounds = self.get(cell), self.get(cell, method="top-b")
+                ours = self.get(cell)
+                rounds = self.get(cell, method="top-b")
                 target = self.get(cell, method="target-only").seconds
                 ratios = (target / ours.seconds, rounds.seconds / ours.seconds)
-                rows.append((samples, turns, *ratios, rounds.waiting, ours.intensity, rounds.intensity))
+                rows.append(
+                    (samples, turns, *ratios, rounds.waiting, ours.intensity, rounds.intensity)
+                )
         return Table.of(
             "Turns: 8B/70B, rate 0.2",
-            "samples | turns at most | over target-only | over top-b | Ts share of top-b | r of atts | r of top-b",
+            "samples | turns at most | over target-only | over top-b | Ts share of top-b | r of "
+            "atts | r of top-b",
             rows,
             chart=Chart("turns at most", "Ts share of top-b", "samples"),
         )
 
     def rates(self) -> Table:
         """Speed against the share that is handed over."""
-        samples, rows = self.options.pick(16, 16, 64), list[Row]()
+        samples = self.options.pick(16, 16, 64)
+        rows = list[Row]()
         for pair in self.pairs:
             base = self.cell(pair, "atts", samples)
             alone = self.get(base, method="target-only").seconds
-            for rate in self.options.pick((0.05, 0.6), (0.05, 0.1, 0.2, 0.4, 0.6), (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)):
+            for rate in self.options.pick(
+                (0.05, 0.6), (0.05, 0.1, 0.2, 0.4, 0.6), (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)
+            ):
                 found = self.get(base, rate=rate)
                 share = found.target_tokens / (found.target_tokens + found.draft_tokens)
                 rows.append(
-                    (pair.name, rate, found.realised, alone / found.seconds, found.throughput, share, *found.busy)
+                    (
+                        pair.name,
+                        rate,
+                        found.realised,
+                        alone / found.seconds,
+                        found.throughput,
+                        share,
+                        *found.busy,
+                    )
                 )
         return Table.of(
             f"The rate: {samples} samples, up to 15 turns",
-            "pair | rate | realised rate | over target-only | tokens/s | target's share of tokens | draft busy | "
+            "pair | rate | realised rate | over target-only | tokens/s | target's share of tokens "
+            "| draft busy | "
             "target busy",
             rows,
             chart=Chart("rate", "over target-only", "pair"),
@@ -174,18 +224,25 @@ class _Grids:
 
     def replicas(self) -> Table:
         """A fixed amount of work on more and more replicas: where it saturates."""
-        questions, rows = self.options.pick(16, 50, 500), list[_Scaled]()
+        questions = self.options.pick(16, 50, 500)
+        rows = list[_Scaled]()
         for method in self.options.pick(METHODS[:1], ("atts", "top-b", "target-only"), METHODS):
             places = self.options.pick((1, 4), (1, 4, 16, 64), (1, 2, 4, 8, 16, 32, 64))
             rows += self._scaling(method, dict.fromkeys(places, questions))
-        atts = [(replicas, gain, share) for name, replicas, _, _, gain, share, *_ in rows if name == "atts"]
+        atts = [
+            (replicas, gain, share)
+            for name, replicas, _, _, gain, share, *_ in rows
+            if name == "atts"
+        ]
         well = max(replicas for replicas, _, share in atts if share >= 0.5)
         return Table.of(
-            f"Replicas of both engines: 8B/70B, {questions} questions x 16 samples, rate 0.2, 256 rollouts each in "
+            f"Replicas of both engines: 8B/70B, {questions} questions x 16 samples, rate 0.2, 256 "
+            f"rollouts each in "
             "flight",
             _SCALING,
             rows,
-            headline=f"a fixed evaluation uses up to {well} replicas well (efficiency above one half) and gets "
+            headline=f"a fixed evaluation uses up to {well} replicas well (efficiency above one "
+            f"half) and gets "
             f"{times(atts[-1][1])} from {atts[-1][0]}",
             chart=Chart("replicas", "tokens/s", "method", "log", "log"),
         )
@@ -193,61 +250,96 @@ class _Grids:
     def growing(self) -> Table:
         """As much work for every replica: what a cluster sustains."""
         rows: list[_Scaled] = []
-        for method in self.options.pick(METHODS[:1], ("atts", "target-only"), ("atts", "top-b", "target-only")):
+        for method in self.options.pick(
+            METHODS[:1], ("atts", "target-only"), ("atts", "top-b", "target-only")
+        ):
             places = self.options.pick((1, 4), (1, 4, 16), (1, 2, 4, 8, 16, 32, 64))
             rows += self._scaling(method, {replicas: 16 * replicas for replicas in places})
         last = [row for row in rows if row[0] == "atts"][-1]
         return Table.of(
-            "Work that grows with the replicas: 8B/70B, 16 questions x 16 samples for each, rate 0.2",
+            "Work that grows with the replicas: 8B/70B, 16 questions x 16 samples for each, rate "
+            "0.2",
             _SCALING,
             rows,
-            headline=f"with as much work per replica, {last[1]} replicas write **{last[3]:,.0f} tokens/s** at "
+            headline=f"with as much work per replica, {last[1]} replicas write **{last[3]:,.0f} "
+            f"tokens/s** at "
             f"efficiency {last[5]:.2g}",
             chart=Chart("replicas", "tokens/s", "method", "log", "log"),
         )
 
     def _scaling(self, method: Method, questions: dict[int, int]) -> list[_Scaled]:
-        """A method on more and more replicas, each with so many questions, beside itself on the fewest."""
+        """A method on more and more replicas, each with so many questions, beside itself on the
+        fewest.
+        """
         rows: list[_Scaled] = []
         first: tuple[int, float] | None = None
         for replicas, count in questions.items():
-            found = self.get(Cell(EIGHT, method, count, 16, replicas=replicas, seed=self.options.seed))
+            found = self.get(
+                Cell(EIGHT, method, count, 16, replicas=replicas, seed=self.options.seed)
+            )
             first = first or (replicas, found.throughput)
             gain = found.throughput / first[1] * first[0]
-            rows.append((method, replicas, found.seconds, found.throughput, gain, gain / replicas, *found.busy))
+            rows.append(
+                (
+                    method,
+                    replicas,
+                    found.seconds,
+                    found.throughput,
+                    gain,
+                    gain / replicas,
+                    *found.busy,
+                )
+            )
         return rows
 
     def headlines(self) -> Table:
         """Which assumptions reach the published factors, with the conditions of each."""
-        rows, best = list[Row](), dict[str, float]()
+        rows = list[Row]()
+        best = dict[str, float]()
         for pair in self.options.pick((SMALL,), (EIGHT, SMALL), (EIGHT, SMALL)):
             for samples in self.options.pick((16,), (16, 64, 256), (16, 64, 256)):
                 setting = f"{pair.name}, {samples} samples"
                 speeds = self._speedups(self.cell(pair, "target-only", samples))
                 throughputs = self._throughputs(self.cell(pair, "top-b", samples, rate=0.4))
-                rows += [(setting, name, ratio, _reached(ratio, PAPER_SPEEDUP)) for name, ratio in speeds]
-                rows += [(setting, name, ratio, _reached(ratio, PAPER_THROUGHPUT)) for name, ratio in throughputs]
-                best |= {name: max(best.get(name, 0.0), ratio) for name, ratio in speeds + throughputs}
+                rows += [
+                    (setting, name, ratio, _reached(ratio, PAPER_SPEEDUP)) for name, ratio in speeds
+                ]
+                rows += [
+                    (setting, name, ratio, _reached(ratio, PAPER_THROUGHPUT))
+                    for name, ratio in throughputs
+                ]
+                best |= {
+                    name: max(best.get(name, 0.0), ratio) for name, ratio in speeds + throughputs
+                }
         return Table.of(
             "The published headline figures: which baseline reaches them",
             "setting | baseline | ratio | published figure",
             rows,
-            headline=f"{PAPER_THROUGHPUT:g}x in throughput: {_compared(best, 'throughput, ', PAPER_THROUGHPUT)}. "
+            headline=f"{PAPER_THROUGHPUT:g}x in throughput: "
+            f"{_compared(best, 'throughput, ', PAPER_THROUGHPUT)}. "
             f"{PAPER_SPEEDUP:g}x in time: {_compared(best, 'target-only, ', PAPER_SPEEDUP)}",
         )
 
     def _speedups(self, alone: Cell) -> list[tuple[str, float]]:
-        ours, together = self.get(alone, method="atts", rate=0.05).seconds, self.get(alone)
-        queue, samples = self.get(alone, order="question by question"), min(alone.samples, 64)
-        few = self.get(alone, order="one request at a time", problems=max(1, 64 // samples), samples=samples)
+        ours = self.get(alone, method="atts", rate=0.05).seconds
+        together = self.get(alone)
+        queue = self.get(alone, order="question by question")
+        samples = min(alone.samples, 64)
+        few = self.get(
+            alone, order="one request at a time", problems=max(1, 64 // samples), samples=samples
+        )
         return [
             ("target-only, all together", together.seconds / ours),
             ("target-only, question by question", queue.seconds / ours),
-            ("target-only, one request at a time", few.seconds / few.target_tokens * together.target_tokens / ours),
+            (
+                "target-only, one request at a time",
+                few.seconds / few.target_tokens * together.target_tokens / ours,
+            ),
         ]
 
     def _throughputs(self, rounds: Cell) -> list[tuple[str, float]]:
-        ours, queue = self.get(rounds, method="atts").throughput, self.get(rounds, order="question by question")
+        ours = self.get(rounds, method="atts").throughput
+        queue = self.get(rounds, order="question by question")
         return [
             ("throughput, top-b in rounds", ours / self.get(rounds).throughput),
             ("throughput, top-b, question by question", ours / queue.throughput),
@@ -259,8 +351,14 @@ def _reached(ratio: float, figure: float) -> str:
 
 
 def _compared(best: Mapping[str, float], kind: str, figure: float) -> str:
-    """The baselines of a kind in two groups: those against which the figure is reached, and the others."""
-    mine = {name.removeprefix("throughput, "): ratio for name, ratio in best.items() if name.startswith(kind)}
+    """The baselines of a kind in two groups: those against which the figure is reached, and the
+    others.
+    """
+    mine = {
+        name.removeprefix("throughput, "): ratio
+        for name, ratio in best.items()
+        if name.startswith(kind)
+    }
     reached = [f"{name} ({times(ratio)})" for name, ratio in mine.items() if ratio >= figure]
     others = [f"{name} ({times(ratio)} at most)" for name, ratio in mine.items() if ratio < figure]
     groups = {"reached against": reached, "not against": others}

@@ -1,4 +1,6 @@
-"""One point of the scale study: a method on two modelled engines, run through the real graph and pipelines."""
+"""One point of the scale study: a method on two modelled engines, run through the real graph and
+pipelines.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class Cell:
     replicas: int = 1
     in_flight: int = 256  # rollouts, per replica
     order: Order = "all together"
-    budget: int | None = None  # KV tokens the graph admits to the target, per replica; None: no bound of the graph's
+    budget: int | None = (
+        None  # KV tokens the graph admits to the target, per replica; None: no bound of the graph's
+    )
     room: Literal["as installed", "without end"] = "as installed"
     seed: int = 0
 
@@ -60,7 +64,11 @@ class Cell:
     @property
     def places(self) -> int:
         """Rollouts in flight over the whole installation."""
-        return 1 if self.order == "one request at a time" else max(self.samples, self.in_flight * self.replicas)
+        return (
+            1
+            if self.order == "one request at a time"
+            else max(self.samples, self.in_flight * self.replicas)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +104,14 @@ def run_cell(cell: Cell, law: TraceLaw) -> Found:
 async def _run(cell: Cell, law: TraceLaw) -> Found:
     drafts = _engines(cell, law, "draft", cell.pair.draft, cell.pair.draft_kv)
     targets = _engines(cell, law, "target", cell.pair.target, cell.pair.target_kv)
-    recording, outcomes = Recording(), list[Outcome]()
+    recording = Recording()
+    outcomes = list[Outcome]()
     tokens = None if cell.budget is None else max(1, cell.budget * cell.replicas // law.grain)
-    graph = Graph(rollouts=cell.places, limits={"draft": Limit(), "target": Limit(tokens=tokens)}, sink=recording)
+    graph = Graph(
+        rollouts=cell.places,
+        limits={"draft": Limit(), "target": Limit(tokens=tokens)},
+        sink=recording,
+    )
     policy, gate = _plan(cell, law)
     async with _pool(drafts) as draft, _pool(targets) as target:
         context = Context(draft, target, gate, ANSWERS, cell.seed)
@@ -109,9 +122,14 @@ async def _run(cell: Cell, law: TraceLaw) -> Found:
         for batch in _batches(cell, law):
             await graph.run(batch, one)
         seconds = graph.stats().seconds
-    rounds = [node for node in recording.nodes() if node.stage != HOLD]  # not the wait for a score asked for already
-    timing, usage = measure(rounds), [outcome.usage for outcome in outcomes]
-    decisions = [t.decision for o in outcomes for r in o.rollouts for t in r.turns if t.decision is not None]
+    rounds = [
+        node for node in recording.nodes() if node.stage != HOLD
+    ]  # not the wait for a score asked for already
+    timing = measure(rounds)
+    usage = [outcome.usage for outcome in outcomes]
+    decisions = [
+        t.decision for o in outcomes for r in o.rollouts for t in r.turns if t.decision is not None
+    ]
     whole = timing.sibling_seconds + timing.memory_seconds + timing.arithmetic_seconds
     return Found(
         seconds=seconds,
@@ -139,7 +157,8 @@ def _pool(engines: Sequence[BatchedEngine]) -> BatchedEngine | ReplicaPool:
 
 def _plan(cell: Cell, law: TraceLaw) -> tuple[Policy, Gate | RoundGate]:
     chosen = preset(cell.method.partition(",")[0])
-    tokens, replaces = CHUNK // law.grain, cell.method == "atts, chunks replaced"
+    tokens = CHUNK // law.grain
+    replaces = cell.method == "atts, chunks replaced"
     base = Policy(
         samples=cell.samples,
         turns=cell.turns,
@@ -164,7 +183,8 @@ class Results:
     """Cells that are done, on disk where a file is given."""
 
     def __init__(self, law: TraceLaw, file: Path | None) -> None:
-        self._law, self._done = law, Parts(file)
+        self._law = law
+        self._done = Parts(file)
 
     def __len__(self) -> int:
         return len(self._done)

@@ -1,4 +1,6 @@
-"""What reasoning looks like to an engine without a model: lengths, scores and answers drawn from recorded runs."""
+"""What reasoning looks like to an engine without a model: lengths, scores and answers drawn from
+recorded runs.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,15 @@ from scripts.studies.calibration import traces
 
 CHUNK = 500  # tokens of a full chunk in the recorded runs
 PROMPT = 150  # tokens of a problem with its instructions; the traces do not say
-_WORD, _END = 1, 2
+_WORD = 1
+_END = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One recorded rollout: tokens until its answer (inf: it never came to one), and its scores along the way."""
+    """One recorded rollout: tokens until its answer (inf: it never came to one), and its scores
+    along the way.
+    """
 
     tokens: float
     starts: tuple[float, ...]  # tokens before each scored chunk
@@ -46,7 +51,10 @@ class Library:
     @property
     def spread(self) -> float:
         """The deviation of a rollout's log length within its question."""
-        each = [[math.log(r.tokens) for r in lines if math.isfinite(r.tokens)] for lines in self.questions]
+        each = [
+            [math.log(r.tokens) for r in lines if math.isfinite(r.tokens)]
+            for lines in self.questions
+        ]
         return float(np.sqrt(np.mean([stdev(logs) ** 2 for logs in each if len(logs) > 1])))
 
 
@@ -66,18 +74,29 @@ def recorded_rollouts(folder: Path | None = None, run: str = "ct0") -> list[dict
 
 
 def read_library(found: Sequence[Mapping[str, Any]]) -> Library:
-    """The rollouts of a run; characters become tokens at the rate of chunks that were cut at their limit."""
-    full = [t["draft_chars"] for r in found for t in r["turns"][:-1] if t["draft_chars"] and not t["draft_boxed"]]
+    """The rollouts of a run; characters become tokens at the rate of chunks that were cut at their
+    limit.
+    """
+    full = [
+        t["draft_chars"]
+        for r in found
+        for t in r["turns"][:-1]
+        if t["draft_chars"] and not t["draft_boxed"]
+    ]
     characters = median(full) / CHUNK
     questions: dict[int, list[Recorded]] = {}
     for record in found:
         questions.setdefault(record["question_id"], []).append(_rollout(record, characters))
     words = f"{len(found)} rollouts of {len(questions)} MATH-500 questions, R1-Distill-Llama-8B with QwQ-32B"
-    return Library(tuple(tuple(questions[q]) for q in sorted(questions)), f"run {found[0]['run']}: {words}")
+    return Library(
+        tuple(tuple(questions[q]) for q in sorted(questions)), f"run {found[0]['run']}: {words}"
+    )
 
 
 def _rollout(record: Mapping[str, Any], characters: float) -> Recorded:
-    starts, scores, tokens = list[float](), list[float](), 0.0
+    starts = list[float]()
+    scores = list[float]()
+    tokens = 0.0
     for turn in record["turns"]:
         if turn["ppl"] is not None:
             starts.append(tokens)
@@ -89,14 +108,19 @@ def _rollout(record: Mapping[str, Any], characters: float) -> Recorded:
 
 
 def synthetic_library(questions: int = 100, samples: int = 16, seed: int = 0) -> Library:
-    """Where the traces are not at hand: log-normal lengths and scores with about the spreads that were recorded.
+    """Where the traces are not at hand: log-normal lengths and scores with about the spreads that
+    were recorded.
 
-    Between questions and within, the deviations are .75 and .45 (log tokens) and .55 and .47 (log of mean negative
-    log-probability, median .47 nats); one rollout in twenty never ends; wrong answers come in a few kinds.
+    Between questions and within, the deviations are .75 and .45 (log tokens) and .55 and .47 (log
+    of mean negative log-probability, median .47 nats); one rollout in twenty never ends; wrong
+    answers come in a few kinds.
     """
-    draw, table = np.random.default_rng(seed), list[tuple[Recorded, ...]]()
+    draw = np.random.default_rng(seed)
+    table = list[tuple[Recorded, ...]]()
     for question in range(questions):
-        length, level, skill = draw.normal(7.0, 0.75), draw.normal(math.log(0.47), 0.55), draw.beta(2.4, 0.6)
+        length = draw.normal(7.0, 0.75)
+        level = draw.normal(math.log(0.47), 0.55)
+        skill = draw.beta(2.4, 0.6)
         lines: list[Recorded] = []
         for _ in range(samples):
             tokens = math.exp(draw.normal(length, 0.45))
@@ -104,9 +128,19 @@ def synthetic_library(questions: int = 100, samples: int = 16, seed: int = 0) ->
             scores = tuple(math.exp(math.exp(draw.normal(level, 0.47))) for _ in starts)
             kind = "right" if draw.random() < skill else f"wrong {draw.integers(3)}"
             ends = draw.random() > 0.05
-            lines.append(Recorded(tokens if ends else math.inf, starts, scores, f"{question} {kind}" if ends else None))
+            lines.append(
+                Recorded(
+                    tokens if ends else math.inf,
+                    starts,
+                    scores,
+                    f"{question} {kind}" if ends else None,
+                )
+            )
         table.append(tuple(lines))
-    return Library(tuple(table), "synthetic: log-normal lengths and scores (the recorded traces are not at hand)")
+    return Library(
+        tuple(table),
+        "synthetic: log-normal lengths and scores (the recorded traces are not at hand)",
+    )
 
 
 class NoText:
@@ -130,11 +164,13 @@ class NoText:
 
 
 class TraceLaw:
-    """Reasoning as work to be done: a rollout's answer comes once so many tokens were written, whichever model writes.
+    """Reasoning as work to be done: a rollout's answer comes once so many tokens were written,
+    whichever model writes.
 
-    How many is drawn per (problem, sample) from the question's recorded rollouts, smoothed (a log-normal kernel of
-    Silverman's width), so that 256 samples do not repeat 16. Scores and answers are those recorded at that place. So
-    methods differ in who writes and who waits, not in how much is written: accuracy is not a result of this law.
+    How many is drawn per (problem, sample) from the question's recorded rollouts, smoothed (a
+    log-normal kernel of Silverman's width), so that 256 samples do not repeat 16. Scores and
+    answers are those recorded at that place. So methods differ in who writes and who waits, not in
+    how much is written: accuracy is not a result of this law.
     """
 
     def __init__(self, library: Library, seed: int = 0, grain: int = 10) -> None:
@@ -157,7 +193,10 @@ class TraceLaw:
         """As much as is asked for, or what is left until the answer."""
         needed, recorded = self.rollout(request.seed.problem, request.seed.sample)
         left = needed - self._written(len(request.ids))
-        count = min(request.max_tokens, max(1, math.ceil(left / self.grain) if math.isfinite(left) else 1 << 30))
+        count = min(
+            request.max_tokens,
+            max(1, math.ceil(left / self.grain) if math.isfinite(left) else 1 << 30),
+        )
         is_done = count * self.grain >= left
         text = (recorded.answer or "") if is_done else ""
         return Completion((_WORD,) * count, text, "end" if is_done else "length", (-0.5,) * count)

@@ -1,4 +1,6 @@
-"""Small runs, live on the embedded pair: how near they end to their rate, what they escalate, what they get right."""
+"""Small runs, live on the embedded pair: how near they end to their rate, what they escalate, what
+they get right.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ GATES = ("counted", "streaming in")
 
 
 class WatchedGate(ConformalGate):
-    """The conformal gate with its decisions kept: those of a chunk that a settled vote cut off are in no outcome."""
+    """The conformal gate with its decisions kept: those of a chunk that a settled vote cut off are
+    in no outcome.
+    """
 
     def __init__(self, calibrator: Calibrating, is_counted: bool) -> None:
         super().__init__(calibrator)
@@ -47,7 +51,9 @@ class WatchedGate(ConformalGate):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One run: its decisions, those that went over, those of its worst chunks that did, and each problem's answer."""
+    """One run: its decisions, those that went over, those of its worst chunks that did, and each
+    problem's answer.
+    """
 
     decisions: int
     escalated: int
@@ -59,7 +65,12 @@ class Ended:
         """Of what the gate decided, and what came of it."""
         worst = sorted(gate.made, reverse=True)[: max(1, round(rate * len(gate.made)))]
         right = {one.problem.id: float(one.answer == one.problem.answer) for one in outcomes}
-        return cls(len(gate.made), sum(over for _, over in gate.made), fmean(over for _, over in worst), right)
+        return cls(
+            len(gate.made),
+            sum(over for _, over in gate.made),
+            fmean(over for _, over in worst),
+            right,
+        )
 
     @property
     def share(self) -> float:
@@ -68,23 +79,30 @@ class Ended:
 
 
 def study(options: Options) -> list[Table]:
-    """Every size, order, rate and seed with both gates in turn; finished runs are kept, and not run again."""
+    """Every size, order, rate and seed with both gates in turn; finished runs are kept, and not run
+    again.
+    """
     parts = Parts(options.file("small-runs.jsonl"))
-    sizes, seeds = options.pick(SIZES[:1], SIZES[:2], SIZES), options.pick(1, 3, 20)
+    sizes = options.pick(SIZES[:1], SIZES[:2], SIZES)
+    seeds = options.pick(1, 3, 20)
     anyio.run(_run_all, parts, sizes, seeds, options.seed)
     return [_table(parts, sizes)]
 
 
 async def _run_all(parts: Parts, sizes: Sequence[tuple[int, int]], seeds: int, first: int) -> None:
     async with Pair() as pair:
-        for seed, size, rate, order, gate in product(range(first, first + seeds), sizes, RATES, ORDERS, GATES):
+        for seed, size, rate, order, gate in product(
+            range(first, first + seeds), sizes, RATES, ORDERS, GATES
+        ):
             problems, samples = size
             name = f"{problems}|{samples}|{order}|{rate}|{gate}|{seed}"
             if name not in parts:
                 say(f"small runs: {name}")
                 plan = pair.plan(arm("atts", samples=samples, rate=rate), seed * 31 + len(order))
                 tuning = Tuning.for_rollouts(samples)
-                watched = WatchedGate(Calibrator(rate, "aci", seed=plan.seed, tuning=tuning), gate == GATES[0])
+                watched = WatchedGate(
+                    Calibrator(rate, "aci", seed=plan.seed, tuning=tuning), gate == GATES[0]
+                )
                 chosen = _ordered(arithmetic("test", problems, 5000 + seed), order)
                 outcomes, _ = await run_block(chosen, replace(plan, gate=watched))
                 parts.keep(name, asdict(Ended.of(watched, outcomes, rate)))
@@ -97,7 +115,9 @@ def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:
 
 
 def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
-    found: defaultdict[tuple[str, ...], dict[str, Ended]] = defaultdict(dict)  # by all but the seed, then by seed
+    found: defaultdict[tuple[str, ...], dict[str, Ended]] = defaultdict(
+        dict
+    )  # by all but the seed, then by seed
     for name, value in parts.items():
         *place, seed = name.split("|")
         found[tuple(place)][seed] = Ended(**value)
@@ -106,7 +126,11 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
         cell = (str(problems), str(samples), order)
         counted, streaming = (found[*cell, str(rate), gate] for gate in GATES)
         both = sorted(counted.keys() & streaming.keys())
-        facts = [fact for runs in (counted, streaming) for fact in _facts([runs[seed] for seed in both], rate)]
+        facts = [
+            fact
+            for runs in (counted, streaming)
+            for fact in _facts([runs[seed] for seed in both], rate)
+        ]
         spent = [sum(runs[seed].escalated for seed in both) for runs in (counted, streaming)]
         gained = _gained([(streaming[seed].right, counted[seed].right) for seed in both])
         alike = list[tuple[Mapping[str, float], Mapping[str, float]]]()
@@ -115,21 +139,39 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
             if len(known := [one for one in others if one is not None]) > 1:
                 alike.append((_at_share(known, run.share), run.right))
         more = spent[1] / spent[0] if both else None
-        rows.append((f"{problems} x {samples}", order, rate, len(both), *facts, more, gained, _gained(alike)))
+        rows.append(
+            (
+                f"{problems} x {samples}",
+                order,
+                rate,
+                len(both),
+                *facts,
+                more,
+                gained,
+                _gained(alike),
+            )
+        )
     return Table.of(
-        "Small runs, live: how far they end from their rate, and what of the worst chunks went over",
-        "problems x samples | order | rate | runs | RMS error, counted | worst caught | RMS error, streaming in | "
-        "worst caught | chunks escalated, streaming in over counted | answers right more often, counted | "
+        "Small runs, live: how far they end from their rate, and what of the worst chunks went "
+        "over",
+        "problems x samples | order | rate | runs | RMS error, counted | worst caught | RMS error, "
+        "streaming in | "
+        "worst caught | chunks escalated, streaming in over counted | answers right more often, "
+        "counted | "
         "the same, where streaming in escalated as many",
         rows,
-        "Runs of the embedded pair on arithmetic problems, sorted by level or not, 64 rollouts in flight, each with "
-        "the run's size known and not. Worst: as many chunks with the highest scores as the rate stands for. "
+        "Runs of the embedded pair on arithmetic problems, sorted by level or not, 64 rollouts in "
+        "flight, each with "
+        "the run's size known and not. Worst: as many chunks with the highest scores as the rate "
+        "stands for. "
         "Last column: between the runs of a seed at the two nearest rates, by a line.",
     )
 
 
 def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
-    """How often each problem was right where this share of chunks was escalated: on the line of the two nearest."""
+    """How often each problem was right where this share of chunks was escalated: on the line of the
+    two nearest.
+    """
     nearest = sorted(runs, key=lambda run: abs(run.share - share))[:2]
     low, high = sorted(nearest, key=lambda run: run.share)
     place = (share - low.share) / (high.share - low.share)
@@ -143,7 +185,11 @@ def _gained(runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> 
 
 
 def _facts(runs: Sequence[Ended], rate: float) -> tuple[float | None, float | None]:
-    """How far runs end from their rate (root mean square), and what share of their worst chunks went over."""
+    """How far runs end from their rate (root mean square), and what share of their worst chunks
+    went over.
+    """
     if not runs:
         return None, None
-    return math.sqrt(fmean((run.share - rate) ** 2 for run in runs)), fmean(run.caught for run in runs)
+    return math.sqrt(fmean((run.share - rate) ** 2 for run in runs)), fmean(
+        run.caught for run in runs
+    )

@@ -1,4 +1,6 @@
-"""Solving without end under faults, cancels and drift: nothing may grow, nothing may be left, the journal tells all."""
+"""Solving without end under faults, cancels and drift: nothing may grow, nothing may be left, the
+journal tells all.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from scripts.studies.harness import Chart, Options, Row, Table
 from tests.run.soaking import Kind, Level, Tally, soak
 
 _NOISE = 0.02  # share by which memory and objects may rise and still be called flat
-_WARM_UP = 30  # runs until every kind has met every set: caches fill and allocators settle meanwhile
+_WARM_UP = (
+    30  # runs until every kind has met every set: caches fill and allocators settle meanwhile
+)
 
 
 def study(options: Options) -> list[Table]:
@@ -36,25 +40,42 @@ def verdict(tally: Tally) -> Table:
     hours = max(1e-9, (kept[-1].seconds - kept[0].seconds) * 2 / 3 / 3600)
     rows: list[Row] = []
     for name, get in _MEASURES.items():
-        first, last = median(map(get, kept[:third])), median(map(get, kept[-third:]))
-        said = "flat" if _is_flat(name, first, last) else "GROWS" if _is_settled(tally) else "too few runs to say"
+        first = median(map(get, kept[:third]))
+        last = median(map(get, kept[-third:]))
+        said = (
+            "flat"
+            if _is_flat(name, first, last)
+            else "GROWS"
+            if _is_settled(tally)
+            else "too few runs to say"
+        )
         rows.append((name, first, last, max(map(get, kept)), (last - first) / hours, said))
     wrong = tally.differences
     notes = (
-        f"{sum(tally.episodes.values())} runs of {tally.problems} problems in {tally.levels[-1].seconds / 60:.0f} "
-        f"minutes; {tally.failed_rollouts} rollouts failed as the fault schedule had it and were recorded so.",
+        f"{sum(tally.episodes.values())} runs of {tally.problems} problems in "
+        f"{tally.levels[-1].seconds / 60:.0f} "
+        f"minutes; {tally.failed_rollouts} rollouts failed as the fault schedule had it and were "
+        f"recorded so.",
         f"Journal beside live: {tally.compared} outcomes compared, {len(wrong)} differences"
-        + (f" (first: {wrong[0]})" if wrong else "; every finished run was recalled without a call."),
-        f"The first {_WARM_UP} runs are warm-up: every kind of run meets every set of problems, caches fill. Memory "
+        + (
+            f" (first: {wrong[0]})"
+            if wrong
+            else "; every finished run was recalled without a call."
+        ),
+        f"The first {_WARM_UP} runs are warm-up: every kind of run meets every set of problems, "
+        f"caches fill. Memory "
         f"and objects are flat where they rise by at most {_NOISE:.0%} over all that follows.",
     )
     by = {
-        verdict: [str(row[0]) for row in rows if row[-1] == verdict] for verdict in dict.fromkeys(r[-1] for r in rows)
+        verdict: [str(row[0]) for row in rows if row[-1] == verdict]
+        for verdict in dict.fromkeys(r[-1] for r in rows)
     }
     words = "; ".join(f"**{verdict}**: {', '.join(names)}" for verdict, names in by.items())
     headline = f"{words}. {notes[0]} {notes[1]}"
     header = "between runs | median of the first third | of the last third | most | growth an hour | verdict"
-    return Table.of("Soak: what the process holds after warm-up", header, rows, *notes, headline=headline)
+    return Table.of(
+        "Soak: what the process holds after warm-up", header, rows, *notes, headline=headline
+    )
 
 
 def _is_settled(tally: Tally) -> bool:
@@ -74,7 +95,9 @@ _MEASURES: Mapping[str, Callable[[Level], float]] = {
 
 
 def _is_flat(name: str, first: float, last: float) -> bool:
-    """Counts must not rise (idle worker threads come and go by one); memory and objects may, by as much as noise."""
+    """Counts must not rise (idle worker threads come and go by one); memory and objects may, by as
+    much as noise.
+    """
     if name.startswith(("memory", "Python")):
         return last - first <= _NOISE * first
     return last <= first + (name == "threads")
@@ -84,7 +107,9 @@ def _levels(tally: Tally) -> Table:
     every = max(1, len(tally.levels) // 200)
     rows = [(level.seconds, level.memory_mib) for level in tally.levels[::every]]
     chart = Chart("seconds", "memory, MiB")
-    return Table.of("Soak: memory over time", "seconds | memory, MiB", rows, chart=chart, shown="chart only")
+    return Table.of(
+        "Soak: memory over time", "seconds | memory, MiB", rows, chart=chart, shown="chart only"
+    )
 
 
 def _episodes(tally: Tally) -> Table:

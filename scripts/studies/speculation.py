@@ -1,4 +1,6 @@
-"""Speculation beside plain decoding: all ways to propose, fixed lengths and the controller, in turn in one run."""
+"""Speculation beside plain decoding: all ways to propose, fixed lengths and the controller, in turn
+in one run.
+"""
 
 from __future__ import annotations
 
@@ -53,16 +55,20 @@ class Arm:
     prompts: Sequence[TokenIds]
     count: int  # texts a round
     written: list[list[TokenIds]] = field(default_factory=list[list[TokenIds]])
-    rates: list[float] = field(default_factory=list[float])  # tokens a second of the wall, round by round
+    rates: list[float] = field(
+        default_factory=list[float]
+    )  # tokens a second of the wall, round by round
     used: float = 0.0  # processor seconds
 
     def seconds(self) -> float:
         """Processor seconds a token, in the next round."""
         first = len(self.written) * self.count
         requests = [self._request(number) for number in range(first, first + self.count)]
-        wall, processor = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        processor = time.process_time()
         self.written.append(self.lab.portal.call(texts, self.engine, requests))
-        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+        wall = time.perf_counter() - wall
+        processor = time.process_time() - processor
         total = sum(map(len, self.written[-1]))
         self.rates.append(total / wall)
         self.used += processor
@@ -71,7 +77,9 @@ class Arm:
     def _request(self, number: int) -> SampleRequest:
         problem, sample = divmod(number, SAMPLES)
         ids = self.prompts[problem % len(self.prompts)]
-        return SampleRequest(ids, TOKENS, LAW, Seed(1, sample=number), rollout=f"p{problem}/{sample}")
+        return SampleRequest(
+            ids, TOKENS, LAW, Seed(1, sample=number), rollout=f"p{problem}/{sample}"
+        )
 
     @property
     def speculation(self) -> SpeculationStats:
@@ -80,15 +88,24 @@ class Arm:
 
 
 def study(options: Options) -> list[Table]:
-    """The embedded pair at every number of sequences, then weakened drafts at some; transformers beside one."""
+    """The embedded pair at every number of sequences, then weakened drafts at some; transformers
+    beside one.
+    """
     torch.set_num_threads(1)
     lengths = options.pick((4,), (2, 4, 8, 12), (1, 2, 4, 6, 8, 12, 16))
-    rows, places, chosen = list[Row](), dict[str, Row](), list[Row]()
+    rows = list[Row]()
+    places = dict[str, Row]()
+    chosen = list[Row]()
     with tempfile.TemporaryDirectory() as place, start_blocking_portal() as portal:
-        lab, spent = Lab(options, portal), Spent()
+        lab = Lab(options, portal)
+        spent = Spent()
         for name, folder in _drafts(Path(place), options).items():
             is_own = name == "embedded"
-            for batch in options.pick((1, 4), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32)) if is_own else (1, 4, 16):
+            for batch in (
+                options.pick((1, 4), (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32))
+                if is_own
+                else (1, 4, 16)
+            ):
                 say(f"speculation: {name} draft, {batch} sequences")
                 with _opened(lab, folder, batch, lengths if is_own else lengths[:3]) as arms:
                     seen = _race(lab, arms)
@@ -97,7 +114,8 @@ def study(options: Options) -> list[Table]:
                     places[name] = _places(name, arms["k=auto"].speculation)
         theirs = _beside_transformers(lab)
     choices = (
-        "draft | sequences | best fixed | k=auto, ratio to it | to plain decoding | in its first round | "
+        "draft | sequences | best fixed | k=auto, ratio to it | to plain decoding | in its first "
+        "round | "
         "mean k chosen | seconds expected over come"
     )
     header = "draft | " + " | ".join(str(place) for place in range(1, 9))
@@ -107,8 +125,10 @@ def study(options: Options) -> list[Table]:
             "What the controller chooses, beside the best fixed length",
             choices,
             chosen,
-            "The best fixed length is found in every other round and compared in those between, and the reverse. Ten "
-            "rounds go before those that are compared; in the first one, of n=1, everything is yet to be learnt.",
+            "The best fixed length is found in every other round and compared in those between, "
+            "and the reverse. Ten "
+            "rounds go before those that are compared; in the first one, of n=1, everything is yet "
+            "to be learnt.",
         ),
         Table.of("How often a place stands when all before it do", header, places.values()),
         theirs,
@@ -116,18 +136,30 @@ def study(options: Options) -> list[Table]:
 
 
 @contextmanager
-def _opened(lab: Lab, drafter: Path, batch: int, lengths: Sequence[int]) -> Generator[dict[str, Arm]]:
+def _opened(
+    lab: Lab, drafter: Path, batch: int, lengths: Sequence[int]
+) -> Generator[dict[str, Arm]]:
     draft = {"drafter": str(drafter), "speculate": "draft"}
-    # in a process of its own: with helpers of other threads beside, OpenMP's own sleep between a step's parts
-    ways: dict[str, dict[str, Any]] = {"plain": {}, "plain, two threads": {"threads": 2, "worker": "process"}}
+    # in a process of its own: with helpers of other threads beside, OpenMP's own sleep between a
+    # step's parts
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "plain, two threads": {"threads": 2, "worker": "process"},
+    }
     ways |= {f"k={k}": {**draft, "k": k} for k in lengths}
-    ways |= {"k=auto": draft, "k=auto, all proposers": {"drafter": str(drafter)}, "suffix": {"speculate": "suffix"}}
+    ways |= {
+        "k=auto": draft,
+        "k=auto, all proposers": {"drafter": str(drafter)},
+        "suffix": {"speculate": "suffix"},
+    }
     ways["plain, once more"] = {}  # how far two engines that do the same are apart
     questions = [problem.text for problem in problems("test", 512, 7 + lab.options.seed)]
     with ExitStack() as stack:
         arms = dict[str, Arm]()
         for name, changes in ways.items():
-            engine = stack.enter_context(lab.engine(path("target"), max_batch=batch, kv_tokens=1 << 16, **changes))
+            engine = stack.enter_context(
+                lab.engine(path("target"), max_batch=batch, kv_tokens=1 << 16, **changes)
+            )
             prompts = [request.ids for request in asked(engine, questions, TOKENS, 0)]
             arms[name] = Arm(lab, engine, prompts, max(8, 2 * batch))
         yield arms
@@ -146,9 +178,11 @@ def _race(lab: Lab, arms: Mapping[str, Arm]) -> dict[str, list[float]]:
 
 
 def _row(lead: Row, name: str, arms: Mapping[str, Arm], seen: Mapping[str, Sequence[float]]) -> Row:
-    arm, rounds = arms[name], len(seen[name])
+    arm = arms[name]
+    rounds = len(seen[name])
     wall = ratio({way: one.rates[-rounds:] for way, one in arms.items()}, name, "plain")
-    found, written = arm.speculation, sum(len(text) for texts in arm.written for text in texts)
+    found = arm.speculation
+    written = sum(len(text) for texts in arm.written for text in texts)
     processor = "-" if "threads" in name else str(ratio(seen, "plain", name))
     stood = found.accepted / found.proposed if found.proposed else None
     steps = arm.engine.loop_stats().step_sequences
@@ -157,11 +191,21 @@ def _row(lead: Row, name: str, arms: Mapping[str, Arm], seen: Mapping[str, Seque
 
 def _choice(lead: Row, arms: Mapping[str, Arm], seen: Mapping[str, Sequence[float]]) -> Row:
     found = arms["k=auto"].speculation
-    best, beside = beside_best(seen, [name for name in seen if name[2:].isdigit() or name == "plain"], "k=auto")
+    best, beside = beside_best(
+        seen, [name for name in seen if name[2:].isdigit() or name == "plain"], "k=auto"
+    )
     expected = found.expected_seconds / found.came_seconds if found.came_seconds else None
     first = arms["k=auto"].rates[0] / arms["plain"].rates[0]
     mean = found.chosen / max(1, found.choices)
-    return *lead, ", ".join(best), str(beside), str(ratio(seen, "plain", "k=auto")), first, mean, expected
+    return (
+        *lead,
+        ", ".join(best),
+        str(beside),
+        str(ratio(seen, "plain", "k=auto")),
+        first,
+        mean,
+        expected,
+    )
 
 
 def _places(draft: str, found: SpeculationStats) -> Row:
@@ -172,9 +216,14 @@ def _places(draft: str, found: SpeculationStats) -> Row:
 
 
 def _drafts(place: Path, options: Options) -> dict[str, Path]:
-    """The embedded draft, and copies with noise in their weights, which cost the same and agree less often."""
+    """The embedded draft, and copies with noise in their weights, which cost the same and agree
+    less often.
+    """
     noises = NOISE if options.effort != "quick" else {}
-    return {"embedded": path("draft"), **{name: noisy(place / name, noise) for name, noise in noises.items()}}
+    return {
+        "embedded": path("draft"),
+        **{name: noisy(place / name, noise) for name, noise in noises.items()},
+    }
 
 
 def _beside_transformers(lab: Lab) -> Table:
@@ -186,7 +235,8 @@ def _beside_transformers(lab: Lab) -> Table:
         own.count = 4
 
         def theirs(**ways: Any) -> float:
-            began, written = time.process_time(), 0
+            began = time.process_time()
+            written = 0
             for prompt in own.prompts[:2]:
                 text = generated(target, torch.tensor([prompt]), TOKENS, min_new_tokens=0, **ways)
                 written += text.shape[1] - len(prompt)
@@ -212,12 +262,17 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
     return Table.of(
         "Beside plain decoding",
         "draft | sequences | arm | ratio of tokens a processor second | of tokens a second | "
-        "tokens a step and sequence | proposed tokens that stood | share of time spent on proposing",
+        "tokens a step and sequence | proposed tokens that stood | share of time spent on "
+        "proposing",
         rows,
-        f"Embedded target on arithmetic problems, {SAMPLES} texts each, temperature {LAW.temperature}; one thread. "
-        "Every arm wrote the same tokens as plain decoding, which is compared. `suffix` looks at texts of the same "
-        "problem; `plain, once more` is another engine that does what `plain` does. Weaker and weak: the embedded "
-        f"draft with Gaussian noise of {' and '.join(map(str, NOISE.values()))} of each matrix' standard deviation.",
+        f"Embedded target on arithmetic problems, {SAMPLES} texts each, temperature "
+        f"{LAW.temperature}; one thread. "
+        "Every arm wrote the same tokens as plain decoding, which is compared. `suffix` looks at "
+        "texts of the same "
+        "problem; `plain, once more` is another engine that does what `plain` does. Weaker and "
+        "weak: the embedded "
+        f"draft with Gaussian noise of {' and '.join(map(str, NOISE.values()))} of each matrix' "
+        f"standard deviation.",
         spent.disturbance(),
         headline=f"tokens a second beside plain decoding, embedded pair: {told} sequences",
     )

@@ -1,7 +1,9 @@
-"""Where it pays on real clocks: every method by the target's cost and the number of rollouts, in one interleaved run.
+"""Where it pays on real clocks: every method by the target's cost and the number of rollouts, in
+one interleaved run.
 
-Targets are the embedded one, alone and padded to the cost of larger models: the words are the same throughout. The
-draft is the embedded one as it is, and weakened until it agrees with the target as seldom as drafts of real pairs do.
+Targets are the embedded one, alone and padded to the cost of larger models: the words are the same
+throughout. The draft is the embedded one as it is, and weakened until it agrees with the target as
+seldom as drafts of real pairs do.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Bench:
 
     def run(self, method: str, draft: str) -> tuple[str, Engine, Engine]:
         """The method's name elsewhere, and the engines that it works with."""
-        target, own = self.targets[ALONE], self.drafts[draft or DRAFTS[0]].engine
+        target = self.targets[ALONE]
+        own = self.drafts[draft or DRAFTS[0]].engine
         if method == "target-only, speculating":
             return "target-only", own, self.targets[draft]
         return ("target-only", own, self.targets[method]) if not draft else (method, own, target)
@@ -74,11 +77,20 @@ async def _study(options: Options, place: Path) -> list[Table]:
     async with _drafts(options, place, kept) as drafts:
         for repeat in range(options.pick(1, 3, 5)):
             for target in list(TARGETS)[: options.pick(2, 3, 3)]:
-                if todo := [cell for cell in cells(target, options) if f"{cell} {clock} {repeat}" not in kept]:
+                if todo := [
+                    cell
+                    for cell in cells(target, options)
+                    if f"{cell} {clock} {repeat}" not in kept
+                ]:
                     async with _targets(target, drafts, clock) as targets:
                         for cell in todo:
-                            say(f"speed: {cell}, {clock}, repeat {repeat + 1}, load {os.getloadavg()[0]:.1f}")
-                            found = await _measure(cell, repeat, Bench(clock, drafts, targets), options)
+                            say(
+                                f"speed: {cell}, {clock}, repeat {repeat + 1}, load "
+                                f"{os.getloadavg()[0]:.1f}"
+                            )
+                            found = await _measure(
+                                cell, repeat, Bench(clock, drafts, targets), options
+                            )
                             kept.keep(f"{cell} {clock} {repeat}", asdict(found))
     measured = [Measured.read(value) for name, value in kept.items() if name.startswith("cell ")]
     return tables(measured, kept["agreement"])
@@ -92,7 +104,9 @@ def cells(target: str, options: Options) -> Iterator[Cell]:
 
 
 @asynccontextmanager
-async def _drafts(options: Options, place: Path, kept: Parts) -> AsyncGenerator[Mapping[str, Draft]]:
+async def _drafts(
+    options: Options, place: Path, kept: Parts
+) -> AsyncGenerator[Mapping[str, Draft]]:
     """Both drafts, open, with scores to begin with."""
     folders = dict(zip(DRAFTS, (model_path("draft"), place / "weakened"), strict=True))
     noise = await weakened(folders["weakened"], kept.get("noise"))
@@ -113,23 +127,35 @@ async def _drafts(options: Options, place: Path, kept: Parts) -> AsyncGenerator[
 
 
 @asynccontextmanager
-async def _targets(name: str, drafts: Mapping[str, Draft], clock: Clock) -> AsyncGenerator[Mapping[str, Engine]]:
-    """The target plain, speculating with either draft, and with all cores where one thread is the default.
+async def _targets(
+    name: str, drafts: Mapping[str, Draft], clock: Clock
+) -> AsyncGenerator[Mapping[str, Engine]]:
+    """The target plain, speculating with either draft, and with all cores where one thread is the
+    default.
 
     Where processor time is measured, one thread each: a second one would count its waiting.
     """
-    cores, pad = (os.cpu_count() or 1) if clock == "wall" else 1, TARGETS[name]
+    cores = (os.cpu_count() or 1) if clock == "wall" else 1
+    pad = TARGETS[name]
     own: dict[str, Any] = {"pad": pad, "threads": cores if pad else 1}
-    changes = {ALONE: own, **{each: {**own, "drafter": str(draft.folder)} for each, draft in drafts.items()}}
+    changes = {
+        ALONE: own,
+        **{each: {**own, "drafter": str(draft.folder)} for each, draft in drafts.items()},
+    }
     if own["threads"] < cores:
         changes[_ALL_CORES] = {"pad": pad, "threads": cores}
     async with AsyncExitStack() as stack:
         target = model_path("target")
-        yield {each: await stack.enter_async_context(_engine(target, **how)) for each, how in changes.items()}
+        yield {
+            each: await stack.enter_async_context(_engine(target, **how))
+            for each, how in changes.items()
+        }
 
 
 def _engine(folder: Path, **changes: Any) -> LocalEngine:
-    return LocalEngine(folder, name=folder.name, options=replace(LocalOptions(device="cpu"), **changes))
+    return LocalEngine(
+        folder, name=folder.name, options=replace(LocalOptions(device="cpu"), **changes)
+    )
 
 
 def setup(method: str, samples: int, **changes: Any) -> Setup:
@@ -139,20 +165,24 @@ def setup(method: str, samples: int, **changes: Any) -> Setup:
 
 async def _measure(cell: Cell, repeat: int, bench: Bench, options: Options) -> Measured:
     """Every arm once on the same problems, in an order that turns from repeat to repeat."""
-    problems, load = _problems(cell, repeat, options), os.getloadavg()[0]
+    problems = _problems(cell, repeat, options)
+    load = os.getloadavg()[0]
     schedule: Schedule = "one by one" if cell.how == "latency" else "together"
     arms = [(method, "") for method in (_ALL_CORES, ALONE) if method in bench.targets]
     arms += [(method, draft) for method in METHODS for draft in bench.drafts]
     turn = repeat % len(arms)
     now = time.perf_counter if bench.clock == "wall" else tree_seconds
-    figures, scoring = dict[str, Figures](), dict[str, tuple[float, int]]()
+    figures = dict[str, Figures]()
+    scoring = dict[str, tuple[float, int]]()
     for number, (method, draft) in enumerate(arms[turn:] + arms[:turn]):
         own, drafting, target = bench.run(method, draft)
         seed = 1009 * repeat + number + options.seed * 31  # no arm finds another's texts in a cache
         stored = bench.drafts[draft].scores if draft else ()
         plan = setup(own, cell.samples, seed=seed, stored=stored).plan(drafting, target)
         outcomes, seconds = await run_block(problems, plan, schedule, now)
-        figures[f"{method}|{draft}"] = Figures.of([Solved.of(outcome) for outcome in outcomes], seconds)
+        figures[f"{method}|{draft}"] = Figures.of(
+            [Solved.of(outcome) for outcome in outcomes], seconds
+        )
         if method == "draft-only":
             rescoring = Rescoring(now)
             await rescoring.rescore(method, outcomes, schedule=schedule, target=target)
@@ -161,7 +191,9 @@ async def _measure(cell: Cell, repeat: int, bench: Bench, options: Options) -> M
 
 
 def _problems(cell: Cell, repeat: int, options: Options) -> Sequence[Problem]:
-    """One or a few for latency; for throughput as many as keep so many rollouts in flight, at least two."""
+    """One or a few for latency; for throughput as many as keep so many rollouts in flight, at least
+    two.
+    """
     count = options.pick(1, 1, 4)
     if cell.how == "throughput":
         count = max(2, options.pick(8, 16, 64) // cell.samples)

@@ -18,17 +18,22 @@ _RIVALS = ("target-only", "target-only, all cores", "target-only, speculating", 
 _SHORT = {"target-only, speculating": "speculating", "target-only, all cores": "target-only"}
 _CLOSE = 0.05
 """Methods whose median times are nearer to each other than this are called alike."""
-SIZES, SAMPLES = ("4M", "20M", "200M"), (1, 2, 4, 8, 16)
+SIZES = ("4M", "20M", "200M")
+SAMPLES = (1, 2, 4, 8, 16)
 NOT_YET = "not yet measured"
 _CLOCKS: dict[Clock, str] = {
     "wall": "Times are wall times, all cores for everybody.",
-    "processor": "**Times are processor time** of all processes with one thread each, for the machine was busy with "
-    "other work: what one core would take. Engines that overlap on two cores are not seen, nor targets that use both.",
+    "processor": "**Times are processor time** of all processes with one thread each, for the "
+    "machine was busy with "
+    "other work: what one core would take. Engines that overlap on two cores are not seen, nor "
+    "targets that use both.",
 }
 
 How = Literal["latency", "throughput"]
 Clock = Literal["wall", "processor"]
-"""What is measured: time as it passes, all cores at work; or processor time with one thread, on a busy machine."""
+"""What is measured: time as it passes, all cores at work; or processor time with one thread, on a
+busy machine.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,10 @@ class Figures:
     @classmethod
     def of(cls, solved: Sequence[Solved], seconds: float) -> Figures:
         """The sums of its problems."""
-        sums = {kind: sum(getattr(one, kind) for one in solved) for kind in ("draft", "scored", "target")}
+        sums = {
+            kind: sum(getattr(one, kind) for one in solved)
+            for kind in ("draft", "scored", "target")
+        }
         return cls(seconds, sum(one.right > 0 for one in solved), len(solved), **sums)
 
 
@@ -67,7 +75,9 @@ class Measured:
 
     cell: Cell
     figures: Mapping[str, Figures]
-    scoring: Mapping[str, tuple[float, int]]  # seconds and tokens of scoring each draft's chunks, nothing else running
+    scoring: Mapping[
+        str, tuple[float, int]
+    ]  # seconds and tokens of scoring each draft's chunks, nothing else running
     load: float
     clock: Clock
 
@@ -93,7 +103,9 @@ class Measured:
         )
         seconds, tokens = self.scoring[draft]
         base = self.best(draft, *_RIVALS[:2])
-        d, s, g = drafting.seconds / max(1, drafting.draft), seconds / max(1, tokens), base / max(1, alone.target)
+        d = drafting.seconds / max(1, drafting.draft)
+        s = seconds / max(1, tokens)
+        g = base / max(1, alone.target)
         return own.draft * d + own.scored * s + own.target * g
 
 
@@ -120,7 +132,9 @@ class Group(NamedTuple):
 
     def medians(self) -> dict[str, float]:
         """Median over repeats of every method's time in units of the target alone."""
-        shares = {method: self.over(method, *_RIVALS[:2]) for method in (*_RIVALS, "atts", "ordinal")}
+        shares = {
+            method: self.over(method, *_RIVALS[:2]) for method in (*_RIVALS, "atts", "ordinal")
+        }
         return {method: statistics.median(found) for method, found in shares.items() if found}
 
     def best_rival(self) -> str:
@@ -135,7 +149,9 @@ def tables(found: Sequence[Measured], agreement: Mapping[str, float]) -> list[Ta
     clock: Clock = "wall" if any(one.clock == "wall" for one in found) else "processor"
     found = [one for one in found if one.clock == clock]
     groups = list(_groups(found, list(agreement)))
-    drafts = "; ".join(f"the draft {name} agrees on {share:.2f} of tokens" for name, share in agreement.items())
+    drafts = "; ".join(
+        f"the draft {name} agrees on {share:.2f} of tokens" for name, share in agreement.items()
+    )
     loads = [one.load for one in found]
     load = f"Load of the machine when cells began: {min(loads):.1f} to {max(loads):.1f}. {_CLOCKS[clock]}"
     return [_map(groups, drafts, load), _advice(groups), _bounds(groups), _arms(groups)]
@@ -159,7 +175,8 @@ def _target(size: str) -> str:
 
 
 def _map(groups: Sequence[Group], drafts: str, load: str) -> Table:
-    rows, held = list[Row](), {(*one.lead, one.cell.samples): one for one in groups}
+    rows = list[Row]()
+    held = {(*one.lead, one.cell.samples): one for one in groups}
     for panel in dict.fromkeys(one.lead[0] for one in groups):
         for place in product([panel], map(_target, SIZES), SAMPLES):
             cells: Row = (None, NOT_YET, "-")
@@ -171,10 +188,15 @@ def _map(groups: Sequence[Group], drafts: str, load: str) -> Table:
         "Where it pays: time of the best alternative over that of atts",
         "setting | target | rollouts | atts is faster by | best alternative | median and range",
         rows,
-        "Above 1 atts is faster. Alternatives, those with the target's own accuracy: target-only with and without "
-        f"speculation, and `exact`. All on the same problems with the same vote and early stop, in turn; {drafts}. "
-        "*Padded* targets write the words of the embedded one at the cost of a larger model. " + load,
-        chart=Chart("rollouts", "target", "setting", value="atts is faster by", note="best alternative"),
+        "Above 1 atts is faster. Alternatives, those with the target's own accuracy: target-only "
+        "with and without "
+        f"speculation, and `exact`. All on the same problems with the same vote and early stop, in "
+        f"turn; {drafts}. "
+        "*Padded* targets write the words of the embedded one at the cost of a larger model. "
+        + load,
+        chart=Chart(
+            "rollouts", "target", "setting", value="atts is faster by", note="best alternative"
+        ),
     )
 
 
@@ -187,23 +209,41 @@ def _advice(groups: Sequence[Group]) -> Table:
 
 
 def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
-    """What is fastest at which numbers of rollouts, those nearly as fast beside it; and whether atts ever is.
+    """What is fastest at which numbers of rollouts, those nearly as fast beside it; and whether
+    atts ever is.
 
     >>> sentence([(1, {"exact": 0.5, "atts": 0.9}), (2, {"exact": 0.6, "atts": 0.8}), (4, {"exact": 1.0, "atts": 0.4})])
     'exact up to 2 rollouts (2.0 to 1.7 times the target alone), atts at 4 (2.5 times)'
     """
-    chosen, parts = list[tuple[str, int, float]](), list[str]()
+    chosen = list[tuple[str, int, float]]()
+    parts = list[str]()
     for samples, medians in cells:
         least = min(medians.values())
-        names = [_SHORT.get(name, name) for name, value in medians.items() if value <= least * (1 + _CLOSE)]
+        names = [
+            _SHORT.get(name, name)
+            for name, value in medians.items()
+            if value <= least * (1 + _CLOSE)
+        ]
         chosen.append((" or ".join(dict.fromkeys(names)), samples, 1 / least))
     for name, own in groupby(chosen, lambda one: one[0]):
         held = list(own)
-        first, last, told = held[0][1], held[-1][1], sorted({f"{gain:.1f}" for _, _, gain in held}, reverse=True)
-        where = f"at {first}" if first == last else f"at {first} to {last}" if parts else f"up to {last}"
+        first = held[0][1]
+        last = held[-1][1]
+        told = sorted({f"{gain:.1f}" for _, _, gain in held}, reverse=True)
+        where = (
+            f"at {first}"
+            if first == last
+            else f"at {first} to {last}"
+            if parts
+            else f"up to {last}"
+        )
         words = f"{' to '.join(dict.fromkeys((told[0], told[-1])))} times"
         unit = "rollout" if first == last == 1 else "rollouts"
-        parts.append(f"{name} {where} ({words})" if parts else f"{name} {where} {unit} ({words} the target alone)")
+        parts.append(
+            f"{name} {where} ({words})"
+            if parts
+            else f"{name} {where} {unit} ({words} the target alone)"
+        )
     never = "" if any("atts" in name for name, _, _ in chosen) else "; atts nowhere"
     return ", ".join(parts) + never
 
@@ -212,15 +252,20 @@ def _bounds(groups: Sequence[Group]) -> Table:
     rows: list[Row] = []
     for group in groups:
         for method in ("atts", "ordinal"):
-            found = [(one.of(method, group.draft), one.bound(method, group.draft)) for one in group.repeats]
+            found = [
+                (one.of(method, group.draft), one.bound(method, group.draft))
+                for one in group.repeats
+            ]
             shares = Spread.of([own.seconds / bound for own, bound in found if own and bound > 0])
             rows.append((*group.lead, group.cell.samples, method, str(shares)))
     return Table.of(
         "Time over the bound d + s + g",
         "setting | target | rollouts | method | time over the bound, median and range",
         rows,
-        "The bound is the time of the method's own tokens, written by the draft (d), scored (s) and written by the "
-        "target (g), each at the rate that the model has alone in this cell, one after the other. Below 1 the engines "
+        "The bound is the time of the method's own tokens, written by the draft (d), scored (s) "
+        "and written by the "
+        "target (g), each at the rate that the model has alone in this cell, one after the other. "
+        "Below 1 the engines "
         "overlap.",
     )
 
@@ -233,10 +278,14 @@ def _arms(groups: Sequence[Group]) -> Table:
             if own:
                 times = Spread.of(group.over(method, ALONE))
                 right = f"{sum(one.right for one in own)} of {sum(one.problems for one in own)}"
-                tokens = [figure(sum(getattr(one, kind) for one in own)) for kind in ("draft", "scored", "target")]
+                tokens = [
+                    figure(sum(getattr(one, kind) for one in own))
+                    for kind in ("draft", "scored", "target")
+                ]
                 rows.append((*group.lead, group.cell.samples, method, str(times), right, *tokens))
     return Table.of(
         "Every arm: time in units of the target alone",
-        "setting | target | rollouts | method | time, median and range | right | draft tokens | scored | target tokens",
+        "setting | target | rollouts | method | time, median and range | right | draft tokens | "
+        "scored | target tokens",
         rows,
     )

@@ -1,4 +1,6 @@
-"""Statistics of small runs: what intervals cover near 0 and 1, and how near a run of few problems ends to its rate."""
+"""Statistics of small runs: what intervals cover near 0 and 1, and how near a run of few problems
+ends to its rate.
+"""
 
 from __future__ import annotations
 
@@ -32,24 +34,37 @@ Ends = tuple[float, float]
 Turns = Sequence[tuple[float, int]]
 """A recorded rollout: score and characters of each chunk."""
 
-EPSILON, SAMPLES = 0.02, 16
+EPSILON = 0.02
+SAMPLES = 16
 TRUTHS = (0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99)
 _MANY = 20_000  # problems from which a true value is computed
 
 
 def study(options: Options) -> list[Table]:
     """Coverage by simulation; rates on recorded scores, where the traces are at hand."""
-    tables = [coverage(problems, options) for problems in options.pick((30,), (30, 40, 500), (30, 40, 500))]
+    tables = [
+        coverage(problems, options)
+        for problems in options.pick((30,), (30, 40, 500), (30, 40, 500))
+    ]
     tables += [certificates(options), lengths(options)]
     folder = traces()
     return tables if folder is None else [*tables, small_runs(folder, options)]
 
 
 def coverage(problems: int, options: Options) -> Table:
-    """How often a nominal 95 % holds the truth: everything that is printed, beside the others' formulas."""
-    rows, many, runs = list[Row](), options.pick(100, 400, 4000), options.pick(50, 300, 2000)
+    """How often a nominal 95 % holds the truth: everything that is printed, beside the others'
+    formulas.
+    """
+    rows = list[Row]()
+    many = options.pick(100, 400, 4000)
+    runs = options.pick(50, 300, 2000)
     for truth in TRUTHS:
-        rows += _rates(np.random.default_rng([options.seed, problems, round(1000 * truth)]), truth, problems, many)
+        rows += _rates(
+            np.random.default_rng([options.seed, problems, round(1000 * truth)]),
+            truth,
+            problems,
+            many,
+        )
     draw = np.random.default_rng([options.seed, problems, 1])
     rows += [_differences(draw, shift, problems, runs) for shift in (0.0, 0.02, 0.1)]
     for law, (costs, known) in RATIOS.items():
@@ -60,8 +75,10 @@ def coverage(problems: int, options: Options) -> Table:
         " | ".join(["what", "true value", *FORMULAS]),
         rows,
         f"{many:,} simulated benchmarks a row, {runs:,} for differences and ratios, a quarter "
-        "for maj@5, where wrong answers fall on three values; difficulties are Beta. The others' formulas are theirs, "
-        "computed here: inspect_ai has none for differences and ratios, lm_eval takes two runs as independent.",
+        "for maj@5, where wrong answers fall on three values; difficulties are Beta. The others' "
+        "formulas are theirs, "
+        "computed here: inspect_ai has none for differences and ratios, lm_eval takes two runs as "
+        "independent.",
     )
 
 
@@ -81,7 +98,9 @@ FORMULAS: Mapping[str, Callable[[Floats], Ends]] = {
     "inspect_ai": lambda values: _around(values, float(stats.t.ppf(0.975, values.size - 1))),
     "lm_eval": lambda values: _around(values, 1.96),
 }
-"""Theirs: standard errors clustered by problem with Student's t; standard errors of the mean, 1.96 to either side."""
+"""Theirs: standard errors clustered by problem with Student's t; standard errors of the mean, 1.96
+to either side.
+"""
 
 
 def _holds(ends: Ends, known: float) -> bool:
@@ -90,13 +109,19 @@ def _holds(ends: Ends, known: float) -> bool:
 
 def _rates(draw: Draw, truth: float, problems: int, runs: int) -> Iterator[Row]:
     def row(name: str, known: float, found: list[Floats]) -> Row:
-        return name, known, *(fmean(_holds(formula(one), known) for one in found) for formula in FORMULAS.values())
+        return (
+            name,
+            known,
+            *(fmean(_holds(formula(one), known) for one in found) for formula in FORMULAS.values()),
+        )
 
     law = (2 * truth, 2 * (1 - truth))
     right = draw.binomial(SAMPLES, draw.beta(*law, (runs, problems))).astype(float)
     for k in (1, 4):
         known = float((1 - (1 - draw.beta(*law, 400_000)) ** k).mean())
-        yield row(f"pass@{k}", known, [pass_at_k(np.full(problems, SAMPLES), one, k) for one in right])
+        yield row(
+            f"pass@{k}", known, [pass_at_k(np.full(problems, SAMPLES), one, k) for one in right]
+        )
     many = draw.binomial(SAMPLES, draw.beta(*law, _MANY)).astype(float)
     known = float(_majorities(draw, many).mean())
     yield row("maj@5", known, [_majorities(draw, one) for one in right[: max(1, runs // 4)]])
@@ -111,7 +136,8 @@ def _majorities(draw: Draw, right: Floats) -> Floats:
 
 def _differences(draw: Draw, shift: float, problems: int, runs: int) -> Row:
     """Two runs of the same problems, single answers, accuracies near .9 that differ by `shift`."""
-    ours, theirs = list[bool](), list[bool]()
+    ours = list[bool]()
+    theirs = list[bool]()
     for _ in range(runs):
         chance = draw.beta(9, 1, problems) * (1 - shift)
         first = (draw.random(problems) < chance).astype(float)
@@ -124,7 +150,8 @@ def _differences(draw: Draw, shift: float, problems: int, runs: int) -> Row:
 
 
 def _correlated(draw: Draw, problems: int) -> tuple[Floats, Floats]:
-    common, own = draw.normal(0, 0.6, problems), draw.normal(0, 0.4, (2, problems))
+    common = draw.normal(0, 0.6, problems)
+    own = draw.normal(0, 0.4, (2, problems))
     return np.exp(common + own[0]), 0.2 * np.exp(common + own[1])
 
 
@@ -150,24 +177,36 @@ LAWS = {
     "the embedded default": (0.0074, 0.0062),
     "worse by .025": (0.11, 0.085),
 }
-"""Shares of problems that a policy loses to the target alone, and wins: the second as measured on 2,000 problems."""
+"""Shares of problems that a policy loses to the target alone, and wins: the second as measured on
+2,000 problems.
+"""
 
 
 def certificates(options: Options) -> Table:
-    """How often a policy is certified against the target alone, by the answers it loses and by its net loss."""
-    runs, rows = options.pick(40, 200, 1000), list[Row]()
+    """How often a policy is certified against the target alone, by the answers it loses and by its
+    net loss.
+    """
+    runs = options.pick(40, 200, 1000)
+    rows = list[Row]()
     for name, (lost, won) in LAWS.items():
         for problems in (500, 2000):
             draw = np.random.default_rng([options.seed, problems])
             found = draw.choice((1.0, -1.0, 0.0), (runs, problems), p=(lost, won, 1 - lost - won))
             old = [certify([_policy(np.maximum(one, 0.0))], EPSILON) for one in found]
             net = [certify_net([_policy(one)], EPSILON) for one in found]
-            rows.append((name, problems, *(fmean(c.chosen is not None for c in each) for each in (old, net))))
+            rows.append(
+                (
+                    name,
+                    problems,
+                    *(fmean(c.chosen is not None for c in each) for each in (old, net)),
+                )
+            )
     return Table.of(
         f"Share of runs that are certified at {EPSILON}, by simulation",
         "policy | problems | answers lost (`certify`) | net loss (`certify_net`)",
         rows,
-        f"{runs:,} simulated runs a row, delta .1. A policy worse by .025 may be certified in one run of ten.",
+        f"{runs:,} simulated runs a row, delta .1. A policy worse by .025 may be certified in one "
+        f"run of ten.",
     )
 
 
@@ -176,13 +215,22 @@ def _policy(losses: Floats) -> Candidate:
 
 
 def lengths(options: Options) -> Table:
-    """Mode marginal where long chunks score worse and come later: ranks among all, and among chunks of one length."""
-    runs, rows = options.pick(4, 40, 200), list[Row]()
+    """Mode marginal where long chunks score worse and come later: ranks among all, and among chunks
+    of one length.
+    """
+    runs = options.pick(4, 40, 200)
+    rows = list[Row]()
     for chunks in options.pick((400,), (320, 400, 1600), (320, 400, 1600)):
         for in_flight in (64, 256):
-            streams = [_first_chunks(chunks, in_flight, random.Random(f"{options.seed} {at}")) for at in range(runs)]
+            streams = [
+                _first_chunks(chunks, in_flight, random.Random(f"{options.seed} {at}"))
+                for at in range(runs)
+            ]
             rates = [
-                fmean(replay(one, 0.2, "marginal", seed=at, by_length=by).escalated for at, one in enumerate(streams))
+                fmean(
+                    replay(one, 0.2, "marginal", seed=at, by_length=by).escalated
+                    for at, one in enumerate(streams)
+                )
                 for by in (False, True)
             ]
             rows.append((chunks, in_flight, *rates))
@@ -190,7 +238,8 @@ def lengths(options: Options) -> Table:
         "Rate of mode marginal, nominal 0.2, by chunks in flight",
         "chunks | in flight | ranks among all | ranks by length",
         rows,
-        f"{runs} made-up runs a row of first chunks that last as long as they are; log-length and log-perplexity "
+        f"{runs} made-up runs a row of first chunks that last as long as they are; log-length and "
+        f"log-perplexity "
         "correlate by .54, as on a real pair, and a limit of 500 cuts some.",
     )
 
@@ -199,15 +248,23 @@ def _first_chunks(chunks: int, in_flight: int, draw: random.Random) -> list[dict
     places = [draw.gauss(0, 1) for _ in range(chunks)]
     lengths = ((min(500.0, 60 + math.exp(4 + 0.5 * place)), place) for place in reversed(places))
     found = list[dict[str, Any]]()
-    for length, place in _as_they_end(([(one[0] + 1e-6 * draw.random(), one)] for one in lengths), in_flight):
-        score = math.exp(abs(0.6 + 0.15 * (0.54 * place + math.sqrt(1 - 0.54**2) * draw.gauss(0, 1))))
+    for length, place in _as_they_end(
+        ([(one[0] + 1e-6 * draw.random(), one)] for one in lengths), in_flight
+    ):
+        score = math.exp(
+            abs(0.6 + 0.15 * (0.54 * place + math.sqrt(1 - 0.54**2) * draw.gauss(0, 1)))
+        )
         found.append({"question": len(found), "turn": 0, "score": score, "length": length})
     return found
 
 
 def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> Iterator[T]:
-    """The steps of lines of work, each with its duration, in the order of their ends, so many lines at once."""
-    waiting, going, now = enumerate(map(iter, lines)), list[tuple[float, int, T, Iterator[tuple[float, T]]]](), 0.0
+    """The steps of lines of work, each with its duration, in the order of their ends, so many lines
+    at once.
+    """
+    waiting = enumerate(map(iter, lines))
+    going = list[tuple[float, int, T, Iterator[tuple[float, T]]]]()
+    now = 0.0
 
     def step(number: int, line: Iterator[tuple[float, T]]) -> None:
         for seconds, what in line:
@@ -225,11 +282,19 @@ def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> 
 
 
 def small_runs(folder: Path, options: Options) -> Table:
-    """The default mode on recorded rollouts, drawn anew for every run; the run's size known, and not."""
-    runs, sizes, rows = options.pick(2, 6, 20), ((20, 8), (30, 16), (40, 8), (100, 8)), list[Row]()
+    """The default mode on recorded rollouts, drawn anew for every run; the run's size known, and
+    not.
+    """
+    runs = options.pick(2, 6, 20)
+    sizes = ((20, 8), (30, 16), (40, 8), (100, 8))
+    rows = list[Row]()
     recorded: defaultdict[int, list[Turns]] = defaultdict(list)
     for record in recorded_rollouts(folder) or ():
-        if turns := [(turn["ppl"], turn["draft_chars"]) for turn in record["turns"] if turn["ppl"] is not None]:
+        if turns := [
+            (turn["ppl"], turn["draft_chars"])
+            for turn in record["turns"]
+            if turn["ppl"] is not None
+        ]:
             recorded[record["question_id"]].append(turns)
     for problems, samples in sizes[: options.pick(1, 3, 4)]:
         fit = [rollouts for rollouts in recorded.values() if len(rollouts) >= samples]
@@ -238,20 +303,27 @@ def small_runs(folder: Path, options: Options) -> Table:
             for rate in (0.1, 0.2, 0.4):
                 cells = list[float]()
                 for known in (True, False):
-                    errors, caught = zip(*(_ended(one, rate, samples, known) for one in streams), strict=True)
+                    errors, caught = zip(
+                        *(_ended(one, rate, samples, known) for one in streams), strict=True
+                    )
                     cells += [math.sqrt(fmean(error**2 for error in errors)), fmean(caught)]
                 rows.append((f"{problems} x {samples}", order, rate, *cells))
     return Table.of(
         "How far the default mode ends from its rate (root mean square)",
-        "problems x samples | order | rate | problems counted | worst caught | streaming in | worst caught",
+        "problems x samples | order | rate | problems counted | worst caught | streaming in | "
+        "worst caught",
         rows,
-        f"{runs} runs a row, problems of a recorded run drawn with replacement, 64 rollouts in flight; times follow "
-        "lengths. Worst: as many chunks with the highest scores as the rate stands for; what is not caught of them, "
+        f"{runs} runs a row, problems of a recorded run drawn with replacement, 64 rollouts in "
+        f"flight; times follow "
+        "lengths. Worst: as many chunks with the highest scores as the rate stands for; what is "
+        "not caught of them, "
         "others got.",
     )
 
 
-def _arrivals(fit: Sequence[list[Turns]], problems: int, samples: int, order: str, seed: int) -> list[dict[str, Any]]:
+def _arrivals(
+    fit: Sequence[list[Turns]], problems: int, samples: int, order: str, seed: int
+) -> list[dict[str, Any]]:
     draw = random.Random(f"{seed} {problems} {samples} {order}")
     chosen = [draw.sample(draw.choice(fit), samples) for _ in range(problems)]
     if order != "random":
@@ -259,12 +331,17 @@ def _arrivals(fit: Sequence[list[Turns]], problems: int, samples: int, order: st
         places = sorted(range(problems), key=hardness.__getitem__, reverse=order == "hard first")
         chosen = [chosen[place] for place in places]
 
-    def line(problem: int, sample: int, turns: Turns) -> Iterator[tuple[float, tuple[int, int, int, Turns]]]:
+    def line(
+        problem: int, sample: int, turns: Turns
+    ) -> Iterator[tuple[float, tuple[int, int, int, Turns]]]:
         for turn, (_, characters) in enumerate(turns):
             yield characters * draw.uniform(0.8, 1.2), (problem, sample, turn, turns)
 
-    lines = (line(n, s, turns) for n, rollouts in enumerate(chosen) for s, turns in enumerate(rollouts))
-    found, left = list[dict[str, Any]](), DecisionsLeft(problems, samples)
+    lines = (
+        line(n, s, turns) for n, rollouts in enumerate(chosen) for s, turns in enumerate(rollouts)
+    )
+    found = list[dict[str, Any]]()
+    left = DecisionsLeft(problems, samples)
     for problem, sample, turn, turns in _as_they_end(lines, 64):
         place = {"question": problem, "sample": sample, "turn": turn}
         found.append({**place, "score": max(1.0, turns[turn][0]), "left": left.share})
@@ -274,9 +351,13 @@ def _arrivals(fit: Sequence[list[Turns]], problems: int, samples: int, order: st
     return found
 
 
-def _ended(stream: list[dict[str, Any]], rate: float, samples: int, known: bool) -> tuple[float, float]:
+def _ended(
+    stream: list[dict[str, Any]], rate: float, samples: int, known: bool
+) -> tuple[float, float]:
     """How far the realised rate is off, and the share of the worst chunks that went over."""
     told = stream if known else [{**record, "left": None} for record in stream]
     done = replay(told, rate=rate, mode="aci", tuning=Tuning.for_rollouts(samples))
-    worst = sorted(done.decisions, key=lambda decision: -(decision.score or 0.0))[: max(1, round(rate * len(stream)))]
+    worst = sorted(done.decisions, key=lambda decision: -(decision.score or 0.0))[
+        : max(1, round(rate * len(stream)))
+    ]
     return done.escalated - rate, fmean(decision.escalate for decision in worst)

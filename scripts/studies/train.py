@@ -1,4 +1,6 @@
-"""Trains the embedded pair from a seed: tokenizer, draft, its errors, then the target that corrects them."""
+"""Trains the embedded pair from a seed: tokenizer, draft, its errors, then the target that corrects
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,16 @@ import torch
 
 from atts.evaluators.datasets.arithmetic import exercises
 from scripts.studies import train_drafter, train_heads
-from scripts.studies.train_data import Batch, Cursor, Encoder, Errors, Mixture, batches, build_tokenizer, prompt
+from scripts.studies.train_data import (
+    Batch,
+    Cursor,
+    Encoder,
+    Errors,
+    Mixture,
+    batches,
+    build_tokenizer,
+    prompt,
+)
 from scripts.studies.train_drafter import DrafterRecipe
 from scripts.studies.train_eval import answer, chunked, first_wrong, generate
 from scripts.studies.train_heads import HeadsRecipe
@@ -26,7 +37,9 @@ from scripts.studies.train_model import Descent, Llama, ModelConfig, save
 from scripts.studies.train_workers import Workers
 
 ROOT = Path(__file__).resolve().parents[2]
-_REPORT_EVERY, _KEEP_EVERY, _CHECK_EVERY = 20, 100, 250  # steps
+_REPORT_EVERY = 20
+_KEEP_EVERY = 100
+_CHECK_EVERY = 250  # steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +58,9 @@ class Recipe:
     steps: int
     seed: int
     stages: tuple[Stage, ...]
-    schedule: tuple[tuple[int, float], ...]  # (step, share of the peak rates), joined by straight lines
+    schedule: tuple[
+        tuple[int, float], ...
+    ]  # (step, share of the peak rates), joined by straight lines
     micro_tokens: int = 2048
     micro_batches: int = 4
     workers: int = 2  # processes a step's micro-batches are dealt to; decides the order of sums
@@ -59,14 +74,18 @@ class Recipe:
 
 
 EASY = (("instructions", 0.35), ("expression", 0.35), ("story", 0.7))
-"""Kinds whose next operation is simply the next one told are learned first; later there is less of them."""
+"""Kinds whose next operation is simply the next one told are learned first; later there is less of
+them.
+"""
 
 LEARNED = (("instructions", 0.5), ("story", 0.4), ("variables", 0.5), ("shopping", 0.6))
 """What the target can do by then; comparisons and long expressions take longest."""
 
 RECIPES: dict[str, Recipe] = {
     "draft": Recipe(
-        ModelConfig(hidden_size=64, num_layers=3, num_heads=1, num_kv_heads=1, intermediate_size=96),
+        ModelConfig(
+            hidden_size=64, num_layers=3, num_heads=1, num_kv_heads=1, intermediate_size=96
+        ),
         steps=4600,  # it is meant to be wrong often: half-way down its schedule
         seed=1,
         stages=(Stage(0, Mixture(errors=0.05)),),
@@ -77,7 +96,9 @@ RECIPES: dict[str, Recipe] = {
     ),
     # Few errors to correct until solving is learned; then more of them, and the draft's own.
     "target": Recipe(
-        ModelConfig(hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=2, intermediate_size=640),
+        ModelConfig(
+            hidden_size=256, num_layers=6, num_heads=4, num_kv_heads=2, intermediate_size=640
+        ),
         steps=2400,
         seed=2,
         stages=(
@@ -108,7 +129,9 @@ class Trainer:
 
     def __init__(self, name: str, recipe: Recipe, work: Path, encoder: Encoder) -> None:
         torch.manual_seed(recipe.seed)
-        self.recipe, self.encoder, self.checkpoint = recipe, encoder, work / f"{name}.pt"
+        self.recipe = recipe
+        self.encoder = encoder
+        self.checkpoint = work / f"{name}.pt"
         self.model = Llama(recipe.model)
         self.descent = Descent.of(self.model, recipe.muon_rate, recipe.adam_rate, recipe.decay)
         self.progress = Progress()
@@ -127,7 +150,9 @@ class Trainer:
             return False
         state: dict[str, Any] = torch.load(self.checkpoint, weights_only=True)
         self.model.load_state_dict(state["model"])
-        for (optimizer, _), stored in zip(self.descent.optimizers, state["optimizers"], strict=True):
+        for (optimizer, _), stored in zip(
+            self.descent.optimizers, state["optimizers"], strict=True
+        ):
             optimizer.load_state_dict(stored)
         stored = state["progress"]
         self.progress = Progress(**stored | {"cursor": Cursor(**stored["cursor"])})
@@ -149,7 +174,14 @@ class Trainer:
     def stream(self, errors: Errors) -> Iterator[tuple[Batch, Cursor]]:
         """The data from here on, as this stage wants it."""
         recipe = self.recipe
-        return batches(self.encoder, self.stage.mixture, recipe.seed, self.progress.cursor, errors, recipe.micro_tokens)
+        return batches(
+            self.encoder,
+            self.stage.mixture,
+            recipe.seed,
+            self.progress.cursor,
+            errors,
+            recipe.micro_tokens,
+        )
 
     def step(self, data: Iterator[tuple[Batch, Cursor]], workers: Workers) -> float:
         """One update; gives the loss before it."""
@@ -165,17 +197,23 @@ class Trainer:
 
 def train(name: str, recipe: Recipe, work: Path, models: Path) -> None:
     """Train or take up one model until its recipe ends, then save it."""
-    trainer, log = Trainer(name, recipe, work, Encoder.open(models / name)), partial(_say, work / f"{name}.jsonl")
+    trainer = Trainer(name, recipe, work, Encoder.open(models / name))
+    log = partial(_say, work / f"{name}.jsonl")
     if trainer.resume():
         log(resumed=trainer.progress.step)
-    progress, stage, data = trainer.progress, None, trainer.stream(())
-    started, before = time.perf_counter() - progress.seconds, (progress.tokens, progress.seconds)
+    progress = trainer.progress
+    stage = None
+    data = trainer.stream(())
+    started = time.perf_counter() - progress.seconds
+    before = (progress.tokens, progress.seconds)
     with Workers(trainer.model, recipe.workers) as workers:
         while progress.step < recipe.steps:
             if trainer.stage != stage:
                 stage = trainer.stage
                 data = trainer.stream(draft_errors(work, models) if stage.mixture.drafted else ())
-            loss, step, is_last = trainer.step(data, workers), progress.step, progress.step == recipe.steps
+            loss = trainer.step(data, workers)
+            step = progress.step
+            is_last = progress.step == recipe.steps
             progress.seconds = time.perf_counter() - started
             if step % _REPORT_EVERY == 0:
                 speed = (progress.tokens - before[0]) / (progress.seconds - before[1])
@@ -194,10 +232,20 @@ def _checked(folder: Path) -> dict[str, object]:
     watch = exercises("calibration", 200, seed=77)
     texts = generate(folder, [prompt(one.text) for one in watch], temperature=0.7, seed=0)
     right = [(one, answer(text) == one.answer) for one, text in zip(watch, texts, strict=True)]
-    levels = [fmean(mark for one, mark in right if one.level == n) for n in sorted({one.level for one in watch})]
-    kinds = {name: fmean(mark for one, mark in right if one.kind == name) for name in sorted({o.kind for o in watch})}
+    levels = [
+        fmean(mark for one, mark in right if one.level == n)
+        for n in sorted({one.level for one in watch})
+    ]
+    kinds = {
+        name: fmean(mark for one, mark in right if one.kind == name)
+        for name in sorted({o.kind for o in watch})
+    }
     shares = {name: round(value, 3) for name, value in kinds.items()}
-    return {"pass@1": fmean(mark for _, mark in right), "levels": [round(one, 3) for one in levels], "kinds": shares}
+    return {
+        "pass@1": fmean(mark for _, mark in right),
+        "levels": [round(one, 3) for one in levels],
+        "kinds": shares,
+    }
 
 
 def _say(log: Path, **fields: object) -> None:
@@ -212,12 +260,17 @@ def draft_errors(work: Path, models: Path) -> Errors:
     path = work / "draft_errors.json"
     tests = exercises("train", 3000, seed=991, levels=(1, 2, 3, 4, 4, 5, 5))
     if not path.exists():
-        texts = generate(models / "draft", [prompt(item.text) for item in tests], temperature=0.8, seed=3)
+        texts = generate(
+            models / "draft", [prompt(item.text) for item in tests], temperature=0.8, seed=3
+        )
         path.write_text(json.dumps(texts))
     pairs = [
-        (item, text, first_wrong(item, text)) for item, text in zip(tests, json.loads(path.read_text()), strict=True)
+        (item, text, first_wrong(item, text))
+        for item, text in zip(tests, json.loads(path.read_text()), strict=True)
     ]
-    found = [(item, tuple(chunked(text)), place) for item, text, place in pairs if place is not None]
+    found = [
+        (item, tuple(chunked(text)), place) for item, text, place in pairs if place is not None
+    ]
     Random(0).shuffle(found)
     return tuple(found)
 
@@ -226,31 +279,52 @@ def main() -> None:
     """Tokenizer, draft and target by default; a second call takes up where the first stopped."""
     parser = argparse.ArgumentParser(prog="scripts/train", description=main.__doc__)
     parser.add_argument(
-        "parts", nargs="*", default=["tokenizer", "draft", "target"], help="tokenizer, draft, target, deep, heads"
+        "parts",
+        nargs="*",
+        default=["tokenizer", "draft", "target"],
+        help="tokenizer, draft, target, deep, heads",
     )
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "train", help="checkpoints and logs")
     parser.add_argument(
-        "--models", type=Path, default=ROOT / "atts" / "models", help="where the model folders are written"
+        "--work", type=Path, default=ROOT / "runs" / "train", help="checkpoints and logs"
     )
-    parser.add_argument("--steps", type=int, help="another number of steps than the recipe's (other weights)")
-    parser.add_argument("--target", type=Path, help="of heads: another model's folder than the embedded target's")
+    parser.add_argument(
+        "--models",
+        type=Path,
+        default=ROOT / "atts" / "models",
+        help="where the model folders are written",
+    )
+    parser.add_argument(
+        "--steps", type=int, help="another number of steps than the recipe's (other weights)"
+    )
+    parser.add_argument(
+        "--target", type=Path, help="of heads: another model's folder than the embedded target's"
+    )
     parser.add_argument("--drafter", type=Path, help="of heads: another than the embedded draft's")
-    parser.add_argument("--prompts", type=Path, help="of heads: a file with a prompt a line, instead of arithmetic")
+    parser.add_argument(
+        "--prompts", type=Path, help="of heads: a file with a prompt a line, instead of arithmetic"
+    )
     found = parser.parse_args()
-    work, models = found.work, found.models
+    work = found.work
+    models = found.models
     work.mkdir(parents=True, exist_ok=True)
     for part in found.parts:
         if part == "tokenizer":
             for name in RECIPES:
                 build_tokenizer(models / name)
         elif part == "heads":
-            target, drafter = found.target or models / "target", found.drafter or models / "draft"
+            target = found.target or models / "target"
+            drafter = found.drafter or models / "draft"
             train_heads.main(HeadsRecipe(target, drafter, found.prompts))
         elif part == "deep":
             train_drafter.main(DrafterRecipe(models / "target", models / "draft", models / "deep"))
         else:
             recipe = RECIPES[part]
-            train(part, recipe if found.steps is None else replace(recipe, steps=found.steps), work, models)
+            train(
+                part,
+                recipe if found.steps is None else replace(recipe, steps=found.steps),
+                work,
+                models,
+            )
 
 
 if __name__ == "__main__":

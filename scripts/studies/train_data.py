@@ -1,4 +1,6 @@
-"""What the embedded models learn from: the tokenizer, solutions with planted errors and corrections, batches."""
+"""What the embedded models learn from: the tokenizer, solutions with planted errors and
+corrections, batches.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,29 @@ from torch.nn.utils.rnn import pad_sequence
 from atts.evaluators.datasets.arithmetic import LIMIT, Exercise, Operation, Operator, Step, stream
 
 VOCABULARY = 512
-PAD, USER, ASSISTANT, SYSTEM, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"
+PAD = "<|pad|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+SYSTEM = "<|system|>"
+END = "<|end|>"
 SPECIAL = (PAD, USER, ASSISTANT, SYSTEM, END)
 TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% "
+    "endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 WORDS = r"\n\n| ?\\boxed\{|\d| ?[+\-*/=] ?| ?[A-Za-z']+(?: (?=\d))?| ?[^\sA-Za-z\d]|\s+"
 """Digits stand alone; a space before a digit belongs to the word or sign before it."""
 
 ALARM = "Wait, that is wrong. "
-SYSTEMS = ("You are a math expert.", "You are a helpful assistant.", "You are a careful math solver.")
+SYSTEMS = (
+    "You are a math expert.",
+    "You are a helpful assistant.",
+    "You are a careful math solver.",
+)
 INSTRUCTIONS = (
-    "Solve the problem step by step. Separate steps by a blank line. Put the final answer in \\boxed{}.",
+    "Solve the problem step by step. Separate steps by a blank line. Put the final answer in "
+    "\\boxed{}.",
     "Please reason step by step, and put your final answer within \\boxed{}.",
     "Think step by step, separate the steps with two newlines, and give the answer in \\boxed{}.",
     "Solve step by step and write the answer in \\boxed{}.",
@@ -54,7 +66,9 @@ class Mixture:
     errors: float = 0.35  # share with planted errors
     instructed: float = 0.15  # share that carry an instruction or a system message
     drafted: float = 0.0  # share built on the draft's own recorded errors
-    kept: tuple[tuple[str, float], ...] = ()  # kinds of exercise to thin out, and the share of them that stays
+    kept: tuple[
+        tuple[str, float], ...
+    ] = ()  # kinds of exercise to thin out, and the share of them that stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +89,9 @@ class Cursor:
 
 
 def build_tokenizer(folder: Path, seed: int = 0) -> None:
-    """Train the byte-level BPE on exercises and write `tokenizer.json` and `tokenizer_config.json` into `folder`."""
+    """Train the byte-level BPE on exercises and write `tokenizer.json` and `tokenizer_config.json`
+    into `folder`.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer: Any = Tokenizer(models.BPE())
@@ -93,7 +109,9 @@ def build_tokenizer(folder: Path, seed: int = 0) -> None:
         show_progress=False,
     )
     texts = [f"{item.text}\n\n{item.solution}" for item in islice(stream("train", seed), 20_000)]
-    tokenizer.train_from_iterator([*texts, *((ALARM,) * 3000), *(INSTRUCTIONS + SYSTEMS) * 300], trainer)
+    tokenizer.train_from_iterator(
+        [*texts, *((ALARM,) * 3000), *(INSTRUCTIONS + SYSTEMS) * 300], trainer
+    )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -126,7 +144,10 @@ class Encoder:
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """One list of ids per text; special tokens written out in the text are recognised."""
-        return [list(item.ids) for item in self.raw.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            list(item.ids)
+            for item in self.raw.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens left out."""
@@ -140,7 +161,9 @@ def prompt(text: str, system: str = "") -> str:
 
 
 def conversation(random: Random, exercise: Exercise, mixture: Mixture) -> list[Piece]:
-    """One training conversation: the prompt, then the solution, perhaps with errors that get corrected."""
+    """One training conversation: the prompt, then the solution, perhaps with errors that get
+    corrected.
+    """
     pieces = [Piece(_question(random, exercise.text, mixture.instructed), learned=False)]
     if random.random() < mixture.errors:
         pieces += _flawed(random, exercise)
@@ -149,11 +172,18 @@ def conversation(random: Random, exercise: Exercise, mixture: Mixture) -> list[P
     return [*pieces, Piece(END, learned=True)]
 
 
-def drafted_conversation(random: Random, exercise: Exercise, chunks: Sequence[str], wrong: int) -> list[Piece]:
-    """A conversation in which the draft wrote `chunks`, the first wrong one at `wrong`, and is corrected soon after."""
+def drafted_conversation(
+    random: Random, exercise: Exercise, chunks: Sequence[str], wrong: int
+) -> list[Piece]:
+    """A conversation in which the draft wrote `chunks`, the first wrong one at `wrong`, and is
+    corrected soon after.
+    """
     followed = 0 if random.random() < 0.7 else random.randint(1, 2)
     taken = chunks[wrong : wrong + 1 + followed]
-    pieces = [Piece(prompt(exercise.text), learned=False), Piece("".join(chunks[:wrong]), learned=True)]
+    pieces = [
+        Piece(prompt(exercise.text), learned=False),
+        Piece("".join(chunks[:wrong]), learned=True),
+    ]
     pieces.append(Piece("".join(taken), learned=False))
     if not taken[-1].endswith("\n\n"):
         pieces.append(Piece("\n\n", learned=True))
@@ -171,7 +201,10 @@ def _question(random: Random, text: str, instructed: float) -> str:
     if random.random() < 0.2:
         return prompt(text, instruction)
     gap = random.choice(("\n\n", "\n", " "))
-    return prompt(f"{text}{gap}{instruction}" if random.random() < 0.7 else f"{instruction}{gap}{text}", system)
+    return prompt(
+        f"{text}{gap}{instruction}" if random.random() < 0.7 else f"{instruction}{gap}{text}",
+        system,
+    )
 
 
 def _flawed(random: Random, exercise: Exercise) -> list[Piece]:
@@ -194,7 +227,9 @@ def _flawed(random: Random, exercise: Exercise) -> list[Piece]:
 def wrong_chunk(random: Random, exercise: Exercise, place: int) -> str:
     """A chunk that a careless solver might write instead of `exercise.chunks[place]`."""
     tries = (_wrong_candidate(random, exercise, place) for _ in range(20))
-    return next((wrong for wrong in tries if wrong != exercise.chunks[place]), "The answer is \\boxed{0}.")
+    return next(
+        (wrong for wrong in tries if wrong != exercise.chunks[place]), "The answer is \\boxed{0}."
+    )
 
 
 def _wrong_candidate(random: Random, exercise: Exercise, place: int) -> str:
@@ -207,7 +242,9 @@ def _wrong_candidate(random: Random, exercise: Exercise, place: int) -> str:
         return f"The answer is \\boxed{{{steps[place - 1].operation.value}}}."
     if draw < 0.15 and place + 1 < len(steps):
         later = steps[place + 1]
-        skipped = _valid(Operation(step.operation.left, later.operation.operator, later.operation.right))
+        skipped = _valid(
+            Operation(step.operation.left, later.operation.operator, later.operation.right)
+        )
         return _misread(random, later, skipped) if skipped else exercise.chunks[place]
     if draw < 0.6:
         return _slipped(random, step) + "\n\n"
@@ -219,7 +256,10 @@ def _misread(random: Random, step: Step, wrong: Operation) -> str:
     """The step computing something else; what it restates before mostly agrees with that."""
     before = step.before
     if random.random() < 0.7:
-        told = {str(step.operation.left): str(wrong.left), str(step.operation.right): str(wrong.right)}
+        told = {
+            str(step.operation.left): str(wrong.left),
+            str(step.operation.right): str(wrong.right),
+        }
         before = re.sub(r"\d+", lambda found: told.get(found[0], found[0]), before)
     return f"{replace(step, before=before, operation=wrong).text}\n\n"
 
@@ -230,7 +270,8 @@ def _slip(random: Random, value: int) -> int:
 
 def _slipped(random: Random, step: Step) -> str:
     """The step with a wrong result, or with a wrong middle that its result follows."""
-    right, middle = step.operation, step.operation.middle()
+    right = step.operation
+    middle = step.operation.middle()
     told = f"{right.left} {right.operator} {right.right} = "
     if not middle or random.random() < 0.5:
         return f"{step.before}{told}{f'{middle} = ' if middle else ''}{_slip(random, right.value)}{step.after}."
@@ -250,7 +291,9 @@ def _other_operation(random: Random, exercise: Exercise, right: Operation) -> Op
         operators: tuple[Operator, ...] = ("+", "-", "*", "/")
         return _valid(replace(right, operator=random.choice(operators)))
     others = [step.operation for step in exercise.steps]
-    other = random.choice((random.choice(others).right, random.choice(others).value, random.choice(others).left))
+    other = random.choice(
+        (random.choice(others).right, random.choice(others).value, random.choice(others).left)
+    )
     wrong = other if random.random() < 0.5 else 0
     if random.random() < 0.5:
         return _valid(replace(right, left=wrong or _slip(random, right.left)))
@@ -263,14 +306,20 @@ def _valid(operation: Operation) -> Operation | None:
     return operation if 0 <= operation.value <= LIMIT else None
 
 
-def encode(encoder: Encoder, conversations: Sequence[Sequence[Piece]]) -> list[tuple[list[int], list[int]]]:
-    """Ids and labels of each conversation; a label is the id itself, or -100 where it is not learned."""
+def encode(
+    encoder: Encoder, conversations: Sequence[Sequence[Piece]]
+) -> list[tuple[list[int], list[int]]]:
+    """Ids and labels of each conversation; a label is the id itself, or -100 where it is not
+    learned.
+    """
     ids = iter(encoder.ids([piece.text for pieces in conversations for piece in pieces]))
     encoded: list[tuple[list[int], list[int]]] = []
     for pieces in conversations:
         parts = [(next(ids), piece.learned) for piece in pieces]
         labels = [part if learned else [-100] * len(part) for part, learned in parts]
-        encoded.append(([*chain.from_iterable(part for part, _ in parts)], [*chain.from_iterable(labels)]))
+        encoded.append(
+            ([*chain.from_iterable(part for part, _ in parts)], [*chain.from_iterable(labels)])
+        )
     return encoded
 
 
@@ -281,11 +330,15 @@ Errors = tuple[tuple[Exercise, tuple[str, ...], int], ...]
 BLOCK_SIZE = 4096  # conversations that are sorted by length and dealt to micro-batches together
 
 
-def block(encoder: Encoder, mixture: Mixture, seed: int, index: int, errors: Errors, tokens: int) -> list[Batch]:
+def block(
+    encoder: Encoder, mixture: Mixture, seed: int, index: int, errors: Errors, tokens: int
+) -> list[Batch]:
     """The micro-batches of one block of conversations: alike in length within, shuffled between."""
     number = seed * 1_000_003 + index
     random = Random(f"block:{number}")
-    found = islice(_thinned(random, stream("train", number + 1, LEVEL_MIX), dict(mixture.kept)), BLOCK_SIZE)
+    found = islice(
+        _thinned(random, stream("train", number + 1, LEVEL_MIX), dict(mixture.kept)), BLOCK_SIZE
+    )
     conversations = [
         drafted_conversation(random, *random.choice(errors))
         if errors and random.random() < mixture.drafted
@@ -295,8 +348,12 @@ def block(encoder: Encoder, mixture: Mixture, seed: int, index: int, errors: Err
     return packed(encoder, conversations, random, tokens)
 
 
-def packed(encoder: Encoder, conversations: Sequence[Sequence[Piece]], random: Random, tokens: int) -> list[Batch]:
-    """Conversations as micro-batches of at most so many tokens: alike in length within, shuffled between."""
+def packed(
+    encoder: Encoder, conversations: Sequence[Sequence[Piece]], random: Random, tokens: int
+) -> list[Batch]:
+    """Conversations as micro-batches of at most so many tokens: alike in length within, shuffled
+    between.
+    """
     encoded = sorted(encode(encoder, conversations), key=lambda pair: len(pair[0]))
     batches: list[Batch] = []
     start = 0
@@ -310,13 +367,17 @@ def packed(encoder: Encoder, conversations: Sequence[Sequence[Piece]], random: R
     return batches
 
 
-def _thinned(random: Random, source: Iterator[Exercise], kept: dict[str, float]) -> Iterator[Exercise]:
+def _thinned(
+    random: Random, source: Iterator[Exercise], kept: dict[str, float]
+) -> Iterator[Exercise]:
     return (item for item in source if item.kind not in kept or random.random() < kept[item.kind])
 
 
 def _batch(encoded: Sequence[tuple[list[int], list[int]]], pad: int) -> Batch:
     ids, labels = (
-        pad_sequence([torch.tensor(pair[side]) for pair in encoded], batch_first=True, padding_value=filler)
+        pad_sequence(
+            [torch.tensor(pair[side]) for pair in encoded], batch_first=True, padding_value=filler
+        )
         for side, filler in ((0, pad), (1, -100))
     )
     labels = labels[:, 1:]  # the label of a place is the id after it
@@ -327,9 +388,11 @@ def batches(
     encoder: Encoder, mixture: Mixture, seed: int, cursor: Cursor, errors: Errors, tokens: int
 ) -> Iterator[tuple[Batch, Cursor]]:
     """Micro-batches from `cursor` on, each with the cursor of the one after it."""
-    index, offset = cursor.block, cursor.offset
+    index = cursor.block
+    offset = cursor.offset
     while True:
         for place, batch in enumerate(block(encoder, mixture, seed, index, errors, tokens)):
             if place >= offset:
                 yield batch, Cursor(index, place + 1)
-        index, offset = index + 1, 0
+        index = index + 1
+        offset = 0

@@ -1,4 +1,6 @@
-"""Trains a deep and narrow drafter, with groups of attentions to form, on what the target writes and its laws there."""
+"""Trains a deep and narrow drafter, with groups of attentions to form, on what the target writes
+and its laws there.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,20 @@ from scripts.studies.train_heads import HeadsRecipe, Reader, Text, write_texts
 from scripts.studies.train_model import Descent, Llama, ModelConfig, descend, load, save
 
 _SHAPE = ModelConfig(
-    hidden_size=64, num_layers=8, num_heads=1, num_kv_heads=1, intermediate_size=96, vocabulary=512, head_dim=32
+    hidden_size=64,
+    num_layers=8,
+    num_heads=1,
+    num_kv_heads=1,
+    intermediate_size=96,
+    vocabulary=512,
+    head_dim=32,
 )
-_TOKENS, _WARM, _EVEN = 2048, 40, 1.6  # of a step; steps until the rates are reached; they fall when 1 / 1.6 is left
-_MUON, _ADAM, _DECAY = 0.01, 0.004, 0.1
+_TOKENS = 2048
+_WARM = 40
+_EVEN = 1.6  # of a step; steps until the rates are reached; they fall when 1 / 1.6 is left
+_MUON = 0.01
+_ADAM = 0.004
+_DECAY = 0.1
 _TESTED = 0.03  # share of the texts that nothing is learned from
 
 
@@ -47,11 +59,18 @@ class Lesson(NamedTuple):
 
 
 def begun(draft: Llama) -> Llama:
-    """A model with the draft's embedding, its feed-forward blocks and norms spread among the layers; else random."""
-    model, last = Llama(_SHAPE), _SHAPE.num_layers - 1
+    """A model with the draft's embedding, its feed-forward blocks and norms spread among the
+    layers; else random.
+    """
+    model = Llama(_SHAPE)
+    last = _SHAPE.num_layers - 1
     for at, layer in enumerate(draft.model.layers):
         own = model.model.layers[round(at * last / (len(draft.model.layers) - 1))]
-        kept = {name: weight for name, weight in layer.state_dict().items() if not name.startswith("self_attn")}
+        kept = {
+            name: weight
+            for name, weight in layer.state_dict().items()
+            if not name.startswith("self_attn")
+        }
         own.load_state_dict(kept, strict=False)
     model.model.embed_tokens.load_state_dict(draft.model.embed_tokens.state_dict())
     model.model.norm.load_state_dict(draft.model.norm.state_dict())
@@ -66,7 +85,8 @@ def lessons(reader: Reader, texts: Sequence[Text]) -> list[Lesson]:
 def _batches(found: Sequence[Lesson], random: Random) -> Iterator[list[Lesson]]:
     """Texts of like length, of so many tokens together, without end."""
     while True:
-        order, batches = sorted(found, key=lambda one: (len(one.ids), random.random())), list[list[Lesson]]()
+        order = sorted(found, key=lambda one: (len(one.ids), random.random()))
+        batches = list[list[Lesson]]()
         while order:
             count = max(1, _TOKENS // len(order[min(len(order), 8) - 1].ids))
             batches.append(order[:count])
@@ -77,7 +97,8 @@ def _batches(found: Sequence[Lesson], random: Random) -> Iterator[list[Lesson]]:
 
 def _laws(model: Llama, batch: Sequence[Lesson]) -> Tensor:
     """Its law at every token that was written, in logarithms."""
-    compute, width = torch.bfloat16, max(len(one.ids) for one in batch) - 1
+    compute = torch.bfloat16
+    width = max(len(one.ids) for one in batch) - 1
     ids = torch.zeros(len(batch), width, dtype=torch.long)
     for row, one in enumerate(batch):
         ids[row, : len(one.ids) - 1] = torch.tensor(one.ids[:-1])
@@ -93,23 +114,31 @@ def _aims(head: Tensor, batch: Sequence[Lesson]) -> Tensor:
 
 def learn(model: Llama, head: Tensor, found: Sequence[Lesson], recipe: DrafterRecipe) -> None:
     """Lead its laws to the target's."""
-    data, steps = _batches(found, Random(recipe.seed)), recipe.steps
+    data = _batches(found, Random(recipe.seed))
+    steps = recipe.steps
 
     def loss() -> Tensor:
         batch = next(data)
-        return F.kl_div(_laws(model, batch), _aims(head, batch), log_target=True, reduction="batchmean")
+        return F.kl_div(
+            _laws(model, batch), _aims(head, batch), log_target=True, reduction="batchmean"
+        )
 
-    factors = [min(1.0, (step + 1) / _WARM) * min(1.0, _EVEN * (1 - step / steps)) for step in range(steps)]
+    factors = [
+        min(1.0, (step + 1) / _WARM) * min(1.0, _EVEN * (1 - step / steps)) for step in range(steps)
+    ]
     descend("deep", Descent.of(model, _MUON, _ADAM, _DECAY), loss, factors)
 
 
 @torch.inference_mode()
 def agreement(model: Llama, head: Tensor, found: Sequence[Lesson]) -> tuple[float, float]:
     """How often its likeliest token is the target's, and the mean divergence from the target's law."""
-    same, apart, count = 0.0, 0.0, 0
+    same = 0.0
+    apart = 0.0
+    count = 0
     for start in range(0, len(found), 8):
         batch = found[start : start + 8]
-        law, aim = _laws(model, batch), _aims(head, batch)
+        law = _laws(model, batch)
+        aim = _aims(head, batch)
         same += float((law.argmax(-1) == aim.argmax(-1)).sum())
         apart += float(F.kl_div(law, aim, log_target=True, reduction="sum"))
         count += len(aim)
@@ -119,12 +148,16 @@ def agreement(model: Llama, head: Tensor, found: Sequence[Lesson]) -> tuple[floa
 def main(recipe: DrafterRecipe) -> None:
     """Write texts, train, save a complete folder, and say what came of it on texts kept apart."""
     torch.set_num_threads(1)
-    texts = anyio.run(write_texts, HeadsRecipe(recipe.target, recipe.draft, texts=recipe.texts, seed=recipe.seed))
+    texts = anyio.run(
+        write_texts, HeadsRecipe(recipe.target, recipe.draft, texts=recipe.texts, seed=recipe.seed)
+    )
     Random(recipe.seed).shuffle(texts)
-    reader, kept = Reader(recipe.target), max(1, round(_TESTED * len(texts)))
+    reader = Reader(recipe.target)
+    kept = max(1, round(_TESTED * len(texts)))
     tested, learned = (lessons(reader, part) for part in (texts[:kept], texts[kept:]))
     torch.manual_seed(recipe.seed)
-    head, draft = reader.weights.head.bfloat16(), load(recipe.draft)
+    head = reader.weights.head.bfloat16()
+    draft = load(recipe.draft)
     model = begun(draft)
     learn(model, head, learned, recipe)
     save(model, recipe.out, reader.config.end_ids[0], 0)
@@ -133,4 +166,8 @@ def main(recipe: DrafterRecipe) -> None:
     tokens = sum(len(one.states) for one in learned), sum(len(one.states) for one in tested)
     print(f"{recipe.out}: {tokens[0]} tokens learned, {tokens[1]} tested")
     for name, each in (("draft", draft), ("deep", model)):
-        print("{}: likeliest token agrees in {:.4f}, {:.4f} nats apart".format(name, *agreement(each, head, tested)))
+        print(
+            "{}: likeliest token agrees in {:.4f}, {:.4f} nats apart".format(
+                name, *agreement(each, head, tested)
+            )
+        )

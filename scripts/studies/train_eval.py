@@ -1,4 +1,6 @@
-"""What a trained model can do: sampled solutions graded exactly, and how often a wrong chunk is put right."""
+"""What a trained model can do: sampled solutions graded exactly, and how often a wrong chunk is put
+right.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,19 @@ def generate(
     folder: Path, prompts: Sequence[str], *, temperature: float, seed: int, max_tokens: int = 400
 ) -> list[str]:
     """What a saved model goes on with after each rendered prompt, until its end or `max_tokens`."""
-    encoder, law = Encoder.open(folder), Sampling(temperature)
+    encoder = Encoder.open(folder)
+    law = Sampling(temperature)
     requests = [
-        SampleRequest(tuple(ids), max_tokens, law, Seed(seed, sample=n)) for n, ids in enumerate(encoder.ids(prompts))
+        SampleRequest(tuple(ids), max_tokens, law, Seed(seed, sample=n))
+        for n, ids in enumerate(encoder.ids(prompts))
     ]
 
     async def write() -> list[str]:
         async with LocalEngine(folder, options=LocalOptions(worker="thread", threads=1)) as engine:
-            return [encoder.text(one.ids) for one in await collect([partial(engine.sample, ask) for ask in requests])]
+            return [
+                encoder.text(one.ids)
+                for one in await collect([partial(engine.sample, ask) for ask in requests])
+            ]
 
     return anyio.run(write)
 
@@ -56,7 +63,8 @@ def chunked(text: str) -> list[str]:
 
 
 def first_wrong(exercise: Exercise, text: str) -> int | None:
-    """The first chunk whose computation or answer differs from the reference's; None when all agree.
+    """The first chunk whose computation or answer differs from the reference's; None when all
+    agree.
 
     Wording is free; an order of steps other than the reference's counts as wrong.
     """
@@ -73,12 +81,21 @@ def first_wrong(exercise: Exercise, text: str) -> int | None:
     return None
 
 
-def recovery(folder: Path, starts: Sequence[tuple[Exercise, str]], *, temperature: float, seed: int) -> Estimate:
-    """How often the model still reaches the right answer after a solution that starts with a wrong chunk."""
+def recovery(
+    folder: Path, starts: Sequence[tuple[Exercise, str]], *, temperature: float, seed: int
+) -> Estimate:
+    """How often the model still reaches the right answer after a solution that starts with a wrong
+    chunk.
+    """
     prompts = [prompt(item.text) + begun for item, begun in starts]
     texts = generate(folder, prompts, temperature=temperature, seed=seed)
     pairs = zip(texts, starts, strict=True)
-    return rate([[answer(begun + text) == item.answer and answer(text) is not None] for text, (item, begun) in pairs])
+    return rate(
+        [
+            [answer(begun + text) == item.answer and answer(text) is not None]
+            for text, (item, begun) in pairs
+        ]
+    )
 
 
 def planted_starts(tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise, str]]:

@@ -1,7 +1,8 @@
-"""Trains relatives of the embedded target: two adapters, one with a tuned block, and a draft on the target's trunk.
+"""Trains relatives of the embedded target: two adapters, one with a tuned block, and a draft on the
+target's trunk.
 
-Each is learned on one thread in minutes, from a seed. What is saved is only what differs from the target: adapters in
-peft's layout, else the tensors of their own and the configuration.
+Each is learned on one thread in minutes, from a seed. What is saved is only what differs from the
+target: adapters in peft's layout, else the tensors of their own and the configuration.
 """
 
 from __future__ import annotations
@@ -23,14 +24,26 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from atts.evaluators.datasets.arithmetic import LEVELS, Exercise, Operation, Step, split_of, stream
-from scripts.studies.train_data import LEVEL_MIX, Encoder, Mixture, Piece, conversation, packed, prompt
+from scripts.studies.train_data import (
+    LEVEL_MIX,
+    Encoder,
+    Mixture,
+    Piece,
+    conversation,
+    packed,
+    prompt,
+)
 from scripts.studies.train_eval import answer, generate
 from scripts.studies.train_model import Descent, Linear, Llama, ModelConfig, descend, load, save
 
 MODELS = Path(__file__).resolve().parents[2] / "atts" / "models"
-RANK, ALPHA, ADAPTED = 8, 16, (3, 4, 5)  # of adapters, and the layers that they change
-TRUNK = 4  # layers of the target that the draft is made of; the last one's feed-forward block is its own
-_BLOCK, _TOKENS = 1024, 2048  # conversations sorted by length together, and tokens of a step
+RANK = 8
+ALPHA = 16
+ADAPTED = (3, 4, 5)  # of adapters, and the layers that they change
+# layers of the target that the draft is made of; the last one's feed-forward block is its own
+TRUNK = 4
+_BLOCK = 1024
+_TOKENS = 2048  # conversations sorted by length together, and tokens of a step
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 Told = dict[str, str]
@@ -56,26 +69,36 @@ def retold(text: str) -> str:
 
 def _reworded(split: str, random: Random) -> Iterator[Exercise]:
     for one in _plain(split, random):
-        steps = tuple(replace(step, before=retold(step.before), after=retold(step.after)) for step in one.steps)
+        steps = tuple(
+            replace(step, before=retold(step.before), after=retold(step.after))
+            for step in one.steps
+        )
         yield Exercise(one.kind, retold(one.text), steps)
 
 
 def _operated(split: str, random: Random) -> Iterator[Exercise]:
     """Problems whose operations name no number: double, triple, halve, square."""
     while True:
-        value, told, steps = random.randint(2, 60), list[str](), list[Step]()
-        first, count = value, random.choice(LEVELS[random.choice(LEVEL_MIX)])
+        value = random.randint(2, 60)
+        told = list[str]()
+        steps = list[Step]()
+        first = value
+        count = random.choice(LEVELS[random.choice(LEVEL_MIX)])
         while len(steps) < count:
             told.append(random.choice(("Double it", "Triple it", "Halve it", "Square it")))
             number = value if told[-1] == "Square it" else 3 if told[-1] == "Triple it" else 2
             operation = Operation(value, "/" if told[-1] == "Halve it" else "*", number)
             if operation.value > 199 or (operation.operator == "/" and value % 2) or value < 2:
-                told[-1], operation = "Subtract 1", Operation(value, "-", 1)
+                told[-1] = "Subtract 1"
+                operation = Operation(value, "-", 1)
                 if value < 3:
-                    told[-1], operation = "Add 38", Operation(value, "+", 38)
+                    told[-1] = "Add 38"
+                    operation = Operation(value, "+", 38)
             steps.append(Step(f"{told[-1]}: ", operation))
             value = operation.value
-        one = Exercise("instructions", f"Start with {first}. {'. '.join(told)}. What do you get?", tuple(steps))
+        one = Exercise(
+            "instructions", f"Start with {first}. {'. '.join(told)}. What do you get?", tuple(steps)
+        )
         if (split_of(one.canonical) == "train") == (split == "train"):
             yield one
 
@@ -104,7 +127,9 @@ MEMBERS = {
     "wordings": Member(1, 350, 4e-3, _reworded, retells=True),
     "operations": Member(2, 150, 4e-3, _operated),
     "tuned": Member(3, 100, 5e-4, _hard, own=r"layers\.5\.(mlp|post_attention)"),
-    "draft": Member(4, 300, 3e-3, _plain, own=rf"layers\.{TRUNK - 1}\.(mlp|post_attention)|model\.norm|lm_head"),
+    "draft": Member(
+        4, 300, 3e-3, _plain, own=rf"layers\.{TRUNK - 1}\.(mlp|post_attention)|model\.norm|lm_head"
+    ),
 }
 
 
@@ -136,7 +161,8 @@ class LowRank(nn.Module):
 
 def relative(name: str) -> Relative:
     """A member before it has learned anything: only what will be its own has gradients."""
-    member, base = MEMBERS[name], load(MODELS / "target")
+    member = MEMBERS[name]
+    base = load(MODELS / "target")
     is_draft = name == "draft"
     config = replace(base.config, num_layers=TRUNK) if is_draft else base.config
     model = Relative(config, ties=not is_draft)
@@ -154,11 +180,14 @@ def relative(name: str) -> Relative:
 
 
 def _steps(encoder: Encoder, member: Member, random: Random) -> Iterator[tuple[Tensor, Tensor]]:
-    source, mixture = member.exercises("train", random), Mixture(errors=0.15, instructed=0.05)
+    source = member.exercises("train", random)
+    mixture = Mixture(errors=0.15, instructed=0.05)
     while True:
         made = [conversation(random, one, mixture) for one in islice(source, _BLOCK)]
         if member.retells:
-            made = [[Piece(retold(piece.text), piece.learned) for piece in pieces] for pieces in made]
+            made = [
+                [Piece(retold(piece.text), piece.learned) for piece in pieces] for pieces in made
+            ]
         for batch in packed(encoder, made, random, _TOKENS):
             yield batch.ids, batch.labels
 
@@ -167,7 +196,8 @@ def learn(name: str, encoder: Encoder, steps: int) -> Relative:
     """Train one member."""
     member = MEMBERS[name]
     torch.manual_seed(member.seed)
-    model, data = relative(name), _steps(encoder, member, Random(member.seed))
+    model = relative(name)
+    data = _steps(encoder, member, Random(member.seed))
     own = [weight for weight in model.parameters() if weight.requires_grad]
     descent = Descent((torch.optim.AdamW(own, betas=(0.9, 0.95), weight_decay=0.0), member.rate))
     factors = [min(1.0, (step + 1) / 20) * (1 - step / steps) for step in range(steps)]
@@ -185,7 +215,9 @@ def write(name: str, model: Relative, encoder: Encoder, out: Path) -> None:
             if key.endswith(("weight.0.down", "weight.0.up")):
                 module, _, half = key.partition(".parametrizations.")
                 side = "A" if half.endswith("down") else "B"
-                tensors[f"base_model.model.{module}.lora_{side}.weight"] = weight.detach().to(torch.bfloat16)
+                tensors[f"base_model.model.{module}.lora_{side}.weight"] = weight.detach().to(
+                    torch.bfloat16
+                )
         said = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
             "target_modules": list(_MATRICES), "layers_to_transform": list(ADAPTED),
@@ -194,8 +226,13 @@ def write(name: str, model: Relative, encoder: Encoder, out: Path) -> None:
         (out / "adapter_config.json").write_text(json.dumps(said, indent=2) + "\n")
         save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
         return
-    saved, base = whole(model, encoder, out), load_file(MODELS / "target" / "model.safetensors")
-    own = {key: part for key, part in saved.items() if key not in base or not torch.equal(part, base[key])}
+    saved = whole(model, encoder, out)
+    base = load_file(MODELS / "target" / "model.safetensors")
+    own = {
+        key: part
+        for key, part in saved.items()
+        if key not in base or not torch.equal(part, base[key])
+    }
     (out / "model.safetensors").unlink()
     save_file(own, out / "own.safetensors", metadata={"format": "pt"})
 
@@ -217,7 +254,13 @@ def check(name: str, model: Relative, encoder: Encoder, count: int) -> float:
         whole(model, encoder, Path(place))
         for file in (MODELS / "target").glob("tokenizer*"):
             shutil.copy(file, place)
-        texts = generate(Path(place), [prompt(one.text) for one in tests], temperature=0.0, seed=0, max_tokens=200)
+        texts = generate(
+            Path(place),
+            [prompt(one.text) for one in tests],
+            temperature=0.0,
+            seed=0,
+            max_tokens=200,
+        )
     return sum(answer(text) == one.answer for one, text in zip(tests, texts, strict=True)) / count
 
 
@@ -225,8 +268,12 @@ def main() -> None:
     """Train all members, or those that are named."""
     parser = argparse.ArgumentParser(prog="scripts/train family", description=main.__doc__)
     parser.add_argument("members", nargs="*", default=list(MEMBERS), help=", ".join(MEMBERS))
-    parser.add_argument("--out", type=Path, default=MODELS / "family", help="where their folders are written")
-    parser.add_argument("--steps", type=int, help="another number of steps than each one's own (other weights)")
+    parser.add_argument(
+        "--out", type=Path, default=MODELS / "family", help="where their folders are written"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="another number of steps than each one's own (other weights)"
+    )
     parser.add_argument("--check", type=int, default=100, help="new problems to solve at the end")
     found = parser.parse_args()
     torch.set_num_threads(1)
@@ -238,7 +285,11 @@ def main() -> None:
         print(f"{name}: {size / 1e6:.2f} MB", flush=True)
         if found.check:
             shares = [check(name, each, encoder, found.check) for each in (relative(name), model)]
-            print(f"{name}: solves {shares[1]:.3f} of {found.check} new problems, {shares[0]:.3f} before", flush=True)
+            print(
+                f"{name}: solves {shares[1]:.3f} of {found.check} new problems, {shares[0]:.3f} "
+                f"before",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Trains the exit adapter of a target and the streaming heads of its drafter, on what the target writes."""
+"""Trains the exit adapter of a target and the streaming heads of its drafter, on what the target
+writes.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ from atts.local.torch_model import TorchModel
 from scripts.studies.local_subjects import written
 
 _RANK = 64  # of the exit adapter
-_HEADS, _WIDTH, _FADE = 2, 256, 0.8  # streaming heads, their width, and how much less the next one's loss counts
-_BATCH, _PEAK = 512, 0.003
+_HEADS = 2
+_WIDTH = 256
+_FADE = 0.8  # streaming heads, their width, and how much less the next one's loss counts
+_BATCH = 512
+_PEAK = 0.003
 _TOKENS = 300
 _TOPS = 1, 3, 8
 _TESTED = 0.06  # share of the texts that nothing is learned from
@@ -54,7 +59,9 @@ class Text(NamedTuple):
 
 
 class States(NamedTuple):
-    """Of every place of some texts: rows at the exit, those before the output matrix, and what was written."""
+    """Of every place of some texts: rows at the exit, those before the output matrix, and what was
+    written.
+    """
 
     exits: Tensor
     finals: Tensor
@@ -73,8 +80,15 @@ class Reader:
             fewer = {name: getattr(config, name)[:layers] for name in ("ropes", "windows")}
             config = replace(config, num_layers=layers, **fewer)
             weights = replace(weights, layers=weights.layers[:layers])
-        self.config, self.weights = config, weights
-        size = (config.num_layers, 2, config.context_length + 2, config.num_kv_heads, config.head_dim)
+        self.config = config
+        self.weights = weights
+        size = (
+            config.num_layers,
+            2,
+            config.context_length + 2,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         self.model = TorchModel(config, weights, torch.zeros(size))
 
     def states(self, texts: Sequence[Text], layers: int) -> States:
@@ -82,12 +96,15 @@ class Reader:
         heard = list[Tensor]()
         finals = [self.read(text, Tap(layers, heard.append)) for text in texts]
         tokens = [torch.tensor(text.ids[text.first :]) for text in texts]
-        return States(torch.cat(heard), torch.cat(finals), torch.cat(tokens), list(map(len, tokens)))
+        return States(
+            torch.cat(heard), torch.cat(finals), torch.cat(tokens), list(map(len, tokens))
+        )
 
     def read(self, text: Text, tap: Tap | None = None) -> Tensor:
         """Rows before the output matrix, at every place after which something was written."""
         sequence = new_sequence(1, SampleRequest(text.ids, 1), 0.0)
-        sequence.row, stop = 0, len(text.ids) - 1
+        sequence.row = 0
+        stop = len(text.ids) - 1
         table = np.arange(1, stop + 2, dtype=np.int32)[None]
         batch = step_batch(StepPlan([], [PrefillChunk(sequence, 0, stop, stop - 1)], [], []), table)
         places = np.arange(text.first - 1, stop)
@@ -107,9 +124,12 @@ async def write_texts(recipe: HeadsRecipe) -> list[Text]:
 def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapter:
     """Rows at the exit are led to where the output matrix reads the target's own law from them."""
     torch.manual_seed(recipe.seed)
-    start, eps, head = ExitAdapter.untrained(reader.config, reader.weights), reader.config.norm_eps, reader.weights.head
+    start = ExitAdapter.untrained(reader.config, reader.weights)
+    eps = reader.config.norm_eps
+    head = reader.weights.head
     width = reader.config.hidden_size
-    down, up = torch.randn(_RANK, width) * width**-0.5, torch.zeros(width, _RANK)
+    down = torch.randn(_RANK, width) * width**-0.5
+    up = torch.zeros(width, _RANK)
     adapter = ExitAdapter(start.layers, start.norm.clone(), down, up)
     learned = [part.requires_grad_() for part in (adapter.norm, adapter.down, adapter.up)]
     for rows in _descent(learned, len(states.tokens), recipe.steps):
@@ -123,23 +143,35 @@ def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapt
 def train_streams(reader: Reader, states: States, recipe: HeadsRecipe) -> StreamHeads:
     """From the drafter's state and the tokens that follow, the token after these."""
     torch.manual_seed(recipe.seed)
-    width, head = reader.config.hidden_size, reader.weights.head
+    width = reader.config.hidden_size
+    head = reader.weights.head
     sizes = [width * (2 + at) for at in range(_HEADS)]
-    streams = [StreamHead(torch.randn(_WIDTH, size) * size**-0.5, torch.zeros(width, _WIDTH)) for size in sizes]
-    heads, following = StreamHeads(reader.weights.embedding, streams), _following(states)
+    streams = [
+        StreamHead(torch.randn(_WIDTH, size) * size**-0.5, torch.zeros(width, _WIDTH))
+        for size in sizes
+    ]
+    heads = StreamHeads(reader.weights.embedding, streams)
+    following = _following(states)
     learned = [part.requires_grad_() for stream in streams for part in stream]
     for rows in _descent(learned, len(following), recipe.steps):
         losses = [
-            _FADE**at * F.cross_entropy(F.linear(heads(states.finals[rows], known), head), following[rows, at + 1])
+            _FADE**at
+            * F.cross_entropy(
+                F.linear(heads(states.finals[rows], known), head), following[rows, at + 1]
+            )
             for at in range(_HEADS)
             for known in [following[rows, : at + 1]]
         ]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-    return StreamHeads(heads.embedding, [StreamHead(*(part.detach() for part in stream)) for stream in streams])
+    return StreamHeads(
+        heads.embedding, [StreamHead(*(part.detach() for part in stream)) for stream in streams]
+    )
 
 
 def _following(states: States) -> Tensor:
-    """What was written at each place and after it: [places, heads + 1]; after the end, the last token again."""
+    """What was written at each place and after it: [places, heads + 1]; after the end, the last
+    token again.
+    """
     parts = [
         torch.cat([part, part[-1:].expand(_HEADS)]).unfold(0, _HEADS + 1, 1)
         for part in torch.split(states.tokens, states.lengths)
@@ -148,7 +180,9 @@ def _following(states: States) -> Tensor:
 
 
 def _descent(parts: list[Tensor], places: int, steps: int) -> Iterator[Tensor]:
-    """Rows to learn from, step by step; when the next are asked for, what was learned of the last is applied."""
+    """Rows to learn from, step by step; when the next are asked for, what was learned of the last
+    is applied.
+    """
     optimizer = torch.optim.AdamW(parts, lr=_PEAK, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _PEAK, total_steps=steps)
     for _ in range(steps):
@@ -164,18 +198,25 @@ def tops(adapter: ExitAdapter, reader: Reader, states: States) -> str:
         logits = F.linear(adapter(states.exits, reader.config.norm_eps), reader.weights.head)
         places = (logits > logits.gather(1, states.tokens[:, None])).sum(1)
     parts = torch.split(places, states.lengths)
-    shares = [share_estimate([(int((part < most).sum()), len(part)) for part in parts]) for most in _TOPS]
+    shares = [
+        share_estimate([(int((part < most).sum()), len(part)) for part in parts]) for most in _TOPS
+    ]
     return "; ".join(f"top {most}: {share}" for most, share in zip(_TOPS, shares, strict=True))
 
 
 def stream_tops(heads: StreamHeads, reader: Reader, states: States) -> str:
     """How often each head's first token is what was written."""
-    following, shares = _following(states), list[str]()
+    following = _following(states)
+    shares = list[str]()
     for at in range(len(heads.streams)):
         with torch.inference_mode():
-            first = F.linear(heads(states.finals, following[:, : at + 1]), reader.weights.head).argmax(1)
+            first = F.linear(
+                heads(states.finals, following[:, : at + 1]), reader.weights.head
+            ).argmax(1)
         hits = torch.split(first == following[:, at + 1], states.lengths)
-        shares.append(f"head {at + 1}: {share_estimate([(int(part.sum()), len(part)) for part in hits])}")
+        shares.append(
+            f"head {at + 1}: {share_estimate([(int(part.sum()), len(part)) for part in hits])}"
+        )
     return "; ".join(shares)
 
 
@@ -194,21 +235,35 @@ def _make_exit(recipe: HeadsRecipe, tests: Sequence[Text], texts: Sequence[Text]
     adapter = train_exit(reader, learned, recipe)
     parts = {name: getattr(adapter, name) for name in ("norm", "down", "up")}
     file = _save(recipe.target / EXIT_FILE, parts, {"layers": str(layers)})
-    print(f"{file}: after {layers} layers, {len(learned.tokens)} tokens learned, {len(tested.tokens)} tested")
+    print(
+        f"{file}: after {layers} layers, {len(learned.tokens)} tokens learned, "
+        f"{len(tested.tokens)} tested"
+    )
     print("untrained", tops(ExitAdapter.untrained(reader.config, reader.weights), reader, tested))
-    print("trained", tops(ExitAdapter.read(recipe.target, reader.config, reader.weights, "heads"), reader, tested))
+    print(
+        "trained",
+        tops(
+            ExitAdapter.read(recipe.target, reader.config, reader.weights, "heads"), reader, tested
+        ),
+    )
 
 
 def _make_streams(recipe: HeadsRecipe, tests: Sequence[Text], texts: Sequence[Text]) -> None:
     reader = Reader(recipe.drafter)
     tested, learned = (reader.states(part, 1) for part in (tests, texts))
     heads = train_streams(reader, learned, recipe)
-    parts = {f"{name}.{at}": getattr(each, name) for at, each in enumerate(heads.streams) for name in ("down", "up")}
+    parts = {
+        f"{name}.{at}": getattr(each, name)
+        for at, each in enumerate(heads.streams)
+        for name in ("down", "up")
+    }
     file = _save(recipe.drafter / STREAM_FILE, parts, {})
     print(f"{file}: {stream_tops(heads, reader, tested)}")
 
 
 def _save(file: Path, parts: Mapping[str, Tensor], said: dict[str, str]) -> Path:
     file.parent.mkdir(exist_ok=True)
-    save_file({name: part.bfloat16().contiguous() for name, part in parts.items()}, file, metadata=said)
+    save_file(
+        {name: part.bfloat16().contiguous() for name, part in parts.items()}, file, metadata=said
+    )
     return file

@@ -1,4 +1,6 @@
-"""The embedded models in plain torch: a Llama that trains fast on two CPU cores and saves as a model folder."""
+"""The embedded models in plain torch: a Llama that trains fast on two CPU cores and saves as a
+model folder.
+"""
 
 from __future__ import annotations
 
@@ -73,28 +75,42 @@ class Where:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, written out: at these lengths faster than the fused kernel."""
+    """Grouped-query attention with rotary positions, written out: at these lengths faster than the
+    fused kernel.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.heads = config.num_heads
+        self.kv_heads = config.num_kv_heads
+        self.dim = config.head_dim
         self.q_proj = Linear(config.hidden_size, config.num_heads * config.head_dim)
         self.k_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
         self.v_proj = Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, (2 * config.num_layers) ** -0.5)
+        self.o_proj = Linear(
+            config.num_heads * config.head_dim, config.hidden_size, (2 * config.num_layers) ** -0.5
+        )
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         batch, length, _ = x.shape
         weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight)).to(x.dtype)
-        joined = F.linear(x, weight).view(batch, length, self.heads + 2 * self.kv_heads, self.dim).transpose(1, 2)
+        joined = (
+            F.linear(x, weight)
+            .view(batch, length, self.heads + 2 * self.kv_heads, self.dim)
+            .transpose(1, 2)
+        )
         turned = _rotate(joined[:, : self.heads + self.kv_heads], where.cos, where.sin)
-        q, k = turned[:, : self.heads], turned[:, self.heads :]
+        q = turned[:, : self.heads]
+        k = turned[:, self.heads :]
         v = joined[:, self.heads + self.kv_heads :]
         groups = self.heads // self.kv_heads
         if groups > 1:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            k = k.repeat_interleave(groups, 1)
+            v = v.repeat_interleave(groups, 1)
         weights = torch.softmax((q * self.dim**-0.5) @ k.transpose(-1, -2) + where.mask, -1)
-        mixed: Tensor = self.o_proj((weights @ v).transpose(1, 2).reshape(batch, length, self.heads * self.dim))
+        mixed: Tensor = self.o_proj(
+            (weights @ v).transpose(1, 2).reshape(batch, length, self.heads * self.dim)
+        )
         return mixed
 
 
@@ -110,7 +126,9 @@ class Mlp(nn.Module):
         super().__init__()
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, (2 * config.num_layers) ** -0.5)
+        self.down_proj = Linear(
+            config.intermediate_size, config.hidden_size, (2 * config.num_layers) ** -0.5
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         weight = torch.cat((self.gate_proj.weight, self.up_proj.weight)).to(x.dtype)
@@ -178,9 +196,12 @@ class Llama(nn.Module):
         """The output matrix."""
         return self.model.embed_tokens.weight
 
-    def loss(self, ids: Tensor, labels: Tensor, reduction: Literal["mean", "sum"] = "mean") -> Tensor:
+    def loss(
+        self, ids: Tensor, labels: Tensor, reduction: Literal["mean", "sum"] = "mean"
+    ) -> Tensor:
         """Cross-entropy of the labels that are not -100, computed in bfloat16."""
-        wanted, compute = labels.reshape(-1), torch.bfloat16
+        wanted = labels.reshape(-1)
+        compute = torch.bfloat16
         rows = (wanted != -100).nonzero()[:, 0]
         state = self.states(ids, self.where(ids.shape[1], compute))[-1]
         logits = self.logits(state.reshape(-1, state.shape[-1])[rows], compute)
@@ -197,7 +218,9 @@ class Descent:
     def of(cls, model: Llama, muon: float, adam: float, decay: float) -> Descent:
         """Muon for the matrices of a model's layers, AdamW for all else."""
         matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
-        others = [weight for weight in model.parameters() if all(weight is not one for one in matrices)]
+        others = [
+            weight for weight in model.parameters() if all(weight is not one for one in matrices)
+        ]
         return cls(
             (torch.optim.Muon(matrices, lr=muon, momentum=0.95, weight_decay=decay), muon),
             (torch.optim.AdamW(others, lr=adam, betas=(0.9, 0.95), weight_decay=0.0), adam),
@@ -212,12 +235,14 @@ class Descent:
             optimizer.zero_grad()
 
 
-def descend(name: str, descent: Descent, loss: Callable[[], Tensor], factors: Sequence[float]) -> None:
-    """A step along each loss's gradients, clipped to length 1, at each of these shares of the peak rates."""
-    began, weights = (
-        time.process_time(),
-        [group["params"] for opt, _ in descent.optimizers for group in opt.param_groups],
-    )
+def descend(
+    name: str, descent: Descent, loss: Callable[[], Tensor], factors: Sequence[float]
+) -> None:
+    """A step along each loss's gradients, clipped to length 1, at each of these shares of the peak
+    rates.
+    """
+    began = time.process_time()
+    weights = [group["params"] for opt, _ in descent.optimizers for group in opt.param_groups]
     for step, factor in enumerate(factors, 1):
         value = loss()
         value.backward()  # type: ignore[no-untyped-call]
@@ -225,7 +250,10 @@ def descend(name: str, descent: Descent, loss: Callable[[], Tensor], factors: Se
         descent.apply(factor)
         if step % 50 == 0:
             seconds = time.process_time() - began
-            print(f"{name} {step}/{len(factors)}: loss {value.item():.4f}, {seconds:.0f} s", flush=True)
+            print(
+                f"{name} {step}/{len(factors)}: loss {value.item():.4f}, {seconds:.0f} s",
+                flush=True,
+            )
 
 
 def save(model: Llama, folder: Path, end: int, pad: int) -> None:
@@ -252,7 +280,10 @@ def save(model: Llama, folder: Path, end: int, pad: int) -> None:
         "torch_dtype": "bfloat16",
     }
     generation = {"do_sample": True, "temperature": 0.7, "eos_token_id": end, "pad_token_id": pad}
-    weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
+    weights = {
+        name: tensor.detach().to(torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / "config.json", (json.dumps(fields, indent=2) + "\n").encode())
     _replace(folder / "generation_config.json", (json.dumps(generation, indent=2) + "\n").encode())
@@ -272,5 +303,7 @@ def load(folder: Path) -> Llama:
     saved = json.loads((folder / "config.json").read_text())
     sizes = {field: saved[name] for field, name in _FIELDS.items()}
     model = Llama(ModelConfig(**sizes, vocabulary=saved["vocab_size"]))
-    model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
+    model.load_state_dict(
+        {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    )
     return model

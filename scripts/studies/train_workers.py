@@ -1,4 +1,6 @@
-"""Gradients from one-threaded processes that share the weights: beats threads wherever cores are shared."""
+"""Gradients from one-threaded processes that share the weights: beats threads wherever cores are
+shared.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,18 @@ from scripts.studies.train_model import Llama
 
 
 class Workers:
-    """The calling process and its helpers; micro-batches are dealt out in turn, so sums are reproducible."""
+    """The calling process and its helpers; micro-batches are dealt out in turn, so sums are
+    reproducible.
+    """
 
     def __init__(self, model: Llama, count: int) -> None:
         torch.set_num_threads(1)
-        self._model, self._count = model.share_memory(), count
+        self._model = model.share_memory()
+        self._count = count
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(max(1, count - 1), context, initializer=_begin, initargs=(model,))
+        self._pool = ProcessPoolExecutor(
+            max(1, count - 1), context, initializer=_begin, initargs=(model,)
+        )
 
     def backward(self, batches: Sequence[Batch]) -> float:
         """Leave the whole step's gradients in the model; its mean loss per learned token.
@@ -45,7 +52,10 @@ class Workers:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(cancel_futures=True)
 
@@ -64,7 +74,8 @@ _models: list[Llama] = []  # of a helper: the one whose weights the caller chang
 
 
 def _begin(model: Llama) -> None:
-    os.setsid()  # Linux shares cores between sessions first: in the caller's, all would get one share
+    # Linux shares cores between sessions first: in the caller's, all would get one share
+    os.setsid()
     torch.set_num_threads(1)
     _models.append(model)
 
@@ -74,4 +85,6 @@ def _assist(batches: Sequence[Batch], learned: int) -> tuple[float, list[Tensor]
     model = _models[0]
     model.zero_grad()
     loss = _backward(model, batches, learned)
-    return loss, [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
+    return loss, [
+        torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()
+    ]

@@ -1,4 +1,5 @@
-"""Virtual devices: speculative schemes run on recorded or drawn acceptances, and the time of all work is added up.
+"""Virtual devices: speculative schemes run on recorded or drawn acceptances, and the time of all
+work is added up.
 
 Which tokens stand is decided by the walk that verifies in an engine; only time is virtual.
 """
@@ -44,33 +45,46 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceTrace:
-    """Along a text of the target: the rank that the draft gives its token, and the rank that its early exit gives it.
+    """Along a text of the target: the rank that the draft gives its token, and the rank that its
+    early exit gives it.
 
-    Rank 0 is the token the draft draws itself, which then stands. As a proposed token is tested only where all before
-    it are the target's, ranks along the target's own text say all there is to know.
+    Rank 0 is the token the draft draws itself, which then stands. As a proposed token is tested
+    only where all before it are the target's, ranks along the target's own text say all there is to
+    know.
     """
 
     ranks: Sequence[int]
     exit_ranks: Sequence[int] = ()
 
     @classmethod
-    def drawn(cls, law: Sequence[float], places: int, seed: int, exit_law: Sequence[float] = ()) -> AcceptanceTrace:
-        """Ranks in random order: a share `law[r]` of them is r, what is missing to 1 lies beyond all that are asked."""
-        random, ranks = np.random.default_rng(seed), list[list[int]]()
+    def drawn(
+        cls, law: Sequence[float], places: int, seed: int, exit_law: Sequence[float] = ()
+    ) -> AcceptanceTrace:
+        """Ranks in random order: a share `law[r]` of them is r, what is missing to 1 lies beyond
+        all that are asked.
+        """
+        random = np.random.default_rng(seed)
+        ranks = list[list[int]]()
         for each in filter(None, (law, exit_law)):
-            even = (random.permutation(places) + 0.5) / places  # exact shares: less noise than independent draws
+            even = (
+                random.permutation(places) + 0.5
+            ) / places  # exact shares: less noise than independent draws
             found: list[int] = np.searchsorted(np.cumsum(each), even, side="right").tolist()
             ranks.append([rank if rank < len(each) else _WIDTH for rank in found])
         return cls(*ranks)
 
     def drafted(self, place: int, count: int) -> list[int]:
-        """What the draft writes from a right prefix, where the target's token at each place is the place's number."""
+        """What the draft writes from a right prefix, where the target's token at each place is the
+        place's number.
+        """
         return [at if self.ranks[at] == 0 else _other(at, 0) for at in range(place, place + count)]
 
     def candidates(self, place: int, first: int, stop: int, *, at_exit: bool = False) -> list[int]:
         """The tokens of these ranks at a place whose prefix is right."""
         ranks = self.exit_ranks if at_exit else self.ranks
-        return [place if ranks[place] == rank else _other(place, rank) for rank in range(first, stop)]
+        return [
+            place if ranks[place] == rank else _other(place, rank) for rank in range(first, stop)
+        ]
 
 
 def _other(place: int, rank: int) -> int:
@@ -80,7 +94,9 @@ def _other(place: int, rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a target step by its rows, of a draft step by its branches, and of a message between the two."""
+    """Seconds of a target step by its rows, of a draft step by its branches, and of a message
+    between the two.
+    """
 
     draft: Callable[[int], float]
     target: Callable[[int], float] = lambda rows: 1.0  # however many it feeds
@@ -114,10 +130,18 @@ class Timeline:
         return self.tokens / self.seconds
 
 
-def serial(trace: AcceptanceTrace, costs: Costs, proposed: int, drafter: DraftDevices | None = None) -> Timeline:
-    """Draft, verify, draft: one side always waits. `drafter` stands in for a device with the costs of the draft."""
-    draft, target = Device("draft"), Device("target")
-    devices, run = drafter or ([draft], lambda ready, count: draft.run(ready, count * costs.draft(1), "draft"))
+def serial(
+    trace: AcceptanceTrace, costs: Costs, proposed: int, drafter: DraftDevices | None = None
+) -> Timeline:
+    """Draft, verify, draft: one side always waits. `drafter` stands in for a device with the costs
+    of the draft.
+    """
+    draft = Device("draft")
+    target = Device("target")
+    devices, run = drafter or (
+        [draft],
+        lambda ready, count: draft.run(ready, count * costs.draft(1), "draft"),
+    )
     line = Timeline([*devices, target])
     while line.tokens + proposed < len(trace.ranks):
         ready = run(line.seconds, proposed) + costs.message
@@ -127,7 +151,9 @@ def serial(trace: AcceptanceTrace, costs: Costs, proposed: int, drafter: DraftDe
 
 
 def fuzzy_devices(layers: int, group: int, attention: float, mlp: float) -> DraftDevices:
-    """EasySpec's drafter on `group` devices: one exact pass, then steps whose grouped attentions run at once."""
+    """EasySpec's drafter on `group` devices: one exact pass, then steps whose grouped attentions
+    run at once.
+    """
     devices = [Device(f"draft {number}") for number in range(group)]
 
     def step(ready: float, size: int) -> float:
@@ -146,20 +172,29 @@ def fuzzy_devices(layers: int, group: int, attention: float, mlp: float) -> Draf
     return devices, run
 
 
-def ahead(trace: AcceptanceTrace, costs: Costs, proposed: int, more: int = 0, *, waits: bool = False) -> Timeline:
+def ahead(
+    trace: AcceptanceTrace, costs: Costs, proposed: int, more: int = 0, *, waits: bool = False
+) -> Timeline:
     """While the target verifies, the drafter continues guesses of what comes of it.
 
-    The guess that all stands and the draft's own token follows is one (with `more` = 0 this is PEARL, whose windows
-    have `proposed` + 1 tokens); `more` tokens of the draft's ranking at every place are others. After a miss the target
-    steps without a proposal, or with `waits` waits for a new one.
+    The guess that all stands and the draft's own token follows is one (with `more` = 0 this is
+    PEARL, whose windows have `proposed` + 1 tokens); `more` tokens of the draft's ranking at every
+    place are others. After a miss the target steps without a proposal, or with `waits` waits for a
+    new one.
     """
-    draft, target = Device("draft"), Device("target")
+    draft = Device("draft")
+    target = Device("target")
     line = Timeline([draft, target])
-    cache, proposal = OutcomeCache[int](), list[int]()
+    cache = OutcomeCache[int]()
+    proposal = list[int]()
     while line.tokens + 2 * proposed + 2 < len(trace.ranks):
-        begin, place, count = line.seconds, line.tokens, len(proposal)
+        begin = line.seconds
+        place = line.tokens
+        count = len(proposal)
         outcomes = [(count, trace.drafted(place + count, 1)[0])]
-        outcomes += [(at, v) for at in range(count + 1) for v in trace.candidates(place + at, 1, more + 1)]
+        outcomes += [
+            (at, v) for at in range(count + 1) for v in trace.candidates(place + at, 1, more + 1)
+        ]
         for accepted, token in outcomes:
             cache.put(accepted, token, place + accepted + 1)
         drafted = draft.run(begin, costs.draft(1), "draft")
@@ -168,19 +203,28 @@ def ahead(trace: AcceptanceTrace, costs: Costs, proposed: int, more: int = 0, *,
         line.seconds = max(drafted, checked) + costs.message
         proposal = _selected(line, trace, cache, (proposal, proposed))
         if not proposal and waits:
-            line.seconds = draft.run(line.seconds, proposed * costs.draft(1), "draft") + costs.message
+            line.seconds = (
+                draft.run(line.seconds, proposed * costs.draft(1), "draft") + costs.message
+            )
             proposal = trace.drafted(line.tokens, proposed)
     return line
 
 
-def mirror(trace: AcceptanceTrace, costs: Costs, proposed: int, top: int, depth: float = 0.5) -> Timeline:
-    """The target's early exit at a share `depth` of its layers names outcomes; the drafter continues all meanwhile."""
-    draft, target = Device("draft"), Device("target")
+def mirror(
+    trace: AcceptanceTrace, costs: Costs, proposed: int, top: int, depth: float = 0.5
+) -> Timeline:
+    """The target's early exit at a share `depth` of its layers names outcomes; the drafter
+    continues all meanwhile.
+    """
+    draft = Device("draft")
+    target = Device("target")
     line = Timeline([draft, target])
-    cache, proposal = OutcomeCache[int](), trace.drafted(0, proposed)
+    cache = OutcomeCache[int]()
+    proposal = trace.drafted(0, proposed)
     line.seconds = draft.run(0.0, proposed * costs.draft(1), "draft") + costs.message
     while line.tokens + 2 * proposed + 2 < len(trace.ranks):
-        place, whole = line.tokens, costs.target(proposed + 1)
+        place = line.tokens
+        whole = costs.target(proposed + 1)
         told = target.run(line.seconds, depth * whole, "to the exit") + costs.message
         for at in range(proposed + 1):
             for token in trace.candidates(place + at, 0, top, at_exit=True):
@@ -197,13 +241,17 @@ def mirror(trace: AcceptanceTrace, costs: Costs, proposed: int, top: int, depth:
 
 
 def _selected(
-    line: Timeline, trace: AcceptanceTrace, cache: OutcomeCache[int], proposal: tuple[list[int], int]
+    line: Timeline,
+    trace: AcceptanceTrace,
+    cache: OutcomeCache[int],
+    proposal: tuple[list[int], int],
 ) -> list[int]:
     """Verify a proposal; the next one, of the given length, where its outcome was guessed."""
     tokens, length = proposal
     stood = _verified(line, tokens)
     chosen, others = cache.select(stood, line.tokens - 1)
-    line.guessed, line.wasted = line.guessed + 1, line.wasted + len(others)
+    line.guessed = line.guessed + 1
+    line.wasted = line.wasted + len(others)
     if chosen is None:
         return []
     line.hits += 1

@@ -10,7 +10,9 @@ import pytest
 
 from atts.evaluators import load_dataset
 
-inspect_ai: Any = pytest.importorskip("inspect_ai", reason="inspect_ai is not installed: pip install 'atts[inspect]'")
+inspect_ai: Any = pytest.importorskip(
+    "inspect_ai", reason="inspect_ai is not installed: pip install 'atts[inspect]'"
+)
 pytestmark = pytest.mark.filterwarnings("default")  # the harness's own, and its dependencies'
 
 
@@ -37,19 +39,25 @@ def test_the_provider_solves_the_embedded_benchmark() -> None:
     import atts.adapters.inspect_ai
 
     options = {"samples": 4, "rate": 0.3, "reply": "answer"}
-    [log] = inspect_ai.eval(arithmetic(6), model="atts/embedded", model_args=options, log_dir="logs")
+    [log] = inspect_ai.eval(
+        arithmetic(6), model="atts/embedded", model_args=options, log_dir="logs"
+    )
     assert log.status == "success", log.error
     assert log.results.scores[0].metrics["accuracy"].value >= 0.5
     for sample in log.samples:
         facts = sample.output.metadata
         assert sample.output.completion == (facts["answer"] or "")
         assert facts["rollouts"] == 4
-        assert sample.output.usage.output_tokens == facts["draft_tokens"] + facts["target_tokens"] > 0
+        assert (
+            sample.output.usage.output_tokens == facts["draft_tokens"] + facts["target_tokens"] > 0
+        )
     assert atts.adapters.inspect_ai.ATTSModelAPI is not None
 
 
 def test_the_solver_answers_whatever_the_model_is() -> None:
-    """A task with another model uses ours through the solver; epochs are repeats; the reasoning is theirs to read."""
+    """A task with another model uses ours through the solver; epochs are repeats; the reasoning is
+    theirs to read.
+    """
     from atts.adapters.inspect_ai import atts_solver
 
     task = arithmetic(2, atts_solver("scripted", samples=2))
@@ -81,7 +89,9 @@ def test_what_cannot_be_done_is_said() -> None:
 
         return execute
 
-    [log] = inspect_ai.eval(arithmetic(1, [use_tools(nothing()), generate()]), model="atts/scripted", log_dir="logs")
+    [log] = inspect_ai.eval(
+        arithmetic(1, [use_tools(nothing()), generate()]), model="atts/scripted", log_dir="logs"
+    )
     assert log.status == "error"
     assert "calls no tools" in str(log.error)
     with pytest.raises(Exception, match="did you mean 'samples'"):

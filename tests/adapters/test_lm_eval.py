@@ -13,7 +13,9 @@ import pytest
 from atts.core import Problem
 from atts.evaluators import load_dataset
 
-lm_eval: Any = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'atts[lm-eval]'")
+lm_eval: Any = pytest.importorskip(
+    "lm_eval", reason="lm_eval is not installed: pip install 'atts[lm-eval]'"
+)
 pytest.importorskip("datasets", reason="lm_eval's datasets are not installed")
 pytestmark = pytest.mark.filterwarnings("default")  # the harness's own, and its dependencies'
 
@@ -51,11 +53,18 @@ def requests(*arguments: tuple[Any, ...]) -> list[Any]:
     from lm_eval.api.instance import Instance
 
     kind = "generate_until"
-    return [Instance(request_type=kind, doc={}, arguments=each, idx=n) for n, each in enumerate(arguments)]
+    return [
+        Instance(request_type=kind, doc={}, arguments=each, idx=n)
+        for n, each in enumerate(arguments)
+    ]
 
 
-def test_the_embedded_benchmark_runs_under_their_evaluator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--model atts --model_args pretrained=embedded,...`: their exact match of our answers, and a resumable run."""
+def test_the_embedded_benchmark_runs_under_their_evaluator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--model atts --model_args pretrained=embedded,...`: their exact match of our answers, and a
+    resumable run.
+    """
     import atts.adapters.lm_eval
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -81,7 +90,9 @@ def test_generations_are_cut_where_the_task_says() -> None:
     question = "Start at 4. +3, -2. What is the result?"
     whole, cut, short = model.generate_until(
         requests(
-            (question, {"until": []}), (question, {"until": ["\n\n"]}), (question, {"until": [], "max_gen_toks": 5})
+            (question, {"until": []}),
+            (question, {"until": ["\n\n"]}),
+            (question, {"until": [], "max_gen_toks": 5}),
         )
     )
     assert "\n\n" in whole
@@ -92,13 +103,17 @@ def test_generations_are_cut_where_the_task_says() -> None:
 
 
 def test_likelihoods_are_the_targets() -> None:
-    """A right continuation is likelier than a wrong one and greedy where it is; a rolled text adds up its tokens."""
+    """A right continuation is likelier than a wrong one and greedy where it is; a rolled text adds
+    up its tokens.
+    """
     from atts.adapters.lm_eval import ATTSLM
 
     model = ATTSLM("embedded")
     asked = "Zoe has 16 nuts. Zoe buys 23 more. How many nuts does Zoe have now?"
     context = f"<|user|>{asked}<|end|><|assistant|>Zoe buys 23 more, so Zoe has 16 + 23 ="
-    right, wrong, bare = model.loglikelihood(requests((context, " 39"), (context, " 52"), ("", "Zoe")))
+    right, wrong, bare = model.loglikelihood(
+        requests((context, " 39"), (context, " 52"), ("", "Zoe"))
+    )
     assert wrong[0] < right[0] <= 0
     assert not wrong[1]
     assert bare[0] < 0

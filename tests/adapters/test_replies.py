@@ -1,4 +1,6 @@
-"""What harnesses ask and are told: replies of outcomes, conversations as questions, options by their names."""
+"""What harnesses ask and are told: replies of outcomes, conversations as questions, options by
+their names.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ SMALL = Policy(samples=3, turns=10, early_stop="none")
 
 @pytest.mark.anyio
 async def test_the_reasoning_or_the_answer_alone() -> None:
-    """The text is that of a rollout that voted for the answer; `answer` is the bare one, "" where there is none."""
+    """The text is that of a rollout that voted for the answer; `answer` is the bare one, "" where
+    there is none.
+    """
     question = toy_problems(1)[0]
     async with Session(Setup(draft="scripted", target="scripted", policy=SMALL)) as session:
         outcome = await session.solve(question.text)
@@ -51,14 +55,23 @@ def test_options_are_those_of_the_configuration(options: dict[str, object], said
 
 
 def test_words_of_harnesses() -> None:
-    """Strings are read as what they say; a label may name engines given apart; a conversation needs a question."""
-    setup = setup_of("mine", {"draft": "scripted", "target": "embedded", "samples": "4", "chunking.draft_tokens": 9})
+    """Strings are read as what they say; a label may name engines given apart; a conversation needs
+    a question.
+    """
+    setup = setup_of(
+        "mine",
+        {"draft": "scripted", "target": "embedded", "samples": "4", "chunking.draft_tokens": 9},
+    )
     assert (setup.draft, setup.target, setup.policy.samples) == ("scripted", "embedded", 4)
     assert setup.policy.chunking.draft_tokens == 9
     with pytest.raises(UsageError):
         question_of([("system", "alone")])
     changes = policy_changes(SMALL, "Be brief.", 0.9, 100)
-    assert (changes["system"], changes["sampling"].temperature, changes["max_tokens"]) == ("Be brief.", 0.9, 100)
+    assert (changes["system"], changes["sampling"].temperature, changes["max_tokens"]) == (
+        "Be brief.",
+        0.9,
+        100,
+    )
     assert policy_changes(SMALL, "", 0.0, None) == {}
     with pytest.raises(OptionError, match="did you mean 'answer'"):
         reply_kind("anwser")

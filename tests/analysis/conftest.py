@@ -28,9 +28,7 @@ _FLAGS = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
     "--disable-dev-shm-usage", "--remote-debugging-pipe",
 )  # fmt: skip
-_AS_3_AND_4 = (
-    "import os,sys; os.dup2(int(sys.argv[1]),3); os.dup2(int(sys.argv[2]),4); os.execvp(sys.argv[3],sys.argv[3:])"
-)
+_AS_3_AND_4 = "import os,sys; os.dup2(int(sys.argv[1]),3); os.dup2(int(sys.argv[2]),4); os.execvp(sys.argv[3],sys.argv[3:])"
 
 
 class BrowserError(Exception):
@@ -43,7 +41,9 @@ class Page:
 
     browser: Browser
     session: str
-    problems: list[str] = field(default_factory=list[str])  # errors and warnings of the console, exceptions
+    problems: list[str] = field(
+        default_factory=list[str]
+    )  # errors and warnings of the console, exceptions
     requests: list[str] = field(default_factory=list[str])
 
     def call(self, method: str, **values: Any) -> dict[str, Any]:
@@ -55,11 +55,15 @@ class Page:
         self.requests.clear()
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete' && performance.timing.loadEventEnd > 0")
-        return float(self.run("performance.timing.loadEventEnd - performance.timing.navigationStart"))
+        return float(
+            self.run("performance.timing.loadEventEnd - performance.timing.navigationStart")
+        )
 
     def run(self, code: str) -> Any:
         """The value of an expression, promises awaited."""
-        found = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in found:
             raise BrowserError(f"{code}: {found['exceptionDetails']}")
         return found["result"].get("value")
@@ -76,17 +80,30 @@ class Page:
         """One key, as a person would."""
         text = "\r" if key == "Enter" else ""
         for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text
+            )
 
     def look(self, width: int, height: int, scheme: str) -> None:
         """A window of this size in "light" or "dark"."""
         phone = width < 600
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=phone,
+        )
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def picture(self, path: Path, *, whole: str = "no") -> None:
         """A screenshot of the window, or of the whole page."""
-        done = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole == "yes")
+        done = self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=whole == "yes"
+        )
         path.write_bytes(base64.b64decode(done["data"]))
 
 
@@ -105,13 +122,18 @@ class Browser:
         )
         os.close(to_read)
         os.close(to_write)
-        self._number, self._rest, self._pages = 0, b"", dict[str, Page]()
+        self._number = 0
+        self._rest = b""
+        self._pages = dict[str, Page]()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self.call("Browser.close")
@@ -162,14 +184,20 @@ class Browser:
         return dict(json.loads(whole))
 
     def _heard(self, event: dict[str, Any]) -> None:
-        page, method, told = self._pages.get(event.get("sessionId", "")), event.get("method"), event.get("params", {})
+        page = self._pages.get(event.get("sessionId", ""))
+        method = event.get("method")
+        told = event.get("params", {})
         if page is None:
             return
         if method == "Network.requestWillBeSent":
             page.requests.append(told["request"]["url"])
         elif method == "Runtime.exceptionThrown":
             page.problems.append(str(told["exceptionDetails"]))
-        elif method == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
+        elif method == "Runtime.consoleAPICalled" and told["type"] in (
+            "error",
+            "warning",
+            "assert",
+        ):
             page.problems.append(str(told["args"]))
         elif method == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
             page.problems.append(told["entry"]["text"])
@@ -178,9 +206,13 @@ class Browser:
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     """Chromium, where there is one."""
-    program = os.environ.get("ATTS_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    program = (
+        os.environ.get("ATTS_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    )
     if program is None:
-        pytest.skip("no chromium here: reports are not opened in a browser; install it or set ATTS_CHROMIUM")
+        pytest.skip(
+            "no chromium here: reports are not opened in a browser; install it or set ATTS_CHROMIUM"
+        )
     with Browser(program, tmp_path_factory.mktemp("profile")) as running:
         yield running
 

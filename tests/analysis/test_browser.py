@@ -108,7 +108,9 @@ def test_it_opens_alone(page: Any, report: str) -> None:
 
 @pytest.mark.parametrize("column", [0, 5, 9])
 def test_tables_sort(page: Any, report: str, column: int) -> None:
-    """A click sorts upwards, another downwards; numbers as numbers; the column says so to those who cannot see it."""
+    """A click sorts upwards, another downwards; numbers as numbers; the column says so to those who
+    cannot see it.
+    """
     page.open(report)
     table = "document.getElementById('problem-table')"
     head = f"{table}.tHead.rows[0].cells[{column}]"
@@ -136,7 +138,10 @@ def test_the_keyboard_reaches_and_sorts(page: Any, report: str) -> None:
     assert seen[1] == "Warnings"
     page.run("document.querySelector('#problem-table th button').focus()")
     page.press("Enter", 13)
-    assert page.run("document.querySelector('#problem-table th').getAttribute('aria-sort')") == "ascending"
+    assert (
+        page.run("document.querySelector('#problem-table th').getAttribute('aria-sort')")
+        == "ascending"
+    )
 
 
 def test_a_rollout_opens(page: Any, report: str) -> None:
@@ -147,8 +152,13 @@ def test_a_rollout_opens(page: Any, report: str) -> None:
     assert page.run("document.getElementById('main').hidden") is True
     page.run("document.querySelector('#page .rollout > summary').click()")
     page.wait("document.querySelectorAll('#page .rollout[open] .chunk .text').length > 0")
-    assert page.run("document.querySelector('.rollout[open] .turn .facts').textContent").startswith("Turn 0 · ")
-    page.run("[...document.querySelectorAll('#page button')].find(b => b.textContent.includes('All problems')).click()")
+    assert page.run("document.querySelector('.rollout[open] .turn .facts').textContent").startswith(
+        "Turn 0 · "
+    )
+    page.run(
+        "[...document.querySelectorAll('#page button')].find(b => b.textContent.includes('All "
+        "problems')).click()"
+    )
     page.wait("!document.getElementById('main').hidden && document.getElementById('page').hidden")
 
 
@@ -156,8 +166,14 @@ def test_the_problems_can_be_searched(page: Any, report: str) -> None:
     """What does not fit is hidden, and the count is said."""
     page.open(report)
     everything = page.run("document.querySelectorAll('#problem-table tbody tr').length")
-    page.run("{const f = document.getElementById('find'); f.value = 'toy-0'; f.dispatchEvent(new Event('input'))}")
-    page.run("{const f = document.getElementById('find'); f.value = 'no such'; f.dispatchEvent(new Event('input'))}")
+    page.run(
+        "{const f = document.getElementById('find'); f.value = 'toy-0'; f.dispatchEvent(new "
+        "Event('input'))}"
+    )
+    page.run(
+        "{const f = document.getElementById('find'); f.value = 'no such'; f.dispatchEvent(new "
+        "Event('input'))}"
+    )
     assert page.run("document.getElementById('shown').textContent") == f"0 of {everything} problems"
 
 
@@ -180,14 +196,20 @@ def test_it_is_readable(page: Any, report: str, scheme: str, width: int, tmp_pat
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200])
-def test_the_calibration_report_is_readable(page: Any, run: Path, scheme: str, width: int, tmp_path: Path) -> None:
-    """The same of the calibration report: it opens alone, with its numbers first, for every pair of eyes."""
+def test_the_calibration_report_is_readable(
+    page: Any, run: Path, scheme: str, width: int, tmp_path: Path
+) -> None:
+    """The same of the calibration report: it opens alone, with its numbers first, for every pair of
+    eyes.
+    """
     written = tmp_path / "calibration.html"
     save_calibration(calibration_report(run), "html", written)
     page.look(width, 900, scheme)
     page.open(written.as_uri())
     assert page.requests == [written.as_uri()]
-    assert page.run("document.querySelector('h1').textContent").startswith("✓ The large model was handed")
+    assert page.run("document.querySelector('h1').textContent").startswith(
+        "✓ The large model was handed"
+    )
     assert page.run("document.querySelectorAll('header .numbers li').length") == 3
     page.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     assert page.run(CONTRAST) == []
@@ -198,7 +220,10 @@ def test_the_calibration_report_is_readable(page: Any, run: Path, scheme: str, w
     assert page.run("document.activeElement.textContent") == "Skip to the report"
     page.run("document.querySelector('#rate th button').focus()")
     page.press("Enter", 13)
-    assert page.run("document.querySelector('#rate th[aria-sort]').getAttribute('aria-sort')") == "ascending"
+    assert (
+        page.run("document.querySelector('#rate th[aria-sort]').getAttribute('aria-sort')")
+        == "ascending"
+    )
 
 
 def _plant(source: Path, target: Path, change: Callable[[Any], Any]) -> None:
@@ -224,13 +249,18 @@ def _hostile(event: Any) -> Any:
     """Every text a model or a dataset can decide becomes an attack."""
     kind = type(event).__name__
     if isinstance(event, ProblemStarted):
-        return replace(event, problem=replace(event.problem, text=HOSTILE + event.problem.text, subject=HOSTILE))
+        return replace(
+            event,
+            problem=replace(event.problem, text=HOSTILE + event.problem.text, subject=HOSTILE),
+        )
     if isinstance(event, TurnFinished):
         chunks, discarded = (
             tuple(replace(chunk, text=HOSTILE + chunk.text) for chunk in held)
             for held in (event.turn.chunks, event.turn.discarded)
         )
-        return replace(event, turn=replace(event.turn, chunks=chunks, discarded=discarded, note=HOSTILE))
+        return replace(
+            event, turn=replace(event.turn, chunks=chunks, discarded=discarded, note=HOSTILE)
+        )
     if isinstance(event, RolloutFinished):
         return replace(event, answer=HOSTILE, error=HOSTILE)
     if isinstance(event, OutcomeReached):
@@ -239,7 +269,9 @@ def _hostile(event: Any) -> Any:
 
 
 def test_model_output_is_inert(page: Any, run: Path, tmp_path: Path) -> None:
-    """A script that a model wrote, kept or discarded, is shown as text and never runs; terminal codes are shown too."""
+    """A script that a model wrote, kept or discarded, is shown as text and never runs; terminal
+    codes are shown too.
+    """
     _plant(run, tmp_path / "planted", _hostile)
     written = atts.report(tmp_path / "planted")
     assert written.read_text().count("</script>") == _scripts(written)
@@ -254,7 +286,10 @@ def test_model_output_is_inert(page: Any, run: Path, tmp_path: Path) -> None:
         assert all(text.startswith("</script><script>") and "␛[2J\\u202e" in text for text in texts)
     assert page.run("typeof window.owned") == "undefined"
     assert page.run("document.images.length") == 0
-    assert page.run("document.querySelector('#problem-table tbody td:nth-child(4)').textContent") == HOSTILE
+    assert (
+        page.run("document.querySelector('#problem-table tbody td:nth-child(4)').textContent")
+        == HOSTILE
+    )
 
 
 def _scripts(written: Path) -> int:
@@ -266,7 +301,10 @@ def _scripts(written: Path) -> int:
 def test_a_planted_script_would_not_run_even_if_it_got_in(page: Any, report: str) -> None:
     """The second wall: the page's own policy refuses every script but its own."""
     page.open(report)
-    page.run("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.owned = 1'}))")
+    page.run(
+        "document.body.append(Object.assign(document.createElement('script'), {textContent: "
+        "'window.owned = 1'}))"
+    )
     assert page.run("typeof window.owned") == "undefined"
     assert any("Content Security Policy" in said for said in page.problems)
     page.problems.clear()

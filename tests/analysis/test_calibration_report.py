@@ -1,4 +1,6 @@
-"""The calibration report: a run's own decisions, or scores decided one by one; the same numbers in every format."""
+"""The calibration report: a run's own decisions, or scores decided one by one; the same numbers in
+every format.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_a_run_at_another_rate_is_decided_anew(run: Path, of_run: CalibrationRep
 
 
 def test_scores_are_decided_one_by_one() -> None:
-    """Realised rate, effective number and promise are those of a calibrator that lives through them."""
+    """Realised rate, effective number and promise are those of a calibrator that lives through
+    them.
+    """
     scores = _scores()
     found = calibration_of_scores("mine", scores, 0.4, "aci")
     assert (found.kind, found.control.decisions, found.control.questions) == ("scores", 240, 12)
@@ -83,7 +87,9 @@ def test_scores_are_decided_one_by_one() -> None:
 
 
 def test_what_is_seen_is_counted_and_said() -> None:
-    """Questions that grow harder: the drift test counts as an alarm, a rate that left its band is told, with care."""
+    """Questions that grow harder: the drift test counts as an alarm, a rate that left its band is
+    told, with care.
+    """
     rows = [{"question": f"q{n // 20}", "score": 1.1 + n / 100 + n % 20 / 50} for n in range(600)]
     found = calibration_of_scores("mine", StoredScores.from_records(rows), 0.3, "marginal")
     drift = found.control.drift
@@ -98,7 +104,9 @@ def test_what_is_seen_is_counted_and_said() -> None:
 
 
 def test_a_calibrator_brings_its_rate_and_its_mode(tmp_path: Path) -> None:
-    """What is fitted is reported as it is, and states its own promise; another rate makes it scores again."""
+    """What is fitted is reported as it is, and states its own promise; another rate makes it scores
+    again.
+    """
     made = Calibrator(0.15, "turn", stored=_scores())
     made.save(tmp_path / "calibrator.json")
     found = calibration_report(tmp_path / "calibrator.json")
@@ -109,7 +117,11 @@ def test_a_calibrator_brings_its_rate_and_its_mode(tmp_path: Path) -> None:
 
 def _labelled(path: Path, labels: Sequence[Any]) -> Path:
     rows = [
-        {"question": f"q{n % 9}", "score": 1 + (n * 37 % 100) / 50, **({} if label is None else {"correct": label})}
+        {
+            "question": f"q{n % 9}",
+            "score": 1 + (n * 37 % 100) / 50,
+            **({} if label is None else {"correct": label}),
+        }
         for n, label in enumerate(labels)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -117,7 +129,9 @@ def _labelled(path: Path, labels: Sequence[Any]) -> Path:
 
 
 def test_labels_say_what_scores_know_of_answers(tmp_path: Path) -> None:
-    """Where bad scores are of wrong answers the p-values tell them apart, where labels are chance they do not."""
+    """Where bad scores are of wrong answers the p-values tell them apart, where labels are chance
+    they do not.
+    """
     telling = [n * 37 % 100 < 60 for n in range(300)]
     found = calibration_report(_labelled(tmp_path / "a.jsonl", telling)).labelled
     assert found is not None
@@ -125,7 +139,9 @@ def test_labels_say_what_scores_know_of_answers(tmp_path: Path) -> None:
     assert found.bins[0].right.value > 0.9 > 0.2 > found.bins[-1].right.value
     assert sum(one.right.n_samples for one in found.bins) == found.labelled == 300
     draw = random.Random(1)
-    chance = calibration_report(_labelled(tmp_path / "b.jsonl", [draw.random() < 0.5 for _ in range(300)])).labelled
+    chance = calibration_report(
+        _labelled(tmp_path / "b.jsonl", [draw.random() < 0.5 for _ in range(300)])
+    ).labelled
     assert chance is not None
     assert 0.35 < chance.auroc < 0.65
     some = calibration_report(_labelled(tmp_path / "c.jsonl", [1, 0, None] * 40)).labelled
@@ -162,7 +178,9 @@ def test_copied_scores_are_a_fault() -> None:
 
 
 def test_scores_without_questions_are_told_as_such(tmp_path: Path) -> None:
-    """No mode that needs questions, no picture by question, and the number they are worth is a bound."""
+    """No mode that needs questions, no picture by question, and the number they are worth is a
+    bound.
+    """
     np.save(tmp_path / "s.npy", np.array([1 + n * 37 % 101 / 50 for n in range(200)]))
     with pytest.raises(CalibrationInputError, match="needs no questions"):
         calibration_report(tmp_path / "s.npy", mode="question")
@@ -172,7 +190,9 @@ def test_scores_without_questions_are_told_as_such(tmp_path: Path) -> None:
     assert "not known" in render_calibration(found, "markdown")
 
 
-@pytest.mark.parametrize("mode", ["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"])
+@pytest.mark.parametrize(
+    "mode", ["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"]
+)
 def test_every_mode_has_a_report(mode: Any) -> None:
     """Each with its own promise."""
     found = calibration_of_scores("mine", _scores(5, 8), 0.3, mode)
@@ -186,7 +206,9 @@ def test_other_scales_are_read_as_they_are(scale: str) -> None:
     """Log-probabilities are worse when lower: the report ranks them so."""
     draw = random.Random(2)
     raw = [draw.uniform(-3, -0.1) for _ in range(90)]
-    scores = StoredScores(tuple(raw), tuple(f"q{n % 9}" for n in range(90)), (0,) * 90, scale_named(scale))
+    scores = StoredScores(
+        tuple(raw), tuple(f"q{n % 9}" for n in range(90)), (0,) * 90, scale_named(scale)
+    )
     found = calibration_of_scores("mine", scores, 0.3, "aci")
     assert found.control.metrics["auroc_within_question_turn"] > 0.9
     assert abs(found.control.escalated - 27) < 8
@@ -202,7 +224,9 @@ def test_one_score_has_a_report() -> None:
 
 def test_all_formats_say_the_same(of_run: CalibrationReport) -> None:
     """Sentence, numbers, guarantee and what voids it stand in each; JSON is strict."""
-    page, words, data = (render_calibration(of_run, format) for format in ("html", "markdown", "json"))
+    page, words, data = (
+        render_calibration(of_run, format) for format in ("html", "markdown", "json")
+    )
     parsed = json.loads(data, parse_constant=pytest.fail)
     assert parsed["headline"]["sentence"] == of_run.headline.sentence
     assert parsed["promise"]["guarantee"] == of_run.promise.guarantee
@@ -228,7 +252,9 @@ def test_the_histogram_has_a_band_of_uniformity() -> None:
 
 
 def test_figures_stand_alone(of_run: CalibrationReport, tmp_path: Path) -> None:
-    """Each picture once, as SVG that is whole by itself: a namespace, its own colours, no variable, no script."""
+    """Each picture once, as SVG that is whole by itself: a namespace, its own colours, no variable,
+    no script.
+    """
     paths = save_calibration(of_run, "svg", tmp_path / "figures")
     assert len(paths) == len({path.name for path in paths}) == 7
     for path in paths:
@@ -238,8 +264,12 @@ def test_figures_stand_alone(of_run: CalibrationReport, tmp_path: Path) -> None:
         assert "var(" not in path.read_text()
 
 
-def test_png_needs_a_program(of_run: CalibrationReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one the message says which, and that SVG needs none; with one the file is a PNG of twice the size."""
+def test_png_needs_a_program(
+    of_run: CalibrationReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one the message says which, and that SVG needs none; with one the file is a PNG of
+    twice the size.
+    """
     from atts.analysis.report import figures
 
     chart = calibration_charts(of_run.control)[0]
@@ -247,7 +277,9 @@ def test_png_needs_a_program(of_run: CalibrationReport, tmp_path: Path, monkeypa
         (path,) = figures.save_figures([chart], tmp_path, "png")
         head = path.read_bytes()[:24]
         assert head.startswith(b"\x89PNG")
-        assert int.from_bytes(head[16:20], "big") == 2 * int(ET.fromstring(standalone(chart)).get("width", "0"))
+        assert int.from_bytes(head[16:20], "big") == 2 * int(
+            ET.fromstring(standalone(chart)).get("width", "0")
+        )
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"rsvg-convert.*--format svg"):
         figures.save_figures([chart], tmp_path, "png")

@@ -1,4 +1,6 @@
-"""The first screen of a report: one sentence, one picture, three numbers, from the run's own counts."""
+"""The first screen of a report: one sentence, one picture, three numbers, from the run's own
+counts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from atts.evaluators import mean_estimate
 
 def _again(report: RunReport, **other: Any) -> str:
     """The sentence, were some of the numbers others."""
-    known: dict[str, Any] = {"accuracy": report.accuracy, "cost": report.spend, "calibration": report.calibration}
+    known: dict[str, Any] = {
+        "accuracy": report.accuracy,
+        "cost": report.spend,
+        "calibration": report.calibration,
+    }
     known |= {"baselines": report.baselines, **other}
     return headline(count=len(report.problems), **known).sentence
 
@@ -32,18 +38,29 @@ def test_it_is_said_as_a_person_would(run: Path, other_run: Path) -> None:
     there = round(report.baselines[0].other.value * 12)
     times = f"{1 / report.baselines[0].target_token_ratio:.2g}"
     assert report.headline.sentence == (
-        f"the vote is right on {right} of 12 problems and the large model wrote {percent(report.spend.target_share)} "
-        f"of the text; target alone is right on {there} of 12 and had it write {times} times as much"
+        f"the vote is right on {right} of 12 problems and the large model wrote "
+        f"{percent(report.spend.target_share)} "
+        f"of the text; target alone is right on {there} of 12 and had it write {times} times as "
+        f"much"
     )
-    assert _again(report, accuracy=()).startswith("12 problems went through, none of them graded and the large model")
+    assert _again(report, accuracy=()).startswith(
+        "12 problems went through, none of them graded and the large model"
+    )
     assert "wrote all of the text" in _again(report, cost=replace(report.spend, target_share=1.0))
-    for ratio, said in ((math.inf, "write nothing"), (0.0, "tokens a problem"), (1.02, "as much"), (math.nan, "of 12")):
+    for ratio, said in (
+        (math.inf, "write nothing"),
+        (0.0, "tokens a problem"),
+        (1.02, "as much"),
+        (math.nan, "of 12"),
+    ):
         other = replace(report.baselines[0], target_token_ratio=ratio)
         assert _again(report, baselines=(other,)).endswith(said)
 
 
 def test_the_three_numbers_are_in_every_format(run: Path, other_run: Path) -> None:
-    """Answers, the large model's text, steps handed over: with their counts, and whether the rate was held."""
+    """Answers, the large model's text, steps handed over: with their counts, and whether the rate
+    was held.
+    """
     built = build_report(run, [other_run])
     held = built.report.calibration
     assert held is not None
@@ -55,13 +72,15 @@ def test_the_three_numbers_are_in_every_format(run: Path, other_run: Path) -> No
     assert json.loads(data)["headline"]["numbers"][2]["note"] == steps.note
     for number in (answers, text, steps):
         assert number.note in words
-        assert f"<b>{number.value.replace('<', '&lt;').replace('>', '&gt;')}</b> {number.what}" in page.replace(
-            "&#39;", "'"
+        assert (
+            f"<b>{number.value.replace('<', '&lt;').replace('>', '&gt;')}</b> {number.what}"
+            in page.replace("&#39;", "'")
         )
 
 
 @pytest.mark.parametrize(
-    ("share", "said"), [(0.0004, "< 0.1 %"), (0.9996, "> 99.9 %"), (1.0, "100 %"), (0.0, "0 %"), (0.9994, "> 99.9 %")]
+    ("share", "said"),
+    [(0.0004, "< 0.1 %"), (0.9996, "> 99.9 %"), (1.0, "100 %"), (0.0, "0 %"), (0.9994, "> 99.9 %")],
 )
 def test_shares_never_round_to_all_or_nothing(share: float, said: str) -> None:
     """Only what is all is called 100 %."""
@@ -69,8 +88,13 @@ def test_shares_never_round_to_all_or_nothing(share: float, said: str) -> None:
 
 
 def _points(*accuracies: float, kind: Any = "run") -> list[FrontierPoint]:
-    found = [mean_estimate([1.0] * round(500 * value) + [0.0] * round(500 * (1 - value)), 500) for value in accuracies]
-    return [FrontierPoint(f"{kind} {n}", kind, 10.0 * n, 20.0 * n, one) for n, one in enumerate(found)]
+    found = [
+        mean_estimate([1.0] * round(500 * value) + [0.0] * round(500 * (1 - value)), 500)
+        for value in accuracies
+    ]
+    return [
+        FrontierPoint(f"{kind} {n}", kind, 10.0 * n, 20.0 * n, one) for n, one in enumerate(found)
+    ]
 
 
 def _heights(picture: str) -> list[float]:
@@ -79,7 +103,9 @@ def _heights(picture: str) -> list[float]:
 
 
 def test_high_accuracies_are_told_apart() -> None:
-    """0.94 to 1.0 has a third of the frontier's height though runs cut at one turn are at 0; of runs alone, more."""
+    """0.94 to 1.0 has a third of the frontier's height though runs cut at one turn are at 0; of
+    runs alone, more.
+    """
     turns = _points(0.0, 0.3, kind="turns")
     low, high = _heights(frontier_chart([*_points(0.94, 1.0), *turns]).picture)[:2]
     assert low - high > 0.3 * (320 - 14 - 44)

@@ -66,17 +66,26 @@ def test_every_number_is_the_journal_s(run: Path) -> None:
     observed = [event for event in events if isinstance(event, Observed)]
     held = report.calibration
     assert held is not None
-    assert (held.decisions, held.escalated) == (len(observed), sum(event.escalated for event in observed))
-    assert sum(group.decisions for group in held.turns) == sum(group.decisions for group in held.by_question)
+    assert (held.decisions, held.escalated) == (
+        len(observed),
+        sum(event.escalated for event in observed),
+    )
+    assert sum(group.decisions for group in held.turns) == sum(
+        group.decisions for group in held.by_question
+    )
     assert sum(group.escalated for group in held.turns) == held.escalated
     assert held.moments[-1].share == held.escalated / held.decisions
     outcomes = list(_outcomes(run))
-    assert report.spend.usage.target_tokens == sum(outcome.usage.target_tokens for outcome in outcomes)
+    assert report.spend.usage.target_tokens == sum(
+        outcome.usage.target_tokens for outcome in outcomes
+    )
     assert [row.id for row in report.problems] == [problem.id for problem in toy_problems(12)]
     right = sum(row.verdict == "correct" for row in report.problems)
     assert report.accuracy[0].estimate.value == right / len(report.problems)
     assert report.timing is not None
-    held_up = sum(event.wait for event in events if isinstance(event, CallSpan) and event.stage == HOLD)
+    held_up = sum(
+        event.wait for event in events if isinstance(event, CallSpan) and event.stage == HOLD
+    )
     assert report.timing.sibling_seconds == pytest.approx(held_up)
     assert report.timing.sibling_edges == 0
     assert "of 12 problems" in report.verdict.line
@@ -112,11 +121,14 @@ def _refuse(name: str) -> None:
 
 
 def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
-    """The mode is recognised by taking every decision again; decisions that were tampered with are noticed."""
+    """The mode is recognised by taking every decision again; decisions that were tampered with are
+    noticed.
+    """
     held = build_report(run).report.calibration
     assert held is not None
     asked = sum(
-        isinstance(entry.event, Decided) and entry.event.decision.p is not None for entry in read_entries(run / JOURNAL)
+        isinstance(entry.event, Decided) and entry.event.decision.p is not None
+        for entry in read_entries(run / JOURNAL)
     )
     assert held.promise.mode == "question-turn"
     assert f"{asked:,} of {asked:,} recorded decisions" in held.promise.audit
@@ -138,7 +150,9 @@ def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
 def test_stored_scores_are_part_of_the_audit(evaluate_into: Any, tmp_path: Path, mode: str) -> None:
     """A run that started from scores of another one is rebuilt with them."""
     stored = tuple(1 + n / 40 for n in range(1, 60))
-    held = build_report(evaluate_into(tmp_path / "run", 3, mode=mode, stored=stored)).report.calibration
+    held = build_report(
+        evaluate_into(tmp_path / "run", 3, mode=mode, stored=stored)
+    ).report.calibration
     assert held is not None
     assert held.promise.mode == mode
     assert "came out the same" in held.promise.audit
@@ -146,11 +160,16 @@ def test_stored_scores_are_part_of_the_audit(evaluate_into: Any, tmp_path: Path,
 
 
 def test_the_promise_of_a_small_run_is_worth_printing(evaluate_into: Any, tmp_path: Path) -> None:
-    """A run whose problems are counted promises its rate within so many decisions, not hundreds; the audit agrees."""
+    """A run whose problems are counted promises its rate within so many decisions, not hundreds;
+    the audit agrees.
+    """
     policy = replace(Setup().policy, samples=8)
     held = build_report(evaluate_into(tmp_path, 6, mode="aci", policy=policy)).report.calibration
     assert held is not None
-    assert "with probability 0.95 over exchangeable scores the realised rate is within 0.0" in held.promise.guarantee
+    assert (
+        "with probability 0.95 over exchangeable scores the realised rate is within 0.0"
+        in held.promise.guarantee
+    )
     assert "within (0.0075 W + 1 + 0.7 E) / T of 0.3 when the run ends" in held.promise.guarantee
     assert "did not" not in held.promise.audit
     assert abs(held.rate.value - 0.3) <= 0.0075 + 4 / held.rate.n_samples
@@ -164,7 +183,10 @@ def test_the_promise_is_the_calibrator_s_own(run: Path) -> None:
     calibrator = Calibrator(held.nominal, "question-turn")
     for step in read_run_data(run, 0).done:
         calibrator.observe(step.decision, step.escalated)
-    assert (held.promise.guarantee, held.promise.voided_by) == (calibrator.guarantee, calibrator.voided_by)
+    assert (held.promise.guarantee, held.promise.voided_by) == (
+        calibrator.guarantee,
+        calibrator.voided_by,
+    )
 
 
 def test_a_rate_that_was_not_held_is_bad(run: Path, tmp_path: Path) -> None:
@@ -189,7 +211,9 @@ def test_an_unfinished_run_has_a_report(run: Path, tmp_path: Path, keep: int) ->
         assert atts.report(tmp_path / "run", format=format).stat().st_size > 300
 
 
-@pytest.mark.parametrize("method", ["draft-only", "random", "top-b", "target-only", "speculative-thinking"])
+@pytest.mark.parametrize(
+    "method", ["draft-only", "random", "top-b", "target-only", "speculative-thinking"]
+)
 def test_every_method_has_a_report(evaluate_into: Any, tmp_path: Path, method: str) -> None:
     """Gates without a calibrator say what they promise, or that they promise nothing."""
     report = build_report(evaluate_into(tmp_path / "run", 3, method=method)).report
@@ -203,13 +227,21 @@ def test_it_compares_with_other_runs(run: Path, other_run: Path) -> None:
     same, cheaper = build_report(run, [run, other_run]).report.baselines
     assert (same.difference.value, same.token_ratio, same.target_token_ratio) == (0.0, 1.0, 1.0)
     assert cheaper.target_token_ratio < 1
-    assert {point.kind for point in build_report(run, [other_run]).report.frontier} == {"samples", "turns", "run"}
+    assert {point.kind for point in build_report(run, [other_run]).report.frontier} == {
+        "samples",
+        "turns",
+        "run",
+    }
 
 
 def test_spared_rollouts_are_not_wrong(run: Path) -> None:
     """A rollout that the settled vote cancelled counts in no accuracy."""
     report = build_report(run).report
-    spared = sum(line.finish == "settled" and line.answer is None for o in _outcomes(run) for line in o.rollouts)
+    spared = sum(
+        line.finish == "settled" and line.answer is None
+        for o in _outcomes(run)
+        for line in o.rollouts
+    )
     alone = next(rate for rate in report.accuracy if rate.name == "pass@1")
     assert spared > 0
     assert alone.estimate.n_samples == 12 * 8 - spared
@@ -220,7 +252,9 @@ def _outcome(text: str, problem: str = "p") -> Outcome:
     chunk = Chunk("draft", text, (1,), (1,), "end", (-0.5,))
     decision = Decision("accept", 0.2, problem, score=1.5, p=0.25)
     turn = Turn(0, (chunk,), score=1.5, decision=decision)
-    return Outcome(Problem(problem, "q"), (Rollout(problem, 0, Prompt((1,), (1,)), (turn,), "end"),), None)
+    return Outcome(
+        Problem(problem, "q"), (Rollout(problem, 0, Prompt((1,), (1,)), (turn,), "end"),), None
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -248,7 +282,9 @@ def test_pages_come_back_and_hold_no_markup(text: str) -> None:
     outcome = _outcome(text)
     pages.add(outcome, {}, FinishedProblem.of(outcome))
     packed = pages["p"]
-    assert not set(packed) - set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")
+    assert not set(packed) - set(
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/="
+    )
     written = unpack(packed)["rollouts"][0]["turns"][0]["chunks"][0][2]
     assert written == text.encode("utf-8", "replace").decode()
 
@@ -271,14 +307,20 @@ def test_not_a_number_is_null() -> None:
     assert unpack(pack({"p": math.nan})) == {"p": None}
 
 
-def _node(number: int, engine: str, start: float, end: float, queued: float | None = None) -> CallSpan:
+def _node(
+    number: int, engine: str, start: float, end: float, queued: float | None = None
+) -> CallSpan:
     at = start if queued is None else queued
     return CallSpan(number, "draft", engine, "p", 0, number, at, at, start, end)
 
 
 def test_bubbles_are_found() -> None:
-    """An engine idle from 2 to 5 of 8 seconds was busy 5/8 of them; what waits for a slot is seen waiting."""
-    found = timing([_node(0, "draft", 0, 2), _node(1, "draft", 0.5, 1.5), _node(2, "draft", 5, 8, queued=4)])
+    """An engine idle from 2 to 5 of 8 seconds was busy 5/8 of them; what waits for a slot is seen
+    waiting.
+    """
+    found = timing(
+        [_node(0, "draft", 0, 2), _node(1, "draft", 0.5, 1.5), _node(2, "draft", 5, 8, queued=4)]
+    )
     assert found is not None
     lane = found.engines[0]
     assert (lane.busy_share, lane.longest_bubble, lane.peak) == (5 / 8, 3.0, 2)
@@ -294,7 +336,9 @@ def test_the_coin_s_band_holds_its_level(n: int, rate: float) -> None:
     from scipy import stats
 
     low, high = coin_band(n, rate)
-    inside = stats.binom.cdf(round(high * n), n, rate) - stats.binom.cdf(round(low * n) - 1, n, rate)
+    inside = stats.binom.cdf(round(high * n), n, rate) - stats.binom.cdf(
+        round(low * n) - 1, n, rate
+    )
     assert inside >= 0.95 - 1e-9
 
 
@@ -309,8 +353,12 @@ def test_what_is_no_run_is_said(tmp_path: Path) -> None:
         atts.report(result)
 
 
-def test_the_command_writes_and_says_where(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The path on stdout, the verdict on stderr; JSON as one object; `-` is stdout; a bad format is usage."""
+def test_the_command_writes_and_says_where(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path on stdout, the verdict on stderr; JSON as one object; `-` is stdout; a bad format is
+    usage.
+    """
 
     def command(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -321,6 +369,9 @@ def test_the_command_writes_and_says_where(run: Path, tmp_path: Path, capsys: py
     code, out, told = command("--out", str(tmp_path / "r.html"))
     assert (code, out.strip()) == (0, str(tmp_path / "r.html"))
     assert "chunks were escalated" in told
-    assert json.loads(command("--json", "--out", str(tmp_path / "r.html"))[1])["standing"] in ("good", "care")
+    assert json.loads(command("--json", "--out", str(tmp_path / "r.html"))[1])["standing"] in (
+        "good",
+        "care",
+    )
     assert command("--format", "md", "--out", "-")[1].startswith("# atts report")
     assert command("--format", "pdf")[0] == 2

@@ -12,14 +12,19 @@ from scripts.studies.statistics import RATIOS
 @pytest.mark.parametrize("law", ["long tails", "second mostly nothing"])
 @pytest.mark.parametrize("problems", [20, 30, 100])
 def test_it_covers_where_costs_have_tails_or_are_mostly_nothing(law: str, problems: int) -> None:
-    """Of 600 simulated pairs of runs at least 94 %; a bootstrap and the delta method hold fewer of these."""
-    (costs, known), draw = RATIOS[law], np.random.default_rng(problems)
+    """Of 600 simulated pairs of runs at least 94 %; a bootstrap and the delta method hold fewer of
+    these.
+    """
+    (costs, known) = RATIOS[law]
+    draw = np.random.default_rng(problems)
     ends = [ratio_interval(*costs(draw, problems)) for _ in range(600)]
     assert np.mean([low <= known <= high for low, high in ends]) >= 0.94
 
 
 def test_it_lies_around_the_ratio_and_takes_any_unit() -> None:
-    """Doubling the second's costs doubles both ends; the upper one may be infinite, the lower one never negative."""
+    """Doubling the second's costs doubles both ends; the upper one may be infinite, the lower one
+    never negative.
+    """
     draw = np.random.default_rng(1)
     for problems in (2, 3, 10, 50):
         first, second = RATIOS["long tails"][0](draw, problems)
@@ -31,13 +36,16 @@ def test_it_lies_around_the_ratio_and_takes_any_unit() -> None:
 def test_costs_that_vary_little_are_told_apart() -> None:
     """Thirty problems of counts near 40 and 20: an interval of a tenth, not of everything."""
     draw = np.random.default_rng(2)
-    low, high = ratio_interval(draw.poisson(40, 30).astype(float), draw.poisson(20, 30).astype(float))
+    low, high = ratio_interval(
+        draw.poisson(40, 30).astype(float), draw.poisson(20, 30).astype(float)
+    )
     assert 0.4 < low < 0.5 < high < 0.6
 
 
 def test_what_says_nothing_has_no_interval() -> None:
     """One problem, or a first run that cost nothing; a second that cost nothing has the ratio 0."""
-    nothing, some = np.zeros(5), np.arange(1.0, 6)
+    nothing = np.zeros(5)
+    some = np.arange(1.0, 6)
     assert all(map(math.isnan, ratio_interval(some[:1], some[:1])))
     assert all(map(math.isnan, ratio_interval(nothing, some)))
     assert ratio_interval(some, nothing) == (0, 0)

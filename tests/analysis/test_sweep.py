@@ -1,4 +1,6 @@
-"""Sweeps: every point is what the run alone would have been, whatever was shared and whatever ended it."""
+"""Sweeps: every point is what the run alone would have been, whatever was shared and whatever ended
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ OVER: dict[str, list[object]] = {"rate": [0.2, 0.5], "samples": [2, 4]}
 
 
 def answers(directory: Path) -> dict[str, Any]:
-    """What a run came to, its texts and costs included; what was in a cache is not the same after a kill."""
+    """What a run came to, its texts and costs included; what was in a cache is not the same after a
+    kill.
+    """
     return {
         outcome.problem.id: (
             outcome.answer,
@@ -51,39 +55,60 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SweepReport:
 
 
 def test_every_choice_is_a_run_beside_two_baselines(made: SweepReport) -> None:
-    """Each in its own directory, over, with its accuracy, its interval and its distance from the target alone."""
+    """Each in its own directory, over, with its accuracy, its interval and its distance from the
+    target alone.
+    """
     names = [point.name for point in made.points]
     assert names[:2] == ["target-only", "draft-only"]
-    assert names[2:] == [f"rate={rate},samples={samples}" for rate in (0.2, 0.5) for samples in (2, 4)]
+    assert names[2:] == [
+        f"rate={rate},samples={samples}" for rate in (0.2, 0.5) for samples in (2, 4)
+    ]
     assert {point.standing for point in made.points} == {"finished"}
-    assert all(point.accuracy.low <= point.accuracy.value <= point.oracle.value for point in made.points)
+    assert all(
+        point.accuracy.low <= point.accuracy.value <= point.oracle.value for point in made.points
+    )
     assert [point.difference is None for point in made.points] == [True, *[False] * 5]
     assert (made.along, list(made.curves)) == ("samples", ["rate 0.2", "rate 0.5"])
 
 
 @pytest.mark.parametrize("name", ["target-only", "draft-only"])
-def test_a_point_is_the_run_that_one_would_have_made_alone(made: SweepReport, tmp_path: Path, name: str) -> None:
+def test_a_point_is_the_run_that_one_would_have_made_alone(
+    made: SweepReport, tmp_path: Path, name: str
+) -> None:
     """Texts, answers and tokens are equal, although some replies were other runs'."""
-    setup = Setup(draft="scripted", target="scripted", method=name, policy=Policy(samples=4, early_stop="none"))
+    setup = Setup(
+        draft="scripted",
+        target="scripted",
+        method=name,
+        policy=Policy(samples=4, early_stop="none"),
+    )
     evaluate_sync("arithmetic[:3]", setup, directory=tmp_path / "alone")
     assert answers(tmp_path / "alone") == answers(Path(made.directory) / name)
 
 
 def test_what_is_the_same_is_asked_once(made: SweepReport) -> None:
-    """First turns are the draft's own in every run but the first, and the fewer samples are the first of the more."""
+    """First turns are the draft's own in every run but the first, and the fewer samples are the
+    first of the more.
+    """
     shared = {point.name: point.shared for point in made.points}
     assert shared["target-only"] == 0
     assert all(shared[point.name] > 0 for point in made.grid[1:])
     assert shared["draft-only"] > 0
     with SharedReplies(Path(made.directory) / REPLIES) as replies:
         asked = sum(point.calls - point.shared for point in made.points)
-        assert asked <= len(vars(replies)["_found"])  # a call that a settled vote cut short may have been answered
+        assert asked <= len(
+            vars(replies)["_found"]
+        )  # a call that a settled vote cut short may have been answered
 
 
 def test_samples_that_a_wider_run_has_drawn_are_all_its(tmp_path: Path) -> None:
-    """Without a gate that learns from the others, a run of two samples asks nothing after one of four."""
+    """Without a gate that learns from the others, a run of two samples asks nothing after one of
+    four.
+    """
     words = {**WORDS, "method": "target-only"}
-    planned = plan_sweep({"samples": [4, 2]}, {**words, "out": str(tmp_path / "set")}, references=())
+    planned = plan_sweep(
+        {"samples": [4, 2]}, {**words, "out": str(tmp_path / "set")}, references=()
+    )
     points = anyio.run(run_sweep, planned).report.points
     assert [(point.name, point.calls == point.shared) for point in points] == [
         ("samples=4", False),
@@ -120,7 +145,9 @@ RANDOM = {**WORDS, "method": "random"}
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every run of a sweep comes to that nothing ends."""
-    whole = plan_sweep({"samples": [2, 3]}, {**RANDOM, "out": str(tmp_path_factory.mktemp("whole") / "set")})
+    whole = plan_sweep(
+        {"samples": [2, 3]}, {**RANDOM, "out": str(tmp_path_factory.mktemp("whole") / "set")}
+    )
     anyio.run(run_sweep, whole)
     return [answers(point.directory) for point in whole.points]
 
@@ -141,7 +168,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_whatever_ended_it_the_same_call_goes_on(
     tmp_path: Path, killed: Path, undisturbed: list[dict[str, Any]], damage: str
 ) -> None:
-    """Also where the shared replies are torn, damaged or gone: they save work, and nothing rests on them."""
+    """Also where the shared replies are torn, damaged or gone: they save work, and nothing rests on
+    them.
+    """
     shutil.copytree(killed, tmp_path / "set")
     path = tmp_path / "set" / REPLIES
     data = path.read_bytes()
@@ -187,7 +216,9 @@ def test_more_values_join_the_runs_that_are_there(tmp_path: Path) -> None:
         ({"seed": [1, 2]}, "seed is set by a flag as well"),
     ],
 )
-def test_what_cannot_vary_is_refused_before_anything_runs(tmp_path: Path, over: dict[str, Any], says: str) -> None:
+def test_what_cannot_vary_is_refused_before_anything_runs(
+    tmp_path: Path, over: dict[str, Any], says: str
+) -> None:
     """With the key's name; nothing is written."""
     with pytest.raises(OptionError) as refused:
         plan_sweep(over, {**WORDS, "seed": 0, "out": str(tmp_path / "set")})
@@ -196,7 +227,9 @@ def test_what_cannot_vary_is_refused_before_anything_runs(tmp_path: Path, over: 
 
 
 def test_the_page_needs_nothing_and_draws_everything(made: SweepReport) -> None:
-    """Three pictures, each with every point, bands, dashed baselines and a dotted ceiling; no address of a network."""
+    """Three pictures, each with every point, bands, dashed baselines and a dotted ceiling; no
+    address of a network.
+    """
     page = render_sweep(read_sweep(Path(made.directory)))
     pictures = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(pictures) == 3
@@ -211,13 +244,18 @@ def test_the_page_needs_nothing_and_draws_everything(made: SweepReport) -> None:
 def test_the_terminal_has_a_row_for_every_run_and_a_picture(made: SweepReport) -> None:
     """Letters stand where the points are; baselines are dashed lines."""
     text = "\n".join(sweep_lines(made))
-    assert all(re.search(rf"^\w {re.escape(point.name)} +3/3 ", text, re.MULTILINE) for point in made.points)
+    assert all(
+        re.search(rf"^\w {re.escape(point.name)} +3/3 ", text, re.MULTILINE)
+        for point in made.points
+    )
     assert "- - -" in text
     assert "along samples; a: rate 0.2; b: rate 0.5" in text
     assert "were taken from another run" in text
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"over": 3}', '{"over": {}, "settings": {}, "points": [], "schema": 2}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"over": 3}', '{"over": {}, "settings": {}, "points": [], "schema": 2}']
+)
 def test_a_damaged_set_is_told(tmp_path: Path, text: str) -> None:
     """By its path; so is a folder that points out of the set."""
     (tmp_path / "sweep.json").write_text(text)
@@ -228,6 +266,8 @@ def test_a_damaged_set_is_told(tmp_path: Path, text: str) -> None:
 def test_a_set_names_no_run_outside(tmp_path: Path) -> None:
     """Folders are names, not paths."""
     point = '{"name": "x", "kind": "point", "values": {}, "folder": "../x"}'
-    (tmp_path / "sweep.json").write_text(f'{{"over": {{}}, "settings": {{}}, "points": [{point}], "schema": 1}}')
+    (tmp_path / "sweep.json").write_text(
+        f'{{"over": {{}}, "settings": {{}}, "points": [{point}], "schema": 1}}'
+    )
     with pytest.raises(JournalCorrupt, match="would not be in this directory"):
         load_run_set(tmp_path)

@@ -41,7 +41,9 @@ def base(make_model: Make) -> Path:
 def tune(base: Path, tmp_path: Path) -> Tune:
     """Copy a model's folder, with noise on the tensors whose names hold one of these words."""
 
-    def make(name: str, *words: str, source: Path | None = None, seed: int = 0, **config: Any) -> Path:
+    def make(
+        name: str, *words: str, source: Path | None = None, seed: int = 0, **config: Any
+    ) -> Path:
         folder = tmp_path / name
         shutil.copytree(source or base, folder)
         path = folder / "model.safetensors"
@@ -61,7 +63,9 @@ def tune(base: Path, tmp_path: Path) -> Tune:
 
 @pytest.fixture
 def make_zoo(base: Path, tune: Tune, tmp_path: Path) -> MakeZoo:
-    """A zoo of the base, of models that are tuned where these words say, and of adapters of what those say."""
+    """A zoo of the base, of models that are tuned where these words say, and of adapters of what
+    those say.
+    """
     from .test_adapters import save_adapter
 
     def make(tuned: Words, adapted: Words) -> Zoo:

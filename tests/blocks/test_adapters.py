@@ -1,4 +1,6 @@
-"""Adapters in peft's layout: a zoo's model of one is its base with what the adapter adds; it comes out as it was."""
+"""Adapters in peft's layout: a zoo's model of one is its base with what the adapter adds; it comes
+out as it was.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ SETTINGS: dict[str, Any] = {
 
 
 def save_adapter(folder: Path, base: Path, *modules: str, seed: int = 0, **changes: Any) -> Path:
-    """An adapter as peft's save_pretrained writes it, of random numbers, for matrices whose names hold these words."""
+    """An adapter as peft's save_pretrained writes it, of random numbers, for matrices whose names
+    hold these words.
+    """
     folder.mkdir()
     generator = torch.Generator().manual_seed(seed)
     tensors = dict[str, torch.Tensor]()
@@ -44,9 +48,15 @@ def save_adapter(folder: Path, base: Path, *modules: str, seed: int = 0, **chang
         if any(module in name for module in modules):
             rank = changes.get("rank_pattern", {}).get(name.split(".")[-2], 4)
             inner = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{inner}.lora_A.weight"] = 0.2 * torch.randn(rank, weight.shape[1], generator=generator)
-            tensors[f"{inner}.lora_B.weight"] = 0.2 * torch.randn(weight.shape[0], rank, generator=generator)
-    said = SETTINGS | {"base_model_name_or_path": str(base), "target_modules": list(modules)} | changes
+            tensors[f"{inner}.lora_A.weight"] = 0.2 * torch.randn(
+                rank, weight.shape[1], generator=generator
+            )
+            tensors[f"{inner}.lora_B.weight"] = 0.2 * torch.randn(
+                weight.shape[0], rank, generator=generator
+            )
+    said = (
+        SETTINGS | {"base_model_name_or_path": str(base), "target_modules": list(modules)} | changes
+    )
     (folder / "adapter_config.json").write_text(json.dumps(said, indent=2))
     (folder / "README.md").write_text("---\nlibrary_name: peft\n---\n")
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -57,9 +67,11 @@ def merged(folder: Path, base: Path, adapter: Path, tune: Tune) -> Path:
     """The same model the way peft's merge_and_unload makes it: W + scale * B A, by hand."""
     said = json.loads((adapter / "adapter_config.json").read_text())
     made = tune(folder.name, source=base)
-    weights, parts = load_file(made / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    weights = load_file(made / "model.safetensors")
+    parts = load_file(adapter / "adapter_model.safetensors")
     for name in [name for name in parts if "lora_A" in name]:
-        down, up = parts[name], parts[name.replace("lora_A", "lora_B")]
+        down = parts[name]
+        up = parts[name.replace("lora_A", "lora_B")]
         key = name.removeprefix("base_model.model.").replace(".lora_A", "")
         alpha = said["alpha_pattern"].get(key.split(".")[-2], said["lora_alpha"])
         scale = alpha / (len(down) ** 0.5 if said["use_rslora"] else len(down))
@@ -79,7 +91,11 @@ async def asked(folder: Path, **changes: Any) -> tuple[list[float], tuple[int, .
 
 CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "attention": ("llama", ("q_proj", "v_proj"), {}),
-    "all": ("llama", ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), {"lora_alpha": 3}),
+    "all": (
+        "llama",
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        {"lora_alpha": 3},
+    ),
     "patterns": (
         "qwen3",
         ("q_proj", "down_proj"),
@@ -92,7 +108,11 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("case", "kernel"),
     [
-        pytest.param(case, kernel, marks=[] if case in ("all", "fused") and kernel == "auto" else [pytest.mark.slow])
+        pytest.param(
+            case,
+            kernel,
+            marks=[] if case in ("all", "fused") and kernel == "auto" else [pytest.mark.slow],
+        )
         for case in CASES
         for kernel in ("auto", "torch")
     ],
@@ -100,7 +120,9 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
 def test_an_adapter_is_its_base_with_what_it_adds(
     case: str, kernel: Kernel, make_model: Make, tune: Tune, tmp_path: Path
 ) -> None:
-    """The zoo's model scores as merged weights do, far from its base; it is its base's blocks and one more."""
+    """The zoo's model scores as merged weights do, far from its base; it is its base's blocks and
+    one more.
+    """
     family, modules, changes = CASES[case]
     base = make_model(family, **({"pad_token_id": None} if family == "phi3" else {}))
     adapter = save_adapter(tmp_path / "lora", base, *modules, **changes)
@@ -110,7 +132,9 @@ def test_an_adapter_is_its_base_with_what_it_adds(
     assert len(model.digests - digests) == 1
     assert model.base == "base"
     ours, drawn = anyio.run(lambda: asked(zoo.folder("tuned"), kernel=kernel))
-    theirs, wanted = anyio.run(lambda: asked(merged(tmp_path / "merged", base, adapter, tune), kernel=kernel))
+    theirs, wanted = anyio.run(
+        lambda: asked(merged(tmp_path / "merged", base, adapter, tune), kernel=kernel)
+    )
     plain, _ = anyio.run(lambda: asked(zoo.folder("base"), kernel=kernel))
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 2e-4
     assert drawn == wanted
@@ -119,25 +143,37 @@ def test_an_adapter_is_its_base_with_what_it_adds(
     assert contents(tmp_path / "out") == contents(adapter)
 
 
-def test_models_of_a_zoo_have_stages(here: type[StageHere], base: Path, tune: Tune, tmp_path: Path) -> None:
-    """Each says what its folder says in one process, an adapter what merged weights say, two workers with a range."""
-    zoo, adapter = Zoo(tmp_path / "zoo"), save_adapter(tmp_path / "lora", base, "q_proj", "down_proj")
+def test_models_of_a_zoo_have_stages(
+    here: type[StageHere], base: Path, tune: Tune, tmp_path: Path
+) -> None:
+    """Each says what its folder says in one process, an adapter what merged weights say, two
+    workers with a range.
+    """
+    zoo = Zoo(tmp_path / "zoo")
+    adapter = save_adapter(tmp_path / "lora", base, "q_proj", "down_proj")
     zoo.add("base", base)
     zoo.add("tuned", tune("tuned", "layers.2"))
     zoo.add("lora", adapter)
-    folders = {"tuned": tmp_path / "tuned", "lora": merged(tmp_path / "merged", base, adapter, tune)}
+    folders = {
+        "tuned": tmp_path / "tuned",
+        "lora": merged(tmp_path / "merged", base, adapter, tune),
+    }
     for name, folder in folders.items():
         ours, drawn = anyio.run(partial(asked, zoo.folder(name), stages=3, stage_replicas="2,1"))
         theirs, wanted = anyio.run(partial(asked, folder))
         assert (drawn, len(here.made)) == (wanted, 3)
-        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < (2e-4 if name == "lora" else 1e-12)
+        assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < (
+            2e-4 if name == "lora" else 1e-12
+        )
         here.made.clear()
 
 
 def test_adapters_come_and_go(base: Path, tmp_path: Path) -> None:
     """Two share one base; the base may go before them; what is left is what they need."""
     zoo = Zoo(tmp_path / "zoo")
-    first, second = (save_adapter(tmp_path / name, base, "q_proj", seed=at) for at, name in enumerate(("a", "b")))
+    first, second = (
+        save_adapter(tmp_path / name, base, "q_proj", seed=at) for at, name in enumerate(("a", "b"))
+    )
     zoo.add("base", base)
     zoo.add("a", first)
     assert zoo.add("b", second, "base").base == "base"
@@ -198,7 +234,8 @@ def test_what_is_no_adapter_of_a_base_is_refused(case: str, base: Path, tmp_path
 
 def test_an_adapter_alone_needs_its_base(base: Path, tmp_path: Path) -> None:
     """An empty zoo says what to add first; an adapter's model is no base."""
-    zoo, adapter = Zoo(tmp_path / "zoo"), save_adapter(tmp_path / "lora", base, "q_proj")
+    zoo = Zoo(tmp_path / "zoo")
+    adapter = save_adapter(tmp_path / "lora", base, "q_proj")
     with pytest.raises(OptionError, match="add it first"):
         zoo.add("tuned", adapter)
     zoo.add("base", base)
@@ -215,7 +252,10 @@ def test_an_adapter_that_peft_wrote_is_what_peft_merges(base: Path, tmp_path: Pa
     from transformers import AutoModelForCausalLM
 
     settings = peft.LoraConfig(
-        r=5, lora_alpha=7, target_modules=["q_proj", "o_proj", "up_proj"], alpha_pattern={"layers.1.mlp.up_proj": 3}
+        r=5,
+        lora_alpha=7,
+        target_modules=["q_proj", "o_proj", "up_proj"],
+        alpha_pattern={"layers.1.mlp.up_proj": 3},
     )
     torch.manual_seed(3)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
@@ -230,4 +270,6 @@ def test_an_adapter_that_peft_wrote_is_what_peft_merges(base: Path, tmp_path: Pa
     with torch.inference_mode():
         wanted = whole(torch.tensor([IDS])).logits[0].log_softmax(-1)
     scores, _ = anyio.run(lambda: asked(zoo.folder("tuned")))
-    assert max(abs(ours - float(wanted[at + 4, IDS[at + 5]])) for at, ours in enumerate(scores)) < 2e-4
+    assert (
+        max(abs(ours - float(wanted[at + 4, IDS[at + 5]])) for at, ours in enumerate(scores)) < 2e-4
+    )

@@ -1,4 +1,6 @@
-"""Models of a zoo in one loop: each says what it says alone, to the bit, and blocks that are shared run once."""
+"""Models of a zoo in one loop: each says what it says alone, to the bit, and blocks that are shared
+run once.
+"""
 
 # pyright: reportPrivateUsage=false
 
@@ -37,13 +39,17 @@ from .test_adapters import asked
 from .test_zoo import damaged
 
 Make = Callable[..., Path]
-OPTIONS = LocalOptions(device="cpu", kernel="native", kv_tokens=4096, max_batch=16, chunk_tokens=2048, threads=1)
+OPTIONS = LocalOptions(
+    device="cpu", kernel="native", kv_tokens=4096, max_batch=16, chunk_tokens=2048, threads=1
+)
 SHARED = replace(OPTIONS, worker="thread")
 
 
 @pytest.fixture
 def family(make_zoo: MakeZoo) -> Zoo:
-    """A base, two adapters of it, and three that are tuned at their end, in their middle, and in their head."""
+    """A base, two adapters of it, and three that are tuned at their end, in their middle, and in
+    their head.
+    """
     wide = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     tuned = {"end": ("layers.2.",), "middle": ("layers.1.mlp",), "head": ("lm_head", "model.norm")}
     return make_zoo(tuned, {"narrow": ("q_proj", "v_proj"), "wide": wide})
@@ -53,7 +59,9 @@ def config_of(zoo: Zoo, name: str, *, shares: bool = True) -> WorkerConfig:
     """What a loop is told of a model of a zoo."""
     folder = zoo.folder(name)
     pieces = ModelTokenizer(folder, name).pieces
-    return WorkerConfig(name, folder, read_model_config(folder, name), pieces, OPTIONS, shares=shares)
+    return WorkerConfig(
+        name, folder, read_model_config(folder, name), pieces, OPTIONS, shares=shares
+    )
 
 
 def requests(rng: random.Random, count: int) -> list[SampleRequest | ScoreRequest]:
@@ -65,7 +73,11 @@ def requests(rng: random.Random, count: int) -> list[SampleRequest | ScoreReques
             made.append(ScoreRequest(ids[:3], ids[3:]))
         else:
             law = rng.choice([Sampling(0.0), Sampling(0.9), Sampling(1.0, top_p=0.9)])
-            made.append(SampleRequest(ids, rng.randrange(3, 25), law, seed=Seed(number, "p", 0, 0, "target", 0)))
+            made.append(
+                SampleRequest(
+                    ids, rng.randrange(3, 25), law, seed=Seed(number, "p", 0, 0, "target", 0)
+                )
+            )
     return made
 
 
@@ -82,7 +94,9 @@ def run(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[i
     return replies, loop._model
 
 
-def schedule(rng: random.Random, asked: Mapping[int, Submit], late: float = 0.6) -> list[list[Command]]:
+def schedule(
+    rng: random.Random, asked: Mapping[int, Submit], late: float = 0.6
+) -> list[list[Command]]:
     """The same requests, arriving in numbers of their own at steps of their own."""
     steps: list[list[Command]] = [[]]
     for number in sorted(asked):
@@ -92,17 +106,26 @@ def schedule(rng: random.Random, asked: Mapping[int, Submit], late: float = 0.6)
     return steps
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_models_say_beside_others_what_they_say_alone(seed: int, family: Zoo) -> None:
-    """Bit for bit: in a loop of its own on its folder, alone in the zoo's loop, beside five under random schedules."""
+    """Bit for bit: in a loop of its own on its folder, alone in the zoo's loop, beside five under
+    random schedules.
+    """
     rng = random.Random(seed)
     names = ["base", "end", "middle", "head", "narrow", "wide"]
-    chosen = {number: (rng.randrange(len(names)), ask) for number, ask in enumerate(requests(rng, 24), 1)}
+    chosen = {
+        number: (rng.randrange(len(names)), ask) for number, ask in enumerate(requests(rng, 24), 1)
+    }
     alone = dict[int, Reply]()
     for at, name in enumerate(names):
         mine = {number: ask for number, (chain, ask) in chosen.items() if chain == at}
         for shares in (True, False):
-            said, _ = run(config_of(family, name, shares=shares), [[Submit(n, ask)] for n, ask in mine.items()])
+            said, _ = run(
+                config_of(family, name, shares=shares),
+                [[Submit(n, ask)] for n, ask in mine.items()],
+            )
             if shares:
                 alone |= said
             elif name not in ("narrow", "wide"):  # adapters are merged there: equal up to rounding
@@ -114,9 +137,14 @@ def test_models_say_beside_others_what_they_say_alone(seed: int, family: Zoo) ->
         assert said == alone
 
 
-def test_a_step_is_laid_out_once_while_the_same_texts_go_on(family: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then only its tokens, places and slots are new; a model that comes meanwhile lays it out anew."""
-    laid, inner = list[int](), ChainModel._prepared
+def test_a_step_is_laid_out_once_while_the_same_texts_go_on(
+    family: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then only its tokens, places and slots are new; a model that comes meanwhile lays it out
+    anew.
+    """
+    laid = list[int]()
+    inner = ChainModel._prepared
 
     def counted(model: ChainModel, given: StepBatch, table: SlotIds) -> object:
         laid.append(len(given.tokens))
@@ -124,11 +152,19 @@ def test_a_step_is_laid_out_once_while_the_same_texts_go_on(family: Zoo, monkeyp
 
     monkeypatch.setattr(ChainModel, "_prepared", counted)
     asks = [SampleRequest((n, 5, 6, 7, 8), 40, Sampling(1.0), seed=Seed(n)) for n in range(3, 7)]
-    steps: list[list[Command]] = [[Submit(n, ask, n % 2) for n, ask in enumerate(asks, 1)], *([[]] * 9)]
+    steps: list[list[Command]] = [
+        [Submit(n, ask, n % 2) for n, ask in enumerate(asks, 1)],
+        *([[]] * 9),
+    ]
     added = [AddChain(config_of(family, name)) for name in ("end", "head")]
-    alone = {n: run(config_of(family, "base"), [added, [Submit(n, ask, n % 2)]])[0][n] for n, ask in enumerate(asks, 1)}
+    alone = {
+        n: run(config_of(family, "base"), [added, [Submit(n, ask, n % 2)]])[0][n]
+        for n, ask in enumerate(asks, 1)
+    }
     laid.clear()
-    found, _ = run(config_of(family, "base"), [added, *steps, [Submit(9, ScoreRequest((9,), (3,)), 2)]])
+    found, _ = run(
+        config_of(family, "base"), [added, *steps, [Submit(9, ScoreRequest((9,), (3,)), 2)]]
+    )
     assert {n: found[n] for n in alone} == alone
     assert laid[:2] == [20, 4]
     assert len(laid) <= 5  # of some forty steps
@@ -139,7 +175,8 @@ def test_a_block_takes_no_more_rows_than_its_limit(most: int, family: Zoo) -> No
     """The same bits in more runs; a prompt that alone is longer goes in one."""
     asks = dict(enumerate(requests(random.Random(3), 16), 1))
     submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in asks.items()]
-    found, calls = list[dict[int, Reply]](), list[float]()
+    found = list[dict[int, Reply]]()
+    calls = list[float]()
     for rows in (None, most):
         configs = [config_of(family, name) for name in ("base", "narrow")]
         first, other = [replace(c, options=replace(OPTIONS, block_rows=rows)) for c in configs]
@@ -153,7 +190,9 @@ def test_a_block_takes_no_more_rows_than_its_limit(most: int, family: Zoo) -> No
 
 def chain_model(zoo: Zoo, *names: str) -> ChainModel:
     """Models of a zoo in one loop."""
-    _, model = run(config_of(zoo, names[0]), [[AddChain(config_of(zoo, name)) for name in names[1:]]])
+    _, model = run(
+        config_of(zoo, names[0]), [[AddChain(config_of(zoo, name)) for name in names[1:]]]
+    )
     assert isinstance(model, ChainModel)
     for number in range(len(names)):
         model.open(number)
@@ -161,7 +200,9 @@ def chain_model(zoo: Zoo, *names: str) -> ChainModel:
 
 
 def test_blocks_that_are_shared_run_once(family: Zoo) -> None:
-    """Chains part where their blocks differ and come together again; adapters share every block of their base."""
+    """Chains part where their blocks differ and come together again; adapters share every block of
+    their base.
+    """
     model = chain_model(family, "base", "end", "middle", "head", "narrow", "wide")
 
     def stages(*chains: int) -> list[tuple[int, int, tuple[tuple[int, ...], ...]]]:
@@ -180,7 +221,9 @@ def test_blocks_that_are_shared_run_once(family: Zoo) -> None:
 
 
 def test_models_that_share_blocks_are_neighbours(family: Zoo) -> None:
-    """In whatever order they were opened, no other order has the rows of shared blocks in fewer pieces."""
+    """In whatever order they were opened, no other order has the rows of shared blocks in fewer
+    pieces.
+    """
     names = ["base", "end", "middle", "head", "narrow", "wide"]
     for seed in range(4):
         model = chain_model(family, *random.Random(seed).sample(names, len(names)))
@@ -194,29 +237,44 @@ def test_models_that_share_blocks_are_neighbours(family: Zoo) -> None:
 
 def test_weights_are_kept_once(family: Zoo) -> None:
     """Six models take the room of their unique blocks: little more than one."""
-    model, single = chain_model(family, "base", "end", "middle", "head", "narrow", "wide"), chain_model(family, "base")
+    model = chain_model(family, "base", "end", "middle", "head", "narrow", "wide")
+    single = chain_model(family, "base")
     for loaded, count in ((model, 6), (single, 1)):
         loaded.stages(tuple(range(count)))
     assert 1.4 * single.num_bytes < model.num_bytes < 2.4 * single.num_bytes
 
 
-def test_a_shallow_model_shares_the_trunk_of_a_deep_one(base: Path, tune: Tune, tmp_path: Path) -> None:
-    """A draft that is the first layers of its target, with a head of its own, runs through the target's blocks."""
+def test_a_shallow_model_shares_the_trunk_of_a_deep_one(
+    base: Path, tune: Tune, tmp_path: Path
+) -> None:
+    """A draft that is the first layers of its target, with a head of its own, runs through the
+    target's blocks.
+    """
     import json
 
     from safetensors.torch import load_file, save_file
 
-    zoo, folder = Zoo(tmp_path / "zoo"), tune("shallow", "lm_head")
-    tensors = {name: part for name, part in load_file(folder / "model.safetensors").items() if "layers.2." not in name}
+    zoo = Zoo(tmp_path / "zoo")
+    folder = tune("shallow", "lm_head")
+    tensors = {
+        name: part
+        for name, part in load_file(folder / "model.safetensors").items()
+        if "layers.2." not in name
+    }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     said = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(said | {"num_hidden_layers": 2, "layer_types": None}))
+    (folder / "config.json").write_text(
+        json.dumps(said | {"num_hidden_layers": 2, "layer_types": None})
+    )
     zoo.add("deep", base)
     zoo.add("shallow", folder)
     model = chain_model(zoo, "deep", "shallow")
     assert [stage.groups for stage in model.stages((0, 1))][0] == ((0, 1),)
     asks = dict(enumerate(requests(random.Random(5), 10), 1))
-    alone, _ = run(config_of(zoo, "shallow", shares=False), [[Submit(n, ask)] for n, ask in asks.items() if n % 2])
+    alone, _ = run(
+        config_of(zoo, "shallow", shares=False),
+        [[Submit(n, ask)] for n, ask in asks.items() if n % 2],
+    )
     both, _ = run(
         config_of(zoo, "deep"),
         [[AddChain(config_of(zoo, "shallow"))], [Submit(n, ask, n % 2) for n, ask in asks.items()]],
@@ -230,14 +288,18 @@ def test_cancelled_requests_of_one_model_leave_the_others_alone(family: Zoo) -> 
     submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in asks.items()]
     added = [AddChain(config_of(family, "end"))]
     whole, _ = run(config_of(family, "base"), [added, submits])
-    part, _ = run(config_of(family, "base"), [added, submits, [], [Cancel(n) for n in asks if n % 3 == 0]])
+    part, _ = run(
+        config_of(family, "base"), [added, submits, [], [Cancel(n) for n in asks if n % 3 == 0]]
+    )
     assert {n: whole[n] for n in part} == part
     assert len(part) < len(whole)
 
 
 @pytest.mark.anyio
 async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
-    """Two engines, one loop, counters of their own; the one that stays goes on when the other leaves."""
+    """Two engines, one loop, counters of their own; the one that stays goes on when the other
+    leaves.
+    """
     alone = {name: await asked(family.folder(name), kernel="native") for name in ("base", "end")}
     request = SampleRequest((5, 6, 7), 12, Sampling(0.8), seed=Seed(1, "p", 0, 0, "target", 0))
     async with LocalEngine(family.folder("base"), options=SHARED) as first:
@@ -245,7 +307,10 @@ async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
             assert "shared blocks" in second.kernel
             assert len(shared_worker._HOSTS) == 1
             done = await first.sample(request)
-            assert (first.stats().sampled_tokens, second.stats().sampled_tokens) == (len(done.ids), 0)
+            assert (first.stats().sampled_tokens, second.stats().sampled_tokens) == (
+                len(done.ids),
+                0,
+            )
             other = await second.sample(request)
             assert other.ids != done.ids
             assert second.stats().sampled_tokens == len(other.ids)
@@ -254,7 +319,9 @@ async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
         with pytest.raises(EngineUnavailable):
             await second.sample(request)
     assert shared_worker._HOSTS == {}
-    assert alone == {name: await asked(family.folder(name), kernel="native") for name in ("base", "end")}
+    assert alone == {
+        name: await asked(family.folder(name), kernel="native") for name in ("base", "end")
+    }
 
 
 @pytest.mark.slow
@@ -269,11 +336,15 @@ async def test_an_engine_of_a_zoo_keeps_every_promise(family: Zoo, worker: Worke
 
 
 @pytest.mark.anyio
-async def test_engines_that_cannot_share_have_loops_of_their_own(family: Zoo, make_model: Make) -> None:
+async def test_engines_that_cannot_share_have_loops_of_their_own(
+    family: Zoo, make_model: Make
+) -> None:
     """Other options, other shapes, torch operations: each works, beside the others."""
     family.add("wider", make_model("llama", intermediate_size=128))
     others = {"base": SHARED, "end": replace(SHARED, kv_tokens=999), "wider": SHARED}
-    engines = [LocalEngine(family.folder(name), options=options) for name, options in others.items()]
+    engines = [
+        LocalEngine(family.folder(name), options=options) for name, options in others.items()
+    ]
     engines.append(LocalEngine(family.folder("head"), options=replace(SHARED, kernel="torch")))
     opened = [await engine.__aenter__() for engine in engines]
     assert len(shared_worker._HOSTS) == 3
@@ -285,7 +356,9 @@ async def test_engines_that_cannot_share_have_loops_of_their_own(family: Zoo, ma
 
 
 @pytest.mark.anyio
-async def test_a_model_that_is_lent_a_drafter_drafts_in_a_loop_of_its_own(family: Zoo, base: Path) -> None:
+async def test_a_model_that_is_lent_a_drafter_drafts_in_a_loop_of_its_own(
+    family: Zoo, base: Path
+) -> None:
     """What a run lends is not lost for a target of a zoo: the same words, from proposals."""
     request = SampleRequest((5, 6, 7), 20, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
     async with LocalEngine(family.folder("base"), options=SHARED) as plain:
@@ -315,24 +388,30 @@ async def test_a_damaged_block_keeps_only_its_own_models_out(family: Zoo) -> Non
 async def test_a_loop_that_is_killed_while_it_serves_loses_no_model(
     make_model: Make, tune: Tune, tmp_path: Path
 ) -> None:
-    """All its callers are told; the zoo is whole, and engines that are opened anew say what the old ones said."""
-    zoo, endless = Zoo(tmp_path / "zoo"), make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
+    """All its callers are told; the zoo is whole, and engines that are opened anew say what the old
+    ones said.
+    """
+    zoo = Zoo(tmp_path / "zoo")
+    endless = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     for name, word in (("first", "nothing"), ("second", "lm_head")):
         zoo.add(name, tune(name, word, source=endless))
     folders = [zoo.folder(name) for name in ("first", "second")]
-    options, ask, said = (
-        replace(SHARED, worker="process", kv_tokens=200_000),
-        ScoreRequest((5, 6), (7, 8)),
-        list[object](),
-    )
+    options = replace(SHARED, worker="process", kv_tokens=200_000)
+    ask = ScoreRequest((5, 6), (7, 8))
+    said = list[object]()
     for is_killed in (True, False):
-        async with LocalEngine(folders[0], options=options) as one, LocalEngine(folders[1], options=options) as other:
+        async with (
+            LocalEngine(folders[0], options=options) as one,
+            LocalEngine(folders[1], options=options) as other,
+        ):
             assert "shared blocks" in other.kernel
             said.append([(await engine.score(ask)).logprobs for engine in (one, other)])
             if is_killed:
                 errors = list[EngineUnavailable]()
 
-                async def wait(engine: LocalEngine, errors: list[EngineUnavailable] = errors) -> None:
+                async def wait(
+                    engine: LocalEngine, errors: list[EngineUnavailable] = errors
+                ) -> None:
                     with pytest.raises(EngineUnavailable) as told:
                         await engine.sample(SampleRequest((5, 6), 90_000))
                     errors.append(told.value)

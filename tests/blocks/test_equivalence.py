@@ -1,4 +1,6 @@
-"""Blocks that stand in for others: measured, kept, opened at a said loss alone, and verified where they draft."""
+"""Blocks that stand in for others: measured, kept, opened at a said loss alone, and verified where
+they draft.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,11 @@ MLP = "layers.1.mlp"
 
 @pytest.fixture
 def pair(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
-    """A base, and a model that has two blocks tuned: one a little, one in the lowest bit of a number."""
-    zoo, folder = Zoo(tmp_path / "zoo"), tune("tuned", f"{MLP}.up_proj")
+    """A base, and a model that has two blocks tuned: one a little, one in the lowest bit of a
+    number.
+    """
+    zoo = Zoo(tmp_path / "zoo")
+    folder = tune("tuned", f"{MLP}.up_proj")
     tensors = load_file(folder / "model.safetensors")
     flat = tensors["model.layers.2.self_attn.o_proj.weight"].view(torch.int32).flatten()
     flat[7] ^= 1
@@ -44,7 +49,8 @@ def pair(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
 
 def loss_of(zoo: Zoo, nats: float, name: str = "tuned") -> Loss:
     """A loss that was measured, so to say."""
-    marks, stands = zoo.model(name).marks[1], {MLP: f"base/{MLP}"}
+    marks = zoo.model(name).marks[1]
+    stands = {MLP: f"base/{MLP}"}
     return Loss(name, marks, stands, "toys", 30, 900, nats, 0.1, (0.5, 0.4), (-0.3, 0.1))
 
 
@@ -56,7 +62,9 @@ def kept(zoo: Zoo, name: str = "lean", nats: float = 0.005) -> dict[str, str]:
 
 
 def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
-    """By their parameters, equal ones left out, whichever model and place they are of; so many and so far at most."""
+    """By their parameters, equal ones left out, whichever model and place they are of; so many and
+    so far at most.
+    """
     near = pair.likenesses("tuned", 1, 1.0)
     assert [(one.place, one.other) for one in near] == [
         ("layers.2.attention", "base/layers.2.attention"),
@@ -65,12 +73,19 @@ def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
     assert 0 < near[0].distance < 1e-6
     assert near[0].cosine == pytest.approx(1.0)
     one, other = (
-        [load_file(pair.directory / "blocks" / f"{d}.safetensors") for d in digests] for digests in _ends(pair)
+        [load_file(pair.directory / "blocks" / f"{d}.safetensors") for d in digests]
+        for digests in _ends(pair)
     )
-    flat = [torch.cat([part.flatten() for _, part in sorted(each.items())]) for each in (*one, *other)]
-    assert near[1].distance == pytest.approx(float((flat[0] - flat[1]).norm() / flat[0].norm()), rel=1e-5)
+    flat = [
+        torch.cat([part.flatten() for _, part in sorted(each.items())]) for each in (*one, *other)
+    ]
+    assert near[1].distance == pytest.approx(
+        float((flat[0] - flat[1]).norm() / flat[0].norm()), rel=1e-5
+    )
     wide = pair.likenesses("tuned", 2, 9.0)
-    assert len(wide) == 2 * 6  # layers' halves; the base's embedding and head are this model's as well
+    assert (
+        len(wide) == 2 * 6
+    )  # layers' halves; the base's embedding and head are this model's as well
     assert len({(one.place, one.digest) for one in wide}) == len(wide)
     pair.add("narrow", save_adapter(base.parent / "narrow-likeness", base, "q_proj"), "base")
     with pytest.raises(OptionError, match="name its base, 'base'"):
@@ -79,7 +94,9 @@ def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
 
 def _ends(zoo: Zoo) -> list[list[str]]:
     """The digests of the tuned feed-forward block, and of its base's."""
-    return [[b.digest for b in zoo.model(name).blocks if b.place == MLP] for name in ("tuned", "base")]
+    return [
+        [b.digest for b in zoo.model(name).blocks if b.place == MLP] for name in ("tuned", "base")
+    ]
 
 
 def test_divergence_is_that_of_the_written_out_laws(pair: Zoo, base: Path, tmp_path: Path) -> None:
@@ -88,9 +105,13 @@ def test_divergence_is_that_of_the_written_out_laws(pair: Zoo, base: Path, tmp_p
     folders = [pair.folder(name) for name in ("tuned", "base")]
     assert divergence(folders[0], folders[0], texts) == (35 + 36, 0.0, 0.0)
     pair.export("tuned", tmp_path / "out")
-    nats, flips = 0.0, 0
+    nats = 0.0
+    flips = 0
     for ids, given in texts:
-        laws = [Naive(each).logits(ids)[given - 1 : -1].double().log_softmax(-1) for each in (tmp_path / "out", base)]
+        laws = [
+            Naive(each).logits(ids)[given - 1 : -1].double().log_softmax(-1)
+            for each in (tmp_path / "out", base)
+        ]
         nats += float((laws[0].exp() * (laws[0] - laws[1])).sum())
         flips += int((laws[0].argmax(-1) != laws[1].argmax(-1)).sum())
     found = divergence(folders[0], folders[1], texts)
@@ -99,9 +120,14 @@ def test_divergence_is_that_of_the_written_out_laws(pair: Zoo, base: Path, tmp_p
     assert found.nats > 1e-4
 
 
-def test_a_chain_with_another_block_is_what_its_tensors_say(pair: Zoo, base: Path, tmp_path: Path) -> None:
-    """Beside the zoo while it is tried, which stays as it was; kept, it comes out as a folder that says the same."""
-    digests, texts = kept(pair), [(tuple(range(5, 60)), 1)]
+def test_a_chain_with_another_block_is_what_its_tensors_say(
+    pair: Zoo, base: Path, tmp_path: Path
+) -> None:
+    """Beside the zoo while it is tried, which stays as it was; kept, it comes out as a folder that
+    says the same.
+    """
+    digests = kept(pair)
+    texts = [(tuple(range(5, 60)), 1)]
     before = contents(pair.directory)
     with stand_in(pair.directory, pair.model("tuned"), digests) as folder:
         assert divergence(folder, pair.folder("lean"), texts).nats == 0.0
@@ -119,33 +145,44 @@ def test_a_chain_with_another_block_is_what_its_tensors_say(pair: Zoo, base: Pat
     assert pair.damage() == []
 
 
-def test_the_word_lossy_opens_what_loses_no_more(pair: Zoo, caplog: pytest.LogCaptureFixture) -> None:
-    """Of several the one that does most within the bound; its numbers are said when the engine is named."""
+def test_the_word_lossy_opens_what_loses_no_more(
+    pair: Zoo, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of several the one that does most within the bound; its numbers are said when the engine is
+    named.
+    """
     kept(pair, "lean", 0.005)
     kept(pair, "leaner", 0.05)
     opened = {
-        bound: build_engine(f"zoo:{pair.directory}/tuned?lossy={bound}&threads=1", "target") for bound in (".02", "1")
+        bound: build_engine(f"zoo:{pair.directory}/tuned?lossy={bound}&threads=1", "target")
+        for bound in (".02", "1")
     }
-    folders = [Path(engine.model).name for engine in opened.values() if isinstance(engine, LocalEngine)]
+    folders = [
+        Path(engine.model).name for engine in opened.values() if isinstance(engine, LocalEngine)
+    ]
     assert folders == ["lean", "leaner"]
     said = caplog.messages[0]
     assert (
-        "lean stands in (base/layers.1.mlp as layers.1.mlp): 0.005 nats a token, 10.00% of 900 greedy tokens flip"
-        in said
+        "lean stands in (base/layers.1.mlp as layers.1.mlp): 0.005 nats a token, 10.00% of 900 "
+        "greedy tokens flip" in said
     )
     assert "accuracy 0.500 to 0.400, -0.100 [-0.300, +0.100] (n = 30, toys)" in said
     plain = build_engine(f"zoo:{pair.directory}/tuned", "target")
     assert isinstance(plain, LocalEngine)
     assert Path(plain.model).name == "tuned"
     assert len(caplog.messages) == 2
-    draft, target = build_engines(f"zoo:{pair.directory}/tuned?lossy=1", f"zoo:{pair.directory}/tuned")
+    draft, target = build_engines(
+        f"zoo:{pair.directory}/tuned?lossy=1", f"zoo:{pair.directory}/tuned"
+    )
     assert isinstance(draft, LocalEngine)
     assert isinstance(target, LocalEngine)
     assert (Path(draft.model).name, target._lent) == ("leaner", "")  # pyright: ignore[reportPrivateUsage]
 
 
 def test_no_loss_is_taken_unsaid(pair: Zoo, base: Path) -> None:
-    """A stand-in is no engine by its own name; what was measured of other weights, or loses more, is not opened."""
+    """A stand-in is no engine by its own name; what was measured of other weights, or loses more,
+    is not opened.
+    """
     kept(pair)
     words = f"zoo:{pair.directory}"
     refused = {
@@ -169,14 +206,21 @@ def test_no_loss_is_taken_unsaid(pair: Zoo, base: Path) -> None:
 def shallow(folder: Path, whole: Path, layers: int) -> Path:
     """A folder that says no more than how many layers are left."""
     folder.mkdir()
-    said = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
+    said = json.loads((whole / "config.json").read_text()) | {
+        "num_hidden_layers": layers,
+        "layer_types": None,
+    }
     (folder / "config.json").write_text(json.dumps(said))
     return folder
 
 
 @pytest.mark.anyio
-async def test_stand_ins_draft_what_their_model_verifies(pair: Zoo, base: Path, tmp_path: Path) -> None:
-    """A chain with another block, and one that is cut short, propose; every word is the target's own."""
+async def test_stand_ins_draft_what_their_model_verifies(
+    pair: Zoo, base: Path, tmp_path: Path
+) -> None:
+    """A chain with another block, and one that is cut short, propose; every word is the target's
+    own.
+    """
     kept(pair)
     pair.add("short", shallow(tmp_path / "short", base, 2), "tuned")
     assert pair.model("short").digests < pair.model("tuned").digests
@@ -224,9 +268,18 @@ def test_relatives_of_the_embedded_target_are_measured(tmp_path: Path) -> None:
     [pair] = found.pairs
     assert 0 < pair.loss.nats < 0.02
     assert (pair.loss.count, pair.loss.problems) == (2, "arithmetic[:2]")
-    assert -1 <= pair.loss.change[0] <= pair.loss.accuracy[1] - pair.loss.accuracy[0] <= pair.loss.change[1] <= 1
+    assert (
+        -1
+        <= pair.loss.change[0]
+        <= pair.loss.accuracy[1] - pair.loss.accuracy[0]
+        <= pair.loss.change[1]
+        <= 1
+    )
     assert found.kept == replace(pair.loss)
     assert zoo.model("lean").digests == zoo.model("base").digests
     assert zoo.model("lean").loss == found.kept
-    assert compare_blocks(zoo.directory, "tuned", "arithmetic[:1]", lossy=0.0, keep="none").kept is None
+    assert (
+        compare_blocks(zoo.directory, "tuned", "arithmetic[:1]", lossy=0.0, keep="none").kept
+        is None
+    )
     assert "none" not in zoo.names()

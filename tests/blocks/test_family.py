@@ -1,4 +1,6 @@
-"""Relatives of the embedded target: those that are shipped, and what the trainer calls a relative's own."""
+"""Relatives of the embedded target: those that are shipped, and what the trainer calls a relative's
+own.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def test_shipped_relatives_are_models_of_a_zoo(tmp_path: Path) -> None:
         added = zoo.add(name, FAMILY / name, "base")
         assert {block.place for block in added.blocks if block.digest not in base.digests} == places
         if places == {"adapter"}:
-            layers = {int(key.split(".")[4]) for key in load_file(FAMILY / name / "adapter_model.safetensors")}
+            layers = {
+                int(key.split(".")[4])
+                for key in load_file(FAMILY / name / "adapter_model.safetensors")
+            }
             assert layers == set(ADAPTED)
     assert sum(file.stat().st_size for file in FAMILY.rglob("*") if file.is_file()) < 3e6
 
@@ -40,7 +45,8 @@ def test_shipped_relatives_are_models_of_a_zoo(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", MEMBERS)
 def test_a_relative_begins_as_the_target(name: str) -> None:
     """Before it has learned anything; what it may learn is its own alone."""
-    model, target = relative(name), load_file(path("target") / "model.safetensors")
+    model = relative(name)
+    target = load_file(path("target") / "model.safetensors")
     own = {key for key, weight in model.named_parameters() if weight.requires_grad}
     assert own
     assert not any(key.startswith("model.layers.0.") for key in own)
@@ -52,4 +58,7 @@ def test_a_relative_begins_as_the_target(name: str) -> None:
 
 def test_another_wording_says_the_same() -> None:
     """Numbers stay; whole words are exchanged."""
-    assert retold("Ana buys 3 more. Then Ana gives away 2.") == "Ana picks 3 extra. Then Ana hands out 2."
+    assert (
+        retold("Ana buys 3 more. Then Ana gives away 2.")
+        == "Ana picks 3 extra. Then Ana hands out 2."
+    )

@@ -1,4 +1,6 @@
-"""What a loop lends while models come, memory ends or the cache is full: each says what it says alone, to the bit."""
+"""What a loop lends while models come, memory ends or the cache is full: each says what it says
+alone, to the bit.
+"""
 
 # pyright: reportPrivateUsage=false
 
@@ -37,7 +39,9 @@ def relatives(make_zoo: MakeZoo) -> Zoo:
 class Loop:
     """A step loop of some models, driven by hand."""
 
-    def __init__(self, zoo: Zoo, *names: str, kv_tokens: int = 4096, chunk_tokens: int = 2048) -> None:
+    def __init__(
+        self, zoo: Zoo, *names: str, kv_tokens: int = 4096, chunk_tokens: int = 2048
+    ) -> None:
         self.replies = dict[int, Reply]()
         configs = [config_of(zoo, name) for name in names]
         options = replace(OPTIONS, kv_tokens=kv_tokens, chunk_tokens=chunk_tokens)
@@ -78,7 +82,9 @@ def sample(ids: Iterable[int], count: int = 1) -> SampleRequest:
 
 
 def test_a_loan_begins_at_states_that_were_kept(relatives: Zoo) -> None:
-    """The last token of a known prompt, computed again for its logits, is not borrowed from where it was decoded."""
+    """The last token of a known prompt, computed again for its logits, is not borrowed from where
+    it was decoded.
+    """
     loop = Loop(relatives, "base", "end")
     loop.answer(0, sample(OTHERS[:9]), 1)
     drawn = loop.answer(1, sample(IDS[:20], 11))
@@ -91,7 +97,9 @@ def test_a_loan_begins_at_states_that_were_kept(relatives: Zoo) -> None:
 
 
 def test_a_model_that_comes_takes_no_loan_from_those_that_use_it(relatives: Zoo) -> None:
-    """It parts before the others in the same layer, while one of them is in the middle of a prompt that it borrows."""
+    """It parts before the others in the same layer, while one of them is in the middle of a prompt
+    that it borrows.
+    """
     loop = Loop(relatives, "base", "forward", "asks", chunk_tokens=16)
     loop.answer(0, sample(OTHERS[:9]), 1)
     loop.answer(1, sample(IDS, 8))
@@ -106,9 +114,13 @@ def test_a_model_that_comes_takes_no_loan_from_those_that_use_it(relatives: Zoo)
 
 
 def test_states_are_not_read_by_slots_of_other_layers(relatives: Zoo) -> None:
-    """Where a model that comes moves the place before which states are kept, those of the old place are forgotten."""
+    """Where a model that comes moves the place before which states are kept, those of the old place
+    are forgotten.
+    """
     loop = Loop(relatives, "base", "end", "head", "forward")
-    for number, (ids, chain) in enumerate([(OTHERS[::-1], 2), (IDS, 1), (IDS, 0), (OTHERS, 0), (IDS[::-1], 3)]):
+    for number, (ids, chain) in enumerate(
+        [(OTHERS[::-1], 2), (IDS, 1), (IDS, 0), (OTHERS, 0), (IDS[::-1], 3)]
+    ):
         loop.answer(number, sample(ids), chain)
     asks = {5: ScoreRequest(IDS[:40], IDS[40:]), 6: ScoreRequest(OTHERS[:40], OTHERS[40:])}
     for number, ask in asks.items():
@@ -118,7 +130,9 @@ def test_states_are_not_read_by_slots_of_other_layers(relatives: Zoo) -> None:
 def test_a_ledger_without_memory_for_more_stays_as_it_was() -> None:
     """States of that width are more than any machine holds."""
     ledger = SlotLedger(10, 2**50)
-    one, other = (Lineage(("e", "a0", "m0", tail, "m1", "h"), ("k0", tail), 3) for tail in ("a1", "b1"))
+    one, other = (
+        Lineage(("e", "a0", "m0", tail, "m1", "h"), ("k0", tail), 3) for tail in ("a1", "b1")
+    )
     ledger.relate({0: one})
     held = ledger.allocate(3)
     with pytest.raises(MemoryError):
@@ -127,7 +141,9 @@ def test_a_ledger_without_memory_for_more_stays_as_it_was() -> None:
     assert (ledger.num_free, ledger.starts, ledger.kept) == (10, (0,), {})
 
 
-def test_a_model_without_memory_to_come_is_refused_alone(relatives: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_memory_to_come_is_refused_alone(
+    relatives: Zoo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its request fails; the others go on, and it comes when there is memory again."""
     loop = Loop(relatives, "base", "end")
     loop.submit(1, sample(IDS, 8))
@@ -140,7 +156,9 @@ def test_a_model_without_memory_to_come_is_refused_alone(relatives: Zoo, monkeyp
     loop.finish()
     assert isinstance(loop.replies[2], FailureReply)
     assert said(loop.replies[1]) == said(Loop(relatives, "base").answer(1, sample(IDS, 8)))
-    assert said(loop.answer(3, sample(IDS, 8), 1)) == said(Loop(relatives, "end").answer(1, sample(IDS, 8)))
+    assert said(loop.answer(3, sample(IDS, 8), 1)) == said(
+        Loop(relatives, "end").answer(1, sample(IDS, 8))
+    )
     assert loop.scheduler.tables.shape[0] == 2
 
 
@@ -149,7 +167,9 @@ def _refuse(*_: object) -> None:
 
 
 def test_slots_that_a_running_sequence_shares_are_not_room_for_another(relatives: Zoo) -> None:
-    """A relative's cached prompt is the running one's: letting it go frees nothing, so nobody is admitted for it."""
+    """A relative's cached prompt is the running one's: letting it go frees nothing, so nobody is
+    admitted for it.
+    """
     loop = Loop(relatives, "base", "head", kv_tokens=120)
     loop.answer(0, sample(OTHERS[:9]), 1)
     loop.answer(1, sample(IDS[:50]), 1)

@@ -1,4 +1,6 @@
-"""Models of which a folder holds only what is their own: completed from a base, and used as a draft on its trunk."""
+"""Models of which a folder holds only what is their own: completed from a base, and used as a draft
+on its trunk.
+"""
 
 # pyright: reportPrivateUsage=false
 
@@ -32,7 +34,9 @@ FAMILY = path("target").parent / "family"
 
 
 def part_of(folder: Path, whole: Path, *words: str, **config: Any) -> Path:
-    """A folder with a model's configuration and those of its tensors whose names hold one of these words."""
+    """A folder with a model's configuration and those of its tensors whose names hold one of these
+    words.
+    """
     folder.mkdir()
     said = json.loads((whole / "config.json").read_text()) | config
     (folder / "config.json").write_text(json.dumps(said))
@@ -43,8 +47,11 @@ def part_of(folder: Path, whole: Path, *words: str, **config: Any) -> Path:
 
 
 def test_a_part_is_completed_from_its_base(base: Path, tune: Tune, tmp_path: Path) -> None:
-    """The blocks and the words of the folder that has everything; its source and its name are the part's."""
-    zoo, whole = Zoo(tmp_path / "zoo"), tune("whole", "layers.2.mlp", "lm_head")
+    """The blocks and the words of the folder that has everything; its source and its name are the
+    part's.
+    """
+    zoo = Zoo(tmp_path / "zoo")
+    whole = tune("whole", "layers.2.mlp", "lm_head")
     zoo.add("base", base)
     model = zoo.add("part", part_of(tmp_path / "part", whole, "layers.2.mlp", "lm_head"), "base")
     assert model.source == str(tmp_path / "part")
@@ -53,24 +60,40 @@ def test_a_part_is_completed_from_its_base(base: Path, tune: Tune, tmp_path: Pat
     out, wanted = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", whole))
     assert out.keys() == wanted.keys()
     assert all(torch.equal(out[name], wanted[name]) for name in wanted)
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        base / "tokenizer.json"
+    ).read_bytes()
 
 
 @pytest.mark.anyio
-async def test_a_shallow_part_is_opened_before_its_trunk(base: Path, tune: Tune, tmp_path: Path) -> None:
-    """The loop's cache is for the deepest model of the zoo, whichever is opened first; both say what they say alone."""
-    zoo, other = Zoo(tmp_path / "zoo"), tune("other", "lm_head")
+async def test_a_shallow_part_is_opened_before_its_trunk(
+    base: Path, tune: Tune, tmp_path: Path
+) -> None:
+    """The loop's cache is for the deepest model of the zoo, whichever is opened first; both say
+    what they say alone.
+    """
+    zoo = Zoo(tmp_path / "zoo")
+    other = tune("other", "lm_head")
     zoo.add("deep", base)
-    zoo.add("shallow", part_of(tmp_path / "part", other, "lm_head", num_hidden_layers=2, layer_types=None), "deep")
+    zoo.add(
+        "shallow",
+        part_of(tmp_path / "part", other, "lm_head", num_hidden_layers=2, layer_types=None),
+        "deep",
+    )
     alone = {name: await asked(zoo.folder(name), kernel="native") for name in ("deep", "shallow")}
-    request = SampleRequest(tuple(range(5, 30)), 30, Sampling(0.8), seed=Seed(1, "p", 0, 0, "target", 0))
+    request = SampleRequest(
+        tuple(range(5, 30)), 30, Sampling(0.8), seed=Seed(1, "p", 0, 0, "target", 0)
+    )
     found = dict[str, list[object]]()
     for names in (["shallow", "deep"], ["deep"], ["shallow"]):
-        engines = [await LocalEngine(zoo.folder(name), options=SHARED).__aenter__() for name in names]
+        engines = [
+            await LocalEngine(zoo.folder(name), options=SHARED).__aenter__() for name in names
+        ]
         assert len(shared_worker._HOSTS) == 1
         assert {host._config.num_layers for host in shared_worker._HOSTS.values()} == {3}
         for name, engine in zip(names, engines, strict=True):
-            done, scores = await engine.sample(request), await engine.score(ScoreRequest((5, 6), tuple(range(7, 60))))
+            done = await engine.sample(request)
+            scores = await engine.score(ScoreRequest((5, 6), tuple(range(7, 60))))
             found.setdefault(name, []).append((done.ids, done.logprobs, scores.logprobs))
         for engine in engines:
             await engine.__aexit__(None, None, None)
@@ -81,11 +104,29 @@ async def test_a_shallow_part_is_opened_before_its_trunk(base: Path, tune: Tune,
 Change = Callable[[dict[str, torch.Tensor]], Any]
 UP = "model.layers.2.mlp.up_proj.weight"
 BAD: dict[str, tuple[Change, dict[str, Any], str, str, type[ATTSError]]] = {
-    "other shape": (lambda t: t.update({UP: t[UP][:-1].clone()}), {}, "base", "has shape", ModelLoadError),
-    "more layers": (dict, {"num_hidden_layers": 4}, "base", "lacks the weight 'layers.3", ModelLoadError),
+    "other shape": (
+        lambda t: t.update({UP: t[UP][:-1].clone()}),
+        {},
+        "base",
+        "has shape",
+        ModelLoadError,
+    ),
+    "more layers": (
+        dict,
+        {"num_hidden_layers": 4},
+        "base",
+        "lacks the weight 'layers.3",
+        ModelLoadError,
+    ),
     "no layers": (dict, {"num_hidden_layers": "x"}, "base", "num_hidden_layers", ModelLoadError),
     "other width": (dict, {"hidden_size": 32}, "base", "has shape", ModelLoadError),
-    "other tokenizer": (dict, {"vocab_size": 250}, "base", "its tokenizer has ids up to", ModelLoadError),
+    "other tokenizer": (
+        dict,
+        {"vocab_size": 250},
+        "base",
+        "its tokenizer has ids up to",
+        ModelLoadError,
+    ),
     "no such base": (dict, {}, "else", "holds no model 'else'", ZooError),
     "an adapter's model": (dict, {}, "narrow", "name its base, 'base'", OptionError),
     "no base": (dict, {}, "", "tokenizer|lacks the weight", ModelLoadError),
@@ -96,7 +137,8 @@ BAD: dict[str, tuple[Change, dict[str, Any], str, str, type[ATTSError]]] = {
 def test_what_no_base_completes_is_refused(case: str, base: Path, tmp_path: Path) -> None:
     """In words, and the zoo is as it was."""
     change, config, name, says, kind = BAD[case]
-    folder, zoo = part_of(tmp_path / "part", base, "layers.2.mlp", **config), Zoo(tmp_path / "zoo")
+    folder = part_of(tmp_path / "part", base, "layers.2.mlp", **config)
+    zoo = Zoo(tmp_path / "zoo")
     own = load_file(folder / "own.safetensors")
     change(own)
     save_file(own, folder / "own.safetensors")
@@ -110,8 +152,11 @@ def test_what_no_base_completes_is_refused(case: str, base: Path, tmp_path: Path
 
 @pytest.mark.parametrize("size", [0, 5, 300, 5000])
 def test_a_torn_part_is_refused(size: int, base: Path, tmp_path: Path) -> None:
-    """Wherever its file ends; and what a killed process left half written is gone with the next change."""
-    folder, zoo = part_of(tmp_path / "part", base, "layers.2.mlp"), Zoo(tmp_path / "zoo")
+    """Wherever its file ends; and what a killed process left half written is gone with the next
+    change.
+    """
+    folder = part_of(tmp_path / "part", base, "layers.2.mlp")
+    zoo = Zoo(tmp_path / "zoo")
     data = (folder / "own.safetensors").read_bytes()
     zoo.add("base", base)
     before = contents(zoo.directory)
@@ -142,8 +187,11 @@ PAIR = Setup(policy=Policy(samples=2, early_stop="none"), rollouts=1, rate=0.5, 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_run_on_a_trunk_and_its_draft(tmp_path: Path) -> None:
-    """One loop, prompts prefilled once up to the parting; the words are those of the two models apart."""
-    zoo, written = shipped(tmp_path), list[Any]()
+    """One loop, prompts prefilled once up to the parting; the words are those of the two models
+    apart.
+    """
+    zoo = shipped(tmp_path)
+    written = list[Any]()
     for name in zoo.names():
         zoo.export(name, tmp_path / name)
     for draft, target in (
@@ -151,23 +199,34 @@ async def test_a_run_on_a_trunk_and_its_draft(tmp_path: Path) -> None:
         (f"hf:{tmp_path}/draft?{HERE}", f"hf:{tmp_path}/base?{HERE}&speculate=off"),
     ):
         result = await evaluate(
-            "arithmetic[:1]", replace(PAIR, draft=draft, target=target), directory=tmp_path / draft[:3]
+            "arithmetic[:1]",
+            replace(PAIR, draft=draft, target=target),
+            directory=tmp_path / draft[:3],
         )
         assert result.speculated is None
         lines = [line for outcome in result.outcomes() for line in outcome.rollouts]
-        written.append([(line.problem, line.sample, line.turns, line.finish, line.answer) for line in lines])
+        written.append(
+            [(line.problem, line.sample, line.turns, line.finish, line.answer) for line in lines]
+        )
     assert written[0] == written[1]
-    assert any(chunk.author == "target" for line in written[0] for turn in line[2] for chunk in turn.chunks)
+    assert any(
+        chunk.author == "target" for line in written[0] for turn in line[2] for chunk in turn.chunks
+    )
 
 
 @pytest.mark.anyio
 async def test_a_trunk_and_its_draft_take_the_room_of_one(tmp_path: Path) -> None:
-    """Bytes on the disk: the target's and what is the draft's own. A prompt's first layers are computed once."""
+    """Bytes on the disk: the target's and what is the draft's own. A prompt's first layers are
+    computed once.
+    """
     zoo = shipped(tmp_path)
-    own, whole = FAMILY / "draft" / "own.safetensors", path("target") / "model.safetensors"
+    own = FAMILY / "draft" / "own.safetensors"
+    whole = path("target") / "model.safetensors"
     assert bytes_of((zoo.directory / "blocks").iterdir()) < bytes_of([own, whole]) + 20_000
     ids = tuple(range(3, 60))
-    draft, target = build_engines(f"zoo:{zoo.directory}/draft?{HERE}", f"zoo:{zoo.directory}/base?{HERE}")
+    draft, target = build_engines(
+        f"zoo:{zoo.directory}/draft?{HERE}", f"zoo:{zoo.directory}/base?{HERE}"
+    )
     async with draft, target:
         assert isinstance(draft, LocalEngine)
         assert isinstance(target, LocalEngine)
@@ -185,13 +244,22 @@ async def test_a_model_is_drafted_for_by_its_own_first_layers(tmp_path: Path) ->
     zoo = shipped(tmp_path)
     prompt = tuple(range(40, 70))
     laws = {1: Sampling(0.0), 2: Sampling(1.0)}
-    requests = [SampleRequest(prompt, 60, law, seed=Seed(n, "p", 0, 0, "target", 0)) for n, law in laws.items()]
-    words, found = f"zoo:{zoo.directory}/base?{HERE}", list[object]()
+    requests = [
+        SampleRequest(prompt, 60, law, seed=Seed(n, "p", 0, 0, "target", 0))
+        for n, law in laws.items()
+    ]
+    words = f"zoo:{zoo.directory}/base?{HERE}"
+    found = list[object]()
     for settings in ("", f"&drafter=zoo:{zoo.directory}/draft&speculate=draft&k=4"):
         _, engine = build_engines("scripted", words + settings, "off")
         assert isinstance(engine, LocalEngine)
         async with engine:
-            found.append([(done.ids, done.logprobs) for done in [await engine.sample(request) for request in requests]])
+            found.append(
+                [
+                    (done.ids, done.logprobs)
+                    for done in [await engine.sample(request) for request in requests]
+                ]
+            )
             told = engine.loop_stats().speculation
             assert (told is not None and told.proposed > 0) == bool(settings)
     assert found[0] == found[1]

@@ -9,14 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atts.placement import Demand, Instance, dispatched, placed
-from scripts.studies.blocks_simulated import PROMPT, Arrivals, Cluster, Request, Serving, arrive, capacity, compared
+from scripts.studies.blocks_simulated import (
+    PROMPT,
+    Arrivals,
+    Cluster,
+    Request,
+    Serving,
+    arrive,
+    capacity,
+    compared,
+)
 from scripts.studies.scale_costs import DRAFT_8B as COST
 
 SECONDS = st.floats(0, 10)
 
 
 @given(
-    st.lists(st.builds(Instance, SECONDS, SECONDS, st.booleans(), SECONDS, SECONDS, SECONDS), min_size=1, max_size=6)
+    st.lists(
+        st.builds(Instance, SECONDS, SECONDS, st.booleans(), SECONDS, SECONDS, SECONDS),
+        min_size=1,
+        max_size=6,
+    )
 )
 def test_a_request_goes_where_it_is_through_first(instances: list[Instance]) -> None:
     """By wait, run, keys and values, and hop; of equal ones to the owner."""
@@ -34,7 +47,9 @@ def test_blocks_are_placed_within_the_room(seed: int, count: int, servers: int) 
     """Every block has a server; no server holds more than fits, nor a block twice."""
     rng = random.Random(seed)
     blocks = {str(at): Demand(rng.uniform(1, 3), rng.uniform(0, 3)) for at in range(count)}
-    transitions = {(str(a), str(b)): rng.randrange(9) for a in range(count) for b in range(count) if a != b}
+    transitions = {
+        (str(a), str(b)): rng.randrange(9) for a in range(count) for b in range(count) if a != b
+    }
     rooms = [3.0 * count] * servers
     found = placed(blocks, transitions, rooms)
     assert found.keys() == blocks.keys()
@@ -45,7 +60,9 @@ def test_blocks_are_placed_within_the_room(seed: int, count: int, servers: int) 
 
 
 def test_a_busy_block_has_replicas_and_neighbours_stand_together() -> None:
-    """The trunk is on three servers, what follows it stands beside it, a stranger where less is to be done."""
+    """The trunk is on three servers, what follows it stands beside it, a stranger where less is to
+    be done.
+    """
     blocks = {"trunk": Demand(4, 2.5), "own": Demand(1, 0.2), "else": Demand(4, 0.4)}
     found = placed(blocks, {("trunk", "own"): 9}, [6.0] * 4)
     assert found["trunk"] == [0, 1, 2]
@@ -57,7 +74,9 @@ def test_a_busy_block_has_replicas_and_neighbours_stand_together() -> None:
 
 def test_one_request_takes_the_time_of_its_steps() -> None:
     """Alone, whatever its model is cut into: the prompt, then a step for each further token."""
-    expected = COST.seconds(0, 0, PROMPT) + sum(COST.seconds(1, PROMPT + written) for written in range(4))
+    expected = COST.seconds(0, 0, PROMPT) + sum(
+        COST.seconds(1, PROMPT + written) for written in range(4)
+    )
     serving: tuple[Serving, ...] = ("blocks", "models")
     for way in serving:
         outcome = Cluster([Request(0, 0.0, PROMPT, 5)], 12, way, 0.8).run()
@@ -67,7 +86,9 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
 
 
 def test_shared_blocks_take_less_memory_and_time() -> None:
-    """Twenty tenants that share all but a fifth: a third of the weights, and sooner through than one model a server."""
+    """Twenty tenants that share all but a fifth: a third of the weights, and sooner through than
+    one model a server.
+    """
     found = dict(compared(12, 0.5, "even", (0.8, 0.0, 120, 0)))
     assert found["blocks"].once < found["models"].once / 3
     assert found["blocks"].p95 < found["models"].p95

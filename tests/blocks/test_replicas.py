@@ -1,4 +1,6 @@
-"""Several processes that hold a zoo's models: requests go where they cost least, and none is lost with a process."""
+"""Several processes that hold a zoo's models: requests go where they cost least, and none is lost
+with a process.
+"""
 
 # pyright: reportPrivateUsage=false
 
@@ -43,14 +45,18 @@ def zoo(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
 
 def pool_of(zoo: Zoo, name: str, count: int = 2, options: LocalOptions = SHARED) -> ReplicaPool:
     """A model's replicas as one engine."""
-    return replicated([LocalEngine(zoo.folder(name), options=options, replica=at) for at in range(count)], name)
+    return replicated(
+        [LocalEngine(zoo.folder(name), options=options, replica=at) for at in range(count)], name
+    )
 
 
 def asks(count: int, tokens: int = 12) -> list[SampleRequest]:
     """Prompts of rollouts of their own."""
     law = Sampling(0.9)
     return [
-        SampleRequest((at + 5, 6, 7), tokens, law, rollout=f"p{at}/0", seed=Seed(at, "p", 0, 0, "target", 0))
+        SampleRequest(
+            (at + 5, 6, 7), tokens, law, rollout=f"p{at}/0", seed=Seed(at, "p", 0, 0, "target", 0)
+        )
         for at in range(count)
     ]
 
@@ -64,7 +70,9 @@ async def test_replicas_say_what_one_says(zoo: Zoo) -> None:
             assert len(shared_worker._HOSTS) == 2
             found = await collect([partial(pool.sample, ask) for ask in asks(8)])
             assert [done.ids for done in found] == [done.ids for done in wanted]
-            assert sum([load.requests for load in pool.load()]) == 8  # how many each gets depends on which is quicker
+            assert (
+                sum([load.requests for load in pool.load()]) == 8
+            )  # how many each gets depends on which is quicker
             assert other.stats().requests == 0
             done = await other.sample(asks(1)[0])
             assert done.ids != wanted[0].ids
@@ -76,11 +84,14 @@ class Loop:
     """A replica as the dispatch sees it."""
 
     def __init__(self, in_loop: int, stats: EngineStats) -> None:
-        self.in_loop, self.stats = in_loop, lambda: stats
+        self.in_loop = in_loop
+        self.stats = lambda: stats
 
 
 def dispatch_of(*in_loop: int, seconds: float = 10.0) -> tuple[Dispatch, list[ReplicaLoad]]:
-    """Of replicas with so many requests in their loops, where ten took so long and a hundred tokens each."""
+    """Of replicas with so many requests in their loops, where ten took so long and a hundred tokens
+    each.
+    """
     stats = EngineStats(requests=10, sampled_tokens=400, prefilled_tokens=600, busy_seconds=seconds)
     loops = [Loop(count, stats) for count in in_loop]
     loads = [ReplicaLoad(str(at), "up", 0, 0, 0) for at in range(len(loops))]
@@ -93,16 +104,24 @@ def turn(tokens: int, rollout: str = "p/0") -> ScoreRequest:
 
 
 def test_a_request_goes_where_it_costs_least() -> None:
-    """A rollout stays where it is cached, until more is waited for there than it takes to compute it anew."""
+    """A rollout stays where it is cached, until more is waited for there than it takes to compute
+    it anew.
+    """
     dispatch, loads = dispatch_of(0, 0)
     assert dispatch.choose(loads, turn(300)) == 0
-    for waiting, home in ((0, 0), (2, 0), (4, 1)):  # a request takes a second, a token ten milliseconds
+    for waiting, home in (
+        (0, 0),
+        (2, 0),
+        (4, 1),
+    ):  # a request takes a second, a token ten milliseconds
         assert _with(dispatch, waiting, 0).choose(loads, turn(320)) == home
     assert dispatch.choose(loads[1:], turn(340)) == 0  # of the one that is left
     fresh, loads = dispatch_of(3, 1, 2)
     assert fresh.choose(loads, turn(50, "")) == 1
     assert fresh.choose(loads, turn(50, "alone")) == 1
-    assert fresh.choose(loads, turn(50, "other")) == 1  # names without a problem have nothing in common
+    assert (
+        fresh.choose(loads, turn(50, "other")) == 1
+    )  # names without a problem have nothing in common
     assert set(fresh._cached) == {("1", "alone"), ("1", "other")}
 
 
@@ -127,7 +146,8 @@ async def test_a_replica_that_is_killed_loses_no_request(zoo: Zoo) -> None:
     """They are asked again at the other; it is started anew for those to come."""
     from tests.local.test_engine import loop_process
 
-    options, longer = replace(SHARED, worker="process"), asks(6, 60)
+    options = replace(SHARED, worker="process")
+    longer = asks(6, 60)
     async with LocalEngine(zoo.folder("base"), options=SHARED) as one:
         wanted = await collect([partial(one.sample, ask) for ask in longer])
     async with pool_of(zoo, "base", options=options) as pool:
@@ -139,7 +159,10 @@ async def test_a_replica_that_is_killed_loses_no_request(zoo: Zoo) -> None:
             os.kill(loop_process(), signal.SIGKILL)
             return None
 
-        calls: list[Callable[[], Awaitable[Completion | None]]] = [*(partial(pool.sample, ask) for ask in longer), kill]
+        calls: list[Callable[[], Awaitable[Completion | None]]] = [
+            *(partial(pool.sample, ask) for ask in longer),
+            kill,
+        ]
         found = (await collect(calls))[:-1]
         assert [done and done.ids for done in found] == [done.ids for done in wanted]
         assert sum(load.failures > 0 for load in pool.load()) <= 1

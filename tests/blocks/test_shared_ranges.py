@@ -1,4 +1,6 @@
-"""Models of a zoo in ranges of layers: what is alike is held once and placed by what is counted; the same bits."""
+"""Models of a zoo in ranges of layers: what is alike is held once and placed by what is counted;
+the same bits.
+"""
 
 # pyright: reportPrivateUsage=false
 
@@ -23,7 +25,15 @@ from atts.errors import EngineUnavailable, ModelLoadError
 from atts.local import LocalEngine, stage_rows, stage_workers
 from atts.local.batch import single_rows
 from atts.local.build import build_loop, build_stage
-from atts.local.messages import AddChain, Command, FailureReply, LoopReport, Reply, Submit, WorkerConfig
+from atts.local.messages import (
+    AddChain,
+    Command,
+    FailureReply,
+    LoopReport,
+    Reply,
+    Submit,
+    WorkerConfig,
+)
 from atts.local.stage_line import Flight, HeldLine
 from atts.local.stage_rows import HeldRange
 from atts.local.staged_loop import StagedModel
@@ -55,7 +65,9 @@ def staged(zoo: Zoo, name: str, stages: int = 2, **settings: Any) -> WorkerConfi
     return replace(config, options=replace(config.options, stages=stages, **settings))
 
 
-def driven(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[int, Reply], HeldLine]:
+def driven(
+    first: WorkerConfig, steps: Sequence[Sequence[Command]]
+) -> tuple[dict[int, Reply], HeldLine]:
     """What a loop answers, and its ranges."""
     replies = dict[int, Reply]()
 
@@ -73,9 +85,13 @@ def driven(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dic
 def test_models_share_ranges_and_say_what_they_say_alone(
     stages: int, replicas: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, six of them under a random schedule, wherever the sequences go; what is alike is held once."""
+    """Bit for bit, six of them under a random schedule, wherever the sequences go; what is alike is
+    held once.
+    """
     rng = random.Random(stages)
-    chosen = {number: (rng.randrange(len(NAMES)), ask) for number, ask in enumerate(requests(rng, 24), 1)}
+    chosen = {
+        number: (rng.randrange(len(NAMES)), ask) for number, ask in enumerate(requests(rng, 24), 1)
+    }
     alone = dict[int, Reply]()
     for at, name in enumerate(NAMES):
         mine = [[Submit(number, ask)] for number, (chain, ask) in chosen.items() if chain == at]
@@ -88,7 +104,10 @@ def test_models_share_ranges_and_say_what_they_say_alone(
     monkeypatch.setattr(stage_rows, "dispatched", anywhere)
     added = [AddChain(staged(family, name)) for name in NAMES[1:]]
     submits = {number: Submit(number, ask, chain) for number, (chain, ask) in chosen.items()}
-    said, line = driven(staged(family, "base", stages, stage_replicas=replicas), [added, *schedule(rng, submits, 0.5)])
+    said, line = driven(
+        staged(family, "base", stages, stage_replicas=replicas),
+        [added, *schedule(rng, submits, 0.5)],
+    )
     assert said == alone
     layers = sorted((held.setup.layers.start, len(held.members)) for held in line.ranges.values())
     assert layers == [(0, 6), (1, 1), (1, 5), (2, 1), (2, 5)]
@@ -99,11 +118,18 @@ def test_models_share_ranges_and_say_what_they_say_alone(
     assert line.handed[names[0][0], names[0][1]] > line.handed[names[2][0], names[2][1]] > 0
 
 
-def test_every_range_is_in_as_many_workers_as_were_asked_for(family: Zoo, here: type[StageHere]) -> None:
-    """However busy each is: which is placed first decides what room is left in which worker for the others."""
+def test_every_range_is_in_as_many_workers_as_were_asked_for(
+    family: Zoo, here: type[StageHere]
+) -> None:
+    """However busy each is: which is placed first decides what room is left in which worker for the
+    others.
+    """
     added = [AddChain(staged(family, name)) for name in NAMES[1:]]
     ask = SampleRequest((3, 4, 5), 2, Sampling(0.0))
-    _, line = driven(staged(family, "base", stage_replicas="2"), [added, [Submit(1, ask, 1)], [Submit(2, ask, 2)]])
+    _, line = driven(
+        staged(family, "base", stage_replicas="2"),
+        [added, [Submit(1, ask, 1)], [Submit(2, ask, 2)]],
+    )
     assert len(line.ranges) == 5
     rng = random.Random(0)
     for workers in (3, 2, 1):
@@ -119,11 +145,15 @@ def test_every_range_is_in_as_many_workers_as_were_asked_for(family: Zoo, here: 
 def test_a_worker_of_a_shared_range_that_is_gone_costs_no_answer(
     spare: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its ranges are loaded again, by another or where one is left; what two models had there is computed anew."""
+    """Its ranges are loaded again, by another or where one is left; what two models had there is
+    computed anew.
+    """
     asks = dict(enumerate(requests(random.Random(5), 16), 1))
     alone = dict[int, Reply]()
     for at, name in enumerate(("base", "narrow")):
-        alone |= run(config_of(family, name), [[Submit(n, ask)] for n, ask in asks.items() if n % 2 == at])[0]
+        alone |= run(
+            config_of(family, name), [[Submit(n, ask)] for n, ask in asks.items() if n % 2 == at]
+        )[0]
 
     class Prepared(Script):
         def take(self, *, wait: bool) -> list[Command]:
@@ -150,7 +180,9 @@ def test_ranges_move_beside_those_that_they_hand_rows_to(
     submits: list[list[Command]] = [[Submit(n, ask, 1)] for n, ask in asks.items()]
     added: list[Command] = [AddChain(staged(family, "middle", 3))]
     first = SampleRequest((3, 4, 5), 30, Sampling(0.0))
-    said, line = driven(staged(family, "base", 3), [added, [Submit(99, first)], *([[]] * 20), *submits])
+    said, line = driven(
+        staged(family, "base", 3), [added, [Submit(99, first)], *([[]] * 20), *submits]
+    )
     assert {n: said[n] for n in alone} == alone
     homes = {name: held.homes for name, held in line.ranges.items()}
     assert line.crossing(homes) <= line.crossing(line._placed()) / 0.8 + 1
@@ -193,7 +225,9 @@ def test_a_model_that_cannot_be_loaded_hinders_no_other(family: Zoo, here: type[
 def test_a_worker_that_is_gone_while_a_damaged_model_is_loaded_costs_no_other_an_answer(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one in its place cannot load what both models need, and loads it again without the damaged one."""
+    """The one in its place cannot load what both models need, and loads it again without the
+    damaged one.
+    """
     digest = next(block.digest for block in family.model("wide").blocks if block.place == "adapter")
     path = family.directory / "blocks" / f"{digest}.safetensors"
 
@@ -219,8 +253,13 @@ def test_a_range_that_could_not_be_loaded_again_is_loaded_for_all_of_its_models(
     family: Zoo, here: type[StageHere]
 ) -> None:
     """The model that is opened then is not the only one whose adapter it has."""
-    setups = [StageSetup(staged(family, name), range(1), 1, "a", at) for at, name in enumerate(("narrow", "wide"))]
-    config, broken, joined = setups[0].config, list[bool](), list[int]()
+    setups = [
+        StageSetup(staged(family, name), range(1), 1, "a", at)
+        for at, name in enumerate(("narrow", "wide"))
+    ]
+    config = setups[0].config
+    broken = list[bool]()
+    joined = list[int]()
 
     class Layers:
         def join(self, setup: StageSetup) -> None:
@@ -247,8 +286,12 @@ def test_a_range_that_could_not_be_loaded_again_is_loaded_for_all_of_its_models(
     assert (len(here.made), line.ranges["a"].holders, joined) == (2, {0}, [0, 1])
 
 
-def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(family: Zoo, here: type[StageHere]) -> None:
-    """Neither what it was asked before and answers later, nor the range while it is still to load it once more."""
+def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(
+    family: Zoo, here: type[StageHere]
+) -> None:
+    """Neither what it was asked before and answers later, nor the range while it is still to load
+    it once more.
+    """
     config = staged(family, "base", kv_tokens=64)
     line = HeldLine(config, build_stage, 1)
     line.start("one")
@@ -259,7 +302,8 @@ def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(family: Zoo, here:
     assert held.holders == set()
     held._joined(0, None)
     assert held.holders == {0}
-    zero, table = np.zeros(1, dtype=np.int64), np.ones((1, 4), dtype=np.int32)
+    zero = np.zeros(1, dtype=np.int64)
+    table = np.ones((1, 4), dtype=np.int32)
     batch = replace(single_rows(zero, zero, zero, table), chains=zero)
     for is_kept in (True, False):
         flight = Flight.of(batch, table, config.model.hidden_size)
@@ -275,7 +319,9 @@ def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(family: Zoo, here:
 def test_what_cannot_be_loaded_again_is_an_outage(
     part: str, family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker is gone whose ranges are damaged meanwhile: no model goes on without its own, and all are told."""
+    """A worker is gone whose ranges are damaged meanwhile: no model goes on without its own, and
+    all are told.
+    """
     digest = next(block.digest for block in family.model("wide").blocks if block.place == part)
     path = family.directory / "blocks" / f"{digest}.safetensors"
 
@@ -291,15 +337,22 @@ def test_what_cannot_be_loaded_again_is_an_outage(
     asks = [SampleRequest((3 + n, 4, 5), 30, Sampling(1.0), seed=Seed(n)) for n in range(4)]
     submits: list[Command] = [Submit(n, ask, n % 3) for n, ask in enumerate(asks, 1)]
     added = [AddChain(staged(family, name, 3)) for name in ("wide", "narrow")]
-    with pytest.raises(EngineUnavailable, match=r"layers . to . could not be loaded again \(.*damaged"):
+    with pytest.raises(
+        EngineUnavailable, match=r"layers . to . could not be loaded again \(.*damaged"
+    ):
         driven(staged(family, "base", 3), [[*added, *submits]])
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_engines_in_ranges_say_what_they_say_in_one_process(family: Zoo, here: type[StageHere]) -> None:
-    """The model that comes second has its own adapter, or its own last layer, in the ranges that it shares."""
-    ask, options = SampleRequest((5, 6, 7), 20, Sampling(0.9), seed=Seed(1)), replace(SHARED, stages=2)
+async def test_engines_in_ranges_say_what_they_say_in_one_process(
+    family: Zoo, here: type[StageHere]
+) -> None:
+    """The model that comes second has its own adapter, or its own last layer, in the ranges that it
+    shares.
+    """
+    ask = SampleRequest((5, 6, 7), 20, Sampling(0.9), seed=Seed(1))
+    options = replace(SHARED, stages=2)
     for name in ("wide", "end"):
         found = list[Completion]()
         for own in (SHARED, options):
@@ -308,24 +361,35 @@ async def test_engines_in_ranges_say_what_they_say_in_one_process(family: Zoo, h
                 async with LocalEngine(family.folder(name), options=own) as engine:
                     found.append(await engine.sample(ask))
         assert found[0] == found[1]
-    assert here.made[0].kinds["steps"] > 5  # a layer of one's own is where the busy share of either worker has it
+    assert (
+        here.made[0].kinds["steps"] > 5
+    )  # a layer of one's own is where the busy share of either worker has it
 
 
 @pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_killed_process_of_two_models_costs_no_answer(family: Zoo) -> None:
-    """Two engines on one loop, kill -9 while both write: all answers are those of before, and it is replaced."""
+    """Two engines on one loop, kill -9 while both write: all answers are those of before, and it is
+    replaced.
+    """
     options = replace(SHARED, stages=2, kv_tokens=4096)
-    asks = [SampleRequest((5, 6, 7 + at), 150, Sampling(0.9), seed=Seed(at), rollout=f"r{at}") for at in range(8)]
-    engines = [LocalEngine(family.folder(name), name=name, options=options) for name in ("base", "narrow")]
+    asks = [
+        SampleRequest((5, 6, 7 + at), 150, Sampling(0.9), seed=Seed(at), rollout=f"r{at}")
+        for at in range(8)
+    ]
+    engines = [
+        LocalEngine(family.folder(name), name=name, options=options) for name in ("base", "narrow")
+    ]
     async with engines[0], engines[1]:
         wanted = [[(await engine.sample(ask)).ids for ask in asks] for engine in engines]
         assert len(stage_processes()) == 1
         found = dict[tuple[int, int], Completion]()
 
         async def again(at: int, number: int) -> None:
-            found[at, number] = await engines[at].sample(replace(asks[number], rollout=f"again{number}"))
+            found[at, number] = await engines[at].sample(
+                replace(asks[number], rollout=f"again{number}")
+            )
 
         async def kill() -> None:
             await anyio.sleep(0.05)

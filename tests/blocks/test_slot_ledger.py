@@ -1,4 +1,6 @@
-"""Keys and values that models share: each (layer, position) is owned once, and nobody's numbers change by a bit."""
+"""Keys and values that models share: each (layer, position) is owned once, and nobody's numbers
+change by a bit.
+"""
 
 # pyright: reportPrivateUsage=false
 
@@ -35,18 +37,29 @@ def shallow(folder: Path, layers: int) -> Path:
     """Keep a model's first layers alone."""
     cut = [f"layers.{at}." for at in range(layers, 9)]
     tensors = {
-        key: part for key, part in load_file(folder / "model.safetensors").items() if not any(c in key for c in cut)
+        key: part
+        for key, part in load_file(folder / "model.safetensors").items()
+        if not any(c in key for c in cut)
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    said = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": layers, "layer_types": None}
+    said = json.loads((folder / "config.json").read_text()) | {
+        "num_hidden_layers": layers,
+        "layer_types": None,
+    }
     (folder / "config.json").write_text(json.dumps(said))
     return folder
 
 
 @pytest.fixture
 def relatives(make_zoo: MakeZoo, tune: Tune) -> Zoo:
-    """Models that part late: in the last layer, by an adapter of it, in the head, after two layers, in what attends."""
-    tuned = {"end": ("layers.2.mlp",), "head": ("lm_head", "model.norm"), "outputs": ("layers.1.self_attn.o_proj",)}
+    """Models that part late: in the last layer, by an adapter of it, in the head, after two layers,
+    in what attends.
+    """
+    tuned = {
+        "end": ("layers.2.mlp",),
+        "head": ("lm_head", "model.norm"),
+        "outputs": ("layers.1.self_attn.o_proj",),
+    }
     zoo = make_zoo(tuned, {"late": ("layers.2.self_attn.q_proj", "layers.2.mlp")})
     zoo.add("shallow", shallow(tune("shallow", "lm_head"), 2))
     return zoo
@@ -55,18 +68,28 @@ def relatives(make_zoo: MakeZoo, tune: Tune) -> Zoo:
 def common_requests(rng: random.Random, count: int, longest: int = 25) -> list[Ask]:
     """Requests of few beginnings; what is scored has other ends than what is continued."""
     begins = [tuple(rng.randrange(3, 300) for _ in range(rng.randrange(12, 40))) for _ in range(3)]
-    ends = [(number + 3, *(rng.randrange(3, 300) for _ in range(rng.randrange(8, 20)))) for number in range(6)]
+    ends = [
+        (number + 3, *(rng.randrange(3, 300) for _ in range(rng.randrange(8, 20))))
+        for number in range(6)
+    ]
     made = list[Ask]()
     for number in range(count):
-        ids, seed = rng.choice(begins) + rng.choice(ends), Seed(number, "p", 0, 0, "target", 0)
+        ids = rng.choice(begins) + rng.choice(ends)
+        seed = Seed(number, "p", 0, 0, "target", 0)
         if rng.random() < 0.4:
             made.append(ScoreRequest((*ids[:-8], number + 20), ids[-8:]))
         else:
-            made.append(SampleRequest(ids, rng.randrange(3, longest), Sampling(rng.choice((0.0, 0.9))), seed=seed))
+            made.append(
+                SampleRequest(
+                    ids, rng.randrange(3, longest), Sampling(rng.choice((0.0, 0.9))), seed=seed
+                )
+            )
     return made
 
 
-def open_loop(zoo: Zoo, replies: dict[int, Reply], kv_tokens: int = 4096, names: Sequence[str] = NAMES) -> StepLoop:
+def open_loop(
+    zoo: Zoo, replies: dict[int, Reply], kv_tokens: int = 4096, names: Sequence[str] = NAMES
+) -> StepLoop:
     """One loop for all relatives, driven by hand."""
 
     def tell(report: LoopReport) -> None:
@@ -79,7 +102,12 @@ def open_loop(zoo: Zoo, replies: dict[int, Reply], kv_tokens: int = 4096, names:
     return loop
 
 
-def drive(loop: StepLoop, waiting: list[Submit], rng: random.Random, each: Callable[[], None] = lambda: None) -> None:
+def drive(
+    loop: StepLoop,
+    waiting: list[Submit],
+    rng: random.Random,
+    each: Callable[[], None] = lambda: None,
+) -> None:
     """Requests arrive at random; now and then one is cancelled that `each` has not seen finished."""
     while waiting or loop._scheduler.num_unfinished:
         while waiting and rng.random() < 0.4:
@@ -90,11 +118,18 @@ def drive(loop: StepLoop, waiting: list[Submit], rng: random.Random, each: Calla
     loop._report()
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_common_prompts_change_no_bit(seed: int, relatives: Zoo) -> None:
-    """Alone in a loop, each request in turn, and beside five relatives that have the same beginnings."""
+    """Alone in a loop, each request in turn, and beside five relatives that have the same
+    beginnings.
+    """
     rng = random.Random(seed)
-    asks = [Submit(n, ask, rng.randrange(len(NAMES))) for n, ask in enumerate(common_requests(rng, 40), 1)]
+    asks = [
+        Submit(n, ask, rng.randrange(len(NAMES)))
+        for n, ask in enumerate(common_requests(rng, 40), 1)
+    ]
     alone = dict[int, Reply]()
     for at, name in enumerate(NAMES):
         loop = open_loop(relatives, alone, names=[name])
@@ -104,7 +139,9 @@ def test_common_prompts_change_no_bit(seed: int, relatives: Zoo) -> None:
     beside = dict[int, Reply]()
     loop = open_loop(relatives, beside)
     drive(loop, asks[::-1], rng)
-    assert {n: said(reply) for n, reply in beside.items()} == {n: said(reply) for n, reply in alone.items()}
+    assert {n: said(reply) for n, reply in beside.items()} == {
+        n: said(reply) for n, reply in alone.items()
+    }
 
 
 def said(reply: Reply) -> tuple[object, ...]:
@@ -117,13 +154,17 @@ def path_ids(node: PrefixNode | None) -> tuple[int, ...]:
     """The kind and the tokens of the text that ends with a node."""
     found: tuple[int, ...] = ()
     while node is not None:
-        found, node = node.ids + found, node.parent
+        found = node.ids + found
+        node = node.parent
     return found
 
 
 def check_ledger(loop: StepLoop) -> int:
-    """Whoever holds a slot is counted, and what was computed alike lies in one slot; how many slots are shared."""
-    scheduler, model = loop._scheduler, loop._model
+    """Whoever holds a slot is counted, and what was computed alike lies in one slot; how many slots
+    are shared.
+    """
+    scheduler = loop._scheduler
+    model = loop._model
     assert isinstance(model, ChainModel)
     ledger = model._ledger
     holders = [Counter[int]() for _ in ledger.starts]
@@ -138,7 +179,10 @@ def check_ledger(loop: StepLoop) -> int:
                 holders[column][slot] += 1
                 for kin in ledger.kin.get(chain, ()):
                     kept = ledger.kept[kin.unit]
-                    if ledger.column_of(kin.layers - 1) >= column and kept.is_known[slots[kept.column]]:
+                    if (
+                        ledger.column_of(kin.layers - 1) >= column
+                        and kept.is_known[slots[kept.column]]
+                    ):
                         key = column, frozenset({chain, kin.chain}), text
                         assert owned.setdefault(key, slot) == slot, "computed alike, owned twice"
     for sequence in scheduler.running():
@@ -153,11 +197,16 @@ def check_ledger(loop: StepLoop) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_layer_and_position_is_owned_once(seed: int, relatives: Zoo) -> None:
-    """In every step of a random schedule with a cache that is too small, and with requests that are cancelled."""
+    """In every step of a random schedule with a cache that is too small, and with requests that are
+    cancelled.
+    """
     rng = random.Random(seed)
     replies = dict[int, Reply]()
     loop = open_loop(relatives, replies, kv_tokens=130)
-    asks = [Submit(n, ask, rng.randrange(len(NAMES))) for n, ask in enumerate(common_requests(rng, 120, 70), 1)]
+    asks = [
+        Submit(n, ask, rng.randrange(len(NAMES)))
+        for n, ask in enumerate(common_requests(rng, 120, 70), 1)
+    ]
     shared = list[int]()
 
     def each() -> None:
@@ -176,11 +225,14 @@ def test_every_layer_and_position_is_owned_once(seed: int, relatives: Zoo) -> No
 
 
 def test_a_common_prompt_is_prefilled_once_up_to_where_models_part(relatives: Zoo) -> None:
-    """The second of two models computes only what is its own of a prompt: the last units, of all its rows."""
+    """The second of two models computes only what is its own of a prompt: the last units, of all
+    its rows.
+    """
     ids = tuple(range(5, 45))
     for name, unit in (("end", 5), ("late", 5), ("head", 5), ("shallow", 3), ("outputs", 3)):
         loop = open_loop(relatives, {}, names=["base", name])
-        model, counts = loop._model, list[int]()
+        model = loop._model
+        counts = list[int]()
         assert isinstance(model, ChainModel)
         for chain in (1, 0):
             request = SampleRequest(ids, 1, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
@@ -191,7 +243,9 @@ def test_a_common_prompt_is_prefilled_once_up_to_where_models_part(relatives: Zo
 
 
 def test_where_models_part() -> None:
-    """Keys and values of a layer are shared though its queries differ; the head's model restarts at its last layer."""
+    """Keys and values of a layer are shared though its queries differ; the head's model restarts at
+    its last layer.
+    """
     base = Lineage(("e", "a0", "m0", "a1", "m1", "h"), ("k0", "k1"), 3)
     cases = {
         ("x", "a0", "m0", "a1", "m1", "h"): (0, 0),
@@ -208,7 +262,9 @@ def test_where_models_part() -> None:
 def test_slots_are_free_when_nobody_holds_them() -> None:
     """A relative's slots outlive its sequence; columns are divided with what is held."""
     ledger = SlotLedger(10, 4)
-    one, other = (Lineage(("e", "a0", "m0", tail, "m1", "h"), ("k0", tail), 3) for tail in ("a1", "b1"))
+    one, other = (
+        Lineage(("e", "a0", "m0", tail, "m1", "h"), ("k0", tail), 3) for tail in ("a1", "b1")
+    )
     parents = list[list[int]]()
     ledger.relate({0: one, 1: other}, parents.append)
     assert parents == [[0, 0]]

@@ -1,4 +1,6 @@
-"""A zoo gives back what was added, stores each block once, and loses nothing to crashes, refusals and damage."""
+"""A zoo gives back what was added, stores each block once, and loses nothing to crashes, refusals
+and damage.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,15 @@ def blocks_of(zoo: Zoo) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=[] if f in ("llama", "phi3", "gemma2") else [pytest.mark.slow]) for f in FAMILIES]
+    "family",
+    [
+        pytest.param(f, marks=[] if f in ("llama", "phi3", "gemma2") else [pytest.mark.slow])
+        for f in FAMILIES
+    ],
 )
-def test_every_family_comes_out_as_it_went_in(family: str, zoo: Zoo, make_model: Make, tmp_path: Path) -> None:
+def test_every_family_comes_out_as_it_went_in(
+    family: str, zoo: Zoo, make_model: Make, tmp_path: Path
+) -> None:
     """Whole and cut into blocks, byte for byte; two equal models are stored once."""
     changes = next((changes for kind, changes in CASES.values() if kind == family), {})
     folder = make_model(family, **changes)
@@ -60,9 +68,12 @@ def test_every_family_comes_out_as_it_went_in(family: str, zoo: Zoo, make_model:
 
 
 def test_one_bit_splits_one_block(zoo: Zoo, base: Path, tune: Tune) -> None:
-    """A model that differs in the lowest bit of one number has one block of its own; wherever that number is."""
+    """A model that differs in the lowest bit of one number has one block of its own; wherever that
+    number is.
+    """
     known = zoo.add("base", base).digests
-    rng, path = random.Random(1), base / "model.safetensors"
+    rng = random.Random(1)
+    path = base / "model.safetensors"
     names = sorted(load_file(path))
     for number, name in enumerate(rng.sample(names, 4)):
         folder = tune(f"bit{number}")
@@ -71,19 +82,27 @@ def test_one_bit_splits_one_block(zoo: Zoo, base: Path, tune: Tune) -> None:
         flat[rng.randrange(len(flat))] ^= 1
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         model = zoo.add(f"bit{number}", folder)
-        assert [block.place for block in model.blocks if block.digest not in known] == [_place(name)]
+        assert [block.place for block in model.blocks if block.digest not in known] == [
+            _place(name)
+        ]
 
 
 def _place(tensor: str) -> str:
     """The block that a tensor of a Llama is in."""
-    known = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "head", "lm_head.weight": "head"}
+    known = {
+        "model.embed_tokens.weight": "embedding",
+        "model.norm.weight": "head",
+        "lm_head.weight": "head",
+    }
     if tensor in known:
         return known[tensor]
     _, _, layer, part, *_ = tensor.split(".")
     return f"layers.{layer}.{'attention' if part in ('self_attn', 'input_layernorm') else 'mlp'}"
 
 
-def test_equal_layers_are_one_block_wherever_they_stand(zoo: Zoo, base: Path, tune: Tune, tmp_path: Path) -> None:
+def test_equal_layers_are_one_block_wherever_they_stand(
+    zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
+) -> None:
     """A model whose layers were exchanged shares all of its blocks, and comes out exchanged."""
     folder = tune("swapped")
     tensors = load_file(folder / "model.safetensors")
@@ -107,16 +126,29 @@ def test_a_model_stays_whole_until_another_shares_part_of_it(
     assert blocks_of(zoo) == {}
     zoo.add("tuned", tune("tuned", "layers.2.", "norm.weight", "lm_head"))
     lines = {model.name: model for model in zoo.show().models}
-    assert {name: line.is_whole for name, line in lines.items()} == {"base": False, "stranger": True, "tuned": False}
+    assert {name: line.is_whole for name, line in lines.items()} == {
+        "base": False,
+        "stranger": True,
+        "tuned": False,
+    }
     assert not (zoo.directory / "models/base/model.safetensors").exists()
     shared = {place for place, count in lines["tuned"].parts.items() if count == 2}
     assert "embedding" in shared
     assert {"layers.2.mlp", "layers.2.attention", "head"} & shared == set()
 
 
-def test_removing_deletes_what_no_other_needs(zoo: Zoo, base: Path, tune: Tune, tmp_path: Path) -> None:
-    """Models go in any order; those that stay come out as they went in, and no block is left without a model."""
-    folders = {"base": base, "tail": tune("tail", "layers.2."), "head": tune("head", "lm_head"), "other": tune("other")}
+def test_removing_deletes_what_no_other_needs(
+    zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
+) -> None:
+    """Models go in any order; those that stay come out as they went in, and no block is left
+    without a model.
+    """
+    folders = {
+        "base": base,
+        "tail": tune("tail", "layers.2."),
+        "head": tune("head", "lm_head"),
+        "other": tune("other"),
+    }
     for name, folder in folders.items():
         zoo.add(name, folder)
     names = sorted(folders)
@@ -141,13 +173,20 @@ def flat(parts: Iterable[SharedPart]) -> Iterator[SharedPart]:
 
 def test_bytes_stored_are_those_on_the_disk(zoo: Zoo, base: Path, tune: Tune) -> None:
     """Four relatives take little more than one; the tree holds every block once."""
-    for name, words in {"a": ["lm_head"], "b": ["layers.2.mlp"], "c": [], "d": ["layers.2.mlp"]}.items():
+    for name, words in {
+        "a": ["lm_head"],
+        "b": ["layers.2.mlp"],
+        "c": [],
+        "d": ["layers.2.mlp"],
+    }.items():
         zoo.add(name, tune(name, *words))
     found = zoo.show()
     assert found.apart == sum(
         path.stat().st_size for name in "abcd" for path in (zoo.directory.parent / name).iterdir()
     )
-    assert found.stored == sum(path.stat().st_size for path in zoo.directory.rglob("*") if path.is_file())
+    assert found.stored == sum(
+        path.stat().st_size for path in zoo.directory.rglob("*") if path.is_file()
+    )
     assert found.saved > 0.4
     (root,) = found.tree
     assert root.models == ("a", "b", "c", "d")
@@ -158,9 +197,14 @@ def test_bytes_stored_are_those_on_the_disk(zoo: Zoo, base: Path, tune: Tune) ->
 
 def damaged(zoo: Zoo, name: str, other: str) -> str:
     """Change a byte of a block that one model has and another has not; the block's name."""
-    manifest = {who: json.loads((zoo.directory / "models" / who / "blocks.json").read_text()) for who in (name, other)}
+    manifest = {
+        who: json.loads((zoo.directory / "models" / who / "blocks.json").read_text())
+        for who in (name, other)
+    }
     theirs = {block["digest"] for block in manifest[other]["blocks"]}
-    digest = next(block["digest"] for block in manifest[name]["blocks"] if block["digest"] not in theirs)
+    digest = next(
+        block["digest"] for block in manifest[name]["blocks"] if block["digest"] not in theirs
+    )
     path = zoo.directory / "blocks" / f"{digest}.safetensors"
     data = bytearray(path.read_bytes())
     data[-3] ^= 4
@@ -168,7 +212,9 @@ def damaged(zoo: Zoo, name: str, other: str) -> str:
     return str(digest)
 
 
-def test_a_damaged_block_is_named_and_spares_the_others(zoo: Zoo, base: Path, tune: Tune, tmp_path: Path) -> None:
+def test_a_damaged_block_is_named_and_spares_the_others(
+    zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
+) -> None:
     """Export and check say which; the model without it goes on; adding the model again repairs it."""
     folder = tune("tuned", "layers.1.mlp")
     zoo.add("base", base)
@@ -277,10 +323,13 @@ def test_a_newer_zoo_and_what_is_none(zoo: Zoo, base: Path, tmp_path: Path) -> N
 def test_a_disk_that_refuses_at_any_moment_loses_nothing(
     zoo: Zoo, base: Path, tune: Tune, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full at every write in turn: the zoo says so, holds what it held, and takes the model when there is room."""
+    """Full at every write in turn: the zoo says so, holds what it held, and takes the model when
+    there is room.
+    """
     tuned = tune("tuned", "lm_head")
     zoo.add("base", base)
-    calls, real = [0], os.fsync
+    calls = [0]
+    real = os.fsync
 
     def failing(handle: int) -> None:
         calls[0] -= 1
@@ -332,11 +381,17 @@ eval(sys.argv[3])
     ["zoo.add('tuned', Path(sys.argv[4]))", "zoo.remove('tail')", "zoo.remove('base')"],
     ids=["add", "tail", "base"],
 )
-def test_killed_at_any_moment_a_zoo_loses_nothing(order: str, zoo: Zoo, base: Path, tune: Tune, tmp_path: Path) -> None:
-    """SIGKILL at every few calls that change files: models are there whole or not at all; the next change cleans up."""
-    tail, tuned = tune("tail", "layers.2."), tune("tuned", "lm_head")
+def test_killed_at_any_moment_a_zoo_loses_nothing(
+    order: str, zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
+) -> None:
+    """SIGKILL at every few calls that change files: models are there whole or not at all; the next
+    change cleans up.
+    """
+    tail = tune("tail", "layers.2.")
+    tuned = tune("tuned", "lm_head")
     folders = {"base": base, "tail": tail, "tuned": tuned, "last": base}
-    was_killed, is_over = 0, False
+    was_killed = 0
+    is_over = False
     for moment in range(0, 200, 6):
         shutil.rmtree(zoo.directory, ignore_errors=True)
         zoo.add("base", base)
@@ -374,8 +429,13 @@ Zoo(Path(sys.argv[1])).add(sys.argv[2], Path(sys.argv[3]))
 
 @pytest.mark.slow
 def test_processes_add_at_once(zoo: Zoo, tune: Tune, tmp_path: Path) -> None:
-    """Each waits for its turn, none is refused, and what they share is stored once; from the first on."""
-    folders = {name: tune(name, word) for name, word in {"a": "lm_head", "b": "layers.0.", "c": "layers.2."}.items()}
+    """Each waits for its turn, none is refused, and what they share is stored once; from the first
+    on.
+    """
+    folders = {
+        name: tune(name, word)
+        for name, word in {"a": "lm_head", "b": "layers.0.", "c": "layers.2."}.items()
+    }
     running = [
         subprocess.Popen([sys.executable, "-c", ADDED, str(zoo.directory), name, str(folder)])
         for name, folder in folders.items()
@@ -395,13 +455,18 @@ def test_names_are_names_of_files(name: str, zoo: Zoo, base: Path) -> None:
         zoo.add(name, base)
 
 
-def test_a_manifest_that_leads_elsewhere_is_refused(zoo: Zoo, base: Path, tune: Tune, tmp_path: Path) -> None:
+def test_a_manifest_that_leads_elsewhere_is_refused(
+    zoo: Zoo, base: Path, tune: Tune, tmp_path: Path
+) -> None:
     """Digests and file names of a manifest are what they should be, or it is damaged."""
     zoo.add("base", base)
     path = zoo.directory / "models/base/blocks.json"
     whole = path.read_text()
     said = json.loads(whole)
-    for change in ({"digest": "../../../etc/passwd"}, {"digest": said["blocks"][0]["digest"].upper()}):
+    for change in (
+        {"digest": "../../../etc/passwd"},
+        {"digest": said["blocks"][0]["digest"].upper()},
+    ):
         said["blocks"][0] |= change
         path.write_text(json.dumps(said))
         with pytest.raises(ZooError, match="is damaged"):

@@ -17,7 +17,10 @@ MATH = "ppls_math500_qwq_32B_rllama_8B_s16_t500_temp0.8__ec846181.npy"
 @pytest.fixture(scope="session")
 def arrivals(shared_data: Path) -> dict[str, Records]:
     """The real streams by order: "sim" and "lock"."""
-    return {name: _read(shared_data / "traces" / f"arrivals_ct0_{name}.jsonl") for name in ("sim", "lock")}
+    return {
+        name: _read(shared_data / "traces" / f"arrivals_ct0_{name}.jsonl")
+        for name in ("sim", "lock")
+    }
 
 
 def _read(path: Path) -> Records:

@@ -11,12 +11,17 @@ from atts.calibration import StoredScores
 from atts.calibration.drift import DriftMonitor
 
 
-def whole_questions(stored: StoredScores, seed: int, count: int = 300) -> Iterator[tuple[float, str]]:
+def whole_questions(
+    stored: StoredScores, seed: int, count: int = 300
+) -> Iterator[tuple[float, str]]:
     """Scores of whole questions drawn with replacement, as a clean run would bring them."""
     questions = np.array(stored.nonconformity).reshape(len(set(stored.questions)), -1)
-    size, draw = questions.shape[1], np.random.default_rng(seed)
+    size = questions.shape[1]
+    draw = np.random.default_rng(seed)
     for live in range(math.ceil(count / size)):
-        for nonconformity in questions[draw.integers(len(questions))][: max(0, count - size * live)]:
+        for nonconformity in questions[draw.integers(len(questions))][
+            : max(0, count - size * live)
+        ]:
             yield float(nonconformity), f"live {live}"
 
 

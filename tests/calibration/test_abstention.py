@@ -26,7 +26,9 @@ def true_risk(threshold: float, slope: float) -> float:
 
 @pytest.mark.parametrize("slope", [0.25, 0.5, 0.9])
 def test_the_risk_is_kept_with_the_probability_promised(slope: float) -> None:
-    """Of 300 calibration runs, those whose threshold answers wrongly more than one time in ten are a tenth at most."""
+    """Of 300 calibration runs, those whose threshold answers wrongly more than one time in ten are
+    a tenth at most.
+    """
     broken = certified = 0
     for seed in range(300):
         found = certify_abstention(*labelled(400, seed, slope), risk=0.1, kept=0.9)
@@ -38,7 +40,9 @@ def test_the_risk_is_kept_with_the_probability_promised(slope: float) -> None:
 
 
 def test_counts_by_hand() -> None:
-    """Forty unanimous problems, all right: 29 are needed at half of a tenth; more are answered while few are wrong."""
+    """Forty unanimous problems, all right: 29 are needed at half of a tenth; more are answered
+    while few are wrong.
+    """
     found = certify_abstention([1.0] * 40 + [0.5] * 40, [False] * 40 + [True] * 40, 0.1)
     assert (found.threshold, found.answered, found.wrong) == (0.55, 40, 0)
     assert "answered problems are wrong at most 0.1 of the time" in found.guarantee
@@ -50,7 +54,9 @@ def test_counts_by_hand() -> None:
 
 
 def test_one_that_may_answer_too_few_stops_where_it_fails() -> None:
-    """Twenty-eight right answers do not certify a tenth at a twentieth; it says how many problems would."""
+    """Twenty-eight right answers do not certify a tenth at a twentieth; it says how many problems
+    would.
+    """
     found = certify_abstention([1.0] * 28 + [math.nan] * 28, [False] * 56, 0.1)
     assert found.threshold is None
     assert found.needed == 58
@@ -76,7 +82,9 @@ def test_where_no_number_would_do() -> None:
         ([1], [True], 0.1, 1),
     ],
 )
-def test_what_is_refused(confidence: list[float], wrong: list[bool], risk: float, kept: float) -> None:
+def test_what_is_refused(
+    confidence: list[float], wrong: list[bool], risk: float, kept: float
+) -> None:
     """Nothing to learn from, no confidences, no fractions."""
     with pytest.raises(CalibrationInputError):
         certify_abstention(confidence, wrong, risk, kept)

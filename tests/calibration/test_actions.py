@@ -1,4 +1,6 @@
-"""What is done on a model's word alone: its errors among what it acts on, by simulation and on recorded runs."""
+"""What is done on a model's word alone: its errors among what it acts on, by simulation and on
+recorded runs.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ from atts.errors import CalibrationInputError
 from atts.evaluators import share_estimate
 
 Chunks = Iterator[tuple[float, bool]]
-Recorded = dict[int, list[tuple[float, float, bool]]]  # by question: log-perplexity, share of siblings, right
+Recorded = dict[
+    int, list[tuple[float, float, bool]]
+]  # by question: log-perplexity, share of siblings, right
 
 
 def question(seed: int, number: int, chunks: int = 8) -> Chunks:
-    """Chunks that move together: a question is easy or hard; the probability is the true one of its law."""
+    """Chunks that move together: a question is easy or hard; the probability is the true one of its
+    law.
+    """
     draw = np.random.default_rng([seed, number])
     leans = draw.normal(size=chunks) + draw.normal()
     for chance in 1 / (1 + np.exp(-(1.5 + 1.5 * leans))):
@@ -32,7 +38,9 @@ def question(seed: int, number: int, chunks: int = 8) -> Chunks:
 
 
 def test_few_of_the_chunks_acted_on_are_wrong_with_the_probability_promised() -> None:
-    """Twenty runs of 300 questions: most act, and two at most may be wrong more often than a seventh."""
+    """Twenty runs of 300 questions: most act, and two at most may be wrong more often than a
+    seventh.
+    """
     acted = broken = 0
     for seed in range(20):
         rule = ActionRule(0.14)
@@ -50,7 +58,8 @@ def test_few_of_the_chunks_acted_on_are_wrong_with_the_probability_promised() ->
 
 def test_chunks_of_one_question_are_one_witness() -> None:
     """A thousand right chunks of twenty questions show less than one each of two hundred."""
-    few, many = ActionRule(0.1), ActionRule(0.1)
+    few = ActionRule(0.1)
+    many = ActionRule(0.1)
     for number in range(1000):
         few.learn(0.99, False, str(number % 20))
         many.learn(0.99, False, str(number))
@@ -71,7 +80,9 @@ def recorded(shared_data: Path) -> Recorded:
     with gzip.open(shared_data / "traces/draft_target.jsonl.gz", "rt") as lines:
         for one in map(json.loads, lines):
             if one["run"] == "ct0" and one["question_id"] < 60:
-                groups[one["question_id"]].append((math.log(one["turns"][0]["ppl"] or 2.0), one["answer_direct"]))
+                groups[one["question_id"]].append(
+                    (math.log(one["turns"][0]["ppl"] or 2.0), one["answer_direct"])
+                )
     for name, rollouts in groups.items():
         answers = [answer for _, answer in rollouts if answer != "invalid"]
         for score, own in rollouts:
@@ -80,13 +91,21 @@ def recorded(shared_data: Path) -> Recorded:
     return found
 
 
-def test_on_recorded_rollouts_sets_err_where_they_act_and_tested_actions_do_not(shared_data: Path) -> None:
-    """Rollouts judged by their siblings' agreement, learnt on 45 questions, used on 15, in three random splits."""
+def test_on_recorded_rollouts_sets_err_where_they_act_and_tested_actions_do_not(
+    shared_data: Path,
+) -> None:
+    """Rollouts judged by their siblings' agreement, learnt on 45 questions, used on 15, in three
+    random splits.
+    """
     rollouts = recorded(shared_data)
-    sets, actions = defaultdict[int, list[bool]](list), defaultdict[int, list[bool]](list)
+    sets = defaultdict[int, list[bool]](list)
+    actions = defaultdict[int, list[bool]](list)
     for split in range(3):
         order = random.Random(split).sample(sorted(rollouts), len(rollouts))
-        stage = OrdinalStage(("score", "share"), alpha=0.1), OrdinalStage(("score", "share"), alpha=0.2)
+        stage = (
+            OrdinalStage(("score", "share"), alpha=0.1),
+            OrdinalStage(("score", "share"), alpha=0.2),
+        )
         for name in order[:45]:
             for score, share, right in rollouts[name]:
                 for one in stage:
@@ -98,7 +117,8 @@ def test_on_recorded_rollouts_sets_err_where_they_act_and_tested_actions_do_not(
                 if stage[1].action([score, share]) == "accept":
                     actions[name].append(not right)
     given_up, accepted = (
-        share_estimate((sum(errors), len(errors)) for errors in found.values()) for found in (sets, actions)
+        share_estimate((sum(errors), len(errors)) for errors in found.values())
+        for found in (sets, actions)
     )
     assert given_up.value > 0.15  # sets of one level at alpha .1
     assert accepted.n_samples > 300
@@ -106,11 +126,14 @@ def test_on_recorded_rollouts_sets_err_where_they_act_and_tested_actions_do_not(
 
 
 def test_weights_differ_by_cut_where_the_data_say_so() -> None:
-    """A feature that tells accept from the rest and not escalate from the rest; and one law that is proportional."""
+    """A feature that tells accept from the rest and not escalate from the rest; and one law that is
+    proportional.
+    """
     draw = np.random.default_rng(3)
     table = draw.normal(size=(3000, 2))
     noise = draw.logistic(size=3000)
-    steep, flat = -0.5 - 2.2 * table[:, 0], 1.5 + 0.1 * table[:, 0]
+    steep = -0.5 - 2.2 * table[:, 0]
+    flat = 1.5 + 0.1 * table[:, 0]
     levels = np.where(noise < steep, 0, np.where(noise < np.maximum(steep, flat), 1, 2))
     model = fit_ordinal(table.tolist(), [LEVELS[level] for level in levels], ("a", "b"))
     assert model.shifts

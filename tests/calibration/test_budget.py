@@ -16,11 +16,18 @@ from atts.errors import CalibrationInputError
 ACTIONS = st.lists(st.sampled_from(["want", "pass"]), max_size=200)
 
 
-@given(ACTIONS, st.sampled_from([0, Fraction(1, 10), 0.25, 0.4, 1]), st.integers(1, 4), st.sampled_from([None, 0, 7]))
+@given(
+    ACTIONS,
+    st.sampled_from([0, Fraction(1, 10), 0.25, 0.4, 1]),
+    st.integers(1, 4),
+    st.sampled_from([None, 0, 7]),
+)
 def test_no_stretch_of_decisions_exceeds_the_bucket(
     actions: list[str], rate: Any, burst: int, total: int | None
 ) -> None:
-    """Of any n consecutive decisions at most burst + rate n escalate, and never more than `total` in all."""
+    """Of any n consecutive decisions at most burst + rate n escalate, and never more than `total`
+    in all.
+    """
     bucket = TokenBucket(rate, burst, total)
     net = [0]
     decisions = [0]
@@ -40,7 +47,9 @@ def test_no_stretch_of_decisions_exceeds_the_bucket(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_order_of_completions_meets_the_same_cap(seed: int) -> None:
-    """160 chunks that all want to escalate, in shuffled orders, with B of m = 4 of 16: 4 + 40 at the very most."""
+    """160 chunks that all want to escalate, in shuffled orders, with B of m = 4 of 16: 4 + 40 at
+    the very most.
+    """
     chunks = list(range(160))
     random.Random(seed).shuffle(chunks)
     bucket = TokenBucket(4 / 16, burst=4)
@@ -50,7 +59,8 @@ def test_any_order_of_completions_meets_the_same_cap(seed: int) -> None:
 
 def test_a_bucket_can_start_empty() -> None:
     """With start=0 no prefix ever exceeds rate n."""
-    bucket, spent = TokenBucket(0.4, burst=3, start=0), 0
+    bucket = TokenBucket(0.4, burst=3, start=0)
+    spent = 0
     for count in range(1, 200):
         spent += bucket.admit(True)
         assert spent <= Fraction(2, 5) * count
@@ -66,7 +76,9 @@ def test_groups_get_exactly_their_budget() -> None:
 
 
 def test_a_capped_decision_says_so() -> None:
-    """Unchanged while a slot is left; then accepted, with the cap as the reason, and the calibrator told."""
+    """Unchanged while a slot is left; then accepted, with the cap as the reason, and the calibrator
+    told.
+    """
     bucket = TokenBucket(0.0, burst=1)
     wish = Decision("escalate", 0.4, "q", score=2.0, why="p 0.9 > 0.6")
     assert capped(wish, bucket) == wish

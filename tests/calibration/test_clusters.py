@@ -19,7 +19,9 @@ from atts.errors import CalibrationInputError
 
 
 def test_hierarchical_p_values_are_super_uniform_over_all_orders_of_clusters() -> None:
-    """Clusters of unequal sizes: whichever comes last, and whichever of its members is asked, P(p <= a) <= a."""
+    """Clusters of unequal sizes: whichever comes last, and whichever of its members is asked, P(p
+    <= a) <= a.
+    """
     clusters = [(0.0, 5.0, 9.0), (1.0,), (2.0, 3.0), (4.0, 4.0, 6.0, 7.0)]
     for level in [Fraction(k, 20) for k in range(21)]:
         chance = Fraction(0)
@@ -32,7 +34,9 @@ def test_hierarchical_p_values_are_super_uniform_over_all_orders_of_clusters() -
 
 
 def test_hierarchical_threshold_covers_a_new_question() -> None:
-    """Over all orders of clusters a member of the new one exceeds the threshold with probability at most the rate."""
+    """Over all orders of clusters a member of the new one exceeds the threshold with probability at
+    most the rate.
+    """
     clusters = [(0.0, 5.0, 9.0), (1.0, 8.0), (2.0, 3.0), (4.0, 6.0, 7.0), (2.5,)]
     for rate in (0.2, 0.4, 0.6):
         over = 0.0
@@ -45,9 +49,12 @@ def test_hierarchical_threshold_covers_a_new_question() -> None:
 
 
 def test_pooled_thresholds_are_overconfident_and_the_effective_size_says_so() -> None:
-    """Twenty questions of twenty scores that share an effect: the spread of true rates fits the effective size."""
+    """Twenty questions of twenty scores that share an effect: the spread of true rates fits the
+    effective size.
+    """
     draw = np.random.default_rng(0)
-    rates, sizes = list[float](), list[float]()
+    rates = list[float]()
+    sizes = list[float]()
     for _ in range(300):
         effect = draw.normal(size=(20, 1))
         scores = effect + draw.normal(size=(20, 20)) * 0.8
@@ -62,7 +69,10 @@ def test_pooled_thresholds_are_overconfident_and_the_effective_size_says_so() ->
 
 def test_effective_sizes_of_real_arrays(array_of: Callable[..., StoredScores]) -> None:
     """1,600 scores of 100 questions with ICC about .6 are worth about 160; 240 of 15 about 22."""
-    for part, icc, effective in (("ec846181", (0.57, 0.61), (155, 170)), ("7564d923", (0.55, 0.77), (19, 26))):
+    for part, icc, effective in (
+        ("ec846181", (0.57, 0.61), (155, 170)),
+        ("7564d923", (0.55, 0.77), (19, 26)),
+    ):
         stored = array_of(part)
         summary = summarise(by_cluster(stored.nonconformity, stored.questions))
         assert icc[0] <= summary.icc <= icc[1]
@@ -70,7 +80,9 @@ def test_effective_sizes_of_real_arrays(array_of: Callable[..., StoredScores]) -
 
 
 def test_degenerate_clusterings() -> None:
-    """Independent scores are worth what they are, one question is worth one score, infinities carry no correlation."""
+    """Independent scores are worth what they are, one question is worth one score, infinities carry
+    no correlation.
+    """
     assert summarise({at: [float(at)] for at in range(7)}).effective == 7
     assert summarise({"q": [1.0, 2.0, 3.0]}).effective == 1
     assert summarise({}).effective == 0

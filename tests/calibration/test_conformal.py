@@ -29,12 +29,21 @@ def p_value(stored: Iterable[float], score: float, theta: float = 1.0) -> float:
 
 
 LEVELS = [Fraction(k, 24) for k in range(25)]
-TIED = [(0, 0, 1), (0, 1, 1), (2, 2, 2), (0, 1, 1, 2), (0, 0, 1, 1, 2), (math.inf, 0, math.inf, -math.inf)]
+TIED = [
+    (0, 0, 1),
+    (0, 1, 1),
+    (2, 2, 2),
+    (0, 1, 1, 2),
+    (0, 0, 1, 1, 2),
+    (math.inf, 0, math.inf, -math.inf),
+]
 
 
 @pytest.mark.parametrize("scores", [*(tuple(range(n + 1)) for n in range(6)), *TIED])
 def test_p_values_are_super_uniform_over_all_rank_orders(scores: tuple[float, ...]) -> None:
-    """P(p <= a) <= a exactly, whichever of the exchangeable scores comes last, ties and infinities included."""
+    """P(p <= a) <= a exactly, whichever of the exchangeable scores comes last, ties and infinities
+    included.
+    """
     p_values = [p_value(order[:-1], order[-1]) for order in permutations(scores)]
     for level in LEVELS:
         assert Fraction(sum(p <= level + 1e-12 for p in p_values), len(p_values)) <= level
@@ -42,11 +51,16 @@ def test_p_values_are_super_uniform_over_all_rank_orders(scores: tuple[float, ..
 
 @pytest.mark.parametrize("scores", [*(tuple(range(n + 1)) for n in range(6)), *TIED])
 def test_smoothed_p_values_are_exactly_uniform(scores: tuple[float, ...]) -> None:
-    """Averaged over all orders, the coins with p <= a have measure a: found from p at theta 0 and 1."""
+    """Averaged over all orders, the coins with p <= a have measure a: found from p at theta 0 and
+    1.
+    """
     for level in LEVELS:
-        total, count = Fraction(0), 0
+        total = Fraction(0)
+        count = 0
         for order in permutations(scores):
-            low, high = (Fraction(p_value(order[:-1], order[-1], t)).limit_denominator(64) for t in (0, 1))
+            low, high = (
+                Fraction(p_value(order[:-1], order[-1], t)).limit_denominator(64) for t in (0, 1)
+            )
             total += min(Fraction(1), max(Fraction(0), (level - low) / (high - low)))
             count += 1
         assert total / count == level
@@ -58,7 +72,9 @@ def test_paper_p_value_is_near_one_for_a_worse_score() -> None:
     assert p_value([1, 2, 3], 0) == 0.25
 
 
-@pytest.mark.parametrize(("n", "alpha"), [(9, 0.7), (19, 0.85), (24, 0.44), (49, 0.42), (99, 0.29), (149, 0.18)])
+@pytest.mark.parametrize(
+    ("n", "alpha"), [(9, 0.7), (19, 0.85), (24, 0.44), (49, 0.42), (99, 0.29), (149, 0.18)]
+)
 def test_split_rank_is_exact_where_floats_fail(n: int, alpha: float) -> None:
     """The rank is ceil((n + 1)(1 - alpha)) of the decimal numbers as written."""
     assert split_rank(n, alpha) == math.ceil((n + 1) * (1 - Fraction(str(alpha))))
@@ -75,7 +91,9 @@ def test_naive_float_ceilings_would_be_wrong_231_times() -> None:
 
 
 def test_split_threshold_escalates_at_most_the_rate() -> None:
-    """Over all orders P(s > threshold) lies in (rate - 1/(n + 1), rate]; too few never escalate, rate 1 always."""
+    """Over all orders P(s > threshold) lies in (rate - 1/(n + 1), rate]; too few never escalate,
+    rate 1 always.
+    """
     for n in range(1, 6):
         for rate in LEVELS[1:-1]:
             orders = list(permutations(range(n + 1)))
@@ -89,14 +107,18 @@ def test_split_threshold_escalates_at_most_the_rate() -> None:
     ("n", "marginal", "low", "high", "pac"), [(100, 91, 0.848, 0.945, 96), (500, 451, 0.877, 0.921, 462),
                                               (1000, 901, 0.884, 0.915, 916)],
 )  # fmt: skip
-def test_training_conditional_table(n: int, marginal: int, low: float, high: float, pac: int) -> None:
+def test_training_conditional_table(
+    n: int, marginal: int, low: float, high: float, pac: int
+) -> None:
     """Ranks and intervals at rate 0.1, delta 0.05."""
     assert split_rank(n, 0.1) == marginal
     assert list(coverage_interval(n, marginal)) == pytest.approx([low, high], abs=5e-4)
     assert pac_rank(n, 0.1, 0.05) == pac
 
 
-@pytest.mark.parametrize(("rate", "delta", "fewest"), [(0.1, 0.05, 29), (0.1, 0.1, 22), (0.05, 0.05, 59)])
+@pytest.mark.parametrize(
+    ("rate", "delta", "fewest"), [(0.1, 0.05, 29), (0.1, 0.1, 22), (0.05, 0.05, 59)]
+)
 def test_pac_needs_enough_scores(rate: float, delta: float, fewest: int) -> None:
     """One score fewer and nothing can be promised: nothing then escalates."""
     assert pac_rank(fewest - 1, rate, delta) is None
@@ -105,7 +127,9 @@ def test_pac_needs_enough_scores(rate: float, delta: float, fewest: int) -> None
 
 
 def test_pac_holds_over_draws_of_the_stored_scores() -> None:
-    """Monte Carlo: the true escalation rate exceeds 0.2 in at most 10 % of 2,000 draws, within binomial noise."""
+    """Monte Carlo: the true escalation rate exceeds 0.2 in at most 10 % of 2,000 draws, within
+    binomial noise.
+    """
     draw = np.random.default_rng(1)
     exceeded = sum(1 - pac_threshold(draw.random(60), 0.2, 0.1) > 0.2 for _ in range(2000))
     assert exceeded <= 200 + 3 * math.sqrt(2000 * 0.1 * 0.9)

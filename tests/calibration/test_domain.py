@@ -31,11 +31,15 @@ def question(random: Random, shift: float = 0.0) -> list[float]:
 def stored(random: Random, questions: int) -> StoredScores:
     """Scores of so many questions."""
     rows = [(score, f"{name}") for name in range(questions) for score in question(random)]
-    return StoredScores(tuple(row[0] for row in rows), tuple(row[1] for row in rows), (0,) * len(rows))
+    return StoredScores(
+        tuple(row[0] for row in rows), tuple(row[1] for row in rows), (0,) * len(rows)
+    )
 
 
 def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
-    """At most one in twenty, whatever the level of each; over 1,000 draws within a binomial tolerance."""
+    """At most one in twenty, whatever the level of each; over 1,000 draws within a binomial
+    tolerance.
+    """
     random = Random(0)
     doubted = 0
     for _ in range(1000):
@@ -46,7 +50,9 @@ def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
 
 
 def test_other_questions_are_doubted_with_their_numbers() -> None:
-    """Infinite scores too; a single wild chunk is none, nor are questions that score better than any."""
+    """Infinite scores too; a single wild chunk is none, nor are questions that score better than
+    any.
+    """
     domain = Domain.of(stored(Random(1), 100))
     assert domain is not None
     assert "out of domain: its 4 chunks" in domain.doubt([math.inf, 1e300, 1e40, math.inf])
@@ -63,7 +69,9 @@ def test_without_questions_nothing_is_said() -> None:
 
 
 def test_the_embedded_pair_starts_informed() -> None:
-    """From scores of its own weights and conditions; other conditions, gates, scores or models start as they did."""
+    """From scores of its own weights and conditions; other conditions, gates, scores or models
+    start as they did.
+    """
     shipped = embedded_scores()
     assert (len(set(shipped.questions)), len(shipped) < 2000) == (200, True)
     usual = Setup()
@@ -85,18 +93,34 @@ async def test_the_shipped_scores_are_of_the_shipped_weights(role: str) -> None:
 
 
 @pytest.mark.parametrize(("scores", "doubts"), [((1.0, 1.1, 1.2), 0), ((1e9, 1e12, math.inf), 2)])
-def test_a_run_tells_it_in_its_outcomes_and_its_journal(scores: tuple[float, ...], doubts: int, tmp_path: Path) -> None:
-    """Each problem whose chunks score unlike the stored ones; reports count the warnings by their code."""
-    known = StoredScores(scores * 40, tuple(f"{n}" for n in range(40) for _ in scores), (0,) * 3 * 40)
-    setup = Setup(draft="scripted", target="scripted", rate=0.0, policy=Policy(samples=2), stored=known)
-    domain = Domain((0.0,) * 40, 100.0, PERPLEXITY) if doubts else Domain((1e6,) * 40, 1e7, PERPLEXITY)
+def test_a_run_tells_it_in_its_outcomes_and_its_journal(
+    scores: tuple[float, ...], doubts: int, tmp_path: Path
+) -> None:
+    """Each problem whose chunks score unlike the stored ones; reports count the warnings by their
+    code.
+    """
+    known = StoredScores(
+        scores * 40, tuple(f"{n}" for n in range(40) for _ in scores), (0,) * 3 * 40
+    )
+    setup = Setup(
+        draft="scripted", target="scripted", rate=0.0, policy=Policy(samples=2), stored=known
+    )
+    domain = (
+        Domain((0.0,) * 40, 100.0, PERPLEXITY) if doubts else Domain((1e6,) * 40, 1e7, PERPLEXITY)
+    )
 
     async def main() -> RunResult:
-        plan = replace(setup.plan(*build_engines("scripted", "scripted")), domain=domain, stored_under=None)
+        plan = replace(
+            setup.plan(*build_engines("scripted", "scripted")), domain=domain, stored_under=None
+        )
         return await evaluate(toy_problems(2), plan, RunOptions(tmp_path / "run"))
 
     result = anyio.run(main)
     assert [bool(problem.doubt) for problem in result.problems] == [bool(doubts)] * 2
     assert [bool(outcome.doubt) for outcome in result.outcomes()] == [bool(doubts)] * 2
-    told = [entry.event for entry in open_run(tmp_path / "run").entries({Warned}) if isinstance(entry.event, Warned)]
+    told = [
+        entry.event
+        for entry in open_run(tmp_path / "run").entries({Warned})
+        if isinstance(entry.event, Warned)
+    ]
     assert [warned.code for warned in told].count("domain") == doubts

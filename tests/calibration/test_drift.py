@@ -38,15 +38,22 @@ def test_a_shift_of_a_half_is_noticed_within_300_scores(by: float, array_of: Arr
 
 
 @pytest.mark.parametrize(
-    ("part", "least"), [("4334263d", 12), ("9be0821c", 12), ("d45c196d", 7), ("1b8761b8", 8), ("c0c0a2ea", 9)]
+    ("part", "least"),
+    [("4334263d", 12), ("9be0821c", 12), ("d45c196d", 7), ("1b8761b8", 8), ("c0c0a2ea", 9)],
 )
-def test_scores_of_another_model_are_noticed_in_most_runs(part: str, least: int, array_of: ArrayOf) -> None:
-    """Other models and benchmarks, the last three within about one standard deviation: the study prints the power."""
+def test_scores_of_another_model_are_noticed_in_most_runs(
+    part: str, least: int, array_of: ArrayOf
+) -> None:
+    """Other models and benchmarks, the last three within about one standard deviation: the study
+    prints the power.
+    """
     hits = sum(noticed_after(array_of(part), array_of(), seed) is not None for seed in range(12))
     assert hits >= least
 
 
-@pytest.mark.parametrize(("part", "after"), [("67acab3f", 300), ("7564d923", 300), ("4334263d", 230), ("", None)])
+@pytest.mark.parametrize(
+    ("part", "after"), [("67acab3f", 300), ("7564d923", 300), ("4334263d", 230), ("", None)]
+)
 def test_a_real_stream_is_told_from_another_array_by_its_first_300_scores_of_all_turns(
     part: str, after: int | None, arrivals: dict[str, list[dict[str, Any]]], array_of: ArrayOf
 ) -> None:
@@ -61,7 +68,8 @@ def test_a_real_stream_is_told_from_another_array_by_its_first_300_scores_of_all
 def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:
     """Uniform p-values: a 1/20 alarm in at most 5 % of runs; a change is found in about 50 steps."""
     draw = np.random.default_rng(0)
-    alarms, delays = 0, list[int]()
+    alarms = 0
+    delays = list[int]()
     for _ in range(300):
         martingale = SimpleJumper()
         for p in draw.random(300):
@@ -84,7 +92,8 @@ def test_simple_jumper_never_overflows_and_keeps_its_level() -> None:
 def test_martingale_state_round_trip_and_bad_p_values() -> None:
     """Stopped and restored it goes on exactly; p outside [0, 1] is refused."""
     draw = random.Random(0)
-    whole, half = SimpleJumper(), SimpleJumper()
+    whole = SimpleJumper()
+    half = SimpleJumper()
     values = [draw.random() for _ in range(100)]
     for p in values:
         whole.update(p)
@@ -103,7 +112,9 @@ def test_martingale_state_round_trip_and_bad_p_values() -> None:
 def test_monitor_state_round_trip(array_of: ArrayOf) -> None:
     """Stopped and restored in the middle, the alarm comes at the same score."""
     stored = shifted(array_of(), 0.3)
-    whole, half, again = DriftMonitor(stored), DriftMonitor(stored), DriftMonitor(stored)
+    whole = DriftMonitor(stored)
+    half = DriftMonitor(stored)
+    again = DriftMonitor(stored)
     stream = list(whole_questions(array_of(), 5))
     for place, (nonconformity, question) in enumerate(stream):
         whole.observe(nonconformity, question, 0)
@@ -145,11 +156,15 @@ def run(calibrator: Calibrator, count: int = 400, level: float = 1.5) -> list[bo
 def stored_around(level: float) -> StoredScores:
     """Sixty questions of sixteen scores around a level."""
     draw = random.Random(9)
-    return StoredScores.of([level + draw.random() / 4 + 0.02 * (k // 16 % 7) for k in range(960)], 16)
+    return StoredScores.of(
+        [level + draw.random() / 4 + 0.02 * (k // 16 % 7) for k in range(960)], 16
+    )
 
 
 def test_an_alarm_recalibrates() -> None:
-    """Stored scores far above the run: without action nothing escalates; with it the rate comes back."""
+    """Stored scores far above the run: without action nothing escalates; with it the rate comes
+    back.
+    """
     silent = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="report")
     acting = Calibrator(0.4, "marginal", stored=stored_around(4.0), drift="recalibrate")
     assert sum(run(silent)[200:]) == 0

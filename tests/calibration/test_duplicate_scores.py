@@ -25,7 +25,9 @@ def alike(seed: int, questions: int = 40, texts: int = 6) -> StoredScores:
 def watched(stored: StoredScores, live: StoredScores, most: int = 300) -> DriftMonitor:
     """A monitor of the stored scores that has seen so many live ones, of other questions."""
     monitor = DriftMonitor(stored)
-    for nonconformity, question in list(zip(live.nonconformity, live.questions, strict=True))[:most]:
+    for nonconformity, question in list(zip(live.nonconformity, live.questions, strict=True))[
+        :most
+    ]:
         monitor.observe(nonconformity, f"live {question}", 0)
     return monitor
 
@@ -33,17 +35,23 @@ def watched(stored: StoredScores, live: StoredScores, most: int = 300) -> DriftM
 def whole(stored: StoredScores, seed: int) -> StoredScores:
     """Whole questions of the same array, drawn with replacement."""
     rows = np.array(stored.scores).reshape(-1, 16)
-    return StoredScores.of(rows[np.random.default_rng(seed).integers(len(rows), size=20)].ravel().tolist(), 16)
+    return StoredScores.of(
+        rows[np.random.default_rng(seed).integers(len(rows), size=20)].ravel().tolist(), 16
+    )
 
 
 def copies(stored: StoredScores, every: int) -> StoredScores:
     """The same scores, one in so many a copy of the one before."""
     scores = stored.scores
-    return StoredScores.of([scores[at - (at % every == every - 1)] for at in range(len(scores))], 16)
+    return StoredScores.of(
+        [scores[at - (at % every == every - 1)] for at in range(len(scores))], 16
+    )
 
 
 def test_siblings_that_write_the_same_chunk_are_no_fault() -> None:
-    """Most scores repeat, in the calibration and in the run: no alarm; the report says what they are worth."""
+    """Most scores repeat, in the calibration and in the run: no alarm; the report says what they
+    are worth.
+    """
     stored = alike(0)
     found = DuplicateScores.of(stored)
     assert found.within > 0.5
@@ -56,7 +64,9 @@ def test_siblings_that_write_the_same_chunk_are_no_fault() -> None:
 
 
 @pytest.mark.parametrize("every", [2, 10])
-def test_copied_draws_are_noticed_once_the_siblings_of_the_run_do_not_repeat(every: int, array_of: ArrayOf) -> None:
+def test_copied_draws_are_noticed_once_the_siblings_of_the_run_do_not_repeat(
+    every: int, array_of: ArrayOf
+) -> None:
     """At the first look, for half of the draws and for a tenth of them."""
     for seed in range(5):
         events = watched(copies(array_of(), every), whole(array_of(), seed)).events
@@ -65,7 +75,9 @@ def test_copied_draws_are_noticed_once_the_siblings_of_the_run_do_not_repeat(eve
 
 
 def test_copies_of_whole_draws_in_few_questions_are_a_fault_at_once(array_of: ArrayOf) -> None:
-    """A published array: two of fifteen questions have two distinct scores of sixteen, the others repeat nothing."""
+    """A published array: two of fifteen questions have two distinct scores of sixteen, the others
+    repeat nothing.
+    """
     found = DuplicateScores.of(array_of("e0abbf88"))
     assert found.within == pytest.approx(1 - 212 / 240)
     assert found.spared == pytest.approx(13 / 15)
@@ -104,7 +116,9 @@ def test_scores_on_a_coarse_grid_are_not_called_repeats() -> None:
 
 
 def test_single_samples_of_questions_cannot_tell(array_of: ArrayOf) -> None:
-    """A run with one sample a question repeats nothing by nature: copied draws are not read into that."""
+    """A run with one sample a question repeats nothing by nature: copied draws are not read into
+    that.
+    """
     live: Iterator[float] = iter(whole(array_of(), 3).nonconformity)
     monitor = DriftMonitor(copies(array_of(), 2))
     for number in range(100):

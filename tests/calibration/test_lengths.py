@@ -18,22 +18,32 @@ Records = list[dict[str, Any]]
 
 
 def chunks(number: int, draw: random.Random) -> list[tuple[float, float]]:
-    """Lengths and scores whose logarithms correlate by .54, as on a real pair; some are cut by a limit."""
+    """Lengths and scores whose logarithms correlate by .54, as on a real pair; some are cut by a
+    limit.
+    """
     found: list[tuple[float, float]] = []
     for _ in range(number):
         place = draw.gauss(0, 1)
         score = 0.54 * place + math.sqrt(1 - 0.54**2) * draw.gauss(0, 1)
-        found.append((min(500.0, 60 + 5 * round(math.exp(4 + 0.5 * place))), math.exp(abs(0.6 + 0.15 * score))))
+        found.append(
+            (
+                min(500.0, 60 + 5 * round(math.exp(4 + 0.5 * place))),
+                math.exp(abs(0.6 + 0.15 * score)),
+            )
+        )
     return found
 
 
 def arrivals(number: int, in_flight: int, seed: int, lasts_with_length: bool = True) -> Records:
-    """First chunks of a run: each begins when another ends, and lasts as long as it is, or as another one is."""
+    """First chunks of a run: each begins when another ends, and lasts as long as it is, or as
+    another one is.
+    """
     draw = random.Random(seed)
     made = chunks(number, draw)
     durations = [length for length, _ in (made if lasts_with_length else draw.sample(made, number))]
     going: list[tuple[float, int]] = []
-    found, waiting = Records(), list(range(number))[::-1]
+    found = Records()
+    waiting = list(range(number))[::-1]
     now = 0.0
     while waiting or going:
         while waiting and len(going) < in_flight:
@@ -41,7 +51,13 @@ def arrivals(number: int, in_flight: int, seed: int, lasts_with_length: bool = T
             heapq.heappush(going, (now + durations[place] + 1e-6 * draw.random(), place))
         now, place = heapq.heappop(going)
         length, score = made[place]
-        record = {"question": place // 16, "sample": place % 16, "turn": 0, "score": score, "length": length}
+        record = {
+            "question": place // 16,
+            "sample": place % 16,
+            "turn": 0,
+            "score": score,
+            "length": length,
+        }
         found.append({**record, "issue": len(found)})
     return found
 
@@ -49,19 +65,26 @@ def arrivals(number: int, in_flight: int, seed: int, lasts_with_length: bool = T
 def realised(in_flight: int, by_length: bool, number: int = 400, **options: Any) -> float:
     """The mean rate of mode marginal, nominal .2."""
     runs = (arrivals(number, in_flight, seed, **options) for seed in range(16))
-    rates = (replay(run, 0.2, "marginal", seed=at, by_length=by_length).escalated for at, run in enumerate(runs))
+    rates = (
+        replay(run, 0.2, "marginal", seed=at, by_length=by_length).escalated
+        for at, run in enumerate(runs)
+    )
     return fmean(rates)
 
 
 @pytest.mark.parametrize("in_flight", [64, 256])
-def test_marginal_mode_keeps_its_rate_when_long_chunks_score_worse_and_come_later(in_flight: int) -> None:
+def test_marginal_mode_keeps_its_rate_when_long_chunks_score_worse_and_come_later(
+    in_flight: int,
+) -> None:
     """Ranks among all lean; ranks by length are within .01 of nominal."""
     assert realised(in_flight, by_length=False) > 0.22
     assert realised(in_flight, by_length=True) == pytest.approx(0.2, abs=0.01)
 
 
 def test_without_a_link_of_time_and_length_nothing_leans() -> None:
-    """The bias is one of arrival: with durations dealt out anew, ranks among all hold, and ranks by length as well."""
+    """The bias is one of arrival: with durations dealt out anew, ranks among all hold, and ranks by
+    length as well.
+    """
     assert realised(256, by_length=False, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
     assert realised(256, by_length=True, lasts_with_length=False) == pytest.approx(0.2, abs=0.01)
 
@@ -103,7 +126,10 @@ def test_a_calibrator_restored_half_way_goes_on_alike_in_every_mode(mode: Mode) 
         for record in part:
             names = ("sample", "issue", "length")
             decision = calibrator.decide(
-                record["score"], str(record["question"]), record["turn"], **{name: record[name] for name in names}
+                record["score"],
+                str(record["question"]),
+                record["turn"],
+                **{name: record[name] for name in names},
             )
             calibrator.observe(decision)
             found.append((decision.p, decision.escalate))
@@ -131,7 +157,10 @@ def test_states_without_lengths_are_still_read() -> None:
 
 def test_merged_calibrators_know_the_lengths_of_both_and_the_stored_ones_once() -> None:
     """What both started from is not counted twice."""
-    one, other = (Calibrator(0.3, "marginal", stored=stored(), by_length=True, drift="report") for _ in range(2))
+    one, other = (
+        Calibrator(0.3, "marginal", stored=stored(), by_length=True, drift="report")
+        for _ in range(2)
+    )
     for calibrator, length in ((one, 100.0), (other, 101.0)):
         calibrator.observe(calibrator.decide(1.5, "q", length=length))
     one.merge(other.state())

@@ -1,4 +1,6 @@
-"""The calibrator's contract: pure decisions, honest feedback, bounds for any sequence, bad input refused."""
+"""The calibrator's contract: pure decisions, honest feedback, bounds for any sequence, bad input
+refused.
+"""
 
 import math
 import random
@@ -13,7 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from atts.calibration import LOG_PROB, MODES, PERPLEXITY, REAL, Calibrator, Mode, Scale, StoredScores, Tuning
+from atts.calibration import (
+    LOG_PROB,
+    MODES,
+    PERPLEXITY,
+    REAL,
+    Calibrator,
+    Mode,
+    Scale,
+    StoredScores,
+    Tuning,
+)
 from atts.calibration.controllers import Adaptive
 from atts.calibration.modes import DEFAULTS
 from atts.core import Decision
@@ -41,13 +53,19 @@ def play(calibrator: Calibrator, scores: Sequence[float], questions: int = 3) ->
 @pytest.mark.parametrize("mode", MODES)
 def test_deciding_only_reads(mode: Mode) -> None:
     """Asked twice, or about chunks that are dropped, the answer is the same and nothing is stored."""
-    asked, quiet = fresh(mode), fresh(mode)
+    asked = fresh(mode)
+    quiet = fresh(mode)
     draw = random.Random(1)
     for place in range(120):
-        score, other = 1 + draw.expovariate(1), 1 + draw.expovariate(1)
+        score = 1 + draw.expovariate(1)
+        other = 1 + draw.expovariate(1)
         decision = asked.decide(score, "q", place % 3, place)
         asked.decide(other, "r", 0, 7)
-        assert asked.decide(score, "q", place % 3, place) == decision == quiet.decide(score, "q", place % 3, place)
+        assert (
+            asked.decide(score, "q", place % 3, place)
+            == decision
+            == quiet.decide(score, "q", place % 3, place)
+        )
         asked.observe(decision)
         quiet.observe(decision)
     assert asked.state() == quiet.state()
@@ -74,11 +92,14 @@ def test_rates_zero_and_one_are_kept_to_the_letter(mode: Mode) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(SCORES, min_size=1, max_size=150), st.sampled_from([0.1, 0.4, 0.75]), st.integers(0, 3))
+@given(
+    st.lists(SCORES, min_size=1, max_size=150), st.sampled_from([0.1, 0.4, 0.75]), st.integers(0, 3)
+)
 def test_aci_bound_holds_for_any_sequence(scores: list[float], rate: float, seed: int) -> None:
     """|realised - rate| <= (max(rate, 1 - rate) + step) / (step T) at every T."""
     calibrator = Calibrator(rate, "aci", seed=seed, tuning=Tuning(aci_step=0.02))
-    bound, total = (max(rate, 1 - rate) + 0.02) / 0.02, 0
+    bound = (max(rate, 1 - rate) + 0.02) / 0.02
+    total = 0
     for count, score in enumerate(scores, 1):
         decision = calibrator.decide(score)
         calibrator.observe(decision)
@@ -87,7 +108,9 @@ def test_aci_bound_holds_for_any_sequence(scores: list[float], rate: float, seed
 
 
 def test_a_hard_problem_moves_the_level_alike_with_any_number_of_rollouts() -> None:
-    """Its siblings share one step; were each to take a whole one, 64 would close the gate on themselves."""
+    """Its siblings share one step; were each to take a whole one, 64 would close the gate on
+    themselves.
+    """
     levels: list[float] = []
     for samples in (1, 8, 64):
         calibrator = Calibrator(0.2, "aci", tuning=Tuning.for_rollouts(samples))
@@ -100,10 +123,20 @@ def test_a_hard_problem_moves_the_level_alike_with_any_number_of_rollouts() -> N
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.booleans(), min_size=50, max_size=400), st.sampled_from([0.05, 0.3]), st.integers(0, 5))
-def test_aci_bound_holds_against_an_adversary_and_delay(wishes: list[bool], step: float, delay: int) -> None:
-    """An adversary answers as it likes wherever 0 < level < 1; decisions are observed `delay` decisions late."""
-    rate, waiting, total = 0.4, list[bool](), 0
+@given(
+    st.lists(st.booleans(), min_size=50, max_size=400),
+    st.sampled_from([0.05, 0.3]),
+    st.integers(0, 5),
+)
+def test_aci_bound_holds_against_an_adversary_and_delay(
+    wishes: list[bool], step: float, delay: int
+) -> None:
+    """An adversary answers as it likes wherever 0 < level < 1; decisions are observed `delay`
+    decisions late.
+    """
+    rate = 0.4
+    waiting = list[bool]()
+    total = 0
     controller = Adaptive(rate, step)
     for count, wish in enumerate(wishes, 1):
         level = controller.current_rate(0.0, "", 0)
@@ -125,18 +158,25 @@ def aci_bound(rate: float, step: float, decisions: int) -> float:
 
 def test_aci_bound_is_nearly_reached() -> None:
     """A wrong constant would show: the worst adversary comes within a step of it."""
-    controller, total = Adaptive(0.4, 0.05), 0
+    controller = Adaptive(0.4, 0.05)
+    total = 0
     while (level := controller.current_rate(0.0, "", 0)) > 0:
         controller.update(0.0, "", 0, level > 0)
         total += 1
-    assert abs(total / total - 0.4) >= 0.9 * (aci_bound(0.4, 0.05, total) - 0.05 / (0.05 * total)) * 0.4 / 0.6
+    assert (
+        abs(total / total - 0.4)
+        >= 0.9 * (aci_bound(0.4, 0.05, total) - 0.05 / (0.05 * total)) * 0.4 / 0.6
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(SCORES, st.integers(0, 2)), max_size=200), st.sampled_from([0.1, 0.4, 0.9]))
+@given(
+    st.lists(st.tuples(SCORES, st.integers(0, 2)), max_size=200), st.sampled_from([0.1, 0.4, 0.9])
+)
 def test_turn_mode_bounds_every_turn(stream: list[tuple[float, int]], rate: float) -> None:
     """The ACI bound holds in each turn by itself."""
-    calibrator, sums = Calibrator(rate, "turn"), defaultdict[int, list[bool]](list)
+    calibrator = Calibrator(rate, "turn")
+    sums = defaultdict[int, list[bool]](list)
     for place, (score, turn) in enumerate(stream):
         decision = calibrator.decide(score, "q", turn, place)
         calibrator.observe(decision)
@@ -147,15 +187,25 @@ def test_turn_mode_bounds_every_turn(stream: list[tuple[float, int]], rate: floa
 
 @pytest.mark.parametrize("mode", ["question", "question-turn"])
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(SCORES, st.integers(0, 2)), max_size=250), st.sampled_from([0.05, 0.4, 0.9]))
-def test_question_modes_bound_every_question(mode: Mode, stream: list[tuple[float, int]], rate: float) -> None:
-    """For any scores the count of each question stays within its limit and 1 of rate * n, at every n."""
-    calibrator, sums = Calibrator(rate, mode), defaultdict[int, list[bool]](list)
+@given(
+    st.lists(st.tuples(SCORES, st.integers(0, 2)), max_size=250), st.sampled_from([0.05, 0.4, 0.9])
+)
+def test_question_modes_bound_every_question(
+    mode: Mode, stream: list[tuple[float, int]], rate: float
+) -> None:
+    """For any scores the count of each question stays within its limit and 1 of rate * n, at every
+    n.
+    """
+    calibrator = Calibrator(rate, mode)
+    sums = defaultdict[int, list[bool]](list)
     for place, (score, question) in enumerate(stream):
         decision = calibrator.decide(score, str(question), place % 4, place)
         calibrator.observe(decision)
         sums[question].append(decision.escalate)
-        assert abs(sum(sums[question]) - rate * len(sums[question])) <= DEFAULTS.limit_at(rate) + 1 + 1e-9
+        assert (
+            abs(sum(sums[question]) - rate * len(sums[question]))
+            <= DEFAULTS.limit_at(rate) + 1 + 1e-9
+        )
 
 
 @pytest.mark.parametrize("kind", ["sorted up", "sorted down", "alternating", "one value"])
@@ -178,8 +228,12 @@ def test_tracking_bound_holds_for_bounded_scores(kind: str) -> None:
 
 
 def test_marginal_decisions_are_independent_coins_on_exchangeable_scores() -> None:
-    """The p-values are uniform and uncorrelated, so the escalations of T decisions are Binomial(T, rate)."""
-    draw, p_values, counts = np.random.default_rng(3), list[float](), list[int]()
+    """The p-values are uniform and uncorrelated, so the escalations of T decisions are Binomial(T,
+    rate).
+    """
+    draw = np.random.default_rng(3)
+    p_values = list[float]()
+    counts = list[int]()
     for run in range(300):
         calibrator = Calibrator(0.3, "marginal", seed=run)
         decisions = list[Decision]()
@@ -196,9 +250,13 @@ def test_marginal_decisions_are_independent_coins_on_exchangeable_scores() -> No
 
 
 def test_the_first_sample_of_a_new_question_is_placed_by_the_others() -> None:
-    """A score far above anything seen escalates in a question never met before; without any score a coin decides."""
+    """A score far above anything seen escalates in a question never met before; without any score a
+    coin decides.
+    """
     calibrator = Calibrator(0.4, "question-turn")
-    firsts = [Calibrator(0.4, "question-turn", seed=s).decide(1.5, "q", 0, 0).escalate for s in range(400)]
+    firsts = [
+        Calibrator(0.4, "question-turn", seed=s).decide(1.5, "q", 0, 0).escalate for s in range(400)
+    ]
     assert sum(firsts) == pytest.approx(160, abs=4 * math.sqrt(400 * 0.24))
     draw = random.Random(0)
     for place in range(300):
@@ -221,7 +279,9 @@ def test_infinite_scores_are_worst_and_do_not_poison(mode: Mode) -> None:
 
 
 def test_what_was_really_done_is_what_counts() -> None:
-    """Overruled decisions move the feedback: all accepted in spite of it, the calibrator asks for ever more."""
+    """Overruled decisions move the feedback: all accepted in spite of it, the calibrator asks for
+    ever more.
+    """
     calibrator = Calibrator(0.4, "question-turn")
     draw = random.Random(0)
     wanted = list[bool]()
@@ -253,15 +313,20 @@ def test_scores_join_the_pools_in_order_of_issue() -> None:
         for issue in order:
             calibrator.observe(calibrator.decide(scores[issue], "q", 0, issue, issue))
             held = next(k for k in range(9) if k not in order[: order.index(issue) + 1])
-            assert calibrator.p_value(0.5 + 1, 0) == (1 + sum(s <= 1.5 for s in scores[:held])) / (held + 1)
+            assert calibrator.p_value(0.5 + 1, 0) == (1 + sum(s <= 1.5 for s in scores[:held])) / (
+                held + 1
+            )
         states.append(calibrator.state()["pool"])
     assert states[0] == states[1] == states[2]
 
 
 def test_completion_order_biases_pools_and_issue_order_does_not() -> None:
-    """Score rises with length, short chunks finish first, hundreds are in flight: only issue order is unbiased."""
+    """Score rises with length, short chunks finish first, hundreds are in flight: only issue order
+    is unbiased.
+    """
     draw = np.random.default_rng(5)
-    biased, honest = list[float](), list[float]()
+    biased = list[float]()
+    honest = list[float]()
     for _ in range(60):
         lengths = draw.exponential(size=300)
         scores = 1 + lengths + 0.3 * draw.random(300)
@@ -270,16 +335,22 @@ def test_completion_order_biases_pools_and_issue_order_does_not() -> None:
         for with_issue, rates in ((False, biased), (True, honest)):
             calibrator = Calibrator(0.1, "marginal", hold=300)
             for place in finished[:150].tolist():
-                decision = calibrator.decide(float(scores[place]), "", 0, place, place if with_issue else None)
+                decision = calibrator.decide(
+                    float(scores[place]), "", 0, place, place if with_issue else None
+                )
                 calibrator.observe(decision)
             fresh_scores = 1 + draw.exponential(size=40) + 0.3 * draw.random(40)
-            rates.append(float(np.mean([calibrator.decide(float(s), "", 0).escalate for s in fresh_scores])))
+            rates.append(
+                float(np.mean([calibrator.decide(float(s), "", 0).escalate for s in fresh_scores]))
+            )
     assert np.mean(biased) > 0.13
     assert np.mean(honest) == pytest.approx(0.1, abs=0.025)
 
 
 def test_a_missing_issue_is_skipped_or_given_up() -> None:
-    """A skipped issue releases what waited for it; a lost one does after 64 later scores, and may still come."""
+    """A skipped issue releases what waited for it; a lost one does after 64 later scores, and may
+    still come.
+    """
     calibrator = Calibrator(0.4, "marginal")
     decisions = [calibrator.decide(1.5, "q", 0, k, k) for k in range(80)]
     for decision in decisions[1:11]:
@@ -300,7 +371,9 @@ def test_a_missing_issue_is_skipped_or_given_up() -> None:
 @pytest.mark.parametrize("mode", ["marginal", "turn", "question-turn"])
 @pytest.mark.parametrize("memory", [{"window": 50}, {"decay": 0.95}])
 def test_windows_and_forgetting_follow_a_jump(mode: Mode, memory: dict[str, Any]) -> None:
-    """After a jump of all scores a memory that ends or fades is back at the rate, one that keeps all is not."""
+    """After a jump of all scores a memory that ends or fades is back at the rate, one that keeps
+    all is not.
+    """
     draw = random.Random(4)
     before = [1 + draw.random() for _ in range(600)]
     after = [5 + draw.random() for _ in range(300)]
@@ -334,7 +407,9 @@ def test_what_is_not_a_score_is_refused(scale: Scale, bad: Any) -> None:
 
 
 def test_scales_orient_scores() -> None:
-    """A lower log-prob is worse; rounding just outside a closed end is forgiven, numpy's numbers are numbers."""
+    """A lower log-prob is worse; rounding just outside a closed end is forgiven, numpy's numbers
+    are numbers.
+    """
     calibrator = Calibrator(0.5, "marginal", scale=LOG_PROB, stored=[-1.0, -2.0, -3.0])
     assert calibrator.decide(-9.0).escalate
     assert not calibrator.decide(-0.1).escalate
@@ -367,16 +442,21 @@ def test_impossible_options_are_refused(call: Any, error: type[Exception], words
 def test_a_mismatched_fingerprint_is_refused() -> None:
     """Scores of another model, or of conditions that were not recorded, do not calibrate this run."""
     stored = StoredScores.of(STORED, fingerprint={"model": "QwQ-32B", "temperature": 0.8})
-    assert Calibrator(0.4, stored=stored, fingerprint={"model": "QwQ-32B", "temperature": 0.8}).fingerprint
+    assert Calibrator(
+        0.4, stored=stored, fingerprint={"model": "QwQ-32B", "temperature": 0.8}
+    ).fingerprint
     for other in ({"model": "QwQ-32B", "temperature": 0.6}, {"model": "QwQ-32B"}, {}):
         with pytest.raises(FingerprintError, match="temperature"):
             Calibrator(0.4, stored=stored, fingerprint=other)
 
 
 def test_tracking_outgrows_first_scores_that_are_much_alike() -> None:
-    """First turns that score nearly alike must not set the unit of all later steps; stopped and restored as well."""
+    """First turns that score nearly alike must not set the unit of all later steps; stopped and
+    restored as well.
+    """
     draw = random.Random(4)
-    alike, apart = [1 + draw.random() / 1e4 for _ in range(30)], [1 + draw.expovariate(0.5) for _ in range(3000)]
+    alike = [1 + draw.random() / 1e4 for _ in range(30)]
+    apart = [1 + draw.expovariate(0.5) for _ in range(3000)]
     done = play(Calibrator(0.2, "tracking"), [*alike, *apart])
     assert sum(done[30:]) == pytest.approx(600, abs=100)
     assert sum(done[1030:]) == pytest.approx(400, abs=40)

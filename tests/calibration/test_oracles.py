@@ -27,7 +27,8 @@ def test_plain_p_values_equal_crepes() -> None:
     """Of every new score, near 0 for a worse one."""
     base = oracle("crepes.base")
     draw = np.random.default_rng(1)
-    stored, new = draw.random(100), draw.random(30)
+    stored = draw.random(100)
+    new = draw.random(30)
     theirs = base.p_values_batch(stored, new, smoothing=False)
     mirrored = Window()
     for score in stored:
@@ -41,7 +42,8 @@ def test_simple_jumper_equals_crepes(law: str) -> None:
     martingales = oracle("crepes.martingales")
     p_values = np.random.default_rng(2).random(400) ** (1 if law == "uniform" else 1.5)
     theirs = martingales.SimpleJumper().apply(p_values)
-    ours, martingale = list[float](), SimpleJumper()
+    ours = list[float]()
+    martingale = SimpleJumper()
     for p in p_values:
         martingale.update(float(p))
         ours.append(float(np.exp(martingale.log_value)))
@@ -64,8 +66,12 @@ def test_hoeffding_bentkus_equals_mapie() -> None:
     draw = np.random.default_rng(3)
     for n in (30, 250):
         losses = draw.beta(1, 20, size=n)
-        theirs = methods.compute_hoeffding_bentkus_p_value(np.array([losses.mean()]), n, np.array([0.1]))
-        assert hoeffding_bentkus_p_value(losses, 0.1) == pytest.approx(min(1.0, float(theirs[0, 0])))
+        theirs = methods.compute_hoeffding_bentkus_p_value(
+            np.array([losses.mean()]), n, np.array([0.1])
+        )
+        assert hoeffding_bentkus_p_value(losses, 0.1) == pytest.approx(
+            min(1.0, float(theirs[0, 0]))
+        )
 
 
 def test_fixed_sequence_testing_equals_mapie() -> None:
@@ -74,5 +80,7 @@ def test_fixed_sequence_testing_equals_mapie() -> None:
     draw = np.random.default_rng(4)
     for _ in range(50):
         p_values = draw.random(8) ** 4
-        expected = sorted(int(place) for place in control.control_fwer(p_values, 0.1, "fixed_sequence"))
+        expected = sorted(
+            int(place) for place in control.control_fwer(p_values, 0.1, "fixed_sequence")
+        )
         assert rejected(p_values.tolist(), 0.1) == expected

@@ -21,7 +21,9 @@ from atts.calibration.ordinal_sets import LevelSets, entry_mass, nested_windows
 from atts.core import Features
 from atts.errors import CalibrationInputError
 
-LAWS = st.lists(st.floats(0.001, 1), min_size=1, max_size=6).map(lambda raw: [value / sum(raw) for value in raw])
+LAWS = st.lists(st.floats(0.001, 1), min_size=1, max_size=6).map(
+    lambda raw: [value / sum(raw) for value in raw]
+)
 
 
 def chunk_evidence(question: str = "q", turn: int = 0, sample: int = 0, **known: Any) -> Features:
@@ -41,7 +43,9 @@ def test_the_fit_recovers_the_law_it_was_drawn_from() -> None:
     """Weights and cuts within three standard errors, probabilities that are frequencies."""
     rows, labels = simulated(4000, 0)
     model = fit_ordinal(rows, labels, ("a", "b", "c"))
-    assert [w / s for w, s in zip(model.weights, model.spread, strict=True)] == pytest.approx([1, -0.5, 0], abs=0.12)
+    assert [w / s for w, s in zip(model.weights, model.spread, strict=True)] == pytest.approx(
+        [1, -0.5, 0], abs=0.12
+    )
     assert model.cuts == pytest.approx((-0.5, 1.0), abs=0.15)
     predicted = np.mean([model.probabilities(row) for row in rows], axis=0)
     assert predicted == pytest.approx([labels.count(level) / 4000 for level in LEVELS], abs=0.01)
@@ -55,31 +59,39 @@ def test_the_fit_is_the_optimum_of_the_penalised_likelihood() -> None:
     places = np.array([LEVELS.index(label) for label in labels])
 
     def objective(parameters: Any) -> float:
-        weights, cuts = np.array(parameters[:3]), np.array([-np.inf, *parameters[3:5], np.inf])
+        weights = np.array(parameters[:3])
+        cuts = np.array([-np.inf, *parameters[3:5], np.inf])
         if cuts[1] >= cuts[2]:
             return math.inf
         total = float(weights @ weights)  # ridge 2, halved
         for lean, place, weight in [*zip(table @ weights, places, [1.0] * 120, strict=True),
                                     *((0.0, k, 0.5) for k in range(3))]:  # fmt: skip
-            high, low = (1 / (1 + np.exp(-(cuts[place + 1] - lean))), 1 / (1 + np.exp(-(cuts[place] - lean))))
+            high = 1 / (1 + np.exp(-(cuts[place + 1] - lean)))
+            low = 1 / (1 + np.exp(-(cuts[place] - lean)))
             total -= weight * math.log(high - low)
         return total
 
     ours = objective([*model.weights, *model.cuts])
-    found = optimize.minimize(objective, [*model.weights, *model.cuts], method="Nelder-Mead", options={"maxiter": 4000})
+    found = optimize.minimize(
+        objective, [*model.weights, *model.cuts], method="Nelder-Mead", options={"maxiter": 4000}
+    )
     assert ours <= float(found.fun) + 1e-4
 
 
 def test_separable_rare_and_missing_data_have_finite_answers() -> None:
     """Complete separation, a level never seen, a feature mostly absent or constant."""
-    separable = fit_ordinal([[float(k)] for k in range(100)], ["accept"] * 50 + ["escalate"] * 50, ("a",))
+    separable = fit_ordinal(
+        [[float(k)] for k in range(100)], ["accept"] * 50 + ["escalate"] * 50, ("a",)
+    )
     assert all(map(math.isfinite, (*separable.weights, *separable.cuts)))
     assert separable.probabilities([0.0])[0] > 0.9 < separable.probabilities([99.0])[2]
     assert 0 < separable.probabilities([50.0])[1] < 0.05
     alone = fit_ordinal([[1.0]] * 30, ["accept"] * 30, ("constant",))
     assert alone.probabilities([1.0])[0] > 0.9
     rows: list[list[float | None]] = [[None] if k % 2 else [1.0 * (k % 4)] for k in range(200)]
-    informative = fit_ordinal(rows, ["escalate" if row[0] is None else "accept" for row in rows], ("a",))
+    informative = fit_ordinal(
+        rows, ["escalate" if row[0] is None else "accept" for row in rows], ("a",)
+    )
     assert informative.probabilities([None])[2] > 0.8 < informative.probabilities([2.0])[0]
 
 
@@ -90,7 +102,12 @@ def test_bad_rows_are_refused() -> None:
     for bad in ([1.0, 2.0], [1.0, 2.0, math.nan], [math.inf, 0.0, 0.0]):
         with pytest.raises(CalibrationInputError):
             model.probabilities(bad)
-    for rows_, labels_ in (([], []), ([[1.0]], ["perhaps"]), ([[1.0]], []), ([[1.0], [1.0, 2.0]], ["accept"] * 2)):
+    for rows_, labels_ in (
+        ([], []),
+        ([[1.0]], ["perhaps"]),
+        ([[1.0]], []),
+        ([[1.0], [1.0, 2.0]], ["accept"] * 2),
+    ):
         with pytest.raises(CalibrationInputError):
             fit_ordinal(rows_, labels_, ("a",))
 
@@ -109,7 +126,9 @@ def test_windows_are_contiguous_nested_and_grow_by_one(law: list[float]) -> None
 
 
 def test_level_sets_cover_exactly_by_enumeration() -> None:
-    """All orders of labelled chunks: the last one's level is in its set at least 1 - alpha of the time."""
+    """All orders of labelled chunks: the last one's level is in its set at least 1 - alpha of the
+    time.
+    """
     chunks = [((0.6, 0.3, 0.1), 1), ((0.2, 0.5, 0.3), 0), ((0.1, 0.2, 0.7), 2), ((0.4, 0.35, 0.25), 2),
               ((0.8, 0.1, 0.1), 0), ((0.3, 0.3, 0.4), 0)]  # fmt: skip
     for alpha in (0.2, 0.35, 0.5):
@@ -124,7 +143,9 @@ def test_level_sets_cover_exactly_by_enumeration() -> None:
 
 
 def test_level_sets_cover_fresh_data_and_shrink_with_knowledge() -> None:
-    """Coverage within binomial noise of 0.9 from above; all levels while nothing is known; smaller than all later."""
+    """Coverage within binomial noise of 0.9 from above; all levels while nothing is known; smaller
+    than all later.
+    """
     rows, labels = simulated(3000, 3)
     model = fit_ordinal(rows[:500], labels[:500], ("a", "b", "c"))
     sets = LevelSets(0.1)
@@ -133,7 +154,10 @@ def test_level_sets_cover_fresh_data_and_shrink_with_knowledge() -> None:
         sets.learn(model.probabilities(row), LEVELS.index(label), "q")
     found = [(LEVELS.index(label), sets.levels(model.probabilities(row))) for row, label in
              zip(rows[1500:], labels[1500:], strict=True)]  # fmt: skip
-    assert np.mean([level in window for level, window in found]) >= 0.9 - 3 * math.sqrt(0.09 / 1500) - 0.01
+    assert (
+        np.mean([level in window for level, window in found])
+        >= 0.9 - 3 * math.sqrt(0.09 / 1500) - 0.01
+    )
     assert np.mean([len(window) for _, window in found]) < 2.6
     assert "at least 0.9" in sets.guarantee
 
@@ -161,17 +185,26 @@ def test_features_are_missing_until_a_sibling_has_answered() -> None:
 
 def learned(agreeing: float = 0.98) -> OrdinalLearner:
     """A learner that has seen agreement decide everything."""
-    draw, learner = random.Random(0), OrdinalLearner(alpha=0.1, source="gold")
+    draw = random.Random(0)
+    learner = OrdinalLearner(alpha=0.1, source="gold")
     for k in range(900):
         agrees = draw.random() < 0.5
-        evidence = chunk_evidence(f"q{k}", has_answer=True, answered=8, agreement=0.9, agrees=agrees)
+        evidence = chunk_evidence(
+            f"q{k}", has_answer=True, answered=8, agreement=0.9, agrees=agrees
+        )
         right = draw.random() < (agreeing if agrees else 1 - agreeing)
-        learner.learn(feature_row(evidence, draw.random()), "accept" if right else "escalate", evidence.question)
+        learner.learn(
+            feature_row(evidence, draw.random()),
+            "accept" if right else "escalate",
+            evidence.question,
+        )
     return learner
 
 
 def test_the_gate_skips_verifies_or_hands_over() -> None:
-    """Sure it suffices: accept unscored. Hopeless: escalate unscored. Otherwise the score and the calibrator decide."""
+    """Sure it suffices: accept unscored. Hopeless: escalate unscored. Otherwise the score and the
+    calibrator decide.
+    """
     calibrator = Calibrator(0.4, "aci")
     gate = OrdinalGate(calibrator, learned())
     sure = chunk_evidence(has_answer=True, answered=8, agreement=0.9, agrees=True)
@@ -187,7 +220,9 @@ def test_the_gate_skips_verifies_or_hands_over() -> None:
 
 
 def test_the_gate_tells_its_calibrator_lengths_and_questions_that_are_over() -> None:
-    """Ranks by length work behind it, what served one question only is let go, and a cap is refused."""
+    """Ranks by length work behind it, what served one question only is let go, and a cap is
+    refused.
+    """
     calibrator = Calibrator(0.3, "question-turn", by_length=True)
     gate = OrdinalGate(calibrator, OrdinalLearner())
     for k in range(40):
@@ -203,12 +238,19 @@ def test_the_gate_tells_its_calibrator_lengths_and_questions_that_are_over() -> 
 
 def test_every_decision_of_the_gate_counts_for_the_rate() -> None:
     """Half of the chunks skip verification, and the realised rate still comes to .3 by the others."""
-    calibrator, draw = Calibrator(0.3, "aci", tuning=Tuning(aci_step=0.02)), random.Random(1)
+    calibrator = Calibrator(0.3, "aci", tuning=Tuning(aci_step=0.02))
+    draw = random.Random(1)
     gate = OrdinalGate(calibrator, learned())
     for k in range(3000):
         unclear = draw.random() < 0.5
         chunk = chunk_evidence(
-            f"q{k % 9}", 0, k, answered=0 if unclear else 8, has_answer=True, agreement=0.9, agrees=True
+            f"q{k % 9}",
+            0,
+            k,
+            answered=0 if unclear else 8,
+            has_answer=True,
+            agreement=0.9,
+            agrees=True,
         )
         decision = gate.preview(chunk)
         if decision.action == "verify":
@@ -243,7 +285,8 @@ def test_on_real_traces_the_model_uses_agreement_not_perplexity(shared_data: Pat
     """Perplexity says nothing of correctness and agreement nearly everything: the fit finds out."""
     samples = [s for s in _samples(shared_data) if s["run"] == "ct0"]
     right = _right_answers(shared_data)
-    rows, labels = list[Any](), list[str]()
+    rows = list[Any]()
+    labels = list[str]()
     for sample in samples:
         group = [s["answer_direct"] for s in samples if s["question_id"] == sample["question_id"]]
         others = [a for a in group if a != "invalid"]
@@ -251,15 +294,30 @@ def test_on_real_traces_the_model_uses_agreement_not_perplexity(shared_data: Pat
         share = (others.count(own) - 1) / max(1, len(others) - 1) if own != "invalid" else 0.0
         rows.append([math.log(sample["turns"][0]["ppl"] or 2.0), share])
         labels.append("accept" if (sample["question_id"], own) in right else "escalate")
-    even = [k for k, sample in enumerate(samples) if sample["question_id"] % 2 == 0 and sample["question_id"] < 60]
-    odd = [k for k, sample in enumerate(samples) if sample["question_id"] % 2 and sample["question_id"] < 60]
+    even = [
+        k
+        for k, sample in enumerate(samples)
+        if sample["question_id"] % 2 == 0 and sample["question_id"] < 60
+    ]
+    odd = [
+        k
+        for k, sample in enumerate(samples)
+        if sample["question_id"] % 2 and sample["question_id"] < 60
+    ]
     value = dict[str, float]()
     for name, columns in (("perplexity", [0]), ("both", [0, 1])):
         model = fit_ordinal(
-            [[rows[k][c] for c in columns] for k in even], [labels[k] for k in even], ["x"] * len(columns)
+            [[rows[k][c] for c in columns] for k in even],
+            [labels[k] for k in even],
+            ["x"] * len(columns),
         )
         scored = [
-            (samples[k]["question_id"], -model.lean([rows[k][c] for c in columns]), labels[k] == "accept") for k in odd
+            (
+                samples[k]["question_id"],
+                -model.lean([rows[k][c] for c in columns]),
+                labels[k] == "accept",
+            )
+            for k in odd
         ]
         value[name] = within_question_auroc(scored)
     assert 0.3 < value["perplexity"] < 0.65

@@ -1,4 +1,6 @@
-"""Runs of known size land on their rate, however small they are and however their problems are sorted."""
+"""Runs of known size land on their rate, however small they are and however their problems are
+sorted.
+"""
 
 import heapq
 import json
@@ -29,12 +31,16 @@ Records = list[dict[str, Any]]
 
 
 def arrivals(problems: int, samples: int, order: str, seed: int, in_flight: int = 64) -> Records:
-    """A made-up run: hard problems have longer rollouts and worse scores; what is written sooner comes sooner."""
+    """A made-up run: hard problems have longer rollouts and worse scores; what is written sooner
+    comes sooner.
+    """
     draw = random.Random(seed)
     levels = [draw.gauss(0, 1) for _ in range(problems)]
     levels.sort(reverse=order == "hard first") if order != "random" else None
     waiting = [(problem, sample) for problem in range(problems) for sample in range(samples)][::-1]
-    found, going, left = Records(), list[tuple[float, int, int, int]](), DecisionsLeft(problems, samples)
+    found = Records()
+    going = list[tuple[float, int, int, int]]()
+    left = DecisionsLeft(problems, samples)
 
     def begin(now: float) -> None:
         while waiting and len(going) < in_flight:
@@ -44,7 +50,15 @@ def arrivals(problems: int, samples: int, order: str, seed: int, in_flight: int 
     while going:
         now, problem, sample, turn = heapq.heappop(going)
         score = math.exp(abs(draw.gauss(0.5 + 0.15 * levels[problem] + 0.03 * turn, 0.15)))
-        found.append({"question": problem, "sample": sample, "turn": turn, "score": score, "left": left.share})
+        found.append(
+            {
+                "question": problem,
+                "sample": sample,
+                "turn": turn,
+                "score": score,
+                "left": left.share,
+            }
+        )
         left.count(Decision("accept", 0.2, str(problem), turn, sample))
         if turn < 14 and draw.random() < 0.62 + 0.1 * math.tanh(levels[problem]):
             heapq.heappush(going, (now + draw.expovariate(1), problem, sample, turn + 1))
@@ -61,9 +75,13 @@ def error(records: Records, rate: float, samples: int, seed: int) -> float:
 
 
 @pytest.mark.parametrize("order", ["random", "hard first", "easy first"])
-@pytest.mark.parametrize(("problems", "samples", "bar"), [(20, 8, 0.010), (30, 16, 0.010), (40, 8, 0.008)])
+@pytest.mark.parametrize(
+    ("problems", "samples", "bar"), [(20, 8, 0.010), (30, 16, 0.010), (40, 8, 0.008)]
+)
 def test_a_small_run_lands_on_its_rate(problems: int, samples: int, bar: float, order: str) -> None:
-    """Root mean square over runs at three rates: within the bar, which the same runs of unknown size are not."""
+    """Root mean square over runs at three rates: within the bar, which the same runs of unknown
+    size are not.
+    """
     runs = [arrivals(problems, samples, order, seed) for seed in range(2)]
     unknown = [[{**record, "left": None} for record in run] for run in runs]
     paced, free = (
@@ -75,12 +93,20 @@ def test_a_small_run_lands_on_its_rate(problems: int, samples: int, bar: float, 
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.booleans(), min_size=10, max_size=300), st.sampled_from([0.1, 0.4, 0.8]), st.floats(0, 9), st.data())
+@given(
+    st.lists(st.booleans(), min_size=10, max_size=300),
+    st.sampled_from([0.1, 0.4, 0.8]),
+    st.floats(0, 9),
+    st.data(),
+)
 def test_any_sequence_ends_within_a_decision_if_what_is_left_is_known_to_a_factor_of_two(
     wishes: list[bool], rate: float, slack: float, data: st.DataObject
 ) -> None:
-    """An adversary answers as it likes wherever the level is between 0 and 1, and errs about what is left."""
-    controller, total = Adaptive(rate, 0.002), 0
+    """An adversary answers as it likes wherever the level is between 0 and 1, and errs about what
+    is left.
+    """
+    controller = Adaptive(rate, 0.002)
+    total = 0
     for place, wish in enumerate(wishes):
         left = (len(wishes) - place) * data.draw(st.floats(0.2, 2.0))
         level = controller.current_rate(0.0, "", 0, RunEnd(left, slack))
@@ -91,10 +117,19 @@ def test_any_sequence_ends_within_a_decision_if_what_is_left_is_known_to_a_facto
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.booleans(), min_size=10, max_size=300), st.sampled_from([0.1, 0.4]), st.integers(0, 40))
-def test_every_decision_that_was_expected_in_vain_adds_at_most_one(wishes: list[bool], rate: float, extra: int) -> None:
-    """With `extra` decisions beyond twice the truth, the sum of errors is at most 1 + (1 - rate) extra."""
-    controller, total = Adaptive(rate, 0.002), 0
+@given(
+    st.lists(st.booleans(), min_size=10, max_size=300),
+    st.sampled_from([0.1, 0.4]),
+    st.integers(0, 40),
+)
+def test_every_decision_that_was_expected_in_vain_adds_at_most_one(
+    wishes: list[bool], rate: float, extra: int
+) -> None:
+    """With `extra` decisions beyond twice the truth, the sum of errors is at most 1 + (1 - rate)
+    extra.
+    """
+    controller = Adaptive(rate, 0.002)
+    total = 0
     for place, wish in enumerate(wishes):
         level = controller.current_rate(0.0, "", 0, RunEnd(2 * (len(wishes) - place + extra)))
         escalated = level >= 1 or (level > 0 and wish)
@@ -106,15 +141,20 @@ def test_every_decision_that_was_expected_in_vain_adds_at_most_one(wishes: list[
 def steps(calibrator: Calibrator, records: Records) -> Iterator[bool]:
     """Decide and observe one after the other."""
     for record in records:
-        decision = calibrator.decide(record["score"], str(record["question"]), record["turn"], left=record["left"])
+        decision = calibrator.decide(
+            record["score"], str(record["question"]), record["turn"], left=record["left"]
+        )
         calibrator.observe(decision)
         yield decision.escalate
 
 
 def test_a_restored_calibrator_paces_on() -> None:
-    """The pace comes from what was decided and the share that is left: nothing else needs to be kept."""
+    """The pace comes from what was decided and the share that is left: nothing else needs to be
+    kept.
+    """
     records = arrivals(12, 8, "random", 4)
-    whole, half = Calibrator(0.2, "aci"), Calibrator(0.2, "aci")
+    whole = Calibrator(0.2, "aci")
+    half = Calibrator(0.2, "aci")
     expected = list(steps(whole, records))
     assert list(steps(half, records[:200])) == expected[:200]
     again = Calibrator.restored(half.state())
@@ -123,9 +163,12 @@ def test_a_restored_calibrator_paces_on() -> None:
 
 def early(left: float | None, stored: int) -> float:
     """The share of the first ten decisions of a run that escalate, at rate one half, over 60 runs."""
-    draw, found = random.Random(5), list[bool]()
+    draw = random.Random(5)
+    found = list[bool]()
     for seed in range(60):
-        calibrator = Calibrator(0.5, "aci", seed=seed, stored=[1 + draw.random() for _ in range(stored)])
+        calibrator = Calibrator(
+            0.5, "aci", seed=seed, stored=[1 + draw.random() for _ in range(stored)]
+        )
         for place in range(10):
             decision = calibrator.decide(1 + draw.random(), str(place), left=left)
             calibrator.observe(decision)
@@ -134,19 +177,25 @@ def early(left: float | None, stored: int) -> float:
 
 
 def test_a_run_of_known_size_keeps_escalations_back_while_few_scores_are_known() -> None:
-    """Ranks among a handful say little, and what is kept back is spent later; stored scores make up for it."""
+    """Ranks among a handful say little, and what is kept back is spent later; stored scores make up
+    for it.
+    """
     assert early(left=0.99, stored=0) < 0.15
     assert early(left=0.99, stored=40) == pytest.approx(0.5, abs=0.1)
     assert early(left=None, stored=0) == pytest.approx(0.5, abs=0.1)
 
 
-def run_of_coins(rate: float, rollouts: int, together: int, seed: int, mode_known: bool) -> tuple[int, int, str]:
-    """Exchangeable scores, rollouts that end at random and, at the last, several at once: escalated, decided, promise.
+def run_of_coins(
+    rate: float, rollouts: int, together: int, seed: int, mode_known: bool
+) -> tuple[int, int, str]:
+    """Exchangeable scores, rollouts that end at random and, at the last, several at once:
+    escalated, decided, promise.
 
     The promise is the one stated half-way.
     """
     draw = random.Random(seed)
-    calibrator, left = Calibrator(rate, "aci", seed=seed), rollouts
+    calibrator = Calibrator(rate, "aci", seed=seed)
+    left = rollouts
     promise = ""
     while left > (together if draw.random() < 0.1 else 0):
         share = left / rollouts if mode_known else None
@@ -166,9 +215,14 @@ def likely(promise: str) -> float:
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("rate", [0.05, 0.2, 0.6])
-def test_the_band_of_a_small_run_holds_as_often_as_it_says_and_is_worth_printing(rate: float, known: bool) -> None:
-    """Runs of 20 problems: at most one in twenty outside, where chance alone may make it one in ten of so few."""
-    outside, widths = 0, list[float]()
+def test_the_band_of_a_small_run_holds_as_often_as_it_says_and_is_worth_printing(
+    rate: float, known: bool
+) -> None:
+    """Runs of 20 problems: at most one in twenty outside, where chance alone may make it one in ten
+    of so few.
+    """
+    outside = 0
+    widths = list[float]()
     for seed in range(40):
         escalated, decided, promise = run_of_coins(rate, 160, 8, seed, known)
         widths.append(likely(promise))
@@ -179,7 +233,9 @@ def test_the_band_of_a_small_run_holds_as_often_as_it_says_and_is_worth_printing
 
 @pytest.mark.parametrize("worst", ["random", "all at once", "never"])
 def test_a_cap_is_exact_at_every_moment(worst: str) -> None:
-    """At most ceil(cap n) of any first n, under modes that want more, also after the calibrator was restored."""
+    """At most ceil(cap n) of any first n, under modes that want more, also after the calibrator was
+    restored.
+    """
     draw = random.Random(3)
     calibrator = Calibrator(0.5, "marginal", cap=0.2)
     for count in range(1, 200):
@@ -198,7 +254,9 @@ def test_a_cap_is_exact_at_every_moment(worst: str) -> None:
 
 @pytest.mark.parametrize("cap", [0.0, 0.1, 0.25])
 def test_a_capped_run_is_taken_again_from_its_journal(cap: float, tmp_path: Path) -> None:
-    """The cap holds in the order of decisions, the audit finds the same ones, and other gates refuse one."""
+    """The cap holds in the order of decisions, the audit finds the same ones, and other gates
+    refuse one.
+    """
     setup = Setup(draft="scripted", target="scripted", rate=0.5, cap=cap)
     evaluate_sync(toy_problems(4), setup, directory=tmp_path / "run")
     held = build_report(tmp_path / "run").report.calibration

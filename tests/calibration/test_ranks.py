@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from atts.calibration.score_history import Fading, Ranks, ScoreHistory, Window
 from atts.errors import CalibrationInputError
 
-VALUES = st.one_of(st.integers(0, 6).map(float), st.floats(allow_nan=False), st.sampled_from([math.inf, -math.inf]))
+VALUES = st.one_of(
+    st.integers(0, 6).map(float), st.floats(allow_nan=False), st.sampled_from([math.inf, -math.inf])
+)
 
 
 @given(st.lists(VALUES, max_size=60), VALUES)
 def test_counts_and_selection_match_a_sorted_list(values: list[float], probe: float) -> None:
     """Ties and infinities are ordinary values."""
-    pool, ordered = Ranks(), sorted(values)
+    pool = Ranks()
+    ordered = sorted(values)
     for value in values:
         pool.add(value)
     assert list(pool) == ordered
@@ -30,7 +33,8 @@ def test_counts_and_selection_match_a_sorted_list(values: list[float], probe: fl
 def test_large_pools_split_and_shrink_correctly(kinds: int) -> None:
     """Across many block splits, ties that span blocks, and removals down to nothing."""
     draw = random.Random(kinds)
-    pool, ordered = Ranks(), list[float]()
+    pool = Ranks()
+    ordered = list[float]()
     for step in range(6000):
         value = float(draw.randrange(kinds))
         pool.add(value)
@@ -39,7 +43,8 @@ def test_large_pools_split_and_shrink_correctly(kinds: int) -> None:
             gone = ordered.pop(draw.randrange(len(ordered)))
             pool.remove(gone)
         if step % 97 == 0:
-            left, right = bisect_left(ordered, value), bisect_right(ordered, value)
+            left = bisect_left(ordered, value)
+            right = bisect_right(ordered, value)
             assert pool.counts(value) == (left, right - left)
             assert pool.kth(len(ordered) // 2 + 1) == ordered[len(ordered) // 2]
     assert list(pool) == ordered
@@ -81,10 +86,18 @@ def test_a_window_is_the_last_scores(values: list[float], width: int, probe: flo
         window.add(value)
     kept = values[-width:]
     assert list(window) == kept
-    assert window.rank(probe) == (sum(v < probe for v in kept), sum(v == probe for v in kept), len(kept))
+    assert window.rank(probe) == (
+        sum(v < probe for v in kept),
+        sum(v == probe for v in kept),
+        len(kept),
+    )
 
 
-@given(st.lists(st.integers(0, 4).map(float), max_size=400), st.sampled_from([0.5, 0.9, 0.99]), st.integers(0, 4))
+@given(
+    st.lists(st.integers(0, 4).map(float), max_size=400),
+    st.sampled_from([0.5, 0.9, 0.99]),
+    st.integers(0, 4),
+)
 def test_fading_is_geometric_weights(values: list[float], decay: float, probe: float) -> None:
     """WeightedRank and size equal the sums of decay^age, to the billionth that is dropped."""
     memory = Fading(decay)
@@ -119,7 +132,9 @@ def test_memory_of_a_fading_pool_is_bounded() -> None:
     assert len(memory) <= 21 / 0.1
 
 
-@pytest.mark.parametrize(("build", "value"), [(Window, 0), (Fading, 0.0), (Fading, 1.0), (Fading, math.nan)])
+@pytest.mark.parametrize(
+    ("build", "value"), [(Window, 0), (Fading, 0.0), (Fading, 1.0), (Fading, math.nan)]
+)
 def test_impossible_memories_are_refused(build: type[Window] | type[Fading], value: float) -> None:
     """A window of nothing, a decay outside (0, 1)."""
     with pytest.raises(CalibrationInputError):

@@ -7,8 +7,12 @@ from atts.calibration.rate_check import check_rate
 from atts.errors import CalibrationInputError
 
 
-def runs(draw: np.random.Generator, questions: int, rate: float, alike: float) -> list[tuple[int, int]]:
-    """Twenty decisions a question, each question with a rate of its own around `rate`: the nearer the more alike."""
+def runs(
+    draw: np.random.Generator, questions: int, rate: float, alike: float
+) -> list[tuple[int, int]]:
+    """Twenty decisions a question, each question with a rate of its own around `rate`: the nearer
+    the more alike.
+    """
     own = draw.beta(rate * alike, (1 - rate) * alike, size=questions)
     return [(20, int(escalated)) for escalated in draw.binomial(20, own)]
 
@@ -24,7 +28,9 @@ def test_a_rate_that_is_right_is_rarely_called_left(questions: int, alike: float
 
 
 @pytest.mark.parametrize(("questions", "alike"), [(30, 1000.0), (200, 3.0)])
-def test_a_wrong_rate_is_called_left_once_there_are_enough_questions(questions: int, alike: float) -> None:
+def test_a_wrong_rate_is_called_left_once_there_are_enough_questions(
+    questions: int, alike: float
+) -> None:
     """Half as much again as promised, over independent decisions or many questions."""
     draw = np.random.default_rng(1)
     found = [check_rate(0.3, runs(draw, questions, 0.45, alike)).standing for _ in range(50)]
@@ -35,7 +41,9 @@ def test_few_decisions_say_what_they_allow() -> None:
     """Held or not is not all there is to say about ten chunks; of a thousand it is."""
     assert "so few allow [0.000, 0.500]: held" in str(check_rate(0.2, [(5, 1), (5, 1)]))
     assert str(check_rate(0.2, [(50, 10)] * 20)).endswith("nominal 0.2: held")
-    assert check_rate(0.2, [(10, 10)]).standing == "unclear"  # one question shows nothing about others
+    assert (
+        check_rate(0.2, [(10, 10)]).standing == "unclear"
+    )  # one question shows nothing about others
     assert check_rate(0.2, [(10, 10)] * 6).standing == "left"
     assert check_rate(0, [(10, 0)]).standing == "held"
 

@@ -19,7 +19,10 @@ from atts.cli.app import run
 from atts.errors import CalibrationInputError
 
 Records = list[dict[str, Any]]
-FEW: Records = [{"question": k % 3, "turn": k % 2, "score": 1 + (k * 7 % 10) / 10, "sample": k} for k in range(40)]
+FEW: Records = [
+    {"question": k % 3, "turn": k % 2, "score": 1 + (k * 7 % 10) / 10, "sample": k}
+    for k in range(40)
+]
 
 
 class Done(NamedTuple):
@@ -34,7 +37,9 @@ Atts = Callable[..., Done]
 
 
 @pytest.fixture
-def atts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+def atts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Done]:
     """The command line in this process: words in, exit code and what was printed out."""
 
     def call(*words: str, text: str = "") -> Done:
@@ -54,9 +59,12 @@ def lines_of(records: Records) -> str:
 
 def test_replay_is_the_calibrator_in_a_loop() -> None:
     """Decision for decision."""
-    done, calibrator = replay(FEW, rate=0.4, mode="question-turn", seed=3), Calibrator(0.4, "question-turn", seed=3)
+    done = replay(FEW, rate=0.4, mode="question-turn", seed=3)
+    calibrator = Calibrator(0.4, "question-turn", seed=3)
     for record, decision in zip(FEW, done.decisions, strict=True):
-        again = calibrator.decide(record["score"], str(record["question"]), record["turn"], record["sample"])
+        again = calibrator.decide(
+            record["score"], str(record["question"]), record["turn"], record["sample"]
+        )
         assert again == decision
         calibrator.observe(again)
     assert tuple(done.metrics) == METRICS
@@ -116,17 +124,26 @@ def test_every_mode_words_its_promise_with_its_numbers(mode: Mode) -> None:
         assert f"{DEFAULTS.limit_at(0.35) + 1:g} / n" in done.guarantee
 
 
-def test_replay_command_prints_one_object_per_decision_then_a_summary(tmp_path: Path, atts: Atts) -> None:
+def test_replay_command_prints_one_object_per_decision_then_a_summary(
+    tmp_path: Path, atts: Atts
+) -> None:
     """The same decisions and metrics as the call, strict JSON, from a file or from stdin."""
     path = tmp_path / "scores.jsonl"
-    path.write_text(lines_of([*FEW, {"question": 9, "turn": 0, "score": math.inf}]).replace("Infinity", "1e999"))
+    path.write_text(
+        lines_of([*FEW, {"question": 9, "turn": 0, "score": math.inf}]).replace("Infinity", "1e999")
+    )
     records = [*FEW, {"question": 9, "turn": 0, "score": math.inf}]
     expected = replay(records, rate=0.4, mode="turn", seed=2)
     options = ("--rate", "0.4", "--mode", "turn", "--seed", "2", "--json")
-    outputs = [atts("replay", str(path), *options), atts("replay", "-", *options, text=path.read_text())]
+    outputs = [
+        atts("replay", str(path), *options),
+        atts("replay", "-", *options, text=path.read_text()),
+    ]
     for done in outputs:
         assert done.returncode == 0, done.stderr
-        *decisions, summary = [json.loads(line, parse_constant=pytest.fail) for line in done.stdout.splitlines()]
+        *decisions, summary = [
+            json.loads(line, parse_constant=pytest.fail) for line in done.stdout.splitlines()
+        ]
         assert [row["escalate"] for row in decisions] == [d.escalate for d in expected.decisions]
         assert {row["type"] for row in decisions} == {"decision"}
         assert summary["type"] == "summary"
@@ -151,7 +168,9 @@ def test_replay_command_prints_one_object_per_decision_then_a_summary(tmp_path: 
         (("--mode", "split"), lines_of(FEW), "stored"),
     ],
 )
-def test_replay_command_refuses_bad_input_in_words(words: tuple[str, ...], text: str, said: str, atts: Atts) -> None:
+def test_replay_command_refuses_bad_input_in_words(
+    words: tuple[str, ...], text: str, said: str, atts: Atts
+) -> None:
     """Exit code 2, one line that names the trouble, no traceback."""
     done = atts("replay", "-", *words, text=text)
     assert done.returncode == 2
@@ -207,7 +226,9 @@ def test_files_that_hold_no_scores_are_refused_in_words(tmp_path: Path, atts: At
 
 
 def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -> None:
-    """Scores become a file, then a calibrator that resumes, a report, and a verdict with an exit code."""
+    """Scores become a file, then a calibrator that resumes, a report, and a verdict with an exit
+    code.
+    """
     draw = np.random.default_rng(0)
     levels = np.repeat(draw.normal(0.5, 0.15, size=40), 16)
     scores = np.exp(np.abs(levels + draw.normal(0, 0.1, size=640)))
@@ -215,13 +236,24 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     np.save(tmp_path / "bad.npy", np.repeat(scores[::2], 2))
     saved = str(tmp_path / "scores.json")
     imported = atts(
-        "import", str(tmp_path / "good.npy"), "--per-question", "16", "--condition", "target.model=m", "--out", saved
+        "import",
+        str(tmp_path / "good.npy"),
+        "--per-question",
+        "16",
+        "--condition",
+        "target.model=m",
+        "--out",
+        saved,
     )
     assert imported.returncode == 0, imported.stderr
-    fitted = atts("fit", saved, "--rate", "0.3", "--mode", "turn", "--out", str(tmp_path / "c.json"), "--json")
+    fitted = atts(
+        "fit", saved, "--rate", "0.3", "--mode", "turn", "--out", str(tmp_path / "c.json"), "--json"
+    )
     assert fitted.returncode == 0, fitted.stderr
     assert "0.3" in json.loads(fitted.stdout)["guarantee"]
-    assert Calibrator.load(tmp_path / "c.json", fingerprint={"target.model": "m"}).p_value(99.0) > 0.99
+    assert (
+        Calibrator.load(tmp_path / "c.json", fingerprint={"target.model": "m"}).p_value(99.0) > 0.99
+    )
     report = json.loads(atts("report", saved, "--json").stdout)
     assert report["clusters"]["clusters"] == 40
     assert report["repeats"]["within"] == 0
@@ -232,7 +264,10 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     assert broken.returncode == 5
     assert json.loads(broken.stdout)["events"][0]["kind"] == "duplicates"
     live = tmp_path / "live.jsonl"
-    rows = [{"question": k // 16, "turn": 0, "score": float(score) * 1.7} for k, score in enumerate(scores)]
+    rows = [
+        {"question": k // 16, "turn": 0, "score": float(score) * 1.7}
+        for k, score in enumerate(scores)
+    ]
     live.write_text(lines_of(rows))
     assert atts("check", saved, "--live", str(live)).returncode == 5
     Path(saved).write_text(Path(saved).read_text()[:200])
@@ -253,11 +288,17 @@ def test_lengths_and_shares_that_are_no_numbers_are_refused(bad: Any) -> None:
 
 
 def test_health_of_a_real_array(array_of: Callable[..., StoredScores]) -> None:
-    """Sixteen hundred scores worth about 160; half of the questions set the other half's rate with SD .06-.07."""
+    """Sixteen hundred scores worth about 160; half of the questions set the other half's rate with
+    SD .06-.07.
+    """
     health = examine(array_of(), 0.4)
     assert health.threshold == pytest.approx(1.64, abs=0.01)
     assert 0.055 <= health.half_split <= 0.075
-    assert health.long_run[1] - health.long_run[0] < 0.05 < health.long_run_clustered[1] - health.long_run_clustered[0]
+    assert (
+        health.long_run[1] - health.long_run[0]
+        < 0.05
+        < health.long_run_clustered[1] - health.long_run_clustered[0]
+    )
     with pytest.raises(CalibrationInputError):
         examine(StoredScores.of([]), 0.4)
     tiny = examine(StoredScores.of([1.5, 1.6]), 0.1)

@@ -29,7 +29,9 @@ EPSILON = 0.2
 
 @pytest.mark.parametrize("n", [1, 4, 9])
 def test_binomial_p_value_is_super_uniform_by_enumeration(n: int) -> None:
-    """Over all 0/1 losses with mean exactly epsilon, P(p <= a) <= a; the p-value is the sum it claims to be."""
+    """Over all 0/1 losses with mean exactly epsilon, P(p <= a) <= a; the p-value is the sum it
+    claims to be.
+    """
     for level in (0.01, 0.05, 0.1, 0.3, 0.7):
         chance = 0.0
         for losses in product((0, 1), repeat=n):
@@ -42,7 +44,9 @@ def test_binomial_p_value_is_super_uniform_by_enumeration(n: int) -> None:
 
 @pytest.mark.parametrize("values", [(0, 1), (0, 0.5, 1), (0, 0.25)])
 def test_other_p_values_are_super_uniform_by_enumeration(values: tuple[float, ...]) -> None:
-    """Hoeffding-Bentkus and betting, for two- and three-valued losses whose mean is epsilon, over all sequences."""
+    """Hoeffding-Bentkus and betting, for two- and three-valued losses whose mean is epsilon, over
+    all sequences.
+    """
     laws: dict[tuple[float, ...], tuple[float, ...]] = {
         (0, 1): (0.8, 0.2), (0, 0.5, 1): (0.7, 0.2, 0.1), (0, 0.25): (0.2, 0.8)
     }  # fmt: skip
@@ -50,7 +54,10 @@ def test_other_p_values_are_super_uniform_by_enumeration(values: tuple[float, ..
     assert sum(v * w for v, w in zip(values, law, strict=True)) == pytest.approx(EPSILON)
     outcomes = list(product(range(len(values)), repeat=7))
     for p_value in (hoeffding_bentkus_p_value, betting_p_value):
-        found = [(p_value([values[k] for k in o], EPSILON), math.prod(law[k] for k in o)) for o in outcomes]
+        found = [
+            (p_value([values[k] for k in o], EPSILON), math.prod(law[k] for k in o))
+            for o in outcomes
+        ]
         for level in (0.02, 0.1, 0.3, 0.6, 0.9):
             assert sum(weight for p, weight in found if p <= level) <= level + 1e-9
 
@@ -68,7 +75,9 @@ def test_fixed_sequence_testing_equals_its_definition(p_values: list[float], del
     assert rejected(p_values, delta) == expected
 
 
-@pytest.mark.parametrize(("epsilon", "delta", "n"), [(0.02, 0.05, 149), (0.05, 0.05, 59), (0.1, 0.05, 29)])
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "n"), [(0.02, 0.05, 149), (0.05, 0.05, 59), (0.1, 0.05, 29)]
+)
 def test_known_sample_sizes_without_a_loss(epsilon: float, delta: float, n: int) -> None:
     """One problem fewer does not certify."""
     assert fewest_problems(epsilon, delta) == n
@@ -99,8 +108,12 @@ def test_loss_is_target_right_and_policy_wrong_per_problem() -> None:
         lost_answers([1, 0], [1])
 
 
-def deployment(n: int, seed: int, rates: Sequence[float]) -> tuple[list[Candidate], dict[float, float]]:
-    """A simulated labelled run: problems differ in hardness, sixteen clustered samples each; and the true losses."""
+def deployment(
+    n: int, seed: int, rates: Sequence[float]
+) -> tuple[list[Candidate], dict[float, float]]:
+    """A simulated labelled run: problems differ in hardness, sixteen clustered samples each; and
+    the true losses.
+    """
     draw = np.random.default_rng(seed)
     hardness = draw.beta(0.3, 1.5, size=n)  # how often a kept chunk loses an answer the target has
     true = {rate: (1 - rate) ** 2 * 0.3 / 1.8 for rate in rates}
@@ -114,7 +127,9 @@ def deployment(n: int, seed: int, rates: Sequence[float]) -> tuple[list[Candidat
 @pytest.mark.parametrize("epsilon", [0.02, 0.05])
 def test_certificates_are_valid_over_many_deployments(epsilon: float) -> None:
     """In at most delta of 150 runs of 300 problems (500 in the study) is the true loss too high."""
-    rates, wrong, found = [k / 20 for k in range(21)], 0, 0
+    rates = [k / 20 for k in range(21)]
+    wrong = 0
+    found = 0
     for seed in range(150):
         candidates, true = deployment(300, seed, rates)
         chosen = certify(candidates, epsilon, 0.1).chosen
@@ -126,7 +141,9 @@ def test_certificates_are_valid_over_many_deployments(epsilon: float) -> None:
 
 
 def test_certificates_are_nearly_as_cheap_as_the_truth_allows() -> None:
-    """2,000 problems, epsilon .05: within 25 % of the cheapest policy that truly satisfies it, in ten runs."""
+    """2,000 problems, epsilon .05: within 25 % of the cheapest policy that truly satisfies it, in
+    ten runs.
+    """
     rates = [k / 40 for k in range(41)]
     for seed in range(10):
         candidates, true = deployment(2000, seed, rates)
@@ -136,7 +153,9 @@ def test_certificates_are_nearly_as_cheap_as_the_truth_allows() -> None:
 
 
 def test_a_fixed_sequence_stops_at_the_first_failure() -> None:
-    """A cheap policy that looks safe behind one that fails is not certified: the order is not the data's to choose."""
+    """A cheap policy that looks safe behind one that fails is not certified: the order is not the
+    data's to choose.
+    """
     candidates = [
         Candidate("g", 1.0, [0] * 100, 10), Candidate("g", 0.5, [1, 0] * 50, 5), Candidate("g", 0.1, [0] * 100, 1)
     ]  # fmt: skip
@@ -162,7 +181,9 @@ def _rate(certificate: Certificate) -> float:
 
 
 def test_nothing_certifiable_is_said_with_numbers() -> None:
-    """With n = 30 nothing below ten points can be certified; how many are needed is said, or that none suffices."""
+    """With n = 30 nothing below ten points can be certified; how many are needed is said, or that
+    none suffices.
+    """
     short = certify([Candidate("g", 1.0, [0] * 30, 1)], 0.05, 0.1)
     assert short.chosen is None
     assert "none certifiable with n = 30" in short.guarantee
@@ -188,7 +209,9 @@ def test_nothing_certifiable_is_said_with_numbers() -> None:
         ([Candidate("g", 1, [0], 1)], 0.05, 1.0),
     ],
 )
-def test_impossible_certificates_are_refused(candidates: list[Candidate], epsilon: float, delta: float) -> None:
+def test_impossible_certificates_are_refused(
+    candidates: list[Candidate], epsilon: float, delta: float
+) -> None:
     """No candidates, no problems, losses that are none, levels outside (0, 1)."""
     with pytest.raises(CalibrationInputError):
         certify(candidates, epsilon, delta)
@@ -204,23 +227,36 @@ def test_unknown_tests_are_refused() -> None:
 
 @pytest.mark.parametrize(("n", "epsilon"), [(5, 0.1), (5, 0.0), (4, 0.3)])
 @pytest.mark.parametrize("differing", [0.3, 1.0])
-def test_the_net_p_value_is_super_uniform_by_enumeration(n: int, epsilon: float, differing: float) -> None:
-    """Over all outcomes of n problems whose mean net loss is exactly epsilon, P(p <= a) <= a; so for fractions."""
+def test_the_net_p_value_is_super_uniform_by_enumeration(
+    n: int, epsilon: float, differing: float
+) -> None:
+    """Over all outcomes of n problems whose mean net loss is exactly epsilon, P(p <= a) <= a; so
+    for fractions.
+    """
     law = {1.0: (differing + epsilon) / 2, 0.0: 1 - differing, -1.0: (differing - epsilon) / 2}
     fractions = {0.5: 0.4 + epsilon, -0.5: 0.4 - epsilon, 0.0: 0.2}
     exact: list[tuple[float, float]] = []
     for losses in combinations_with_replacement(law, n):  # the order does not matter
         orders = math.factorial(n) / math.prod(math.factorial(losses.count(loss)) for loss in law)
-        exact.append((net_p_value(losses, epsilon), orders * math.prod(law[loss] for loss in losses)))
+        exact.append(
+            (net_p_value(losses, epsilon), orders * math.prod(law[loss] for loss in losses))
+        )
     drawn = product(fractions, repeat=n)
-    betting = [(net_p_value(losses, epsilon), math.prod(fractions[loss] for loss in losses)) for losses in drawn]
+    betting = [
+        (net_p_value(losses, epsilon), math.prod(fractions[loss] for loss in losses))
+        for losses in drawn
+    ]
     for found in (exact, betting):
         for level in (0.01, 0.05, 0.1, 0.4, 0.8):
             assert sum(weight for p, weight in found if p <= level) <= level + 1e-9
 
 
-def noisy(rate: float, draw: np.random.Generator, problems: int = 2000) -> tuple[list[bool], list[bool]]:
-    """The votes of the target and of a policy as good plus `rate`: each errs by itself on one problem in twelve."""
+def noisy(
+    rate: float, draw: np.random.Generator, problems: int = 2000
+) -> tuple[list[bool], list[bool]]:
+    """The votes of the target and of a policy as good plus `rate`: each errs by itself on one
+    problem in twelve.
+    """
     known = draw.random(problems) < 0.75
     target, policy = (np.where(draw.random(problems) < 1 / 12, ~known, known) for _ in range(2))
     mended = draw.random(problems) < abs(rate)
@@ -228,19 +264,29 @@ def noisy(rate: float, draw: np.random.Generator, problems: int = 2000) -> tuple
 
 
 def test_sampling_noise_is_not_a_loss() -> None:
-    """Two runs of the same models lose single answers to each other: only the net certificate says they are alike."""
-    certified, old = 0, 0
+    """Two runs of the same models lose single answers to each other: only the net certificate says
+    they are alike.
+    """
+    certified = 0
+    old = 0
     for seed in range(10):
         target, policy = noisy(0.0, np.random.default_rng(seed))
         candidate = [Candidate("split", 0.3, net_losses(target, policy).tolist(), 1.0)]
         certified += certify_net(candidate, 0.03).chosen is not None
-        old += certify([Candidate("split", 0.3, lost_answers(target, policy).tolist(), 1.0)], 0.03).chosen is not None
+        old += (
+            certify(
+                [Candidate("split", 0.3, lost_answers(target, policy).tolist(), 1.0)], 0.03
+            ).chosen
+            is not None
+        )
     assert certified >= 8
     assert not old
 
 
 def test_a_policy_like_the_embedded_default_is_certified_at_two_points() -> None:
-    """As measured on 2,000 problems: .74 % lost and .62 % won is certified at .02, a net loss of 2.4 % is not."""
+    """As measured on 2,000 problems: .74 % lost and .62 % won is certified at .02, a net loss of
+    2.4 % is not.
+    """
     losses = [1.0] * 15 + [-1.0] * 12 + [0.0] * 1973
     found = certify_net([Candidate("aci", 0.19, losses, 143.6)], 0.02)
     assert found.chosen is not None
@@ -254,13 +300,23 @@ def test_a_worse_policy_is_hardly_ever_certified_and_a_better_one_is_superior() 
     """Errors of the certificate stay under delta; superiority is said in words where it is there."""
     wrong = sum(
         certify_net(
-            [Candidate("a", 0.3, net_losses(*noisy(-0.05, np.random.default_rng(seed), 600)).tolist(), 1)], 0.02
+            [
+                Candidate(
+                    "a",
+                    0.3,
+                    net_losses(*noisy(-0.05, np.random.default_rng(seed), 600)).tolist(),
+                    1,
+                )
+            ],
+            0.02,
         ).chosen
         is not None
         for seed in range(60)
     )
     assert wrong <= 6
-    better = certify_net([Candidate("a", 0.3, net_losses(*noisy(0.2, np.random.default_rng(1))).tolist(), 1.0)], 0.02)
+    better = certify_net(
+        [Candidate("a", 0.3, net_losses(*noisy(0.2, np.random.default_rng(1))).tolist(), 1.0)], 0.02
+    )
     assert better.superior is not None
     assert "right more often than the target alone" in better.guarantee
     assert "at most 2.0% less often" in better.guarantee
@@ -270,7 +326,9 @@ def test_a_worse_policy_is_hardly_ever_certified_and_a_better_one_is_superior() 
 
 
 def test_a_policy_that_never_differed_needs_more_problems_and_is_not_hopeless() -> None:
-    """Twenty problems without a loss do not certify five points; about as many as without a single loss do."""
+    """Twenty problems without a loss do not certify five points; about as many as without a single
+    loss do.
+    """
     alike = certify_net([Candidate("a", 0.3, [0.0] * 20, 1.0)], 0.05)
     assert alike.chosen is None
     assert alike.needed == 45

@@ -15,14 +15,20 @@ from atts.calibration.state import read_state, strict, write_state
 from atts.calibration.stored import check_fingerprint, read_scores
 from atts.errors import CalibrationInputError, FingerprintError, StorageError
 
-STORED = StoredScores.of([1 + 0.013 * k for k in range(1, 97)], 16, fingerprint={"model": "m", "limits": (500, 15)})
+STORED = StoredScores.of(
+    [1 + 0.013 * k for k in range(1, 97)], 16, fingerprint={"model": "m", "limits": (500, 15)}
+)
 
 
 def stream(count: int, seed: int = 0) -> list[tuple[float, str, int]]:
     """Scores with ties and infinities over a few questions and turns."""
     draw = random.Random(seed)
     return [
-        (draw.choice([1 + draw.expovariate(2), 1.25, math.inf]), f"q{draw.randrange(6)}", draw.randrange(3))
+        (
+            draw.choice([1 + draw.expovariate(2), 1.25, math.inf]),
+            f"q{draw.randrange(6)}",
+            draw.randrange(3),
+        )
         for _ in range(count)
     ]
 
@@ -39,7 +45,9 @@ def play(calibrator: Calibrator, part: list[tuple[float, str, int]], first: int 
 
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"decay": 0.9}])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_saved_calibrator_goes_on_as_if_never_stopped(mode: Mode, options: dict[str, Any], tmp_path: Path) -> None:
+def test_a_saved_calibrator_goes_on_as_if_never_stopped(
+    mode: Mode, options: dict[str, Any], tmp_path: Path
+) -> None:
     """Through a file, with scores in flight, every later decision is the same."""
     whole = Calibrator(0.3, mode, stored=STORED, seed=7, **options)
     half = Calibrator(0.3, mode, stored=STORED, seed=7, **options)
@@ -57,10 +65,16 @@ def test_a_saved_calibrator_goes_on_as_if_never_stopped(mode: Mode, options: dic
 
 @pytest.mark.parametrize("mode", ["marginal", "aci", "turn", "question", "question-turn"])
 def test_shards_merge_into_one(mode: Mode) -> None:
-    """Pools and counts of two shards add up to those of both streams, and the result goes on deciding."""
+    """Pools and counts of two shards add up to those of both streams, and the result goes on
+    deciding.
+    """
     left, right = (Calibrator(0.4, mode, stored=STORED) for _ in range(2))
     both = Calibrator(0.4, mode, stored=STORED)
-    for calibrator, part in ((left, stream(90, 1)), (right, stream(110, 2)), (both, stream(90, 1) + stream(110, 2))):
+    for calibrator, part in (
+        (left, stream(90, 1)),
+        (right, stream(110, 2)),
+        (both, stream(90, 1) + stream(110, 2)),
+    ):
         for place, (score, question, turn) in enumerate(part):
             calibrator.observe(calibrator.decide(score, question, turn, place))
     left.merge(json.loads(json.dumps(strict(right.state()))))
@@ -69,7 +83,12 @@ def test_shards_merge_into_one(mode: Mode) -> None:
         for score in (1.1, 1.25, 1.8, 9.0):
             assert left.p_value(score) == both.p_value(score)
             assert left.p_value(score, 1) == both.p_value(score, 1)
-    assert (left.decide(1.0, "q1", 0, 0).p or 0) < 0.1 < 0.6 < (left.decide(math.inf, "q1", 0, 0).p or 0)
+    assert (
+        (left.decide(1.0, "q1", 0, 0).p or 0)
+        < 0.1
+        < 0.6
+        < (left.decide(math.inf, "q1", 0, 0).p or 0)
+    )
 
 
 def test_only_like_calibrators_merge() -> None:
@@ -84,7 +103,10 @@ def test_only_like_calibrators_merge() -> None:
         with pytest.raises(CalibrationInputError, match=words):
             mine.merge(strange.state())
     with pytest.raises(FingerprintError):
-        mine.merge(Calibrator(0.4, "marginal", stored=STORED, fingerprint=None).state() | {"fingerprint": {}})
+        mine.merge(
+            Calibrator(0.4, "marginal", stored=STORED, fingerprint=None).state()
+            | {"fingerprint": {}}
+        )
     waiting = Calibrator(0.4, "marginal", stored=STORED)
     waiting.observe(waiting.decide(1.5, "q", 0, 0, issue=3))
     with pytest.raises(CalibrationInputError, match="merge"):
@@ -92,7 +114,9 @@ def test_only_like_calibrators_merge() -> None:
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    """Missing, cut in half, edited, or of another kind: an error that names the file, never a traceback of json."""
+    """Missing, cut in half, edited, or of another kind: an error that names the file, never a
+    traceback of json.
+    """
     path = tmp_path / "calibrator.json"
     with pytest.raises(CalibrationInputError, match="read"):
         Calibrator.load(path)
@@ -136,7 +160,9 @@ def test_an_old_state_survives_a_failed_write(tmp_path: Path) -> None:
 
 
 def test_scores_are_read_from_every_supported_file(tmp_path: Path, shared_data: Path) -> None:
-    """JSON Lines, {question: [scores]}, our own file and a published array give stored scores; pickles are refused."""
+    """JSON Lines, {question: [scores]}, our own file and a published array give stored scores;
+    pickles are refused.
+    """
     import numpy as np
 
     lines = tmp_path / "scores.jsonl"
@@ -160,7 +186,9 @@ def test_scores_are_read_from_every_supported_file(tmp_path: Path, shared_data: 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_question_that_is_over_leaves_nothing_but_its_scores(mode: Mode) -> None:
-    """Decisions on other questions are the same, also after a save, and what is kept beside scores does not grow."""
+    """Decisions on other questions are the same, also after a save, and what is kept beside scores
+    does not grow.
+    """
     stored = [1.0 + number / 50 for number in range(100)]
     keeping, letting = (Calibrator(0.3, mode, stored=stored, seed=5) for _ in range(2))
     draws = random.Random(3)
@@ -171,7 +199,8 @@ def test_a_question_that_is_over_leaves_nothing_but_its_scores(mode: Mode) -> No
             for turn in range(3):
                 score = 1 + draws.expovariate(2.0)
                 decisions = [
-                    calibrator.decide(score, f"q{question}", turn, sample, issue) for calibrator in (keeping, letting)
+                    calibrator.decide(score, f"q{question}", turn, sample, issue)
+                    for calibrator in (keeping, letting)
                 ]
                 assert decisions[0] == decisions[1]
                 for calibrator, decision in zip((keeping, letting), decisions, strict=True):
@@ -179,7 +208,13 @@ def test_a_question_that_is_over_leaves_nothing_but_its_scores(mode: Mode) -> No
                 issue += 1
         letting.forget(f"q{question}")
         letting = Calibrator.restored(letting.state())
-        sizes.append(len(re.findall(r"q\d+", json.dumps([letting.state()[part] for part in ("controller", "pool")]))))
+        sizes.append(
+            len(
+                re.findall(
+                    r"q\d+", json.dumps([letting.state()[part] for part in ("controller", "pool")])
+                )
+            )
+        )
     assert sizes == [0] * 60
 
 
@@ -215,21 +250,28 @@ def test_a_state_with_wrong_fields_is_refused(change: dict[str, Any]) -> None:
         Calibrator.restored({**state, **change})
     with pytest.raises(CalibrationInputError):
         Calibrator.restored(
-            {name: part for name, part in state.items() if name not in change} if "more" not in change else {}
+            {name: part for name, part in state.items() if name not in change}
+            if "more" not in change
+            else {}
         )
 
 
 @pytest.mark.parametrize("mode", [*MODES, "by length"])
 def test_a_long_run_costs_a_few_numbers_a_score(mode: Mode | Literal["by length"]) -> None:
     """Questions come and go; what stays of a chunk is its score a few times over, eight bytes each."""
-    by_length, draw = mode == "by length", random.Random(5)
+    by_length = mode == "by length"
+    draw = random.Random(5)
     stored = STORED if mode == "split" else ()  # which learns nothing, and nothing else
-    calibrator = Calibrator(0.3, "marginal" if mode == "by length" else mode, by_length=by_length, stored=stored)
+    calibrator = Calibrator(
+        0.3, "marginal" if mode == "by length" else mode, by_length=by_length, stored=stored
+    )
     held: list[int] = []
     tracemalloc.start()
     for issue in range(2400):
-        question, length = f"q{issue // 12}", draw.uniform(10, 500)
-        score, turn = 1 + draw.expovariate(2), issue // 4 % 3
+        question = f"q{issue // 12}"
+        length = draw.uniform(10, 500)
+        score = 1 + draw.expovariate(2)
+        turn = issue // 4 % 3
         decision = calibrator.decide(score, question, turn, issue % 4, issue, length=length)
         calibrator.observe(decision)
         if issue % 12 == 11:
@@ -237,4 +279,6 @@ def test_a_long_run_costs_a_few_numbers_a_score(mode: Mode | Literal["by length"
         if issue % 1200 == 1199:
             held.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert held[1] - held[0] < (60 if by_length else 36) * 1200  # with its length it is there three times
+    assert (
+        held[1] - held[0] < (60 if by_length else 36) * 1200
+    )  # with its length it is there three times

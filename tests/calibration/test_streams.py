@@ -1,4 +1,6 @@
-"""The promises on real score streams, in both arrival orders, at three rates, with one configuration."""
+"""The promises on real score streams, in both arrival orders, at three rates, with one
+configuration.
+"""
 
 from collections.abc import Callable
 from random import Random
@@ -16,15 +18,21 @@ AT_MOST = {
     "turn_rms": (0.013, 0.009, 0.006),
     "worst_rolling_500": (0.032, 0.025, 0.018),
 }
-AT_LEAST = {"auroc_within_question_turn": (0.950, 0.940, 0.930), "agreement_with_sorted": (0.83, 0.86, 0.89)}
+AT_LEAST = {
+    "auroc_within_question_turn": (0.950, 0.940, 0.930),
+    "agreement_with_sorted": (0.83, 0.86, 0.89),
+}
 QUESTION_RMS = {"sim": (0.060, 0.036, 0.024), "lock": (0.050, 0.036, 0.024)}
 
 
 @pytest.mark.parametrize("order", ["sim", "lock"])
 @pytest.mark.parametrize("rate", RATES)
-def test_question_turn_mode_holds_every_bar_at_once(order: str, rate: float, arrivals: dict[str, Records]) -> None:
+def test_question_turn_mode_holds_every_bar_at_once(
+    order: str, rate: float, arrivals: dict[str, Records]
+) -> None:
     """Overall, by turn, by question, rolling; and it is still the score that decides."""
-    done, at = replay(arrivals[order], rate=rate, mode="question-turn", seed=0), RATES.index(rate)
+    done = replay(arrivals[order], rate=rate, mode="question-turn", seed=0)
+    at = RATES.index(rate)
     for name, bars in AT_MOST.items():
         assert done.metrics[name] <= bars[at], name
     for name, bars in AT_LEAST.items():
@@ -44,8 +52,12 @@ def test_turn_mode_holds_every_turn_without_equal_questions(
     assert metrics["question_rms"] > 0.1
 
 
-def test_turn_mode_holds_turns_whatever_the_order_of_questions(arrivals: dict[str, Records]) -> None:
-    """Question after question in orders that the constants were not chosen on: half of them within .009 by turn."""
+def test_turn_mode_holds_turns_whatever_the_order_of_questions(
+    arrivals: dict[str, Records],
+) -> None:
+    """Question after question in orders that the constants were not chosen on: half of them within
+    .009 by turn.
+    """
     by_question: dict[int, Records] = {}
     for record in arrivals["sim"]:
         by_question.setdefault(record["question"], []).append(record)
@@ -65,10 +77,14 @@ def test_metrics_are_those_defined_outside(
     records = arrivals["sim"]
     done = replay(records, rate=0.2, mode=mode, seed=1)
     columns = [[record[name] for record in records] for name in ("question", "turn", "score")]
-    assert dict(done.metrics) == pytest.approx(reference_metrics(*columns, [d.escalate for d in done.decisions], 0.2))
+    assert dict(done.metrics) == pytest.approx(
+        reference_metrics(*columns, [d.escalate for d in done.decisions], 0.2)
+    )
 
 
-def test_question_names_and_sample_numbers_are_optional_detail(arrivals: dict[str, Records]) -> None:
+def test_question_names_and_sample_numbers_are_optional_detail(
+    arrivals: dict[str, Records],
+) -> None:
     """Numbers or strings name questions alike, and no sample number costs nothing but the coin."""
     records = arrivals["lock"]
     named = [{**record, "question": str(record["question"])} for record in records]
@@ -81,7 +97,9 @@ def test_question_names_and_sample_numbers_are_optional_detail(arrivals: dict[st
 
 
 def test_a_replay_depends_on_its_seed_alone(arrivals: dict[str, Records]) -> None:
-    """Twice the same is the same; another seed flips the coins it may flip, and few decisions with them."""
+    """Twice the same is the same; another seed flips the coins it may flip, and few decisions with
+    them.
+    """
     records = arrivals["sim"][:1500]
     first, again, other = (replay(records, rate=0.4, seed=seed).decisions for seed in (0, 0, 1))
     assert first == again
@@ -93,14 +111,23 @@ def test_a_replay_depends_on_its_seed_alone(arrivals: dict[str, Records]) -> Non
 @pytest.mark.parametrize(
     ("broken", "drift"),
     [
-        *((broken, "recalibrate") for broken in ("shifted up", "shifted down", "another model", "duplicated")),
+        *(
+            (broken, "recalibrate")
+            for broken in ("shifted up", "shifted down", "another model", "duplicated")
+        ),
         *((broken, "report") for broken in ("shifted up", "another model")),
     ],
 )
 def test_adaptive_modes_end_at_the_rate_under_broken_calibration(
-    mode: Mode, broken: str, drift: Any, arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
+    mode: Mode,
+    broken: str,
+    drift: Any,
+    arrivals: dict[str, Records],
+    array_of: Callable[..., StoredScores],
 ) -> None:
-    """Within .01 overall, whether the alarm acts or only reports; aci moves slowly, so it pays for an ignored one."""
+    """Within .01 overall, whether the alarm acts or only reports; aci moves slowly, so it pays for
+    an ignored one.
+    """
     good = array_of().scores
     scores = {
         "shifted up": [score * 1.6487 for score in good],
@@ -108,7 +135,9 @@ def test_adaptive_modes_end_at_the_rate_under_broken_calibration(
         "another model": list(array_of("4334263d").scores),
         "duplicated": [good[at - at % 4] for at in range(len(good))],
     }[broken]
-    done = replay(arrivals["sim"], rate=0.4, mode=mode, stored=StoredScores.of(scores, 16), drift=drift)
+    done = replay(
+        arrivals["sim"], rate=0.4, mode=mode, stored=StoredScores.of(scores, 16), drift=drift
+    )
     assert done.metrics["overall_error"] <= (0.02 if (mode, drift) == ("aci", "report") else 0.01)
     assert len(done.events) == 1
 

@@ -4,15 +4,31 @@ import numpy as np
 import pytest
 
 from atts.calibration import StoredScores
-from atts.calibration.two_sample import Floats, QuestionSample, TwoSampleTest, mixture_ratios, two_sample_test
+from atts.calibration.two_sample import (
+    Floats,
+    QuestionSample,
+    TwoSampleTest,
+    mixture_ratios,
+    two_sample_test,
+)
 
 SIZE = 6
 
 
-def law(draw: np.random.Generator, count: int, shift: float = 0.0, scale: float = 1.0, noise: float = 0.5) -> Floats:
-    """Questions of six scores around levels of their own; spreads and levels go together, as in perplexities."""
+def law(
+    draw: np.random.Generator,
+    count: int,
+    shift: float = 0.0,
+    scale: float = 1.0,
+    noise: float = 0.5,
+) -> Floats:
+    """Questions of six scores around levels of their own; spreads and levels go together, as in
+    perplexities.
+    """
     level = scale * draw.gamma(2.0, size=count) + shift
-    return level[:, None] + noise * np.sqrt(level - shift + 0.1)[:, None] * draw.standard_normal((count, SIZE))
+    return level[:, None] + noise * np.sqrt(level - shift + 0.1)[:, None] * draw.standard_normal(
+        (count, SIZE)
+    )
 
 
 def sample(rows: Floats) -> QuestionSample:
@@ -31,18 +47,25 @@ def test_draws_of_the_stored_questions_are_rarely_called_different() -> None:
     """p <= .1 in a tenth of clean runs, to within four binomial deviations."""
     draw = np.random.default_rng(0)
     stored = law(draw, 30)
-    found = [looked(stored, stored[draw.integers(30, size=9)], level=1e-9).drawn <= 0.1 for _ in range(150)]
+    found = [
+        looked(stored, stored[draw.integers(30, size=9)], level=1e-9).drawn <= 0.1
+        for _ in range(150)
+    ]
     assert 0.02 <= np.mean(found) <= 0.2
 
 
 def test_draws_of_one_law_are_rarely_called_different() -> None:
-    """The stored questions are then a sample as well: the permutation test holds its level, the other may not."""
+    """The stored questions are then a sample as well: the permutation test holds its level, the
+    other may not.
+    """
     draw = np.random.default_rng(1)
     found = [looked(law(draw, 12), law(draw, 8)).exchangeable <= 0.1 for _ in range(150)]
     assert np.mean(found) <= 0.2
 
 
-@pytest.mark.parametrize("change", [{"shift": 3.5}, {"scale": 4.0}, {"scale": 0.15}, {"noise": 2.5}, {"noise": 0.1}])
+@pytest.mark.parametrize(
+    "change", [{"shift": 3.5}, {"scale": 4.0}, {"scale": 0.15}, {"noise": 2.5}, {"noise": 0.1}]
+)
 def test_level_width_and_spread_are_all_seen(change: dict[str, float]) -> None:
     """Each alone makes another law, told from twenty questions."""
     draw = np.random.default_rng(2)
@@ -55,7 +78,8 @@ def test_level_width_and_spread_are_all_seen(change: dict[str, float]) -> None:
 def test_the_order_of_live_questions_says_nothing() -> None:
     """The same p-value forwards and backwards, and again for the same seed."""
     draw = np.random.default_rng(3)
-    stored, live = law(draw, 20), law(draw, 7, shift=0.4)
+    stored = law(draw, 20)
+    live = law(draw, 7, shift=0.4)
     assert looked(stored, live[::-1]).drawn == looked(stored, live).drawn
     assert looked(stored, live) == looked(stored, live)
 
@@ -75,30 +99,45 @@ def test_depth_weighs_many_shallow_questions_against_few_deep_ones() -> None:
 
 
 def ratios(moved: Floats, runs: int = 400, count: int = 18) -> tuple[float, float]:
-    """The mean ratio of runs of two correlated standard columns, and of the same once `moved` was added."""
+    """The mean ratio of runs of two correlated standard columns, and of the same once `moved` was
+    added.
+    """
     draw = np.random.default_rng(6)
     stored = draw.multivariate_normal([0, 0], [[1, 0.5], [0.5, 1]], size=100)
     weights = draw.multinomial(count, np.full(100, 0.01), size=runs) / count
-    clean, other = (mixture_ratios(rows, stored, weights, count) for rows in (stored, stored + moved))
+    clean, other = (
+        mixture_ratios(rows, stored, weights, count) for rows in (stored, stored + moved)
+    )
     return float(clean.mean()), float(other.mean())
 
 
 def test_a_mixture_is_unlikely_where_nothing_changed_and_likely_where_something_did() -> None:
-    """Capital that is lost under the stored law, and won under others; soonest where level and spread move together."""
+    """Capital that is lost under the stored law, and won under others; soonest where level and
+    spread move together.
+    """
     clean, together = ratios(np.array([0.8, 0.8]))
     _, apart = ratios(np.array([0.8, -0.8]))
     assert clean < 0
     assert together > 1.5
-    assert apart > together  # against the correlation of the two: farther away, in spite of the prior
+    assert (
+        apart > together
+    )  # against the correlation of the two: farther away, in spite of the prior
     assert ratios(np.array([0.0, 0.0]))[1] == clean
 
 
 def test_a_mixture_reads_one_column_and_constant_ones() -> None:
-    """Single scores have no spread, and equal scores no width: neither is an error, a move is still seen."""
-    one, same = np.arange(20.0)[:, None] / 6, np.zeros((20, 2))
+    """Single scores have no spread, and equal scores no width: neither is an error, a move is still
+    seen.
+    """
+    one = np.arange(20.0)[:, None] / 6
+    same = np.zeros((20, 2))
     weights = np.full((1, 20), 0.05)
-    assert mixture_ratios(one + 3, one, weights, 20)[0] > 5 > mixture_ratios(one, one, weights, 20)[0]
-    assert mixture_ratios(same + 1, same, weights, 20)[0] > mixture_ratios(same, same, weights, 20)[0]
+    assert (
+        mixture_ratios(one + 3, one, weights, 20)[0] > 5 > mixture_ratios(one, one, weights, 20)[0]
+    )
+    assert (
+        mixture_ratios(same + 1, same, weights, 20)[0] > mixture_ratios(same, same, weights, 20)[0]
+    )
 
 
 @pytest.mark.parametrize("direction", [1, -1])

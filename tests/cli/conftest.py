@@ -34,7 +34,9 @@ def scripted() -> tuple[str, ...]:
 
 
 @pytest.fixture
-def atts(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Atts:
+def atts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Atts:
     """The command line as a function, in an empty folder, without anybody's ATTS_* variables."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("ATTS_")]:
@@ -54,7 +56,16 @@ def _recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two small runs of scripted models: `atts` and `alone`, made once."""
     folder = tmp_path_factory.mktemp("runs")
     for name, method in (("atts", "atts"), ("alone", "target-only")):
-        words = ("arithmetic[:3]", "--method", method, "--samples", "3", *SCRIPTED, "--out", str(folder / name))
+        words = (
+            "arithmetic[:3]",
+            "--method",
+            method,
+            "--samples",
+            "3",
+            *SCRIPTED,
+            "--out",
+            str(folder / name),
+        )
         assert run(("eval", *words)) == 0
     return folder
 

@@ -1,4 +1,6 @@
-"""Budgets follow the models, dry runs say what set them, and truncation is told in one sentence everywhere."""
+"""Budgets follow the models, dry runs say what set them, and truncation is told in one sentence
+everywhere.
+"""
 
 from __future__ import annotations
 
@@ -39,32 +41,49 @@ def lengths(engines: dict[str, str], *pairs: str, folder: Path) -> list[Any]:
         ("embedded:draft", "openai:https://api.openai.com/v1/o3", 16_000, 500),
     ],
 )
-def test_lengths_follow_the_models(draft: str, target: str, tokens: int, chunk: int, tmp_path: Path) -> None:
-    """A reasoning model gets thousands of tokens and long chunks; a model whose name says nothing is taken for one."""
+def test_lengths_follow_the_models(
+    draft: str, target: str, tokens: int, chunk: int, tmp_path: Path
+) -> None:
+    """A reasoning model gets thousands of tokens and long chunks; a model whose name says nothing
+    is taken for one.
+    """
     found = lengths({"draft": draft, "target": target}, folder=tmp_path)
     assert (found[0], found[2], found[3]) == (tokens, chunk, chunk)
     assert found[1] * chunk >= tokens
-    settings = configure({"draft": draft, "target": target}, environment={}, folder=tmp_path).settings
-    assert (settings["turns"].origin, settings["max_tokens"].origin != "default") == ("max_tokens", True)
+    settings = configure(
+        {"draft": draft, "target": target}, environment={}, folder=tmp_path
+    ).settings
+    assert (settings["turns"].origin, settings["max_tokens"].origin != "default") == (
+        "max_tokens",
+        True,
+    )
 
 
 @pytest.mark.parametrize("engines", [{}, R1])
 def test_more_tokens_make_more_turns(engines: dict[str, str], tmp_path: Path) -> None:
     """Turns never end a rollout before its tokens do, unless they are given."""
-    found = [lengths(engines, f"max_tokens={n}", folder=tmp_path)[1] for n in (512, 8_000, 16_000, 64_000)]
+    found = [
+        lengths(engines, f"max_tokens={n}", folder=tmp_path)[1]
+        for n in (512, 8_000, 16_000, 64_000)
+    ]
     assert sorted(set(found)) == found
     assert lengths(engines, "max_tokens=16000", "turns=7", folder=tmp_path)[1] == 7
-    assert lengths(engines, "chunking.draft_tokens=20", folder=tmp_path)[1] > lengths(engines, folder=tmp_path)[1]
+    assert (
+        lengths(engines, "chunking.draft_tokens=20", folder=tmp_path)[1]
+        > lengths(engines, folder=tmp_path)[1]
+    )
 
 
 def test_what_a_policy_does_not_say_is_as_the_models_need_it() -> None:
     """In code and in files alike: one more field given changes that field alone."""
-    plain, some = (
-        Setup(R1["draft"], R1["target"]).run_policy,
-        Setup(R1["draft"], R1["target"], policy=Policy(samples=4)).run_policy,
-    )
+    plain = Setup(R1["draft"], R1["target"]).run_policy
+    some = Setup(R1["draft"], R1["target"], policy=Policy(samples=4)).run_policy
     assert (some.bounds(), some.score, some.samples) == (plain.bounds(), plain.score, 4)
-    assert Setup().run_policy == Policy().filled() == configure(environment={}, folder="/").setup().run_policy
+    assert (
+        Setup().run_policy
+        == Policy().filled()
+        == configure(environment={}, folder="/").setup().run_policy
+    )
     made = Setup(draft=ScriptedEngine("draft"), target=ScriptedEngine("target"))
     assert made.run_policy.bounds() == Setup().run_policy.bounds()
 
@@ -79,11 +98,26 @@ def test_the_context_caps_what_models_are_given(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
-    """Models, flags, and turns that follow; a warning where they look too small, on stderr of a run as well."""
-    words = ["eval", "arithmetic[:2]", "--draft", R1["draft"], "--target", R1["target"], "--dry-run"]
+    """Models, flags, and turns that follow; a warning where they look too small, on stderr of a run
+    as well.
+    """
+    words = [
+        "eval",
+        "arithmetic[:2]",
+        "--draft",
+        R1["draft"],
+        "--target",
+        R1["target"],
+        "--dry-run",
+    ]
     said = atts(*words)
     assert said.code == 0
-    for line in ("16,000 tokens a rollout", "500 tokens a chunk of the draft", "by reasoning models", "by max_tokens"):
+    for line in (
+        "16,000 tokens a rollout",
+        "500 tokens a chunk of the draft",
+        "by reasoning models",
+        "by max_tokens",
+    ):
         assert line in said.out
     assert "warning" not in said.out
     small = atts(*words, "--max-tokens", "512", "--turns", "4", "--set", "chunking.draft_tokens=64")
@@ -95,7 +129,9 @@ def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
     assert len(found["warnings"]) == 1
 
 
-@pytest.mark.parametrize("words", ["openai:gpt-4o", "vllm:Qwen/QwQ-32B", "ray:vllm:QwQ", "hf:a/b?devise=cpu"])
+@pytest.mark.parametrize(
+    "words", ["openai:gpt-4o", "vllm:Qwen/QwQ-32B", "ray:vllm:QwQ", "hf:a/b?devise=cpu"]
+)
 def test_a_dry_run_refuses_what_a_run_would_refuse(atts: Any, words: str) -> None:
     """Engines are named as they must be, or the dry run ends as the run would."""
     said = atts("eval", "arithmetic[:1]", "--draft", words, "--dry-run")
@@ -103,9 +139,22 @@ def test_a_dry_run_refuses_what_a_run_would_refuse(atts: Any, words: str) -> Non
 
 
 def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Terminal, summary for programs, report and `solve` say the same words; cut rollouts are told once."""
-    run = ("eval", "arithmetic[:4]", "--samples", "2", *scripted, "--max-tokens", "12", "--out", "cut")
-    table, summary = atts(*run).out, json.loads(atts(*run, "--json").out.splitlines()[-1])["truncation"]
+    """Terminal, summary for programs, report and `solve` say the same words; cut rollouts are told
+    once.
+    """
+    run = (
+        "eval",
+        "arithmetic[:4]",
+        "--samples",
+        "2",
+        *scripted,
+        "--max-tokens",
+        "12",
+        "--out",
+        "cut",
+    )
+    table = atts(*run).out
+    summary = json.loads(atts(*run, "--json").out.splitlines()[-1])["truncation"]
     sentence = summary["warning"]
     assert summary["cut"] > 0.05 * summary["rollouts"]
     assert f"{summary['cut']} of {summary['rollouts']} rollouts" in sentence
@@ -118,18 +167,30 @@ def test_truncation_is_one_sentence_everywhere(atts: Any, scripted: tuple[str, .
     ]
     assert not [caveat for caveat in report["caveats"] if caveat["code"] == "no answer"]
     said = atts(
-        "solve", "Start at 4. +3, -2. What is the result?", "--max-tokens", "3", *scripted[:4], "--samples", "2"
+        "solve",
+        "Start at 4. +3, -2. What is the result?",
+        "--max-tokens",
+        "3",
+        *scripted[:4],
+        "--samples",
+        "2",
     )
-    assert "2 of 2 rollouts (100.0%) were cut before they could answer: 2 at max_tokens 3" in said.err
+    assert (
+        "2 of 2 rollouts (100.0%) were cut before they could answer: 2 at max_tokens 3" in said.err
+    )
     whole = json.loads(
-        atts("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "whole", "--json").out.splitlines()[-1]
+        atts(
+            "eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "whole", "--json"
+        ).out.splitlines()[-1]
     )
     assert whole["truncation"]["warning"] == ""
 
 
 def test_a_file_of_ones_own_is_evaluated_by_flags(atts: Any, scripted: tuple[str, ...]) -> None:
     """Columns of any name, a benchmark from a file, problems without a reference."""
-    Path("mine.csv").write_text("Q,A\nStart at 4. +3. What is the result?,7\nStart at 1. +1. What is the result?,\n")
+    Path("mine.csv").write_text(
+        "Q,A\nStart at 4. +3. What is the result?,7\nStart at 1. +1. What is the result?,\n"
+    )
     run = ("eval", "mine.csv", "--samples", "1", *scripted)
     assert "--column text=NAME" in atts(*run).err
     named = (*run, "--column", "text=Q", "--column", "answer=A")
@@ -138,6 +199,8 @@ def test_a_file_of_ones_own_is_evaluated_by_flags(atts: Any, scripted: tuple[str
     done = atts(*named, "--answers", "optional", "--json")
     assert done.code == 0
     assert json.loads(done.out.splitlines()[-1])["problems"] == 2
-    Path("rows.jsonl").write_text(json.dumps({"problem": "Start at 4. +3. What is the result?", "answer": "7"}) + "\n")
+    Path("rows.jsonl").write_text(
+        json.dumps({"problem": "Start at 4. +3. What is the result?", "answer": "7"}) + "\n"
+    )
     assert atts("eval", "math500", "--file", "rows.jsonl", "--samples", "1", *scripted).code == 0
     assert "FIELD=COLUMN" in atts(*run, "--column", "text").err

@@ -19,11 +19,19 @@ from atts.pipelines import Policy
 
 def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
     """Defaults < file < environment < flags, each value with its origin."""
-    (tmp_path / "atts.toml").write_text("rate = 0.3\nsamples = 4\nturns = 5\n[sampling]\ntemperature = 0.5\n")
+    (tmp_path / "atts.toml").write_text(
+        "rate = 0.3\nsamples = 4\nturns = 5\n[sampling]\ntemperature = 0.5\n"
+    )
     found = configure(
-        {"turns": 7}, ["seed=9"], environment={"ATTS_SAMPLES": "6", "ATTS_API_KEY": "secret"}, folder=tmp_path
+        {"turns": 7},
+        ["seed=9"],
+        environment={"ATTS_SAMPLES": "6", "ATTS_API_KEY": "secret"},
+        folder=tmp_path,
     ).settings
-    shown = {name: (found[name].value, Path(found[name].origin).name) for name in ("rate", "samples", "turns", "seed")}
+    shown = {
+        name: (found[name].value, Path(found[name].origin).name)
+        for name in ("rate", "samples", "turns", "seed")
+    }
     assert shown == {
         "rate": (0.3, "atts.toml"),
         "samples": (6, "ATTS_SAMPLES"),
@@ -40,14 +48,20 @@ def test_a_named_file_replaces_the_usual_one(tmp_path: Path) -> None:
     variables = {"ATTS_CONFIG": str(tmp_path / "mine.toml")}
     assert configure(environment={}, folder=tmp_path)["rate"] == 0.1
     assert configure(environment=variables, folder=tmp_path)["rate"] == 0.2
-    assert configure(environment=variables, folder=tmp_path, file=tmp_path / "theirs.toml")["rate"] == 0.3
+    assert (
+        configure(environment=variables, folder=tmp_path, file=tmp_path / "theirs.toml")["rate"]
+        == 0.3
+    )
 
 
 def test_the_defaults_are_those_of_the_python_api(tmp_path: Path) -> None:
     """Nothing said on the command line is `Setup()` in code."""
-    made, plain = configure(environment={}, folder=tmp_path).setup(), Setup()
+    made = configure(environment={}, folder=tmp_path).setup()
+    plain = Setup()
     names = [field.name for field in fields(Setup) if field.name not in ("given", "stored")]
-    assert {name: getattr(made, name) for name in names} == {name: getattr(plain, name) for name in names}
+    assert {name: getattr(made, name) for name in names} == {
+        name: getattr(plain, name) for name in names
+    }
 
 
 def test_every_field_of_a_policy_has_a_key_with_words() -> None:
@@ -61,7 +75,18 @@ def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
     """The flags' help and the configuration agree."""
     from atts.cli import options
 
-    for flag in ("method", "rate", "samples", "turns", "max_tokens", "mode", "draft", "target", "seed", "rollouts"):
+    for flag in (
+        "method",
+        "rate",
+        "samples",
+        "turns",
+        "max_tokens",
+        "mode",
+        "draft",
+        "target",
+        "seed",
+        "rollouts",
+    ):
         shown = options.OPTIONS[flag].default.show_default
         default = config_keys()[flag].default
         if default is None:  # as the models need it
@@ -105,10 +130,17 @@ def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
 
 def test_lists_and_none_can_be_said(tmp_path: Path) -> None:
     """Texts that end a chunk, none of them, and a value that means "no such thing"."""
-    found = configure({}, ['chunking.stop=["\\n\\n", "Wait"]', "limit=none"], environment={}, folder=tmp_path)
+    found = configure(
+        {}, ['chunking.stop=["\\n\\n", "Wait"]', "limit=none"], environment={}, folder=tmp_path
+    )
     assert found.setup().policy.chunking.stop == ("\n\n", "Wait")
     assert found.job.limit is None
-    assert configure({}, ["chunking.stop=[]"], environment={}, folder=tmp_path).setup().policy.chunking.stop == ()
+    assert (
+        configure({}, ["chunking.stop=[]"], environment={}, folder=tmp_path)
+        .setup()
+        .policy.chunking.stop
+        == ()
+    )
 
 
 def test_a_target_with_some_sampling_of_its_own_shares_the_rest(tmp_path: Path) -> None:
@@ -123,7 +155,10 @@ def test_what_a_method_settles_is_its_own(tmp_path: Path) -> None:
     """The method shows as the origin, may be repeated, and cannot be contradicted."""
     found = configure({"method": "top-b"}, environment={}, folder=tmp_path).settings["barrier"]
     assert (found.value, found.origin) == (True, "method top-b")
-    assert configure({"method": "top-b"}, ["barrier=true"], environment={}, folder=tmp_path)["barrier"] is True
+    assert (
+        configure({"method": "top-b"}, ["barrier=true"], environment={}, folder=tmp_path)["barrier"]
+        is True
+    )
     with pytest.raises(OptionError, match="top-b"):
         configure({"method": "top-b"}, ["barrier=false"], environment={}, folder=tmp_path)
 
@@ -135,12 +170,19 @@ def test_the_directory_belongs_to_what_decides_the_results(tmp_path: Path) -> No
         return configure({}, pairs, environment={}, folder=tmp_path).directory
 
     assert directory() == directory("rollouts=8", "report=none", "limits.target.slots=2")
-    assert len({directory(), directory("seed=1"), directory("samples=4"), directory("dataset=math500")}) == 4
+    assert (
+        len(
+            {directory(), directory("seed=1"), directory("samples=4"), directory("dataset=math500")}
+        )
+        == 4
+    )
     assert directory("out=elsewhere") == Path("elsewhere")
 
 
 def test_origins_are_in_the_manifest(atts: Any, scripted: tuple[str, ...], tmp_path: Path) -> None:
-    """A reader of the run finds every key, its value and who set it; a resume may be said in another way."""
+    """A reader of the run finds every key, its value and who set it; a resume may be said in
+    another way.
+    """
     (tmp_path / "atts.toml").write_text("samples = 2\n")
     words = ("eval", "arithmetic[:1]", *scripted, "--out", "run")
     assert atts(*words).code == 0
@@ -163,7 +205,10 @@ def test_a_setup_changed_by_code_says_so(tmp_path: Path) -> None:
 
     made = configure({"rate": 0.3, "seed": 5}, environment={}, folder=tmp_path).setup()
     found = replace(made, rate=0.6).settings
-    assert [(found[name].value, found[name].origin) for name in ("rate", "seed")] == [(0.6, "code"), (5, "--seed")]
+    assert [(found[name].value, found[name].origin) for name in ("rate", "seed")] == [
+        (0.6, "code"),
+        (5, "--seed"),
+    ]
     assert Setup(seed=3).settings["seed"].origin == "code"
 
 
@@ -178,16 +223,25 @@ def test_show_prints_every_key_with_its_origin(atts: Any, monkeypatch: pytest.Mo
     assert atts("config", "show", "growth").out.split() == ["growth", "2.5", "ATTS_GROWTH"]
 
 
-def test_a_dry_run_runs_nothing_and_says_how_it_knows(atts: Any, scripted: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_dry_run_runs_nothing_and_says_how_it_knows(
+    atts: Any, scripted: tuple[str, ...], tmp_path: Path
+) -> None:
     """Before there is anything to go by: bounds. Afterwards: what earlier runs took."""
     words = ("eval", "arithmetic[:4]", *scripted, "--samples", "2")
     first = json.loads(atts(*words, "--dry-run", "--json").out)
-    assert (first["problems"], first["rollouts"], first["done"], first["expected"]) == (4, 8, 0, None)
+    assert (first["problems"], first["rollouts"], first["done"], first["expected"]) == (
+        4,
+        8,
+        0,
+        None,
+    )
     assert not any(tmp_path.iterdir())
     assert atts(*words).code == 0
     again = json.loads(atts(*words, "--dry-run", "--json").out)
     assert (again["done"], again["directory"]) == (4, first["directory"])
-    larger = json.loads(atts("eval", "arithmetic[:40]", *scripted, "--samples", "2", "--dry-run", "--json").out)
+    larger = json.loads(
+        atts("eval", "arithmetic[:40]", *scripted, "--samples", "2", "--dry-run", "--json").out
+    )
     assert larger["expected"]["draft"] == pytest.approx(10 * again["expected"]["draft"])
     assert again["expected"]["draft"] <= again["at_most"]["draft"]
     assert first["directory"] in larger["basis"]
@@ -205,9 +259,12 @@ def test_a_sweeps_dry_run_lists_its_runs_for_machines(atts: Any) -> None:
 
 
 def test_a_shards_dry_run_is_of_its_part(atts: Any, scripted: tuple[str, ...]) -> None:
-    """Its problems and its directory are those that the same command would run; an empty part is refused."""
+    """Its problems and its directory are those that the same command would run; an empty part is
+    refused.
+    """
     words = ("eval", "arithmetic[:5]", *scripted, "--dry-run", "--json", "--shard")
-    whole, part = json.loads(atts(*words[:-1]).out), json.loads(atts(*words, "2/2").out)
+    whole = json.loads(atts(*words[:-1]).out)
+    part = json.loads(atts(*words, "2/2").out)
     assert (whole["problems"], part["problems"]) == (5, 2)
     assert part["directory"] == f"{whole['directory']}-2-of-2"
     assert "6/6 of 5 problems is empty" in atts(*words, "6/6").err

@@ -26,7 +26,9 @@ Serve = Callable[..., str]
 
 def embedded(role: Any, tokens: int = 2048) -> Callable[[], Engine]:
     """Makes an embedded model: a real tokenizer that both sides can open."""
-    return lambda: LocalEngine(path(role), name=role, options=LocalOptions(worker="thread", kv_tokens=tokens))
+    return lambda: LocalEngine(
+        path(role), name=role, options=LocalOptions(worker="thread", kv_tokens=tokens)
+    )
 
 
 @pytest.fixture
@@ -44,7 +46,9 @@ def serve() -> Iterator[Serve]:
 
 
 def test_every_pair_can_be_run_and_placed(tmp_path: Path) -> None:
-    """At least twelve; each sets keys that exist, with values that make a policy, and has models of known size."""
+    """At least twelve; each sets keys that exist, with values that make a policy, and has models of
+    known size.
+    """
     assert len(known_pairs()) >= 12
     for pair in known_pairs().values():
         assert set(pair.settings) <= config_keys().keys()
@@ -61,8 +65,12 @@ def test_every_pair_can_be_run_and_placed(tmp_path: Path) -> None:
 
 
 def test_an_opened_server_lowers_what_rollouts_get(serve: Serve, tmp_path: Path) -> None:
-    """Lengths that follow from the models end where the shorter context does, with turns to match; said ones do not."""
-    setup = Setup(draft=serve("draft"), target=serve("target"), policy=Policy(samples=1), method="draft-only")
+    """Lengths that follow from the models end where the shorter context does, with turns to match;
+    said ones do not.
+    """
+    setup = Setup(
+        draft=serve("draft"), target=serve("target"), policy=Policy(samples=1), method="draft-only"
+    )
     result = evaluate_sync("arithmetic[:1]", setup, directory=tmp_path / "run")
     context = min(int(str(engine["context_length"])) for engine in result.manifest.engines.values())
     policy = open_run(tmp_path / "run").policy
@@ -75,8 +83,12 @@ def test_an_opened_server_lowers_what_rollouts_get(serve: Serve, tmp_path: Path)
     assert evaluate_sync("arithmetic[:1]", setup, directory=tmp_path / "run").status == "finished"
 
 
-@pytest.mark.parametrize(("flags", "most"), [({}, 7680), ({"max_tokens": 12_000}, 12_000), ({"max_tokens": 900}, 900)])
-def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(flags: dict[str, Any], most: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "most"), [({}, 7680), ({"max_tokens": 12_000}, 12_000), ({"max_tokens": 900}, 900)]
+)
+def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(
+    flags: dict[str, Any], most: int, tmp_path: Path
+) -> None:
     """What somebody said is theirs, and warned of."""
     found = configure({"pair": "r1-1.5b/r1-70b", **flags}, environment={}, folder=tmp_path)
     bounds = found.setup().policy_within(8192).bounds()
@@ -86,22 +98,39 @@ def test_a_pair_is_cut_to_the_context_and_a_flag_is_not(flags: dict[str, Any], m
 
 def test_what_is_said_wins_over_the_pair(tmp_path: Path) -> None:
     """A file may name the servers, a flag the tokens; turns follow; the origin is told."""
-    (tmp_path / "atts.toml").write_text('pair = "r1-8b/qwq-32b"\ntarget = "sglang:http://gpu7:8000/Qwen/QwQ-32B"\n')
+    (tmp_path / "atts.toml").write_text(
+        'pair = "r1-8b/qwq-32b"\ntarget = "sglang:http://gpu7:8000/Qwen/QwQ-32B"\n'
+    )
     found = configure({"max_tokens": 32_000}, environment={}, folder=tmp_path)
     assert found["target"] == "sglang:http://gpu7:8000/Qwen/QwQ-32B"
     assert found["draft"].startswith("vllm:http://127.0.0.1:8001/deepseek-ai/")
     assert found.settings["draft"].origin == "pair r1-8b/qwq-32b"
-    assert found["turns"] == 2 * configure({"pair": "r1-8b/qwq-32b"}, environment={}, folder=tmp_path / "x")["turns"]
-    many = configure({"pair": "r1-8b/qwq-32b"}, ["draft_servers=3", "target_servers=2"], environment={}, folder="/")
-    assert [word.split("/")[2] for word in many["draft"].split(",")] == [f"127.0.0.1:800{n}" for n in (1, 2, 3)]
-    assert [word.split("/")[2] for word in many["target"].split(",")] == ["127.0.0.1:8000", "127.0.0.1:8100"]
+    assert (
+        found["turns"]
+        == 2 * configure({"pair": "r1-8b/qwq-32b"}, environment={}, folder=tmp_path / "x")["turns"]
+    )
+    many = configure(
+        {"pair": "r1-8b/qwq-32b"},
+        ["draft_servers=3", "target_servers=2"],
+        environment={},
+        folder="/",
+    )
+    assert [word.split("/")[2] for word in many["draft"].split(",")] == [
+        f"127.0.0.1:800{n}" for n in (1, 2, 3)
+    ]
+    assert [word.split("/")[2] for word in many["target"].split(",")] == [
+        "127.0.0.1:8000",
+        "127.0.0.1:8100",
+    ]
     local = configure({"pair": "r1-8b/qwq-32b", "at": "local"}, environment={}, folder="/")
     assert local["target"] == "hf:Qwen/QwQ-32B?dtype=bfloat16"
 
 
 @pytest.mark.parametrize("card", CARDS)
 def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None:
-    """On every card both servers' shares, their weights and a whole rollout's cache fit; no fewer cards would do."""
+    """On every card both servers' shares, their weights and a whole rollout's cache fit; no fewer
+    cards would do.
+    """
     for pair in known_pairs().values():
         found = place(pair, card, 16_000)
         if pair.name == "embedded":
@@ -109,12 +138,17 @@ def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None
             continue
         assert found is not None
         shared = set(found.draft.cards) & set(found.target.cards)
-        assert sum((found.draft.utilization, found.target.utilization)) <= (0.93 if shared else 1.85)
+        assert sum((found.draft.utilization, found.target.utilization)) <= (
+            0.93 if shared else 1.85
+        )
         assert found.rollouts >= 1
         assert max((*found.draft.cards, *found.target.cards)) < found.count
         for role, share in (("draft", found.draft), ("target", found.target)):
             size = pair.size(role)  # type: ignore[arg-type]  # it is a role
-            held = size.weights * (0.5 if share.is_quantized else 1) + found.context * size.cache_bytes / 1e9
+            held = (
+                size.weights * (0.5 if share.is_quantized else 1)
+                + found.context * size.cache_bytes / 1e9
+            )
             assert held <= share.utilization * CARDS[card] * len(share.cards)
         assert place(pair, card, 16_000, tuple(n for n in (1, 2, 4, 8) if n < found.count)) is None
         commands = list(found.commands(pair))
@@ -124,12 +158,16 @@ def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None
 
 def test_pairs_are_listed(atts: Any) -> None:
     """A table, one object each, and one pair with the commands that serve it."""
-    table, objects = atts("pairs").out, [json.loads(line) for line in atts("pairs", "--json").out.splitlines()]
+    table = atts("pairs").out
+    objects = [json.loads(line) for line in atts("pairs", "--json").out.splitlines()]
     assert [pair["name"] for pair in objects] == list(known_pairs())
     assert all(pair["name"] in table for pair in objects)
     one = atts("pairs", "qwen-7b/qwq-32b", "--card", "h100").out
     assert "vllm serve Qwen/QwQ-32B --port 8000" in one
-    assert "published aime25: right in any of 16 40.0%, speed-up 14.5x marginal, 12.82x conditional" in one
+    assert (
+        "published aime25: right in any of 16 40.0%, speed-up 14.5x marginal, 12.82x conditional"
+        in one
+    )
     assert atts("pairs", "embedded").out.count("no GPU is needed") == 3
 
 
@@ -142,14 +180,32 @@ def statuses(said: Any) -> dict[str, list[str]]:
 
 
 def test_two_good_servers_pass_and_the_settings_are_kept(atts: Any, serve: Serve) -> None:
-    """Exit 0; the file runs what was looked at, and is written anew by the same command, but no other file is."""
-    words = ("--draft", serve("draft"), "--target", serve("target"), "--max-tokens", "900", "--rate", "0.3")
+    """Exit 0; the file runs what was looked at, and is written anew by the same command, but no
+    other file is.
+    """
+    words = (
+        "--draft",
+        serve("draft"),
+        "--target",
+        serve("target"),
+        "--max-tokens",
+        "900",
+        "--rate",
+        "0.3",
+    )
     said = atts("doctor", *words, "--json", "--out", "two.toml")
     assert (said.code, said.err) == (0, "")
-    assert statuses(said)["tokenizers"] == statuses(said)["trial"] == statuses(said)["context"] == ["ok"]
+    assert (
+        statuses(said)["tokenizers"]
+        == statuses(said)["trial"]
+        == statuses(said)["context"]
+        == ["ok"]
+    )
     kept = tomllib.loads(Path("two.toml").read_text())
     assert (kept["draft"], kept["max_tokens"], kept["rate"]) == (words[1], 900, 0.3)
-    plain = json.loads(atts("eval", "arithmetic[:1]", "--config", "two.toml", "--dry-run", "--json").out)
+    plain = json.loads(
+        atts("eval", "arithmetic[:1]", "--config", "two.toml", "--dry-run", "--json").out
+    )
     assert plain["budget"]["max_tokens"]["value"] == 900
     assert atts("doctor", *words, "--out", "two.toml").code == 0
     Path("mine.toml").write_text("rate = 0.5\n")
@@ -159,13 +215,19 @@ def test_two_good_servers_pass_and_the_settings_are_kept(atts: Any, serve: Serve
 
 def thinking(folder: Path) -> Path:
     """The draft's tokenizer with a template that opens every answer with `<think>`."""
-    copy = Path(shutil.copytree(path("draft"), folder / "thinking", ignore=shutil.ignore_patterns("*.safetensors")))
+    copy = Path(
+        shutil.copytree(
+            path("draft"), folder / "thinking", ignore=shutil.ignore_patterns("*.safetensors")
+        )
+    )
     config = copy / "tokenizer_config.json"
     told = json.loads(config.read_text())
     for file in copy.glob("*.jinja"):
         file.write_text(file.read_text() + "<think>\n")
     if "chat_template" in told:
-        config.write_text(json.dumps({**told, "chat_template": told["chat_template"] + "<think>\n"}))
+        config.write_text(
+            json.dumps({**told, "chat_template": told["chat_template"] + "<think>\n"})
+        )
     return copy
 
 
@@ -185,7 +247,9 @@ def thinking(folder: Path) -> Path:
 def test_what_is_wrong_is_one_line_that_says_what_to_do(
     atts: Any, serve: Serve, case: str, code: int, name: str, status: str, told: str, tmp_path: Path
 ) -> None:
-    """Each trouble by itself: the line, its status, the exit code; everything else is looked at all the same."""
+    """Each trouble by itself: the line, its status, the exit code; everything else is looked at all
+    the same.
+    """
     words = {"--max-tokens": "900", "--draft": serve("draft", "sglang" if case == "processed" else "vllm", **(
         {"logprobs": "processed"} if case == "processed" else {}))}  # fmt: skip
     words["--target"] = serve("target", "llamacpp" if case == "scores" else "vllm")
@@ -201,10 +265,18 @@ def test_what_is_wrong_is_one_line_that_says_what_to_do(
         words["--target"] = "vllm:http://127.0.0.1:9/m"
     elif case == "template":
         folder = Path(
-            shutil.copytree(path("draft"), tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"))
+            shutil.copytree(
+                path("draft"),
+                tmp_path / "bare",
+                ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"),
+            )
         )
         config = folder / "tokenizer_config.json"
-        config.write_text(json.dumps({k: v for k, v in json.loads(config.read_text()).items() if k != "chat_template"}))
+        config.write_text(
+            json.dumps(
+                {k: v for k, v in json.loads(config.read_text()).items() if k != "chat_template"}
+            )
+        )
         words["--draft"] = words["--draft"].partition("?")[0] + f"?tokenizer={folder}"
     said = atts("doctor", *(word for pair in words.items() for word in pair), "--json")
     assert said.code == code, said.err

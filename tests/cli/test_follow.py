@@ -15,11 +15,15 @@ from atts.journal import JOURNAL, LOCK, locked
 
 
 class GrowingRun:
-    """A run that is being written: every wait adds lines, torn ones too, until it is whole and its lock is free."""
+    """A run that is being written: every wait adds lines, torn ones too, until it is whole and its
+    lock is free.
+    """
 
     def __init__(self, recorded: Path, folder: Path, steps: int) -> None:
         shutil.copytree(recorded, folder)
-        self.folder, self.waits, self._steps = folder, 0, steps
+        self.folder = folder
+        self.waits = 0
+        self._steps = steps
         self._data = (folder / JOURNAL).read_bytes()
         self._lock = ExitStack()
         self._lock.enter_context(locked(folder / LOCK, folder))
@@ -31,16 +35,23 @@ class GrowingRun:
     def wait(self, seconds: float) -> None:
         """Half a second of the run."""
         self.waits += 1
-        self._write(len(self._data) * min(self.waits + self._steps // 4, self._steps) // self._steps)
+        self._write(
+            len(self._data) * min(self.waits + self._steps // 4, self._steps) // self._steps
+        )
         if self.waits == self._steps:
             self._lock.close()
 
 
-def test_it_is_written_while_the_run_goes_on_and_once_when_it_has_ended(runs: Path, tmp_path: Path) -> None:
-    """Every so many seconds if something happened, each time with what is there by then; the last is of the whole."""
+def test_it_is_written_while_the_run_goes_on_and_once_when_it_has_ended(
+    runs: Path, tmp_path: Path
+) -> None:
+    """Every so many seconds if something happened, each time with what is there by then; the last
+    is of the whole.
+    """
     from atts.analysis import build_report
 
-    run, done = GrowingRun(runs / "atts", tmp_path / "growing", 16), list[int]()
+    run = GrowingRun(runs / "atts", tmp_path / "growing", 16)
+    done = list[int]()
 
     def write() -> int:
         done.append(len(build_report(run.folder).report.problems))
@@ -55,7 +66,8 @@ def test_it_is_written_while_the_run_goes_on_and_once_when_it_has_ended(runs: Pa
 
 def test_a_run_that_does_nothing_is_not_reported_anew(runs: Path, tmp_path: Path) -> None:
     """However long it does nothing."""
-    run, times = GrowingRun(runs / "atts", tmp_path / "idle", 40), list[int]()
+    run = GrowingRun(runs / "atts", tmp_path / "idle", 40)
+    times = list[int]()
     run._write = lambda length: None  # type: ignore[method-assign]
     follow(run.folder, lambda: times.append(run.waits), every=1.0, wait=run.wait)
     assert times == [0, 40]

@@ -25,7 +25,11 @@ def commands() -> Iterator[tuple[str, ...]]:
         yield (name,)
         if isinstance(code, typer.Typer):
             for command in code.registered_commands:
-                yield name, command.name or str(getattr(command.callback, "__name__", "")).replace("_", "-")
+                yield (
+                    name,
+                    command.name
+                    or str(getattr(command.callback, "__name__", "")).replace("_", "-"),
+                )
 
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=" ".join(words)) for words in commands()])
@@ -53,10 +57,19 @@ def test_the_shell_completes_commands_and_options(tmp_path: Path) -> None:
     """What bash asks for, it gets."""
 
     def completed(line: str) -> list[str]:
-        asked = {"_ATTS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+        asked = {
+            "_ATTS_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(line.split()) - 1),
+        }
         command = [sys.executable, "-m", "atts"]
         done = subprocess.run(
-            command, env={**os.environ, **asked}, cwd=tmp_path, capture_output=True, text=True, check=False
+            command,
+            env={**os.environ, **asked},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return done.stdout.split()
 

@@ -1,4 +1,6 @@
-"""Ctrl-C at any moment of a command: everything opened is closed, and the exit code says that it was interrupted."""
+"""Ctrl-C at any moment of a command: everything opened is closed, and the exit code says that it
+was interrupted.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,17 @@ def workers() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("presses", [1, 2, 3])
 def test_presses_while_the_loop_cleans_up_leave_no_thread_behind(presses: int) -> None:
-    """The first press cancels; the others come in the middle of the clean-up, which goes on to its end."""
-    before, cleaned = workers(), False
+    """The first press cancels; the others come in the middle of the clean-up, which goes on to its
+    end.
+    """
+    before = workers()
+    cleaned = False
 
     async def work() -> None:
         nonlocal cleaned
-        await anyio.to_thread.run_sync(int)  # a worker thread, which waits for more until the loop is closed
+        await anyio.to_thread.run_sync(
+            int
+        )  # a worker thread, which waits for more until the loop is closed
         try:
             press()
             await anyio.sleep_forever()
@@ -100,7 +107,9 @@ def test_many_presses_kill() -> None:
 
 
 def test_a_press_while_the_interpreter_ends_keeps_the_exit_code() -> None:
-    """It is ignored once the command has its code: the interpreter would die of the signal otherwise."""
+    """It is ignored once the command has its code: the interpreter would die of the signal
+    otherwise.
+    """
     code = (
         "import atexit, signal, sys\n"
         "from atts.__main__ import main\n"

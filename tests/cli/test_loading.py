@@ -1,4 +1,6 @@
-"""Silence is told: engines being loaded, and how many problems of how many an interrupted run has done."""
+"""Silence is told: engines being loaded, and how many problems of how many an interrupted run has
+done.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,11 @@ class Clock:
 
 
 def test_loading_is_a_stage_of_its_own() -> None:
-    """The models by name from the first second on, in lines and in the table; never problems before there are any."""
-    clock, said = Clock(), io.StringIO()
+    """The models by name from the first second on, in lines and in the table; never problems before
+    there are any.
+    """
+    clock = Clock()
+    said = io.StringIO()
     progress = Progress(clock, loading=("hf:Qwen/Qwen3-1.7B", "hf:Qwen/Qwen3-14B"))
     lines = PlainLines(progress, said)
     for clock.now in (0.0, 0.5, 2.0, 3.0, 8.0):
@@ -53,7 +58,10 @@ def test_what_was_done_is_told_of_what_there_is(atts: Any, runs: Path) -> None:
     configuration = configure({}, environment={}, folder=runs)
     whole = RunResult("finished", (), manifest, 1.0)
     assert " 0 problems, " in result_table(whole, configuration, None)[0]
-    assert " 0 of 3 problems, " in result_table(replace(whole, status="interrupted"), configuration, None)[0]
+    assert (
+        " 0 of 3 problems, "
+        in result_table(replace(whole, status="interrupted"), configuration, None)[0]
+    )
 
 
 class Heavy(ScriptedEngine):
@@ -71,11 +79,18 @@ class Heavy(ScriptedEngine):
 async def test_a_model_that_would_take_hours_here_says_so(tmp_path: Path) -> None:
     """Before anything is written, in words that name what to do; a run of minutes says nothing."""
     said = io.StringIO()
-    for policy, told in ((Policy(samples=8, max_tokens=16_000, turns=1), True), (Policy(samples=1, turns=1), False)):
+    for policy, told in (
+        (Policy(samples=8, max_tokens=16_000, turns=1), True),
+        (Policy(samples=1, turns=1), False),
+    ):
         setup = Setup(draft=Heavy("draft"), target=ScriptedEngine("target"), policy=policy)
         progress = Progress()
         async with progress_display(progress, said):
-            await evaluate(toy_problems(40 if told else 1), setup, options=RunOptions(listeners=(progress,)))
-        assert ("some" in "".join(progress.warnings) and "--limit" in "".join(progress.warnings)) == told
+            await evaluate(
+                toy_problems(40 if told else 1), setup, options=RunOptions(listeners=(progress,))
+            )
+        assert (
+            "some" in "".join(progress.warnings) and "--limit" in "".join(progress.warnings)
+        ) == told
     assert "atts: " in said.getvalue()
     assert "computes on this machine's processor" in said.getvalue()

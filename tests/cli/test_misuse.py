@@ -1,4 +1,6 @@
-"""What people get wrong: each ends in one or two helpful lines on stderr and its documented exit code."""
+"""What people get wrong: each ends in one or two helpful lines on stderr and its documented exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ import pytest
 from atts.cli.app import EXIT_CODES
 from atts.journal import locked
 
-USAGE, ENGINE, DISK = 2, 3, 4
+USAGE = 2
+ENGINE = 3
+DISK = 4
 RUN = "arithmetic[:2] --samples 2 --draft scripted --target scripted --report none"
 
 
@@ -57,13 +61,16 @@ def an_array(folder: Path) -> None:
 
 
 def drafter(kind: str) -> Callable[[Path], None]:
-    """A folder "drafter" that cannot draft for the embedded target: no model, of other words, or far too large."""
+    """A folder "drafter" that cannot draft for the embedded target: no model, of other words, or
+    far too large.
+    """
 
     def write(folder: Path) -> None:
         from atts.models import path
 
         shutil.copytree(path("draft"), folder / "drafter")
-        config, tokenizer = folder / "drafter/config.json", folder / "drafter/tokenizer.json"
+        config = folder / "drafter/config.json"
+        tokenizer = folder / "drafter/tokenizer.json"
         if kind == "bert":
             config.write_text('{"model_type": "bert"}')
         elif kind == "huge":
@@ -112,15 +119,37 @@ CASES = [
     Case("rate = nan", f"eval {RUN} --rate nan", USAGE, ("--rate", "nan")),
     Case("m = 0", "eval --samples 0", USAGE, ("--samples", "0")),
     Case("no problems wanted", "eval --limit 0", USAGE, ("--limit", "at least 1")),
-    Case("negative temperature", f"eval {RUN} --set sampling.temperature=-1", USAGE, ("temperature", "-1")),
+    Case(
+        "negative temperature",
+        f"eval {RUN} --set sampling.temperature=-1",
+        USAGE,
+        ("temperature", "-1"),
+    ),
     Case("unknown method", f"eval {RUN} --method atss", USAGE, ("atss", "'atts'")),
     Case("unknown mode", f"eval {RUN} --mode qestion", USAGE, ("qestion", "'question'")),
     Case("unknown report", f"eval {RUN} --report pdf", USAGE, ("pdf", "html")),
-    Case("method contradicted", f"eval {RUN} --method top-b --set barrier=false", USAGE, ("barrier", "top-b")),
+    Case(
+        "method contradicted",
+        f"eval {RUN} --method top-b --set barrier=false",
+        USAGE,
+        ("barrier", "top-b"),
+    ),
     Case("unknown benchmark", "eval math50", USAGE, ("math50", "'math500'")),
     Case("missing dataset", "eval mine.jsonl", USAGE, ("mine.jsonl",)),
-    Case("directory for a dataset", "eval mine.jsonl", USAGE, ("mine.jsonl",), directory("mine.jsonl")),
-    Case("missing column", "eval mine.csv", USAGE, ("mine.csv", "column"), text("mine.csv", "a,b\n1,2\n")),
+    Case(
+        "directory for a dataset",
+        "eval mine.jsonl",
+        USAGE,
+        ("mine.jsonl",),
+        directory("mine.jsonl"),
+    ),
+    Case(
+        "missing column",
+        "eval mine.csv",
+        USAGE,
+        ("mine.csv", "column"),
+        text("mine.csv", "a,b\n1,2\n"),
+    ),
     Case(
         "column that is not named",
         "datasets show mine.csv",
@@ -142,17 +171,46 @@ CASES = [
         ("--column answer=NAME", "line 3"),
         text("mine.csv", "question,answer\n1,2\n3,\n"),
     ),
-    Case("chat API without a URL", f"eval {RUN} --dry-run --draft openai:gpt-4o", USAGE, ("openai:http://HOST",)),
-    Case("chat API that is not there", "probe chat:http://127.0.0.1:9/v1/m --wait 0", ENGINE, ("127.0.0.1:9",)),
-    Case("probe of what is no server", "probe vllm:nowhere", USAGE, ("no URL", "vllm:http://HOST:PORT/MODEL")),
-    Case("misspelt pair", "eval --pair r1-1.5b/r1-70", USAGE, ("--pair", "'r1-1.5b/r1-70b'", "atts pairs")),
+    Case(
+        "chat API without a URL",
+        f"eval {RUN} --dry-run --draft openai:gpt-4o",
+        USAGE,
+        ("openai:http://HOST",),
+    ),
+    Case(
+        "chat API that is not there",
+        "probe chat:http://127.0.0.1:9/v1/m --wait 0",
+        ENGINE,
+        ("127.0.0.1:9",),
+    ),
+    Case(
+        "probe of what is no server",
+        "probe vllm:nowhere",
+        USAGE,
+        ("no URL", "vllm:http://HOST:PORT/MODEL"),
+    ),
+    Case(
+        "misspelt pair",
+        "eval --pair r1-1.5b/r1-70",
+        USAGE,
+        ("--pair", "'r1-1.5b/r1-70b'", "atts pairs"),
+    ),
     Case("pair of another place", "eval --pair embedded --at cloud", USAGE, ("--at", "'cloud'")),
-    Case("no server of a pair", "eval --pair embedded --set draft_servers=0", USAGE, ("draft_servers", "0")),
+    Case(
+        "no server of a pair",
+        "eval --pair embedded --set draft_servers=0",
+        USAGE,
+        ("draft_servers", "0"),
+    ),
     Case("unknown pair to list", "pairs embeded", USAGE, ("'embedded'",)),
     Case("unknown card", "pairs embedded --card h101", USAGE, ("h101", "'h100'")),
-    Case("card to the doctor", "doctor --pair r1-1.5b/r1-7b --card h101", USAGE, ("h101", "'h100'")),
+    Case(
+        "card to the doctor", "doctor --pair r1-1.5b/r1-7b --card h101", USAGE, ("h101", "'h100'")
+    ),
     Case("doctor of an unknown pair", "doctor --pair nobody", USAGE, ("nobody", "atts pairs")),
-    Case("doctor without an engine", "doctor --draft openai:gpt-4o", USAGE, ("openai:http://HOST",)),
+    Case(
+        "doctor without an engine", "doctor --draft openai:gpt-4o", USAGE, ("openai:http://HOST",)
+    ),
     Case(
         "doctor that would write over a file",
         "doctor --draft scripted --target scripted --out mine.toml",
@@ -160,16 +218,46 @@ CASES = [
         ("mine.toml", "another file"),
         text("mine.toml", "rate = 0.1"),
     ),
-    Case("doctor that cannot write", "doctor --draft scripted --target scripted --out no/x.toml", DISK, ("no/x.toml",)),
-    Case("dataset without problems", "eval mine.jsonl", USAGE, ("mine.jsonl",), text("mine.jsonl", "")),
     Case(
-        "non-UTF-8 dataset", "eval mine.jsonl", USAGE, ("mine.jsonl", "UTF-8"), text("mine.jsonl", b'{"text": "\xe9"}')
+        "doctor that cannot write",
+        "doctor --draft scripted --target scripted --out no/x.toml",
+        DISK,
+        ("no/x.toml",),
+    ),
+    Case(
+        "dataset without problems",
+        "eval mine.jsonl",
+        USAGE,
+        ("mine.jsonl",),
+        text("mine.jsonl", ""),
+    ),
+    Case(
+        "non-UTF-8 dataset",
+        "eval mine.jsonl",
+        USAGE,
+        ("mine.jsonl", "UTF-8"),
+        text("mine.jsonl", b'{"text": "\xe9"}'),
     ),
     Case("unknown engine", "eval --draft vlm:http://a", USAGE, ("vlm", "'vllm'")),
     Case("engine without a model", "eval --draft hf:", USAGE, ("hf:", "which model")),
-    Case("engine with an unknown setting", f"eval {RUN} --draft embedded?devise=cpu", USAGE, ("devise", "'device'")),
-    Case("speculation that is none", f"eval {RUN} --set speculate=fast", USAGE, ("--set speculate", "suffix")),
-    Case("speculation for a scripted target", f"eval {RUN} --set speculate=draft", USAGE, ("speculate", "embedded")),
+    Case(
+        "engine with an unknown setting",
+        f"eval {RUN} --draft embedded?devise=cpu",
+        USAGE,
+        ("devise", "'device'"),
+    ),
+    Case(
+        "speculation that is none",
+        f"eval {RUN} --set speculate=fast",
+        USAGE,
+        ("--set speculate", "suffix"),
+    ),
+    Case(
+        "speculation for a scripted target",
+        f"eval {RUN} --set speculate=draft",
+        USAGE,
+        ("speculate", "embedded"),
+    ),
     Case(
         "speculation asked of a server",
         "eval --target vllm:http://127.0.0.1:9/M --set speculate=suffix",
@@ -188,12 +276,44 @@ CASES = [
         USAGE,
         ("speculate", "take another draft"),
     ),
-    Case("drafter on a server", f"eval {RUN} --target embedded?drafter=vllm:http://a:1/M", USAGE, ("hf:OWNER/NAME",)),
-    Case("drafter of a server", f"eval {RUN} --target vllm:http://a:1/M?drafter=embedded", USAGE, ("this machine",)),
-    Case("no tokens below none", f"eval {RUN} --target embedded?drafter=embedded&k=-1", USAGE, ("is -1", "0 to 32")),
-    Case("drafter that is not there", f"eval {RUN} {DRAFTED}", ENGINE, ("target's drafter", "drafter")),
-    Case("drafter that is no model", f"eval {RUN} {DRAFTED}", ENGINE, ("target's drafter", "bert"), drafter("bert")),
-    Case("drafter of another tokenizer", f"eval {RUN} {DRAFTED}", USAGE, ("another tokenizer",), drafter("other")),
+    Case(
+        "drafter on a server",
+        f"eval {RUN} --target embedded?drafter=vllm:http://a:1/M",
+        USAGE,
+        ("hf:OWNER/NAME",),
+    ),
+    Case(
+        "drafter of a server",
+        f"eval {RUN} --target vllm:http://a:1/M?drafter=embedded",
+        USAGE,
+        ("this machine",),
+    ),
+    Case(
+        "no tokens below none",
+        f"eval {RUN} --target embedded?drafter=embedded&k=-1",
+        USAGE,
+        ("is -1", "0 to 32"),
+    ),
+    Case(
+        "drafter that is not there",
+        f"eval {RUN} {DRAFTED}",
+        ENGINE,
+        ("target's drafter", "drafter"),
+    ),
+    Case(
+        "drafter that is no model",
+        f"eval {RUN} {DRAFTED}",
+        ENGINE,
+        ("target's drafter", "bert"),
+        drafter("bert"),
+    ),
+    Case(
+        "drafter of another tokenizer",
+        f"eval {RUN} {DRAFTED}",
+        USAGE,
+        ("another tokenizer",),
+        drafter("other"),
+    ),
     Case(
         "drafter larger than memory",
         f"eval {RUN} {DRAFTED}",
@@ -211,8 +331,20 @@ CASES = [
     ),
     Case("server that is not there", "probe http://127.0.0.1:9 --wait 0", ENGINE, ("127.0.0.1:9",)),
     Case("bad TOML", f"eval {RUN}", USAGE, ("atts.toml", "line 1"), text("atts.toml", "rate = \n")),
-    Case("non-UTF-8 TOML", f"eval {RUN}", USAGE, ("atts.toml", "UTF-8"), text("atts.toml", b"draft = '\xe9'")),
-    Case("unknown key", f"eval {RUN}", USAGE, ("atts.toml", "'sample'", "'samples'"), text("atts.toml", "sample = 3")),
+    Case(
+        "non-UTF-8 TOML",
+        f"eval {RUN}",
+        USAGE,
+        ("atts.toml", "UTF-8"),
+        text("atts.toml", b"draft = '\xe9'"),
+    ),
+    Case(
+        "unknown key",
+        f"eval {RUN}",
+        USAGE,
+        ("atts.toml", "'sample'", "'samples'"),
+        text("atts.toml", "sample = 3"),
+    ),
     Case(
         "unknown table",
         f"eval {RUN}",
@@ -228,21 +360,48 @@ CASES = [
         text("atts.toml", "samples = 'many'\nmethod = 'atts'"),
     ),
     Case("no such configuration file", f"eval {RUN} --config none.toml", USAGE, ("none.toml",)),
-    Case("bad environment value", f"eval {RUN} --json", USAGE, ("ATTS_TURNS", "many"), nothing, {"ATTS_TURNS": "many"}),
-    Case("unknown environment variable", f"eval {RUN}", USAGE, ("ATTS_RAET", "ATTS_RATE"), nothing, {"ATTS_RAET": "1"}),
+    Case(
+        "bad environment value",
+        f"eval {RUN} --json",
+        USAGE,
+        ("ATTS_TURNS", "many"),
+        nothing,
+        {"ATTS_TURNS": "many"},
+    ),
+    Case(
+        "unknown environment variable",
+        f"eval {RUN}",
+        USAGE,
+        ("ATTS_RAET", "ATTS_RATE"),
+        nothing,
+        {"ATTS_RAET": "1"},
+    ),
     Case("pair without a value", f"eval {RUN} --set rate", USAGE, ("KEY=VALUE",)),
     Case("no key like it", "config show zzz", USAGE, ("zzz",)),
-    Case("file where the run should go", f"eval {RUN} --out taken", DISK, ("taken",), text("taken", "")),
+    Case(
+        "file where the run should go",
+        f"eval {RUN} --out taken",
+        DISK,
+        ("taken",),
+        text("taken", ""),
+    ),
     Case(
         "directory of another run",
-        "eval arithmetic[:3] --samples 4 --draft scripted --target scripted --report none --out runs/atts",
+        "eval arithmetic[:3] --samples 4 --draft scripted --target scripted --report none --out "
+        "runs/atts",
         USAGE,
         ("runs/atts", "samples", "4"),
     ),
     Case("truncated journal", "report runs/atts", DISK, ("journal.jsonl", "line 5"), damaged),
     Case("journal of a later version", "report runs/atts", DISK, ("manifest.json", "999"), newer),
     Case("not a run", "report empty", DISK, ("empty", "no run"), directory("empty")),
-    Case("comparison with no run", "compare runs/atts empty", DISK, ("empty", "no run"), directory("empty")),
+    Case(
+        "comparison with no run",
+        "compare runs/atts empty",
+        DISK,
+        ("empty", "no run"),
+        directory("empty"),
+    ),
     Case(
         "comparison of strangers",
         "compare runs/atts other.jsonl",
@@ -258,14 +417,38 @@ CASES = [
         text("other.jsonl", "x"),
     ),
     Case("more chance than there is", f"eval {RUN} --set explore=2", USAGE, ("explore", "[0, 1]")),
-    Case("chance in rounds", f"eval {RUN} --method top-b --set explore=0.1", USAGE, ("explore", "top-b")),
-    Case("agreement of none", f"eval {RUN} --set spare=0", USAGE, ("spare", "0.0")),
-    Case("sparing without a rate", f"eval {RUN} --method draft-only --set spare=0.9", USAGE, ("spare", "draft-only")),
-    Case("chance under a cap", f"eval {RUN} --set explore=0.1 --set cap=0.3", USAGE, ("explore", "cap")),
-    Case("promise without labels", f"eval {RUN} --abstain .1@.9", USAGE, ("abstain", "labelled")),
-    Case("promise that is none", f"eval {RUN} --abstain 10 --labelled runs/atts", USAGE, ("'10'", ".1@.9")),
     Case(
-        "labels of no run", f"eval {RUN} --abstain .1 --labelled empty", DISK, ("empty", "no run"), directory("empty")
+        "chance in rounds",
+        f"eval {RUN} --method top-b --set explore=0.1",
+        USAGE,
+        ("explore", "top-b"),
+    ),
+    Case("agreement of none", f"eval {RUN} --set spare=0", USAGE, ("spare", "0.0")),
+    Case(
+        "sparing without a rate",
+        f"eval {RUN} --method draft-only --set spare=0.9",
+        USAGE,
+        ("spare", "draft-only"),
+    ),
+    Case(
+        "chance under a cap",
+        f"eval {RUN} --set explore=0.1 --set cap=0.3",
+        USAGE,
+        ("explore", "cap"),
+    ),
+    Case("promise without labels", f"eval {RUN} --abstain .1@.9", USAGE, ("abstain", "labelled")),
+    Case(
+        "promise that is none",
+        f"eval {RUN} --abstain 10 --labelled runs/atts",
+        USAGE,
+        ("'10'", ".1@.9"),
+    ),
+    Case(
+        "labels of no run",
+        f"eval {RUN} --abstain .1 --labelled empty",
+        DISK,
+        ("empty", "no run"),
+        directory("empty"),
     ),
     Case(
         "labels of too few problems",
@@ -273,16 +456,31 @@ CASES = [
         USAGE,
         ("abstain", "labelled problems"),
     ),
-    Case("comparison without an end", f"eval {RUN} --against runs/atts", USAGE, ("--stop-when", "atts compare")),
+    Case(
+        "comparison without an end",
+        f"eval {RUN} --against runs/atts",
+        USAGE,
+        ("--stop-when", "atts compare"),
+    ),
     Case("end without a comparison", f"eval {RUN} --stop-when decided", USAGE, ("--against",)),
-    Case("end that is none", f"eval {RUN} --against runs/atts --stop-when soon", USAGE, ("'soon'", "decided=2")),
+    Case(
+        "end that is none",
+        f"eval {RUN} --against runs/atts --stop-when soon",
+        USAGE,
+        ("'soon'", "decided=2"),
+    ),
     Case(
         "margin that is none",
         f"eval {RUN} --against runs/atts --stop-when decided=x",
         USAGE,
         ("'decided=x'", "decided=2"),
     ),
-    Case("margin below nothing", f"eval {RUN} --against runs/atts --stop-when decided=-1", USAGE, ("decided=2",)),
+    Case(
+        "margin below nothing",
+        f"eval {RUN} --against runs/atts --stop-when decided=-1",
+        USAGE,
+        ("decided=2",),
+    ),
     Case(
         "decision against no run",
         f"eval {RUN} --against empty --stop-when decided",
@@ -303,13 +501,29 @@ CASES = [
         USAGE,
         ("shard", "leave one out"),
     ),
-    Case("points of nothing", "compare runs/atts runs/atts --points 2", USAGE, ("points", "--sequential")),
-    Case("points beyond all", "compare runs/atts runs/atts --sequential --points 101", USAGE, ("points", "[0, 100]")),
+    Case(
+        "points of nothing",
+        "compare runs/atts runs/atts --points 2",
+        USAGE,
+        ("points", "--sequential"),
+    ),
+    Case(
+        "points beyond all",
+        "compare runs/atts runs/atts --sequential --points 101",
+        USAGE,
+        ("points", "[0, 100]"),
+    ),
     Case("plan from nothing", "plan empty", DISK, ("empty", "no run"), directory("empty")),
     Case("cap of nothing", "plan runs/atts --seconds 0", USAGE, ("seconds", "positive")),
     Case("unknown format", "report runs/atts --format pdf", USAGE, ("pdf", "html")),
     Case("scores that are not there", f"eval {RUN} --scores none.jsonl", DISK, ("none.jsonl",)),
-    Case("NaN among scores", f"eval {RUN} --scores s.jsonl", USAGE, ("NaN",), text("s.jsonl", '{"score": NaN}\n')),
+    Case(
+        "NaN among scores",
+        f"eval {RUN} --scores s.jsonl",
+        USAGE,
+        ("NaN",),
+        text("s.jsonl", '{"score": NaN}\n'),
+    ),
     Case(
         "NaN among scores to report on",
         "calibration report s.jsonl",
@@ -318,14 +532,40 @@ CASES = [
         text("s.jsonl", '{"score": NaN}\n'),
     ),
     Case(
-        "no scores to report on", "calibration report s.jsonl", USAGE, ("s.jsonl", "at least one"), text("s.jsonl", "")
+        "no scores to report on",
+        "calibration report s.jsonl",
+        USAGE,
+        ("s.jsonl", "at least one"),
+        text("s.jsonl", ""),
     ),
-    Case("report on a picture", "calibration report s.npy", USAGE, ("s.npy", "numbers"), text("s.npy", b"\x89PNG\r\n")),
-    Case("report on no JSON", "calibration report s.jsonl", USAGE, ("s.jsonl", "line 1"), text("s.jsonl", "1.5 1.7\n")),
     Case(
-        "report on a score below 1", "calibration report s.jsonl", USAGE, ("0.5",), text("s.jsonl", '{"score": 0.5}\n')
+        "report on a picture",
+        "calibration report s.npy",
+        USAGE,
+        ("s.npy", "numbers"),
+        text("s.npy", b"\x89PNG\r\n"),
     ),
-    Case("report on an empty directory", "calibration report empty", DISK, ("empty", "no run"), directory("empty")),
+    Case(
+        "report on no JSON",
+        "calibration report s.jsonl",
+        USAGE,
+        ("s.jsonl", "line 1"),
+        text("s.jsonl", "1.5 1.7\n"),
+    ),
+    Case(
+        "report on a score below 1",
+        "calibration report s.jsonl",
+        USAGE,
+        ("0.5",),
+        text("s.jsonl", '{"score": 0.5}\n'),
+    ),
+    Case(
+        "report on an empty directory",
+        "calibration report empty",
+        DISK,
+        ("empty", "no run"),
+        directory("empty"),
+    ),
     Case(
         "label that is none",
         "calibration report s.jsonl",
@@ -333,8 +573,16 @@ CASES = [
         ("correct of record 1", "'yes'", "true"),
         text("s.jsonl", '{"score": 2, "correct": "yes"}\n'),
     ),
-    Case("report at rate 2", f"calibration report {SCORES} --rate 2", USAGE, ("2", "[0, 1]"), SCORED),
-    Case("report in an unknown mode", f"calibration report {SCORES} --mode qestion", USAGE, ("'question'",), SCORED),
+    Case(
+        "report at rate 2", f"calibration report {SCORES} --rate 2", USAGE, ("2", "[0, 1]"), SCORED
+    ),
+    Case(
+        "report in an unknown mode",
+        f"calibration report {SCORES} --mode qestion",
+        USAGE,
+        ("'question'",),
+        SCORED,
+    ),
     Case(
         "questions that are not known",
         f"calibration report {SCORES} --mode question",
@@ -343,15 +591,61 @@ CASES = [
         SCORED,
     ),
     Case(
-        "scores of an unknown scale", f"calibration report {SCORES} --scale ppl", USAGE, ("ppl", "perplexity"), SCORED
+        "scores of an unknown scale",
+        f"calibration report {SCORES} --scale ppl",
+        USAGE,
+        ("ppl", "perplexity"),
+        SCORED,
     ),
-    Case("no whole questions", "calibration report s.npy --per-question 7", USAGE, ("per_question", "7"), an_array),
-    Case("report of an unknown format", f"calibration report {SCORES} --out a --format pdf", USAGE, ("'pdf'",), SCORED),
-    Case("report without a place", f"calibration report {SCORES} --format html", USAGE, ("--out", "file"), SCORED),
-    Case("figures without a folder", f"calibration report {SCORES} --format svg", USAGE, ("--out", "folder"), SCORED),
-    Case("figures on stdout", f"calibration report {SCORES} --format svg --out -", USAGE, ("folder",), SCORED),
-    Case("report into nowhere", f"calibration report {SCORES} --out none/a.html", DISK, ("none/a.html",), SCORED),
-    Case("figures into a file", f"calibration report {SCORES} --format svg --out s.jsonl", DISK, ("s.jsonl",), SCORED),
+    Case(
+        "no whole questions",
+        "calibration report s.npy --per-question 7",
+        USAGE,
+        ("per_question", "7"),
+        an_array,
+    ),
+    Case(
+        "report of an unknown format",
+        f"calibration report {SCORES} --out a --format pdf",
+        USAGE,
+        ("'pdf'",),
+        SCORED,
+    ),
+    Case(
+        "report without a place",
+        f"calibration report {SCORES} --format html",
+        USAGE,
+        ("--out", "file"),
+        SCORED,
+    ),
+    Case(
+        "figures without a folder",
+        f"calibration report {SCORES} --format svg",
+        USAGE,
+        ("--out", "folder"),
+        SCORED,
+    ),
+    Case(
+        "figures on stdout",
+        f"calibration report {SCORES} --format svg --out -",
+        USAGE,
+        ("folder",),
+        SCORED,
+    ),
+    Case(
+        "report into nowhere",
+        f"calibration report {SCORES} --out none/a.html",
+        DISK,
+        ("none/a.html",),
+        SCORED,
+    ),
+    Case(
+        "figures into a file",
+        f"calibration report {SCORES} --format svg --out s.jsonl",
+        DISK,
+        ("s.jsonl",),
+        SCORED,
+    ),
     Case(
         "damaged calibrator",
         "calibration report c.json",
@@ -363,17 +657,58 @@ CASES = [
     Case("sweep over no values", "sweep --over rate=,", USAGE, ("--over", "KEY=VALUE")),
     Case("sweep over an unknown key", "sweep --over raet=.1", USAGE, ("--over", "'rate'")),
     Case("sweep over an impossible value", "sweep --over rate=.1,2", USAGE, ("rate", "[0, 1]")),
-    Case("sweep over a word for a number", "sweep --over samples=many", USAGE, ("samples", "whole number")),
-    Case("sweep over what does not vary", "sweep --over dataset=a,b", USAGE, ("dataset", "cannot vary")),
+    Case(
+        "sweep over a word for a number",
+        "sweep --over samples=many",
+        USAGE,
+        ("samples", "whole number"),
+    ),
+    Case(
+        "sweep over what does not vary",
+        "sweep --over dataset=a,b",
+        USAGE,
+        ("dataset", "cannot vary"),
+    ),
     Case("sweep over a key twice", "sweep --over rate=.1 --over rate=.2", USAGE, ("rate", "twice")),
-    Case("sweep over what a flag sets", "sweep --over rate=.1 --rate .2", USAGE, ("rate", "leave one out")),
+    Case(
+        "sweep over what a flag sets",
+        "sweep --over rate=.1 --rate .2",
+        USAGE,
+        ("rate", "leave one out"),
+    ),
     Case("sweep over a broken list", "sweep --over draft=[a", USAGE, ("--over", "JSON list")),
     Case("sweep over an unknown method", "sweep --over method=atss", USAGE, ("atss", "'atts'")),
-    Case("sweep with an unknown engine", "sweep --over rate=.1 --draft vlm:x", USAGE, ("vlm", "'vllm'")),
-    Case("sweep of no dataset", "sweep mine.jsonl --draft scripted --target scripted", USAGE, ("mine.jsonl",)),
-    Case("sweep onto a file", "sweep --draft scripted --out taken", DISK, ("taken",), text("taken", "")),
-    Case("sweep onto standard output", "sweep --draft scripted --out -", USAGE, ("--out", "directory")),
-    Case("sweep onto a run", "sweep --draft scripted --target scripted --out runs/atts", DISK, ("it holds a run",)),
+    Case(
+        "sweep with an unknown engine",
+        "sweep --over rate=.1 --draft vlm:x",
+        USAGE,
+        ("vlm", "'vllm'"),
+    ),
+    Case(
+        "sweep of no dataset",
+        "sweep mine.jsonl --draft scripted --target scripted",
+        USAGE,
+        ("mine.jsonl",),
+    ),
+    Case(
+        "sweep onto a file",
+        "sweep --draft scripted --out taken",
+        DISK,
+        ("taken",),
+        text("taken", ""),
+    ),
+    Case(
+        "sweep onto standard output",
+        "sweep --draft scripted --out -",
+        USAGE,
+        ("--out", "directory"),
+    ),
+    Case(
+        "sweep onto a run",
+        "sweep --draft scripted --target scripted --out runs/atts",
+        DISK,
+        ("it holds a run",),
+    ),
     Case(
         "sweep onto a damaged set",
         "sweep --draft scripted --target scripted --out set",
@@ -382,19 +717,49 @@ CASES = [
         text("set/sweep.json", "{"),
     ),
     Case("following no run", "report nope --follow", DISK, ("nope", "no run")),
-    Case("following onto standard output", "report runs/atts --follow --out -", USAGE, ("--follow", "--out")),
-    Case("following in no time", "report runs/atts --follow --every 0", USAGE, ("--every", "--follow")),
+    Case(
+        "following onto standard output",
+        "report runs/atts --follow --out -",
+        USAGE,
+        ("--follow", "--out"),
+    ),
+    Case(
+        "following in no time",
+        "report runs/atts --follow --every 0",
+        USAGE,
+        ("--every", "--follow"),
+    ),
     Case("a pace without following", "report runs/atts --every 5", USAGE, ("--every", "--follow")),
     Case("runs of no folder", "runs nope", DISK, ("nope", "no such folder")),
     Case("runs of a file", "runs taken", DISK, ("taken", "no such folder"), text("taken", "")),
     Case("runs of an unknown flag", "runs --jsno", USAGE, ("--jsno", "--json")),
     Case("zoo without a directory", "zoo show", USAGE, ("--zoo",)),
     Case("zoo that is none", "zoo show --zoo nope", ENGINE, ("nope", "no zoo")),
-    Case("newer zoo", "zoo show --zoo zoo", ENGINE, ("newer", "Upgrade"), text("zoo/zoo.json", '{"schema": 9}')),
-    Case("damaged zoo", "zoo show --zoo zoo", ENGINE, ("zoo.json", "damaged"), text("zoo/zoo.json", "{")),
+    Case(
+        "newer zoo",
+        "zoo show --zoo zoo",
+        ENGINE,
+        ("newer", "Upgrade"),
+        text("zoo/zoo.json", '{"schema": 9}'),
+    ),
+    Case(
+        "damaged zoo",
+        "zoo show --zoo zoo",
+        ENGINE,
+        ("zoo.json", "damaged"),
+        text("zoo/zoo.json", "{"),
+    ),
     Case("zoo of other things", "zoo add a empty --zoo .", USAGE, ("empty", "no folder")),
-    Case("model of no name", "zoo add a/b empty --zoo zoo", USAGE, ("a/b", "name"), directory("empty")),
-    Case("zoo of no model", "zoo add a empty --zoo zoo", ENGINE, ("config.json",), directory("empty")),
+    Case(
+        "model of no name",
+        "zoo add a/b empty --zoo zoo",
+        USAGE,
+        ("a/b", "name"),
+        directory("empty"),
+    ),
+    Case(
+        "zoo of no model", "zoo add a empty --zoo zoo", ENGINE, ("config.json",), directory("empty")
+    ),
     Case("removal from no zoo", "zoo remove a --zoo nope", ENGINE, ("nope", "no zoo")),
     Case("removal of no model", "zoo remove a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case("export of no model", "zoo export a out --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
@@ -402,16 +767,32 @@ CASES = [
     Case("comparison of no model", "zoo compare a --zoo zoo", ENGINE, ("'a'", "none"), a_zoo),
     Case("loss of no zoo", f"eval {RUN} --target zoo:nope/a?lossy=.1", ENGINE, ("nope", "no zoo")),
     Case("engine of no zoo", f"eval {RUN} --target zoo:nope/a", ENGINE, ("nope", "no zoo")),
-    Case("engine of no model of a zoo", f"eval {RUN} --target zoo:zoo/a", ENGINE, ("'a'", "none"), a_zoo),
+    Case(
+        "engine of no model of a zoo",
+        f"eval {RUN} --target zoo:zoo/a",
+        ENGINE,
+        ("'a'", "none"),
+        a_zoo,
+    ),
     Case("engine of a zoo alone", f"eval {RUN} --target zoo:", USAGE, ("zoo:DIR/NAME",)),
     Case("grades of nothing", "grade answers.jsonl", USAGE, ("answers.jsonl",)),
-    Case("grades of no JSON", "grade answers.jsonl", USAGE, ("answers.jsonl", "line 1"), text("answers.jsonl", "x")),
+    Case(
+        "grades of no JSON",
+        "grade answers.jsonl",
+        USAGE,
+        ("answers.jsonl", "line 1"),
+        text("answers.jsonl", "x"),
+    ),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_misuse(case: Case, atts: Any, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One or two lines on stderr that name the trouble and the way out, nothing on stdout, the code of its kind."""
+def test_misuse(
+    case: Case, atts: Any, tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One or two lines on stderr that name the trouble and the way out, nothing on stdout, the code
+    of its kind.
+    """
     if "runs/" in case.words:
         request.getfixturevalue("runs")
     case.before(tmp_path)
@@ -420,7 +801,9 @@ def test_misuse(case: Case, atts: Any, tmp_path: Path, request: Any, monkeypatch
     said = atts(*case.words.split(" "))
     assert (said.code, said.out) == (case.code, "")
     assert case.code in EXIT_CODES
-    _, mark, message = said.err.rpartition("atts: ")  # on a busy machine progress may have been told before
+    _, mark, message = said.err.rpartition(
+        "atts: "
+    )  # on a busy machine progress may have been told before
     assert mark
     assert len(message.splitlines()) <= 2
     assert len(message) < 600
@@ -447,7 +830,8 @@ MISSING = (
     "report nope", "replay nope", "plan nope", "trace nope", "compare nope runs/atts", "compare runs/atts nope",
     "merge nope runs/atts --out union", "journal check nope", "journal salvage nope --out saved",
     "calibration check nope", "calibration check runs/atts --live nope", "calibration fit nope --out fitted.json",
-    "calibration report nope", "calibration replay nope", "calibration import nope --out scores.jsonl",
+    "calibration report nope", "calibration replay nope", "calibration import nope --out "
+                                                          "scores.jsonl",
 )  # fmt: skip
 
 

@@ -43,9 +43,15 @@ def test_all_rollouts_at_all_turns_are_the_run_itself(record: PlanData, recorded
     largest = list(options(record))[-1]
     outcomes = list(read_outcomes(read_entries(recorded / JOURNAL)))
     assert largest.samples == 5
-    assert largest.draft_tokens == pytest.approx(sum(one.usage.draft_tokens for one in outcomes) / PROBLEMS)
-    assert largest.target_tokens == pytest.approx(sum(one.usage.target_tokens for one in outcomes) / PROBLEMS)
-    assert largest.scored_tokens == pytest.approx(sum(one.usage.scored_tokens for one in outcomes) / PROBLEMS)
+    assert largest.draft_tokens == pytest.approx(
+        sum(one.usage.draft_tokens for one in outcomes) / PROBLEMS
+    )
+    assert largest.target_tokens == pytest.approx(
+        sum(one.usage.target_tokens for one in outcomes) / PROBLEMS
+    )
+    assert largest.scored_tokens == pytest.approx(
+        sum(one.usage.scored_tokens for one in outcomes) / PROBLEMS
+    )
     clear = [case for case in record.cases if _is_clear([line.label for line in case.rollouts])]
     assert len(clear) >= 3
     votes = sum(case.vote for case in record.cases) / PROBLEMS
@@ -64,8 +70,13 @@ def _longest(record: PlanData) -> int:
 
 def test_fewer_rollouts_are_counted_over_all_subsets(record: PlanData) -> None:
     """Two of five: the mean over the ten pairs, ties as halves, the longest wait of each pair."""
-    found = next(option for option in options(record) if option.samples == 2 and option.turns == _longest(record))
-    rights, waits = [], []
+    found = next(
+        option
+        for option in options(record)
+        if option.samples == 2 and option.turns == _longest(record)
+    )
+    rights = []
+    waits = []
     for case in record.cases:
         for pair in itertools.combinations(case.rollouts, 2):
             answered = [line for line in pair if line.label is not None]
@@ -92,7 +103,10 @@ def test_what_could_not_be_scored_is_told_with_every_option(record: PlanData) ->
 def _unscored(case: GradedCase) -> GradedCase:
     """The same, what was right unscored."""
     return replace(
-        case, rollouts=tuple(replace(one, is_right=None if one.is_right else False) for one in case.rollouts)
+        case,
+        rollouts=tuple(
+            replace(one, is_right=None if one.is_right else False) for one in case.rollouts
+        ),
     )
 
 
@@ -100,8 +114,14 @@ def test_fewer_turns_cost_what_was_written_in_them(record: PlanData) -> None:
     """One turn of one rollout: the mean of the first steps, and no answer that came later."""
     found = next(option for option in options(record) if (option.samples, option.turns) == (1, 1))
     firsts = [line.turns[0] for case in record.cases for line in case.rollouts]
-    assert found.draft_tokens == pytest.approx(sum(step.draft_tokens for step in firsts) / len(firsts))
-    right = [len(line.turns) == 1 and line.is_right is True for case in record.cases for line in case.rollouts]
+    assert found.draft_tokens == pytest.approx(
+        sum(step.draft_tokens for step in firsts) / len(firsts)
+    )
+    right = [
+        len(line.turns) == 1 and line.is_right is True
+        for case in record.cases
+        for line in case.rollouts
+    ]
     assert found.accuracy.value == pytest.approx(sum(right) / len(right))
 
 
@@ -112,31 +132,41 @@ def test_a_cap_is_kept_and_the_best_below_it_is_advised(recorded: Path, record: 
     found = plan(recorded, target_tokens=middle)
     assert found.best is not None
     assert found.best.target_tokens <= middle
-    assert found.best.accuracy.value == max(o.accuracy.value for o in every if o.target_tokens <= middle)
+    assert found.best.accuracy.value == max(
+        o.accuracy.value for o in every if o.target_tokens <= middle
+    )
     assert plan(recorded, tokens=0.5).best is None
     both = plan(recorded, target_tokens=middle, seconds=found.best.seconds / 2).best
     assert both is None or both.seconds <= found.best.seconds / 2
 
 
 def test_nothing_on_the_frontier_is_beaten(record: PlanData) -> None:
-    """Dearer is better along it, and everything left out costs at least as much for no more, rounding aside."""
+    """Dearer is better along it, and everything left out costs at least as much for no more,
+    rounding aside.
+    """
     every = list(options(record))
     kept = frontier(every, "target_tokens")
     assert all(a.accuracy.value < b.accuracy.value for a, b in itertools.pairwise(kept))
 
     def is_beaten(option: Option) -> bool:
         value = option.accuracy.value - 1e-12  # means of the same answers, added in another order
-        return any(k.target_tokens <= option.target_tokens and k.accuracy.value >= value for k in kept)
+        return any(
+            k.target_tokens <= option.target_tokens and k.accuracy.value >= value for k in kept
+        )
 
     assert all(is_beaten(option) for option in every)
 
 
 def test_a_rate_nobody_ran_is_bounded(recorded: Path) -> None:
-    """More strays mean wider bounds; the recorded rate is not guessed at; more escalations cost more."""
+    """More strays mean wider bounds; the recorded rate is not guessed at; more escalations cost
+    more.
+    """
     guesses = plan(recorded).other_rates
     assert [guess.rate for guess in guesses] == [0.05, 0.1, 0.2, 0.4, 0.6]
     assert all(0 <= guess.low <= guess.high <= 1 for guess in guesses)
-    assert [guess.target_tokens for guess in guesses] == sorted(guess.target_tokens for guess in guesses)
+    assert [guess.target_tokens for guess in guesses] == sorted(
+        guess.target_tokens for guess in guesses
+    )
     assert all(abs(guess.realised - guess.rate) < 0.1 for guess in guesses)
 
 
@@ -151,7 +181,9 @@ def test_the_bounds_hold_what_a_run_at_that_rate_came_to(recorded: Path, tmp_pat
 
 
 def test_several_runs_bring_several_rates(recorded: Path, tmp_path: Path) -> None:
-    """What was run at another rate is vouched for, so nothing is guessed; other problems are refused."""
+    """What was run at another rate is vouched for, so nothing is guessed; other problems are
+    refused.
+    """
     policy = Policy(samples=5, turns=8, max_tokens=300, early_stop="none")
     setup = Setup(draft="scripted", target="scripted", policy=policy, rate=0.6)
     evaluate_sync(toy_problems(PROBLEMS), setup, directory=tmp_path / "other")
@@ -164,7 +196,9 @@ def test_several_runs_bring_several_rates(recorded: Path, tmp_path: Path) -> Non
 
 
 def test_chunk_lengths_are_recounted_from_whole_steps(recorded: Path) -> None:
-    """Twice the limit cannot take more turns, half of it not fewer; nothing is claimed about accuracy."""
+    """Twice the limit cannot take more turns, half of it not fewer; nothing is claimed about
+    accuracy.
+    """
     found = plan(recorded).chunks
     assert found is not None
     turns = [choice.turns for choice in found.choices]
@@ -178,14 +212,23 @@ def test_the_words_name_the_choice_and_how_it_was_found(atts: Any, runs: Path) -
     said = atts("plan", "runs/atts", "--tokens", "100000")
     assert said.code == 0
     best = json.loads(atts("plan", "runs/atts", "--tokens", "100000", "--json").out)["best"]
-    assert f"--method atts --rate {best['rate']:g} --samples {best['samples']} --turns {best['turns']}" in said.out
+    assert (
+        f"--method atts --rate {best['rate']:g} --samples {best['samples']} --turns {best['turns']}"
+        in said.out
+    )
     assert "counted over all subsets" in said.out
     assert "nothing recorded stays below" in atts("plan", "runs/atts", "--tokens", "1").out
 
 
 def test_a_rate_nobody_ran_is_held_below_the_runs_cap(tmp_path: Path) -> None:
     """The gate that decides again has the cap of the run's own: no rate escalates more than that."""
-    setup = Setup(draft="scripted", target="scripted", policy=Policy(samples=4, early_stop="none"), rate=0.1, cap=0.1)
+    setup = Setup(
+        draft="scripted",
+        target="scripted",
+        policy=Policy(samples=4, early_stop="none"),
+        rate=0.1,
+        cap=0.1,
+    )
     found = plan(evaluate_sync(toy_problems(PROBLEMS), setup, directory=tmp_path / "run"))
     assert [one.rate for one in found.other_rates][-1] == 0.6
     assert all(one.realised <= 0.11 for one in found.other_rates)

@@ -23,7 +23,9 @@ def atts(
     environment: Mapping[str, str] | None = None,
     file_bytes: int | None = None,
 ) -> subprocess.CompletedProcess[Any]:
-    """The command line in a process without a terminal; `file_bytes` is the longest file it may write."""
+    """The command line in a process without a terminal; `file_bytes` is the longest file it may
+    write.
+    """
 
     def limit() -> None:
         if file_bytes is not None:

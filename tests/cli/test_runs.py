@@ -1,4 +1,6 @@
-"""What one can do with a run directory: replay it, trace it, check it, fit from it, put shards of it together."""
+"""What one can do with a run directory: replay it, trace it, check it, fit from it, put shards of
+it together.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ from atts.analysis import build_report
 from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
 from atts.calibration import Calibrator
 from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
-from atts.journal import JOURNAL, MANIFEST, CallSpan, Decided, Observed, Sampled, Scored, open_run, read_entries
+from atts.journal import (
+    JOURNAL,
+    MANIFEST,
+    CallSpan,
+    Decided,
+    Observed,
+    Sampled,
+    Scored,
+    open_run,
+    read_entries,
+)
 from atts.jsonable import jsonable
 from atts.models import path as model_path
 from atts.pipelines import Policy
@@ -24,7 +36,12 @@ from atts.testing import toy_problems
 
 Atts = Callable[..., Any]
 FROZEN = Setup(
-    draft="scripted", target="scripted", method="random", rate=0.3, seed=5, policy=Policy(samples=4, early_stop="none")
+    draft="scripted",
+    target="scripted",
+    method="random",
+    rate=0.3,
+    seed=5,
+    policy=Policy(samples=4, early_stop="none"),
 )
 """A gate that learns nothing, and votes that spare no rollout."""
 
@@ -51,7 +68,11 @@ def test_another_rate_is_replayed_and_its_strays_are_flagged(atts: Atts, runs: P
     decisions = [line for line in found if line["type"] == "decision"]
     assert summary["nominal"] == 0.7
     assert summary["replayed"]["rate"]["value"] > summary["recorded"]["rate"]["value"]
-    changed = {(line["problem"], line["sample"]): line["turn"] for line in reversed(decisions) if _differs(line)}
+    changed = {
+        (line["problem"], line["sample"]): line["turn"]
+        for line in reversed(decisions)
+        if _differs(line)
+    }
     for line in decisions:
         first = changed.get((line["problem"], line["sample"]))
         assert line["off_policy"] == (first is not None and line["turn"] > first)
@@ -68,13 +89,18 @@ def test_a_budget_is_never_exceeded(runs: Path) -> None:
         found = replay(runs / "atts", rate=1.0, budget=budget)
         spent: dict[str, int] = {}
         for pair in found.decisions:
-            spent[pair.decision.question] = spent.get(pair.decision.question, 0) + pair.decision.escalate
+            spent[pair.decision.question] = (
+                spent.get(pair.decision.question, 0) + pair.decision.escalate
+            )
         assert max(spent.values()) == budget
 
 
 def test_fewer_samples_are_a_smaller_run(runs: Path) -> None:
-    """Two of three rollouts, those whose end is known first, cost and decide less; nine cannot be had."""
-    whole, less = replay(runs / "atts"), replay(runs / "atts", samples=2)
+    """Two of three rollouts, those whose end is known first, cost and decide less; nine cannot be
+    had.
+    """
+    whole = replay(runs / "atts")
+    less = replay(runs / "atts", samples=2)
     assert less.replayed.draft_tokens < whole.replayed.draft_tokens
     taken = defaultdict[str, set[int]](set)
     for pair in less.decisions:
@@ -96,8 +122,12 @@ def test_the_replay_of_a_run_is_a_table(atts: Atts, runs: Path) -> None:
         assert words in said.out
 
 
-def test_a_list_of_runs_tells_what_could_not_be_scored(atts: Atts, tmp_path: Path, scripted: tuple[str, ...]) -> None:
-    """A reference in unknown words: what it could change stands beside the accuracy, here as in a set of runs."""
+def test_a_list_of_runs_tells_what_could_not_be_scored(
+    atts: Atts, tmp_path: Path, scripted: tuple[str, ...]
+) -> None:
+    """A reference in unknown words: what it could change stands beside the accuracy, here as in a
+    set of runs.
+    """
     rows = [{"problem": "Start at 4. +3. What is the result?", "answer": "7 of whatever it may be"}]
     (tmp_path / "odd.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert atts("eval", "odd.jsonl", "--samples", "2", *scripted, "--out", "odd/run").code == 0
@@ -111,9 +141,15 @@ def test_a_trace_holds_every_call(atts: Atts, runs: Path) -> None:
     said = atts("trace", str(runs / "atts"), "--json")
     (made,) = lines(said)
     events = json.loads(Path(made["trace"]).read_text())["traceEvents"]
-    engines = {event["pid"] for event in events if event.get("args", {}).get("name", "").startswith("engine")}
+    engines = {
+        event["pid"]
+        for event in events
+        if event.get("args", {}).get("name", "").startswith("engine")
+    }
     calls = [event for event in events if event["ph"] == "X" and event["pid"] in engines]
-    nodes = [e.event for e in read_entries(runs / "atts" / JOURNAL) if isinstance(e.event, CallSpan)]
+    nodes = [
+        e.event for e in read_entries(runs / "atts" / JOURNAL) if isinstance(e.event, CallSpan)
+    ]
     assert len(calls) == sum(node.ended > node.started for node in nodes)
     assert atts("trace", str(runs / "atts"), "--out", "-").out == Path(made["trace"]).read_text()
 
@@ -160,9 +196,22 @@ def _bent(journal: bytes) -> bytes:
 
 
 def test_a_run_of_which_nothing_came_says_why(atts: Atts) -> None:
-    """Every problem failed: "failed", an engine's exit code, the first reason, how to go on; results are printed."""
+    """Every problem failed: "failed", an engine's exit code, the first reason, how to go on;
+    results are printed.
+    """
     engine = f"hf:{model_path('draft')}?kv_tokens=40&worker=thread"
-    run = ("eval", "arithmetic[:2]", "--draft", engine, "--target", engine, "--report", "none", "--out", "run")
+    run = (
+        "eval",
+        "arithmetic[:2]",
+        "--draft",
+        engine,
+        "--target",
+        engine,
+        "--report",
+        "none",
+        "--out",
+        "run",
+    )
     said = atts(*run)
     assert said.code == 3
     assert "failed: 2 of 2 problems are not complete: " in said.err
@@ -173,7 +222,15 @@ def test_a_run_of_which_nothing_came_says_why(atts: Atts) -> None:
 
 def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:
     """The fingerprint names the field that differs."""
-    atts("calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", "target.model=another")
+    atts(
+        "calibration",
+        "import",
+        str(runs / "atts"),
+        "--out",
+        "s.json",
+        "--condition",
+        "target.model=another",
+    )
     said = atts("calibration", "check", "s.json", "--live", str(runs / "atts"))
     assert said.code == 2
     assert "target.model" in said.err
@@ -181,12 +238,24 @@ def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:
     assert atts("calibration", "check", "same.json", "--live", str(runs / "atts")).code in (0, 5)
 
 
-def test_a_run_starts_from_scores_of_its_own_conditions_only(atts: Atts, runs: Path, scripted: tuple[str, ...]) -> None:
-    """Others end it before a model is asked, unless they are taken on purpose: then the report warns of them."""
+def test_a_run_starts_from_scores_of_its_own_conditions_only(
+    atts: Atts, runs: Path, scripted: tuple[str, ...]
+) -> None:
+    """Others end it before a model is asked, unless they are taken on purpose: then the report
+    warns of them.
+    """
     words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "own", "--scores")
     assert atts(*words, str(runs / "atts")).code == 0
     assert "conditions" not in {caveat.code for caveat in build_report(Path("own")).report.caveats}
-    atts("calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", "target.model=another")
+    atts(
+        "calibration",
+        "import",
+        str(runs / "atts"),
+        "--out",
+        "s.json",
+        "--condition",
+        "target.model=another",
+    )
     refused = atts(*words, "s.json", "--out", "other")
     assert (refused.code, "target.model: stored 'another'" in refused.err) == (2, True)
     assert "--set conditions=ignore" in refused.err
@@ -196,14 +265,30 @@ def test_a_run_starts_from_scores_of_its_own_conditions_only(atts: Atts, runs: P
     assert "target.model" in warned["conditions"]
 
 
-def test_a_fitted_calibrator_starts_a_run(atts: Atts, runs: Path, scripted: tuple[str, ...]) -> None:
-    """What `calibration fit` writes is read where scores are; the rate is the run's own unless another is given."""
+def test_a_fitted_calibrator_starts_a_run(
+    atts: Atts, runs: Path, scripted: tuple[str, ...]
+) -> None:
+    """What `calibration fit` writes is read where scores are; the rate is the run's own unless
+    another is given.
+    """
     assert atts("calibration", "fit", str(runs / "atts"), "--out", "fitted.json").code == 0
     made = Calibrator.load(Path("fitted.json"))
     assert (
-        float(made.rate) == json.loads(atts("calibration", "report", str(runs / "atts"), "--json").out)["rate"] != 0.4
+        float(made.rate)
+        == json.loads(atts("calibration", "report", str(runs / "atts"), "--json").out)["rate"]
+        != 0.4
     )
-    words = ("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--out", "own", "--scores", "fitted.json")
+    words = (
+        "eval",
+        "arithmetic[:2]",
+        "--samples",
+        "2",
+        *scripted,
+        "--out",
+        "own",
+        "--scores",
+        "fitted.json",
+    )
     assert atts(*words).code == 0
     assert open_run(Path("own")).manifest.configuration["stored"].value == list(made.stored.scores)
 
@@ -217,32 +302,57 @@ def test_a_fitted_calibrator_starts_a_run(atts: Atts, runs: Path, scripted: tupl
         ("chunking", "chunking.stop"),
     ],
 )
-def test_a_condition_that_no_run_records_is_refused_at_once(atts: Atts, runs: Path, name: str, near: str) -> None:
+def test_a_condition_that_no_run_records_is_refused_at_once(
+    atts: Atts, runs: Path, name: str, near: str
+) -> None:
     """Not after the models were loaded; the nearest one there is is named."""
-    said = atts("calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", f"{name}=x")
+    said = atts(
+        "calibration", "import", str(runs / "atts"), "--out", "s.json", "--condition", f"{name}=x"
+    )
     assert said.code == 2
     assert f"did you mean '{near}'" in said.err
     assert not Path("s.json").exists()
 
 
-def test_scores_without_conditions_are_taken_with_a_warning(atts: Atts, runs: Path, scripted: tuple[str, ...]) -> None:
+def test_scores_without_conditions_are_taken_with_a_warning(
+    atts: Atts, runs: Path, scripted: tuple[str, ...]
+) -> None:
     """What is not recorded cannot be checked, and the report says so."""
     Path("s.jsonl").write_text("".join(f'{{"score": {1 + n / 40}}}\n' for n in range(30)))
-    assert atts("eval", "arithmetic[:2]", "--samples", "2", *scripted, "--scores", "s.jsonl", "--out", "own").code == 0
+    assert (
+        atts(
+            "eval",
+            "arithmetic[:2]",
+            "--samples",
+            "2",
+            *scripted,
+            "--scores",
+            "s.jsonl",
+            "--out",
+            "own",
+        ).code
+        == 0
+    )
     warned = {caveat.code: caveat.text for caveat in build_report(Path("own")).report.caveats}
     assert "do not say what they were made under" in warned["conditions"]
 
 
 def test_calibrate_is_the_draft_alone_scored(tmp_path: Path) -> None:
-    """Every chunk is scored and kept, none is handed over; the scores are a later run's to start from."""
+    """Every chunk is scored and kept, none is handed over; the scores are a later run's to start
+    from.
+    """
     setup = Setup(draft="scripted", target="scripted")
     scores = calibrate_sync(toy_problems(3), setup, directory=tmp_path / "fit")
     events = [entry.event for entry in read_entries(tmp_path / "fit" / JOURNAL)]
     assert {event.escalated for event in events if isinstance(event, Observed)} == {False}
-    assert len(scores) == sum(isinstance(e, Decided) and e.decision.score is not None for e in events)
+    assert len(scores) == sum(
+        isinstance(e, Decided) and e.decision.score is not None for e in events
+    )
     in_memory = calibrate_sync(toy_problems(3), replace(setup, mode="split"))
     assert sorted(in_memory.scores) == sorted(scores.scores)
-    result = evaluate_sync(toy_problems(2), Setup(draft="scripted", target="scripted", stored=scores, mode="split"))
+    result = evaluate_sync(
+        toy_problems(2), Setup(draft="scripted", target="scripted", stored=scores, mode="split")
+    )
     assert result.status == "finished"
 
 
@@ -263,18 +373,25 @@ def numbers(run: Path) -> dict[str, Any]:
     kept = {name: report[name] for name in ("verdict", "accuracy", "coverage", "spend")}
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in report["problems"]]
     rates = {
-        name: held[name] for name in ("decisions", "escalated", "by_turn", "question", "questions") if name in held
+        name: held[name]
+        for name in ("decisions", "escalated", "by_turn", "question", "questions")
+        if name in held
     }
     return {**kept, "rows": rows, "rates": rates}
 
 
 def test_shards_together_are_the_whole(shards: Path, tmp_path: Path) -> None:
-    """With a frozen gate the report of the union is that of one run: accuracy, tokens, rates, every problem's row."""
+    """With a frozen gate the report of the union is that of one run: accuracy, tokens, rates, every
+    problem's row.
+    """
     made = merge([shards / "2", shards / "3", shards / "1"], tmp_path / "all")
     assert made.problems == 7
-    union, whole = numbers(made.directory), numbers(shards / "whole")
+    union = numbers(made.directory)
+    whole = numbers(shards / "whole")
     for spend in (union["spend"], whole["spend"]):
-        for name in [name for name in spend if "seconds" in name or "time" in name or "per" in name]:
+        for name in [
+            name for name in spend if "seconds" in name or "time" in name or "per" in name
+        ]:
             spend.pop(name)
     assert union == whole
     assert {p.problem.id: p.answer for p in _outcomes(made.directory)} == {
@@ -296,18 +413,24 @@ def test_a_union_is_a_run_like_any_other(atts: Atts, shards: Path) -> None:
     assert lines(atts("replay", "all", "--json"))[-1]["changed"] == 0
     assert atts("trace", "all", "--json").code == 0
     assert atts("compare", str(shards / "whole"), "all").code == 0
-    nodes = [e.event.node for e in read_entries(Path("all") / JOURNAL) if isinstance(e.event, CallSpan)]
+    nodes = [
+        e.event.node for e in read_entries(Path("all") / JOURNAL) if isinstance(e.event, CallSpan)
+    ]
     assert len(nodes) == len(set(nodes))
     with pytest.raises(FingerprintError, match="merged"):
         evaluate_sync(toy_problems(7), FROZEN, directory="all")
 
 
 def test_calibrators_that_learnt_apart_are_put_together(atts: Atts, tmp_path: Path) -> None:
-    """What they decided adds up, the report still takes every decision again, and the union is somewhere to start."""
+    """What they decided adds up, the report still takes every decision again, and the union is
+    somewhere to start.
+    """
     setup = Setup(draft="scripted", target="scripted", rate=0.3)
     for number in (1, 2):
         evaluate_sync(toy_problems(6), setup, directory=tmp_path / str(number), shard=f"{number}/2")
-    (made,) = lines(atts("merge", str(tmp_path / "1"), str(tmp_path / "2"), "--out", "all", "--json"))
+    (made,) = lines(
+        atts("merge", str(tmp_path / "1"), str(tmp_path / "2"), "--out", "all", "--json")
+    )
     apart = [calibrator_of(tmp_path / str(number)) for number in (1, 2)]
     union = Calibrator.load(Path(made["calibrator"]))
     assert union.decided == made["decisions"] == sum(one.decided for one in apart)
@@ -318,11 +441,21 @@ def test_calibrators_that_learnt_apart_are_put_together(atts: Atts, tmp_path: Pa
 
 
 def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path) -> None:
-    """Certified: 0 and the words; none: 5 and how many problems it would take; other problems are refused."""
-    for method, rate, problems in (("target-only", 0.2, 12), ("atts", 0.4, 12), ("draft-only", 0.2, 11)):
-        setup = Setup(draft="scripted", target="scripted", method=method, rate=rate, policy=Policy(samples=3))
+    """Certified: 0 and the words; none: 5 and how many problems it would take; other problems are
+    refused.
+    """
+    for method, rate, problems in (
+        ("target-only", 0.2, 12),
+        ("atts", 0.4, 12),
+        ("draft-only", 0.2, 11),
+    ):
+        setup = Setup(
+            draft="scripted", target="scripted", method=method, rate=rate, policy=Policy(samples=3)
+        )
         evaluate_sync(toy_problems(problems), setup, directory=tmp_path / method)
-    alone, policy, other = (str(tmp_path / method) for method in ("target-only", "atts", "draft-only"))
+    alone, policy, other = (
+        str(tmp_path / method) for method in ("target-only", "atts", "draft-only")
+    )
     said = atts("certify", alone, policy, "--epsilon", "0.6")
     assert said.code == 0
     assert "atts/aci" in said.out
@@ -337,17 +470,32 @@ def test_runs_are_certified_against_the_target_alone(atts: Atts, tmp_path: Path)
 
 
 @pytest.mark.parametrize("mode", ["marginal", "question-turn"])
-def test_a_run_that_ranks_by_length_is_taken_again_from_its_journal(mode: Any, tmp_path: Path) -> None:
-    """Its decisions hold the lengths, so a resume, an audit and a later run that starts from its scores know them."""
-    setup = Setup(draft="scripted", target="scripted", rate=0.3, mode=mode, by_length=mode != "marginal" or None)
+def test_a_run_that_ranks_by_length_is_taken_again_from_its_journal(
+    mode: Any, tmp_path: Path
+) -> None:
+    """Its decisions hold the lengths, so a resume, an audit and a later run that starts from its
+    scores know them.
+    """
+    setup = Setup(
+        draft="scripted",
+        target="scripted",
+        rate=0.3,
+        mode=mode,
+        by_length=mode != "marginal" or None,
+    )
     evaluate_sync(toy_problems(4), setup, directory=tmp_path / "run")
     held = build_report(tmp_path / "run").report.calibration
     assert held is not None
-    assert "recorded decisions were taken again from the journal alone and came out the same" in held.promise.audit
+    assert (
+        "recorded decisions were taken again from the journal alone and came out the same"
+        in held.promise.audit
+    )
     assert "about the same length" in held.promise.guarantee
     found = scores_of(tmp_path / "run")
     assert len(found.lengths) == len(found) > 0
-    later = Setup(draft="scripted", target="scripted", mode="marginal", stored=found, conditions="ignore")
+    later = Setup(
+        draft="scripted", target="scripted", mode="marginal", stored=found, conditions="ignore"
+    )
     assert later.ranks_by_length
     evaluate_sync(toy_problems(2), later, directory=tmp_path / "later")
     held = build_report(tmp_path / "later").report.calibration
@@ -358,7 +506,9 @@ def test_a_run_that_ranks_by_length_is_taken_again_from_its_journal(mode: Any, t
 
 
 def test_what_is_no_evaluation_in_parts_is_refused(shards: Path, tmp_path: Path) -> None:
-    """A missing shard, one twice, other settings, an unfinished one, a union over a run: each says so."""
+    """A missing shard, one twice, other settings, an unfinished one, a union over a run: each says
+    so.
+    """
     one, two, three = (shards / str(number) for number in (1, 2, 3))
     out = tmp_path / "out"
     with pytest.raises(UsageError, match="two runs or more"):
@@ -389,14 +539,27 @@ def test_what_is_no_evaluation_in_parts_is_refused(shards: Path, tmp_path: Path)
 def test_a_problem_is_solved_before_ones_eyes(
     atts: Atts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
-    """Each piece says who wrote it, and what became of it; the answer, the votes and the price come last."""
+    """Each piece says who wrote it, and what became of it; the answer, the votes and the price come
+    last.
+    """
     import io
 
     text = toy_problems(1)[0].text
     (tmp_path / "problem.txt").write_text(text)
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     word = {"argument": text, "file": "problem.txt", "stdin": "-"}[given]
-    words = ("--draft", "scripted", "--target", "scripted", "--method", "random", "--rate", "0.5", "--samples", "3")
+    words = (
+        "--draft",
+        "scripted",
+        "--target",
+        "scripted",
+        "--method",
+        "random",
+        "--rate",
+        "0.5",
+        "--samples",
+        "3",
+    )
     said = atts("solve", word, *words, "--follow", "all")
     assert said.code == 0
     labels = {line.split("│")[0].split()[-1] for line in said.out.splitlines() if "│" in line}
@@ -406,7 +569,9 @@ def test_a_problem_is_solved_before_ones_eyes(
 
 
 def test_solving_tells_machines_everything(atts: Atts) -> None:
-    """Every rollout's chunks, decisions and end, then the outcome; what enters a turn was written in it."""
+    """Every rollout's chunks, decisions and end, then the outcome; what enters a turn was written
+    in it.
+    """
     said = atts(
         "solve", toy_problems(1)[0].text, "--draft", "scripted", "--target", "scripted", "--samples", "3", "--json",
         "--set", "early_stop=none",
@@ -416,7 +581,11 @@ def test_solving_tells_machines_everything(atts: Atts) -> None:
     assert found[-1]["type"] == "outcome"
     for line in found:
         if line["type"] == "turn":
-            here = [one for one in found if (one.get("sample"), one.get("turn")) == (line["sample"], line["turn"])]
+            here = [
+                one
+                for one in found
+                if (one.get("sample"), one.get("turn")) == (line["sample"], line["turn"])
+            ]
             written = "".join(one["text"] for one in here if one["type"] in ("draft", "target"))
             assert written.endswith(line["text"])  # what was thrown away came before
 
@@ -443,13 +612,17 @@ def test_nonsense_is_a_line_and_a_code(atts: Atts, words: tuple[str, ...], why: 
 
 def test_terminal_codes_are_shown_not_obeyed(atts: Atts) -> None:
     """A foreign text cannot clear the screen, ring, or turn a line round."""
-    Path("mine.jsonl").write_text(json.dumps({"question": "2 + 2?\x1b[2J\x07\u202e", "answer": "4"}) + "\n")
+    Path("mine.jsonl").write_text(
+        json.dumps({"question": "2 + 2?\x1b[2J\x07\u202e", "answer": "4"}) + "\n"
+    )
     said = atts("datasets", "show", "mine.jsonl")
     assert "2 + 2?␛[2J␇\\u202e" in said.out
 
 
 def test_what_was_written_is_what_was_paid_for(tmp_path: Path) -> None:
-    """A rollout that a settled vote cut short paid for its unfinished turn too: progress and result count alike."""
+    """A rollout that a settled vote cut short paid for its unfinished turn too: progress and result
+    count alike.
+    """
     setup = Setup(draft="scripted", target="scripted", seed=3, policy=Policy(samples=6))
     result = evaluate_sync(toy_problems(6), setup, directory=tmp_path / "run")
     written = dict.fromkeys(("draft", "target", "scored"), 0)
@@ -461,5 +634,11 @@ def test_what_was_written_is_what_was_paid_for(tmp_path: Path) -> None:
     usage = result.usage
     assert usage.drawn_tokens > 0
     assert any(sample.finish == "settled" for line in result.problems for sample in line.samples)
-    decoded = usage.target_tokens - usage.drawn_tokens  # what a takeover kept of a scoring call was not asked for again
-    assert written == {"draft": usage.draft_tokens, "target": decoded, "scored": usage.scored_tokens}
+    decoded = (
+        usage.target_tokens - usage.drawn_tokens
+    )  # what a takeover kept of a scoring call was not asked for again
+    assert written == {
+        "draft": usage.draft_tokens,
+        "target": decoded,
+        "scored": usage.scored_tokens,
+    }

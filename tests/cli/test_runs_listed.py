@@ -19,7 +19,12 @@ def test_runs_are_listed_with_what_they_came_to(atts: Any, runs: Path) -> None:
         ("alone", "target-only"),
     ]
     for line in lines:
-        assert (line["standing"], line["done"], line["problems"], line["models"]) == ("finished", 3, 3, "scripted")
+        assert (line["standing"], line["done"], line["problems"], line["models"]) == (
+            "finished",
+            3,
+            3,
+            "scripted",
+        )
         summary = json.loads(atts("eval", "arithmetic[:3]", "--method", line["method"], "--samples", "3", "--draft",
             "scripted", "--target", "scripted", "--report", "none", "--out", line["directory"], "--json",
         ).out.splitlines()[-1])  # fmt: skip

@@ -1,4 +1,6 @@
-"""Files of scores that commands write are read by every command that takes scores, whatever they are called."""
+"""Files of scores that commands write are read by every command that takes scores, whatever they
+are called.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,15 @@ import pytest
 def test_imported_scores_are_read_everywhere(atts: Any, name: str) -> None:
     """`import` writes one format; `report`, `replay`, `check` and `fit` know it by its content."""
     np.save("ppls.npy", np.linspace(1.1, 9.0, 64))
-    assert atts("calibration", "import", "ppls.npy", "--per-question", "16", "--out", name).code == 0
-    for words in (("report", name), ("replay", name), ("check", name), ("fit", name, "--out", "calibrator.json")):
+    assert (
+        atts("calibration", "import", "ppls.npy", "--per-question", "16", "--out", name).code == 0
+    )
+    for words in (
+        ("report", name),
+        ("replay", name),
+        ("check", name),
+        ("fit", name, "--out", "calibrator.json"),
+    ):
         said = atts("calibration", *words)
         assert (said.code, said.err) == (0, ""), words
     whole = json.loads(atts("calibration", "replay", name, "--json").out.splitlines()[-1])

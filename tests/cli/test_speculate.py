@@ -1,4 +1,6 @@
-"""The key `speculate`: whom it lets propose, what a dry run says of it, and that no run's text depends on it."""
+"""The key `speculate`: whom it lets propose, what a dry run says of it, and that no run's text
+depends on it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from atts.run import RunResult
 
 HERE = "worker=thread&threads=1"
 EMBEDDED = Setup(
-    draft=f"embedded:draft?{HERE}", target=f"embedded:target?{HERE}", policy=Policy(samples=2, early_stop="none")
+    draft=f"embedded:draft?{HERE}",
+    target=f"embedded:target?{HERE}",
+    policy=Policy(samples=2, early_stop="none"),
 )
 
 
@@ -34,7 +38,8 @@ EMBEDDED = Setup(
 async def test_a_run_writes_the_same_whoever_proposes(
     method: str, rollouts: int, ways: Sequence[Any], tmp_path: Path
 ) -> None:
-    """Every token, score and decision; one rollout at a time where the gate learns from their order.
+    """Every token, score and decision; one rollout at a time where the gate learns from their
+    order.
 
     What was proposed is told by the result, the run's journal and its report.
     """
@@ -47,17 +52,26 @@ async def test_a_run_writes_the_same_whoever_proposes(
         )
         check_told(result, way)
         lines = [line for outcome in result.outcomes() for line in outcome.rollouts]
-        written.append([(line.problem, line.sample, line.turns, line.finish, line.answer) for line in lines])
+        written.append(
+            [(line.problem, line.sample, line.turns, line.finish, line.answer) for line in lines]
+        )
     assert all(written[0] == other for other in written[1:])
-    assert any(chunk.author == "target" for line in written[0] for turn in line[2] for chunk in turn.chunks)
+    assert any(
+        chunk.author == "target" for line in written[0] for turn in line[2] for chunk in turn.chunks
+    )
 
 
 def check_told(result: RunResult, way: str) -> None:
-    """The same counters everywhere, or none at all; the draft of so small a run proposes much and rightly."""
+    """The same counters everywhere, or none at all; the draft of so small a run proposes much and
+    rightly.
+    """
     assert result.directory is not None
-    told, found = build_report(result.directory).report, result.speculated
+    told = build_report(result.directory).report
+    found = result.speculated
     assert told.speculated == found
-    assert result.as_json().get("speculated", {}).get("proposed") == (found.proposed if found else None)
+    assert result.as_json().get("speculated", {}).get("proposed") == (
+        found.proposed if found else None
+    )
     assert found is None or way != "off"
     if way == "auto":
         assert found is not None
@@ -65,14 +79,20 @@ def check_told(result: RunResult, way: str) -> None:
         assert found.tested_at[0] == found.rounds
         assert found.chosen == 4 * found.choices
         assert f"{found.proposed:,}" in str(found)
-        assert any(cell.text == f"{found.proposed:,}" for row in speculation_table(told).rows for cell in row)
+        assert any(
+            cell.text == f"{found.proposed:,}"
+            for row in speculation_table(told).rows
+            for cell in row
+        )
 
 
 async def proposals(target: Engine) -> int | None:
     """How many tokens were proposed to an engine that wrote a little; None: it does not speculate."""
     assert isinstance(target, LocalEngine)
     async with target:
-        await target.sample(SampleRequest(target.tokenizer.render([Message("user", "What is 3 + 4?")]), 24))
+        await target.sample(
+            SampleRequest(target.tokenizer.render([Message("user", "What is 3 + 4?")]), 24)
+        )
         speculation = target.loop_stats().speculation
         return None if speculation is None else speculation.proposed
 
@@ -90,14 +110,26 @@ async def proposals(target: Engine) -> int | None:
         (replace(EMBEDDED, method="exact"), False),
         (replace(EMBEDDED, draft="scripted"), False),
         (replace(EMBEDDED, target=f"embedded:target?{HERE}&speculate=off"), False),
-        (replace(EMBEDDED, target=f"embedded:target?{HERE}&speculate=off", speculate="draft"), False),
+        (
+            replace(EMBEDDED, target=f"embedded:target?{HERE}&speculate=off", speculate="draft"),
+            False,
+        ),
         (replace(EMBEDDED, target=f"embedded:target?{HERE}&k=0"), False),
-        (replace(EMBEDDED, target=f"embedded:target?{HERE}&drafter=embedded&k=2", speculate="off"), True),
+        (
+            replace(
+                EMBEDDED, target=f"embedded:target?{HERE}&drafter=embedded&k=2", speculate="off"
+            ),
+            True,
+        ),
         (replace(EMBEDDED, draft=f"embedded:target?{HERE}"), False),
     ],
 )
-async def test_the_key_says_who_proposes_and_the_targets_own_words_go_before_it(setup: Setup, does: bool) -> None:
-    """A method that has the target write nothing lends it no drafter, and no model is a drafter of its own."""
+async def test_the_key_says_who_proposes_and_the_targets_own_words_go_before_it(
+    setup: Setup, does: bool
+) -> None:
+    """A method that has the target write nothing lends it no drafter, and no model is a drafter of
+    its own.
+    """
     assert ((await proposals(setup.engines()[1])) is not None) == does
 
 
@@ -119,7 +151,9 @@ async def test_a_lent_draft_that_does_not_fit_is_left_out(
         (folder / "model.safetensors").write_bytes(b"none")
     if flaw == "memory":
         scarce(monkeypatch, "drafter")
-    engine = LocalEngine(path("target"), options=LocalOptions(worker="thread", threads=1), lent=str(folder))
+    engine = LocalEngine(
+        path("target"), options=LocalOptions(worker="thread", threads=1), lent=str(folder)
+    )
     assert await proposals(engine) is None
     named = LocalOptions(worker="thread", threads=1, drafter=str(folder))
     with pytest.raises(Exception, match="drafter"):
@@ -150,7 +184,10 @@ def scarce(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
 
 def test_a_dry_run_says_who_proposes(atts: Callable[..., Any]) -> None:
     """With what said so; nothing of it decides where the run is kept."""
-    plain, off = (atts("eval", "arithmetic[:1]", *words, "--dry-run") for words in ((), ("--set", "speculate=off")))
+    plain, off = (
+        atts("eval", "arithmetic[:1]", *words, "--dry-run")
+        for words in ((), ("--set", "speculate=off"))
+    )
     assert "the draft, if both models share a tokenizer" in plain.out
     assert "speculate auto" in plain.out
     assert "nothing (speculate off" in off.out

@@ -19,14 +19,24 @@ from typing import Any
 
 import pytest
 
-from atts.journal import JOURNAL, Decided, Sampled, Scored, SessionClosed, SessionOpened, read_entries, read_outcomes
+from atts.journal import (
+    JOURNAL,
+    Decided,
+    Sampled,
+    Scored,
+    SessionClosed,
+    SessionOpened,
+    read_entries,
+    read_outcomes,
+)
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("ATTS_")}
 FROZEN = (
     "--method", "random", "--rate", "0.3", "--samples", "4", "--seed", "5", "--set", "early_stop=none",
     "--rollouts", "6", "--draft", "scripted", "--target", "scripted", "--report", "none",
 )  # fmt: skip
-"""A gate that learns nothing, and votes that spare no rollout: every run of it comes out the same."""
+"""A gate that learns nothing, and votes that spare no rollout: every run of it comes out the same.
+"""
 CTRL_C = b"\x03"
 
 
@@ -80,7 +90,11 @@ _TAKE_TERMINAL = "import fcntl,os,sys,termios; fcntl.ioctl(0,termios.TIOCSCTTY,0
 
 def events(run: Path, *kinds: type[Any]) -> list[Any]:
     """What the journal says of these kinds, with the session."""
-    return [(entry.session, entry.event) for entry in read_entries(run / JOURNAL, kinds=kinds) if entry.event]
+    return [
+        (entry.session, entry.event)
+        for entry in read_entries(run / JOURNAL, kinds=kinds)
+        if entry.event
+    ]
 
 
 def decisions(run: Path) -> Mapping[tuple[str, int, int], str]:
@@ -98,7 +112,10 @@ def decisions(run: Path) -> Mapping[tuple[str, int, int], str]:
 def answers(run: Path) -> Mapping[str, Any]:
     """What every problem came to, and what every rollout wrote."""
     outcomes = read_outcomes(read_entries(run / JOURNAL))
-    return {o.problem.id: (o.answer, o.votes, [(r.sample, r.finish, r.text) for r in o.rollouts]) for o in outcomes}
+    return {
+        o.problem.id: (o.answer, o.votes, [(r.sample, r.finish, r.text) for r in o.rollouts])
+        for o in outcomes
+    }
 
 
 def calls(run: Path) -> Mapping[str, set[int]]:
@@ -122,8 +139,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -> None:
-    """Once: calls in flight end and are saved. Twice: it ends at once. Either way the same command goes on."""
-    run, words = tmp_path / "run", ("eval", "arithmetic[:14]", *FROZEN, "--out", str(tmp_path / "run"))
+    """Once: calls in flight end and are saved. Twice: it ends at once. Either way the same command
+    goes on.
+    """
+    run = tmp_path / "run"
+    words = ("eval", "arithmetic[:14]", *FROZEN, "--out", str(tmp_path / "run"))
     enough = (undisturbed / JOURNAL).stat().st_size // 4
     terminal = Terminal(*words, cwd=tmp_path)
     terminal.until(lambda: (run / JOURNAL).exists() and (run / JOURNAL).stat().st_size > enough)
@@ -141,17 +161,31 @@ def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -
     assert decisions(run) == decisions(undisturbed)
     assert before.items() <= decisions(run).items()
     assert answers(run) == answers(undisturbed)
-    assert all(len(sessions) == 1 for sessions in calls(run).values()), "a recorded call was made again"
-    closings = [event.status for _, event in events(run, SessionClosed) if isinstance(event, SessionClosed)]
+    assert all(len(sessions) == 1 for sessions in calls(run).values()), (
+        "a recorded call was made again"
+    )
+    closings = [
+        event.status for _, event in events(run, SessionClosed) if isinstance(event, SessionClosed)
+    ]
     assert closings == ["interrupted", "finished"]
 
 
 def test_a_terminal_shows_the_run_as_it_goes(tmp_path: Path) -> None:
-    """A table drawn over itself: problems, rollouts by stage, chunks, the rate, tokens of both models."""
+    """A table drawn over itself: problems, rollouts by stage, chunks, the rate, tokens of both
+    models.
+    """
     terminal = Terminal("eval", "arithmetic[:3]", *FROZEN, "--out", "run", cwd=tmp_path)
     assert terminal.end() == 0
     text = terminal.shown.decode()
-    for words in ("3/3 problems", "drafting", "accepted", "handed over", "asked for 0.3", "by the target", "━"):
+    for words in (
+        "3/3 problems",
+        "drafting",
+        "accepted",
+        "handed over",
+        "asked for 0.3",
+        "by the target",
+        "━",
+    ):
         assert words in text
     assert "\x1b[" in text
     assert json.loads((tmp_path / "run" / "progress.json").read_text())["state"] == "over"
@@ -159,8 +193,20 @@ def test_a_terminal_shows_the_run_as_it_goes(tmp_path: Path) -> None:
 
 def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     """No terminal: no escape, no redrawing, and stdout holds the results alone."""
-    command = [sys.executable, "-m", "atts", "eval", "arithmetic[:3]", *FROZEN, "--out", "run", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "atts",
+        "eval",
+        "arithmetic[:3]",
+        *FROZEN,
+        "--out",
+        "run",
+        "--json",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=CLEAN, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0
     assert "3/3 problems" in done.stderr
     assert "\x1b" not in done.stderr
@@ -173,8 +219,12 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
 def test_a_polite_kill_is_a_ctrl_c(tmp_path: Path) -> None:
     """A cluster's scheduler asks by SIGTERM: what is in flight is saved, and the exit code says so."""
     command = [sys.executable, "-m", "atts", "eval", "arithmetic[:40]", *FROZEN, "--out", "run"]
-    with subprocess.Popen(command, cwd=tmp_path, env=CLEAN, stderr=subprocess.PIPE, text=True) as process:
-        while not (tmp_path / "run" / JOURNAL).exists() or len(events(tmp_path / "run", Sampled)) < 20:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=CLEAN, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while (
+            not (tmp_path / "run" / JOURNAL).exists() or len(events(tmp_path / "run", Sampled)) < 20
+        ):
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=120)

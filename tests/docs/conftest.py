@@ -20,11 +20,19 @@ from tests.reciting import RecitingEngine
 
 @pytest.fixture
 def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two servers that know the answers, named in variables, and the first rows of a benchmark in a file."""
+    """Two servers that know the answers, named in variables, and the first rows of a benchmark in a
+    file.
+    """
     problems = tuple(Problem(f"test/{n}", f"What is ${n} + {n}$?", str(2 * n)) for n in range(1, 7))
     file = tmp_path / "math500.jsonl"
     rows = [
-        {"problem": it.text, "answer": it.answer, "unique_id": it.id, "level": 1, "subject": "Algebra"}
+        {
+            "problem": it.text,
+            "answer": it.answer,
+            "unique_id": it.id,
+            "level": 1,
+            "subject": "Algebra",
+        }
         for it in problems
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -32,6 +40,10 @@ def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     with ExitStack() as stack:
         for role in get_args(Role):
             model = find_pair("qwen3-1.7b/qwen3-14b").model(role)
-            server = stack.enter_context(DialectServer(partial(RecitingEngine, role, problems), "vllm", model=model))
-            monkeypatch.setenv(f"ATTS_{role.upper()}", f"vllm:{server.url}/{model}?tokenizer={path('draft')}")
+            server = stack.enter_context(
+                DialectServer(partial(RecitingEngine, role, problems), "vllm", model=model)
+            )
+            monkeypatch.setenv(
+                f"ATTS_{role.upper()}", f"vllm:{server.url}/{model}?tokenizer={path('draft')}"
+            )
         yield

@@ -27,11 +27,15 @@ from atts.core import Role
 pytestmark = pytest.mark.checkout
 ROOT = Path(__file__).resolve().parents[2]
 GENERATED = {"cli.md", "modules.md", "grading_policies.md"}
-PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED)]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED),
+]
 EXAMPLES = ("python", "console", "bash", "sh", "shell", "pycon")
 SHELL = set("|<>&;$`*")
 FENCE = re.compile(
-    r"(?:^<!-- (?P<word>not run|exit): (?P<why>.+?) -->\n+)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+    r"(?:^<!-- (?P<word>not run|exit): (?P<why>.+?) -->\n+)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$",
+    re.M | re.S,
 )
 
 
@@ -54,7 +58,11 @@ def examples(page: Path) -> Iterator[Example]:
             line = text.count("\n", 0, found.start("text")) + 1
             skipped = found["why"] if found["word"] == "not run" else ""
             yield Example(
-                found["kind"], found["text"], line, skipped, int(found["why"]) if found["word"] == "exit" else 0
+                found["kind"],
+                found["text"],
+                line,
+                skipped,
+                int(found["why"]) if found["word"] == "exit" else 0,
             )
 
 
@@ -70,17 +78,28 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+def test_every_example_runs(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> None:
     """The blocks of a page in order, in one folder and one namespace, as a reader would type them."""
     if page.name == "two_servers.md":
         request.getfixturevalue("two_servers")
-    else:  # a reader has engines in processes of their own, which start later: tests/cli and tests/local run those
+    # a reader has engines in processes of their own, which start later: tests/cli and tests/local
+    # run those
+    else:
         for role in get_args(Role):
             monkeypatch.setenv(f"ATTS_{role.upper()}", f"embedded:{role}?worker=thread")
     monkeypatch.chdir(tmp_path)
-    for name, value in {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "HF_HUB_OFFLINE": "1"}.items():
+    for name, value in {
+        "COLUMNS": "120",
+        "NO_COLOR": "1",
+        "TERM": "dumb",
+        "HF_HUB_OFFLINE": "1",
+    }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
     namespace: dict[str, Any] = {"__name__": "__example__"}
     for example in examples(page):
         if example.skipped:
@@ -91,7 +110,9 @@ def test_every_example_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
         elif example.kind == "console":
             run_console(example, where)
         else:
-            pytest.fail(f"{where}: write ```console with `$ ` before commands, or say <!-- not run: why -->")
+            pytest.fail(
+                f"{where}: write ```console with `$ ` before commands, or say <!-- not run: why -->"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -101,8 +122,12 @@ def test_what_is_not_run_says_why(page: Path) -> None:
 
 
 def run_python(example: Example, where: str, namespace: dict[str, Any]) -> None:
-    """Run a block, `await` at its top included; a last comment `# prints: ...` is what it must print."""
-    code: CodeType = compile(example.text, where, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    """Run a block, `await` at its top included; a last comment `# prints: ...` is what it must
+    print.
+    """
+    code: CodeType = compile(
+        example.text, where, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True
+    )
     said = io.StringIO()
     with redirect_stdout(said):
         if code.co_flags & inspect.CO_COROUTINE:
@@ -156,37 +181,53 @@ def in_thread(word: str) -> str:
 def expect(promised: str, said: str, where: str) -> None:
     """What was said is what the page shows, up to white space and `...`."""
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    assert doctest.OutputChecker().check_output(promised, said, options), f"{where} printed\n{said}\nnot\n{promised}"
+    assert doctest.OutputChecker().check_output(promised, said, options), (
+        f"{where} printed\n{said}\nnot\n{promised}"
+    )
 
 
 def leaf_commands() -> dict[str, str]:
     """Every command that does something, with its help, as the generated page has them."""
     parts = re.split(r"^## (atts.*)$", (ROOT / "docs" / "cli.md").read_text(), flags=re.M)[1:]
     found = dict(zip(parts[::2], parts[1::2], strict=True))
-    return {name: text for name, text in found.items() if not any(other.startswith(f"{name} ") for other in found)}
+    return {
+        name: text
+        for name, text in found.items()
+        if not any(other.startswith(f"{name} ") for other in found)
+    }
 
 
 def test_every_command_is_shown_by_an_example() -> None:
-    """Each has an example in its help, and one on a page: run with that page, or with the reason why it is not."""
+    """Each has an example in its help, and one on a page: run with that page, or with the reason
+    why it is not.
+    """
     shown = "\n".join(example.text for page in PAGES for example in examples(page))
     commands_ = leaf_commands()
     assert len(commands_) > 10
     assert [name for name in commands_ if not re.search(rf"\b{name}\b", shown)] == []
-    assert [name for name, text in commands_.items() if not re.search(r"Example: .*atts ", text)] == []
+    assert [
+        name for name, text in commands_.items() if not re.search(r"Example: .*atts ", text)
+    ] == []
 
 
 def test_the_collector_sees_and_the_checker_can_fail(tmp_path: Path) -> None:
-    """Blocks, reasons, exit codes and continued commands are read; a wrong output and a wrong exit code are noticed."""
+    """Blocks, reasons, exit codes and continued commands are read; a wrong output and a wrong exit
+    code are noticed.
+    """
     page = tmp_path / "page.md"
     page.write_text(
         "<!-- not run: needs a server -->\n```bash\nvllm serve\n```\n"
-        "<!-- exit: 2 -->\n\n```console\n$ atts eval nosuch\natts: ...\n```\n```python\nx = 1\n```\n"
+        "<!-- exit: 2 -->\n\n```console\n$ atts eval nosuch\natts: ...\n```\n```python\nx = "
+        "1\n```\n"
     )
     found = list(examples(page))
     assert [(it.kind, it.skipped, it.exit, it.line) for it in found] == [
         ("bash", "needs a server", 0, 3), ("console", "", 2, 8), ("python", "", 0, 12)
     ]  # fmt: skip
-    assert list(commands("$ cat <<E\n> a\n> E\na\n$ true\n")) == [("cat <<E\na\nE", "a\n"), ("true", "")]
+    assert list(commands("$ cat <<E\n> a\n> E\na\n$ true\n")) == [
+        ("cat <<E\na\nE", "a\n"),
+        ("true", ""),
+    ]
     with pytest.raises(AssertionError, match="printed"):
         run_console(Example("console", "$ echo one\ntwo\n", 1), "here")
     with pytest.raises(AssertionError, match="ended with 1"):

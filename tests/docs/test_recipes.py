@@ -14,9 +14,18 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/servers.md"
 
 
 def recipes() -> list[str]:
-    """The commands of each placement: what stands between two comments of a block that serves $T and $D."""
-    blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text() if PAGE.exists() else "", flags=re.M | re.S)
-    parts = [part for block in blocks if "vllm serve $D" in block for part in re.split(r"^# .*$", block, flags=re.M)]
+    """The commands of each placement: what stands between two comments of a block that serves $T
+    and $D.
+    """
+    blocks = re.findall(
+        r"^```bash\n(.*?)^```$", PAGE.read_text() if PAGE.exists() else "", flags=re.M | re.S
+    )
+    parts = [
+        part
+        for block in blocks
+        if "vllm serve $D" in block
+        for part in re.split(r"^# .*$", block, flags=re.M)
+    ]
     return [part for part in parts if "vllm serve $T" in part]
 
 
@@ -36,7 +45,8 @@ def listening(recipe: str, model: str) -> list[int]:
 @pytest.mark.parametrize("recipe", recipes())
 def test_servers_listen_where_a_pair_looks(recipe: str) -> None:
     """One GPU or eight: `--set draft_servers=N target_servers=M` names exactly these."""
-    targets, drafts = listening(recipe, "T"), listening(recipe, "D")
+    targets = listening(recipe, "T")
+    drafts = listening(recipe, "D")
     assert targets == ports("target", len(targets))
     assert drafts == ports("draft", len(drafts))
 

@@ -1,4 +1,6 @@
-"""Answers changed in one place so that they mean something else: none is equal to what it was made from."""
+"""Answers changed in one place so that they mean something else: none is equal to what it was made
+from.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ FRAMES: dict[str, list[tuple[str, list[str]]]] = {
         (gold, others.split(" ;; "))
         for gold, _, others in (line.partition(" => ") for line in lines.split("\n") if line)
     ]
-    for kind, lines in tomllib.loads(Path(__file__).with_name("frames.toml").read_text(encoding="utf-8")).items()
+    for kind, lines in tomllib.loads(
+        Path(__file__).with_name("frames.toml").read_text(encoding="utf-8")
+    ).items()
 }
 _PLACE = re.compile(r"(?<!angle )(?<!angle A)(?<!angle AB)(?<!angle AC)[ABC]")
 _NUMBER = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])|\d+(?:\.\d+)?")
@@ -39,15 +43,20 @@ _UNIT = re.compile(
 )
 _OTHER: dict[str, str] = dict(
     zip(
-        "cm mm m km kg g s hours hour minutes minute seconds second days day miles mile feet inches km/h".split(),
-        "mm cm km m g kg m minutes minute hours hour minutes minute weeks week km km inches feet m/s".split(),
+        "cm mm m km kg g s hours hour minutes minute seconds second days day miles mile feet "
+        "inches km/h".split(),
+        "mm cm km m g kg m minutes minute hours hour minutes minute weeks week km km inches feet "
+        "m/s".split(),
         strict=True,
     )
 )
 _QUALIFIERS = (
-    "at most {};at least {};less than {};more than {};minus {};twice {};not {};{} squared;anything but {};half of {};"
-    "{} dozen;a multiple of {};the square root of {};{} is wrong;{} less than the answer;up to {};{} or more;double {};"
-    "{} thousand;the reciprocal of {};either {} or none;no more than {};{} to one;{}th root;between 0 and {}"
+    "at most {};at least {};less than {};more than {};minus {};twice {};not {};{} squared;anything "
+    "but {};half of {};"
+    "{} dozen;a multiple of {};the square root of {};{} is wrong;{} less than the answer;up to "
+    "{};{} or more;double {};"
+    "{} thousand;the reciprocal of {};either {} or none;no more than {};{} to one;{}th "
+    "root;between 0 and {}"
 ).split(";")
 _WORDS: dict[str, str] = dict(
     zip(
@@ -73,17 +82,33 @@ class Mutant:
 
 def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
     """That many different ones, as many of each kind, fewer where the answers do not give so many."""
-    random, found = Random(f"mutants:{seed}"), dict[tuple[str, str], Mutant]()
-    made_of, idle = Counter[str](), Counter[str]()
+    random = Random(f"mutants:{seed}")
+    found = dict[tuple[str, str], Mutant]()
+    made_of = Counter[str]()
+    idle = Counter[str]()
     numbers = sorted(
-        {int(each) for text in answers for each in re.findall(r"(?<![\d.,])\d{1,4}(?![\d.,])", text)} - {0, 1}
+        {
+            int(each)
+            for text in answers
+            for each in re.findall(r"(?<![\d.,])\d{1,4}(?![\d.,])", text)
+        }
+        - {0, 1}
     )
-    fitting = {kind: [text for text in answers if rule(text, random)] for kind, rule in _RULES.items()}
-    kinds = sorted({kind for kind, texts in fitting.items() if texts} | (FRAMES.keys() if len(numbers) > 1 else set()))
+    fitting = {
+        kind: [text for text in answers if rule(text, random)] for kind, rule in _RULES.items()
+    }
+    kinds = sorted(
+        {kind for kind, texts in fitting.items() if texts}
+        | (FRAMES.keys() if len(numbers) > 1 else set())
+    )
     while kinds and len(found) < count:
         kind = min(kinds, key=lambda each: made_of[each])
         mutant = _mutant(kind, fitting.get(kind, []), numbers, random)
-        if mutant is None or (mutant.gold, mutant.answer) in found or _is_same(mutant.gold, mutant.answer):
+        if (
+            mutant is None
+            or (mutant.gold, mutant.answer) in found
+            or _is_same(mutant.gold, mutant.answer)
+        ):
             idle[kind] += 1
             if idle[kind] > 2_000:  # it gives no more
                 kinds.remove(kind)
@@ -94,7 +119,9 @@ def mutants(answers: Sequence[str], count: int, seed: int = 0) -> list[Mutant]:
     return list(found.values())
 
 
-def _mutant(kind: str, texts: Sequence[str], numbers: Sequence[int], random: Random) -> Mutant | None:
+def _mutant(
+    kind: str, texts: Sequence[str], numbers: Sequence[int], random: Random
+) -> Mutant | None:
     made: str | None
     if kind in FRAMES and len(numbers) > 1 and (not texts or random.random() < 0.5):
         gold, made = _framed(kind, numbers, random)
@@ -109,13 +136,18 @@ def _framed(kind: str, numbers: Sequence[int], random: Random) -> tuple[str, str
     one, two = sorted(random.sample(numbers, 2))
     filled = {"A": str(one), "B": str(two), "C": str(two + 1)}
     gold, others = random.choice(FRAMES[kind])
-    gold, made = (_PLACE.sub(lambda found: filled[found[0]], text) for text in (gold, random.choice(others)))
+    gold, made = (
+        _PLACE.sub(lambda found: filled[found[0]], text) for text in (gold, random.choice(others))
+    )
     return gold, made
 
 
 def _is_same(gold: str, made: str) -> bool:
-    """An independent oracle: two numbers, fractions or powers of one value; what it cannot read is not the same."""
-    one, two = _value(gold), _value(made)
+    """An independent oracle: two numbers, fractions or powers of one value; what it cannot read is
+    not the same.
+    """
+    one = _value(gold)
+    two = _value(made)
     return one is not None and two is not None and abs(one - two) < 1e-12 * max(1.0, abs(one))
 
 
@@ -123,7 +155,9 @@ _PLAIN = re.compile(r"[\d\s.+*/()-]|\*\*")
 
 
 def _value(text: str) -> float | None:
-    plain = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"((\1)/(\2))", text.replace(",", "")).replace("\\$", "")
+    plain = re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"((\1)/(\2))", text.replace(",", "")).replace(
+        "\\$", ""
+    )
     plain = re.sub(r"\^\{?(\d{1,3})\}?", r"**\1", plain).strip()
     if not plain or _PLAIN.sub("", plain) or re.search(r"[\d)]\s*\(|\)\s*\d", plain):
         return None
@@ -155,17 +189,33 @@ _SEVERAL = re.compile(
 def _sign(text: str, random: Random) -> str | None:
     if not _is_single(text) or not re.search(r"[1-9a-z]", text):
         return None
-    return text[1:] if re.fullmatch(r"-[\w.]+", text) else f"-{text}" if re.fullmatch(r"[\w.]+", text) else f"-({text})"
+    return (
+        text[1:]
+        if re.fullmatch(r"-[\w.]+", text)
+        else f"-{text}"
+        if re.fullmatch(r"[\w.]+", text)
+        else f"-({text})"
+    )
 
 
 def _bumped(text: str, random: Random) -> str | None:
     found = _picked(_NUMBER, text, random)
-    if found is None or _FOLDED.search(text) or re.search(r"(?:=|<|>|\\[lg]eq?)\s*0\b|0\s*(?:=|<|>)", text):
+    if (
+        found is None
+        or _FOLDED.search(text)
+        or re.search(r"(?:=|<|>|\\[lg]eq?)\s*0\b|0\s*(?:=|<|>)", text)
+    ):
         return None
     whole, point, rest = found[0].replace(",", "").partition(".")
-    digits = str(int(whole + rest) + random.choice((1, 2, 10, random.randint(3, 999)))).rjust(len(whole + rest), "0")
+    digits = str(int(whole + rest) + random.choice((1, 2, 10, random.randint(3, 999)))).rjust(
+        len(whole + rest), "0"
+    )
     return _put(
-        text, found, digits[: len(digits) - len(rest)] + point + digits[len(digits) - len(rest) :] if point else digits
+        text,
+        found,
+        digits[: len(digits) - len(rest)] + point + digits[len(digits) - len(rest) :]
+        if point
+        else digits,
     )
 
 
@@ -174,12 +224,18 @@ def _scaled(text: str, random: Random) -> str | None:
     if found is None or not float(text):
         return None
     power = random.choice((-1, 1)) * random.randint(1, 12)
-    return f"{text}{'0' * power}" if power > 0 and not found[1] else f"{text} \\times 10^{{{power}}}"
+    return (
+        f"{text}{'0' * power}" if power > 0 and not found[1] else f"{text} \\times 10^{{{power}}}"
+    )
 
 
 def _operand(text: str, random: Random) -> str | None:
     found = _picked(_BINARY, text, random)
-    if found is None or _FOLDED.search(text) or re.search(r"\(\s*-|\^|e", text[: found.start()][-3:]):
+    if (
+        found is None
+        or _FOLDED.search(text)
+        or re.search(r"\(\s*-|\^|e", text[: found.start()][-3:])
+    ):
         return None
     return _put(text, found, "-" if found[1] == "+" else "+", 1)
 
@@ -197,7 +253,9 @@ def _bound(text: str, random: Random) -> str | None:
     found = _picked(re.compile(r"\\(leq?|geq?)(?![a-z])|[<>]"), text, random)
     if found is None:
         return None
-    new = {"\\le": "<", "\\leq": "<", "\\ge": ">", "\\geq": ">", "<": "\\le ", ">": "\\ge "}[found[0]]
+    new = {"\\le": "<", "\\leq": "<", "\\ge": ">", "\\geq": ">", "<": "\\le ", ">": "\\ge "}[
+        found[0]
+    ]
     return _put(text, found, new)
 
 
@@ -233,7 +291,9 @@ def _exponent(text: str, random: Random) -> str | None:
     found = _picked(re.compile(r"\\sqrt\{(\d+)\}"), text, random)
     if found and int(found[1]) > 1:
         return _put(
-            text, found, random.choice((f"\\sqrt[3]{{{found[1]}}}", found[1], f"\\sqrt{{{int(found[1]) + 1}}}"))
+            text,
+            found,
+            random.choice((f"\\sqrt[3]{{{found[1]}}}", found[1], f"\\sqrt{{{int(found[1]) + 1}}}")),
         )
     return text.replace("\\pi", "", 1) if re.fullmatch(r"\d+\\pi", text) else None
 
@@ -248,7 +308,11 @@ def _member(text: str, random: Random) -> str | None:
     if found is None or re.fullmatch(r"-?\d{1,3}(?:,\d{3})+", text):
         return None
     parts = re.split(r"\s*,\s*", text)
-    kept = parts[:-1] if random.random() < 0.5 else [*parts, str(max(map(int, parts)) + random.randint(1, 9))]
+    kept = (
+        parts[:-1]
+        if random.random() < 0.5
+        else [*parts, str(max(map(int, parts)) + random.randint(1, 9))]
+    )
     return ", ".join(kept) if {*map(int, kept)} != {*map(int, parts)} else None
 
 

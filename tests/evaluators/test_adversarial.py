@@ -100,7 +100,9 @@ def test_shared_adversarial_answers(shared_data: Path) -> None:
     lines = (shared_data / "equivalence/adversarial.jsonl").read_text(encoding="utf-8").split("\n")
     rows = [json.loads(line) for line in lines if line]
     false_equal = [
-        row["id"] for row in rows if row["expected"] is False and equivalent(row["gold"], row["pred"]).is_equal
+        row["id"]
+        for row in rows
+        if row["expected"] is False and equivalent(row["gold"], row["pred"]).is_equal
     ]
     assert false_equal == []
     assert len(group([row["pred"] for row in rows if len(row["pred"]) < 200])) > 300
@@ -115,7 +117,9 @@ PIECES = ["\\frac", "{", "}", "^", "_", "\\sqrt", "\\left(", "\\right)", "|", "1
 
 @pytest.mark.parametrize("inside", ["3", "3}", "frt{"])
 def test_nested_fractions_after_integers_are_read_once(inside: str) -> None:
-    """2 1/(2 1/(2 ...)), 25 deep: an attempt at each level that is read again would take 2^25 steps."""
+    """2 1/(2 1/(2 ...)), 25 deep: an attempt at each level that is read again would take 2^25
+    steps.
+    """
     nested = r"2\frac{1}{" * 25 + inside + "}" * 25
     assert equivalent(nested, "5").status == "different"
 

@@ -15,8 +15,17 @@ PAGE = ast.parse(Path(str(evaluators.__file__)).read_text())
 
 def test_the_list_is_sorted_and_is_what_checkers_see() -> None:
     """`__all__` names exactly what the block for type checkers imports."""
-    (block,) = [node for node in PAGE.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    (block,) = [
+        node
+        for node in PAGE.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    seen = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert list(evaluators.__all__) == sorted(evaluators.__all__) == sorted(seen)
     for name, module in seen.items():
         assert getattr(evaluators, name) is getattr(importlib.import_module(str(module)), name)
@@ -39,7 +48,8 @@ def test_grading_opens_no_statistics() -> None:
     code = (
         "import sys; from atts.evaluators import GradeTally, equivalent, extract, grade, group;"
         "assert equivalent('1/2', '0.5').status == 'equal';"
-        "print([name for name in ('numpy', 'scipy', 'sympy', 'anyio', 'torch') if name in sys.modules])"
+        "print([name for name in ('numpy', 'scipy', 'sympy', 'anyio', 'torch') if name in "
+        "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -46,7 +46,9 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     """Needs pyarrow."""
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
     parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist([{**row, "level": str(row["level"])} for row in rows]), path)
+    parquet.write_table(
+        pyarrow.Table.from_pylist([{**row, "level": str(row["level"])} for row in rows]), path
+    )
     return path
 
 
@@ -75,7 +77,9 @@ Writer = Callable[[Path, list[dict[str, Any]]], Path]
         ("data.jsonl.gz", write_gzip),
     ],
 )
-def test_every_kind_of_file_gives_the_same_problems(tmp_path: Path, name: str, write: Writer) -> None:
+def test_every_kind_of_file_gives_the_same_problems(
+    tmp_path: Path, name: str, write: Writer
+) -> None:
     """Ids aside (they carry the file's name), content and digest do not depend on the kind of file."""
     found = load_dataset(write(tmp_path / name, ROWS))
     assert [(it.text, it.answer, it.level, it.subject) for it in found] == [
@@ -90,7 +94,9 @@ def test_every_kind_of_file_gives_the_same_problems(tmp_path: Path, name: str, w
 
 
 def test_the_digest_sees_content_and_order_and_nothing_else(tmp_path: Path) -> None:
-    """Another key order or an unread column changes the file's hash, not the digest; an answer or the order does."""
+    """Another key order or an unread column changes the file's hash, not the digest; an answer or
+    the order does.
+    """
     plain = load_dataset(write_jsonl(tmp_path / "x.jsonl", ROWS))
     (tmp_path / "sub").mkdir()
     reordered = [{"extra": 1, **dict(reversed(row.items()))} for row in ROWS]
@@ -104,13 +110,17 @@ def test_the_digest_sees_content_and_order_and_nothing_else(tmp_path: Path) -> N
 
 def test_a_column_mapping_reads_any_naming(tmp_path: Path) -> None:
     """Explicit names win over guesses; a lead column precedes the text."""
-    path = write_csv(tmp_path / "odd.csv", [{"Frage": "wie viel?", "Lösung": "7", "Vorspann": "Es war einmal."}])
+    path = write_csv(
+        tmp_path / "odd.csv", [{"Frage": "wie viel?", "Lösung": "7", "Vorspann": "Es war einmal."}]
+    )
     columns = {"text": "Frage", "answer": "Lösung", "context": "Vorspann"}
     only = load_dataset(path, options=LoadOptions(columns=columns)).problems[0]
     assert (only.text, only.answer, only.id) == ("Es war einmal.\n\nwie viel?", "7", "odd/0")
 
 
-@pytest.mark.parametrize(("given_answer", "read"), [(27, "27"), (27.0, "27"), (0.5, "0.5"), (["1", "2"], "1, 2")])
+@pytest.mark.parametrize(
+    ("given_answer", "read"), [(27, "27"), (27.0, "27"), (0.5, "0.5"), (["1", "2"], "1, 2")]
+)
 def test_answers_of_any_type_become_text(tmp_path: Path, given_answer: object, read: str) -> None:
     """Numbers lose an empty fraction, lists are joined."""
     path = write_jsonl(tmp_path / "x.jsonl", [{"problem": "p", "answer": given_answer}])
@@ -129,8 +139,16 @@ def message(action: Callable[[], object]) -> str:
     ("name", "content", "says"),
     [
         ("x.jsonl", b'{"problem": "p", "answer": "1"}\n{"problem": \n', ["line 2", "not JSON"]),
-        ("x.jsonl", b'{"problem": "p", "answer": "1"}\n\n[1]\n', ["line 3", "list", "not an object"]),
-        ("x.jsonl", b'{"problem": "caf\xe9", "answer": "1"}\n', ["line 1", "not UTF-8", "0xe9", "iconv"]),
+        (
+            "x.jsonl",
+            b'{"problem": "p", "answer": "1"}\n\n[1]\n',
+            ["line 3", "list", "not an object"],
+        ),
+        (
+            "x.jsonl",
+            b'{"problem": "caf\xe9", "answer": "1"}\n',
+            ["line 1", "not UTF-8", "0xe9", "iconv"],
+        ),
         ("x.jsonl", b"", ["no rows"]),
         ("x.jsonl", b"\n \n", ["no rows"]),
         ("x.json", b'{"a": 1}', ["no list of rows"]),
@@ -141,10 +159,22 @@ def message(action: Callable[[], object]) -> str:
         ("x.parquet", b"no parquet", ["not a Parquet file"]),
         ("x.jsonl.gz", b"no gzip", ["cannot be read"]),
         ("x.txt", b"p", ["not a kind of file", ".jsonl"]),
-        ("x.jsonl", b'{"problme": "p", "answer": "1"}\n', ["problme", "did you mean 'problme'", "text"]),
-        ("x.jsonl", b'{"problem": "p", "anwser": "1"}\n', ["reference", "did you mean 'anwser'", "optional"]),
+        (
+            "x.jsonl",
+            b'{"problme": "p", "answer": "1"}\n',
+            ["problme", "did you mean 'problme'", "text"],
+        ),
+        (
+            "x.jsonl",
+            b'{"problem": "p", "anwser": "1"}\n',
+            ["reference", "did you mean 'anwser'", "optional"],
+        ),
         ("x.jsonl", b'{"problem": " ", "answer": "1"}\n', ["line 1", "no text"]),
-        ("x.jsonl", b'{"problem": "p", "answer": "1"}\n{"problem": "q", "answer": null}\n', ["line 2", "no answer"]),
+        (
+            "x.jsonl",
+            b'{"problem": "p", "answer": "1"}\n{"problem": "q", "answer": null}\n',
+            ["line 2", "no answer"],
+        ),
         (
             "x.jsonl",
             b'{"id": 1, "problem": "p", "answer": "1"}\n{"id": 1, "problem": "q", "answer": "2"}\n',
@@ -152,7 +182,9 @@ def message(action: Callable[[], object]) -> str:
         ),
     ],
 )
-def test_bad_files_say_what_is_wrong_and_where(tmp_path: Path, name: str, content: bytes, says: list[str]) -> None:
+def test_bad_files_say_what_is_wrong_and_where(
+    tmp_path: Path, name: str, content: bytes, says: list[str]
+) -> None:
     """One clear sentence: the file, the line, the advice."""
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow", reason="pyarrow is an optional extra")
@@ -177,7 +209,9 @@ def test_an_asked_column_that_is_not_there_lists_those_that_are(tmp_path: Path) 
     assert "did you mean 'Question'" in words
 
 
-def test_parquet_without_pyarrow_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The extra's name is in the message."""
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(cast(dict[str, object], __import__("sys").modules), "pyarrow", None)
@@ -195,11 +229,14 @@ def test_problems_without_reference_are_kept_only_when_asked(tmp_path: Path) -> 
 def test_repeated_texts_are_noted(tmp_path: Path) -> None:
     """They are no error: ids differ."""
     rows = [{"problem": "same  text", "answer": "1"}, {"problem": "Same text", "answer": "1"}]
-    assert load_dataset(write_jsonl(tmp_path / "x.jsonl", rows)).notes == ("1 problems repeat another's text",)
+    assert load_dataset(write_jsonl(tmp_path / "x.jsonl", rows)).notes == (
+        "1 problems repeat another's text",
+    )
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("answers", "maybe"), ("network", "sometimes"), ("kind", "maths"), ("columns", {"txt": "q"})]
+    ("option", "value"),
+    [("answers", "maybe"), ("network", "sometimes"), ("kind", "maths"), ("columns", {"txt": "q"})],
 )
 def test_an_unknown_option_is_an_error(tmp_path: Path, option: str, value: object) -> None:
     """Never ignored."""
@@ -220,15 +257,22 @@ def test_an_unknown_name_suggests_a_known_one() -> None:
 def test_choices_are_read_from_positions_letters_and_words(tmp_path: Path) -> None:
     """The answer becomes the letter of the right choice; the choices follow the question."""
     options = ["red", "green", "blue"]
-    rows = [{"question": "Which?", "choices": options, "answer": given} for given in (2, "C", "(c)", "blue")]
+    rows = [
+        {"question": "Which?", "choices": options, "answer": given}
+        for given in (2, "C", "(c)", "blue")
+    ]
     found = load_dataset(write_jsonl(tmp_path / "x.jsonl", rows))
-    assert {(it.answer, it.kind, it.choices) for it in found} == {("C", "choice", ("red", "green", "blue"))}
+    assert {(it.answer, it.kind, it.choices) for it in found} == {
+        ("C", "choice", ("red", "green", "blue"))
+    }
     assert found.problems[0].text == "Which?\n\n(A) red\n(B) green\n(C) blue"
 
 
 def test_an_answer_that_is_no_choice_is_an_error(tmp_path: Path) -> None:
     """Instead of a question that has no right answer."""
-    path = write_jsonl(tmp_path / "x.jsonl", [{"question": "q", "choices": ["a1", "b1"], "answer": "c1"}])
+    path = write_jsonl(
+        tmp_path / "x.jsonl", [{"question": "q", "choices": ["a1", "b1"], "answer": "c1"}]
+    )
     assert "no letter, position or text of its choices" in message(lambda: load_dataset(path))
 
 
@@ -247,7 +291,9 @@ GPQA_ROWS: list[dict[str, Any]] = [
 
 
 def test_gpqa_puts_the_right_choice_anywhere_by_seed_and_question(tmp_path: Path) -> None:
-    """Every letter about a quarter of the time, always the right choice, another order for another seed."""
+    """Every letter about a quarter of the time, always the right choice, another order for another
+    seed.
+    """
     path = write_csv(tmp_path / "gpqa_diamond.csv", GPQA_ROWS)
     found = load_dataset("gpqa", options=LoadOptions(file=path))
     for problem in found:
@@ -255,8 +301,12 @@ def test_gpqa_puts_the_right_choice_anywhere_by_seed_and_question(tmp_path: Path
         assert problem.choices["ABCD".index(problem.answer)].startswith("right")
         assert sorted(problem.choices)[1:] == ["wrong one", "wrong three", "wrong two"]
     letters = Counter(problem.answer for problem in found)
-    assert all(25 < letters[letter] < 75 for letter in "ABCD"), letters  # binomial(198, 1/4): 4 deviations
-    again = load_dataset("gpqa", options=LoadOptions(columns={}, file=path))  # as commands that name no column do
+    assert all(25 < letters[letter] < 75 for letter in "ABCD"), (
+        letters
+    )  # binomial(198, 1/4): 4 deviations
+    again = load_dataset(
+        "gpqa", options=LoadOptions(columns={}, file=path)
+    )  # as commands that name no column do
     other = load_dataset("gpqa", options=LoadOptions(file=path, seed=1))
     assert again.digest == found.digest != other.digest
     assert "seed 0" in found.notes[0]
@@ -264,15 +314,23 @@ def test_gpqa_puts_the_right_choice_anywhere_by_seed_and_question(tmp_path: Path
 
 def test_the_order_of_choices_belongs_to_the_question(tmp_path: Path) -> None:
     """Leaving questions out, or loading them in another order, moves no choice."""
-    whole = load_dataset("gpqa", options=LoadOptions(file=write_csv(tmp_path / "all.csv", GPQA_ROWS)))
-    some = load_dataset("gpqa", options=LoadOptions(file=write_csv(tmp_path / "some.csv", GPQA_ROWS[50:40:-1])))
+    whole = load_dataset(
+        "gpqa", options=LoadOptions(file=write_csv(tmp_path / "all.csv", GPQA_ROWS))
+    )
+    some = load_dataset(
+        "gpqa", options=LoadOptions(file=write_csv(tmp_path / "some.csv", GPQA_ROWS[50:40:-1]))
+    )
     known = {problem.id: problem.choices for problem in whole}
     assert all(known[problem.id] == problem.choices for problem in some)
 
 
 def test_choice_orders_are_fixed_for_all_time() -> None:
     """Numbers already published must stay reproducible: these are recorded, not computed."""
-    assert [letter_order(0, f"gpqa/{number}", 4) for number in range(3)] == [(0, 3, 2, 1), (3, 0, 1, 2), (1, 0, 3, 2)]
+    assert [letter_order(0, f"gpqa/{number}", 4) for number in range(3)] == [
+        (0, 3, 2, 1),
+        (3, 0, 1, 2),
+        (1, 0, 3, 2),
+    ]
 
 
 # Selection
@@ -280,7 +338,10 @@ def test_choice_orders_are_fixed_for_all_time() -> None:
 
 def problems(count: int) -> list[Problem]:
     """Plain ones."""
-    return [Problem(f"set/{at}", f"text {at}", str(at), level=at % 5 + 1, subject="AB"[at % 2]) for at in range(count)]
+    return [
+        Problem(f"set/{at}", f"text {at}", str(at), level=at % 5 + 1, subject="AB"[at % 2])
+        for at in range(count)
+    ]
 
 
 def test_a_seeded_draw_is_pythons_own_sample() -> None:
@@ -292,10 +353,15 @@ def test_a_seeded_draw_is_pythons_own_sample() -> None:
 
 def test_filters_then_draw_then_slice() -> None:
     """In that order, and ids in the order asked, with or without their prefix."""
-    chosen = select(problems(100), Selection(levels=(2, 3), subjects=("a",), sample=10, seed=1, stop=4))
+    chosen = select(
+        problems(100), Selection(levels=(2, 3), subjects=("a",), sample=10, seed=1, stop=4)
+    )
     assert len(chosen) == 4
     assert all(it.level in (2, 3) and it.subject == "A" for it in chosen)
-    assert [it.id for it in select(problems(9), Selection(ids=("set/7", "2", "set/7")))] == ["set/7", "set/2"]
+    assert [it.id for it in select(problems(9), Selection(ids=("set/7", "2", "set/7")))] == [
+        "set/7",
+        "set/2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -314,10 +380,18 @@ def test_a_selection_that_selects_nothing_says_why(selection: Selection, says: s
     assert says in message(lambda: select(problems(10), selection))
 
 
-@given(st.integers(-12, 12) | st.none(), st.integers(-12, 12) | st.none(), st.integers(1, 4) | st.none())
-def test_a_slice_in_a_name_is_pythons_slice(start: int | None, stop: int | None, step: int | None) -> None:
+@given(
+    st.integers(-12, 12) | st.none(),
+    st.integers(-12, 12) | st.none(),
+    st.integers(1, 4) | st.none(),
+)
+def test_a_slice_in_a_name_is_pythons_slice(
+    start: int | None, stop: int | None, step: int | None
+) -> None:
     """Any ends, negative ones too."""
-    words = ":".join("" if end is None else str(end) for end in (start, stop, *([step] if step else [])))
+    words = ":".join(
+        "" if end is None else str(end) for end in (start, stop, *([step] if step else []))
+    )
     name, selection = split_slice(f"some/file[1].jsonl[{words}]")
     assert name == "some/file[1].jsonl"
     expected = problems(10)[start:stop:step]
@@ -327,7 +401,8 @@ def test_a_slice_in_a_name_is_pythons_slice(start: int | None, stop: int | None,
 def test_selected_parts_say_so(tmp_path: Path) -> None:
     """Notes and digest follow the selection; the revision stays the file's."""
     path = write_jsonl(tmp_path / "x.jsonl", ROWS)
-    whole, part = load_dataset(path), load_dataset(f"{path}[1:]", Selection(levels=(1,)))
+    whole = load_dataset(path)
+    part = load_dataset(f"{path}[1:]", Selection(levels=(1,)))
     assert [it.id for it in part] == ["x/c"]
     assert part.notes == ("selected: levels 1 (2 of 3)", "selected: slice [1:] (1 of 3)")
     assert (part.revision, part.digest != whole.digest) == (whole.revision, True)
@@ -340,8 +415,15 @@ def test_a_line_separator_inside_a_string_is_no_new_line(tmp_path: Path) -> None
     assert load_dataset(path).problems[0].text == "a\u2028b"
 
 
-@given(st.lists(st.fixed_dictionaries({"problem": st.text(min_size=1), "answer": st.text(min_size=1)}), min_size=1))
-def test_any_text_survives_the_way_through_a_file(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+@given(
+    st.lists(
+        st.fixed_dictionaries({"problem": st.text(min_size=1), "answer": st.text(min_size=1)}),
+        min_size=1,
+    )
+)
+def test_any_text_survives_the_way_through_a_file(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any]
+) -> None:
     """Whatever unicode it holds."""
     path = write_jsonl(tmp_path_factory.mktemp("rows") / "x.jsonl", rows)
     assert [dict(row) for row in read_table([path], "x").rows] == rows

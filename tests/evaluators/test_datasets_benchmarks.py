@@ -1,4 +1,6 @@
-"""Every known benchmark loads from a file and from a hub-shaped cache, quirks and all; the network is never used."""
+"""Every known benchmark loads from a file and from a hub-shaped cache, quirks and all; the network
+is never used.
+"""
 
 import hashlib
 import json
@@ -33,12 +35,16 @@ FILES = {
 
 def from_file(name: str, shared: Path) -> Dataset:
     """A benchmark from its real file."""
-    return load_dataset(name, options=LoadOptions(file=shared / "benchmarks" / f"{FILES[name]}.jsonl"))
+    return load_dataset(
+        name, options=LoadOptions(file=shared / "benchmarks" / f"{FILES[name]}.jsonl")
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_real_files_load_whole(name: str, shared_data: Path) -> None:
-    """The size it should have, every text and reference there, ids unique, no note but the expected."""
+    """The size it should have, every text and reference there, ids unique, no note but the
+    expected.
+    """
     found = from_file(name, shared_data)
     extra = name == "olympiadbench"  # this file's source has one more than the hub's
     assert len(found) == BENCHMARKS[name].size + extra
@@ -53,7 +59,11 @@ def test_olympiadbench_says_tolerances_and_units_by_row(shared_data: Path) -> No
     assert [it.grading for it in found if it.grading] == [Grading(absolute=0.1)]
     (length,) = (it for it in found if it.answer and it.answer.endswith(r"\text{ km}"))
     bare = length.answer.removesuffix(r"\text{ km}") if length.answer else ""
-    assert [judge(length, f"{bare}{unit}").status for unit in ("", " km", " m")] == ["equal", "equal", "different"]
+    assert [judge(length, f"{bare}{unit}").status for unit in ("", " km", " m")] == [
+        "equal",
+        "equal",
+        "different",
+    ]
 
 
 @pytest.mark.parametrize("name", ["aime24", "aime25", "amc23", "gsm8k"])
@@ -152,7 +162,18 @@ QUIRKS: list[tuple[str, str, str, Callable[[], bytes], Problem]] = [
         "aime24",
         "HuggingFaceH4/aime_2024",
         "data/train-00000-of-00001.parquet",
-        lambda: parquet([{"id": 60, "problem": "P", "solution": "s", "answer": "025", "url": "u", "year": "2024"}]),
+        lambda: parquet(
+            [
+                {
+                    "id": 60,
+                    "problem": "P",
+                    "solution": "s",
+                    "answer": "025",
+                    "url": "u",
+                    "year": "2024",
+                }
+            ]
+        ),
         Problem("aime24/60", "P", "25"),
     ),
     (
@@ -174,7 +195,14 @@ QUIRKS: list[tuple[str, str, str, Callable[[], bytes], Problem]] = [
         "MathArena/aime_2025",
         "data/train-00000-of-00001.parquet",
         lambda: parquet(
-            [{"problem_idx": 1, "problem": "P", "answer": 70, "problem_type": ["Number Theory", "Algebra"]}]
+            [
+                {
+                    "problem_idx": 1,
+                    "problem": "P",
+                    "answer": 70,
+                    "problem_type": ["Number Theory", "Algebra"],
+                }
+            ]
         ),
         Problem("aime25/1", "P", "70", subject="Number Theory, Algebra"),
     ),
@@ -220,7 +248,9 @@ QUIRKS: list[tuple[str, str, str, Callable[[], bytes], Problem]] = [
         "hmmt25_feb",
         "MathArena/hmmt_feb_2025",
         "data/train-00000-of-00001.parquet",
-        lambda: parquet([{"problem_idx": 1, "answer": "103", "problem": "P", "problem_type": ["Number Theory"]}]),
+        lambda: parquet(
+            [{"problem_idx": 1, "answer": "103", "problem": "P", "problem_type": ["Number Theory"]}]
+        ),
         Problem("hmmt25_feb/1", "P", "103", subject="Number Theory"),
     ),
     (
@@ -228,7 +258,8 @@ QUIRKS: list[tuple[str, str, str, Callable[[], bytes], Problem]] = [
         "Idavidrein/gpqa",
         "gpqa_diamond.csv",
         lambda: (
-            b"Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3,Record ID,"
+            b"Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer "
+            b"3,Record ID,"
             b'High-level domain\n"P\n",r,w,w,w,rec1,Physics\n'
         ),
         Problem(
@@ -244,7 +275,9 @@ QUIRKS: list[tuple[str, str, str, Callable[[], bytes], Problem]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "repo", "file", "content", "expected"), QUIRKS, ids=[f"{quirk[0]}-{quirk[1]}" for quirk in QUIRKS]
+    ("name", "repo", "file", "content", "expected"),
+    QUIRKS,
+    ids=[f"{quirk[0]}-{quirk[1]}" for quirk in QUIRKS],
 )
 def test_each_hub_copy_reads_with_its_quirks(
     tmp_path: Path, name: str, repo: str, file: str, content: Callable[[], bytes], expected: Problem
@@ -258,7 +291,15 @@ def test_each_hub_copy_reads_with_its_quirks(
         assert only.source.startswith(repo)
         same = (only.id, only.text, only.answer, only.kind, only.level, only.subject, only.choices)
         want = expected
-        assert same == (want.id, want.text, want.answer, want.kind, want.level, want.subject, want.choices)
+        assert same == (
+            want.id,
+            want.text,
+            want.answer,
+            want.kind,
+            want.level,
+            want.subject,
+            want.choices,
+        )
 
 
 def test_two_configurations_are_read_in_order(tmp_path: Path) -> None:
@@ -269,7 +310,10 @@ def test_two_configurations_are_read_in_order(tmp_path: Path) -> None:
     }
     hub_copy(tmp_path, "opencompass/AIME2025", files)
     found = cached("aime25", tmp_path)
-    assert [(it.id, it.text, it.answer) for it in found] == [("aime25/0", "I", "70"), ("aime25/1", "II", "336")]
+    assert [(it.id, it.text, it.answer) for it in found] == [
+        ("aime25/0", "I", "70"),
+        ("aime25/1", "II", "336"),
+    ]
     assert "AIME 2025 has 30 problems, this source 2" in found.notes
 
 
@@ -280,13 +324,19 @@ def test_a_copy_that_lost_a_side_column_still_loads_and_says_so(tmp_path: Path) 
     assert found.problems[0].id == "aime25/0"
     assert "column 'id' of this copy is gone" in found.notes
     hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "P", "id": "1"}])})
-    with pytest.raises(DatasetError, match="column 'answer' is not there. Columns found: problem, id"):
+    with pytest.raises(
+        DatasetError, match="column 'answer' is not there. Columns found: problem, id"
+    ):
         cached("aime25", tmp_path)
 
 
 def test_half_of_two_configurations_is_not_the_benchmark(tmp_path: Path) -> None:
     """A partial cache is no cache."""
-    hub_copy(tmp_path, "opencompass/AIME2025", {"aime2025-I.jsonl": lines([{"question": "I", "answer": "70"}])})
+    hub_copy(
+        tmp_path,
+        "opencompass/AIME2025",
+        {"aime2025-I.jsonl": lines([{"question": "I", "answer": "70"}])},
+    )
     with pytest.raises(DatasetError, match="not in the local cache"):
         cached("hub:opencompass/AIME2025", tmp_path)
 
@@ -294,17 +344,27 @@ def test_half_of_two_configurations_is_not_the_benchmark(tmp_path: Path) -> None
 def test_amc_keeps_2023_of_a_mixed_source(tmp_path: Path) -> None:
     """Told apart by url; its answers are floats."""
     rows = [
-        {"id": at, "problem": f"P{at}", "answer": float(at), "url": f"https://x/{2022 + at % 2}_AMC_12A"}
+        {
+            "id": at,
+            "problem": f"P{at}",
+            "answer": float(at),
+            "url": f"https://x/{2022 + at % 2}_AMC_12A",
+        }
         for at in range(4)
     ]
-    hub_copy(tmp_path, "AI-MO/aimo-validation-amc", {"data/train-00000-of-00001.parquet": parquet(rows)})
+    hub_copy(
+        tmp_path, "AI-MO/aimo-validation-amc", {"data/train-00000-of-00001.parquet": parquet(rows)}
+    )
     assert [it.answer for it in cached("amc23", tmp_path)] == ["1", "3"]
 
 
 def test_a_missing_shard_is_not_overlooked(tmp_path: Path) -> None:
     """Two of three shards are no dataset."""
     shards = {
-        f"data/train-{at:05d}-of-00003.parquet": parquet([{"problem": "p", "answer": "1", "id": at}]) for at in (0, 2)
+        f"data/train-{at:05d}-of-00003.parquet": parquet(
+            [{"problem": "p", "answer": "1", "id": at}]
+        )
+        for at in (0, 2)
     }
     hub_copy(tmp_path, "HuggingFaceH4/aime_2024", shards)
     with pytest.raises(DatasetError, match="not in the local cache"):
@@ -313,9 +373,19 @@ def test_a_missing_shard_is_not_overlooked(tmp_path: Path) -> None:
 
 def test_revisions_are_configurable_and_recorded(tmp_path: Path) -> None:
     """A branch, or a commit, and always the commit in the record."""
-    old = hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "old", "answer": "1"}])}, branch="v1")
-    new = hub_copy(tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "new", "answer": "1"}])})
-    assert (cached("aime25", tmp_path).revision, cached("aime25", tmp_path).problems[0].text) == (new, "new")
+    old = hub_copy(
+        tmp_path,
+        "math-ai/aime25",
+        {"test.jsonl": lines([{"problem": "old", "answer": "1"}])},
+        branch="v1",
+    )
+    new = hub_copy(
+        tmp_path, "math-ai/aime25", {"test.jsonl": lines([{"problem": "new", "answer": "1"}])}
+    )
+    assert (cached("aime25", tmp_path).revision, cached("aime25", tmp_path).problems[0].text) == (
+        new,
+        "new",
+    )
     for revision in ("v1", old):
         found = cached("aime25", tmp_path, revision=revision)
         assert (found.revision, found.problems[0].text) == (old, "old")
@@ -325,7 +395,9 @@ def test_revisions_are_configurable_and_recorded(tmp_path: Path) -> None:
 
 
 def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> None:
-    """Split and configuration are told from file names; what is not clear is an error that lists the files."""
+    """Split and configuration are told from file names; what is not clear is an error that lists
+    the files.
+    """
     files = {
         "easy/test-00000-of-00001.jsonl": lines([{"q": "easy", "answer": "1"}]),
         "hard/test-00000-of-00001.jsonl": lines([{"q": "hard", "answer": "2"}]),
@@ -333,22 +405,38 @@ def test_any_hub_dataset_reads_by_split_and_configuration(tmp_path: Path) -> Non
     }
     hub_copy(tmp_path, "some/thing", files)
     mapping = {"text": "q"}
-    assert cached("hub:some/thing", tmp_path, config="hard", columns=mapping).problems[0].text == "hard"
-    assert cached("hub:some/thing", tmp_path, config="hard", split="train", columns=mapping).problems[0].text == "train"
-    with pytest.raises(DatasetError, match=r"more than one set of files is split 'test'.*easy/test"):
+    assert (
+        cached("hub:some/thing", tmp_path, config="hard", columns=mapping).problems[0].text
+        == "hard"
+    )
+    assert (
+        cached("hub:some/thing", tmp_path, config="hard", split="train", columns=mapping)
+        .problems[0]
+        .text
+        == "train"
+    )
+    with pytest.raises(
+        DatasetError, match=r"more than one set of files is split 'test'.*easy/test"
+    ):
         cached("hub:some/thing", tmp_path, columns=mapping)
     with pytest.raises(DatasetError, match="no set of files is split 'dev'"):
         cached("hub:some/thing", tmp_path, split="dev", columns=Columns(text="q"))
 
 
-def test_what_is_not_cached_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_cached_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the network forbidden by us, or by huggingface_hub's own switch."""
     with pytest.raises(
-        DatasetError, match="hf download --repo-type dataset HuggingFaceH4/MATH-500; or name a file of it with --file"
+        DatasetError,
+        match="hf download --repo-type dataset HuggingFaceH4/MATH-500; or name a file of it with "
+        "--file",
     ):
         cached("math500", tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(DatasetError, match="hf download --repo-type dataset HuggingFaceH4/MATH-500"):
+    with pytest.raises(
+        DatasetError, match="hf download --repo-type dataset HuggingFaceH4/MATH-500"
+    ):
         load_dataset("math500", options=LoadOptions(cache=tmp_path))
     with pytest.raises(DatasetError, match="no name of a hub dataset"):
         cached("hub:-bad-/..name", tmp_path)
@@ -358,7 +446,9 @@ def test_what_is_not_cached_says_how_to_get_it(tmp_path: Path, monkeypatch: pyte
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The few answers of the hub that a dataset needs: one public repository, one gated, and 404 for the rest."""
+    """The few answers of the hub that a dataset needs: one public repository, one gated, and 404
+    for the rest.
+    """
 
     commit = "c" * 40
     content = lines([{"problem": "fetched", "answer": "1", "id": "0"}])
@@ -382,10 +472,18 @@ class Hub(BaseHTTPRequestHandler):
         elif "/tree/" in self.path:
             self.reply(200, json.dumps([entry]).encode())
         elif "/resolve/" in self.path:
-            headers = {"X-Repo-Commit": self.commit, "ETag": '"etag"', "X-Linked-Size": str(len(self.content))}
+            headers = {
+                "X-Repo-Commit": self.commit,
+                "ETag": '"etag"',
+                "X-Linked-Size": str(len(self.content)),
+            }
             self.reply(200, self.content, headers)
         elif "/api/datasets/math-ai/aime25" in self.path:
-            repo = {"id": "math-ai/aime25", "sha": self.commit, "siblings": [{"rfilename": "test.jsonl"}]}
+            repo = {
+                "id": "math-ai/aime25",
+                "sha": self.commit,
+                "siblings": [{"rfilename": "test.jsonl"}],
+            }
             self.reply(200, json.dumps(repo).encode())
         else:
             self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
@@ -411,7 +509,11 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", address)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        address + "/{repo_id}/resolve/{revision}/{filename}",
+    )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     yield handler.asked  # type: ignore[attr-defined]
     server.shutdown()
@@ -433,7 +535,11 @@ def test_a_missing_dataset_is_fetched_once(tmp_path: Path, hub: list[str]) -> No
 @pytest.mark.parametrize(
     ("name", "revision", "says"),
     [
-        ("gpqa", "main", "gated; accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa"),
+        (
+            "gpqa",
+            "main",
+            "gated; accept its terms at https://huggingface.co/datasets/Idavidrein/gpqa",
+        ),
         ("hub:math-ai/aime25", "nothing", "the hub has no revision 'nothing'"),
         ("hub:no/such", "main", "could not be fetched"),
     ],
@@ -447,7 +553,9 @@ def test_what_the_hub_refuses_says_what_to_do(
     assert hub
 
 
-@pytest.mark.parametrize("cut", ["[:3]", "[2:9:3]", "[-2:]", "[:-7]", "[8:3:-2]", "[-4::-1]", "[:]", "[10:]"])
+@pytest.mark.parametrize(
+    "cut", ["[:3]", "[2:9:3]", "[-2:]", "[:-7]", "[8:3:-2]", "[-4::-1]", "[:]", "[10:]"]
+)
 def test_a_slice_of_what_is_generated_is_one_of_the_whole(cut: str) -> None:
     """Whatever of it is not generated; the note and the revision are of the whole."""
     of_twelve = Selection(sample=12, seed=5)
@@ -461,9 +569,12 @@ def test_a_slice_of_what_is_generated_is_one_of_the_whole(cut: str) -> None:
 
 def test_no_more_is_generated_than_a_slice_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark has hundreds of problems, each drawn until its split and its level fit."""
-    asked, make = list[int](), arithmetic.problems
+    asked = list[int]()
+    make = arithmetic.problems
 
-    def counted(split: arithmetic.Split, count: int, seed: int, levels: Sequence[int]) -> list[Problem]:
+    def counted(
+        split: arithmetic.Split, count: int, seed: int, levels: Sequence[int]
+    ) -> list[Problem]:
         asked.append(count)
         return make(split, count, seed, levels)
 

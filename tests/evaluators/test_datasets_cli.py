@@ -15,7 +15,11 @@ from atts.evaluators.datasets.catalogue import BENCHMARKS
 def rows(tmp_path: Path) -> Path:
     """Three problems in a file."""
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"Q": f"question {at}", "answer": at, "level": at}) + "\n" for at in range(3)))
+    path.write_text(
+        "".join(
+            json.dumps({"Q": f"question {at}", "answer": at, "level": at}) + "\n" for at in range(3)
+        )
+    )
     return path
 
 
@@ -28,7 +32,8 @@ def atts(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_list_names_every_benchmark(tmp_path: Path) -> None:
     """Plainly, and one object per line; without loading any."""
-    plain, machine = atts(tmp_path), atts(tmp_path, "list", "--json")
+    plain = atts(tmp_path)
+    machine = atts(tmp_path, "list", "--json")
     assert (plain.returncode, machine.returncode) == (0, 0), plain.stderr + machine.stderr
     assert all(name in plain.stdout for name in BENCHMARKS)
     records = [json.loads(line) for line in machine.stdout.splitlines()]
@@ -38,11 +43,24 @@ def test_the_list_names_every_benchmark(tmp_path: Path) -> None:
 
 def test_show_prints_the_record_and_the_problems(tmp_path: Path, rows: Path) -> None:
     """The record first, then each problem, selected and mapped as asked."""
-    done = atts(tmp_path, "show", f"{rows}[1:]", "--column", "text=Q", "--level", "1", "--level", "2", "--json")
+    done = atts(
+        tmp_path,
+        "show",
+        f"{rows}[1:]",
+        "--column",
+        "text=Q",
+        "--level",
+        "1",
+        "--level",
+        "2",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     record, *problems = [json.loads(line) for line in done.stdout.splitlines()]
     assert (record["type"], record["problems"], len(record["digest"])) == ("dataset", 1, 64)
-    assert [(it["type"], it["text"], it["answer"]) for it in problems] == [("problem", "question 2", "2")]
+    assert [(it["type"], it["text"], it["answer"]) for it in problems] == [
+        ("problem", "question 2", "2")
+    ]
     plain = atts(tmp_path, "show", str(rows), "--column", "text=Q", "--limit", "1")
     assert "rows/0" not in plain.stdout.splitlines()[0]
     assert "question 0" in plain.stdout
@@ -60,7 +78,9 @@ def test_show_prints_the_record_and_the_problems(tmp_path: Path, rows: Path) -> 
         (["{rows}", "--network", "sometimes"], "sometimes"),
     ],
 )
-def test_errors_are_one_message_and_code_two(tmp_path: Path, rows: Path, words: list[str], says: str) -> None:
+def test_errors_are_one_message_and_code_two(
+    tmp_path: Path, rows: Path, words: list[str], says: str
+) -> None:
     """Nothing on stdout, never a traceback."""
     done = atts(tmp_path, "show", *(word.format(rows=rows) for word in words))
     assert (done.returncode, done.stdout) == (2, "")

@@ -22,7 +22,10 @@ EQUAL = {
     "radicals": (r"3\sqrt{13}", r"\sqrt{117}"),
     "denesting": (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"),
     "odd roots of negatives are real": ("-2", r"\sqrt[3]{-8}"),
-    "trigonometry": (r"\frac{1}{2\sin(\frac{\pi}{26})}", r"\frac{\sin(\frac{6\pi}{13})}{\sin(\frac{\pi}{13})}"),
+    "trigonometry": (
+        r"\frac{1}{2\sin(\frac{\pi}{26})}",
+        r"\frac{\sin(\frac{6\pi}{13})}{\sin(\frac{\pi}{13})}",
+    ),
     "constants": ("-1", r"e^{i\pi}"),
     "expressions": ("(N+1)^2(4N+1)", "4N^3+9N^2+6N+1"),
     "discrete functions": (r"\binom{n}{2}", r"\frac{n(n-1)}{2}"),
@@ -109,7 +112,10 @@ def test_equal(gold: str, answer: str) -> None:
 @pytest.mark.parametrize(("gold", "answer"), DIFFERENT.values(), ids=DIFFERENT)
 def test_different(gold: str, answer: str) -> None:
     """Another value, however close it looks, whichever of the two is the reference."""
-    assert [equivalent(gold, answer).status, equivalent(answer, gold).status] == ["different", "different"]
+    assert [equivalent(gold, answer).status, equivalent(answer, gold).status] == [
+        "different",
+        "different",
+    ]
 
 
 def test_what_cannot_be_told_is_unscored() -> None:
@@ -131,7 +137,8 @@ def test_kinds() -> None:
 
 def test_limits_are_the_callers() -> None:
     """With a smaller cap the same pair is left undecided, not called different."""
-    gold, answer = "(x+1)^{9}+1", "1+(1+x)^{9}+0"
+    gold = "(x+1)^{9}+1"
+    answer = "1+(1+x)^{9}+0"
     assert equivalent(gold, answer).is_equal
     assert equivalent(gold, answer, limits=Limits(tokens=5)).status == "unscored"
 
@@ -140,7 +147,9 @@ def test_any_thread_and_any_number_of_them() -> None:
     """Verdicts in eight threads at once are those of one thread."""
     pairs = list(EQUAL.values()) * 4
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda pair: equivalent(*pair, limits=Limits(characters=19_999)).status, pairs))
+        found = list(
+            pool.map(lambda pair: equivalent(*pair, limits=Limits(characters=19_999)).status, pairs)
+        )
     assert set(found) == {"equal"}
 
 
@@ -170,14 +179,27 @@ def test_shared_core_cases(shared_data: Path) -> None:
     """Every undisputed pair of other checkers' own tests is right, in both directions."""
     rows = [row for row in _rows(shared_data / "equivalence/cases.jsonl") if row["tag"] == "core"]
     rows = [row for row in rows if row["kind"] == "answer"]
-    wrong = [row["id"] for row in rows if equivalent(row["gold"], row["pred"]).is_equal != row["expected"]]
-    turned = [row["id"] for row in rows if equivalent(row["pred"], row["gold"]).is_equal != row["expected"]]
+    wrong = [
+        row["id"]
+        for row in rows
+        if equivalent(row["gold"], row["pred"]).is_equal != row["expected"]
+    ]
+    turned = [
+        row["id"]
+        for row in rows
+        if equivalent(row["pred"], row["gold"]).is_equal != row["expected"]
+    ]
     assert len(rows) > 700
-    assert (wrong, turned) == (["eq0406"], ["eq0406"])  # 17 "any text": words that are no unit leave it unscored
+    assert (wrong, turned) == (
+        ["eq0406"],
+        ["eq0406"],
+    )  # 17 "any text": words that are no unit leave it unscored
 
 
 def test_shared_model_answers(shared_data: Path) -> None:
     """Real models' answers are judged as a reader judged them, in at least 99 of 100."""
     rows = list(_rows(shared_data / "traces/answer_pairs.jsonl"))
-    right = sum(equivalent(row["gold"], row["pred"]).is_equal == row["judged_equal"] for row in rows)
+    right = sum(
+        equivalent(row["gold"], row["pred"]).is_equal == row["judged_equal"] for row in rows
+    )
     assert right >= 0.99 * len(rows)

@@ -1,4 +1,6 @@
-"""Grading does not care how a value is dressed, and does care what it is: expressions with known values, two by two."""
+"""Grading does not care how a value is dressed, and does care what it is: expressions with known
+values, two by two.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,18 @@ class Written:
 def numbers() -> st.SearchStrategy[Written]:
     """Integers, decimals and fractions in several spellings."""
     integers = st.integers(0, 10**9).map(lambda n: Written(str(n), Fraction(n), True))
-    grouped = st.integers(10**3, 10**12).map(lambda n: Written(f"{n:,}".replace(",", "{,}"), Fraction(n), True))
-    decimals = st.integers(0, 10**6).map(lambda n: Written(f"{n // 1000}.{n % 1000:03}", Fraction(n, 1000), True))
-    parts = st.tuples(st.integers(0, 999), st.integers(1, 999), st.sampled_from(["frac", "dfrac", "tfrac"]))
-    fractions = parts.map(lambda p: Written(rf"\{p[2]}{{{p[0]}}}{{{p[1]}}}", Fraction(p[0], p[1]), True))
+    grouped = st.integers(10**3, 10**12).map(
+        lambda n: Written(f"{n:,}".replace(",", "{,}"), Fraction(n), True)
+    )
+    decimals = st.integers(0, 10**6).map(
+        lambda n: Written(f"{n // 1000}.{n % 1000:03}", Fraction(n, 1000), True)
+    )
+    parts = st.tuples(
+        st.integers(0, 999), st.integers(1, 999), st.sampled_from(["frac", "dfrac", "tfrac"])
+    )
+    fractions = parts.map(
+        lambda p: Written(rf"\{p[2]}{{{p[0]}}}{{{p[1]}}}", Fraction(p[0], p[1]), True)
+    )
     return st.one_of(integers, grouped, decimals, fractions)
 
 
@@ -45,7 +55,8 @@ def combined(inner: st.SearchStrategy[Written]) -> st.SearchStrategy[Written]:
 
     def join(parts: tuple[Written, Written, str, int]) -> Written:
         left, right, sign, style = parts
-        one, two = bracketed(left, style), bracketed(right, style)
+        one = bracketed(left, style)
+        two = bracketed(right, style)
         if sign == "+":
             return Written(f"{left.text} + {two}", left.value + right.value, False)
         if sign == "-":
@@ -54,7 +65,11 @@ def combined(inner: st.SearchStrategy[Written]) -> st.SearchStrategy[Written]:
             times = (r" \cdot ", r"\times ", "*")[style]
             return Written(f"{one}{times}{two}", left.value * right.value, False)
         assume(right.value != 0)
-        text = (rf"\frac{{{left.text}}}{{{right.text}}}", f"{one}/{two}", rf"{{{left.text} \over {right.text}}}")[style]
+        text = (
+            rf"\frac{{{left.text}}}{{{right.text}}}",
+            f"{one}/{two}",
+            rf"{{{left.text} \over {right.text}}}",
+        )[style]
         return Written(text, left.value / right.value, style != 1)
 
     return st.tuples(inner, inner, st.sampled_from("+-*/"), st.integers(0, 2)).map(join)
@@ -66,7 +81,9 @@ EXPRESSIONS = st.recursive(numbers(), combined, max_leaves=6)
 @CASES
 @given(EXPRESSIONS, EXPRESSIONS)
 def test_arithmetic_is_graded_by_value(one: Written, two: Written) -> None:
-    """Two expressions are equal exactly when their values are: Python's own fractions are the oracle."""
+    """Two expressions are equal exactly when their values are: Python's own fractions are the
+    oracle.
+    """
     assert equivalent(one.text, two.text).is_equal == (one.value == two.value)
 
 
@@ -98,7 +115,9 @@ WRAPPERS = st.sampled_from(
         r"{} \approx 3.2",
     ]
 )  # fmt: skip
-VALUES = st.sampled_from(["12", "-7", "0.75", r"\frac{3}{4}", r"2\sqrt{3}", "7\\pi", "10^{-3}", r"137 \frac{1}{2}"])
+VALUES = st.sampled_from(
+    ["12", "-7", "0.75", r"\frac{3}{4}", r"2\sqrt{3}", "7\\pi", "10^{-3}", r"137 \frac{1}{2}"]
+)
 UNITS = st.sampled_from(
     [
         r"\text{ cm}",
@@ -117,7 +136,9 @@ UNITS = st.sampled_from(
 def test_wrapping_changes_nothing(answer: str, inner: str, outer: str) -> None:
     """Delimiters, boxes, brackets, spaces and announcements are not part of a value."""
     assume(not (answer.startswith("-") and "+{}" in (inner, outer)))
-    assume(not ("approx" in inner and outer in ("({})", "{}+0", r"\left({}\right)", r"{} \approx 3.2")))
+    assume(
+        not ("approx" in inner and outer in ("({})", "{}+0", r"\left({}\right)", r"{} \approx 3.2"))
+    )
     assume(not ("nswer" in inner and outer != "{}") and not ("$" in inner and "$" in outer))
     assume(not ("[" in inner + outer and inner != outer))
     assume(not (inner == "{}." and "approx" in outer))  # a full stop ends a sentence, not a number
@@ -152,7 +173,9 @@ def test_every_answer_equals_itself_and_differs_from_its_negative(answer: str) -
 
 
 TERMS = st.lists(
-    st.sampled_from(["x", "3y", r"\sqrt{2}", "7", r"\frac{1}{3}", r"\pi", "2z^2", "ab"]), min_size=2, max_size=5
+    st.sampled_from(["x", "3y", r"\sqrt{2}", "7", r"\frac{1}{3}", r"\pi", "2z^2", "ab"]),
+    min_size=2,
+    max_size=5,
 )
 
 
@@ -176,7 +199,12 @@ def test_order_is_free_in_sets_and_kept_in_tuples(items: list[Written], turn: in
 
 
 @CASES
-@given(numbers(), numbers(), st.sampled_from(["()", "[]", "[)", "(]"]), st.sampled_from(["()", "[]", "[)", "(]"]))
+@given(
+    numbers(),
+    numbers(),
+    st.sampled_from(["()", "[]", "[)", "(]"]),
+    st.sampled_from(["()", "[]", "[)", "(]"]),
+)
 def test_intervals_keep_their_ends(low: Written, high: Written, one: str, two: str) -> None:
     """Which ends belong to an interval matters."""
     first, second = (f"{ends[0]}{low.text};{high.text}{ends[1]}" for ends in (one, two))
@@ -185,7 +213,9 @@ def test_intervals_keep_their_ends(low: Written, high: Written, one: str, two: s
 
 @pytest.mark.parametrize("index", range(12))
 def test_decimals_round_values_that_have_no_end(index: int) -> None:
-    """Five digits of a value no decimal reaches stand for it; a wrong last digit, or four digits, do not."""
+    """Five digits of a value no decimal reaches stand for it; a wrong last digit, or four digits,
+    do not.
+    """
     text = "1.41421356237309504880"[: index + 2]
     verdict = equivalent(r"\sqrt{2}", text).is_equal
     assert verdict == (len(text.replace(".", "")) >= 5)

@@ -27,7 +27,10 @@ BOXES = [
     (r"$\boxed{7}$.$\boxed{7}$", "7"),
     ("Problem 1: \\boxed{1}\nProblem 2: \\boxed{2}", "2"),
     (r"<think>maybe \boxed{3}</think> The answer is \boxed{4}", "4"),
-    (r"\boxed{200} so far. Final Answer: The final answer is $10{,}455$. I hope it is correct.", "10{,}455"),
+    (
+        r"\boxed{200} so far. Final Answer: The final answer is $10{,}455$. I hope it is correct.",
+        "10{,}455",
+    ),
 ]
 
 
@@ -92,7 +95,12 @@ def test_fallbacks_are_asked_for() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["I think the correct answer is (D), not A.", "D. it can't be A or B", r"\boxed{D}", "Answer: D because B fails"],
+    [
+        "I think the correct answer is (D), not A.",
+        "D. it can't be A or B",
+        r"\boxed{D}",
+        "Answer: D because B fails",
+    ],
 )
 def test_choices(text: str) -> None:
     """A choice is found in the ways models write it."""
@@ -118,20 +126,27 @@ def test_shared_extraction_cases(shared_data: Path) -> None:
 
 
 def _is_right(row: dict[str, str | None]) -> bool:
-    found, expected = extract(str(row["text"])), row["expected_extracted"]
+    found = extract(str(row["text"]))
+    expected = row["expected_extracted"]
     if found is None or expected is None:
         return found == expected
-    return found == expected or found in (row["accept"] or ()) or equivalent(expected, found).is_equal
+    return (
+        found == expected or found in (row["accept"] or ()) or equivalent(expected, found).is_equal
+    )
 
 
 def test_a_box_may_follow_a_letter() -> None:
-    """With its backslash it is a box wherever it stands; without, a word that ends in "boxed" is none."""
+    """With its backslash it is a box wherever it stands; without, a word that ends in "boxed" is
+    none.
+    """
     assert extract(r"so x\boxed{7}") == "7"
     assert extract("it was unboxed{7}", fallback="none") is None
 
 
 def test_what_holds_no_answer_yet_need_not_be_read_again() -> None:
-    """Wherever a text is cut, its lines that hold no answer however it goes on may be left out of the longer text."""
+    """Wherever a text is cut, its lines that hold no answer however it goes on may be left out of
+    the longer text.
+    """
     rng = Random(4)
     pieces = [
         "Let us compute the sum of the digits of n, which we call s.\n",
@@ -142,8 +157,13 @@ def test_what_holds_no_answer_yet_need_not_be_read_again() -> None:
     ]  # fmt: skip
     left_out = 0
     for _ in range(300):
-        text = "".join(rng.choices(pieces, [40, 40, *[1] * (len(pieces) - 2)], k=rng.randint(1, 80)))
+        text = "".join(
+            rng.choices(pieces, [40, 40, *[1] * (len(pieces) - 2)], k=rng.randint(1, 80))
+        )
         for cut in sorted(rng.sample(range(len(text)), min(8, len(text)))):
             left_out += (start := unmarked(text[:cut]))
-            assert extract(text[start:], fallback="none") == extract(text, fallback="none"), (text, cut)
+            assert extract(text[start:], fallback="none") == extract(text, fallback="none"), (
+                text,
+                cut,
+            )
     assert left_out > 100_000

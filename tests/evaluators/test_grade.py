@@ -36,7 +36,9 @@ class Done:
 
 
 @pytest.fixture
-def atts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+def atts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
     """The command line in this process, with its own stdin."""
 
     def call(*words: str, stdin: str = "") -> Done:
@@ -53,7 +55,9 @@ def lines(records: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def test_json_is_one_verdict_per_line_then_a_summary(tmp_path: Path, atts: Callable[..., Done]) -> None:
+def test_json_is_one_verdict_per_line_then_a_summary(
+    tmp_path: Path, atts: Callable[..., Done]
+) -> None:
     """Every record has its line, in order; the summary counts them and what was not an answer."""
     file = tmp_path / "answers.jsonl"
     file.write_text(lines(RECORDS))
@@ -89,7 +93,9 @@ def test_stdin_and_words(atts: Callable[..., Done]) -> None:
         ('{"gold": "5", "answer": ["5"]}\n', "list"),
     ],
 )
-def test_what_is_no_record_is_a_usage_error(stdin: str, word: str, atts: Callable[..., Done]) -> None:
+def test_what_is_no_record_is_a_usage_error(
+    stdin: str, word: str, atts: Callable[..., Done]
+) -> None:
     """Exit code 2 and a message that names the record and what is wrong with it."""
     done = atts("-", "--json", stdin=stdin)
     assert done.returncode == 2
@@ -119,7 +125,10 @@ def test_expected_verdicts_are_compared() -> None:
     """A record that knows better is counted, and an answer wrongly called equal above all."""
     tally = GradeTally()
     for each in grade(
-        [{"gold": "1", "answer": "1.0", "expected": False}, {"gold": "1", "answer": "2", "expected": False}]
+        [
+            {"gold": "1", "answer": "1.0", "expected": False},
+            {"gold": "1", "answer": "2", "expected": False},
+        ]
     ):
         tally.add(each)
     assert tally.as_json()["expected"] == {"of": 2, "right": 1, "false_equal": 1}
@@ -138,7 +147,9 @@ def test_shared_text_cases(shared_data: Path) -> None:
     rows = [row for row in rows if row["tag"] == "core" and row["kind"] == "text"]
     records = [{"id": row["id"], "gold": row["gold"], "text": row["pred"]} for row in rows]
     wrong = [
-        each.id for each, row in zip(grade(records), rows, strict=True) if each.verdict.is_equal != row["expected"]
+        each.id
+        for each, row in zip(grade(records), rows, strict=True)
+        if each.verdict.is_equal != row["expected"]
     ]
     assert len(rows) > 80
     assert wrong == []

@@ -24,7 +24,9 @@ EXAMPLES: tuple[tuple[str, Grading, str, str, str], ...] = (
     ("choices", Grading(choices="text"), "B", "mitochondria", "equal"),
     ("choices", Grading(choices="text"), "B", "nucleus", "different"),
 )
-"""Policy, its setting, reference, answer, and what is said; choices are nucleus, mitochondria, ribosome."""
+"""Policy, its setting, reference, answer, and what is said; choices are nucleus, mitochondria,
+ribosome.
+"""
 CHOICES = ("nucleus", "mitochondria", "ribosome")
 
 
@@ -33,21 +35,37 @@ def test_the_examples_of_policies_hold() -> None:
     from scripts.studies.grading_policy import TARGET
 
     page = TARGET.read_text(encoding="utf-8")
-    assert Counter(row[0] for row in EXAMPLES) == dict.fromkeys(("relative", "absolute", "units", "choices"), 3)
+    assert Counter(row[0] for row in EXAMPLES) == dict.fromkeys(
+        ("relative", "absolute", "units", "choices"), 3
+    )
     for policy, grading, gold, answer, status in EXAMPLES:
         kind: AnswerKind = "choice" if gold == "B" else "math"
-        assert judge(Problem("", "", gold, kind, choices=CHOICES, grading=grading), answer).status == status
-        assert f"| `{policy} = {getattr(grading, policy)}` | `{gold}` | `{answer}` | {status} |" in page
+        assert (
+            judge(Problem("", "", gold, kind, choices=CHOICES, grading=grading), answer).status
+            == status
+        )
+        assert (
+            f"| `{policy} = {getattr(grading, policy)}` | `{gold}` | `{answer}` | {status} |"
+            in page
+        )
 
 
 def test_the_examples_of_what_is_not_set_hold() -> None:
     """Domains, repeats and counts as the page shows them, whichever side is the reference."""
     from scripts.studies.grading_policy import TARGET
 
-    section = TARGET.read_text(encoding="utf-8").partition("# What is not set")[2].partition("# Disputed pairs")[0]
+    section = (
+        TARGET.read_text(encoding="utf-8")
+        .partition("# What is not set")[2]
+        .partition("# Disputed pairs")[0]
+    )
     rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (\w+) \|", section, re.MULTILINE)
     assert len(rows) == 13
-    assert [row for row in rows if {equivalent(*row[:2]).status, equivalent(*row[1::-1]).status} != {row[2]}] == []
+    assert [
+        row
+        for row in rows
+        if {equivalent(*row[:2]).status, equivalent(*row[1::-1]).status} != {row[2]}
+    ] == []
 
 
 def test_the_page_is_current(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Answers are sorted into classes of equal ones, whatever their order, and distinct ones stay apart."""
+"""Answers are sorted into classes of equal ones, whatever their order, and distinct ones stay
+apart.
+"""
 
 import json
 import random
@@ -32,7 +34,10 @@ POOL = [
 def partition(answers: Sequence[str | None]) -> set[frozenset[str | None]]:
     """The classes as sets of texts."""
     classes = group(answers)
-    return {frozenset(a for a, c in zip(answers, classes, strict=True) if c == which) for which in set(classes) - {-1}}
+    return {
+        frozenset(a for a, c in zip(answers, classes, strict=True) if c == which)
+        for which in set(classes) - {-1}
+    }
 
 
 def test_one_question_worth_of_answers() -> None:
@@ -42,7 +47,9 @@ def test_one_question_worth_of_answers() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(POOL), max_size=14), st.randoms(use_true_random=False))
-def test_the_partition_does_not_depend_on_the_order(answers: list[str | None], order: random.Random) -> None:
+def test_the_partition_does_not_depend_on_the_order(
+    answers: list[str | None], order: random.Random
+) -> None:
     """Shuffling the answers shuffles the labels and leaves the classes alone."""
     shuffled = list(answers)
     order.shuffle(shuffled)
@@ -61,7 +68,9 @@ def test_a_class_holds_equal_answers_only(answers: list[str]) -> None:
 
 
 def test_equal_answers_are_together_unless_that_would_join_different_ones() -> None:
-    """Over the whole pool, two equal answers apart always have a class between them that forbids it."""
+    """Over the whole pool, two equal answers apart always have a class between them that forbids
+    it.
+    """
     answers = [answer for answer in POOL if answer]
     classes = dict(zip(answers, group(answers), strict=True))
     members = {c: [a for a in answers if classes[a] == c] for c in classes.values()}
@@ -69,7 +78,10 @@ def test_equal_answers_are_together_unless_that_would_join_different_ones() -> N
         for two in answers:
             if classes[one] != classes[two] and equivalent(one, two).is_equal:
                 joined = members[classes[one]] + members[classes[two]]
-                assert any(not equivalent(a, b).is_equal for a in joined for b in joined), (one, two)
+                assert any(not equivalent(a, b).is_equal for a in joined for b in joined), (
+                    one,
+                    two,
+                )
 
 
 def test_percent_does_not_join_ten_and_a_tenth() -> None:
@@ -99,7 +111,9 @@ def test_many_answers() -> None:
 
 
 def test_distinct_answers_are_hardly_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Radicals, fractions, decimals and tuples with many digits in common are told apart by their keys alone."""
+    """Radicals, fractions, decimals and tuples with many digits in common are told apart by their
+    keys alone.
+    """
     compared: list[str] = []
 
     def counted(gold: str, answer: str, *args: Any, **options: Any) -> Verdict:
@@ -120,12 +134,17 @@ def test_distinct_answers_are_hardly_compared(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_shared_model_answers(shared_data: Path) -> None:
-    """On real models' answers, those a reader called right share one class per question, and no wrong one joins it."""
+    """On real models' answers, those a reader called right share one class per question, and no
+    wrong one joins it.
+    """
     lines = (shared_data / "traces/answer_pairs.jsonl").read_text(encoding="utf-8").split("\n")
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
     strays = 0
     for question in {row["question_id"] for row in rows}:
         mine = [row for row in rows if row["question_id"] == question]
         classes = group([mine[0]["gold"], *(row["pred"] for row in mine)])
-        strays += sum((c == classes[0]) != row["judged_equal"] for c, row in zip(classes[1:], mine, strict=True))
+        strays += sum(
+            (c == classes[0]) != row["judged_equal"]
+            for c, row in zip(classes[1:], mine, strict=True)
+        )
     assert strays <= 0.01 * len(rows)

@@ -35,7 +35,9 @@ def test_wilson_of_single_samples_is_the_textbook_interval(n: int, data: st.Data
 
 
 def test_effective_n_lies_between_problems_and_samples() -> None:
-    """All samples of a problem alike: the problems count; no spread at all: the samples; all right: the problems."""
+    """All samples of a problem alike: the problems count; no spread at all: the samples; all right:
+    the problems.
+    """
     alike = np.array([1.0, 0.0, 1.0, 0.0])
     assert effective_n(0.5, float(alike.var(ddof=1) / 4), 4, 64) == 4
     assert effective_n(0.5, 0.0, 4, 64) == 64
@@ -62,7 +64,11 @@ def test_one_problem_says_nothing_of_others() -> None:
 
 def test_undefined_is_said_never_invented() -> None:
     """No problems, a problem without a value, nothing to count."""
-    for found in (mean_estimate([], 0), mean_estimate([math.nan, 1.0], 2), share_estimate([(0, 0)])):
+    for found in (
+        mean_estimate([], 0),
+        mean_estimate([math.nan, 1.0], 2),
+        share_estimate([(0, 0)]),
+    ):
         assert math.isnan(found.value)
         assert str(found).startswith("undefined (")
         assert found.note
@@ -74,8 +80,12 @@ def test_an_estimate_prints_what_it_rests_on() -> None:
     assert str(Estimate(0.80869, 0.756, 0.8604, 100, 1600, "wilson")) == (
         "0.809 [0.756, 0.860] (95 % wilson, 100 problems × 16)"
     )
-    assert str(Estimate(0.5, 0.1, 0.9, 1, 1, "t", 0.9)) == "0.500 [0.100, 0.900] (90 % t, 1 problem)"
-    assert "3 problems, 10 samples; two unscored" in str(Estimate(0.5, 0.1, 0.9, 3, 10, "t", note="two unscored"))
+    assert (
+        str(Estimate(0.5, 0.1, 0.9, 1, 1, "t", 0.9)) == "0.500 [0.100, 0.900] (90 % t, 1 problem)"
+    )
+    assert "3 problems, 10 samples; two unscored" in str(
+        Estimate(0.5, 0.1, 0.9, 3, 10, "t", note="two unscored")
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,8 +103,12 @@ def test_unknown_words_are_errors(wrong: Callable[[], object]) -> None:
 # Coverage, by simulation: seeded, so that a failure is a change of the code and not bad luck
 
 
-def benchmarks(kind: tuple[float, float], problems: int, samples: int, runs: int) -> tuple[float, Counted]:
-    """The true mean rate, and right answers of [run, problem]: difficulties are Beta, samples binomial."""
+def benchmarks(
+    kind: tuple[float, float], problems: int, samples: int, runs: int
+) -> tuple[float, Counted]:
+    """The true mean rate, and right answers of [run, problem]: difficulties are Beta, samples
+    binomial.
+    """
     rng = np.random.default_rng(20_260_101)
     chances = rng.beta(*kind, (runs, problems))
     return kind[0] / sum(kind), rng.binomial(samples, chances)
@@ -105,7 +119,8 @@ def covered(truth: float, found: list[Estimate]) -> float:
     return float(np.mean([one.low <= truth <= one.high for one in found]))
 
 
-AIME, MATH = (0.4, 0.5), (4.0, 0.6)
+AIME = (0.4, 0.5)
+MATH = (4.0, 0.6)
 
 
 @pytest.mark.parametrize(
@@ -132,11 +147,15 @@ def test_intervals_over_problems_cover(
 @pytest.mark.parametrize("problems", [30, 40])
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99])
 def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
-    """pass@1, pass@4 and maj@4 of 16 samples, 200 benchmarks each: none is outside more often than 95 % allow."""
+    """pass@1, pass@4 and maj@4 of 16 samples, 200 benchmarks each: none is outside more often than
+    95 % allow.
+    """
     rng = np.random.default_rng([problems, round(1000 * truth)])
     chances = rng.beta(2 * truth, 2 * (1 - truth), (200, problems))
-    right, many = rng.binomial(16, chances), rng.beta(2 * truth, 2 * (1 - truth), 100_000)
-    size, total = np.full(problems, 16), 16 * problems
+    right = rng.binomial(16, chances)
+    many = rng.beta(2 * truth, 2 * (1 - truth), 100_000)
+    size = np.full(problems, 16)
+    total = 16 * problems
     table = np.array([maj_at_k([Votes((c, 16 - c), (1.0, 0.0))], 4)[0] for c in range(17)])
     majority = (many**4 + 4 * many**3 * (1 - many) + 3 * many**2 * (1 - many) ** 2).mean()
     cases = [
@@ -147,7 +166,9 @@ def test_rates_near_the_edges_are_covered(problems: int, truth: float) -> None:
     least = 0.95 - 3.5 * math.sqrt(0.0475 / 200)
     for known, found in cases:
         if known <= 0.99:  # beyond, one problem in a hundred is missed whole, and 30 cannot know
-            assert covered(known, [mean_estimate(values, total) for values in found]) >= least, known
+            assert covered(known, [mean_estimate(values, total) for values in found]) >= least, (
+                known
+            )
 
 
 @pytest.mark.parametrize("truth", [0.02, 0.05, 0.5, 0.95, 0.98])

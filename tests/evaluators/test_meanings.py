@@ -1,4 +1,6 @@
-"""Answers that share their numbers and mean different things are not equal; one thing said in two ways is."""
+"""Answers that share their numbers and mean different things are not equal; one thing said in two
+ways is.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,4 +31,7 @@ def test_meaning(kind: str) -> None:
 
 def test_the_pairs_are_many() -> None:
     """No kind is empty, none is misspelt."""
-    assert all(kind.startswith(("different: ", "equal: ")) and len(pairs) > 10 for kind, pairs in KINDS.items())
+    assert all(
+        kind.startswith(("different: ", "equal: ")) and len(pairs) > 10
+        for kind, pairs in KINDS.items()
+    )

@@ -45,8 +45,12 @@ def test_pass_metrics_equal_brute_force(case: tuple[list[bool], int]) -> None:
     """pass@k: any right; pass^k: all; G-pass@k: the share tau and at least one."""
     row, k = case
     counts = count([row])
-    assert pass_at_k(counts.n, counts.c, k)[0] == pytest.approx(float(share(row, k, lambda r: r > 0)), abs=1e-12)
-    assert pass_hat_k(counts.n, counts.c, k)[0] == pytest.approx(float(share(row, k, lambda r: r == k)), abs=1e-12)
+    assert pass_at_k(counts.n, counts.c, k)[0] == pytest.approx(
+        float(share(row, k, lambda r: r > 0)), abs=1e-12
+    )
+    assert pass_hat_k(counts.n, counts.c, k)[0] == pytest.approx(
+        float(share(row, k, lambda r: r == k)), abs=1e-12
+    )
     for tau in (0, 0.1, 0.25, 0.5, 0.75, 1):
         least = max(1, math.ceil(Fraction(str(tau)) * k))
         expected = float(share(row, k, lambda r, least=least: r >= least))
@@ -63,8 +67,10 @@ def test_g_pass_takes_its_share_exactly() -> None:
 @given(st.integers(1, 40), st.data())
 def test_bounds_and_order(n: int, data: st.DataObject) -> None:
     """pass^k <= pass@1 <= pass@k, both monotone in k; k = 1 is the mean."""
-    c, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
-    low, high = pass_hat_k([n], [c], k)[0], pass_at_k([n], [c], k)[0]
+    c = data.draw(st.integers(0, n))
+    k = data.draw(st.integers(1, n))
+    low = pass_hat_k([n], [c], k)[0]
+    high = pass_at_k([n], [c], k)[0]
     assert -1e-12 <= low <= c / n + 1e-12
     assert c / n - 1e-12 <= high <= 1 + 1e-12
     assert pass_at_k([n], [c], 1)[0] == pytest.approx(c / n)
@@ -85,7 +91,9 @@ def test_fewer_samples_than_k_is_undefined_never_a_guess() -> None:
 
 def test_large_counts_neither_overflow_nor_lose_digits() -> None:
     """Against exact integers, at sizes where binomials pass the range of floats."""
-    n, c, k = 3000, 700, 40
+    n = 3000
+    c = 700
+    k = 40
     exact = 1 - Fraction(math.comb(n - c, k), math.comb(n, k))
     assert pass_at_k([n], [c], k)[0] == pytest.approx(float(exact), rel=1e-12)
     exact = Fraction(math.comb(c, k), math.comb(n, k))
@@ -124,8 +132,11 @@ LABELS = st.lists(st.sampled_from(["a", "b", "c", "d", None]), min_size=1, max_s
 
 
 def brute_majority(labels: Sequence[str | None], correct: Sequence[bool], k: int) -> Fraction:
-    """Every subset votes; ties are split evenly; a class is worth the share of its members that are right."""
-    total, subsets = Fraction(0), list(itertools.combinations(range(len(labels)), k))
+    """Every subset votes; ties are split evenly; a class is worth the share of its members that are
+    right.
+    """
+    total = Fraction(0)
+    subsets = list(itertools.combinations(range(len(labels)), k))
     worth: dict[str | None, Fraction] = {}
     for label in set(labels):
         members = [correct[at] for at, other in enumerate(labels) if other == label]
@@ -182,18 +193,24 @@ def test_maj_at_k_is_exact_for_64_samples(right: int, wrong: list[int], blank: i
     """To twelve digits, ties and blanks included, all rows in one call as well."""
     problem = Votes((right, *wrong), (1.0, *[0.0] * len(wrong)), blank)
     expected = float(exact_majority(right, wrong, blank, k))
-    assert maj_at_k([problem, Votes((64,), (1.0,)), problem], k).tolist() == pytest.approx([expected, 1.0, expected])
+    assert maj_at_k([problem, Votes((64,), (1.0,)), problem], k).tolist() == pytest.approx(
+        [expected, 1.0, expected]
+    )
 
 
 def test_maj_at_k_survives_thousands_of_samples() -> None:
-    """Where binomial coefficients leave the range of floats: the better of two classes wins almost surely."""
+    """Where binomial coefficients leave the range of floats: the better of two classes wins almost
+    surely.
+    """
     found = maj_at_k([Votes((1500, 500), (1.0, 0.0)), Votes((1000, 1000), (1.0, 0.0))], 101)
     expected = stats.hypergeom.sf(50, 2000, 1500, 101)
     assert found.tolist() == pytest.approx([float(expected), 0.5], abs=1e-11)
 
 
 @given(LABELS, st.randoms(use_true_random=False))
-def test_a_vote_does_not_depend_on_the_order_of_finishing(labels: list[str | None], chance: random.Random) -> None:
+def test_a_vote_does_not_depend_on_the_order_of_finishing(
+    labels: list[str | None], chance: random.Random
+) -> None:
     """Not even in the last digits of maj@k."""
     order = list(range(len(labels)))
     chance.shuffle(order)
@@ -208,7 +225,8 @@ def test_a_vote_does_not_depend_on_the_order_of_finishing(labels: list[str | Non
 
 def test_problems_with_too_few_samples_make_a_rate_undefined() -> None:
     """Never dropped in silence."""
-    values, n = pass_at_k([4, 4, 2], [4, 0, 2], 4), [4, 4, 2]
+    values = pass_at_k([4, 4, 2], [4, 0, 2], 4)
+    n = [4, 4, 2]
     whole = rate(values, n)
     assert math.isnan(whole.value)
     assert "too few samples in 1 of 3 problems" in str(whole)
@@ -219,7 +237,10 @@ def test_half_a_thousand_problems_of_64_samples_are_one_call() -> None:
     rng = np.random.default_rng(0)
     chances = rng.beta(0.5, 0.5, 500)
     c = rng.binomial(64, chances)
-    problems = [Votes((int(right), *[1] * (64 - int(right))), (1.0, *[0.0] * (64 - int(right)))) for right in c]
+    problems = [
+        Votes((int(right), *[1] * (64 - int(right))), (1.0, *[0.0] * (64 - int(right))))
+        for right in c
+    ]
     for k in (1, 8, 64):
         many = maj_at_k(problems, k)
         assert many.shape == (500,)

@@ -1,4 +1,6 @@
-"""Where other harnesses define the same numbers, ours are equal to theirs; skipped where they are not installed."""
+"""Where other harnesses define the same numbers, ours are equal to theirs; skipped where they are
+not installed.
+"""
 
 import math
 from typing import Any
@@ -21,14 +23,18 @@ def graded(problems: int, samples: int) -> NDArray[np.int64]:
 
 def inspect_scorer() -> Any:
     """The module of scorers, reducers and metrics."""
-    return pytest.importorskip("inspect_ai.scorer", reason="inspect_ai is an oracle, not a dependency")
+    return pytest.importorskip(
+        "inspect_ai.scorer", reason="inspect_ai is an oracle, not a dependency"
+    )
 
 
 def sample_scores(scorer: Any, rows: NDArray[np.int64]) -> list[Any]:
     """Every sample by itself, its problem in the metadata."""
     return [
         scorer.SampleScore(
-            score=scorer.Score(value=float(one)), sample_id=f"{at}-{i}", sample_metadata={"problem": f"p{at}"}
+            score=scorer.Score(value=float(one)),
+            sample_id=f"{at}-{i}",
+            sample_metadata={"problem": f"p{at}"},
         )
         for at, row in enumerate(rows)
         for i, one in enumerate(row)
@@ -42,17 +48,25 @@ def test_pass_at_k_and_pass_hat_k_are_inspects(k: int) -> None:
     for right in range(9):
         values = [scorer.Score(value=float(at < right)) for at in range(8)]
         for reducer, metric in ((scorer.pass_at(k), pass_at_k), (scorer.pass_k(k), pass_hat_k)):
-            theirs, ours = float(reducer(values).value), float(metric([8], [right], k)[0])
-            assert (math.isnan(theirs) and math.isnan(ours)) or ours == pytest.approx(theirs, abs=1e-12)
+            theirs = float(reducer(values).value)
+            ours = float(metric([8], [right], k)[0])
+            assert (math.isnan(theirs) and math.isnan(ours)) or ours == pytest.approx(
+                theirs, abs=1e-12
+            )
 
 
 def test_the_wilson_interval_is_inspects_where_the_spread_is_known() -> None:
     """The same effective n (between problems and samples) and t; alone, the textbook interval."""
-    scorer, rows = inspect_scorer(), graded(40, 8)
+    scorer = inspect_scorer()
+    rows = graded(40, 8)
     if not hasattr(scorer, "ci_wilson"):
         pytest.skip("this inspect_ai has no ci_wilson yet")
     means = rows.mean(axis=1)
-    assert 40 < effective_n(float(means.mean()), float(means.var(ddof=1) / 40), 40, rows.size) < rows.size
+    assert (
+        40
+        < effective_n(float(means.mean()), float(means.var(ddof=1) / 40), 40, rows.size)
+        < rows.size
+    )
     bounds = scorer.ci_wilson(cluster="problem")(sample_scores(scorer, rows))
     ours = mean_estimate(means, rows.size)
     assert (ours.low, ours.high) == pytest.approx((bounds["lower"], bounds["upper"]), abs=1e-6)
@@ -64,16 +78,21 @@ def test_the_wilson_interval_is_inspects_where_the_spread_is_known() -> None:
 
 def test_the_standard_error_is_lm_evals() -> None:
     """One answer per problem: the same mean and the same standard error."""
-    metrics = pytest.importorskip("lm_eval.api.metrics", reason="lm_eval is an oracle, not a dependency")
+    metrics = pytest.importorskip(
+        "lm_eval.api.metrics", reason="lm_eval is an oracle, not a dependency"
+    )
     rows = graded(200, 1)
     values = [float(one) for one in rows[:, 0]]
     assert mean_estimate(values, 200).value == pytest.approx(metrics.mean(values))
-    assert float(np.std(values, ddof=1)) / math.sqrt(200) == pytest.approx(metrics.mean_stderr(values))
+    assert float(np.std(values, ddof=1)) / math.sqrt(200) == pytest.approx(
+        metrics.mean_stderr(values)
+    )
 
 
 def test_accuracy_of_samples_is_inspects() -> None:
     """With as many samples for every problem the mean of problems is the mean of samples."""
-    scorer, rows = inspect_scorer(), graded(30, 4)
+    scorer = inspect_scorer()
+    rows = graded(30, 4)
     counts = count([[bool(one) for one in row] for row in rows])
     ours = mean_estimate(counts.c / counts.n, int(counts.n.sum())).value
     assert ours == pytest.approx(scorer.accuracy()(sample_scores(scorer, rows)))

@@ -9,10 +9,27 @@ from atts.errors import OptionError
 from atts.evaluators.metrics.rates import Samples, coverage, score
 
 RUN = [
-    Samples("p1", (True, True, False, None), ("a", "a", "b", "c"), ("graded", "graded", "graded", "timeout")),
-    Samples("p2", (False, False, True, False), ("x", "x", "y", None), ("graded", "graded", "graded", "cut")),
-    Samples("p3", (True, True, True, None), ("q", "q", "q", "r"), ("graded", "graded", "graded", "unscored")),
-    Samples("p4", (False,) * 4, (None, None, "z", None), ("no answer", "cut", "graded", "no answer")),
+    Samples(
+        "p1",
+        (True, True, False, None),
+        ("a", "a", "b", "c"),
+        ("graded", "graded", "graded", "timeout"),
+    ),
+    Samples(
+        "p2",
+        (False, False, True, False),
+        ("x", "x", "y", None),
+        ("graded", "graded", "graded", "cut"),
+    ),
+    Samples(
+        "p3",
+        (True, True, True, None),
+        ("q", "q", "q", "r"),
+        ("graded", "graded", "graded", "unscored"),
+    ),
+    Samples(
+        "p4", (False,) * 4, (None, None, "z", None), ("no answer", "cut", "graded", "no answer")
+    ),
 ]
 
 
@@ -32,10 +49,20 @@ def test_a_scorecard_holds_every_rate_with_its_basis() -> None:
 def test_coverage_counts_stand_beside_the_rates() -> None:
     """Cut, without answer, unscored, timed out: each by itself, printed last."""
     found = coverage(RUN)
-    counts = (found.problems, found.samples, found.cut, found.no_answer, found.unscored, found.timed_out)
+    counts = (
+        found.problems,
+        found.samples,
+        found.cut,
+        found.no_answer,
+        found.unscored,
+        found.timed_out,
+    )
     assert counts == (4, 16, 2, 2, 1, 1)
     card = score(RUN)
-    assert str(card.coverage) == "16 samples of 4 problems: 2 cut, 2 without answer, 1 unscored, 1 timed out"
+    assert (
+        str(card.coverage)
+        == "16 samples of 4 problems: 2 cut, 2 without answer, 1 unscored, 1 timed out"
+    )
     assert "2 unscored: 0.500 [0.085, 0.915] were they right" in str(card.estimates["pass@1"])
 
 

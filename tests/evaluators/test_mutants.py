@@ -11,7 +11,9 @@ from tests.evaluators.mutants import BUILT_IN, mutants
 
 
 def test_mutants_are_not_equal() -> None:
-    """Signs, bounds, branches, conditions, units, qualifiers, order and more, of built-in answers, as many of each."""
+    """Signs, bounds, branches, conditions, units, qualifiers, order and more, of built-in answers,
+    as many of each.
+    """
     made = mutants(BUILT_IN, 1_500, seed=3)
     kinds = Counter(mutant.kind for mutant in made)
     assert len(made) == 1_500
@@ -23,7 +25,12 @@ def test_mutants_are_not_equal() -> None:
 def test_mutants_of_references_are_not_equal(shared_data: Path) -> None:
     """The same of the answers of two benchmarks."""
     files = [shared_data / "benchmarks" / f"{name}.jsonl" for name in ("math500", "minerva_math")]
-    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
+    rows = [
+        json.loads(line)
+        for file in files
+        for line in file.read_text(encoding="utf-8").split("\n")
+        if line
+    ]
     answers = [text for row in rows if 0 < len(text := str(row["answer"]).strip().strip("$")) < 200]
     made = mutants(answers, 400)
     assert len(made) == 400
@@ -32,10 +39,19 @@ def test_mutants_of_references_are_not_equal(shared_data: Path) -> None:
 
 @pytest.mark.slow
 def test_many_mutants_are_hardly_ever_equal(shared_data: Path) -> None:
-    """A hundred thousand of every benchmark's answers: the false equals, listed, are under one in a thousand."""
+    """A hundred thousand of every benchmark's answers: the false equals, listed, are under one in a
+    thousand.
+    """
     files = sorted((shared_data / "benchmarks").glob("*.jsonl"))
-    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").split("\n") if line]
-    answers = sorted({text for row in rows if 0 < len(text := str(row["answer"]).strip().strip("$")) < 200})
+    rows = [
+        json.loads(line)
+        for file in files
+        for line in file.read_text(encoding="utf-8").split("\n")
+        if line
+    ]
+    answers = sorted(
+        {text for row in rows if 0 < len(text := str(row["answer"]).strip().strip("$")) < 200}
+    )
     made = mutants([*BUILT_IN, *answers], 100_000, seed=11)
     wrong = [mutant for mutant in made if equivalent(mutant.gold, mutant.answer).is_equal]
     assert len(made) == 100_000

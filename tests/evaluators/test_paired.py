@@ -26,16 +26,23 @@ def test_sign_flips_equal_brute_force(differences: list[int]) -> None:
     """Every pattern of signs, as far from 0 as what was seen."""
     patterns = list(itertools.product((-1, 1), repeat=len(differences)))
     far = [
-        abs(sum(s * d for s, d in zip(signs, differences, strict=True))) >= abs(sum(differences)) for signs in patterns
+        abs(sum(s * d for s, d in zip(signs, differences, strict=True))) >= abs(sum(differences))
+        for signs in patterns
     ]
-    assert sign_flip_p(np.array(differences, dtype=float)) == pytest.approx(sum(far) / len(patterns))
+    assert sign_flip_p(np.array(differences, dtype=float)) == pytest.approx(
+        sum(far) / len(patterns)
+    )
 
 
 def test_drawn_sign_flips_approach_the_exact_ones() -> None:
-    """Past 14 differences patterns are drawn: near the normal limit, never 0, equal for equal seeds."""
+    """Past 14 differences patterns are drawn: near the normal limit, never 0, equal for equal
+    seeds.
+    """
     delta = np.array([1.0] * 13 + [-1.0] * 7)
     exact = 2 * stats.binom.cdf(7, 20, 0.5)
-    assert sign_flip_p(delta, seed=4) == pytest.approx(exact, abs=4 * math.sqrt(exact * (1 - exact) / 9999))
+    assert sign_flip_p(delta, seed=4) == pytest.approx(
+        exact, abs=4 * math.sqrt(exact * (1 - exact) / 9999)
+    )
     assert sign_flip_p(delta, seed=4) == sign_flip_p(delta, seed=4)
     assert sign_flip_p(np.ones(60)) == 1 / 10_000
 
@@ -44,9 +51,11 @@ def test_drawn_sign_flips_approach_the_exact_ones() -> None:
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
 def test_mcnemar_is_the_exact_binomial_test(pairs: list[tuple[bool, bool]]) -> None:
     """On the problems the runs disagree on; the four cells add up; mid-p is not above it."""
-    first, second = [a for a, _ in pairs], [b for _, b in pairs]
+    first = [a for a, _ in pairs]
+    second = [b for _, b in pairs]
     found = mcnemar(first, second)
-    lost, won = found.first_only, found.second_only
+    lost = found.first_only
+    won = found.second_only
     assert found.both + lost + won + found.neither == len(pairs)
     expected = stats.binomtest(won, lost + won, 0.5).pvalue if lost + won else 1.0
     assert found.p_value == pytest.approx(expected)
@@ -62,7 +71,9 @@ def test_equal_runs_do_not_differ() -> None:
 
 
 def test_problems_that_all_tie_do_not_prove_runs_alike() -> None:
-    """The interval covers shares of differing problems that stay unseen one time in twenty, and shrinks with n."""
+    """The interval covers shares of differing problems that stay unseen one time in twenty, and
+    shrinks with n.
+    """
     few, many = (compare_runs([0.5] * n, [0.5] * n).difference for n in (40, 400))
     assert (1 - few.high) ** 40 == pytest.approx(0.05)
     assert few.low == -few.high
@@ -86,10 +97,13 @@ def test_a_comparison_prints_all_a_reader_needs() -> None:
 
 
 def test_pairing_tells_what_two_separate_intervals_cannot() -> None:
-    """Hard and easy problems vary far more than the difference: pairs see it, overlapping intervals do not."""
+    """Hard and easy problems vary far more than the difference: pairs see it, overlapping intervals
+    do not.
+    """
     rng = np.random.default_rng(3)
     chances = rng.beta(0.5, 0.5, 60) * 0.9
-    first, second = chances, chances + 0.05 + rng.normal(0, 0.02, 60)
+    first = chances
+    second = chances + 0.05 + rng.normal(0, 0.02, 60)
     found = compare_runs(first, second)
     assert found.difference.low > 0
     assert found.p_value < 0.001
@@ -100,11 +114,13 @@ def test_pairing_tells_what_two_separate_intervals_cannot() -> None:
 def test_the_interval_of_a_difference_covers() -> None:
     """Nominal 95 %, 40 problems of 8 samples in each run, 300 pairs of runs: within 3.5 deviations."""
     rng = np.random.default_rng(1)
-    hits, runs = 0, 300
+    hits = 0
+    runs = 300
     for _ in range(runs):
         chances = rng.beta(1.0, 1.0, 40)
         better = chances + 0.3 * chances * (1 - chances)
-        first, second = rng.binomial(8, chances) / 8, rng.binomial(8, better) / 8
+        first = rng.binomial(8, chances) / 8
+        second = rng.binomial(8, better) / 8
         found = compare_runs(first, second).difference
         hits += found.low <= 0.3 / 6 <= found.high
     assert 0.95 - 3.5 * math.sqrt(0.0475 / runs) <= hits / runs
@@ -122,7 +138,9 @@ def test_the_p_value_is_small_as_often_as_it_says() -> None:
 
 
 def test_the_number_of_problems_gives_the_power_it_promises() -> None:
-    """Four times in five, by simulation of the very test it is for; half as many problems give clearly less."""
+    """Four times in five, by simulation of the very test it is for; half as many problems give
+    clearly less.
+    """
     rng = np.random.default_rng(5)
     needed = problems_needed(0.3, 0.1)
 
@@ -136,7 +154,8 @@ def test_the_number_of_problems_gives_the_power_it_promises() -> None:
 
 def test_problems_needed_for_single_answers() -> None:
     """AIME's 30 problems cannot show 5 points between independent runs; related runs need fewer."""
-    difference, disagree = 0.05, 0.45 * 0.50 + 0.55 * 0.50
+    difference = 0.05
+    disagree = 0.45 * 0.50 + 0.55 * 0.50
     independent = problems_needed(math.sqrt(disagree - difference**2), difference)
     related = problems_needed(math.sqrt(0.15 - difference**2), difference)
     assert independent > 1500
@@ -170,15 +189,21 @@ def test_too_little_to_compare_is_undefined() -> None:
 
 @pytest.mark.parametrize(("problems", "samples"), [(30, 1), (30, 8), (40, 16)])
 @pytest.mark.parametrize("truth", [0.02, 0.95, 0.99])
-def test_differences_are_covered_where_few_problems_differ(problems: int, samples: int, truth: float) -> None:
-    """Rates near 0 and 1, one problem in five of another difficulty, three in ten errors mended: 200 pairs of runs."""
+def test_differences_are_covered_where_few_problems_differ(
+    problems: int, samples: int, truth: float
+) -> None:
+    """Rates near 0 and 1, one problem in five of another difficulty, three in ten errors mended:
+    200 pairs of runs.
+    """
     rng = np.random.default_rng([problems, samples, round(1000 * truth)])
-    hits, runs = 0, 200
+    hits = 0
+    runs = 200
     for _ in range(runs):
         chances = rng.beta(truth / 2, (1 - truth) / 2, (2, problems))
         better = np.where(rng.random(problems) < 0.2, chances[1], chances[0])
         better += 0.3 * (1 - better)
-        first, second = rng.binomial(samples, chances[0]), rng.binomial(samples, better)
+        first = rng.binomial(samples, chances[0])
+        second = rng.binomial(samples, better)
         found = difference_estimate((second - first) / samples)
         hits += found.low <= 0.3 * (1 - truth) <= found.high
     assert hits / runs >= 0.95 - 3.5 * math.sqrt(0.0475 / runs)

@@ -1,4 +1,6 @@
-"""What a policy tolerates is tolerated and no more; prompts and shots are those of the benchmark and the pair."""
+"""What a policy tolerates is tolerated and no more; prompts and shots are those of the benchmark
+and the pair.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,9 @@ from atts.evaluators import Columns, LoadOptions, equivalent, grade, judge, load
 from atts.journal import dataset_digest
 from atts.pipelines import Policy, prompt_of
 
-HUNDREDTH, TENTH, UNITS = Grading(relative=0.01), Grading(absolute=0.1), Grading(units="required")
+HUNDREDTH = Grading(relative=0.01)
+TENTH = Grading(absolute=0.1)
+UNITS = Grading(units="required")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +50,9 @@ def test_the_words_of_a_choice_count_where_asked() -> None:
     """Only the right choice's, and only with the policy that says so."""
     asked = Problem("1", "?", "B", "choice", choices=("nucleus", "mitochondria"))
     assert not judge(asked, "mitochondria").is_equal
-    lenient = Problem("1", "?", "B", "choice", choices=asked.choices, grading=Grading(choices="text"))
+    lenient = Problem(
+        "1", "?", "B", "choice", choices=asked.choices, grading=Grading(choices="text")
+    )
     assert [judge(lenient, said).is_equal for said in ("mitochondria", "nucleus", "B", "A")] == [
         True,
         False,
@@ -78,10 +84,16 @@ def test_columns_say_tolerance_and_unit_of_one_row(tmp_path: Path) -> None:
     ]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
-    first, second, third = load_dataset(file, options=LoadOptions(Columns(tolerance="error", unit="unit"))).problems
+    first, second, third = load_dataset(
+        file, options=LoadOptions(Columns(tolerance="error", unit="unit"))
+    ).problems
     assert (first.grading, second.grading) == (TENTH, None)
     assert judge(first, "28.93").is_equal
-    assert [judge(second, said).is_equal for said in ("7", r"7\text{ km/h}", "7 mph")] == [True, True, False]
+    assert [judge(second, said).is_equal for said in ("7", r"7\text{ km/h}", "7 mph")] == [
+        True,
+        True,
+        False,
+    ]
     assert judge(third, r"45^\circ").is_equal
     options = LoadOptions(Columns(tolerance="error"), grading={"relative": 0.5})
     assert load_dataset(file, options=options).problems[0].grading == Grading(0.5, 0.1)
@@ -91,7 +103,9 @@ def test_columns_say_tolerance_and_unit_of_one_row(tmp_path: Path) -> None:
 
 
 def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
-    """Minerva's decimals may be off by one part in a hundred, unless a run says otherwise; digests tell."""
+    """Minerva's decimals may be off by one part in a hundred, unless a run says otherwise; digests
+    tell.
+    """
     file = tmp_path / "minerva.jsonl"
     file.write_text(json.dumps({"question": "How heavy?", "answer": "1.75"}))
     minerva, strict = (
@@ -100,7 +114,9 @@ def test_benchmarks_have_their_own_policy(tmp_path: Path) -> None:
     )
     assert (minerva.problems[0].grading, strict.problems[0].grading) == (HUNDREDTH, None)
     assert dataset_digest(minerva.problems) != dataset_digest(strict.problems)
-    said = configure({"dataset": str(file), "relative": 0.02, "units": "required"}, environment={}).job.load()
+    said = configure(
+        {"dataset": str(file), "relative": 0.02, "units": "required"}, environment={}
+    ).job.load()
     assert said.problems[0].grading == Grading(relative=0.02, units="required")
 
 
@@ -108,14 +124,18 @@ def test_a_choice_is_asked_for_by_its_letter() -> None:
     """In the user's turn, before the pair's own instruction; other problems are not."""
     choice = Problem("1", "Which?\n\n(A) x\n(B) y", "B", "choice", choices=("x", "y"))
     asked = prompt_of(choice, Policy(system="", instruction="Think."))
-    assert asked == [Message("user", f"{choice.text}\n\nAnswer with the letter of the right choice.\n\nThink.")]
+    assert asked == [
+        Message("user", f"{choice.text}\n\nAnswer with the letter of the right choice.\n\nThink.")
+    ]
     assert prompt_of(Problem("2", "1+1?"), Policy(system="")) == [Message("user", "1+1?")]
 
 
 def test_a_prompt_belongs_to_a_pair_and_a_benchmark() -> None:
     """A pair has one for a benchmark where its authors say so."""
     usual, special = (
-        configure({"pair": "qwen3-0.6b/qwen3-8b", "dataset": name}, environment={}).settings["instruction"].value
+        configure({"pair": "qwen3-0.6b/qwen3-8b", "dataset": name}, environment={})
+        .settings["instruction"]
+        .value
         for name in ("math500", "gpqa_diamond[:3]")
     )
     assert "boxed" in str(usual)
@@ -125,9 +145,19 @@ def test_a_prompt_belongs_to_a_pair_and_a_benchmark() -> None:
 def test_worked_examples_come_first(tmp_path: Path) -> None:
     """As earlier turns, asked as the problem is."""
     file = tmp_path / "shots.jsonl"
-    file.write_text('{"problem": "1+1?", "solution": "It is \\\\boxed{2}."}\n{"problem": "1+2?", "solution": "3"}')
+    file.write_text(
+        '{"problem": "1+1?", "solution": "It is \\\\boxed{2}."}\n{"problem": "1+2?", "solution": '
+        '"3"}'
+    )
     found = configure({"shots": str(file), "dataset": "arithmetic[:1]"}, environment={}).job.load()
     told = prompt_of(found.problems[0], Policy(instruction="Go."))
-    assert [message.role for message in told] == ["system", "user", "assistant", "user", "assistant", "user"]
+    assert [message.role for message in told] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "user",
+    ]
     assert told[1:3] == [Message("user", "1+1?\n\nGo."), Message("assistant", r"It is \boxed{2}.")]
     assert "2 worked examples" in found.notes[-1]

@@ -24,9 +24,15 @@ def excluded(differences: tuple[float, ...], mean: float, level: float) -> bool:
 
 
 @pytest.mark.parametrize(("won", "lost"), [(0.3, 0.3), (0.5, 0.2), (0.05, 0.6)])
-def test_every_sequence_of_five_problems_together_excludes_the_truth_seldom_enough(won: float, lost: float) -> None:
-    """All 243 sequences with their probabilities, at a level at which five problems can exclude something."""
-    level, missed, any_excluded = 0.5, 0.0, False
+def test_every_sequence_of_five_problems_together_excludes_the_truth_seldom_enough(
+    won: float, lost: float
+) -> None:
+    """All 243 sequences with their probabilities, at a level at which five problems can exclude
+    something.
+    """
+    level = 0.5
+    missed = 0.0
+    any_excluded = False
     chances = {1.0: won, -1.0: lost, 0.0: 1 - won - lost}
     for differences in product(chances, repeat=5):
         if excluded(differences, won - lost, level):
@@ -37,11 +43,14 @@ def test_every_sequence_of_five_problems_together_excludes_the_truth_seldom_enou
 
 
 def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_most() -> None:
-    """No difference is there: a 95 % interval that is looked at every time would mislead in a third of the runs."""
+    """No difference is there: a 95 % interval that is looked at every time would mislead in a third
+    of the runs.
+    """
     draw = np.random.default_rng(5)
     runs = 50
     wrong = sum(
-        compare_in_order(draw.choice([-1.0, 0.0, 1.0], 200, p=[0.15, 0.7, 0.15]).tolist()).settled != "undecided"
+        compare_in_order(draw.choice([-1.0, 0.0, 1.0], 200, p=[0.15, 0.7, 0.15]).tolist()).settled
+        != "undecided"
         for _ in range(runs)
     )
     assert wrong <= 0.05 * runs + 2 * math.sqrt(0.05 * 0.95 * runs)
@@ -50,18 +59,26 @@ def test_looking_after_each_of_200_problems_misleads_in_one_run_of_twenty_at_mos
 def test_a_difference_of_twenty_points_is_seen_within_a_hundred_problems() -> None:
     """The median of 21 runs, three problems in ten differing."""
     draw = np.random.default_rng(6)
-    found = [compare_in_order(draw.choice([-1.0, 0.0, 1.0], 400, p=[0.05, 0.7, 0.25]).tolist()) for _ in range(21)]
+    found = [
+        compare_in_order(draw.choice([-1.0, 0.0, 1.0], 400, p=[0.05, 0.7, 0.25]).tolist())
+        for _ in range(21)
+    ]
     assert np.median([one.problems for one in found]) <= 75
     assert all(one.settled == "better" and 0 <= one.low for one in found)
 
 
 def test_sides_are_alike_and_near_ones_are_told() -> None:
-    """Turned around, better is worse; with a margin, runs that never differ are alike, without one never decided."""
+    """Turned around, better is worse; with a margin, runs that never differ are alike, without one
+    never decided.
+    """
     draw = np.random.default_rng(7)
     differences = draw.choice([-1.0, 0.0, 1.0], 200, p=[0.05, 0.6, 0.35]).tolist()
-    there, back = compare_in_order(differences), compare_in_order([-one for one in differences])
+    there = compare_in_order(differences)
+    back = compare_in_order([-one for one in differences])
     assert (there.settled, back.settled) == ("better", "worse")
-    assert (there.problems, there.low, there.high) == pytest.approx((back.problems, -back.high, -back.low))
+    assert (there.problems, there.low, there.high) == pytest.approx(
+        (back.problems, -back.high, -back.low)
+    )
     assert compare_in_order([0.0] * 300, points=5).settled == "alike"
     assert compare_in_order([0.0] * 300).settled == "undecided"
 

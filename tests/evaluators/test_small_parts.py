@@ -1,17 +1,33 @@
-"""Small parts of the grading room on one example each: words of numbers and dates, units, intervals, policies."""
+"""Small parts of the grading room on one example each: words of numbers and dates, units,
+intervals, policies.
+"""
 
 from fractions import Fraction
 
 import pytest
 
-from atts.evaluators import accuracy_estimate, answer_classes, count, find_benchmark, problems_needed, reference, votes
+from atts.evaluators import (
+    accuracy_estimate,
+    answer_classes,
+    count,
+    find_benchmark,
+    problems_needed,
+    reference,
+    votes,
+)
 from atts.evaluators.datasets.arithmetic import Operation
 from atts.evaluators.datasets.columns import letter_order
 from atts.evaluators.datasets.loading import split_slice
 from atts.evaluators.metrics.intervals import Estimate, share_estimate
 from atts.evaluators.metrics.rates import Votes, status_of
 from atts.evaluators.metrics.wilson import wilson_interval
-from atts.evaluators.syntax.vocabulary import date_in_words, measure, number_in_words, spelled, squashed
+from atts.evaluators.syntax.vocabulary import (
+    date_in_words,
+    measure,
+    number_in_words,
+    spelled,
+    squashed,
+)
 from atts.evaluators.verdict import STRICT, changed
 
 
@@ -22,7 +38,12 @@ def test_words() -> None:
     assert number_in_words("a dozen") == 12
     assert number_in_words("minus two thirds") == Fraction(-2, 3)
     assert number_in_words("a") is None
-    assert date_in_words("March 5, 2024") == date_in_words("5th of march 2024") == date_in_words("2024-03-05") != ""
+    assert (
+        date_in_words("March 5, 2024")
+        == date_in_words("5th of march 2024")
+        == date_in_words("2024-03-05")
+        != ""
+    )
     assert squashed("An  Ellipse.") == "ellipse"
 
 
@@ -33,7 +54,9 @@ def test_units() -> None:
 
 
 def test_datasets() -> None:
-    """The order of choices, what became of a sample, a policy with one field changed, a worked solution's answer."""
+    """The order of choices, what became of a sample, a policy with one field changed, a worked
+    solution's answer.
+    """
     names = [found.name for text in ("MATH-500", "aime_2025") if (found := find_benchmark(text))]
     assert names == ["math500", "aime25"]
     assert split_slice("aime24[10:20]")[1].words() == "slice [10:20]"

@@ -77,12 +77,22 @@ def test_exact_roots(value: int, index: int) -> None:
 
 
 NUMBERS = st.integers(1, 10**6).map(str)
-UNARY = (r"\sqrt{{{}}}", r"\sin({})", r"\cos({})", r"\ln({})", r"\arctan({})", "({})^{{3/7}}", r"e^{{({})/10^6}}")
+UNARY = (
+    r"\sqrt{{{}}}",
+    r"\sin({})",
+    r"\cos({})",
+    r"\ln({})",
+    r"\arctan({})",
+    "({})^{{3/7}}",
+    r"e^{{({})/10^6}}",
+)
 TERMS = st.recursive(
     NUMBERS,
     lambda inner: st.one_of(
         st.tuples(st.sampled_from(UNARY), inner).map(lambda parts: parts[0].format(parts[1])),
-        st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda parts: f"({parts[0]}){parts[1]}({parts[2]})"),
+        st.tuples(inner, st.sampled_from("+-*/"), inner).map(
+            lambda parts: f"({parts[0]}){parts[1]}({parts[2]})"
+        ),
     ),
     max_leaves=6,
 )
@@ -101,7 +111,8 @@ def test_error_bounds_hold(text: str) -> None:
     node = tree(text)
     try:
         coarse = approximation(node, 200)
-        value, error = coarse.value, coarse.error
+        value = coarse.value
+        error = coarse.error
         fine = approximation(node, 1_500).value
     except (Undefined, TooLarge):
         return
@@ -133,5 +144,6 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 def test_many_short_evaluations_are_one_long_one() -> None:
     """The time of a pair is counted over all its points, however short each of them is."""
-    gold, answer = r"a\cdot|b|-|b|a", r"\ln(1+10^{-600})-\ln(1+10^{-600})"
+    gold = r"a\cdot|b|-|b|a"
+    answer = r"\ln(1+10^{-600})-\ln(1+10^{-600})"
     assert equivalent(gold, answer, limits=Limits(milliseconds=0)).rule == "limits"

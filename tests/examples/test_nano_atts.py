@@ -26,15 +26,24 @@ def nano(example: Callable[[str], ModuleType]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("rate", "seed", "tokens", "stop"), [(0.2, 0, 12, ()), (0.4, 1, 12, ()), (0.1, 2, 64, ("\n",)), (0.3, 3, 7, ())]
+    ("rate", "seed", "tokens", "stop"),
+    [(0.2, 0, 12, ()), (0.4, 1, 12, ()), (0.1, 2, 64, ("\n",)), (0.3, 3, 7, ())],
 )
-def test_same_outcomes(nano: Any, rate: float, seed: int, tokens: int, stop: tuple[str, ...]) -> None:
-    """Tokens, escalations, answers and votes of 40 rollouts, one after the other so that the gate sees one order."""
+def test_same_outcomes(
+    nano: Any, rate: float, seed: int, tokens: int, stop: tuple[str, ...]
+) -> None:
+    """Tokens, escalations, answers and votes of 40 rollouts, one after the other so that the gate
+    sees one order.
+    """
     problems = toy_problems(10, seed)
     settings = nano.Settings(rate, chunk_tokens=tokens, stop=stop, seed=seed)
     small = run_virtual(partial(_nano, nano, problems, settings))
     assert [_facts(outcome) for outcome in run_virtual(partial(_real, problems, settings))] == [
-        (found.answer, dict(found.votes), [(r.text, r.ids, r.answer, r.judged, r.escalated) for r in found.rollouts])
+        (
+            found.answer,
+            dict(found.votes),
+            [(r.text, r.ids, r.answer, r.judged, r.escalated) for r in found.rollouts],
+        )
         for found in small
     ]
     assert sum(rollout.escalated for found in small for rollout in found.rollouts) > 5
@@ -66,9 +75,9 @@ async def _real(problems: Sequence[Problem], settings: Any) -> list[Outcome]:
 async def _nano(nano: Any, problems: Sequence[Problem], settings: Any) -> list[Any]:
     async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
         calibrator = nano.Calibrator(settings.rate, settings.step)
-        solutions: list[Any] = await nano.NanoATTS(draft, target, calibrator, toy_answer, settings).solve_all(
-            problems, at_once=1
-        )
+        solutions: list[Any] = await nano.NanoATTS(
+            draft, target, calibrator, toy_answer, settings
+        ).solve_all(problems, at_once=1)
     return solutions
 
 
@@ -83,7 +92,9 @@ def _facts(outcome: Outcome) -> object:
 
 
 def test_it_stands_alone() -> None:
-    """At most 200 lines, and of atts only the engine protocol and values; its own demonstration aside."""
+    """At most 200 lines, and of atts only the engine protocol and values; its own demonstration
+    aside.
+    """
     text = NANO.read_text()
     assert text.count("\n") <= 200
     imports = [node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom)]

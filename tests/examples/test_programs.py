@@ -25,7 +25,9 @@ SAYS = {
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_it_runs(name: str, example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs(
+    name: str, example: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The program's own `main`, and what it prints."""
     main = example(name).main
     if iscoroutinefunction(main):

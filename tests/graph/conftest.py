@@ -28,7 +28,9 @@ class Tick(Protocol):
 
 @dataclass
 class Watched:
-    """An engine that sleeps as long as it is told, counts what is inside it, and can be disturbed at any step."""
+    """An engine that sleeps as long as it is told, counts what is inside it, and can be disturbed
+    at any step.
+    """
 
     tick: Tick | None = None
     in_flight: dict[str, int] = field(default_factory=dict[str, int])
@@ -81,7 +83,11 @@ def is_empty() -> Callable[[Graph], bool]:
     def check(graph: Graph) -> bool:
         stats = graph.stats()
         held = [stats.problems_open, stats.rollouts_in_flight, stats.rollouts_waiting]
-        held += [n for use in stats.engines.values() for n in (use.in_use, use.tokens_in_use, use.waiting)]
+        held += [
+            n
+            for use in stats.engines.values()
+            for n in (use.in_use, use.tokens_in_use, use.waiting)
+        ]
         return not any(held)
 
     return check

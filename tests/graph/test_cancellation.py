@@ -67,7 +67,9 @@ ERRORS: dict[str, Exception] = {
 
 @dataclass
 class Disturbed:
-    """A small run (3 problems of 3 rollouts of 2 turns) in which things happen at chosen steps of the engine."""
+    """A small run (3 problems of 3 rollouts of 2 turns) in which things happen at chosen steps of
+    the engine.
+    """
 
     engine: Engine
     at: dict[int, Disturbance]
@@ -117,7 +119,9 @@ class Disturbed:
         async def rollout(line: RolloutScope[int]) -> int:
             for turn in range(2):
                 await line.call("draft", self.engine.work, "draft", 1.0 + line.sample, turn=turn)
-                await line.call("score", self.engine.work, "target", 0.5, engine="target", turn=turn, tokens=6)
+                await line.call(
+                    "score", self.engine.work, "target", 0.5, engine="target", turn=turn, tokens=6
+                )
                 line.save(turn)
                 if self.admit == "together":
                     await line.meet(turn)
@@ -137,7 +141,9 @@ class Disturbed:
         before = {task.id for task in anyio.get_running_tasks()}
         with anyio.CancelScope() as self.outer:
             try:
-                await self.graph.drive(problems, self.solve, self.results.append, timeout_seconds=self.timeout_seconds)
+                await self.graph.drive(
+                    problems, self.solve, self.results.append, timeout_seconds=self.timeout_seconds
+                )
             except Exception as error:
                 if not any(error is known for known in ERRORS.values()):
                     raise
@@ -145,7 +151,9 @@ class Disturbed:
         assert {task.id for task in anyio.get_running_tasks()} <= before
 
     def check(self, is_empty: IsEmpty) -> None:
-        """Nothing left in the engine or in the graph, every beginning has its end, and the results fit."""
+        """Nothing left in the engine or in the graph, every beginning has its end, and the results
+        fit.
+        """
         assert not any(self.engine.in_flight.values())
         assert is_empty(self.graph)
         assert len(self.recording.problems) == len(self.scopes) == len(self.results)
@@ -154,7 +162,9 @@ class Disturbed:
         nodes = self.recording.nodes()
         assert {(node.problem, node.sample) for node in nodes} <= started
         assert all(n.ready <= n.queued <= n.started <= n.ended for n in nodes)
-        assert (self.raised is None) == ("fatal error" not in self.at.values() or self.engine.steps < min(self.at))
+        assert (self.raised is None) == (
+            "fatal error" not in self.at.values() or self.engine.steps < min(self.at)
+        )
         for result in self.results:
             assert result.status != "done" or [r.sample for r in result.value] == [0, 1, 2]
 
@@ -181,10 +191,14 @@ def test_a_disturbance_at_every_step(
         run.check(is_empty)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     at=st.dictionaries(
-        st.integers(1, 80), st.sampled_from(DISTURBANCES).filter(lambda d: d != "fatal error"), max_size=8
+        st.integers(1, 80),
+        st.sampled_from(DISTURBANCES).filter(lambda d: d != "fatal error"),
+        max_size=8,
     ),
     admit=st.sampled_from(["each", "together"]),
     timeouts=st.tuples(*[st.none() | st.floats(0.1, 20.0)] * 2),
@@ -204,8 +218,12 @@ def test_many_disturbances_at_once(
     run.check(is_empty)
 
 
-def test_a_settled_vote_cancels_exactly_its_own_rollouts(virtually: Virtually[None], engine: Engine) -> None:
-    """The others of that problem end at once, wherever they are, with what they had saved; no other problem notices."""
+def test_a_settled_vote_cancels_exactly_its_own_rollouts(
+    virtually: Virtually[None], engine: Engine
+) -> None:
+    """The others of that problem end at once, wherever they are, with what they had saved; no other
+    problem notices.
+    """
     recording = Recording()
 
     async def main() -> None:
@@ -231,9 +249,9 @@ def test_a_settled_vote_cancels_exactly_its_own_rollouts(virtually: Virtually[No
         assert graph.stats().rollouts == {"done": 7, "failed": 0, "settled": 3, "cancelled": 0}
 
     virtually(main)
-    assert {(n.problem, n.sample, n.ended) for n in recording.nodes() if n.status == "cancelled"} == {
-        ("p0", sample, 2.0) for sample in (2, 3, 4)
-    }
+    assert {
+        (n.problem, n.sample, n.ended) for n in recording.nodes() if n.status == "cancelled"
+    } == {("p0", sample, 2.0) for sample in (2, 3, 4)}
 
 
 def test_rollouts_that_never_started_have_results_too(virtually: Virtually[None]) -> None:
@@ -262,8 +280,12 @@ def test_rollouts_that_never_started_have_results_too(virtually: Virtually[None]
     assert len(recording.rollouts) == 6
 
 
-def test_a_deadline_lets_problems_conclude_from_what_they_have(virtually: Virtually[None], is_empty: IsEmpty) -> None:
-    """At the run's time-out no more problems are opened, rollouts end, and each open problem still returns."""
+def test_a_deadline_lets_problems_conclude_from_what_they_have(
+    virtually: Virtually[None], is_empty: IsEmpty
+) -> None:
+    """At the run's time-out no more problems are opened, rollouts end, and each open problem still
+    returns.
+    """
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> int:
@@ -310,7 +332,9 @@ def test_a_cancelled_problem_is_cancelled_alone(virtually: Virtually[None]) -> N
     virtually(main)
 
 
-def test_a_sink_that_fails_ends_the_run_with_its_error(virtually: Virtually[None], is_empty: IsEmpty) -> None:
+def test_a_sink_that_fails_ends_the_run_with_its_error(
+    virtually: Virtually[None], is_empty: IsEmpty
+) -> None:
     """A full disk is everybody's problem; no slot stays taken."""
 
     async def main() -> None:
@@ -373,11 +397,15 @@ def test_an_interrupt_leaves_nothing(anyio_backend: Backend) -> None:
             stats = graph.stats()
             print(type(error).__name__, inside, stats.rollouts_in_flight, stats.engines["draft"].in_use)
     """)
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(3)] == ["busy\n"] * 3
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
-            time.sleep(0.01)  # trio raises the interrupt wherever it finds our code running: let all be asleep
+            time.sleep(
+                0.01
+            )  # trio raises the interrupt wherever it finds our code running: let all be asleep
         os.kill(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=120)
     assert said.split()[1:] == ["0", "0", "0"]

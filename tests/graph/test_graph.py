@@ -60,7 +60,9 @@ def problems(count: int) -> list[Named]:
 # order and bounds
 
 
-def test_results_keep_order_while_events_stream(virtually: Virtually[list[list[int | None]]]) -> None:
+def test_results_keep_order_while_events_stream(
+    virtually: Virtually[list[list[int | None]]],
+) -> None:
     """Later samples end first, and are told first; the lists are in the order asked all the same."""
     told: list[object] = []
 
@@ -95,7 +97,9 @@ def test_times_and_edges_of_a_straight_line(virtually: Virtually[None]) -> None:
         async def solve(problem: Named, scope: ProblemScope) -> None:
             await scope.rollouts(rollout, 2)
 
-        graph = Graph(limits={"draft": Limit(1), "target": Limit(1, 10)}, sink=recording, first_node=100)
+        graph = Graph(
+            limits={"draft": Limit(1), "target": Limit(1, 10)}, sink=recording, first_node=100
+        )
         await graph.run(problems(1), solve)
         stats = graph.stats()
         assert (stats.seconds, stats.nodes, stats.engines["target"].busy_seconds) == (8.0, 4, 6.0)
@@ -111,7 +115,10 @@ def test_times_and_edges_of_a_straight_line(virtually: Virtually[None]) -> None:
     ]
     assert [n.node for n in nodes] == [100, 101, 102, 103]
     assert [n.after for n in nodes] == [(), (), (100,), (101,)]
-    assert [(span.sample, span.status, span.waited) for span in recording.rollouts] == [(0, "done", 0), (1, "done", 0)]
+    assert [(span.sample, span.status, span.waited) for span in recording.rollouts] == [
+        (0, "done", 0),
+        (1, "done", 0),
+    ]
 
 
 plans = st.lists(  # problems, of rollouts, of calls: (engine, tokens, seconds)
@@ -128,7 +135,9 @@ plans = st.lists(  # problems, of rollouts, of calls: (engine, tokens, seconds)
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(plan=plans, places=st.integers(1, 4), slots=st.integers(1, 3), tokens=st.integers(8, 12))
 def test_bounds_hold_and_nothing_is_idle(
     anyio_backend: Backend,
@@ -138,7 +147,9 @@ def test_bounds_hold_and_nothing_is_idle(
     slots: int,
     tokens: int,
 ) -> None:
-    """In every state: places, slots and tokens are within bounds, and a caller waits only because one is used up."""
+    """In every state: places, slots and tokens are within bounds, and a caller waits only because
+    one is used up.
+    """
     graph = Graph(rollouts=places, limits={"draft": Limit(slots), "target": Limit(slots, tokens)})
     waiting_for_tokens = 0
 
@@ -162,7 +173,9 @@ def test_bounds_hold_and_nothing_is_idle(
     async def solve(problem: Named, scope: ProblemScope) -> int:
         async def rollout(line: RolloutScope[int]) -> int:
             for engine, needs, seconds in plan[int(problem.id[1:])][line.sample]:
-                await line.call("step", work, seconds, engine=engine, tokens=needs if engine == "target" else 0)
+                await line.call(
+                    "step", work, seconds, engine=engine, tokens=needs if engine == "target" else 0
+                )
             return line.sample
 
         return len(await scope.rollouts(rollout, len(plan[int(problem.id[1:])])))
@@ -173,7 +186,9 @@ def test_bounds_hold_and_nothing_is_idle(
 
 
 def test_problems_are_opened_when_there_is_room(virtually: Virtually[None]) -> None:
-    """The next problem is pulled only when no rollout waits, so a million of them cost nothing in advance."""
+    """The next problem is pulled only when no rollout waits, so a million of them cost nothing in
+    advance.
+    """
     pulled = 0
 
     def endless() -> Iterator[Named]:
@@ -202,7 +217,9 @@ def test_problems_are_opened_when_there_is_room(virtually: Virtually[None]) -> N
 
 
 def test_problems_that_conclude_slowly_hold_back_the_next(virtually: Virtually[int]) -> None:
-    """Whatever comes after the rollouts and is slower than they are: four rollouts for every place wait, no more."""
+    """Whatever comes after the rollouts and is slower than they are: four rollouts for every place
+    wait, no more.
+    """
 
     async def main() -> int:
         waiting = most = 0
@@ -224,10 +241,14 @@ def test_problems_that_conclude_slowly_hold_back_the_next(virtually: Virtually[i
         assert [result.status for result in results] == ["done"] * 12
         return most
 
-    assert virtually(main) == 4 + 1  # the last one was in flight; by their number alone eight might be open
+    assert (
+        virtually(main) == 4 + 1
+    )  # the last one was in flight; by their number alone eight might be open
 
 
-def test_places_go_to_older_problems_first_and_priority_before_that(virtually: Virtually[list[str]]) -> None:
+def test_places_go_to_older_problems_first_and_priority_before_that(
+    virtually: Virtually[list[str]],
+) -> None:
     """With one place, rollouts run by problem and sample, but urgent ones overtake those that wait."""
 
     async def main() -> list[str]:
@@ -275,7 +296,9 @@ def test_calls_are_served_by_priority_then_in_order(virtually: Virtually[list[in
         async def solve(problem: Named, scope: ProblemScope) -> None:
             async def rollout(line: RolloutScope[None]) -> None:
                 await line.call("draft", anyio.sleep, 0.1 * line.sample)
-                await line.call("score", work, line.sample, engine="target", priority=line.sample % 2)
+                await line.call(
+                    "score", work, line.sample, engine="target", priority=line.sample % 2
+                )
 
             await scope.rollouts(rollout, 6)
 
@@ -285,8 +308,12 @@ def test_calls_are_served_by_priority_then_in_order(virtually: Virtually[list[in
     assert virtually(main) == [0, 2, 4, 1, 3, 5]
 
 
-def test_a_rollout_keeps_the_context_of_whoever_asked_for_it(virtually: Virtually[list[str]]) -> None:
-    """A rollout that frees a place does not leak its context variables into the rollout that takes it."""
+def test_a_rollout_keeps_the_context_of_whoever_asked_for_it(
+    virtually: Virtually[list[str]],
+) -> None:
+    """A rollout that frees a place does not leak its context variables into the rollout that takes
+    it.
+    """
     name: ContextVar[str] = ContextVar("name", default="")
 
     async def main() -> list[str]:
@@ -301,13 +328,21 @@ def test_a_rollout_keeps_the_context_of_whoever_asked_for_it(virtually: Virtuall
 
             return [result.value or "" for result in await scope.rollouts(rollout, 2)]
 
-        return [seen for result in await Graph(rollouts=1).run(problems(2), solve) for seen in result.value or []]
+        return [
+            seen
+            for result in await Graph(rollouts=1).run(problems(2), solve)
+            for seen in result.value or []
+        ]
 
     assert virtually(main) == ["p0", "p0", "p1", "p1"]
 
 
-def test_memory_does_not_grow_with_the_number_of_problems(anyio_backend: Backend, tmp_path: Path) -> None:
-    """With a sink that writes to disk and results that are not kept, more problems need no more memory."""
+def test_memory_does_not_grow_with_the_number_of_problems(
+    anyio_backend: Backend, tmp_path: Path
+) -> None:
+    """With a sink that writes to disk and results that are not kept, more problems need no more
+    memory.
+    """
     import tracemalloc
 
     def peak(count: int) -> int:
@@ -320,8 +355,14 @@ def test_memory_does_not_grow_with_the_number_of_problems(anyio_backend: Backend
 
         async def main() -> None:
             with (tmp_path / "log").open("w") as log:
-                graph = Graph(rollouts=16, limits={"draft": Limit(8)}, sink=lambda event: log.write(f"{event}\n"))
-                await graph.drive((Named(f"p{n}") for n in range(count)), solve, lambda result: None)
+                graph = Graph(
+                    rollouts=16,
+                    limits={"draft": Limit(8)},
+                    sink=lambda event: log.write(f"{event}\n"),
+                )
+                await graph.drive(
+                    (Named(f"p{n}") for n in range(count)), solve, lambda result: None
+                )
 
         tracemalloc.start()
         try:
@@ -342,7 +383,9 @@ class Boom(RuntimeError):
 
 
 def test_a_failed_rollout_sinks_no_sibling(virtually: Virtually[None]) -> None:
-    """It is recorded with its error and what it had saved; everybody else ends as if nothing had happened."""
+    """It is recorded with its error and what it had saved; everybody else ends as if nothing had
+    happened.
+    """
     recording = Recording()
 
     async def main() -> None:
@@ -367,15 +410,22 @@ def test_a_failed_rollout_sinks_no_sibling(virtually: Virtually[None]) -> None:
         assert isinstance((result.value or [])[1].error, Boom)
 
     virtually(main)
-    assert [span.error for span in recording.rollouts if span.status == "failed"] == ["Boom: bad luck"]
+    assert [span.error for span in recording.rollouts if span.status == "failed"] == [
+        "Boom: bad luck"
+    ]
 
 
 def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) -> None:
-    """A retryable error costs a wait and another node; one that is not is final; each attempt frees its slot."""
+    """A retryable error costs a wait and another node; one that is not is final; each attempt frees
+    its slot.
+    """
     recording = Recording()
 
     async def main() -> None:
-        failures = {"flaky": [EngineTimeout("draft", "late")] * 2, "dead": [EngineTimeout("draft", "late")] * 9}
+        failures = {
+            "flaky": [EngineTimeout("draft", "late")] * 2,
+            "dead": [EngineTimeout("draft", "late")] * 9,
+        }
 
         async def work(name: str) -> str:
             await anyio.sleep(1.0)
@@ -391,10 +441,15 @@ def test_a_call_is_tried_again_as_the_policy_says(virtually: Virtually[None]) ->
 
         policy = RetryPolicy(calls=3, delay_seconds=1.0)
         graph = Graph(limits={"draft": Limit(1)}, policy=policy, sink=recording)
-        assert [r.value for r in await graph.run(problems(1), solve)] == [["done", "failed", "done"]]
+        assert [r.value for r in await graph.run(problems(1), solve)] == [
+            ["done", "failed", "done"]
+        ]
 
     virtually(main)
-    by_sample = {s: sorted((n for n in recording.nodes() if n.sample == s), key=lambda n: n.node) for s in range(3)}
+    by_sample = {
+        s: sorted((n for n in recording.nodes() if n.sample == s), key=lambda n: n.node)
+        for s in range(3)
+    }
     assert [n.status for n in by_sample[0]] == ["failed", "failed", "done"]
     assert [n.attempt for n in by_sample[1]] == [0, 1, 2]
     assert [n.status for n in by_sample[1]] == ["failed"] * 3
@@ -428,7 +483,9 @@ def test_a_rollout_is_tried_again_from_what_it_saved(virtually: Virtually[None])
     virtually(main)
 
 
-def test_an_error_that_meets_everybody_ends_the_run(virtually: Virtually[None], is_empty: IsEmpty) -> None:
+def test_an_error_that_meets_everybody_ends_the_run(
+    virtually: Virtually[None], is_empty: IsEmpty
+) -> None:
     """Wrong usage is raised as itself, at once, with nothing left behind."""
 
     async def main() -> None:
@@ -451,7 +508,9 @@ def test_an_error_that_meets_everybody_ends_the_run(virtually: Virtually[None], 
 
 
 def test_a_run_is_given_up_when_everything_fails(virtually: Virtually[None]) -> None:
-    """A lost server ends the run with its own error instead of failing a thousand rollouts one by one."""
+    """A lost server ends the run with its own error instead of failing a thousand rollouts one by
+    one.
+    """
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> None:
@@ -533,13 +592,19 @@ def test_unknown_engines_and_impossible_bounds_are_refused(virtually: Virtually[
             make()
 
 
-def test_a_call_that_can_never_fit_fails_alone(virtually: Virtually[None], is_empty: IsEmpty) -> None:
-    """Too many KV tokens is that rollout's failure; its siblings, also those behind it in the queue, go on."""
+def test_a_call_that_can_never_fit_fails_alone(
+    virtually: Virtually[None], is_empty: IsEmpty
+) -> None:
+    """Too many KV tokens is that rollout's failure; its siblings, also those behind it in the
+    queue, go on.
+    """
 
     async def main() -> None:
         async def solve(problem: Named, scope: ProblemScope) -> list[RolloutResult[None]]:
             async def rollout(line: RolloutScope[None]) -> None:
-                await line.call("score", anyio.sleep, 1.0, engine="target", tokens=[6, 11, 6][line.sample])
+                await line.call(
+                    "score", anyio.sleep, 1.0, engine="target", tokens=[6, 11, 6][line.sample]
+                )
 
             return await scope.rollouts(rollout, 3)
 
@@ -558,7 +623,9 @@ def test_a_call_that_can_never_fit_fails_alone(virtually: Virtually[None], is_em
 
 
 def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> None:
-    """Each round gives every member's value; the next node waited for all nodes of the round and for nothing else."""
+    """Each round gives every member's value; the next node waited for all nodes of the round and
+    for nothing else.
+    """
     recording = Recording()
 
     async def main() -> float:
@@ -574,7 +641,9 @@ def test_rounds_wait_for_exactly_their_members(virtually: Virtually[float]) -> N
 
         graph = Graph(rollouts=3, sink=recording)
         (result,) = await graph.run(problems(1), solve)
-        first, second, third = {0: 0, 1: 10, 2: 20}, {1: 11, 2: 21}, {2: 22}
+        first = {0: 0, 1: 10, 2: 20}
+        second = {1: 11, 2: 21}
+        third = {2: 22}
         assert result.value == [[first], [first, second], [first, second, third]]
         return graph.stats().sibling_seconds
 
@@ -642,7 +711,9 @@ def test_without_rounds_no_edge_joins_siblings(virtually: Virtually[None]) -> No
 
 
 def test_calls_side_by_side_join_in_the_next_one(virtually: Virtually[None]) -> None:
-    """Two calls at once wait for the same node, and the next call for both; a cancelled one is waited for by none."""
+    """Two calls at once wait for the same node, and the next call for both; a cancelled one is
+    waited for by none.
+    """
     recording = Recording()
 
     async def main() -> None:
@@ -652,7 +723,10 @@ def test_calls_side_by_side_join_in_the_next_one(virtually: Virtually[None]) -> 
                 return stage
 
             await scope.call("a", anyio.sleep, 1.0)
-            assert await tasks.collect([lambda: side("b", 2.0), lambda: side("c", 1.0)]) == ["b", "c"]
+            assert await tasks.collect([lambda: side("b", 2.0), lambda: side("c", 1.0)]) == [
+                "b",
+                "c",
+            ]
             with anyio.move_on_after(0.5):
                 await scope.call("d", anyio.sleep, 9.0)
             await scope.call("e", anyio.sleep, 1.0)
@@ -679,7 +753,9 @@ def test_edges_from_the_journal_are_the_live_ones(
     live = Recording()
 
     async def main() -> None:
-        async with open_journal(tmp_path / "run", Manifest(), JournalOptions(durability="close")) as journal:
+        async with open_journal(
+            tmp_path / "run", Manifest(), JournalOptions(durability="close")
+        ) as journal:
 
             def sink(event: object) -> None:
                 live(event)
@@ -693,7 +769,9 @@ def test_edges_from_the_journal_are_the_live_ones(
                         if admit == "together":
                             await line.meet(None)
 
-                await scope.rollouts(rollout, 3, admit="together" if admit == "together" else "each")
+                await scope.rollouts(
+                    rollout, 3, admit="together" if admit == "together" else "each"
+                )
 
             await Graph(rollouts=4, limits={"draft": Limit(2)}, sink=sink).run(problems(3), solve)
 
@@ -711,7 +789,8 @@ def test_a_graph_may_run_again_and_be_shared(virtually: Virtually[None], is_empt
     """CallSpan ids go on, and two runs at once stay within the bounds of the one graph they share."""
 
     async def main() -> None:
-        recording, most = Recording(), 0
+        recording = Recording()
+        most = 0
 
         async def solve(problem: Named, scope: ProblemScope) -> int:
             async def rollout(line: RolloutScope[int]) -> int:
@@ -724,7 +803,9 @@ def test_a_graph_may_run_again_and_be_shared(virtually: Virtually[None], is_empt
 
         graph = Graph(rollouts=3, sink=recording)
         assert [r.value for r in await graph.run(problems(2), solve)] == [4, 4]
-        both = await tasks.collect([lambda: graph.run(problems(3), solve), lambda: graph.run(problems(2), solve)])
+        both = await tasks.collect(
+            [lambda: graph.run(problems(3), solve), lambda: graph.run(problems(2), solve)]
+        )
         assert [[r.value for r in results] for results in both] == [[4, 4, 4], [4, 4]]
         assert most == 3
         assert sorted(n.node for n in recording.nodes()) == list(range(28))

@@ -15,7 +15,9 @@ from atts.graph.trace import trace_events
 from atts.spans import CallSpan
 
 
-def node(number: int, sample: int, start: float, end: float, after: tuple[int, ...] = (), **other: Any) -> CallSpan:
+def node(
+    number: int, sample: int, start: float, end: float, after: tuple[int, ...] = (), **other: Any
+) -> CallSpan:
     """A node of one problem that neither waited nor queued, unless told otherwise."""
     base = CallSpan(number, "draft", "draft", "p", sample, 0, start, start, start, end, after)
     return replace(base, **other)
@@ -36,7 +38,11 @@ def test_a_run_is_taken_apart() -> None:
         assert found.busy_seconds == {"draft": 7.0, "target": 4.0}
         assert found.critical_path.nodes == (1, 3, 4)
         assert found.critical_path.seconds == 8.5
-        assert (found.arithmetic_seconds, found.memory_seconds, found.sibling_seconds) == (1.0, 10.0, 3.0)
+        assert (found.arithmetic_seconds, found.memory_seconds, found.sibling_seconds) == (
+            1.0,
+            10.0,
+            3.0,
+        )
         assert found.intensity == pytest.approx(1 / 13)
         score = found.stages["score"]
         assert (score.nodes, score.wait, score.queue, score.compute) == (2, 3.0, 0.5, 1.0)
@@ -60,7 +66,9 @@ def load(nodes: Iterable[CallSpan]) -> list[dict[str, Any]]:
 
 
 def test_a_trace_shows_slots_rollouts_and_waiting() -> None:
-    """Calls on rows of their engine, the same calls on their rollout's row, arrows where edges cross."""
+    """Calls on rows of their engine, the same calls on their rollout's row, arrows where edges
+    cross.
+    """
     nodes = [
         node(0, 0, 1.0, 2.0),
         node(1, 1, 1.0, 4.0),
@@ -68,7 +76,11 @@ def test_a_trace_shows_slots_rollouts_and_waiting() -> None:
     ]
     events = load(nodes)
     names = {e["pid"]: e["args"] for e in events if e["name"] == "process_name"}
-    assert names == {1: {"name": "rollouts"}, 2: {"name": "engine draft"}, 3: {"name": "engine target"}}
+    assert names == {
+        1: {"name": "rollouts"},
+        2: {"name": "engine draft"},
+        3: {"name": "engine target"},
+    }
     slices = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
     assert slices == [
         (2, 0, "draft p/0 turn 0", 0.0, 1e6),
@@ -84,13 +96,17 @@ def test_a_trace_shows_slots_rollouts_and_waiting() -> None:
     assert arrows == [("s", "1-2", 0, 3e6), ("f", "1-2", 1, 3e6)]
     (args,) = [e["args"] for e in events if e["pid"] == 3 and e["ph"] == "X"]
     assert args == {**asdict(nodes[2]), "after": [0, 1]}
-    assert load([]) == [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "rollouts"}}]
+    assert load([]) == [
+        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "rollouts"}}
+    ]
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20), st.integers(0, 5)), max_size=30))
 def test_rows_never_overlap_and_are_as_few_as_can_be(calls: list[tuple[int, int, int]]) -> None:
-    """An engine has as many rows as it ever had calls at once, and one row shows one call at a time."""
+    """An engine has as many rows as it ever had calls at once, and one row shows one call at a
+    time.
+    """
     nodes = [node(n, s, start, start + length) for n, (start, length, s) in enumerate(calls)]
     rows: dict[int, list[tuple[float, float]]] = {}
     for event in trace_events(nodes):

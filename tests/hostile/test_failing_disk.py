@@ -1,4 +1,6 @@
-"""Disks and memory that fail at every call of a writer in turn, and writes that a loss of power leaves in any order."""
+"""Disks and memory that fail at every call of a writer in turn, and writes that a loss of power
+leaves in any order.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,16 @@ REFUSALS: dict[str, Fault] = {
 def plan() -> Plan:
     """Few and short rollouts with a frozen gate: a run of about thirty lines."""
     policy = Policy(samples=2, turns=2, chunking=Chunking(12, 12, ()), early_stop="none")
-    draft, target = ScriptedEngine("draft"), ScriptedEngine("target")
+    draft = ScriptedEngine("draft")
+    target = ScriptedEngine("target")
     return Plan(draft, target, policy, ThresholdGate(1.3), Answers(toy_answer, toy_groups))
 
 
 def evaluated(directory: Path, journal: JournalOptions | None = None) -> dict[str, Any]:
     """A run, or what is left of one: each problem's answer and votes, by the journal."""
-    options = RunOptions(directory, journal=journal or JournalOptions(durability="close"), signals="ignore")
+    options = RunOptions(
+        directory, journal=journal or JournalOptions(durability="close"), signals="ignore"
+    )
     anyio.run(evaluate, PROBLEMS, plan(), options)
     return told(directory / JOURNAL)
 
@@ -84,11 +89,15 @@ class Nth:
 
 
 class Failing(FileIO):
-    """An append-only file, of whose writes one fails, before anything or after some bytes, and all after it too."""
+    """An append-only file, of whose writes one fails, before anything or after some bytes, and all
+    after it too.
+    """
 
     def __init__(self, path: Path, nth: Nth, part: float) -> None:
         super().__init__(path, "ab")
-        self._nth, self._part, self._is_broken = nth, part, False
+        self._nth = nth
+        self._part = part
+        self._is_broken = False
 
     def write(self, data: Any, /) -> int:
         """Write, or as much as there is room for."""
@@ -105,7 +114,8 @@ class Failing(FileIO):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int]:
     """What an undisturbed run tells, and how many writes it takes."""
-    nth, folder = Nth(0, None), tmp_path_factory.mktemp("whole")
+    nth = Nth(0, None)
+    folder = tmp_path_factory.mktemp("whole")
     journal = JournalOptions(durability="close", opener=lambda path: Failing(path, nth, 1.0))
     return evaluated(folder / "run", journal), nth.calls
 
@@ -115,12 +125,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], int
 def test_a_journal_goes_on_after_any_write_that_failed(
     refusal: str, part: float, whole: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    """At every write: a short one changes nothing, any other ends the run in words; then it goes on as ever."""
+    """At every write: a short one changes nothing, any other ends the run in words; then it goes on
+    as ever.
+    """
     expected, writes = whole
-    ways = [(name, share) for name in REFUSALS for share in (0.0, 0.6)]  # each of which meets its part of the writes
+    ways = [
+        (name, share) for name in REFUSALS for share in (0.0, 0.6)
+    ]  # each of which meets its part of the writes
     way = ways.index((refusal, part)) if refusal in REFUSALS else int(5 * part)
-    for number in range(1, writes + 1) if os.environ.get("ATTS_FUZZ") else range(1 + way, writes + 1, len(ways)):
-        nth, run = Nth(number, REFUSALS.get(refusal)), tmp_path / f"run {number}"
+    for number in (
+        range(1, writes + 1)
+        if os.environ.get("ATTS_FUZZ")
+        else range(1 + way, writes + 1, len(ways))
+    ):
+        nth = Nth(number, REFUSALS.get(refusal))
+        run = tmp_path / f"run {number}"
         journal = JournalOptions(durability="close", opener=partial(Failing, nth=nth, part=part))
         if refusal == "short write":
             assert evaluated(run, journal) == expected
@@ -134,11 +153,17 @@ def test_a_journal_goes_on_after_any_write_that_failed(
 
 @pytest.mark.parametrize("refusal", [MemoryError, KeyboardInterrupt, ValueError])
 def test_no_line_follows_one_that_was_counted_and_not_written(
-    refusal: type[BaseException], whole: tuple[dict[str, Any], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refusal: type[BaseException],
+    whole: tuple[dict[str, Any], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What goes wrong between a line's number and its bytes ends the writing: else all that follows is unreadable."""
+    """What goes wrong between a line's number and its bytes ends the writing: else all that follows
+    is unreadable.
+    """
     expected, _ = whole
-    nth, proper = Nth(9, None), LineWriter.lines
+    nth = Nth(9, None)
+    proper = LineWriter.lines
 
     def lines(self: LineWriter, *rest: Any) -> bytes:
         made = proper(self, *rest)
@@ -154,7 +179,18 @@ def test_no_line_follows_one_that_was_counted_and_not_written(
     assert evaluated(tmp_path / "run") == expected
 
 
-CALLS = ("open", "fsync", "replace", "truncate", "ftruncate", "pwrite", "fstat", "lstat", "chmod", "scandir")
+CALLS = (
+    "open",
+    "fsync",
+    "replace",
+    "truncate",
+    "ftruncate",
+    "pwrite",
+    "fstat",
+    "lstat",
+    "chmod",
+    "scandir",
+)
 """What the writers of files ask of the system, by the names under which they do."""
 
 
@@ -191,9 +227,14 @@ SNAPSHOT: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 @pytest.mark.parametrize("kind", SNAPSHOT)
-def test_a_file_that_is_replaced_is_whole_at_any_failure(kind: str, refusal: str, tmp_path: Path) -> None:
-    """At each of the writer's calls in turn: an error in words, the old file or the new one, and no litter."""
-    write, path = SNAPSHOT[kind], tmp_path / "file"
+def test_a_file_that_is_replaced_is_whole_at_any_failure(
+    kind: str, refusal: str, tmp_path: Path
+) -> None:
+    """At each of the writer's calls in turn: an error in words, the old file or the new one, and no
+    litter.
+    """
+    write = SNAPSHOT[kind]
+    path = tmp_path / "file"
     write(path)
     new = path.read_bytes()
     for number in range(1, 30):
@@ -223,10 +264,13 @@ def _refusal(act: Callable[[], object]) -> BaseException | None:
 def test_a_run_goes_on_after_any_refusal_of_the_system(
     refusal: str, whole: tuple[dict[str, Any], int], tmp_path: Path
 ) -> None:
-    """At every call that the writers of a run directory make, one of the two, in a new run and in one that goes on."""
+    """At every call that the writers of a run directory make, one of the two, in a new run and in
+    one that goes on.
+    """
     expected, _ = whole
     for number in range(1 + (refusal == "no memory"), 200, 2):
-        run, nth = tmp_path / f"run {number}", Nth(number, REFUSALS[refusal])
+        run = tmp_path / f"run {number}"
+        nth = Nth(number, REFUSALS[refusal])
         with failing_system(nth):
             refused = _refusal(partial(evaluated, run, JournalOptions(durability="always")))
         assert isinstance(refused, StorageError | MemoryError | None), refused
@@ -239,7 +283,9 @@ def test_a_run_goes_on_after_any_refusal_of_the_system(
 
 @dataclass(slots=True)
 class Reordered:
-    """A journal's disk: what was synced, and every write after that, of which a loss of power leaves any."""
+    """A journal's disk: what was synced, and every write after that, of which a loss of power
+    leaves any.
+    """
 
     synced: bytes = b""
     late: list[tuple[int, bytes]] = field(default_factory=list[tuple[int, bytes]])
@@ -253,7 +299,9 @@ class Reordered:
         self.seen.append((self.synced, tuple(self.late)))
 
     def left(self, number: int, draws: random.Random) -> bytes:
-        """After write `number`: what was synced, some of the later writes, zeros where others are missing."""
+        """After write `number`: what was synced, some of the later writes, zeros where others are
+        missing.
+        """
         synced, late = self.seen[number]
         kept = [write for write in late if draws.random() < 0.6]
         size = max([len(synced), *(place + len(data) for place, data in kept)])
@@ -282,21 +330,32 @@ class Watched(FileIO):
 
 @pytest.mark.parametrize("durability", ["always", "close"])
 def test_what_a_power_loss_leaves_in_any_order_goes_on_or_is_salvaged(
-    durability: Any, whole: tuple[dict[str, Any], int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    durability: Any,
+    whole: tuple[dict[str, Any], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Any subset of what was not synced survives: it goes on at once, or is refused in words and saved."""
+    """Any subset of what was not synced survives: it goes on at once, or is refused in words and
+    saved.
+    """
     expected, _ = whole
-    disk, proper = Reordered(), os.fsync
+    disk = Reordered()
+    proper = os.fsync
 
     def fsync(handle: int) -> None:
         proper(handle)
         if os.path.samestat(os.fstat(handle), (tmp_path / "run" / JOURNAL).stat()):
-            disk.synced, disk.late = (tmp_path / "run" / JOURNAL).read_bytes(), []
+            disk.synced = (tmp_path / "run" / JOURNAL).read_bytes()
+            disk.late = []
 
     monkeypatch.setattr(os, "fsync", fsync)
-    evaluated(tmp_path / "run", JournalOptions(durability=durability, opener=lambda path: Watched(path, disk)))
+    evaluated(
+        tmp_path / "run",
+        JournalOptions(durability=durability, opener=lambda path: Watched(path, disk)),
+    )
     monkeypatch.setattr(os, "fsync", proper)
-    draws, manifest = random.Random(17), (tmp_path / "run" / "manifest.json").read_bytes()
+    draws = random.Random(17)
+    manifest = (tmp_path / "run" / "manifest.json").read_bytes()
     salvaged = went_on = 0
     count = int(os.environ.get("ATTS_FUZZ", "40"))
     for number in range(count):
@@ -314,7 +373,8 @@ def test_what_a_power_loss_leaves_in_any_order_goes_on_or_is_salvaged(
             nothing = _refusal(partial(salvage, damaged, folder))
             assert nothing is None or "not one line" in str(nothing)
             evaluated(folder)
-        salvaged, went_on = salvaged + (refused is not None), went_on + (refused is None)
+        salvaged = salvaged + (refused is not None)
+        went_on = went_on + (refused is None)
         assert told(folder / JOURNAL) == expected
     assert went_on
     assert salvaged or durability == "always"

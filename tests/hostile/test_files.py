@@ -1,4 +1,6 @@
-"""Hostile places for output and input: devices, pipes, sockets, directories, links; bombs and lies in data files."""
+"""Hostile places for output and input: devices, pipes, sockets, directories, links; bombs and lies
+in data files.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run, and scores beside it."""
     place = tmp_path_factory.mktemp("recorded")
     assert run(("eval", "arithmetic[:1]", *SCRIPTED, "--out", str(place / "run"))) == 0
-    (place / "scores.jsonl").write_text("\n".join(json.dumps({"score": 1.5 + number / 8}) for number in range(9)))
+    (place / "scores.jsonl").write_text(
+        "\n".join(json.dumps({"score": 1.5 + number / 8}) for number in range(9))
+    )
     return place
 
 
@@ -89,7 +93,9 @@ def test_no_output_replaces_what_is_no_file(
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_here_is_no_file(name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch) -> None:
+def test_here_is_no_file(
+    name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch
+) -> None:
     """`.` and nothing at all are refused in words; /dev/null stays a device."""
     monkeypatch.chdir(tmp_path)
     for out in (".", "", "..", "/dev/null", "/dev/full"):
@@ -114,7 +120,9 @@ def test_a_link_stays_and_its_target_is_written(name: str, recorded: Path, tmp_p
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_dash_is_standard_output(name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch) -> None:
+def test_a_dash_is_standard_output(
+    name: str, recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch
+) -> None:
     """The same bytes as in a file, and nothing but them."""
     monkeypatch.chdir(tmp_path)
     assert writes(name, recorded, "file") == 0
@@ -124,7 +132,9 @@ def test_a_dash_is_standard_output(name: str, recorded: Path, tmp_path: Path, ca
     assert os.listdir() == ["file"]
 
 
-def test_a_run_is_kept_in_a_directory(recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch) -> None:
+def test_a_run_is_kept_in_a_directory(
+    recorded: Path, tmp_path: Path, capsys: Said, monkeypatch: Patch
+) -> None:
     """Neither standard output nor nothing is one."""
     monkeypatch.chdir(tmp_path)
     for out in ("-", ""):
@@ -175,7 +185,9 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path, recorded: Path, cap
     manifest = (recorded / "run" / "manifest.json").read_bytes()
     (tmp_path / "manifest.json").write_bytes(manifest)
     (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "journal.jsonl").write_bytes((recorded / "run" / "journal.jsonl").read_bytes())
+    (tmp_path / "half" / "journal.jsonl").write_bytes(
+        (recorded / "run" / "journal.jsonl").read_bytes()
+    )
     for pipe in ("in.jsonl", "in.json", "in.npy", "in.toml", "journal.jsonl", "half/manifest.json"):
         os.mkfifo(tmp_path / pipe)
     code, words = READERS[name]
@@ -208,8 +220,21 @@ def test_a_state_is_read_by_type(tmp_path: Path) -> None:
     state = StoredScores.of([1.5, 2.0], 2).state()
     assert StoredScores.restore(state).scores == (1.5, 2.0)
     for name in ("scale", "fingerprint", "scores", "questions", "turns"):
-        for wrong in (None, True, 3, "x", [True, True], ["1.5", "2"], [[1], [2]], {"a": 1}, [-1, 2], [1.5]):
-            if (name, type(wrong)) in (("fingerprint", dict), ("questions", list)) and wrong != [1.5]:
+        for wrong in (
+            None,
+            True,
+            3,
+            "x",
+            [True, True],
+            ["1.5", "2"],
+            [[1], [2]],
+            {"a": 1},
+            [-1, 2],
+            [1.5],
+        ):
+            if (name, type(wrong)) in (("fingerprint", dict), ("questions", list)) and wrong != [
+                1.5
+            ]:
                 continue
             with pytest.raises(CalibrationInputError):
                 StoredScores.restore({**state, name: wrong})
@@ -264,13 +289,23 @@ def test_a_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_parquet_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few kilobytes that repeat one value in every row, or hold a long one, are read up to the limit."""
+    """A few kilobytes that repeat one value in every row, or hold a long one, are read up to the
+    limit.
+    """
     pyarrow: Any = pytest.importorskip("pyarrow")
     parquet: Any = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr("atts.evaluators.datasets.rows._MOST_BYTES", 1 << 20)
     path = tmp_path / "in.parquet"
-    for text, rows in (("x" * 4_000, 4_000), ("y" * (4 << 20), 1), ("1", 100_000), ("z" * (1 << 19), 64)):
-        columns = {"problem": pyarrow.array([text] * rows).dictionary_encode(), "answer": ["1"] * rows}
+    for text, rows in (
+        ("x" * 4_000, 4_000),
+        ("y" * (4 << 20), 1),
+        ("1", 100_000),
+        ("z" * (1 << 19), 64),
+    ):
+        columns = {
+            "problem": pyarrow.array([text] * rows).dictionary_encode(),
+            "answer": ["1"] * rows,
+        }
         parquet.write_table(pyarrow.table(columns), path, compression="zstd")
         assert path.stat().st_size < 100_000
         pool = pyarrow.default_memory_pool()
@@ -278,12 +313,22 @@ def test_a_parquet_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(DatasetError, match="more than 1 MiB"):
             load_dataset(str(path))
         assert pool.bytes_allocated() - before < 16 << 20
-    parquet.write_table(pyarrow.table({"problem": ["1 + 1?"] * 3, "id": ["a", "b", "c"], "answer": ["2"] * 3}), path)
+    parquet.write_table(
+        pyarrow.table({"problem": ["1 + 1?"] * 3, "id": ["a", "b", "c"], "answer": ["2"] * 3}), path
+    )
     assert [problem.answer for problem in load_dataset(str(path)).problems] == ["2"] * 3
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, '{"problem": NaN}', '{"problem": "\\ud800", "answer": "1"}', "9" * 5000, "\x00", "true"]
+    "text",
+    [
+        "[" * 100_000,
+        '{"problem": NaN}',
+        '{"problem": "\\ud800", "answer": "1"}',
+        "9" * 5000,
+        "\x00",
+        "true",
+    ],
 )
 def test_rows_that_are_none_are_refused(text: str, tmp_path: Path) -> None:
     """Too deep, half a character, no object."""
@@ -298,8 +343,12 @@ NAMES = ("a\x00b", "\ud800", "n" * 5000)
 
 
 @pytest.mark.parametrize("name", NAMES, ids=["nothing in it", "half a character", "too long"])
-def test_names_that_no_file_can_have_are_refused(name: str, recorded: Path, tmp_path: Path, capsys: Said) -> None:
-    """Where a configuration brings them, and on the command line: words and an exit code, for whatever is named."""
+def test_names_that_no_file_can_have_are_refused(
+    name: str, recorded: Path, tmp_path: Path, capsys: Said
+) -> None:
+    """Where a configuration brings them, and on the command line: words and an exit code, for
+    whatever is named.
+    """
     (tmp_path / "c.toml").write_text(f"out = {json.dumps(name)}") if name != "\ud800" else None
     scripted = ["--draft", "scripted", "--target", "scripted", "--report", "none"]
     configured = ["eval", "arithmetic[:1]", *scripted, "--config", str(tmp_path / "c.toml")]
@@ -308,9 +357,18 @@ def test_names_that_no_file_can_have_are_refused(name: str, recorded: Path, tmp_
         ["eval", "arithmetic[:1]", *scripted, "--out", name],
         ["eval", name, *scripted, "--dry-run"],
         ["eval", "arithmetic[:1]", *scripted, "--scores", name, "--dry-run"],
-        *(["report", name], ["trace", name], ["replay", name], ["plan", name], ["journal", "check", name]),
+        *(
+            ["report", name],
+            ["trace", name],
+            ["replay", name],
+            ["plan", name],
+            ["journal", "check", name],
+        ),
         *(["compare", str(recorded), name], ["grade", name], ["datasets", "show", name]),
-        *(["report", str(recorded), "--out", name], ["calibration", "fit", str(recorded), "--out", name]),
+        *(
+            ["report", str(recorded), "--out", name],
+            ["calibration", "fit", str(recorded), "--out", name],
+        ),
     ):
         assert run(words) in (2, 4), words
         said = capsys.readouterr()
@@ -321,7 +379,10 @@ def test_names_that_no_file_can_have_are_refused(name: str, recorded: Path, tmp_
 def test_places_of_a_slice_are_numbers_of_some_length(capsys: Said) -> None:
     """Thousands of digits are no place in a dataset."""
     for name in ("arithmetic[" + "9" * 5000 + ":]", "arithmetic[:" + "9" * 5000 + "]"):
-        assert run(["eval", name, "--draft", "scripted", "--target", "scripted", "--dry-run"]) in (2, 4)
+        assert run(["eval", name, "--draft", "scripted", "--target", "scripted", "--dry-run"]) in (
+            2,
+            4,
+        )
         assert "report it" not in capsys.readouterr().err
 
 

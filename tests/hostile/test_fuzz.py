@@ -1,6 +1,8 @@
-"""Fuzzing with fixed seeds: whatever is said, read or replied ends in words and a documented exit code, no traceback.
+"""Fuzzing with fixed seeds: whatever is said, read or replied ends in words and a documented exit
+code, no traceback.
 
-`ATTS_FUZZ=n` makes n cases of each kind; a case is known by its number and made again from it alone.
+`ATTS_FUZZ=n` makes n cases of each kind; a case is known by its number and made again from it
+alone.
 """
 
 from __future__ import annotations
@@ -55,7 +57,13 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The way to every part of a JSON value."""
     if path:
         yield path
-    rows: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    rows: Any = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for name, part in rows:
         yield from places(part, (*path, name))
 
@@ -108,7 +116,9 @@ def checked(words: list[str], case: object, capsys: Said, counts: Counter[int]) 
 
 def report(kind: str, counts: Counter[int]) -> None:
     """How the cases ended."""
-    sys.stderr.write(f"fuzz: {counts.total()} {kind}, by exit code {dict(sorted(counts.items()))}\n")
+    sys.stderr.write(
+        f"fuzz: {counts.total()} {kind}, by exit code {dict(sorted(counts.items()))}\n"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -127,14 +137,33 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("ATTS_")]:
             patch.delenv(name)
-        assert run(("eval", "arithmetic[:2]", "--samples", "2", "--turns", "3", *SCRIPTED, "--out", str(out))) == 0
+        assert (
+            run(
+                (
+                    "eval",
+                    "arithmetic[:2]",
+                    "--samples",
+                    "2",
+                    "--turns",
+                    "3",
+                    *SCRIPTED,
+                    "--out",
+                    str(out),
+                )
+            )
+            == 0
+        )
     return out
 
 
 def toml(value: Any) -> str:
     """A value as TOML, or as what only looks like it."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(str(name))} = {toml(part)}" for name, part in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(str(name))} = {toml(part)}" for name, part in value.items())
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(map(toml, value)) + "]"
     return '""' if value is None else json.dumps(value, ensure_ascii=True)
@@ -151,7 +180,8 @@ def test_configurations(capsys: Said) -> None:
         rows = [f"{name} = {toml(draws.choice(VALUES))}" for name in keys]
         if draws.random() < 0.2:
             rows.insert(
-                draws.randrange(len(rows) + 1), draws.choice(("[", "[x]", "a.b = 1", "=", "\x00", "rate = 1\nrate = 2"))
+                draws.randrange(len(rows) + 1),
+                draws.choice(("[", "[x]", "a.b = 1", "=", "\x00", "rate = 1\nrate = 2")),
             )
         Path("c.toml").write_bytes("\n".join(rows).encode("utf-8", "surrogatepass"))
         checked(["config", "show", "--config", "c.toml"], number, capsys, counts)
@@ -176,7 +206,8 @@ NEVER = {"doctor", "probe", "solve"}
 
 def test_command_lines(recorded: Path, capsys: Said, tmp_path: Path) -> None:
     """Options of a command with any values in any order, missing and doubled ones among them."""
-    counts, commands = Counter[int](), sorted(COMMANDS.keys() - NEVER)
+    counts = Counter[int]()
+    commands = sorted(COMMANDS.keys() - NEVER)
     options = {command: vocabulary(command) for command in commands}
     shutil.copytree(recorded, "run")
     Path("mine.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n')
@@ -208,7 +239,11 @@ def test_command_lines(recorded: Path, capsys: Said, tmp_path: Path) -> None:
         for _ in range(draws.randrange(5)):
             word = str(draws.choice((*things, *things, *VALUES)))
             is_path_out_of_here = word.startswith(("/", "~", "..")) or "embedded" in word
-            words += [draws.choice(options[command])] if options[command] and draws.random() < 0.6 else []
+            words += (
+                [draws.choice(options[command])]
+                if options[command] and draws.random() < 0.6
+                else []
+            )
             words += ["x" if is_path_out_of_here else word]
         if command == "eval":
             words += [
@@ -226,7 +261,9 @@ def test_command_lines(recorded: Path, capsys: Said, tmp_path: Path) -> None:
         try:
             [word.encode("utf-8", "surrogateescape") for word in words]
         except UnicodeEncodeError:
-            words = [word.encode("utf-8", "replace").decode() for word in words]  # no system hands that over
+            words = [
+                word.encode("utf-8", "replace").decode() for word in words
+            ]  # no system hands that over
         if any("\0" in word for word in words):
             words = [word.replace("\0", "") for word in words]
         checked(words, number, capsys, counts)
@@ -235,7 +272,8 @@ def test_command_lines(recorded: Path, capsys: Said, tmp_path: Path) -> None:
 
 def chained(rows: list[dict[str, Any]]) -> bytes:
     """Journal lines of these rows, numbers and checksums put right."""
-    crc, lines = 0, list[bytes]()
+    crc = 0
+    lines = list[bytes]()
     for place, row in enumerate(rows):
         body = json.dumps({"n": place, **{name: part for name, part in row.items() if name not in ("n", "crc")}},
                           separators=(",", ":")).encode()[:-1]  # fmt: skip
@@ -248,7 +286,8 @@ def edited(rows: list[dict[str, Any]], draws: random.Random) -> list[dict[str, A
     """Lines changed, left out, doubled, exchanged, or cut off at the end."""
     rows = [dict(row) for row in rows]
     for _ in range(draws.choice((1, 1, 2, 3))):
-        at, to = draws.randrange(len(rows)), draws.randrange(len(rows))
+        at = draws.randrange(len(rows))
+        to = draws.randrange(len(rows))
         match draws.choice(("edit", "edit", "edit", "edit", "drop", "double", "swap", "cut")):
             case "edit":
                 rows[at] = mutated(rows[at], draws)
@@ -273,7 +312,8 @@ READERS = (
 
 def test_journals_with_valid_checksums(recorded: Path, capsys: Said) -> None:
     """Every reader of an edited journal, and the run that goes on with it."""
-    counts, resumed = Counter[int](), Counter[int]()
+    counts = Counter[int]()
+    resumed = Counter[int]()
     rows = list(map(json.loads, (recorded / JOURNAL).read_text().splitlines()))
     for number, draws in cases():
         folder = Path(f"run {number}")
@@ -281,8 +321,23 @@ def test_journals_with_valid_checksums(recorded: Path, capsys: Said) -> None:
         (folder / JOURNAL).write_bytes(chained(edited(rows, draws)))
         for reader in draws.sample(READERS, 2):
             command, *rest = reader.split(" --", 1)
-            checked([*command.split(), str(folder), *(f"--{rest[0]}".split() if rest else [])], number, capsys, counts)
-        words = ["eval", "arithmetic[:2]", "--samples", "2", "--turns", "3", *SCRIPTED, "--out", str(folder)]
+            checked(
+                [*command.split(), str(folder), *(f"--{rest[0]}".split() if rest else [])],
+                number,
+                capsys,
+                counts,
+            )
+        words = [
+            "eval",
+            "arithmetic[:2]",
+            "--samples",
+            "2",
+            "--turns",
+            "3",
+            *SCRIPTED,
+            "--out",
+            str(folder),
+        ]
         if checked(words, number, capsys, resumed) == 0:
             assert checked(["journal", "check", str(folder)], number, capsys, counts) == 0, number
         shutil.rmtree(folder)
@@ -304,8 +359,23 @@ def test_manifests_with_valid_checksums(recorded: Path, capsys: Said) -> None:
         (folder / "manifest.json").write_text(json.dumps(data))
         for reader in draws.sample(READERS, 2):
             command, *rest = reader.split(" --", 1)
-            checked([*command.split(), str(folder), *(f"--{rest[0]}".split() if rest else [])], number, capsys, counts)
-        words = ["eval", "arithmetic[:2]", "--samples", "2", "--turns", "3", *SCRIPTED, "--out", str(folder)]
+            checked(
+                [*command.split(), str(folder), *(f"--{rest[0]}".split() if rest else [])],
+                number,
+                capsys,
+                counts,
+            )
+        words = [
+            "eval",
+            "arithmetic[:2]",
+            "--samples",
+            "2",
+            "--turns",
+            "3",
+            *SCRIPTED,
+            "--out",
+            str(folder),
+        ]
         checked(words, number, capsys, counts)
         shutil.rmtree(folder)
     report("uses of edited manifests", counts)
@@ -317,7 +387,9 @@ def test_calibrator_states_with_valid_digests(tmp_path: Path) -> None:
     for _, draws in cases():
         calibrator = Calibrator(0.3, draws.choice(MODES), stored=[1.1, 1.2, 1.7, 2.0])
         for place in range(30):
-            calibrator.observe(calibrator.decide(1 + draws.random(), f"q{place % 3}", place % 2, 0, place ^ 1))
+            calibrator.observe(
+                calibrator.decide(1 + draws.random(), f"q{place % 3}", place % 2, 0, place ^ 1)
+            )
         calibrator.save(tmp_path / "state.json")
         state = json.loads((tmp_path / "state.json").read_text())
         state.pop("digest")
@@ -334,7 +406,8 @@ def test_calibrator_states_with_valid_digests(tmp_path: Path) -> None:
 
 def test_model_folders(tmp_path: Path) -> None:
     """Edited configurations and tokenizers are read as such, or refused by their name."""
-    ended, files = Counter[str](), ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json")
+    ended = Counter[str]()
+    files = ("config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json")
     here = [name for name in files if (model_path("draft") / name).is_file()]
     wholes = {name: json.loads((model_path("draft") / name).read_text()) for name in here}
     shutil.copytree(model_path("draft"), tmp_path / "model")

@@ -21,7 +21,9 @@ KEYS = (
 def test_a_key_in_the_place_of_a_name_is_refused_and_not_shown(
     engine: str, capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No run begins, no directory is made, nothing printed has it: also where it looks much like a name."""
+    """No run begins, no directory is made, nothing printed has it: also where it looks much like a
+    name.
+    """
     monkeypatch.chdir(tmp_path)
     for words in (["--dry-run"], ["--out", "run"])[: 2 if engine == KEYS[0] else 1]:
         assert run(["eval", "arithmetic[:1]", "--target", engine, *words]) == 2
@@ -31,7 +33,9 @@ def test_a_key_in_the_place_of_a_name_is_refused_and_not_shown(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_variable_that_is_not_set_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_variable_that_is_not_set_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """By its name; one that is set is read, in small letters too; the usual one may be missing."""
     monkeypatch.delenv("ATTS_API_KEY", raising=False)
     assert ApiKey().read() == ""
@@ -69,7 +73,9 @@ URLS = (
 @pytest.mark.parametrize("url", URLS)
 def test_what_is_no_url_is_said_in_words(url: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Before anything is asked, and without its control codes."""
-    for command in (["probe", url], ["eval", "arithmetic[:1]", "--draft", f"vllm:{url}"])[: 2 if url == URLS[0] else 1]:
+    for command in (["probe", url], ["eval", "arithmetic[:1]", "--draft", f"vllm:{url}"])[
+        : 2 if url == URLS[0] else 1
+    ]:
         assert run(command) == 2
         said = capfd.readouterr().err
         assert "URL" in said

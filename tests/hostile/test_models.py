@@ -1,4 +1,6 @@
-"""Hostile model folders: templates that break, ids that would take all memory, pipes in the place of files."""
+"""Hostile model folders: templates that break, ids that would take all memory, pipes in the place
+of files.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from atts.models import path
 from atts.tokenizing import ModelTokenizer
 
 TEMPLATES = (
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.getcwd() }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.getcwd() "
+                                                      "}}",
     "{{ '{0.__class__.__init__}'.format(raise_exception) }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}", "{{ 1 % 0 }}",
     "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "{% include '/etc/passwd' %}", "{% import 'os' as os %}", "{{ range(10 ** 12) | list }}", "{{ '%d' % 'x' }}",
@@ -40,7 +43,8 @@ BOMBS = (
 )  # fmt: skip
 ENDLESS = (
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ messages }}",
-    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor "
+    "%}",
     "{{ 3 ** (10 ** 9) }}",
 )
 
@@ -59,8 +63,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_template_that_breaks_is_refused_in_words(folder: Path, process: TemplateProcess) -> None:
-    """A template is a program in a sandbox: whatever it raises, the model is said to be unable, and nothing else."""
-    refused, tokenizer = 0, ModelTokenizer(folder, "mine")
+    """A template is a program in a sandbox: whatever it raises, the model is said to be unable, and
+    nothing else.
+    """
+    refused = 0
+    tokenizer = ModelTokenizer(folder, "mine")
     tokenizer._templates = process  # pyright: ignore[reportPrivateUsage]
     inner: Any = tokenizer._inner  # pyright: ignore[reportPrivateUsage]
     for inner.chat_template in TEMPLATES:
@@ -71,7 +78,9 @@ def test_a_template_that_breaks_is_refused_in_words(folder: Path, process: Templ
     assert refused > 15  # some are only empty
 
 
-def test_a_template_that_would_take_all_memory_is_refused(folder: Path, process: TemplateProcess) -> None:
+def test_a_template_that_would_take_all_memory_is_refused(
+    folder: Path, process: TemplateProcess
+) -> None:
     """What can compute is rendered in a child with limits; the message names the folder."""
     tokenizer = ModelTokenizer(folder, "mine")
     tokenizer._templates = process  # pyright: ignore[reportPrivateUsage]
@@ -96,7 +105,9 @@ def test_a_template_that_runs_on_is_ended(template: str) -> None:
     assert process.render({**request, "chat_template": "{% set x = 3 %}{{ x }}"}) == "3"
 
 
-def test_a_templates_process_sees_no_secrets_and_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_templates_process_sees_no_secrets_and_ends_with_its_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Keys in the environment are not handed on; no child is left."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     owner = TemplateProcess()
@@ -111,7 +122,8 @@ def test_ids_beyond_any_vocabulary_are_refused_before_there_is_a_list_of_them(fo
     """One token of the file, added or learned, with an id for which a list would take gigabytes."""
     whole = json.loads((folder / "tokenizer.json").read_text())
     last = list(whole["model"]["vocab"])[-1]
-    added, learned = deepcopy(whole), deepcopy(whole)
+    added = deepcopy(whole)
+    learned = deepcopy(whole)
     added["added_tokens"][0]["id"] = 4_000_000_000
     learned["model"]["vocab"][last] = 3_000_000_000
     for changed in (added, learned):
@@ -121,7 +133,9 @@ def test_ids_beyond_any_vocabulary_are_refused_before_there_is_a_list_of_them(fo
 
 
 @pytest.mark.parametrize("place", ["pipe", "endless"])
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+)
 def test_what_is_no_file_is_not_waited_for(file: str, place: str, folder: Path) -> None:
     """A pipe, or a link to a device, in the place of each file: refused by its name."""
     (folder / file).unlink()
@@ -133,7 +147,9 @@ def test_what_is_no_file_is_not_waited_for(file: str, place: str, folder: Path) 
 
 
 def _weights(changed: dict[str, Any], size: int = 0) -> bytes:
-    """A file of weights: the embedded draft's, some entries of its header changed, and so many bytes of zeros."""
+    """A file of weights: the embedded draft's, some entries of its header changed, and so many
+    bytes of zeros.
+    """
     raw = (path("draft") / "model.safetensors").read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.dumps(json.loads(raw[8 : 8 + length]) | changed).encode()
@@ -162,7 +178,9 @@ HEADERS = {
 
 @pytest.mark.parametrize("what", HEADERS)
 def test_a_header_that_lies_is_refused_in_bounded_memory(what: str, folder: Path) -> None:
-    """Whatever the header of the weights declares, nothing is allocated for it that the file does not hold."""
+    """Whatever the header of the weights declares, nothing is allocated for it that the file does
+    not hold.
+    """
     config = read_model_config(folder, "mine")
     (folder / "model.safetensors").write_bytes(HEADERS[what])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -173,7 +191,9 @@ def test_a_header_that_lies_is_refused_in_bounded_memory(what: str, folder: Path
 
 @pytest.mark.parametrize("power", [40, 33])
 def test_weights_larger_than_any_memory_are_refused_unread(power: int, folder: Path) -> None:
-    """A file that is mostly a hole: one that cannot be mapped, and one that could be read but is of another shape."""
+    """A file that is mostly a hole: one that cannot be mapped, and one that could be read but is of
+    another shape.
+    """
     config = read_model_config(folder, "mine")
     header = json.dumps(_entry([1 << (power - 4), 4], [0, 1 << power])).encode()
     weights = folder / "model.safetensors"

@@ -23,13 +23,16 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no directory is
 
 
 class Disk:
-    """What would be left of a folder: contents as of each file's last sync, names as of each directory's."""
+    """What would be left of a folder: contents as of each file's last sync, names as of each
+    directory's.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.contents: dict[int, bytes] = {}  # by inode
         self.names: dict[int, dict[str, int]] = {}  # of a directory, by its inode
         self.after_each: Callable[[], None] = lambda: None
-        self.crash_at, self.calls = -1, 0
+        self.crash_at = -1
+        self.calls = 0
         patch.setattr("os.fsync", self.fsync)
         for name in ("replace", "truncate"):
             patch.setattr(f"os.{name}", self._watched(getattr(os, name)))
@@ -39,7 +42,9 @@ class Disk:
         self._count()
         found = os.fstat(handle)
         if stat.S_ISDIR(found.st_mode):
-            self.names[found.st_ino] = {entry.name: entry.inode() for entry in os.scandir(f"/proc/self/fd/{handle}")}
+            self.names[found.st_ino] = {
+                entry.name: entry.inode() for entry in os.scandir(f"/proc/self/fd/{handle}")
+            }
         else:
             self.contents[found.st_ino] = Path(f"/proc/self/fd/{handle}").read_bytes()
         self.after_each()
@@ -47,7 +52,9 @@ class Disk:
     def left_of(self, folder: Path) -> dict[str, bytes]:
         """The files that the folder would have after a loss of power."""
         names = self.names.get(folder.stat().st_ino, {})
-        return {name: self.contents.get(inode, b"") for name, inode in names.items() if name != "lock"}
+        return {
+            name: self.contents.get(inode, b"") for name, inode in names.items() if name != "lock"
+        }
 
     def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **settings: Any) -> Any:
@@ -72,7 +79,9 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
-def test_a_replaced_file_is_the_old_or_the_new_one_at_every_moment(tmp_path: Path, disk: Disk) -> None:
+def test_a_replaced_file_is_the_old_or_the_new_one_at_every_moment(
+    tmp_path: Path, disk: Disk
+) -> None:
     """After it returns it is the new one: its bytes, and the name that leads to them."""
     write_atomic(tmp_path / "f", b"old")
     assert disk.left_of(tmp_path) == {"f": b"old"}
@@ -87,7 +96,8 @@ def test_a_replacement_that_fails_leaves_the_old_file(tmp_path: Path, disk: Disk
     """At whichever of its calls the disk refuses; no litter stays."""
     write_atomic(tmp_path / "f", b"old")
     for call in (1, 2):
-        disk.calls, disk.crash_at = 0, call
+        disk.calls = 0
+        disk.crash_at = call
         with pytest.raises(StorageError, match="Input/output"):
             write_atomic(tmp_path / "f", b"new")
         assert disk.left_of(tmp_path) == {"f": b"old"}
@@ -95,7 +105,9 @@ def test_a_replacement_that_fails_leaves_the_old_file(tmp_path: Path, disk: Disk
 
 
 class Watch:
-    """Notes which problems were reported as over, and what of the journal would be left at that moment."""
+    """Notes which problems were reported as over, and what of the journal would be left at that
+    moment.
+    """
 
     def __init__(self, left: Callable[[], bytes]) -> None:
         self.reported: dict[str, bytes] = {}
@@ -113,7 +125,11 @@ class Watch:
 def _plan() -> Plan:
     policy = Policy(samples=2, turns=4, chunking=Chunking(12, 12, ()), early_stop="none")
     return Plan(
-        ScriptedEngine("draft"), ScriptedEngine("target"), policy, ThresholdGate(1.3), Answers(toy_answer, toy_groups)
+        ScriptedEngine("draft"),
+        ScriptedEngine("target"),
+        policy,
+        ThresholdGate(1.3),
+        Answers(toy_answer, toy_groups),
     )
 
 
@@ -124,10 +140,15 @@ def _finished(journal: bytes, folder: Path) -> set[str]:
 
 
 def test_a_problem_is_over_when_its_outcome_is_on_the_disk(tmp_path: Path, disk: Disk) -> None:
-    """With every event synced, a loss of power right after the report of a problem loses nothing of it."""
-    run, problems = tmp_path / "run", toy_problems(4)
+    """With every event synced, a loss of power right after the report of a problem loses nothing of
+    it.
+    """
+    run = tmp_path / "run"
+    problems = toy_problems(4)
     watch = Watch(lambda: disk.left_of(run).get(JOURNAL, b""))
-    options = RunOptions(run, journal=JournalOptions(durability="always"), signals="ignore", listeners=(watch,))
+    options = RunOptions(
+        run, journal=JournalOptions(durability="always"), signals="ignore", listeners=(watch,)
+    )
     anyio.run(evaluate, problems, _plan(), options)
     assert set(watch.reported) == {problem.id for problem in problems}
     (tmp_path / "left").mkdir()
@@ -153,10 +174,13 @@ def test_a_new_run_directory_survives_from_its_first_event(tmp_path: Path, disk:
 @pytest.mark.parametrize("durability", ["always", "close"])
 def test_what_is_left_after_any_sync_goes_on(durability: Any, tmp_path: Path, disk: Disk) -> None:
     """Whenever the power goes: what is left resumes, and comes to what an undisturbed run comes to."""
-    run, lefts = tmp_path / "run", list[dict[str, bytes]]()
+    run = tmp_path / "run"
+    lefts = list[dict[str, bytes]]()
     disk.after_each = lambda: lefts.append(disk.left_of(run)) if run.is_dir() else None
     journal = JournalOptions(durability=durability)
-    whole = anyio.run(evaluate, toy_problems(2), _plan(), RunOptions(run, journal=journal, signals="ignore"))
+    whole = anyio.run(
+        evaluate, toy_problems(2), _plan(), RunOptions(run, journal=journal, signals="ignore")
+    )
     disk.after_each = lambda: None
     expected = {line.problem: line.answer for line in whole.problems}
     distinct = {tuple(sorted(left.items())) for left in lefts}

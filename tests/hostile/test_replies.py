@@ -1,4 +1,6 @@
-"""Malformed replies: every number, word and list of an honest reply replaced by what cannot be true."""
+"""Malformed replies: every number, word and list of an honest reply replaced by what cannot be
+true.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,13 @@ QUESTION = [Message("user", "Start at 4. +3. What is the result?")]
 
 
 class Canned:
-    """A client whose server is a function call away; a path or every path may have a reply that was made here."""
+    """A client whose server is a function call away; a path or every path may have a reply that was
+    made here.
+    """
 
-    name, url, options = "hostile", "http://hostile", RemoteOptions()
+    name = "hostile"
+    url = "http://hostile"
+    options = RemoteOptions()
 
     def __init__(self, kind: str, engine: ScriptedEngine) -> None:
         quirks = ServerQuirks(cached_scores="off") if "without" in kind else ServerQuirks()
@@ -66,7 +72,9 @@ class Canned:
         self.heard: dict[str, Any] = {}
         self.traffic = Traffic()
 
-    async def ask(self, make: Callable[[str], Call], read: Callable[[bytes], T], abort: Any, tokens: int) -> T:
+    async def ask(
+        self, make: Callable[[str], Call], read: Callable[[bytes], T], abort: Any, tokens: int
+    ) -> T:
         """As a real one does, once."""
         call = make("0" * 32)
         return read((await self.look(call.path, call.body)).body)
@@ -79,7 +87,9 @@ class Canned:
         sent = ServerCall(self.state, json.loads(json.dumps(body or {})), {}, None)
         try:
             known = path in self.routes.work
-            reply = await self.routes.work[path](sent) if known else self.routes.questions[path](sent)
+            reply = (
+                await self.routes.work[path](sent) if known else self.routes.questions[path](sent)
+            )
         except (Refusal, KeyError) as error:
             return HttpReply(getattr(error, "status", 404), b"")
         text = reply.encode() if isinstance(reply, str) else json.dumps(reply).encode()
@@ -95,7 +105,13 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The way to every part of a JSON value."""
     if path:
         yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for name, part in cast(Any, items):
         yield from places(part, (*path, name))
 
@@ -111,7 +127,9 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 
 def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
-    """The JSON text with each of its parts replaced by each impossible value: which, by what, and the text."""
+    """The JSON text with each of its parts replaced by each impossible value: which, by what, and
+    the text.
+    """
     try:
         whole = json.loads(text)
     except ValueError:
@@ -123,7 +141,9 @@ def spoilt(text: bytes) -> Iterator[tuple[tuple[Any, ...], Any, bytes]]:
 
 
 def may_be(name: Any, new: Any) -> bool:
-    """Whether an honest server may say this there: any text, no counts at all, log-probs that llama.cpp leaves out."""
+    """Whether an honest server may say this there: any text, no counts at all, log-probs that
+    llama.cpp leaves out.
+    """
     if isinstance(new, str):
         return name in ("content", "token", "finish_reason")
     if isinstance(new, dict):
@@ -161,7 +181,9 @@ async def test_no_part_of_a_reply_can_be_replaced_by_what_cannot_be_true(kind: s
     """Each is a bad reply, whatever stands where; parts that are not read make no difference."""
     async with opened(kind) as (client, requests):
         for verb, call in calls(requests).items():
-            client.replies, client.heard, refused = {}, {}, 0
+            client.replies = {}
+            client.heard = {}
+            refused = 0
             expected = await call()
             ((at, text),) = client.heard.items()
             for path, new, client.replies[at] in spoilt(text):
@@ -175,14 +197,22 @@ async def test_no_part_of_a_reply_can_be_replaced_by_what_cannot_be_true(kind: s
 
 
 def mangled(text: bytes, draws: random.Random) -> bytes:
-    """Several parts of a reply replaced, left out or put elsewhere, or its bytes cut, doubled and changed."""
+    """Several parts of a reply replaced, left out or put elsewhere, or its bytes cut, doubled and
+    changed.
+    """
     for _ in range(draws.randrange(1, 5)):
         if draws.random() < 0.25 or not (ways := list(places(json.loads(text)))):
             at, to = sorted(draws.choices(range(len(text) + 1), k=2))
             return draws.choice(
-                (text[:at], text[at:to], text[:to] + text[at:], text[:at] + draws.randbytes(3) + text[to:])
+                (
+                    text[:at],
+                    text[at:to],
+                    text[:to] + text[at:],
+                    text[:at] + draws.randbytes(3) + text[to:],
+                )
             )
-        whole, way = json.loads(text), draws.choice(ways)
+        whole = json.loads(text)
+        way = draws.choice(ways)
         new = draws.choice(IMPOSSIBLE)
         if draws.random() < 0.3:
             new = whole
@@ -199,7 +229,8 @@ async def test_replies_mangled_in_many_places(kind: str) -> None:
     ended = Counter[str]()
     async with opened(kind) as (client, requests):
         for verb, call in calls(requests).items():
-            client.replies, client.heard = {}, {}
+            client.replies = {}
+            client.heard = {}
             await call()
             ((at, text),) = client.heard.items()
             for number in range(int(os.environ.get("ATTS_FUZZ", "200"))):
@@ -211,15 +242,21 @@ async def test_replies_mangled_in_many_places(kind: str) -> None:
                     continue
                 ended["taken"] += 1
                 logprobs = getattr(got, "logprobs", ())
-                assert all(value is None or (type(value) is float and value <= 0) for value in logprobs), number
-                assert all(type(value) is int and value >= 0 for value in getattr(got, "ids", ())), number
+                assert all(
+                    value is None or (type(value) is float and value <= 0) for value in logprobs
+                ), number
+                assert all(
+                    type(value) is int and value >= 0 for value in getattr(got, "ids", ())
+                ), number
     sys.stderr.write(f"fuzz: {kind}: {ended.total()} replies, {dict(ended)}\n")
     assert ended["refused"] > ended["taken"]
 
 
 @pytest.mark.parametrize("kind", DIALECTS)
 async def test_no_reply_raises_anything_but_a_bad_reply(kind: str) -> None:
-    """Wrong shapes, half texts, depths, other encodings: to a call, and to the questions of a handshake."""
+    """Wrong shapes, half texts, depths, other encodings: to a call, and to the questions of a
+    handshake.
+    """
     async with opened(kind) as (client, requests):
         for text in SHAPES:
             client.replies = {"*": text}
@@ -246,7 +283,10 @@ async def test_what_a_server_says_of_itself_is_read_strictly(kind: str) -> None:
                     continue
                 assert type(found.context_length) is int
                 assert 0 <= found.context_length < 1 << 53
-                assert all(type(part) is str for part in (found.model, found.version, found.engine, found.tokenizer))
+                assert all(
+                    type(part) is str
+                    for part in (found.model, found.version, found.engine, found.tokenizer)
+                )
 
 
 @pytest.mark.parametrize("gauge", ["nan", "inf", "1e400", "-1", "", "x", "9" * 5000, "1 2 3"])

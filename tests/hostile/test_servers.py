@@ -1,4 +1,6 @@
-"""Hostile servers: bombs, endless bodies, redirects, forged certificates, echoes of the key; met by both transports."""
+"""Hostile servers: bombs, endless bodies, redirects, forged certificates, echoes of the key; met by
+both transports.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,22 @@ pytestmark = pytest.mark.anyio
 Reply = tuple[int, Mapping[str, str], Iterable[bytes]]
 CANARY = "sk-canary-12/34567890abcdef"
 CERTIFICATE = Path(__file__).with_name("self_signed.pem")
-# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds pass between two.
+# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds
+# pass between two.
 QUICK = RemoteOptions(
-    timeout_seconds=60.0, delay_seconds=0.001, connect_seconds=20.0, attempts=2, idle_seconds=1e9, recheck_seconds=1e9
+    timeout_seconds=60.0,
+    delay_seconds=0.001,
+    connect_seconds=20.0,
+    attempts=2,
+    idle_seconds=1e9,
+    recheck_seconds=1e9,
 )
 
 
 class HostileServer:
-    """Answers every request as `answer` says, in a thread; notes what it was asked, and with which headers."""
+    """Answers every request as `answer` says, in a thread; notes what it was asked, and with which
+    headers.
+    """
 
     def __init__(self, answer: Callable[[str], Reply], certificate: Path | None = None) -> None:
         self.asked: list[tuple[str, Mapping[str, str]]] = []
@@ -73,7 +83,8 @@ class HostileServer:
         self._server = Server(("127.0.0.1", 0), Handler)
         scheme = "http"
         if certificate is not None:
-            context, scheme = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "https"
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            scheme = "https"
             context.load_cert_chain(certificate)
             self._server.socket = context.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
@@ -167,7 +178,9 @@ FLOODS: dict[str, Callable[[str], Reply]] = {
 async def test_no_reply_takes_more_memory_than_what_was_asked_for(
     hostile: Callable[..., HostileServer], connect: Callable[..., Client], flood: str
 ) -> None:
-    """Each ends as a bad or lost reply within its attempts; not even a bomb is inflated past the limit."""
+    """Each ends as a bad or lost reply within its attempts; not even a bomb is inflated past the
+    limit.
+    """
     server = hostile(FLOODS[flood])
     client = connect(server.url)
     tracemalloc.start()
@@ -210,9 +223,14 @@ async def test_an_error_without_end_is_still_that_error(
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 async def test_redirects_are_not_followed(
-    hostile: Callable[..., HostileServer], connect: Callable[..., Client], status: int, monkeypatch: pytest.MonkeyPatch
+    hostile: Callable[..., HostileServer],
+    connect: Callable[..., Client],
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The key would go where the server says: nothing arrives there, of questions as little as of calls."""
+    """The key would go where the server says: nothing arrives there, of questions as little as of
+    calls.
+    """
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     elsewhere = hostile(lambda path: once(b"[]"))
     client = connect(hostile(lambda path: once(b"", status, Location=f"{elsewhere.url}/steal")).url)
@@ -225,13 +243,20 @@ async def test_redirects_are_not_followed(
 
 
 async def test_certificates_are_verified(
-    hostile: Callable[..., HostileServer], connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    hostile: Callable[..., HostileServer],
+    connect: Callable[..., Client],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that no authority vouches for is refused before the key is sent, as is a good one of another name."""
+    """One that no authority vouches for is refused before the key is sent, as is a good one of
+    another name.
+    """
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
     server = hostile(lambda path: once(b"[]"), certificate=CERTIFICATE)
     trusting = replace(QUICK, ca_file=CERTIFICATE)
-    for url, options in ((server.url, QUICK), (server.url.replace("127.0.0.1", "localhost"), trusting)):
+    for url, options in (
+        (server.url, QUICK),
+        (server.url.replace("127.0.0.1", "localhost"), trusting),
+    ):
         client = connect(url, options)
         with pytest.raises(EngineUnavailable, match=r"(?i)certificate"):
             await ask(client)
@@ -243,22 +268,35 @@ async def test_certificates_are_verified(
 
 
 async def test_a_retry_after_is_waited_for_within_reason(
-    hostile: Callable[..., HostileServer], connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    hostile: Callable[..., HostileServer],
+    connect: Callable[..., Client],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a server asks for is capped at half a minute; a date, nonsense and less than nothing count as no wish."""
+    """What a server asks for is capped at half a minute; a date, nonsense and less than nothing
+    count as no wish.
+    """
     slept = list[float]()
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    wishes = [("31536000", 30), ("1e308", 30), ("inf", 30), ("nan", 1), ("-5", 1), ("soon", 1), ("7", 7)]
+    wishes = [
+        ("31536000", 30),
+        ("1e308", 30),
+        ("inf", 30),
+        ("nan", 1),
+        ("-5", 1),
+        ("soon", 1),
+        ("7", 7),
+    ]
     client = connect(hostile(lambda path: once(b"later", 429, Retry_After=wishes[0][0])).url)
     with monkeypatch.context() as patched:
         patched.setattr("atts.remote.client.anyio.sleep", sleep)
         while wishes:
             with pytest.raises(EngineUnavailable, match="later"):
                 await ask(client)
-            (waited,), (_, most) = slept, wishes.pop(0)
+            (waited,) = slept
+            (_, most) = wishes.pop(0)
             assert waited == most if most > 1 else waited < 1
             slept.clear()
     await client.aclose()
@@ -273,12 +311,24 @@ ECHOES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("echo", ECHOES)
 async def test_no_echo_of_the_key_leaves_the_client(
-    hostile: Callable[..., HostileServer], connect: Callable[..., Client], echo: str, monkeypatch: pytest.MonkeyPatch
+    hostile: Callable[..., HostileServer],
+    connect: Callable[..., Client],
+    echo: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the status: not in the reply, not in the error, not escaped as JSON and URLs do."""
     monkeypatch.setenv("ATTS_API_KEY", CANARY)
-    forms = (CANARY, CANARY.replace("/", "\\/"), CANARY.replace("/", "%2F"), CANARY.replace("/", "\\u002f"))
-    replies = [once(ECHOES[echo] % form.encode(), status) for form in forms for status in (200, 400, 401, 404, 500)]
+    forms = (
+        CANARY,
+        CANARY.replace("/", "\\/"),
+        CANARY.replace("/", "%2F"),
+        CANARY.replace("/", "\\u002f"),
+    )
+    replies = [
+        once(ECHOES[echo] % form.encode(), status)
+        for form in forms
+        for status in (200, 400, 401, 404, 500)
+    ]
     client = connect(hostile(lambda path: replies[0]).url, replace(QUICK, attempts=1))
     while replies:
         told = [(await client.look("/version")).body.decode()]
@@ -293,7 +343,9 @@ async def test_no_echo_of_the_key_leaves_the_client(
 
 
 async def test_an_echo_in_what_is_no_reply_at_all_is_hidden(
-    hostile: Callable[..., HostileServer], connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
+    hostile: Callable[..., HostileServer],
+    connect: Callable[..., Client],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A transport quotes what it could not read."""
     monkeypatch.setenv("ATTS_API_KEY", CANARY)

@@ -1,4 +1,6 @@
-"""Hostile texts: control codes and markup in every text a run may hold, and nothing of them in any sink."""
+"""Hostile texts: control codes and markup in every text a run may hold, and nothing of them in any
+sink.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +41,25 @@ IN_A_NAME = CANARY.replace("/", "")
 
 def clean(text: str) -> bool:
     """Whether a terminal would only show it."""
-    return not [letter for letter in text if category(letter) in ("Cc", "Cf") and letter not in "\n\t"]
+    return not [
+        letter for letter in text if category(letter) in ("Cc", "Cf") and letter not in "\n\t"
+    ]
 
 
 def test_what_other_libraries_say_is_shown_not_obeyed() -> None:
-    """Their loggers and warnings quote files of a model's folder; a record that cannot be formatted stays as it is."""
-    written, logger = io.StringIO(), logging.getLogger("transformers.of.a.test")
+    """Their loggers and warnings quote files of a model's folder; a record that cannot be formatted
+    stays as it is.
+    """
+    written = io.StringIO()
+    logger = logging.getLogger("transformers.of.a.test")
     logger.addHandler(handler := logging.StreamHandler(written))
     make = logging.getLogRecordFactory()
     with terminal.warnings_on_stderr():
         logger.warning("the folder says %s", CANARY)
         logger.warning(CANARY)
-        unfit = logging.getLogRecordFactory()("x", logging.WARNING, "f.py", 1, "%d", ("no number",), None)
+        unfit = logging.getLogRecordFactory()(
+            "x", logging.WARNING, "f.py", 1, "%d", ("no number",), None
+        )
         shown = warnings.formatwarning(CANARY, UserWarning, "f.py", 1)
     logger.removeHandler(handler)
     assert "canary" in written.getvalue()
@@ -68,10 +77,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"id": f"{number} {CANARY}", "problem": f"{CANARY} 1 + {number}?", "answer": CANARY, "subject": CANARY}
             for number in range(2)]  # fmt: skip
     (place / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    words = ("--method", "atts", "--samples", "2", "--draft", "scripted", "--target", "scripted", "--report", "none")
+    words = (
+        "--method",
+        "atts",
+        "--samples",
+        "2",
+        "--draft",
+        "scripted",
+        "--target",
+        "scripted",
+        "--report",
+        "none",
+    )
     for name in ("run", "other"):
         assert (
-            run(("eval", str(place / "mine.jsonl"), *words, "--out", str(place / name), "--seed", str(len(name)))) == 0
+            run(
+                (
+                    "eval",
+                    str(place / "mine.jsonl"),
+                    *words,
+                    "--out",
+                    str(place / name),
+                    "--seed",
+                    str(len(name)),
+                )
+            )
+            == 0
         )
     (place / "scores.jsonl").write_text(json.dumps({"score": 2.0, "question": CANARY}))
     (place / "bad.jsonl").write_text(CANARY)
@@ -98,7 +129,16 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "check": ("calibration", "check", "{}/scores.jsonl", "{}/bad.jsonl"),
     "import": ("calibration", "import", "{}/bad.jsonl", "--out", "-"),
     "config": ("config", "show", "--config", "{}/bad.toml"),
-    "resume": ("eval", "{}/mine.jsonl", "--draft", "scripted", "--target", "scripted", "--out", "{}/run"),
+    "resume": (
+        "eval",
+        "{}/mine.jsonl",
+        "--draft",
+        "scripted",
+        "--target",
+        "scripted",
+        "--out",
+        "{}/run",
+    ),
     "dry run": ("eval", "{}/mine.jsonl", "--out", "{}/run", "--dry-run"),
     "no such file": ("eval", "{}/none.jsonl"),
     "no such model": ("eval", "--draft", "hf:{}/none", "--out", "{}/new"),
@@ -109,7 +149,9 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_command_obeys_a_text(name: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_command_obeys_a_text(
+    name: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Results, refusals and JSON: what is printed holds the words, and none of the codes."""
     code = run([word.replace("{}", str(folder)) for word in COMMANDS[name]])
     said = capfd.readouterr()
@@ -209,7 +251,17 @@ def _read(handle: int) -> bytes:
 def test_no_name_becomes_an_element_of_a_page(folder: Path, tmp_path: Path) -> None:
     """Directory, dataset, ids, texts, answers: all of them are in the page, none as markup."""
     assert (
-        run(["report", str(folder / "run"), "--against", str(folder / "other"), "--out", str(tmp_path / "page")]) == 0
+        run(
+            [
+                "report",
+                str(folder / "run"),
+                "--against",
+                str(folder / "other"),
+                "--out",
+                str(tmp_path / "page"),
+            ]
+        )
+        == 0
     )
     page = (tmp_path / "page").read_text(encoding="utf-8")
     assert page.count("&lt;img src=x onerror=owned()&gt;") > 3
@@ -231,7 +283,11 @@ def test_commands_print_through_one_function() -> None:
         if code is terminal:
             continue
         for node in ast.walk(ast.parse(inspect.getsource(code))):
-            name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+            name = (
+                getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if isinstance(node, ast.Call)
+                else ""
+            )
             if isinstance(node, ast.Call) and name in ESCAPED and ESCAPED[name](node):
                 words = ast.unparse(node)
                 if node.args and "sanitized" not in words and "Text.assemble" not in words:

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from atts.core import Chunk, Decision, Problem, Prompt, Turn
-from atts.journal import Event, OutcomeReached, ProblemStarted, RolloutFinished, RolloutStarted, TurnFinished
+from atts.journal import (
+    Event,
+    OutcomeReached,
+    ProblemStarted,
+    RolloutFinished,
+    RolloutStarted,
+    TurnFinished,
+)
 
 
 class SmallDisk(FileIO):
@@ -43,7 +50,9 @@ class SmallDisk(FileIO):
 def small_disk() -> Callable[..., tuple[list[SmallDisk], Callable[[Path], SmallDisk]]]:
     """Make an opener with `room` and `bite`, and the list in which the files it opens appear."""
 
-    def make(room: int = 1 << 30, bite: int = 1 << 30) -> tuple[list[SmallDisk], Callable[[Path], SmallDisk]]:
+    def make(
+        room: int = 1 << 30, bite: int = 1 << 30
+    ) -> tuple[list[SmallDisk], Callable[[Path], SmallDisk]]:
         opened: list[SmallDisk] = []
 
         def opener(path: Path) -> SmallDisk:
@@ -64,9 +73,13 @@ def story() -> list[Event]:
         events.append(RolloutStarted("p0", sample, prompt))
         for index in range(2):
             ids = tuple(range(40))
-            chunk = Chunk("draft", f"step {index} " * 20, ids, ids, "delimiter", tuple(-0.1 * i for i in ids))
+            chunk = Chunk(
+                "draft", f"step {index} " * 20, ids, ids, "delimiter", tuple(-0.1 * i for i in ids)
+            )
             decision = Decision("accept", 0.4, "p0", turn=index, sample=sample, score=1.5, p=0.25)
-            events.append(TurnFinished("p0", sample, Turn(index, (chunk,), score=1.5, decision=decision)))
+            events.append(
+                TurnFinished("p0", sample, Turn(index, (chunk,), score=1.5, decision=decision))
+            )
         events.append(RolloutFinished("p0", sample, "answer", 2, answer="4"))
     events.append(OutcomeReached("p0", "answered", "4", (1, 0), {"4": 2.0}))
     return events

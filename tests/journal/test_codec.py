@@ -38,7 +38,8 @@ def same(one: Any, other: Any) -> bool:
 def through_json(value: Any) -> Any:
     """Written, read as strict JSON, rebuilt."""
     kind: Any = type(value)
-    written, read = Texts(), Texts()
+    written = Texts()
+    read = Texts()
     text = json.dumps(form(kind).write(value, written), allow_nan=False)
     for name, long in written.fresh:
         read.learn(name, long)
@@ -62,7 +63,9 @@ def test_every_event_survives(kind: type[Event], data: st.DataObject) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(width=64) | st.floats(width=32), max_size=40).map(tuple))
 def test_log_probabilities_are_exact(numbers: tuple[float, ...]) -> None:
-    """Packing loses no bit, infinities and NaN included: a resumed run computes the same perplexity."""
+    """Packing loses no bit, infinities and NaN included: a resumed run computes the same
+    perplexity.
+    """
     back = through_json(Scored("p", "k", Scores(numbers)))
     assert [value.hex() for value in back.scores.logprobs] == [value.hex() for value in numbers]
 
@@ -80,7 +83,9 @@ def test_one_tokenizer_stays_one_tuple() -> None:
     assert back.draft_ids is back.target_ids
 
 
-@pytest.mark.parametrize("text", ["@", "@@", "@x", "", "\ud800 lone", "é" * 200, "@" * 200, '</script>"\\\n\x00'])
+@pytest.mark.parametrize(
+    "text", ["@", "@@", "@x", "", "\ud800 lone", "é" * 200, "@" * 200, '</script>"\\\n\x00']
+)
 def test_awkward_texts_survive(text: str) -> None:
     """Marks, lone surrogates, control characters: text is text."""
     assert through_json(Completion((1,), text, "end", (0.0,))).text == text
@@ -91,8 +96,12 @@ def test_a_packed_tuple_is_small() -> None:
     ids = tuple(range(500))
     for step, limit in ((0.5, 6_000), (0.1, 9_000)):
         texts = Texts()
-        event = Sampled("p", "k", Completion(ids, "x", "length", tuple(-step * i for i in ids)), "draft")
-        text = json.dumps(form(Sampled).write(event, texts)) + "".join(long for _, long in texts.fresh)
+        event = Sampled(
+            "p", "k", Completion(ids, "x", "length", tuple(-step * i for i in ids)), "draft"
+        )
+        text = json.dumps(form(Sampled).write(event, texts)) + "".join(
+            long for _, long in texts.fresh
+        )
         assert len(text) < limit
 
 
@@ -103,8 +112,11 @@ def test_a_packed_tuple_is_small() -> None:
     st.lists(st.integers(0, 199), max_size=3),
 )
 def test_references_never_dangle(order: list[int], limit: int, restarts: list[int]) -> None:
-    """A reader finds every text a writer refers to, however little both remember and whenever the writer restarts."""
-    writer, reader = Texts(limit), Texts(limit)
+    """A reader finds every text a writer refers to, however little both remember and whenever the
+    writer restarts.
+    """
+    writer = Texts(limit)
+    reader = Texts(limit)
     for place, index in enumerate(order):
         if place in restarts:
             writer = Texts(limit)

@@ -33,7 +33,9 @@ OPENED = SessionOpened(SCHEMA, 1, "0.1.0", 42)
 def write(path: Path, events: list[Event]) -> list[bytes]:
     """A journal of one session; its lines."""
     writer = LineWriter()
-    data = b"".join(writer.lines(event, 0.5 * place, 1e9) for place, event in enumerate([OPENED, *events]))
+    data = b"".join(
+        writer.lines(event, 0.5 * place, 1e9) for place, event in enumerate([OPENED, *events])
+    )
     path.write_bytes(data)
     return data.splitlines(keepends=True)
 
@@ -111,7 +113,9 @@ def test_other_shapes_are_damage(tmp_path: Path, changes: dict[str, object], wor
 
 
 def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event]) -> None:
-    """In their places, with their texts, even where what is not wanted brought those; the tail is the same."""
+    """In their places, with their texts, even where what is not wanted brought those; the tail is
+    the same.
+    """
     lines = write(tmp_path / "j", [Sampled("p0", "k", chunk_of(story[2]), "draft"), *story])
     everything = list(read_entries(tmp_path / "j"))
     for kinds in ((TurnFinished,), (OutcomeReached, SessionOpened), (Sampled,), FACTS):
@@ -123,9 +127,16 @@ def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event])
 
 
 def test_what_is_not_wanted_keeps_texts_alive(tmp_path: Path) -> None:
-    """A text counts as used where it was used, on a line not decoded too: a later reference does not dangle."""
-    texts = [f"{0 if n % 2 == 0 else n} " * 2_000_000 for n in range(10)]  # four of them fill the memory
-    written = [Sampled("p0", str(n), Completion((1,), text, "end", (0.0,)), "draft") for n, text in enumerate(texts)]
+    """A text counts as used where it was used, on a line not decoded too: a later reference does
+    not dangle.
+    """
+    texts = [
+        f"{0 if n % 2 == 0 else n} " * 2_000_000 for n in range(10)
+    ]  # four of them fill the memory
+    written = [
+        Sampled("p0", str(n), Completion((1,), text, "end", (0.0,)), "draft")
+        for n, text in enumerate(texts)
+    ]
     write(tmp_path / "j", [*written, Warned("w", texts[0])])
     (_, warned) = read_entries(tmp_path / "j", kinds=(Warned,))
     assert warned.event == Warned("w", texts[0])
@@ -172,10 +183,17 @@ def test_a_last_line_of_rubbish_does_not_count(tmp_path: Path, story: list[Event
 
 @pytest.mark.parametrize(
     "harm",
-    [lambda line: line[: len(line) // 2] + b"\n", lambda line: b"", lambda line: line + line, lambda line: b"\n"],
+    [
+        lambda line: line[: len(line) // 2] + b"\n",
+        lambda line: b"",
+        lambda line: line + line,
+        lambda line: b"\n",
+    ],
     ids=["cut", "missing", "doubled", "blank"],
 )
-def test_damage_in_the_middle_is_refused(tmp_path: Path, story: list[Event], harm: Callable[[bytes], bytes]) -> None:
+def test_damage_in_the_middle_is_refused(
+    tmp_path: Path, story: list[Event], harm: Callable[[bytes], bytes]
+) -> None:
     """The error names the line; what came before it is still given out."""
     lines = write(tmp_path / "j", story)
     (tmp_path / "j").write_bytes(b"".join([*lines[:3], harm(lines[3]), *lines[4:]]))
@@ -199,8 +217,12 @@ def unchained(line: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("number", [1, 2, 5])
-def test_a_line_of_another_journal_is_no_line_of_this_one(tmp_path: Path, story: list[Event], number: int) -> None:
-    """Whole, with the right number and a checksum that is its own: it does not follow the line before."""
+def test_a_line_of_another_journal_is_no_line_of_this_one(
+    tmp_path: Path, story: list[Event], number: int
+) -> None:
+    """Whole, with the right number and a checksum that is its own: it does not follow the line
+    before.
+    """
     lines = write(tmp_path / "j", story)
     other = write(tmp_path / "other", [Warned("w", str(n)) for n in range(9)])
     for stranger in (other[number], unchained(other[number])):
@@ -209,16 +231,29 @@ def test_a_line_of_another_journal_is_no_line_of_this_one(tmp_path: Path, story:
             list(read_entries(tmp_path / "j"))
 
 
-def test_a_journal_of_an_older_version_goes_on_with_chained_lines(tmp_path: Path, story: list[Event]) -> None:
-    """Its own lines stay as they are; from the new session on every line must follow the one before."""
-    old, new = LineWriter(), LineWriter()
-    lines = [unchained(line) for line in old.lines(replace(OPENED, schema=2), 0, 0).splitlines(keepends=True)]
-    lines += [unchained(line) for line in old.lines(Warned("w", "old"), 0, 0).splitlines(keepends=True)]
+def test_a_journal_of_an_older_version_goes_on_with_chained_lines(
+    tmp_path: Path, story: list[Event]
+) -> None:
+    """Its own lines stay as they are; from the new session on every line must follow the one
+    before.
+    """
+    old = LineWriter()
+    new = LineWriter()
+    lines = [
+        unchained(line)
+        for line in old.lines(replace(OPENED, schema=2), 0, 0).splitlines(keepends=True)
+    ]
+    lines += [
+        unchained(line) for line in old.lines(Warned("w", "old"), 0, 0).splitlines(keepends=True)
+    ]
     (tmp_path / "j").write_bytes(b"".join(lines))
     reader = LineReader(tmp_path / "j")
     assert len(list(reader.entries())) == 2
     new = LineWriter(reader.number, reader.crc)
-    added = [new.lines(event, 0, 0) for event in (replace(OPENED, session=2), Warned("w", "a"), Warned("w", "b"))]
+    added = [
+        new.lines(event, 0, 0)
+        for event in (replace(OPENED, session=2), Warned("w", "a"), Warned("w", "b"))
+    ]
     (tmp_path / "j").write_bytes(b"".join([*lines, *added]))
     assert len(list(read_entries(tmp_path / "j"))) == 5
     (tmp_path / "j").write_bytes(b"".join([*lines, added[0], unchained(added[1]), added[2]]))
@@ -230,8 +265,12 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     """Also when a newer version resumed a journal of ours, and whatever else the newer line holds."""
     writer = LineWriter()
     ours = writer.lines(OPENED, 0, 0) + writer.lines(Warned("a", "b"), 0, 0)
-    newer = json.dumps({"n": 2, "kind": "session-opened", "schema": SCHEMA + 1, "extra": 1}).encode()[:-1]
-    (tmp_path / "j").write_bytes(ours + newer + b',"crc":"%08x"}\n' % zlib.crc32(newer, int(ours[-11:-3], 16)))
+    newer = json.dumps(
+        {"n": 2, "kind": "session-opened", "schema": SCHEMA + 1, "extra": 1}
+    ).encode()[:-1]
+    (tmp_path / "j").write_bytes(
+        ours + newer + b',"crc":"%08x"}\n' % zlib.crc32(newer, int(ours[-11:-3], 16))
+    )
     with pytest.raises(JournalVersion, match=f"schema {SCHEMA + 1}"):
         list(read_entries(tmp_path / "j"))
 
@@ -251,8 +290,11 @@ def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
 
 
 def test_a_writer_does_not_hold_what_it_wrote(tmp_path: Path) -> None:
-    """However much is written it holds two megabytes, short texts and long ones, and a reader finds every text."""
-    path, writer = tmp_path / "j", LineWriter()
+    """However much is written it holds two megabytes, short texts and long ones, and a reader finds
+    every text.
+    """
+    path = tmp_path / "j"
+    writer = LineWriter()
     events: list[Event] = [Warned("code", f"{place} ".ljust(20_000, "x")) for place in range(200)]
     tracemalloc.start()
     with path.open("wb") as file:
@@ -270,7 +312,8 @@ def test_a_writer_does_not_hold_what_it_wrote(tmp_path: Path) -> None:
 
 def test_what_older_writers_referred_to_is_found(tmp_path: Path) -> None:
     """They held sixteen million characters, however many texts those were."""
-    path, writer = tmp_path / "j", LineWriter()
+    path = tmp_path / "j"
+    writer = LineWriter()
     writer._texts = Texts()  # pyright: ignore[reportPrivateUsage]
     texts = [f"{place} ".ljust(100, "x") for place in range(7_000)]
     events: list[Event] = [Warned("code", text) for text in (*texts, texts[0])]

@@ -57,7 +57,10 @@ def test_the_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
 def test_the_lock_holds_within_one_process_too(tmp_path: Path) -> None:
     """Two runs of one program on one directory are two writers as well."""
     with locked(tmp_path / "lock", tmp_path):
-        with pytest.raises(JournalLocked, match=str(os.getpid())), locked(tmp_path / "lock", tmp_path):
+        with (
+            pytest.raises(JournalLocked, match=str(os.getpid())),
+            locked(tmp_path / "lock", tmp_path),
+        ):
             pass
     with locked(tmp_path / "lock", tmp_path):
         pass
@@ -101,7 +104,9 @@ async def write(directory: Path, meanwhile: Callable[[Journal], object]) -> None
 HARMS: dict[str, Callable[[Path], object]] = {
     "deleted": lambda run: (run / JOURNAL).unlink(),
     "moved": lambda run: (run / JOURNAL).rename(run / "elsewhere"),
-    "replaced": lambda run: shutil.copy(run / JOURNAL, run / "copy") and (run / "copy").replace(run / JOURNAL),
+    "replaced": lambda run: (
+        shutil.copy(run / JOURNAL, run / "copy") and (run / "copy").replace(run / JOURNAL)
+    ),
     "the whole directory deleted": lambda run: shutil.rmtree(run),
     "cut": lambda run: os.truncate(run / JOURNAL, 10),
 }

@@ -19,8 +19,14 @@ MANIFEST = Manifest(
     seed=7,
     dataset="abc",
     problems=3,
-    configuration={"rate": Setting(0.4, "flag"), "limits": Setting({"turns": 4, "tokens": [1, 2]}, "atts.toml")},
-    engines={"draft": {"model": "tiny", "end_ids": (1,), "capabilities": ("sample",)}, "target": {"model": "big"}},
+    configuration={
+        "rate": Setting(0.4, "flag"),
+        "limits": Setting({"turns": 4, "tokens": [1, 2]}, "atts.toml"),
+    },
+    engines={
+        "draft": {"model": "tiny", "end_ids": (1,), "capabilities": ("sample",)},
+        "target": {"model": "big"},
+    },
     created=1e9,
 )
 
@@ -40,17 +46,34 @@ def test_a_manifest_survives(tmp_path: Path) -> None:
     [
         ({"seed": 8}, ["seed"]),
         ({"dataset": "abd"}, ["dataset"]),
-        ({"configuration": {**MANIFEST.configuration, "rate": Setting(0.5)}}, ["configuration.rate"]),
-        ({"configuration": {"limits": MANIFEST.configuration["limits"]}}, ["configuration.rate"]),
-        ({"configuration": {**MANIFEST.configuration, "mode": Setting("fork")}}, ["configuration.mode"]),
         (
-            {"seed": 8, "configuration": {**MANIFEST.configuration, "limits": Setting({"turns": 5, "tokens": [1, 2]})}},
+            {"configuration": {**MANIFEST.configuration, "rate": Setting(0.5)}},
+            ["configuration.rate"],
+        ),
+        ({"configuration": {"limits": MANIFEST.configuration["limits"]}}, ["configuration.rate"]),
+        (
+            {"configuration": {**MANIFEST.configuration, "mode": Setting("fork")}},
+            ["configuration.mode"],
+        ),
+        (
+            {
+                "seed": 8,
+                "configuration": {
+                    **MANIFEST.configuration,
+                    "limits": Setting({"turns": 5, "tokens": [1, 2]}),
+                },
+            },
             ["seed", "configuration.limits.turns"],
         ),
-        ({"engines": {**MANIFEST.engines, "target": {"model": "bigger"}}}, ["engines.target.model"]),
+        (
+            {"engines": {**MANIFEST.engines, "target": {"model": "bigger"}}},
+            ["engines.target.model"],
+        ),
     ],
 )
-def test_every_difference_is_named(tmp_path: Path, changes: dict[str, Any], names: list[str]) -> None:
+def test_every_difference_is_named(
+    tmp_path: Path, changes: dict[str, Any], names: list[str]
+) -> None:
     """Another run is refused, naming exactly what differs and what to do."""
     save_manifest(tmp_path / "m", MANIFEST)
     stored = load_manifest(tmp_path / "m")
@@ -62,8 +85,12 @@ def test_every_difference_is_named(tmp_path: Path, changes: dict[str, Any], name
 
 
 def test_a_digest_of_the_weights_decides_where_it_was_written_down(tmp_path: Path) -> None:
-    """A run from before there was one goes on; one of other weights does not, nor does one that lost it."""
-    marked = replace(MANIFEST, engines={**MANIFEST.engines, "target": {"model": "big", "weights": "ab" * 16}})
+    """A run from before there was one goes on; one of other weights does not, nor does one that
+    lost it.
+    """
+    marked = replace(
+        MANIFEST, engines={**MANIFEST.engines, "target": {"model": "big", "weights": "ab" * 16}}
+    )
     marked.check(MANIFEST, tmp_path)
     for other in (
         MANIFEST,
@@ -78,11 +105,18 @@ def test_what_does_not_decide_may_differ(tmp_path: Path) -> None:
     save_manifest(tmp_path / "m", MANIFEST)
     stored = load_manifest(tmp_path / "m")
     assert stored is not None
-    settings = {name: replace(setting, origin="environment") for name, setting in MANIFEST.configuration.items()}
-    replace(MANIFEST, configuration=settings, versions={"python": "4"}, created=2e9).check(stored, tmp_path)
+    settings = {
+        name: replace(setting, origin="environment")
+        for name, setting in MANIFEST.configuration.items()
+    }
+    replace(MANIFEST, configuration=settings, versions={"python": "4"}, created=2e9).check(
+        stored, tmp_path
+    )
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 1}', '{"schema": 1, "configuration": {}, "x": 1}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"schema": 1}', '{"schema": 1, "configuration": {}, "x": 1}']
+)
 def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str) -> None:
     """Damaged or foreign: an error with advice, the file untouched."""
     (tmp_path / "m").write_text(text)
@@ -105,7 +139,8 @@ def test_no_manifest_is_none(tmp_path: Path) -> None:
 
 def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
     """Equal problems, equal digest; anything else, another."""
-    one, two = Problem("1", "a", answer="3"), Problem("2", "b", choices=("x",))
+    one = Problem("1", "a", answer="3")
+    two = Problem("2", "b", choices=("x",))
     digests = [
         dataset_digest(problems)
         for problems in (
@@ -122,11 +157,16 @@ def test_the_dataset_digest_sees_every_field_and_the_order() -> None:
 
 
 def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
-    """Damage that leaves it JSON, and a hand that changes a value: the checksum tells. Older manifests have none."""
+    """Damage that leaves it JSON, and a hand that changes a value: the checksum tells. Older
+    manifests have none.
+    """
     save_manifest(tmp_path / "m", Manifest(seed=3))
     text = (tmp_path / "m").read_text()
     assert load_manifest(tmp_path / "m") is not None
-    for harmed in (text.replace('"seed": 3', '"seed": 4'), re.sub(r',\s*"checksum": "\w+"', "", text)):
+    for harmed in (
+        text.replace('"seed": 3', '"seed": 4'),
+        re.sub(r',\s*"checksum": "\w+"', "", text),
+    ):
         assert harmed != text
         (tmp_path / "m").write_text(harmed)
         with pytest.raises(JournalCorrupt, match="checksum"):

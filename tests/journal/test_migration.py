@@ -6,12 +6,22 @@ from pathlib import Path
 import pytest
 
 from atts.core import Chunk, Decision, Turn
-from atts.journal import SCHEMA, Decided, Event, LineWriter, Observed, SessionOpened, TurnFinished, read_entries
+from atts.journal import (
+    SCHEMA,
+    Decided,
+    Event,
+    LineWriter,
+    Observed,
+    SessionOpened,
+    TurnFinished,
+    read_entries,
+)
 
 WORDS = {
     "p 0.9000 > 0.8000": "gate",
     "levels {accept} by the draft's evidence, not scored": "evidence",
-    "forced: not scored: engine target: it is gone, and so are all the others that might have answered": "forced",
+    "forced: not scored: engine target: it is gone, and so are all the others that might have "
+    "answered": "forced",
     "warm-up, 3 of 9: stored, not acted on": "warm-up",
     "p 0.9000 > 0.8000; capped: no target slot left": "budget",
     "exploration, not acted on; would escalate: p 0.9000 > 0.8000": "exploration",
@@ -22,7 +32,9 @@ WORDS = {
 def journal(path: Path, schema: int, events: list[Event]) -> Path:
     """A journal as a version of that schema wrote it."""
     writer = LineWriter()
-    lines = [writer.lines(event, 1.0, 2.0) for event in (SessionOpened(schema, 1, "0.1.0", 1), *events)]
+    lines = [
+        writer.lines(event, 1.0, 2.0) for event in (SessionOpened(schema, 1, "0.1.0", 1), *events)
+    ]
     path.write_bytes(b"".join(lines))
     return path
 
@@ -68,14 +80,23 @@ def test_decisions_of_this_schema_are_taken_at_their_word(tmp_path: Path) -> Non
 def test_turns_of_earlier_schemas_get_the_facts_their_notes_tell_of(
     note: str, asked: int, is_forced: bool, left: str, tmp_path: Path
 ) -> None:
-    """How many tokens were scored, and whether the words were put in; what is said of the turn stays the same."""
+    """How many tokens were scored, and whether the words were put in; what is said of the turn
+    stays the same.
+    """
     chunks = Chunk("target", "b", (4,), (4,), "end"), Chunk("draft", "a", (1, 2), (1, 2, 3), "end")
     turn = Turn(0, chunks, score=None if is_forced else 1.5, note=note)
     for schema in (1, 2, 3):
-        [_, entry] = read_entries(journal(tmp_path / "journal", schema, [TurnFinished("p", 0, turn)]))
+        [_, entry] = read_entries(
+            journal(tmp_path / "journal", schema, [TurnFinished("p", 0, turn)])
+        )
         assert isinstance(entry.event, TurnFinished)
         found = entry.event.turn
-        assert (found.scored_tokens, found.is_forced, found.note, found.remark) == (asked, is_forced, left, note)
+        assert (found.scored_tokens, found.is_forced, found.note, found.remark) == (
+            asked,
+            is_forced,
+            left,
+            note,
+        )
     new = replace(turn, scored_tokens=1, is_forced=not is_forced)
     [_, entry] = read_entries(journal(tmp_path / "journal", SCHEMA, [TurnFinished("p", 0, new)]))
     assert entry.event == TurnFinished("p", 0, new)

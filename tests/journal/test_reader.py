@@ -1,4 +1,6 @@
-"""The one reader of run directories: what it says of recorded runs, and how it refuses what is none."""
+"""The one reader of run directories: what it says of recorded runs, and how it refuses what is
+none.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ KINDS = ("finished", "rounds", "ordinal", "shard1", "merged", "killed", "interru
 def test_problems_in_brief_are_the_outcomes(kind: str) -> None:
     """Brief and whole say the same of every problem; verdicts, costs and times are there."""
     run = open_run(RUNS / kind)
-    problems, outcomes = run.state().finished, {outcome.problem.id: outcome for outcome in run.outcomes()}
+    problems = run.state().finished
+    outcomes = {outcome.problem.id: outcome for outcome in run.outcomes()}
     assert problems.keys() == outcomes.keys()
     for name, problem in problems.items():
         plain = replace(problem, verdict=None, rule="", judged=0, escalated=0, seconds=None)
@@ -52,7 +55,9 @@ def test_judged_chunks_are_counted() -> None:
         decisions = [event.decision for event in run.decisions()]
         problems = run.state().finished.values()
         assert sum(problem.judged for problem in problems) == len(decisions)
-        assert sum(problem.escalated for problem in problems) == sum(decision.escalate for decision in decisions)
+        assert sum(problem.escalated for problem in problems) == sum(
+            decision.escalate for decision in decisions
+        )
 
 
 def test_nodes_are_on_one_clock() -> None:
@@ -60,7 +65,9 @@ def test_nodes_are_on_one_clock() -> None:
     run = open_run(RUNS / "merged")
     nodes = list(run.nodes())
     assert {node.source for node in nodes} == {"live"}
-    assert max(node.ended for node in nodes) == pytest.approx(run.state((CallSpan,)).seconds, abs=0.01)
+    assert max(node.ended for node in nodes) == pytest.approx(
+        run.state((CallSpan,)).seconds, abs=0.01
+    )
     (second,) = run.part_starts
     assert second == 1 + open_run(RUNS / "shard1").state().sessions
     assert not open_run(RUNS / "shard1").part_starts
@@ -84,8 +91,15 @@ def test_sessions_without_a_last_word_are_counted() -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    """No directory, an empty one, one without a journal, one without a manifest: one sentence, one exit code."""
-    for name, files in (("none", ()), ("empty", ()), ("bare", (MANIFEST,)), ("headless", ("journal.jsonl",))):
+    """No directory, an empty one, one without a journal, one without a manifest: one sentence, one
+    exit code.
+    """
+    for name, files in (
+        ("none", ()),
+        ("empty", ()),
+        ("bare", (MANIFEST,)),
+        ("headless", ("journal.jsonl",)),
+    ):
         if name != "none":
             (tmp_path / name).mkdir()
         for file in files:
@@ -97,7 +111,10 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_damaged_and_newer_runs_are_refused(tmp_path: Path) -> None:
     """By what their manifests say, before any line is read."""
-    for text, error in (("{", JournalCorrupt), (json.dumps({"schema": SCHEMA + 1}), JournalVersion)):
+    for text, error in (
+        ("{", JournalCorrupt),
+        (json.dumps({"schema": SCHEMA + 1}), JournalVersion),
+    ):
         (tmp_path / MANIFEST).write_text(text)
         with pytest.raises(error):
             open_run(tmp_path)
@@ -110,7 +127,9 @@ def test_the_last_verdict_counts() -> None:
         Rollout("p", 1, Prompt((), ()), finish="settled"),
     )
     outcome = Outcome(Problem("p", "2+2?"), rollouts, "4", votes={"4": 3.0, "5": 1.0})
-    found = FinishedProblem.of(outcome, [Graded("p", "wrong"), Graded("p", "correct"), Graded("p", "correct", 0)])
+    found = FinishedProblem.of(
+        outcome, [Graded("p", "wrong"), Graded("p", "correct"), Graded("p", "correct", 0)]
+    )
     assert (found.is_correct, found.agreement) == (True, 0.75)
     assert [one.sample for one in found.complete_samples] == [0]
     assert found.as_json()["samples"][0]["verdict"] == "correct"

@@ -1,4 +1,6 @@
-"""Journals that were edited, damaged or cut: what is wrong is said in words, and what is whole can be saved."""
+"""Journals that were edited, damaged or cut: what is wrong is said in words, and what is whole can
+be saved.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from atts.journal import JOURNAL, LOCK, MANIFEST, RunState, check_journal, locke
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
 KINDS = ("finished", "failed", "rounds", "ordinal", "interrupted")
-READERS = ("journal check", "report --format json --out -", "replay --json", "plan --json", "calibration check")
+READERS = (
+    "journal check",
+    "report --format json --out -",
+    "replay --json",
+    "plan --json",
+    "calibration check",
+)
 Harm = Callable[[Path], object]
 VALUES: tuple[Any, ...] = (
     None,
@@ -45,13 +53,21 @@ VALUES: tuple[Any, ...] = (
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in a JSON value that holds something."""
-    rows = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    rows = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     found = [place for name, part in rows for place in places(part, (*path, name))]
     return [*found, path] if path else found
 
 
 def edited(rows: list[dict[str, Any]], draws: random.Random) -> list[dict[str, Any]]:
-    """One edit: a value changed or left out, taken from elsewhere, or a line left out, doubled or moved."""
+    """One edit: a value changed or left out, taken from elsewhere, or a line left out, doubled or
+    moved.
+    """
     rows = json.loads(json.dumps(rows))
     kind = draws.choice(("value", "value", "value", "sibling", "missing", "drop", "double", "swap"))
     at = draws.randrange(1, len(rows))
@@ -63,7 +79,9 @@ def edited(rows: list[dict[str, Any]], draws: random.Random) -> list[dict[str, A
         to = draws.randrange(1, len(rows))
         rows[at], rows[to] = rows[to], rows[at]
     else:
-        *way, last = draws.choice([place for place in places(rows[at]) if place[0] not in ("n", "crc")])
+        *way, last = draws.choice(
+            [place for place in places(rows[at]) if place[0] not in ("n", "crc")]
+        )
         holder: Any = rows[at]
         for name in way:
             holder = holder[name]
@@ -73,7 +91,9 @@ def edited(rows: list[dict[str, Any]], draws: random.Random) -> list[dict[str, A
             holder[last] = draws.choice(VALUES)
         else:
             other = draws.choice(rows)
-            holder[last] = other.get(last, draws.choice(list(other.values()))) if isinstance(last, str) else 3
+            holder[last] = (
+                other.get(last, draws.choice(list(other.values()))) if isinstance(last, str) else 3
+            )
     return rows
 
 
@@ -86,7 +106,10 @@ def write_rows(path: Path, rows: list[dict[str, Any]], crc: int = 0) -> None:
     """Lines numbered and with checksums as the newest schema wants them."""
     lines = b""
     for number, row in enumerate(rows):
-        told = {"n": number, **{name: part for name, part in row.items() if name not in ("n", "crc")}}
+        told = {
+            "n": number,
+            **{name: part for name, part in row.items() if name not in ("n", "crc")},
+        }
         if told.get("kind") == "session-opened" and told.get("schema") == 2:
             told["schema"] = 3
         body = json.dumps(told, separators=(",", ":")).encode()[:-1]
@@ -102,8 +125,11 @@ def run(tmp_path: Path) -> Path:
 
 
 def fuzz(folder: Path, count: int, seed: int, readers: tuple[str, ...]) -> set[int]:
-    """Edit recorded runs so often, have each read; the exit codes. A traceback is an error of this function."""
-    draws, codes = random.Random(seed), set[int]()
+    """Edit recorded runs so often, have each read; the exit codes. A traceback is an error of this
+    function.
+    """
+    draws = random.Random(seed)
+    codes = set[int]()
     rows = {kind: read_rows(RUNS / kind / JOURNAL) for kind in KINDS}
     for number in range(count):
         kind = draws.choice(KINDS)
@@ -121,7 +147,9 @@ def fuzz(folder: Path, count: int, seed: int, readers: tuple[str, ...]) -> set[i
     ("count", "readers"),
     [(30, READERS[:1]), pytest.param(300, READERS, marks=pytest.mark.slow)],
 )
-def test_edits_with_right_checksums_end_in_words(tmp_path: Path, count: int, readers: tuple[str, ...]) -> None:
+def test_edits_with_right_checksums_end_in_words(
+    tmp_path: Path, count: int, readers: tuple[str, ...]
+) -> None:
     """Whatever a hand changed, every reader ends with an answer or a documented exit code."""
     assert {0, 5} <= fuzz(tmp_path, count, 2, readers) <= {0, 2, 4, 5}
 
@@ -145,8 +173,12 @@ def gap(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("harm", "code"), [(lambda path: None, 0), (torn, 0), (bent, 5), (gap, 5)])
-def test_what_is_whole_is_saved(run: Path, capsys: pytest.CaptureFixture[str], harm: Harm, code: int) -> None:
-    """The beginning up to the damage is a run of its own; the damaged one is as it was, and keeps what follows."""
+def test_what_is_whole_is_saved(
+    run: Path, capsys: pytest.CaptureFixture[str], harm: Harm, code: int
+) -> None:
+    """The beginning up to the damage is a run of its own; the damaged one is as it was, and keeps
+    what follows.
+    """
     harm(run / JOURNAL)
     before = (run / JOURNAL).read_bytes()
     assert command(["journal", "check", str(run), "--json"]) == code
@@ -172,9 +204,24 @@ def piped(run: Path) -> None:
 MISUSES: dict[str, tuple[Harm, str, int, str]] = {
     "no such run": (shutil.rmtree, "check RUN", 4, "no run"),
     "no manifest": (lambda run: (run / MANIFEST).unlink(), "salvage RUN --out OUT", 4, "no run"),
-    "a manifest that is none": (lambda run: (run / MANIFEST).write_text("{"), "salvage RUN --out OUT", 4, "manifest"),
-    "nothing whole": (lambda run: (run / JOURNAL).write_bytes(b"x\ny\n"), "salvage RUN --out OUT", 4, "not one line"),
-    "an empty journal": (lambda run: (run / JOURNAL).write_bytes(b""), "salvage RUN --out OUT", 4, "not one line"),
+    "a manifest that is none": (
+        lambda run: (run / MANIFEST).write_text("{"),
+        "salvage RUN --out OUT",
+        4,
+        "manifest",
+    ),
+    "nothing whole": (
+        lambda run: (run / JOURNAL).write_bytes(b"x\ny\n"),
+        "salvage RUN --out OUT",
+        4,
+        "not one line",
+    ),
+    "an empty journal": (
+        lambda run: (run / JOURNAL).write_bytes(b""),
+        "salvage RUN --out OUT",
+        4,
+        "not one line",
+    ),
     "a pipe": (piped, "check RUN", 4, "file"),
     "nowhere to save to": (lambda run: None, "salvage RUN", 2, "--out"),
     "saved into itself": (lambda run: None, "salvage RUN --out RUN", 2, "not empty"),

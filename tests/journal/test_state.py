@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from atts.core import Completion, Decision, Problem, SampleRequest, Sampling, ScoreRequest, Scores, request_key
+from atts.core import (
+    Completion,
+    Decision,
+    Problem,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    Scores,
+    request_key,
+)
 from atts.journal import (
     CallFailed,
     CallSpan,
@@ -41,7 +50,11 @@ def test_a_finished_problem_is_whole(story: list[Event]) -> None:
     assert [rollout.sample for rollout in outcome.rollouts] == [1, 0]
     turns = [event.turn for event in story if isinstance(event, TurnFinished) and event.sample == 0]
     assert outcome.rollouts[1].turns == tuple(turns)
-    assert (outcome.answer, outcome.votes, outcome.rollouts[0].finish) == ("4", {"4": 2.0}, "answer")
+    assert (outcome.answer, outcome.votes, outcome.rollouts[0].finish) == (
+        "4",
+        {"4": 2.0},
+        "answer",
+    )
 
 
 def test_every_prefix_is_a_state(story: list[Event]) -> None:
@@ -61,17 +74,24 @@ def test_a_finished_problem_lets_go_of_its_steps(story: list[Event]) -> None:
     """What stays is a line per problem, verdicts before and after the outcome included."""
     state = RunState()
     graded = [Graded("p0", "correct", sample=0), Graded("p0", "wrong")]
-    for entry in entries([*story[:-1], graded[0], story[-1], graded[1], Scored("p0", "late", Scores((-1.0,)))]):
+    for entry in entries(
+        [*story[:-1], graded[0], story[-1], graded[1], Scored("p0", "late", Scores((-1.0,)))]
+    ):
         state.apply(entry)
     assert not state.open
     assert state.finished["p0"].answer == "4"
     assert state.finished["p0"].verdict == "wrong"
-    assert [(one.sample, one.verdict) for one in state.finished["p0"].samples] == [(1, None), (0, "correct")]
+    assert [(one.sample, one.verdict) for one in state.finished["p0"].samples] == [
+        (1, None),
+        (0, "correct"),
+    ]
 
 
 DONE = Completion((1,), "x", "end", (0.0,))
 SAMPLED = Sampled("p0", "a", DONE, "draft", "p0/0")
-REFUSED = CallFailed("p0", "b", "target", "EngineUnavailable", "target", "engine target: refused", "p0/0")
+REFUSED = CallFailed(
+    "p0", "b", "target", "EngineUnavailable", "target", "engine target: refused", "p0/0"
+)
 
 
 def open_problem(story: list[Event], steps: list[Event]) -> OpenProblem:
@@ -83,25 +103,39 @@ def open_problem(story: list[Event], steps: list[Event]) -> OpenProblem:
 
 
 def test_steps_are_found_again(story: list[Event]) -> None:
-    """Results by key, the gate's calls in order within their turn; other problems' and remarks are not mixed in."""
+    """Results by key, the gate's calls in order within their turn; other problems' and remarks are
+    not mixed in.
+    """
     first, second = (Decision("accept", 0.4, "p0", turn=1, score=score) for score in (1.0, 2.0))
     scored = Scored("p0", "b", Scores((-2.0,)), rollout="p0/0")
     calls: list[Event] = [Decided(first), Decided(second), Observed(first, False)]
-    others: list[Event] = [replace(SAMPLED, problem="elsewhere"), Warned("w", "about it", problem="p0")]
+    others: list[Event] = [
+        replace(SAMPLED, problem="elsewhere"),
+        Warned("w", "about it", problem="p0"),
+    ]
     inside = open_problem(story, [SAMPLED, scored, *calls, *others, SAMPLED])
-    assert {key: list(found) for key, found in inside.calls.items()} == {"a": [SAMPLED, SAMPLED], "b": [scored]}
+    assert {key: list(found) for key, found in inside.calls.items()} == {
+        "a": [SAMPLED, SAMPLED],
+        "b": [scored],
+    }
     assert [list(found) for found in inside.gate.values()] == [calls]
 
 
 def test_a_failure_stands_once_the_rollout_went_on(story: list[Event]) -> None:
-    """By another step of the same line of work, a word about it, or the end of its turn; never by a sibling's step."""
-    prompt, turn = story[1], story[2]
+    """By another step of the same line of work, a word about it, or the end of its turn; never by a
+    sibling's step.
+    """
+    prompt = story[1]
+    turn = story[2]
     forced = Observed(Decision("escalate", 0.4, "p0", why="forced: not scored"), True)
     other = replace(SAMPLED, rollout="p0/1", sample=1, key="c")
     assert "b" not in open_problem(story, [SAMPLED, REFUSED]).calls
     assert "b" not in open_problem(story, [SAMPLED, REFUSED, other]).calls
     for after in ([SAMPLED], [forced], [prompt, turn]):
-        assert list(open_problem(story, [SAMPLED, REFUSED, REFUSED, *after]).calls["b"]) == [REFUSED, REFUSED]
+        assert list(open_problem(story, [SAMPLED, REFUSED, REFUSED, *after]).calls["b"]) == [
+            REFUSED,
+            REFUSED,
+        ]
 
 
 def test_a_turn_may_be_replaced(story: list[Event]) -> None:
@@ -120,7 +154,12 @@ def test_nodes_and_time_go_on_across_sessions() -> None:
     node = CallSpan(7, "draft", "draft", "p", 0, 0, 0.0, 0.0, 0.0, 1.0)
     state = RunState()
     opened = SessionOpened(1, 1, "", 1)
-    for at, event in ((0.0, opened), (2.5, node), (0.0, replace(opened, session=2)), (1.5, Warned("w", ""))):
+    for at, event in (
+        (0.0, opened),
+        (2.5, node),
+        (0.0, replace(opened, session=2)),
+        (1.5, Warned("w", "")),
+    ):
         state.apply(Entry(0, 1, at, 0.0, event))
     assert (state.last_node, state.seconds) == (7, 4.0)
     state.apply(Entry(0, 1, 0.0, 0.0, replace(opened, session=3)))

@@ -14,7 +14,14 @@ import anyio.lowlevel
 import pytest
 
 from atts import tasks
-from atts.errors import FingerprintError, JournalCorrupt, JournalLocked, JournalVersion, OptionError, StorageError
+from atts.errors import (
+    FingerprintError,
+    JournalCorrupt,
+    JournalLocked,
+    JournalVersion,
+    OptionError,
+    StorageError,
+)
 from atts.journal import (
     JOURNAL,
     MANIFEST,
@@ -38,7 +45,11 @@ SETTINGS = Manifest(seed=1)
 
 def texts(directory: Path) -> list[str]:
     """The texts of the warnings in a journal."""
-    return [entry.event.text for entry in read_entries(directory / JOURNAL) if isinstance(entry.event, Warned)]
+    return [
+        entry.event.text
+        for entry in read_entries(directory / JOURNAL)
+        if isinstance(entry.event, Warned)
+    ]
 
 
 async def test_a_run_and_its_resume(tmp_path: Path, story: list[Event]) -> None:
@@ -55,7 +66,11 @@ async def test_a_run_and_its_resume(tmp_path: Path, story: list[Event]) -> None:
             journal.record(event)
     entries = list(read_entries(run / JOURNAL))
     assert [entry.session for entry in entries] == [1] * 7 + [2] * (len(entries) - 7)
-    assert [entry.event for entry in entries if not isinstance(entry.event, SessionOpened | SessionClosed)] == story
+    assert [
+        entry.event
+        for entry in entries
+        if not isinstance(entry.event, SessionOpened | SessionClosed)
+    ] == story
     assert sorted(os.listdir(run)) == [JOURNAL, "lock", MANIFEST]
 
 
@@ -112,8 +127,12 @@ async def fill(directory: Path, options: JournalOptions, acknowledged: list[str]
 
 
 @pytest.mark.parametrize("room", [0, 1, 300, 1_000, 1_001, 1_017, 2_500])
-async def test_a_full_disk_loses_nothing_saved(tmp_path: Path, small_disk: Callable[..., Any], room: int) -> None:
-    """Everything acknowledged before the disk filled up is there; the same directory goes on once there is room."""
+async def test_a_full_disk_loses_nothing_saved(
+    tmp_path: Path, small_disk: Callable[..., Any], room: int
+) -> None:
+    """Everything acknowledged before the disk filled up is there; the same directory goes on once
+    there is room.
+    """
     _, opener = small_disk(room=room)
     acknowledged: list[str] = []
     with pytest.raises(StorageError, match="Free some space") as caught:
@@ -126,7 +145,9 @@ async def test_a_full_disk_loses_nothing_saved(tmp_path: Path, small_disk: Calla
     assert texts(tmp_path)[-1] == "more"
 
 
-async def test_a_full_disk_stops_every_writer(tmp_path: Path, small_disk: Callable[..., Any]) -> None:
+async def test_a_full_disk_stops_every_writer(
+    tmp_path: Path, small_disk: Callable[..., Any]
+) -> None:
     """Also those who never wait, and those who were waiting."""
     _, opener = small_disk(room=1_000)
     errors: list[StorageError] = []
@@ -176,14 +197,18 @@ async def test_a_failed_run_says_why(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("durability", "least", "most"), [("always", 10, 13), ("interval", 2, 6), ("close", 1, 1)])
+@pytest.mark.parametrize(
+    ("durability", "least", "most"), [("always", 10, 13), ("interval", 2, 6), ("close", 1, 1)]
+)
 async def test_durability(
     tmp_path: Path, small_disk: Callable[..., Any], durability: Durability, least: int, most: int
 ) -> None:
     """Synced before each acknowledgement, about once an interval, or once at the end."""
     files, opener = small_disk()
     now = 0.0
-    options = JournalOptions(durability=durability, opener=opener, clock=lambda: now, sync_seconds=3)
+    options = JournalOptions(
+        durability=durability, opener=opener, clock=lambda: now, sync_seconds=3
+    )
     async with open_journal(tmp_path, SETTINGS, options) as journal:
         for _ in range(10):
             now += 1
@@ -192,10 +217,14 @@ async def test_durability(
     assert least <= files[0].syncs <= most
 
 
-async def test_an_idle_journal_is_synced_in_time(tmp_path: Path, small_disk: Callable[..., Any]) -> None:
+async def test_an_idle_journal_is_synced_in_time(
+    tmp_path: Path, small_disk: Callable[..., Any]
+) -> None:
     """ "interval" holds when nothing more is recorded."""
     files, opener = small_disk()
-    async with open_journal(tmp_path, SETTINGS, JournalOptions(opener=opener, sync_seconds=0.02)) as journal:
+    async with open_journal(
+        tmp_path, SETTINGS, JournalOptions(opener=opener, sync_seconds=0.02)
+    ) as journal:
         await anyio.sleep(0.05)
         journal.record(Warned("w", "x"))
         await journal.saved()
@@ -254,7 +283,8 @@ async def test_bad_directories_are_refused_untouched(tmp_path: Path, story: list
         for event in story:
             journal.record(event)
     await refused(tmp_path, FingerprintError, replace(SETTINGS, seed=2))
-    path, whole = tmp_path / JOURNAL, (tmp_path / JOURNAL).read_bytes()
+    path = tmp_path / JOURNAL
+    whole = (tmp_path / JOURNAL).read_bytes()
     path.write_bytes(whole.replace(b"decision", b"derision", 1))
     await refused(tmp_path, JournalCorrupt)
     path.write_bytes(whole[:-30])

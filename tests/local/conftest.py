@@ -19,7 +19,8 @@ from tests.local.speculating import Driven, Script
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if not loop.last %}<|end|>{% endif %}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if not loop.last %}<|end|>{% endif "
+    "%}{% endfor %}"
     "{% if add_generation_prompt %}<|end|><|assistant|>{% endif %}"
 )
 
@@ -33,9 +34,13 @@ def save_tokenizer(folder: Path) -> None:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=SPECIALS)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=SPECIALS
+    )
     inner.train_from_iterator(["the step is done.\n\nthe next step is not done\n\n"], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|end|>", chat_template=TEMPLATE)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|end|>", chat_template=TEMPLATE
+    )
     tokenizer.save_pretrained(folder)
 
 
@@ -89,7 +94,9 @@ class Naive:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager"
+        ).eval()
 
     @torch.inference_mode()
     def logits(self, ids: tuple[int, ...]) -> torch.Tensor:
@@ -107,12 +114,19 @@ class Naive:
     def exact_scores(self, prefix: tuple[int, ...], suffix: tuple[int, ...]) -> list[float]:
         """The same in float64 all the way, for models without biases and norms of heads.
 
-        Written out, for transformers computes norms and softmax in float32 whatever the model's type is.
+        Written out, for transformers computes norms and softmax in float32 whatever the model's
+        type is.
         """
         config = self.model.config
-        weights: dict[str, torch.Tensor] = {name: w.double() for name, w in self.model.state_dict().items()}
-        ids, width, group = prefix + suffix, config.head_dim, config.num_attention_heads // config.num_key_value_heads
-        frequencies = 1.0 / config.rope_parameters["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
+        weights: dict[str, torch.Tensor] = {
+            name: w.double() for name, w in self.model.state_dict().items()
+        }
+        ids = prefix + suffix
+        width = config.head_dim
+        group = config.num_attention_heads // config.num_key_value_heads
+        frequencies = 1.0 / config.rope_parameters["rope_theta"] ** (
+            torch.arange(0, width, 2).float() / width
+        )
         angles = torch.outer(torch.arange(len(ids)).float(), frequencies).repeat(1, 2).double()
         mask = torch.full((len(ids), len(ids)), -torch.inf, dtype=torch.float64).triu(1)
 
@@ -132,21 +146,23 @@ class Naive:
         for layer in range(config.num_hidden_layers):
             own = f"model.layers.{layer}"
             h = normed(x, f"layers.{layer}.input_layernorm")
-            query, key = (
-                apply_rope(heads(h, f"{own}.self_attn.q_proj.weight", 1)),
-                apply_rope(heads(h, f"{own}.self_attn.k_proj.weight", group)),
-            )
+            query = apply_rope(heads(h, f"{own}.self_attn.q_proj.weight", 1))
+            key = apply_rope(heads(h, f"{own}.self_attn.k_proj.weight", group))
             looks = (query @ key.mT / width**0.5 + mask).softmax(-1)
             mixed = looks @ heads(h, f"{own}.self_attn.v_proj.weight", group)
             x = x + mixed.transpose(0, 1).flatten(1) @ weights[f"{own}.self_attn.o_proj.weight"].T
             h = normed(x, f"layers.{layer}.post_attention_layernorm")
-            gate, up, down = (weights[f"{own}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
+            gate, up, down = (
+                weights[f"{own}.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")
+            )
             x = x + (torch.nn.functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
         logprobs = (normed(x, "norm") @ weights["lm_head.weight"].T).log_softmax(-1)
         return [float(logprobs[row - 1, ids[row]]) for row in range(len(prefix), len(ids))]
 
     def agrees(self, prompt: tuple[int, ...], ids: tuple[int, ...], gap: float = 1e-4) -> bool:
-        """Whether greedy decoding may write `ids`: the best token everywhere, either of two closer than `gap`."""
+        """Whether greedy decoding may write `ids`: the best token everywhere, either of two closer
+        than `gap`.
+        """
         rows = self.logits(prompt + ids)[len(prompt) - 1 : -1]
         best = rows.amax(-1)
         chosen = rows.gather(-1, torch.tensor(ids).unsqueeze(-1)).squeeze(-1)
@@ -170,14 +186,25 @@ def naive(make_model: Callable[..., Path]) -> Callable[..., Naive]:
 def drive() -> Callable[..., Driven]:
     """Run a step loop over a script in this thread: schedules without threads or luck."""
 
-    def run(folder: Path, steps: list[list[Command]], make_model: MakeModel | None = None, **changes: Any) -> Driven:
+    def run(
+        folder: Path,
+        steps: list[list[Command]],
+        make_model: MakeModel | None = None,
+        **changes: Any,
+    ) -> Driven:
         tokenizer = ModelTokenizer(folder, "tiny")
-        small = LocalOptions(device="cpu", kernel="torch", kv_tokens=4096, max_batch=16, chunk_tokens=64, threads=1)
+        small = LocalOptions(
+            device="cpu", kernel="torch", kv_tokens=4096, max_batch=16, chunk_tokens=64, threads=1
+        )
         options = replace(small, **changes)
-        config = WorkerConfig("tiny", folder, read_model_config(folder, "tiny"), tokenizer.pieces, options)
+        config = WorkerConfig(
+            "tiny", folder, read_model_config(folder, "tiny"), tokenizer.pieces, options
+        )
         if options.drafter:
             own = Path(options.drafter)
-            small_one = replace(config, name="drafter", folder=own, model=read_model_config(own, "drafter"))
+            small_one = replace(
+                config, name="drafter", folder=own, model=read_model_config(own, "drafter")
+            )
             config = replace(config, drafter=small_one)
         driven = Driven({}, LoopStats())
 
@@ -196,10 +223,13 @@ def drive() -> Callable[..., Driven]:
 
 @pytest.fixture(scope="session")
 def near(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft model: the tiny target with noise on its weights, so that about half of what it draws stands."""
+    """A draft model: the tiny target with noise on its weights, so that about half of what it draws
+    stands.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source, folder = make_model("llama"), tmp_path_factory.mktemp("near")
+    source = make_model("llama")
+    folder = tmp_path_factory.mktemp("near")
     model = AutoModelForCausalLM.from_pretrained(source)
     torch.manual_seed(1)
     with torch.no_grad():

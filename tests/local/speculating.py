@@ -71,7 +71,13 @@ def requests(count: int, tokens: int = 24, laws: Sequence[Sampling] = LAWS) -> l
     return [
         Submit(
             n + 1,
-            SampleRequest(ids_of(n // 3, 12), tokens, laws[n % len(laws)], Seed(5, sample=n), rollout=f"p{n // 3}/{n}"),
+            SampleRequest(
+                ids_of(n // 3, 12),
+                tokens,
+                laws[n % len(laws)],
+                Seed(5, sample=n),
+                rollout=f"p{n // 3}/{n}",
+            ),
         )
         for n in range(count)
     ]
@@ -81,7 +87,9 @@ class Knowing(Proposer):
     """Proposes what a plain run wrote, wrong from a random place on; or nothing but wrong tokens."""
 
     def __init__(self, texts: dict[int, TokenIds], kind: str) -> None:
-        self._texts, self._kind, self._random = texts, kind, random.Random(3)
+        self._texts = texts
+        self._kind = kind
+        self._random = random.Random(3)
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
         """Of each text what comes next."""
@@ -96,7 +104,10 @@ class Knowing(Proposer):
         if self._kind == "random":
             return tuple(self._random.choices(range(320), k=ask.room))
         good = self._random.randrange(ask.room + 1)
-        return (*right[:good], *self._random.choices(range(3, 300), k=self._random.randrange(ask.room + 1)))[: ask.room]
+        return (
+            *right[:good],
+            *self._random.choices(range(3, 300), k=self._random.randrange(ask.room + 1)),
+        )[: ask.room]
 
 
 class AnyLength:
@@ -104,7 +115,9 @@ class AnyLength:
 
     def __init__(self, most: int, least: int = 0) -> None:
         """Below nothing is nothing."""
-        self._most, self._least, self._random = most, least, random.Random(most)
+        self._most = most
+        self._least = least
+        self._random = random.Random(most)
 
     def rests(self, plan: StepPlan) -> bool:
         """Never."""
@@ -114,7 +127,9 @@ class AnyLength:
         """From the least to the most there may be."""
         return [max(0, self._random.randint(self._least, self._most)) for _ in plan.decoding]
 
-    def observed(self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]) -> None:
+    def observed(
+        self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
+    ) -> None:
         """Whatever comes."""
 
 
@@ -123,7 +138,12 @@ def config_of(folder: Path, drafter: Path | None = None) -> WorkerConfig:
     """What is known of a model before it is loaded."""
     own = None if drafter is None else config_of(drafter)
     return WorkerConfig(
-        "tiny", folder, read_model_config(folder, "tiny"), ModelTokenizer(folder, "tiny").pieces, LocalOptions(), own
+        "tiny",
+        folder,
+        read_model_config(folder, "tiny"),
+        ModelTokenizer(folder, "tiny").pieces,
+        LocalOptions(),
+        own,
     )
 
 
@@ -135,14 +155,22 @@ def run(
     drafter: Path | None = None,
     **changes: Any,
 ) -> Driven:
-    """Run a loop over a script, with a proposer and a choice of lengths of one's own where they are given."""
-    options = LocalOptions(device="cpu", kernel="native", kv_tokens=4096, max_batch=32, chunk_tokens=512, threads=1)
+    """Run a loop over a script, with a proposer and a choice of lengths of one's own where they are
+    given.
+    """
+    options = LocalOptions(
+        device="cpu", kernel="native", kv_tokens=4096, max_batch=32, chunk_tokens=512, threads=1
+    )
     ways: dict[str, Any] = {}
     if drafter is not None:
         ways = {"speculate": "draft"}
-    options = replace(options, drafter=str(drafter or ""), k=lengths if isinstance(lengths, int) else None, **ways)
+    options = replace(
+        options, drafter=str(drafter or ""), k=lengths if isinstance(lengths, int) else None, **ways
+    )
     padding = changes.pop("padding", None)
-    config = replace(config_of(folder, drafter), options=replace(options, **changes), padding=padding)
+    config = replace(
+        config_of(folder, drafter), options=replace(options, **changes), padding=padding
+    )
     if padding and config.drafter:
         config = replace(config, drafter=replace(config.drafter, padding=padding))
     if proposer is not None:

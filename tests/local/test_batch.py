@@ -1,4 +1,6 @@
-"""Batches of a loop that are filled anew equal those that are made anew, whatever changed between two steps."""
+"""Batches of a loop that are filled anew equal those that are made anew, whatever changed between
+two steps.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ from atts.core import SampleRequest
 from atts.local.batch import PrefillChunk, StepBatches, StepPlan, step_batch
 from atts.local.sequence import Sequence, new_sequence
 
-_ROWS, _WIDTH = 4, 40
+_ROWS = 4
+_WIDTH = 40
 
 
 def _sequence(number: int) -> Sequence:
     sequence = new_sequence(number, SampleRequest((5, 6, 7), 30), 0.0)
-    sequence.row, sequence.num_computed, sequence.is_decoding = number, 2, True
+    sequence.row = number
+    sequence.num_computed = 2
+    sequence.is_decoding = True
     sequence.rope_row = 100 * (number % 2)
     return sequence
 
@@ -25,10 +30,13 @@ def _sequence(number: int) -> Sequence:
 @given(st.data())
 def test_a_batch_filled_anew_is_one_made_anew(data: st.DataObject) -> None:
     """Who decodes, in which rows, after which table, and what was prefilled or proposed between."""
-    sequences, batches = [_sequence(number) for number in range(_ROWS)], StepBatches()
+    sequences = [_sequence(number) for number in range(_ROWS)]
+    batches = StepBatches()
     table = np.arange(_ROWS * _WIDTH, dtype=np.int32).reshape(_ROWS, _WIDTH)
     for _ in range(data.draw(st.integers(1, 8))):
-        chosen = [one for one in sequences if data.draw(st.booleans()) and one.num_computed < _WIDTH - 1]
+        chosen = [
+            one for one in sequences if data.draw(st.booleans()) and one.num_computed < _WIDTH - 1
+        ]
         match data.draw(st.sampled_from(["on", "on", "on", "last", "prefill", "propose", "rows"])):
             case "prefill" if chosen:
                 plan = StepPlan(chosen[1:], [PrefillChunk(chosen[0], 0, 2, 2)], [], [])
@@ -40,12 +48,15 @@ def test_a_batch_filled_anew_is_one_made_anew(data: st.DataObject) -> None:
             case kind:
                 plan = StepPlan(chosen or sequences[:1], [], [], [])
                 if kind == "rows":
-                    for one, row in zip(sequences, data.draw(st.permutations(range(_ROWS))), strict=True):
+                    for one, row in zip(
+                        sequences, data.draw(st.permutations(range(_ROWS))), strict=True
+                    ):
                         one.row = row
         for _ in range(data.draw(st.integers(1, 3))):
             if data.draw(st.booleans()):
                 table = table[::-1].copy()
-            found, wanted = asdict(batches.of(plan, table)), asdict(step_batch(plan, table))
+            found = asdict(batches.of(plan, table))
+            wanted = asdict(step_batch(plan, table))
             for name, values in wanted.items():
                 np.testing.assert_array_equal(found[name], values, name)
             for one in plan.decoding:

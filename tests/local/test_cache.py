@@ -29,37 +29,55 @@ from atts.seeds import Seed, uniforms
 
 def ids_of(seed: int, count: int) -> TokenIds:
     """Some ids, never a special one."""
-    return tuple(torch.randint(3, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+    return tuple(
+        torch.randint(3, 300, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    )
 
 
-def test_siblings_share_one_prompt_in_time_and_memory(make_model: Callable[..., Path], drive: Any) -> None:
+def test_siblings_share_one_prompt_in_time_and_memory(
+    make_model: Callable[..., Path], drive: Any
+) -> None:
     """16 siblings of 1,024 tokens: prefilled once, stored once, at most 15% over prompt plus tails."""
     folder = make_model("llama", max_position_embeddings=2048, eos_token_id=None)
-    prompt, tail = ids_of(1, 1024), 96
-    orders: list[Command] = [Submit(n, SampleRequest(prompt, tail, Sampling(), Seed(sample=n))) for n in range(1, 17)]
+    prompt = ids_of(1, 1024)
+    tail = 96
+    orders: list[Command] = [
+        Submit(n, SampleRequest(prompt, tail, Sampling(), Seed(sample=n))) for n in range(1, 17)
+    ]
     done = drive(folder, [orders], kernel="native", kv_tokens=20_000, chunk_tokens=256)
     assert len(done.replies) == 16
     assert done.stats.prefilled_tokens == 1024
     assert done.stats.kv_peak <= 1.15 * (1024 + 16 * tail)
 
 
-def test_a_rollouts_next_turn_feeds_only_new_tokens(make_model: Callable[..., Path], drive: Any) -> None:
+def test_a_rollouts_next_turn_feeds_only_new_tokens(
+    make_model: Callable[..., Path], drive: Any
+) -> None:
     """All but the last written token, which was never fed, comes from the cache."""
     folder = make_model("llama", eos_token_id=None)
     prompt = ids_of(2, 50)
     first = drive(folder, [[Submit(1, SampleRequest(prompt, 20, Sampling(0)))]]).replies[1].ids
     quiet: list[Command] = []
-    later: list[list[Command]] = [[Submit(1, SampleRequest(prompt, 20, Sampling(0)))], *[quiet] * 25]
+    later: list[list[Command]] = [
+        [Submit(1, SampleRequest(prompt, 20, Sampling(0)))],
+        *[quiet] * 25,
+    ]
     again = [*later, [Submit(2, SampleRequest(prompt + first + (7, 8), 5, Sampling(0)))]]
     done = drive(folder, again)
     assert done.replies[2].cached_tokens == 50 + 20 - 1
     assert done.stats.prefilled_tokens == 50 + 3
 
 
-def test_going_on_from_a_scored_chunk_starts_with_a_free_token(make_model: Callable[..., Path], drive: Any) -> None:
-    """Scoring leaves its keys, values and last logits: the first token needs no forward, nor does the next score."""
+def test_going_on_from_a_scored_chunk_starts_with_a_free_token(
+    make_model: Callable[..., Path], drive: Any
+) -> None:
+    """Scoring leaves its keys, values and last logits: the first token needs no forward, nor does
+    the next score.
+    """
     folder = make_model("llama", eos_token_id=None)
-    prompt, chunk, more = ids_of(3, 40), ids_of(4, 10), ids_of(5, 6)
+    prompt = ids_of(3, 40)
+    chunk = ids_of(4, 10)
+    more = ids_of(5, 6)
     script: list[list[Command]] = [
         [Submit(1, ScoreRequest(prompt, chunk))],
         [Submit(2, SampleRequest(prompt + chunk, 1, Sampling(0)))],
@@ -77,25 +95,35 @@ def _flip(ids: tuple[int, ...], others: tuple[int, ...]) -> int | None:
     return next((one - other for one, other in zip(ids, others, strict=True) if one != other), None)
 
 
-def test_a_short_cache_forgets_the_oldest_and_gets_everything_done(make_model: Callable[..., Path], drive: Any) -> None:
-    """Far more work than slots: evictions and preemptions, every answer, never more slots than there are."""
+def test_a_short_cache_forgets_the_oldest_and_gets_everything_done(
+    make_model: Callable[..., Path], drive: Any
+) -> None:
+    """Far more work than slots: evictions and preemptions, every answer, never more slots than
+    there are.
+    """
     folder = make_model("llama", eos_token_id=None)
     orders: list[Command] = [
-        Submit(n, SampleRequest(ids_of(n, 30), 30, Sampling(), Seed(sample=n))) for n in range(1, 21)
+        Submit(n, SampleRequest(ids_of(n, 30), 30, Sampling(), Seed(sample=n)))
+        for n in range(1, 21)
     ]
     done = drive(folder, [orders], kv_tokens=150)
     plenty = drive(folder, [orders], kv_tokens=4096)
     assert done.replies.keys() == plenty.replies.keys()
     flips = [_flip(done.replies[n].ids, plenty.replies[n].ids) for n in done.replies]
-    # Sums may differ in the last bits, and a draw that falls on the edge between two ids then takes the next one.
+    # Sums may differ in the last bits, and a draw that falls on the edge between two ids then takes
+    # the next one.
     assert sum(flip is not None for flip in flips) <= 2
     assert all(abs(flip) <= 2 for flip in flips if flip is not None)
     assert done.stats.evicted_tokens > 0
     assert done.stats.kv_peak <= 150
 
 
-def test_a_thousand_rollouts_with_random_cancels_leak_nothing(make_model: Callable[..., Path], drive: Any) -> None:
-    """Every rollout not cancelled is answered, no slot stays locked, and no request waits behind later ones."""
+def test_a_thousand_rollouts_with_random_cancels_leak_nothing(
+    make_model: Callable[..., Path], drive: Any
+) -> None:
+    """Every rollout not cancelled is answered, no slot stays locked, and no request waits behind
+    later ones.
+    """
     folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
     choice = np.random.default_rng(0)
     steps: list[list[Command]] = [[] for _ in range(120)]
@@ -103,7 +131,10 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(make_model: Callab
     for request_id in range(1, 1001):
         at = (request_id - 1) // 10  # ids rise with time
         request = SampleRequest(
-            ids_of(request_id % 7, 20), int(choice.integers(1, 9)), Sampling(), Seed(sample=request_id)
+            ids_of(request_id % 7, 20),
+            int(choice.integers(1, 9)),
+            Sampling(),
+            Seed(sample=request_id),
         )
         steps[at].append(Submit(request_id, request))
         if choice.random() < 0.3:
@@ -114,7 +145,10 @@ def test_a_thousand_rollouts_with_random_cancels_leak_nothing(make_model: Callab
     assert done.stats.kv_locked == 0
     assert done.stats.kv_used <= 600
     answered = list(done.replies)
-    overtaken = max(place - sum(other < request_id for other in answered) for place, request_id in enumerate(answered))
+    overtaken = max(
+        place - sum(other < request_id for other in answered)
+        for place, request_id in enumerate(answered)
+    )
     assert overtaken <= 8 * 32, "someone waited for too many younger ones"
 
 
@@ -138,7 +172,9 @@ def test_a_step_that_does_not_fit_into_memory_makes_the_next_ones_smaller(
 ) -> None:
     """Chunks and batches halve until they fit; every answer is what it would have been."""
     folder = make_model("llama", eos_token_id=None)
-    orders: list[Command] = [Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 11)]
+    orders: list[Command] = [
+        Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 11)
+    ]
     orders += [Submit(n, ScoreRequest(ids_of(n, 20), ids_of(n + 50, 25))) for n in range(11, 15)]
     done = drive(folder, [orders], memory_for(6), kernel="native")
     plenty = drive(folder, [orders], kernel="native")
@@ -150,11 +186,21 @@ def test_a_step_that_does_not_fit_into_memory_makes_the_next_ones_smaller(
         assert done.replies[request_id].logprobs == pytest.approx(reply.logprobs, abs=1e-4)
 
 
-def test_memory_for_nothing_at_all_is_said_and_the_loop_lives_on(make_model: Callable[..., Path], drive: Any) -> None:
-    """When not even one token fits, the requests in flight fail with advice, and nothing stays locked."""
+def test_memory_for_nothing_at_all_is_said_and_the_loop_lives_on(
+    make_model: Callable[..., Path], drive: Any
+) -> None:
+    """When not even one token fits, the requests in flight fail with advice, and nothing stays
+    locked.
+    """
     folder = make_model("llama", eos_token_id=None)
-    orders: list[Command] = [Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 4)]
-    done = drive(folder, [orders, *[list[Command]()] * 30, [Submit(4, ScoreRequest((5, 6), (7,)))]], memory_for(0))
+    orders: list[Command] = [
+        Submit(n, SampleRequest(ids_of(n, 30), 12, Sampling(0))) for n in range(1, 4)
+    ]
+    done = drive(
+        folder,
+        [orders, *[list[Command]()] * 30, [Submit(4, ScoreRequest((5, 6), (7,)))]],
+        memory_for(0),
+    )
     assert done.replies.keys() == {1, 2, 3, 4}
     for reply in done.replies.values():
         assert (reply.kind, reply.problem) == ("memory", "a step does not fit into memory")
@@ -198,7 +244,12 @@ REFUSALS: dict[str, tuple[str, Callable[..., bool]]] = {
     "when scoring from the cache": ("logprobs", lambda logits, tokens: BAD in tokens),
     "when drawing": ("sample", lambda logits, sampling, draws: BAD_DRAW in draws),
 }
-ERRORS = (ValueError("no such row"), RuntimeError("CUDA error: unspecified"), AssertionError(), MemoryError("no room"))
+ERRORS = (
+    ValueError("no such row"),
+    RuntimeError("CUDA error: unspecified"),
+    AssertionError(),
+    MemoryError("no room"),
+)
 
 
 @pytest.mark.parametrize(
@@ -209,29 +260,40 @@ ERRORS = (ValueError("no such row"), RuntimeError("CUDA error: unspecified"), As
 def test_what_breaks_a_step_fails_alone(
     refusal: str, error: Exception, make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Prompts, scores or draws that raise, in batches with others: they get an error, the others go on."""
+    """Prompts, scores or draws that raise, in batches with others: they get an error, the others go
+    on.
+    """
     folder = make_model("llama", eos_token_id=None)
     call, wrong = REFUSALS[refusal]
     bad = {"forward": {7, 9}, "score": {7, 9}, "logprobs": {10}, "sample": {3}}[call]
     first: list[Command] = [
-        Submit(n, SampleRequest(ids_of(n, 20), 6, Sampling(1.0), Seed(sample=n))) for n in range(1, 7)
+        Submit(n, SampleRequest(ids_of(n, 20), 6, Sampling(1.0), Seed(sample=n)))
+        for n in range(1, 7)
     ]
-    first += [Submit(7, ScoreRequest(ids_of(7, 20), (5, BAD, 6))), Submit(8, ScoreRequest(ids_of(8, 20), (5, 6)))]
+    first += [
+        Submit(7, ScoreRequest(ids_of(7, 20), (5, BAD, 6))),
+        Submit(8, ScoreRequest(ids_of(8, 20), (5, 6))),
+    ]
     first += [Submit(9, ScoreRequest(ids_of(9, 20), (BAD, 5)))]
     later: list[Command] = [
         Submit(10, ScoreRequest(ids_of(1, 20), (BAD,))),
         Submit(11, ScoreRequest(ids_of(1, 20), (8,))),
     ]
     script = [first, *[list[Command]()] * 60, later]
-    plain, done = drive(folder, script), drive(folder, script, refusing(call, wrong, error))
+    plain = drive(folder, script)
+    done = drive(folder, script, refusing(call, wrong, error))
     failed = {number for number, reply in done.replies.items() if isinstance(reply, FailureReply)}
     assert bad <= failed <= bad | {10}
     for number in failed:
-        assert done.replies[number].kind == ("memory" if isinstance(error, MemoryError) else "broken")
+        assert done.replies[number].kind == (
+            "memory" if isinstance(error, MemoryError) else "broken"
+        )
         assert isinstance(done.replies[number].error("the model"), EngineError)
     assert done.replies.keys() == plain.replies.keys()
     for number in plain.replies.keys() - failed:
-        assert done.replies[number].logprobs == pytest.approx(plain.replies[number].logprobs, abs=1e-4)
+        assert done.replies[number].logprobs == pytest.approx(
+            plain.replies[number].logprobs, abs=1e-4
+        )
     assert done.stats.kv_locked == 0
     assert done.stats.failed == len(failed)
 
@@ -239,7 +301,9 @@ def test_what_breaks_a_step_fails_alone(
 def test_what_breaks_while_a_token_is_added_fails_alone(
     make_model: Callable[..., Path], drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error in the bookkeeping of one sequence does not reach those whose tokens are added in the same step."""
+    """An error in the bookkeeping of one sequence does not reach those whose tokens are added in
+    the same step.
+    """
 
     def ended(sequence: Sequence, *rest: Any) -> Any:
         if sequence.request_id == 2 and len(sequence.logprobs) == 3:
@@ -247,22 +311,35 @@ def test_what_breaks_while_a_token_is_added_fails_alone(
         return ending(sequence, *rest)
 
     monkeypatch.setattr("atts.local.loop.ending", ended)
-    orders: list[Command] = [Submit(n, SampleRequest(ids_of(n, 20), 6, Sampling(0))) for n in range(1, 4)]
+    orders: list[Command] = [
+        Submit(n, SampleRequest(ids_of(n, 20), 6, Sampling(0))) for n in range(1, 4)
+    ]
     done = drive(make_model("llama", eos_token_id=None), [orders])
-    assert [type(done.replies[n]).__name__ for n in (1, 2, 3)] == ["SampleReply", "FailureReply", "SampleReply"]
+    assert [type(done.replies[n]).__name__ for n in (1, 2, 3)] == [
+        "SampleReply",
+        "FailureReply",
+        "SampleReply",
+    ]
     assert "KeyError" in done.replies[2].problem
     assert [len(done.replies[n].ids) for n in (1, 3)] == [6, 6]
     assert done.stats.kv_locked == 0
 
 
-def test_priority_overtakes_but_does_not_starve(make_model: Callable[..., Path], drive: Any) -> None:
-    """A late urgent request goes before the queue; a low one is done although urgent ones keep coming."""
+def test_priority_overtakes_but_does_not_starve(
+    make_model: Callable[..., Path], drive: Any
+) -> None:
+    """A late urgent request goes before the queue; a low one is done although urgent ones keep
+    coming.
+    """
     folder = make_model("llama", eos_token_id=None, num_hidden_layers=1)
 
     def request(seed: int, priority: int) -> SampleRequest:
         return SampleRequest(ids_of(seed, 10), 4, Sampling(0), priority=priority)
 
-    crowd: list[Command] = [Submit(1, request(1, 1)), *[Submit(n, request(n, 0)) for n in range(2, 12)]]
+    crowd: list[Command] = [
+        Submit(1, request(1, 1)),
+        *[Submit(n, request(n, 0)) for n in range(2, 12)],
+    ]
     steps: list[list[Command]] = [crowd]
     steps.extend([Submit(n, request(n, 0))] for n in range(12, 500))
     answered = list(drive(folder, steps, kernel="native", max_batch=1).replies)
@@ -273,10 +350,16 @@ def test_priority_overtakes_but_does_not_starve(make_model: Callable[..., Path],
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("iilue"), st.lists(st.integers(0, 2), min_size=1, max_size=7)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("iilue"), st.lists(st.integers(0, 2), min_size=1, max_size=7)),
+        max_size=40,
+    )
+)
 def test_the_prefix_tree_is_a_set_of_sequences(actions: list[tuple[str, list[int]]]) -> None:
     """Against a plain dictionary from every known prefix to its slot: insert, lock, unlock, evict."""
-    allocator, tree = SlotAllocator(500), PrefixTree(4)
+    allocator = SlotAllocator(500)
+    tree = PrefixTree(4)
     truth: dict[TokenIds, int] = {}
     locked: list[tuple[Any, TokenIds]] = []
     for action, values in actions:
@@ -307,10 +390,19 @@ def test_the_prefix_tree_is_a_set_of_sequences(actions: list[tuple[str, list[int
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["use", "lock", "unlock", "evict"]), st.integers(1, 8)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["use", "lock", "unlock", "evict"]), st.integers(1, 8)),
+        max_size=60,
+    )
+)
 def test_what_was_used_longest_ago_is_evicted_first(actions: list[tuple[str, int]]) -> None:
-    """Also where it was used, locked or let go after it first could be evicted; what is locked stays."""
-    tree, used, locked = PrefixTree(max_logits=0), list[int](), dict[int, PrefixNode]()
+    """Also where it was used, locked or let go after it first could be evicted; what is locked
+    stays.
+    """
+    tree = PrefixTree(max_logits=0)
+    used = list[int]()
+    locked = dict[int, PrefixNode]()
     for action, first in actions:
         if action == "use":
             tree.insert((first, 0), np.array([first, first + 10], dtype=np.int32))
@@ -340,15 +432,23 @@ def test_a_slot_is_never_handed_out_twice() -> None:
 def test_a_chunk_whose_beginning_was_scored_is_scored_from_there_on(
     make_model: Callable[..., Path], drive: Any
 ) -> None:
-    """Only what is new is computed; the values are those of before, the rest those of scoring it all."""
+    """Only what is new is computed; the values are those of before, the rest those of scoring it
+    all.
+    """
     folder = make_model("llama", eos_token_id=None)
-    prompt, shared = ids_of(3, 40), ids_of(4, 30)
-    one, other = shared + ids_of(5, 6), shared + ids_of(6, 9)
-    orders: list[Command] = [Submit(n, ScoreRequest(prompt, chunk)) for n, chunk in ((1, one), (2, other), (3, one))]
+    prompt = ids_of(3, 40)
+    shared = ids_of(4, 30)
+    one = shared + ids_of(5, 6)
+    other = shared + ids_of(6, 9)
+    orders: list[Command] = [
+        Submit(n, ScoreRequest(prompt, chunk)) for n, chunk in ((1, one), (2, other), (3, one))
+    ]
     done = drive(folder, [[order] for order in orders])
     first, second, third = (done.replies[n] for n in (1, 2, 3))
     assert second.logprobs[:30] == first.logprobs[:30]
-    assert second.logprobs == pytest.approx(drive(folder, [orders[1:2]]).replies[2].logprobs, abs=1e-5)
+    assert second.logprobs == pytest.approx(
+        drive(folder, [orders[1:2]]).replies[2].logprobs, abs=1e-5
+    )
     assert third.logprobs[:-1] == first.logprobs[:-1]
     assert third.logprobs[-1] == pytest.approx(first.logprobs[-1], abs=1e-5)
     assert (second.cached_tokens, third.cached_tokens) == (69, 74)
@@ -361,7 +461,8 @@ def test_draws_beside_a_text_that_was_scored_before_are_made_all_the_same(
 ) -> None:
     """They need the law at every place, which no log-probability tells."""
     folder = make_model("llama", eos_token_id=None)
-    prompt, chunk = ids_of(3, 40), ids_of(4, 30)
+    prompt = ids_of(3, 40)
+    chunk = ids_of(4, 30)
     drawn = ScoreRequest(prompt, chunk, draw=SampleRequest(prompt, 40, Sampling(0.7), Seed(1)))
     done = drive(folder, [[Submit(1, ScoreRequest(prompt, chunk))], [Submit(2, drawn)]])
     fresh = drive(folder, [[Submit(2, drawn)]]).replies[2]
@@ -370,15 +471,24 @@ def test_draws_beside_a_text_that_was_scored_before_are_made_all_the_same(
 
 
 @pytest.mark.parametrize("room", [4000, 150])
-def test_scores_do_not_depend_on_what_was_scored_before(room: int, make_model: Callable[..., Path], drive: Any) -> None:
-    """Chunks that begin like others, in any order, with much room and so little that they are evicted and preempted."""
-    folder, numbers = make_model("llama", eos_token_id=None), np.random.default_rng(1)
+def test_scores_do_not_depend_on_what_was_scored_before(
+    room: int, make_model: Callable[..., Path], drive: Any
+) -> None:
+    """Chunks that begin like others, in any order, with much room and so little that they are
+    evicted and preempted.
+    """
+    folder = make_model("llama", eos_token_id=None)
+    numbers = np.random.default_rng(1)
     texts = [ids_of(1, 60)]
     for seed in range(14):
         known = texts[int(numbers.integers(len(texts)))]
         new = ids_of(10 + seed, int(numbers.integers(1, 12)))
         texts.append(known[: int(numbers.integers(20, len(known) + 1))] + new)
-    requests = [ScoreRequest(text[:cut], text[cut:]) for text in texts for cut in [int(numbers.integers(10, 20))]]
+    requests = [
+        ScoreRequest(text[:cut], text[cut:])
+        for text in texts
+        for cut in [int(numbers.integers(10, 20))]
+    ]
     orders: list[Command] = [Submit(n, request) for n, request in enumerate(requests, 1)]
     done = drive(folder, [orders[n : n + 3] for n in range(0, len(orders), 3)], kv_tokens=room)
     for number, order in enumerate(orders, 1):
@@ -387,14 +497,19 @@ def test_scores_do_not_depend_on_what_was_scored_before(room: int, make_model: C
     assert done.stats.free_tokens > 0
 
 
-_BEGINNINGS = st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=9), st.integers(0, 8)), max_size=25)
+_BEGINNINGS = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=9), st.integers(0, 8)), max_size=25
+)
 
 
 @given(_BEGINNINGS, st.integers(0, 6))
 @settings(max_examples=60, deadline=None)
-def test_what_the_tree_says_a_text_scored_is_what_it_scored(texts: list[tuple[list[int], int]], forget: int) -> None:
+def test_what_the_tree_says_a_text_scored_is_what_it_scored(
+    texts: list[tuple[list[int], int]], forget: int
+) -> None:
     """Through splits and evictions; it holds no more numbers than tokens."""
-    tree, allocator = PrefixTree(4), SlotAllocator(400)
+    tree = PrefixTree(4)
+    allocator = SlotAllocator(400)
 
     def score(ids: TokenIds) -> list[float]:
         return [float(hash(ids[: at + 1]) % 1009) for at in range(len(ids))]
@@ -412,7 +527,8 @@ def test_what_the_tree_says_a_text_scored_is_what_it_scored(texts: list[tuple[li
         assert tree.scores(inserted.node, first) == score(ids)[first:]
         if number % 5 == 4:
             allocator.free(tree.evict(forget))
-        pending, held = [tree.root(0)], 0
+        pending = [tree.root(0)]
+        held = 0
         while pending:
             node = pending.pop()
             pending.extend(node.children.values())

@@ -1,4 +1,6 @@
-"""The child process of an engine: what it imports, how its death is told, and that it never outlives its parent."""
+"""The child process of an engine: what it imports, how its death is told, and that it never
+outlives its parent.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,21 @@ CANARY = "open({sung!r}, 'a').write(__name__ + '\\n')\nraise ImportError('the ca
 def test_nothing_is_imported_from_the_current_directory(
     make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files there that bear the names of libraries are data, also where the path of the parent leads to them."""
-    folder, sung = make_model("llama"), tmp_path / "sung"  # this process has its libraries loaded
-    for name in ("torch", "numpy", "transformers", "safetensors", "sympy", "sitecustomize", "usercustomize", "atts"):
+    """Files there that bear the names of libraries are data, also where the path of the parent
+    leads to them.
+    """
+    folder = make_model("llama")
+    sung = tmp_path / "sung"  # this process has its libraries loaded
+    for name in (
+        "torch",
+        "numpy",
+        "transformers",
+        "safetensors",
+        "sympy",
+        "sitecustomize",
+        "usercustomize",
+        "atts",
+    ):
         (tmp_path / f"{name}.py").write_text(CANARY.format(sung=str(sung)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", "/nowhere"]))
@@ -59,10 +73,14 @@ def no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_python")
 def test_a_child_that_dies_while_loading_is_told_with_its_last_words(make_model: Make) -> None:
-    """Whatever it said last is in the message, also when the pipe breaks in the middle of the configuration."""
+    """Whatever it said last is in the message, also when the pipe breaks in the middle of the
+    configuration.
+    """
     config = worker_config(make_model("llama"), pieces=1_000_000)
     worker = ProcessWorker()
-    with pytest.raises(EngineError, match=r"loading with exit code 7; it last said: libfoo\.so: cannot open"):
+    with pytest.raises(
+        EngineError, match=r"loading with exit code 7; it last said: libfoo\.so: cannot open"
+    ):
         worker.open(config, lambda report: None)
     worker.close()
 
@@ -75,7 +93,9 @@ def test_the_command_ends_with_the_code_of_an_engine(capsys: pytest.CaptureFixtu
 
 
 def test_a_pipe_that_broke_elsewhere_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where the reader of our own output has left does a broken pipe end a command without a word."""
+    """Only where the reader of our own output has left does a broken pipe end a command without a
+    word.
+    """
 
     def refuse(*_: object) -> int:
         raise BrokenPipeError(32, "Broken pipe")
@@ -113,7 +133,9 @@ signal.pause()
     ],
 )
 def test_a_child_ends_with_its_parent(until: str, end: signal.Signals, make_model: Make) -> None:
-    """Whatever it does when its parent is killed, no process is left; not even of a child that was stopped."""
+    """Whatever it does when its parent is killed, no process is left; not even of a child that was
+    stopped.
+    """
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     command = [sys.executable, "-c", PARENT, until]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:

@@ -1,4 +1,6 @@
-"""Configurations that cannot be: each is refused by the name of its key, none hangs, fills the memory or tracebacks."""
+"""Configurations that cannot be: each is refused by the name of its key, none hangs, fills the
+memory or tracebacks.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from atts.local.loader import load_ropes
 from atts.local.model_config import FAMILIES, read_model_config
 
 Make = Callable[..., Path]
-NAN, HUGE = float("nan"), 10**400
+NAN = float("nan")
+HUGE = 10**400
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1e4,
@@ -39,7 +42,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"head_dim": 2**64},
         r"head_dim is 18446744073709551616, expected a whole number from 1 to 16384",
     ),
-    "a factor near the end of floats": (_rope(factor=1e308), r"rope_parameters\.factor is 1e\+308, expected a number"),
+    "a factor near the end of floats": (
+        _rope(factor=1e308),
+        r"rope_parameters\.factor is 1e\+308, expected a number",
+    ),
     "layers below none": ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
     "endless layers": ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000"),
     "no vocabulary": ({"vocab_size": 0}, "vocab_size is 0"),
@@ -56,7 +62,10 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"rope_parameters": {"full_attention": LLAMA3 | {"factor": -1}}},
         r"rope_parameters\.full_attention\.factor is -1",
     ),
-    "a length beyond measure": ({"max_position_embeddings": HUGE}, "max_position_embeddings is 1000"),
+    "a length beyond measure": (
+        {"max_position_embeddings": HUGE},
+        "max_position_embeddings is 1000",
+    ),
     "layers of numbers": ({"layer_types": [1, 2]}, r"layer_types is \[1, 2\]"),
     "a window of nothing": ({"sliding_window": 0}, "sliding_window is 0"),
     "an unknown type": ({"model_type": "gpt2"}, "models of type 'gpt2'"),
@@ -65,7 +74,9 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_value_that_cannot_be_is_refused_by_its_key(what: str, make_model: Make, tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_is_refused_by_its_key(
+    what: str, make_model: Make, tmp_path: Path
+) -> None:
     """With the value and what is expected, before a library has seen it."""
     changes, words = REFUSED[what]
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
@@ -78,17 +89,68 @@ def test_values_that_only_others_read_are_not_looked_at(make_model: Make, tmp_pa
     """A million labels would be made by a reader of all; this engine has no use for them."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     before = read_model_config(folder, "it")
-    change(folder, {"num_labels": 10**12, "id2label": 5, "problem_type": [], "transformers_version": {}, "a": HUGE})
+    change(
+        folder,
+        {
+            "num_labels": 10**12,
+            "id2label": 5,
+            "problem_type": [],
+            "transformers_version": {},
+            "a": HUGE,
+        },
+    )
     assert read_model_config(folder, "it") == before
 
 
 VALUES: list[Any] = [
-    *(0, 1, -1, 2, 3, 2**31, 2**64, 10**400, 0.5, -0.0, 1e308, 1e-308, NAN, float("inf"), float("-inf")),
-    *(None, True, False, "", "default", "yarn", "longrope", "llama3", "dynamic", "silu", "\ud800", [], {}, [[]]),
-    *([1, 0, 1], ["full_attention"] * 3, ["sliding_attention"] * 10**4, {"full_attention": None}, {"a": {"b": {}}}),
+    *(
+        0,
+        1,
+        -1,
+        2,
+        3,
+        2**31,
+        2**64,
+        10**400,
+        0.5,
+        -0.0,
+        1e308,
+        1e-308,
+        NAN,
+        float("inf"),
+        float("-inf"),
+    ),
+    *(
+        None,
+        True,
+        False,
+        "",
+        "default",
+        "yarn",
+        "longrope",
+        "llama3",
+        "dynamic",
+        "silu",
+        "\ud800",
+        [],
+        {},
+        [[]],
+    ),
+    *(
+        [1, 0, 1],
+        ["full_attention"] * 3,
+        ["sliding_attention"] * 10**4,
+        {"full_attention": None},
+        {"a": {"b": {}}},
+    ),
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "yarn", "factor": 1e6, "original_max_position_embeddings": 1, "beta_fast": 1e-6},
-    {"rope_type": "longrope", "short_factor": [1e-6] * 8, "long_factor": [1e6] * 8, "rope_theta": 1e15},
+    {
+        "rope_type": "longrope",
+        "short_factor": [1e-6] * 8,
+        "long_factor": [1e6] * 8,
+        "rope_theta": 1e15,
+    },
     LLAMA3 | {"low_freq_factor": 4.0},
 ]
 
@@ -115,10 +177,15 @@ def mutated(config: dict[str, Any], rng: random.Random) -> Iterator[dict[str, An
         yield made
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))])
-def test_no_mutation_of_a_configuration_gets_past_in_silence(seed: int, make_model: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 9))]
+)
+def test_no_mutation_of_a_configuration_gets_past_in_silence(
+    seed: int, make_model: Make, tmp_path: Path
+) -> None:
     """300 for each seed, over all families: read whole, ropes included, or refused in words."""
-    rng, count = random.Random(seed), {"read": 0, "refused": 0}
+    rng = random.Random(seed)
+    count = {"read": 0, "refused": 0}
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     original = json.loads((folder / "config.json").read_text())
     families = rng.sample(sorted(FAMILIES), len(FAMILIES))
@@ -147,9 +214,12 @@ def loaded(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_no_mutation_of_a_configuration_harms_an_engine(seed: int, make_model: Make, tmp_path: Path) -> None:
+def test_no_mutation_of_a_configuration_harms_an_engine(
+    seed: int, make_model: Make, tmp_path: Path
+) -> None:
     """300 for each seed, weights and cache included: open and sampled from, or refused in words."""
-    rng, count = random.Random(100 + seed), {"open": 0, "refused": 0}
+    rng = random.Random(100 + seed)
+    count = {"open": 0, "refused": 0}
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     original = json.loads((folder / "config.json").read_text())
     options = LocalOptions(worker="thread", kernel="torch", threads=1)

@@ -1,4 +1,6 @@
-"""A drafter on a device of its own: the option reaches its model, and on a GPU its work goes to a stream of its own."""
+"""A drafter on a device of its own: the option reaches its model, and on a GPU its work goes to a
+stream of its own.
+"""
 
 from __future__ import annotations
 
@@ -23,16 +25,23 @@ HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(("way", "beside"), [("draft", "thread"), ("pearl", "thread"), ("ssd", "process")])
-def test_a_drafter_on_the_processor_changes_no_token(way: str, beside: str, make_model: Make, near: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "beside"), [("draft", "thread"), ("pearl", "thread"), ("ssd", "process")]
+)
+def test_a_drafter_on_the_processor_changes_no_token(
+    way: str, beside: str, make_model: Make, near: Path
+) -> None:
     """Named, it is what it is by default here."""
-    folder, orders = make_model("llama"), requests(3, 24, HOT)
+    folder = make_model("llama")
+    orders = requests(3, 24, HOT)
     done = run(folder, [orders], None, 4, near, speculate=way, beside=beside, drafter_device="cpu")
     assert same(run(folder, [orders]), done)
     assert counts(done).trouble == ""
 
 
-@pytest.mark.parametrize(("way", "beside"), [("draft", "thread"), ("pearl", "thread"), ("pearl", "process")])
+@pytest.mark.parametrize(
+    ("way", "beside"), [("draft", "thread"), ("pearl", "thread"), ("pearl", "process")]
+)
 def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
     way: str, beside: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,7 +50,16 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("atts.local.build.load_weights", None)
     with pytest.raises(ModelLoadError, match="no usable CUDA device cuda:2") as raised:
-        run(make_model("llama"), [requests(1)], None, 4, near, speculate=way, beside=beside, drafter_device="cuda:2")
+        run(
+            make_model("llama"),
+            [requests(1)],
+            None,
+            4,
+            near,
+            speculate=way,
+            beside=beside,
+            drafter_device="cuda:2",
+        )
     assert "?drafter_device=cpu" in str(raised.value)
 
 
@@ -58,8 +76,13 @@ def test_what_is_no_device_is_refused(words: str) -> None:
 def test_the_option_reaches_the_drafters_model(
     way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights and its cache, and nothing of the target; beside it, all its forwards are within its stream."""
-    asked, streams, entered, outside = list[torch.device](), list[torch.device](), list[str](), list[str]()
+    """Its weights and its cache, and nothing of the target; beside it, all its forwards are within
+    its stream.
+    """
+    asked = list[torch.device]()
+    streams = list[torch.device]()
+    entered = list[str]()
+    outside = list[str]()
 
     def weights(folder: Path, config: Any, dtype: Any, device: torch.device, name: str) -> Any:
         asked.append(device)
@@ -96,8 +119,18 @@ def test_the_option_reaches_the_drafters_model(
     monkeypatch.setattr("atts.local.ahead.own_stream", Stream)
     monkeypatch.setattr("atts.local.build.ThreadTransport", Patient)
     monkeypatch.setattr(NativeModel, "draw_ahead", drawn)
-    done = run(make_model("llama"), [requests(2, 24, HOT[:2])], None, 4, near, speculate=way, drafter_device="cuda:1")
-    assert [device.type for device in asked] == ["cpu", "cuda", "cpu", "cuda"], "of the target, then of its drafter"
+    done = run(
+        make_model("llama"),
+        [requests(2, 24, HOT[:2])],
+        None,
+        4,
+        near,
+        speculate=way,
+        drafter_device="cuda:1",
+    )
+    assert [device.type for device in asked] == ["cpu", "cuda", "cpu", "cuda"], (
+        "of the target, then of its drafter"
+    )
     assert asked[1] == asked[3] == torch.device("cuda:1")
     assert counts(done).proposed > 0
     assert (len(streams), outside) == (way == "pearl", [])

@@ -44,7 +44,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_drafter_elsewhere_changes_no_token(way: str, make_model: Make, near: Path) -> None:
     """Ids, ends and log-probabilities to the bit."""
-    folder, orders = make_model("llama"), requests(4, 24)
+    folder = make_model("llama")
+    orders = requests(4, 24)
     plain = run(folder, [orders])
     done = run(folder, [orders], None, 4, near, speculate=way, beside="process")
     assert same(plain, done)
@@ -55,7 +56,8 @@ def test_a_drafter_elsewhere_changes_no_token(way: str, make_model: Make, near: 
 @pytest.mark.usefixtures("patient")
 def test_a_drafter_elsewhere_that_is_the_target_is_never_wrong(make_model: Make) -> None:
     """All that was guessed stands."""
-    folder, orders = make_model("llama"), requests(2, 40, HOT)
+    folder = make_model("llama")
+    orders = requests(2, 40, HOT)
     plain = run(folder, [orders])
     right = run(folder, [orders], None, 4, folder, speculate="mirror", beside="process")
     assert same(plain, right)
@@ -68,7 +70,9 @@ class Hurt:
     """Sends a signal to a drafter's process with its fourth step."""
 
     def __init__(self, patch: pytest.MonkeyPatch, kind: signal.Signals) -> None:
-        self._propose, self._kind, self._calls = DrafterProcess.propose, kind, 0
+        self._propose = DrafterProcess.propose
+        self._kind = kind
+        self._calls = 0
         patch.setattr(DrafterProcess, "propose", lambda drafter, asks: self._hurt(drafter, asks))
 
     def _hurt(self, drafter: DrafterProcess, asks: Sequence[Ask]) -> Any:
@@ -83,8 +87,10 @@ def test_a_process_that_dies_or_stops_is_a_miss(
     way: str, kind: signal.Signals, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The texts are what they are; of a dead one it is said."""
-    folder, orders = make_model("llama"), requests(3, 40)
-    plain, _ = run(folder, [orders]), Hurt(monkeypatch, kind)
+    folder = make_model("llama")
+    orders = requests(3, 40)
+    plain = run(folder, [orders])
+    _ = Hurt(monkeypatch, kind)
     done = run(folder, [orders], None, 4, near, speculate=way, beside="process")
     assert same(plain, done)
     assert "failed" in counts(done).trouble or overlap(done).late > 0
@@ -92,29 +98,42 @@ def test_a_process_that_dies_or_stops_is_a_miss(
 
 
 @pytest.mark.usefixtures("patient")
-def test_a_dead_process_is_named(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_process_is_named(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the counters, where anybody looks who wonders why nothing is proposed."""
     Hurt(monkeypatch, signal.SIGKILL)
-    done = run(make_model("llama"), [requests(3, 40)], None, 4, near, speculate="pearl", beside="process")
-    said = "speculation is off: DrafterProcess failed (RuntimeError: the drafter's process has ended)"
+    done = run(
+        make_model("llama"), [requests(3, 40)], None, 4, near, speculate="pearl", beside="process"
+    )
+    said = (
+        "speculation is off: DrafterProcess failed (RuntimeError: the drafter's process has ended)"
+    )
     assert counts(done).trouble == said
 
 
-def test_what_cannot_be_loaded_is_an_error_at_once(make_model: Make, near: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_an_error_at_once(
+    make_model: Make, near: Path, tmp_path: Path
+) -> None:
     """As with any model."""
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in near.iterdir():
-        (broken / file.name).write_bytes(b"" if file.suffix == ".safetensors" else file.read_bytes())
+        (broken / file.name).write_bytes(
+            b"" if file.suffix == ".safetensors" else file.read_bytes()
+        )
     with pytest.raises(ModelLoadError):
-        run(make_model("llama"), [requests(1)], None, 4, broken, speculate="pearl", beside="process")
+        run(
+            make_model("llama"), [requests(1)], None, 4, broken, speculate="pearl", beside="process"
+        )
 
 
 def test_nothing_is_left_of_a_process_whose_start_broke(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By whatever: an order that cannot be written, memory, an interrupt."""
-    started, start = list[subprocess.Popen[bytes]](), subprocess.Popen[bytes]
+    started = list[subprocess.Popen[bytes]]()
+    start = subprocess.Popen[bytes]
 
     def kept(*args: Any, **changes: Any) -> subprocess.Popen[bytes]:
         started.append(start(*args, **changes))
@@ -138,7 +157,10 @@ def rows() -> DraftRows:
 
 def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] = ()) -> DraftStep:
     """New sequences of so many ids, and those that grew by a token."""
-    told = [(key, SampleRequest(ids_of(key, size), 50, Sampling(0.5), Seed(key))) for key, size in fresh.items()]
+    told = [
+        (key, SampleRequest(ids_of(key, size), 50, Sampling(0.5), Seed(key)))
+        for key, size in fresh.items()
+    ]
     asks: list[tuple[int, TokenIds, int]] = [(key, (), 4) for key in fresh]
     asks += [(key, (7,), 4) for key in more]
     return DraftStep(told, list(ended), asks, [], 0.0)
@@ -158,7 +180,13 @@ def test_a_process_is_for_what_drafts_beside(make_model: Make) -> None:
     """Elsewhere it is refused; what is left open may come to that."""
     open_one = LocalOptions(drafter="embedded:draft", beside="process")
     open_one.check()
-    for wrong in ({"speculate": "draft"}, {"speculate": "suffix"}, {"k": 4}, {"fuzzy": 2}, {"drafter": ""}):
+    for wrong in (
+        {"speculate": "draft"},
+        {"speculate": "suffix"},
+        {"k": 4},
+        {"fuzzy": 2},
+        {"drafter": ""},
+    ):
         with pytest.raises(OptionError, match="beside"):
             replace(open_one, **wrong).check()
     with pytest.raises(OptionError, match="no such beside"):

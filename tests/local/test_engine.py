@@ -1,4 +1,6 @@
-"""The engine as callers meet it: the conformance suite, cancellation, several engines, processes, bad input."""
+"""The engine as callers meet it: the conformance suite, cancellation, several engines, processes,
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +48,23 @@ PATIENT = CheckOptions(timeout_seconds=600, settle_seconds=60)  # a busy machine
 
 @pytest.mark.anyio
 async def test_the_engine_keeps_every_promise(make_model: Make, anyio_backend: str) -> None:
-    """The conformance suite that ships with the protocol: on asyncio in the processes users get, on trio in threads."""
+    """The conformance suite that ships with the protocol: on asyncio in the processes users get, on
+    trio in threads.
+    """
     folder = make_model("llama")
-    options = LocalOptions(worker="process" if anyio_backend == "asyncio" else "thread", kv_tokens=8192)
+    options = LocalOptions(
+        worker="process" if anyio_backend == "asyncio" else "thread", kv_tokens=8192
+    )
     await check_engine(lambda: LocalEngine(folder, name="local", options=options), options=PATIENT)
 
 
 @pytest.mark.anyio
-async def test_a_thread_loads_what_it_computes(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_thread_loads_what_it_computes(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """OpenMP's helpers of any other thread would keep those of the loop from waiting awake."""
-    threads, build_loop = list[str](), build.build_loop
+    threads = list[str]()
+    build_loop = build.build_loop
 
     def watched(config: WorkerConfig, deliver: Any) -> Any:
         threads.append(threading.current_thread().name)
@@ -99,8 +108,12 @@ async def test_cancelling_frees_the_work(make_model: Make) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_process_engine_says_what_a_thread_engine_says_and_its_death_is_told(make_model: Make) -> None:
-    """Two engines with different settings side by side; killing one is EngineUnavailable for its callers only."""
+async def test_a_process_engine_says_what_a_thread_engine_says_and_its_death_is_told(
+    make_model: Make,
+) -> None:
+    """Two engines with different settings side by side; killing one is EngineUnavailable for its
+    callers only.
+    """
     folder = make_model("llama", eos_token_id=None, max_position_embeddings=100_000)
     apart = LocalEngine(folder, name="apart", options=LocalOptions(kv_tokens=100_000))
     beside = LocalEngine(folder, options=replace(HERE, chunk_tokens=5, kv_tokens=100_000))
@@ -119,11 +132,15 @@ def loop_process() -> int:
     """The one child of this process, started from whichever thread, that runs a step loop."""
     lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
     children = [int(pid) for path in lists if path.is_file() for pid in path.read_text().split()]
-    return next(pid for pid in children if b"atts.local.child" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return next(
+        pid for pid in children if b"atts.local.child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
 
 
 @pytest.mark.anyio
-async def test_a_process_that_cannot_be_started_is_told(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_cannot_be_started_is_told(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A system that is out of processes is no traceback; the advice is the other worker."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -155,12 +172,16 @@ anyio.run(main)
 
 @pytest.mark.slow
 def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Path) -> None:
-    """No `__main__` guard is asked for; Ctrl-C, which all of a terminal hears, is the script's business alone."""
+    """No `__main__` guard is asked for; Ctrl-C, which all of a terminal hears, is the script's
+    business alone.
+    """
     folder = make_model("llama", eos_token_id=None)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(folder=str(folder)))
     command = [sys.executable, str(script)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         try:
             assert process.stdout.readline().strip() == "open"
@@ -173,22 +194,30 @@ def test_a_plain_script_may_use_a_process_engine(make_model: Make, tmp_path: Pat
 
 @pytest.mark.anyio
 async def test_texts_join_and_templates_render(make_model: Make) -> None:
-    """Decoding is piecewise; a conversation ends where the assistant goes on, an open answer stays open."""
+    """Decoding is piecewise; a conversation ends where the assistant goes on, an open answer stays
+    open.
+    """
     tokenizer = ModelTokenizer(make_model("llama"), "tiny")
     text = "the step \u00e9\U0001f600 is\n\n done"
     ids = tokenizer.encode(text)
     assert "".join(tokenizer.decode(ids[:n]) for n in (len(ids),)) == text
     assert tokenizer.decode(ids[:2]) + tokenizer.decode(ids[2:4]) == tokenizer.decode(ids[:4])
-    user, partial = Message("user", "the step"), Message("assistant", "is")
+    user = Message("user", "the step")
+    partial = Message("assistant", "is")
     assert tokenizer.render([user]) == tokenizer.encode("<|user|>the step<|end|><|assistant|>")
     assert tokenizer.render([user, partial])[-1:] == tokenizer.encode("is")[-1:]
 
 
 @pytest.mark.anyio
-async def test_any_byte_of_the_weights_changes_their_digest(make_model: Make, tmp_path: Path) -> None:
-    """128 bits of all of a small file; the short mark in the model's name is what it was, for older runs."""
+async def test_any_byte_of_the_weights_changes_their_digest(
+    make_model: Make, tmp_path: Path
+) -> None:
+    """128 bits of all of a small file; the short mark in the model's name is what it was, for older
+    runs.
+    """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
-    path, seen = folder / "model.safetensors", set[str]()
+    path = folder / "model.safetensors"
+    seen = set[str]()
     size = path.stat().st_size
     for place in (None, size - 1, size // 2, size // 3):
         if place is not None:
@@ -204,15 +233,20 @@ async def test_any_byte_of_the_weights_changes_their_digest(make_model: Make, tm
     assert len(seen) == 4
 
 
-def test_a_template_without_system_messages_gets_them_before_the_question(make_model: Make, tmp_path: Path) -> None:
+def test_a_template_without_system_messages_gets_them_before_the_question(
+    make_model: Make, tmp_path: Path
+) -> None:
     """As Gemma 2's; one that refuses more than that is still refused."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     path = folder / "chat_template.jinja"
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     path.write_text(refuses + path.read_text())
     tokenizer = ModelTokenizer(folder, "tiny")
-    system, user = Message("system", "is done"), Message("user", "the step")
-    assert tokenizer.render([system, user]) == tokenizer.render([Message("user", "is done\n\nthe step")])
+    system = Message("system", "is done")
+    user = Message("user", "the step")
+    assert tokenizer.render([system, user]) == tokenizer.render(
+        [Message("user", "is done\n\nthe step")]
+    )
     with pytest.raises(UnsupportedByEngine, match="no system"):
         tokenizer.render([system, Message("assistant", "the step")])
 
@@ -256,25 +290,49 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "broken config": (lambda f: (f / "config.json").write_text("{"), "cannot be read"),
     "no weights": (_drop("*.safetensors"), "no safetensors"),
     "cut weights": (lambda f: os.truncate(f / "model.safetensors", 1000), "damaged"),
-    "missing weight": (_weights(lambda t: t.pop("model.norm.weight")), "lacks the weight 'norm.weight'"),
+    "missing weight": (
+        _weights(lambda t: t.pop("model.norm.weight")),
+        "lacks the weight 'norm.weight'",
+    ),
     "other shape": (_edit(hidden_size=32), "has shape"),
     "no tokenizer": (_drop("tokenizer*"), "no tokenizer"),
     "foreign tokenizer": (_edit(vocab_size=100), "tokenizer has ids up to"),
     "other family": (_edit(model_type="gpt2"), "type 'gpt2'"),
     "other activation": (_edit(hidden_act="gelu"), "activation 'gelu'"),
-    "other rope": (_edit(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rotary"),
-    "other attention": (_edit(layer_types=["chunked_attention"] * 3), "attention chunked_attention"),
+    "other rope": (
+        _edit(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "rotary",
+    ),
+    "other attention": (
+        _edit(layer_types=["chunked_attention"] * 3),
+        "attention chunked_attention",
+    ),
     "half a rotation": (
-        _edit(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        _edit(
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        ),
         "turns 0.5 of each head",
     ),
     "heads that do not divide": (_edit(num_key_value_heads=3), "3 key-value heads cannot serve 4"),
     "impossible config": (_edit(num_attention_heads=7), "cannot be read as a model configuration"),
-    "broken index": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "index.json cannot be read"),
-    "broken ends": (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json cannot be read"),
+    "broken index": (
+        lambda f: (f / "model.safetensors.index.json").write_text("[]"),
+        "index.json cannot be read",
+    ),
+    "broken ends": (
+        lambda f: (f / "generation_config.json").write_text("{"),
+        "generation_config.json cannot be read",
+    ),
     "no heads": (_edit(num_attention_heads=0), "num_attention_heads is 0, expected a whole number"),
     "layers below none": (_edit(num_hidden_layers=-1), "num_hidden_layers is -1"),
-    "unheard-of type": (_edit(dtype="float99", torch_dtype="float99"), "dtype is 'float99', expected one of"),
+    "unheard-of type": (
+        _edit(dtype="float99", torch_dtype="float99"),
+        "dtype is 'float99', expected one of",
+    ),
     "whole numbers for weights": (
         _weights(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int8)})),
         "is of type I8",
@@ -284,12 +342,15 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("what", "worker"), [*((what, "thread") for what in BAD), ("whole numbers for weights", "process")]
+    ("what", "worker"),
+    [*((what, "thread") for what in BAD), ("whole numbers for weights", "process")],
 )
 def test_a_model_that_cannot_be_used_is_refused_in_words(
     what: str, worker: Literal["thread", "process"], make_model: Make, tmp_path: Path
 ) -> None:
-    """Which model, what is wrong, what to do; never a traceback of a library, also from another process."""
+    """Which model, what is wrong, what to do; never a traceback of a library, also from another
+    process.
+    """
     change, words = BAD[what]
     folder = _broken(tmp_path / "model", make_model("llama"), change)
 
@@ -326,7 +387,9 @@ async def test_logits_that_are_not_numbers_fail_the_request_alone(
     def poison(tensors: dict[str, Any]) -> None:
         tensors["model.embed_tokens.weight"][7] = torch.nan
 
-    folder = _broken(tmp_path / "model", make_model("llama", tie_word_embeddings=False), _weights(poison))
+    folder = _broken(
+        tmp_path / "model", make_model("llama", tie_word_embeddings=False), _weights(poison)
+    )
     async with LocalEngine(folder, options=replace(HERE, kernel=kernel)) as engine:
         with pytest.raises(EngineError, match="NaN"):
             await engine.score(ScoreRequest((5, 7, 8), (9, 10)))
@@ -352,7 +415,9 @@ WRONG = (
 
 @pytest.mark.anyio
 async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is told to who asked; what is in flight beside it, and what comes after, is answered as if it were not."""
+    """Each is told to who asked; what is in flight beside it, and what comes after, is answered as
+    if it were not.
+    """
 
     def failing(request_id: int, request: SampleRequest | ScoreRequest, *rest: Any) -> Any:
         if request.rollout == "unforeseen":
@@ -361,7 +426,8 @@ async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.M
 
     monkeypatch.setattr("atts.local.loop.new_sequence", failing)
     async with LocalEngine(make_model("llama"), options=HERE) as engine:
-        expected, answers = await engine.sample(GOOD), list[Any]()
+        expected = await engine.sample(GOOD)
+        answers = list[Any]()
 
         async def ask() -> None:
             answers.append(await engine.sample(GOOD))
@@ -370,7 +436,11 @@ async def test_a_bad_request_fails_alone(make_model: Make, monkeypatch: pytest.M
             async with task_group() as group:
                 group.start_soon(ask)
                 with pytest.raises(ATTSError):
-                    await (engine.sample(wrong) if isinstance(wrong, SampleRequest) else engine.score(wrong))
+                    await (
+                        engine.sample(wrong)
+                        if isinstance(wrong, SampleRequest)
+                        else engine.score(wrong)
+                    )
         assert [answer.ids for answer in answers] == [expected.ids] * (len(WRONG) + 1)
 
 
@@ -395,7 +465,8 @@ async def test_a_request_only_the_cache_is_too_small_for_is_told_so(make_model: 
     """The advice is to raise kv_tokens where the model could take it, and not where it could not."""
     async with LocalEngine(make_model("llama"), options=replace(HERE, kv_tokens=10)) as engine:
         with pytest.raises(
-            ContextOverflow, match=r"context holds 10\. The model itself could take 256: raise .kv_tokens"
+            ContextOverflow,
+            match=r"context holds 10\. The model itself could take 256: raise .kv_tokens",
         ):
             await engine.sample(SampleRequest((5,) * 20, 4))
         with pytest.raises(ContextOverflow, match="Lower the token limit"):

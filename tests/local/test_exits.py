@@ -1,4 +1,6 @@
-"""The target's early exit: hearing of a step changes nothing of it, and a trained adapter is read or refused."""
+"""The target's early exit: hearing of a step changes nothing of it, and a trained adapter is read
+or refused.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def loaded(folder: Path, layers: int) -> tuple[ModelConfig, Weights]:
     config = read_model_config(folder, "tiny")
     weights = load_weights(folder, config, torch.float32, CPU, "tiny")
     fewer: dict[str, Any] = {name: getattr(config, name)[:layers] for name in ("ropes", "windows")}
-    return replace(config, num_layers=layers, **fewer), replace(weights, layers=weights.layers[:layers])
+    return replace(config, num_layers=layers, **fewer), replace(
+        weights, layers=weights.layers[:layers]
+    )
 
 
 def built(config: ModelConfig, weights: Weights, kernel: str) -> TappedModel:
@@ -52,16 +56,22 @@ def a_step(table: np.ndarray[Any, Any]) -> StepBatch:
     chunks = list[PrefillChunk]()
     for row, tokens in enumerate((9, 14)):
         sequence = new_sequence(row, requests(1)[0].request, 0.0)
-        sequence.ids, sequence.row = list(ids_of(row, tokens)), row
+        sequence.ids = list(ids_of(row, tokens))
+        sequence.row = row
         chunks.append(PrefillChunk(sequence, 0, tokens, tokens - 1))
     return step_batch(StepPlan([], chunks, [], []), table)
 
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("pad", [False, True])
-def test_who_hears_of_a_step_changes_nothing_of_it(kernel: str, pad: bool, make_model: Make) -> None:
-    """Final states to the bit; what is heard is what a model that ended there would hand to its last norm."""
-    folder, heard = make_model("llama", **DEEP), list[Tensor]()
+def test_who_hears_of_a_step_changes_nothing_of_it(
+    kernel: str, pad: bool, make_model: Make
+) -> None:
+    """Final states to the bit; what is heard is what a model that ended there would hand to its
+    last norm.
+    """
+    folder = make_model("llama", **DEEP)
+    heard = list[Tensor]()
     table = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
     config, weights = loaded(folder, 4)
 
@@ -78,7 +88,9 @@ def test_who_hears_of_a_step_changes_nothing_of_it(kernel: str, pad: bool, make_
     assert torch.equal(plain, whole)
     assert [len(rows) for rows in heard] == [2]
     cut = built(*loaded(folder, 2), kernel).forward(a_step(table), table)
-    normed = torch.nn.functional.rms_norm(heard[0], heard[0].shape[1:], weights.norm, config.norm_eps)
+    normed = torch.nn.functional.rms_norm(
+        heard[0], heard[0].shape[1:], weights.norm, config.norm_eps
+    )
     assert torch.allclose(normed, cut, atol=1e-5)
 
 
@@ -86,22 +98,31 @@ def trained(folder: Path, to: Path, **changes: Any) -> Path:
     """A copy of a model with an adapter beside it, made for that model but for the changes."""
     shutil.copytree(folder, to)
     width = read_model_config(folder, "tiny").hidden_size
-    parts = {"norm": torch.ones(width), "down": torch.randn(3, width), "up": 0.1 * torch.randn(width, 3)}
+    parts = {
+        "norm": torch.ones(width),
+        "down": torch.randn(3, width),
+        "up": 0.1 * torch.randn(width, 3),
+    }
     (to / EXIT_FILE).parent.mkdir()
     layers = changes.pop("layers", "1")
     save_file({**parts, **changes}, to / EXIT_FILE, metadata={"layers": layers})
     return to
 
 
-def test_an_adapter_is_read_beside_its_model_and_changes_no_token(make_model: Make, near: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_read_beside_its_model_and_changes_no_token(
+    make_model: Make, near: Path, tmp_path: Path
+) -> None:
     """Without one the exit is half-way down; with one it is where that was trained."""
     folder = make_model("llama", **DEEP)
     config, weights = loaded(folder, 4)
     assert ExitAdapter.read(folder, config, weights, "tiny").layers == 2
     other = trained(folder, tmp_path / "trained")
-    adapter, x = ExitAdapter.read(other, config, weights, "tiny"), torch.randn(5, config.hidden_size)
+    adapter = ExitAdapter.read(other, config, weights, "tiny")
+    x = torch.randn(5, config.hidden_size)
     assert adapter.layers == 1
-    assert not torch.allclose(adapter(x, 1e-6), ExitAdapter.untrained(config, weights)(x, 1e-6), atol=0.01)
+    assert not torch.allclose(
+        adapter(x, 1e-6), ExitAdapter.untrained(config, weights)(x, 1e-6), atol=0.01
+    )
     plain = run(folder, [requests(3)])
     done = run(other, [requests(3)], None, 4, near, speculate="mirror")
     assert same(plain, done)
@@ -133,12 +154,20 @@ def test_an_adapter_of_another_model_is_refused(
 def test_a_target_of_one_layer_has_no_exit(make_model: Make, near: Path) -> None:
     """It is refused before anything is written."""
     with pytest.raises(UnsupportedByEngine, match="it has one"):
-        run(make_model("llama", num_hidden_layers=1), [requests(1)], None, 4, near, speculate="mirror")
+        run(
+            make_model("llama", num_hidden_layers=1),
+            [requests(1)],
+            None,
+            4,
+            near,
+            speculate="mirror",
+        )
 
 
 def test_torch_writes_the_same_with_an_exit(make_model: Make, near: Path) -> None:
     """Greedy tokens are those without speculation; something is guessed."""
-    folder, orders = make_model("llama"), requests(3, 24, [Sampling(0.0)])
+    folder = make_model("llama")
+    orders = requests(3, 24, [Sampling(0.0)])
     plain = run(folder, [orders], kernel="torch")
     done = run(folder, [orders], None, 4, near, speculate="mirror", kernel="torch")
     assert texts(plain) == texts(done)

@@ -1,4 +1,6 @@
-"""EasySpec's drafter: exact with groups of one, calibrated by an exact pass, and never a change of the text."""
+"""EasySpec's drafter: exact with groups of one, calibrated by an exact pass, and never a change of
+the text.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,19 @@ class OneByOne(TorchModel):
     """The plain meaning of a group: each attention by itself, all of the first one's input."""
 
     def _mixed(self, x: Any, step: Any, own: Any, attends: Any, turns: Any) -> torch.Tensor:
-        mixed = [super(OneByOne, self)._mixed(x, step, self._exact[at], attends, turns) for at in own[0].layers]
+        mixed = [
+            super(OneByOne, self)._mixed(x, step, self._exact[at], attends, turns)
+            for at in own[0].layers
+        ]
         return torch.cat(mixed, 1)
 
 
-def hidden(folder: Path, group: int, kernel: type[GroupedModel] = NativeModel, threads: int = 1) -> torch.Tensor:
-    """The final states of a text, some tokens at once, then one; attentions in groups, of one where that is 1."""
+def hidden(
+    folder: Path, group: int, kernel: type[GroupedModel] = NativeModel, threads: int = 1
+) -> torch.Tensor:
+    """The final states of a text, some tokens at once, then one; attentions in groups, of one where
+    that is 1.
+    """
     config = read_model_config(folder, "tiny")
     weights = load_weights(folder, config, torch.float32, torch.device("cpu"), "tiny")
     cache = torch.zeros(config.num_layers, 2, 40, config.num_kv_heads, config.head_dim)
@@ -43,17 +52,27 @@ def hidden(folder: Path, group: int, kernel: type[GroupedModel] = NativeModel, t
         library = native_library("tiny", config)[0]
         model = NativeModel(library, config, weights, cache, threads, group=group)
     else:
-        model = (OneByOne if kernel is OneByOne else TorchModel)(config, weights, cache, group=group)
-    model.is_grouped, ids = True, ids_of(1, 20)
+        model = (OneByOne if kernel is OneByOne else TorchModel)(
+            config, weights, cache, group=group
+        )
+    model.is_grouped = True
+    ids = ids_of(1, 20)
     sequence = new_sequence(1, ScoreRequest(ids[:1], ids[1:]), 0.0)
     sequence.row = 0
     table = torch.arange(1, 21, dtype=torch.int32)[None].numpy()
     parts = [PrefillChunk(sequence, *part) for part in ((0, 17, 0), (17, 18, 17), (18, 20, 18))]
-    return torch.cat([model.forward(step_batch(StepPlan([], [part], [], []), table), table) for part in parts])
+    return torch.cat(
+        [model.forward(step_batch(StepPlan([], [part], [], []), table), table) for part in parts]
+    )
 
 
 WINDOWS = ["sliding_attention"] * 4 + ["full_attention"] * 4
-GEMMA = {"query_pre_attn_scalar": 24, "pad_token_id": None, "sliding_window": 7, "layer_types": WINDOWS}
+GEMMA = {
+    "query_pre_attn_scalar": 24,
+    "pad_token_id": None,
+    "sliding_window": 7,
+    "layer_types": WINDOWS,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "qwen2": {"num_key_value_heads": 2},
@@ -65,7 +84,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_group_computes_what_its_attentions_do_one_by_one(make_model: Make, family: str) -> None:
-    """Norms of inputs and heads, biases and shared keys included; exact steps have no bit of another layout."""
+    """Norms of inputs and heads, biases and shared keys included; exact steps have no bit of
+    another layout.
+    """
     folder = make_model(family, **DEEP, **FAMILIES[family])
     kernels = [TorchModel, NativeModel] if family in ("llama", "qwen2", "qwen3") else [TorchModel]
     for group in (2, 3, 6):
@@ -78,7 +99,9 @@ def test_a_group_computes_what_its_attentions_do_one_by_one(make_model: Make, fa
 
 
 def test_groups_of_one_are_exact_and_larger_ones_are_near(make_model: Make) -> None:
-    """To the bit where a group is one layer; further off the more layers read one input; first and last stay apart."""
+    """To the bit where a group is one layer; further off the more layers read one input; first and
+    last stay apart.
+    """
     folder = make_model("llama", **DEEP)
     exact = hidden(folder, 1)
     errors = [float((hidden(folder, group) - exact).abs().mean()) for group in (1, 2, 4)]
@@ -89,7 +112,9 @@ def test_groups_of_one_are_exact_and_larger_ones_are_near(make_model: Make) -> N
     assert torch.equal(hidden(shallow, 1), hidden(shallow, 4)), "one layer between is no group"
 
 
-def drafted(folder: Path, group: int, patch: pytest.MonkeyPatch, calibration: str = "exact") -> Driven:
+def drafted(
+    folder: Path, group: int, patch: pytest.MonkeyPatch, calibration: str = "exact"
+) -> Driven:
     """A model that drafts for itself in groups."""
 
     patch.setattr(FuzzyDrafter, "calibration", calibration)
@@ -99,14 +124,17 @@ def drafted(folder: Path, group: int, patch: pytest.MonkeyPatch, calibration: st
 def test_grouped_drafts_change_no_token_and_calibration_keeps_them_near(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what is drafted more stands where each round begins with an exact pass than where errors pile up."""
+    """Of what is drafted more stands where each round begins with an exact pass than where errors
+    pile up.
+    """
     folder = make_model("llama", **DEEP)
     plain = run(folder, [requests(4, 60)])
     shares = dict[tuple[int, str], float]()
     for group, calibration in ((2, "exact"), (2, "none"), (4, "exact")):
         done = drafted(folder, group, monkeypatch, calibration)
         assert same(plain, done)
-        tested, stood = counts(done).tested_at, counts(done).stood_at
+        tested = counts(done).tested_at
+        stood = counts(done).stood_at
         shares[group, calibration] = sum(stood) / sum(tested)
         if calibration == "exact":
             assert stood[0] >= tested[0] - 2, "the first token of a round comes from the exact pass"
@@ -117,8 +145,11 @@ def test_grouped_drafts_change_no_token_and_calibration_keeps_them_near(
 def test_one_call_of_the_kernels_drafts_what_steps_of_the_model_do(
     make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing is filtered all tokens of a round are drawn in one call, the first by an exact step."""
-    folder, whole = make_model("llama", **DEEP), [requests(4, 60, LAWS[:3])]
+    """Where nothing is filtered all tokens of a round are drawn in one call, the first by an exact
+    step.
+    """
+    folder = make_model("llama", **DEEP)
+    whole = [requests(4, 60, LAWS[:3])]
     at_once = run(folder, whole, None, 6, folder, fuzzy=3)
     monkeypatch.setattr(ModelDrafter, "_filters", lambda *_: True)
     in_turns = run(folder, whole, None, 6, folder, fuzzy=3)

@@ -1,4 +1,6 @@
-"""Steps of a GPU, tried without one: what is captured is replayed as recorded, and no captured size changes a token."""
+"""Steps of a GPU, tried without one: what is captured is replayed as recorded, and no captured size
+changes a token.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ LAWS = (Sampling(0), Sampling(0.8), Sampling(1.0, top_p=0.9), Sampling(0.7, top_
 
 
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
-    """A stand-in for a graph: done once when it is captured, as a warm-up is; done again by each replay."""
+    """A stand-in for a graph: done once when it is captured, as a warm-up is; done again by each
+    replay.
+    """
     work()
     return work
 
@@ -38,10 +42,13 @@ def mixed() -> list[list[Command]]:
     """Texts under several laws, and scores, arriving over some steps: batches of many sizes."""
     steps: list[list[Command]] = [[] for _ in range(12)]
     for number in range(11):
-        ids, law = ids_of(number // 3, 5 + 9 * (number % 4)), LAWS[number % len(LAWS)]
+        ids = ids_of(number // 3, 5 + 9 * (number % 4))
+        law = LAWS[number % len(LAWS)]
         request = SampleRequest(ids, 20 + number, law, Seed(3, sample=number))
         steps[number].append(Submit(2 * number + 1, request))
-        steps[number].append(Submit(2 * number + 2, ScoreRequest(ids, ids_of(90 + number, 3 + 2 * number))))
+        steps[number].append(
+            Submit(2 * number + 2, ScoreRequest(ids, ids_of(90 + number, 3 + 2 * number)))
+        )
     return steps
 
 
@@ -52,7 +59,9 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
     def watch(**settings: Any) -> list[TorchModel]:
         made = list[TorchModel]()
 
-        def make(config: ModelConfig, weights: Weights, cache: torch.Tensor, group: int) -> TorchModel:
+        def make(
+            config: ModelConfig, weights: Weights, cache: torch.Tensor, group: int
+        ) -> TorchModel:
             assert group == 1, "a target has no groups"
             made.append(TorchModel(config, weights, cache, **settings))
             return made[-1]
@@ -73,10 +82,15 @@ def compare(ours: Any, plain: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_captured_steps_write_what_others_write(family: str, make_model: Any, drive: Any, models: Any) -> None:
-    """The same ids under every law, the same scores; graphs of several sizes were captured, and replayed more often."""
+def test_captured_steps_write_what_others_write(
+    family: str, make_model: Any, drive: Any, models: Any
+) -> None:
+    """The same ids under every law, the same scores; graphs of several sizes were captured, and
+    replayed more often.
+    """
     folder = make_model(family)
-    plain, made = drive(folder, mixed()), models(capture=recorded)
+    plain = drive(folder, mixed())
+    made = models(capture=recorded)
     compare(drive(folder, mixed()), plain)
     graphs = made[0].graphs
     assert graphs.trouble == ""
@@ -84,18 +98,27 @@ def test_captured_steps_write_what_others_write(family: str, make_model: Any, dr
     assert graphs.num_replayed > 2 * len(graphs.captured)
 
 
-def test_speculation_is_captured_as_well(make_model: Any, near: Path, drive: Any, models: Any) -> None:
-    """Rows of a proposal are blocks of a captured step, the drafter's rows too: not one token changes."""
+def test_speculation_is_captured_as_well(
+    make_model: Any, near: Path, drive: Any, models: Any
+) -> None:
+    """Rows of a proposal are blocks of a captured step, the drafter's rows too: not one token
+    changes.
+    """
     folder = make_model("llama")
-    orders = [[Submit(n, SampleRequest(ids_of(n, 12), 24, LAWS[n % 4], Seed(n))) for n in (1, 2, 3, 4)]]
-    plain, made = drive(folder, orders), models(capture=recorded)
+    orders = [
+        [Submit(n, SampleRequest(ids_of(n, 12), 24, LAWS[n % 4], Seed(n))) for n in (1, 2, 3, 4)]
+    ]
+    plain = drive(folder, orders)
+    made = models(capture=recorded)
     ours = drive(folder, orders, drafter=str(near), speculate="draft", k=3)
     compare(ours, plain)
     assert ours.stats.speculation.accepted > 0
     assert [model.graphs.num_replayed > 0 for model in made] == [True, True]
 
 
-def test_blocks_of_few_rows_write_what_others_write(make_model: Any, drive: Any, models: Any) -> None:
+def test_blocks_of_few_rows_write_what_others_write(
+    make_model: Any, drive: Any, models: Any
+) -> None:
     """Long chunks are cut into blocks of so many rows as a kernel takes at once, all in one class."""
     folder = make_model("qwen3")
     plain = drive(folder, mixed())
@@ -103,21 +126,27 @@ def test_blocks_of_few_rows_write_what_others_write(make_model: Any, drive: Any,
     compare(drive(folder, mixed()), plain)
 
 
-def test_where_capturing_fails_steps_are_computed_one_by_one(make_model: Any, drive: Any, models: Any) -> None:
+def test_where_capturing_fails_steps_are_computed_one_by_one(
+    make_model: Any, drive: Any, models: Any
+) -> None:
     """A driver that refuses is asked once; the texts are the same, and the reason is kept."""
 
     def refuse(work: Callable[[], None]) -> Callable[[], None]:
         asked.append(work)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    asked, folder = list[object](), make_model("llama")
-    plain, made = drive(folder, mixed()), models(capture=refuse)
+    asked = list[object]()
+    folder = make_model("llama")
+    plain = drive(folder, mixed())
+    made = models(capture=refuse)
     compare(drive(folder, mixed()), plain)
     assert len(asked) == 1
     assert "not permitted" in made[0].graphs.trouble
 
 
-def batch_of(singles: list[tuple[int, int]], spans: list[tuple[int, int, int]] | None = None) -> StepBatch:
+def batch_of(
+    singles: list[tuple[int, int]], spans: list[tuple[int, int, int]] | None = None
+) -> StepBatch:
     """Rows of (table row, length), then spans of (table row, length, tokens)."""
     rows = [(row, length, 1) for row, length in singles] + (spans or [])
     counts = np.array([count for *_, count in rows], dtype=np.int64)
@@ -136,7 +165,9 @@ def batch_of(singles: list[tuple[int, int]], spans: list[tuple[int, int, int]] |
 
 
 def test_rows_of_one_sequence_are_one_block_where_their_positions_follow() -> None:
-    """Neighbouring rows of a proposal, and whole chunks; the same sequence at places apart is two blocks."""
+    """Neighbouring rows of a proposal, and whole chunks; the same sequence at places apart is two
+    blocks.
+    """
     batch = batch_of([(0, 5), (1, 7), (1, 8), (1, 9), (2, 3), (2, 9)], [(4, 20, 13), (5, 30, 2)])
     blocks = RowBlocks.of(batch)
     assert blocks.starts.tolist() == [0, 1, 4, 5, 6, 19]
@@ -157,18 +188,28 @@ def test_what_fills_a_step_up_changes_nothing(count: int) -> None:
     table = random.permutation(count * 300).reshape(count, 300).astype(np.int32) + 1
     batch = batch_of([(row, int(random.integers(1, 290))) for row in range(count)])
     blocks = RowBlocks.of(batch)
-    layout, spare = bucketed(batch, blocks), count * 300 + 1
+    layout = bucketed(batch, blocks)
+    spare = count * 300 + 1
     assert layout.rows == 1 << (count - 1).bit_length()
     step = unpacked(torch.from_numpy(packed(batch, table, [blocks], layout, spare)), layout)
     assert step.slots[count:].tolist() == [spare] * (layout.rows - count)
     assert step.tokens[:count].tolist() == batch.tokens.tolist()
     assert spare not in step.classes[0].slots.flatten().tolist()
-    config = replace(read_model_config(path("draft"), "draft"), num_heads=2, num_kv_heads=1, head_dim=8)
-    keys, values, query = torch.randn(spare + 1, 1, 8), torch.randn(spare + 1, 1, 8), torch.randn(layout.rows, 2, 8)
-    exact = unpacked(torch.from_numpy(packed(batch, table, [blocks], own := layout_of(batch, [blocks]), spare)), own)
+    config = replace(
+        read_model_config(path("draft"), "draft"), num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    keys = torch.randn(spare + 1, 1, 8)
+    values = torch.randn(spare + 1, 1, 8)
+    query = torch.randn(layout.rows, 2, 8)
+    exact = unpacked(
+        torch.from_numpy(packed(batch, table, [blocks], own := layout_of(batch, [blocks]), spare)),
+        own,
+    )
     keys[spare] = values[spare] = torch.nan
     filled = GatheredAttention(step, config, 0)(query, keys, values)[:count]
-    assert torch.allclose(filled, GatheredAttention(exact, config, 0)(query[:count], keys, values), atol=1e-6)
+    assert torch.allclose(
+        filled, GatheredAttention(exact, config, 0)(query[:count], keys, values), atol=1e-6
+    )
     for row in range(count):
         slots = table[row, : batch.context_lens[row]].astype(np.int64)
         looks = (query[row] @ keys[slots, 0].T * config.query_scale).softmax(-1)
@@ -176,7 +217,9 @@ def test_what_fills_a_step_up_changes_nothing(count: int) -> None:
 
 
 def test_numbers_of_a_draw_are_plain_whatever_they_come_from() -> None:
-    """Ids and log-probabilities that come in one copy are those that come in two; an id beyond float32 stays whole."""
+    """Ids and log-probabilities that come in one copy are those that come in two; an id beyond
+    float32 stays whole.
+    """
     drawn = SampledTokens(torch.tensor([5, (1 << 24) + 1]), torch.tensor([-0.1, torch.nan]))
 
     class Elsewhere(torch.Tensor):
@@ -193,8 +236,11 @@ def test_numbers_of_a_draw_are_plain_whatever_they_come_from() -> None:
 
 
 def test_a_kernel_that_disagrees_is_not_used() -> None:
-    """The check that stands before the kernel sees a wrong scale, a missing row, and what is not a number."""
-    config, cache = read_model_config(path("target"), "target"), torch.zeros(1, 2, 4, 2, 64)
+    """The check that stands before the kernel sees a wrong scale, a missing row, and what is not a
+    number.
+    """
+    config = read_model_config(path("target"), "target")
+    cache = torch.zeros(1, 2, 4, 2, 64)
 
     def wrong(change: Callable[[torch.Tensor], torch.Tensor]) -> float:
         def make(*parts: Any) -> Callable[..., torch.Tensor]:
@@ -210,7 +256,9 @@ def test_a_kernel_that_disagrees_is_not_used() -> None:
 
 @pytest.mark.slow
 def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run by Triton's interpreter: blocks of 1 to 16 rows, split contexts, windows, head sizes of no power of two."""
+    """Run by Triton's interpreter: blocks of 1 to 16 rows, split contexts, windows, head sizes of
+    no power of two.
+    """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     pytest.importorskip("triton", reason="Triton is not installed")
     base = read_model_config(path("target"), "target")

@@ -1,4 +1,6 @@
-"""The cache of compiled kernels under attack: whatever lies in it, engines open, and no foreign library loads."""
+"""The cache of compiled kernels under attack: whatever lies in it, engines open, and no foreign
+library loads.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ class Builds:
     """A compiler that copies a library made before, and a cache of its own for it to fill."""
 
     def __init__(self, config: ModelConfig, root: Path) -> None:
-        self.config, self.root, self.folder, self.log = config, root, root / "cache" / "atts", root / "log"
+        self.config = config
+        self.root = root
+        self.folder = root / "cache" / "atts"
+        self.log = root / "log"
         self.temporary = root / "temporary"
         self.temporary.mkdir()
         self.library = shutil.copy(native_library("it", config)[0]._name, root / "prebuilt")
@@ -162,7 +167,9 @@ def test_a_library_that_another_process_removes_meanwhile_is_built_anew(
 
 
 def test_a_library_under_anothers_digest_is_not_loaded(builds: Builds) -> None:
-    """A digest that is right for the content, but of a file that the loader refuses, helps as little."""
+    """A digest that is right for the content, but of a file that the loader refuses, helps as
+    little.
+    """
     path = Path(builds.load()[0])
     data = b"not a library"
     wrong = path.with_name(f"{path.stem[:-32]}{blake2b(data, digest_size=16).hexdigest()}.so")
@@ -173,7 +180,9 @@ def test_a_library_under_anothers_digest_is_not_loaded(builds: Builds) -> None:
     assert builds.kept() == [path]
 
 
-@pytest.mark.parametrize("what", ["writable by all", "writable by the group", pytest.param("foreign", marks=AS_ROOT)])
+@pytest.mark.parametrize(
+    "what", ["writable by all", "writable by the group", pytest.param("foreign", marks=AS_ROOT)]
+)
 def test_a_folder_others_can_write_is_neither_read_nor_written(what: str, builds: Builds) -> None:
     """Each process builds its own, and leaves nothing behind."""
     path = Path(builds.load()[0])
@@ -191,7 +200,9 @@ def test_a_folder_others_can_write_is_neither_read_nor_written(what: str, builds
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
-def test_a_cache_that_takes_nothing_is_told(code: int, builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_takes_nothing_is_told(
+    code: int, builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Full, read-only or broken: the kernels run all the same."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -224,9 +235,14 @@ def test_a_cache_relative_to_the_current_directory_is_not_looked_for(
 
 
 def test_where_nothing_can_be_built_torch_computes_and_says_so(
-    builds: Builds, make_model: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    builds: Builds,
+    make_model: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One warning for two engines, with the reason; asked for explicitly, the kernels are refused with it."""
+    """One warning for two engines, with the reason; asked for explicitly, the kernels are refused
+    with it.
+    """
     builds.compiler(sleep="echo 'disk full' >&2; exit 1")
 
     async def open_two() -> str:
@@ -259,7 +275,8 @@ def test_the_cache_serves_as_the_place_to_build_where_there_is_no_other(
 def test_what_killed_builds_left_is_removed(builds: Builds) -> None:
     """Where they are this user's and old; a build that goes on elsewhere is not touched."""
     builds.folder.mkdir(parents=True)
-    old, young = builds.folder / "atts-build-old", builds.temporary / "atts-build-young"
+    old = builds.folder / "atts-build-old"
+    young = builds.temporary / "atts-build-young"
     for folder in (old, young):
         folder.mkdir(mode=0o700)
         (folder / "kernels.so").touch()
@@ -291,6 +308,11 @@ def test_processes_that_build_at_once_disturb_nobody(builds: Builds) -> None:
     """None begins to keep its library before all build; one file stays."""
     environment = {**os.environ, "TMPDIR": str(builds.temporary)}
     command = [sys.executable, "-c", LOAD, str(builds.log), builds.library]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
-    assert [(process.communicate()[0], process.returncode) for process in processes] == [("\n", 0)] * 3
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+    assert [(process.communicate()[0], process.returncode) for process in processes] == [
+        ("\n", 0)
+    ] * 3
     assert (len(builds.kept()), builds.leftovers()) == (1, [])

@@ -26,7 +26,10 @@ from atts.tokenizing import ModelTokenizer
 
 Make = Callable[..., Path]
 MAPS: dict[str, tuple[str, dict[str, Any]]] = {
-    "configuration": ("config.json", {"auto_map": {"AutoConfig": "canary.Canary"}, "model_type": "canary"}),
+    "configuration": (
+        "config.json",
+        {"auto_map": {"AutoConfig": "canary.Canary"}, "model_type": "canary"},
+    ),
     "model": ("config.json", {"auto_map": {"AutoModelForCausalLM": "canary.Canary"}}),
     "tokenizer": (
         "tokenizer_config.json",
@@ -36,9 +39,18 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
         "tokenizer_config.json",
         {"auto_map": ["canary.Canary", None], "tokenizer_class": "Canary"},
     ),
-    "tokenizer of a configuration": ("config.json", {"auto_map": {"AutoTokenizer": [None, "canary.Canary"]}}),
-    "part of a model": ("config.json", {"text_config": {"auto_map": {"AutoConfig": "canary.Canary"}}}),
-    "code of another repository": ("config.json", {"auto_map": {"AutoConfig": "elsewhere/model--canary.Canary"}}),
+    "tokenizer of a configuration": (
+        "config.json",
+        {"auto_map": {"AutoTokenizer": [None, "canary.Canary"]}},
+    ),
+    "part of a model": (
+        "config.json",
+        {"text_config": {"auto_map": {"AutoConfig": "canary.Canary"}}},
+    ),
+    "code of another repository": (
+        "config.json",
+        {"auto_map": {"AutoConfig": "elsewhere/model--canary.Canary"}},
+    ),
     "processor": ("processor_config.json", {"auto_map": {"AutoProcessor": "canary.Canary"}}),
     "code of a type that needs none": (
         "config.json",
@@ -48,8 +60,12 @@ MAPS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture
-def singing(make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """A model folder that asks for its own code in one of many ways; the code, run, would write the file `sung`."""
+def singing(
+    make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Path]:
+    """A model folder that asks for its own code in one of many ways; the code, run, would write the
+    file `sung`.
+    """
     monkeypatch.setattr(builtins, "input", lambda *_: "y")  # a user would agree
 
     def make(way: str) -> Path:
@@ -59,7 +75,9 @@ def singing(make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         path = folder / file
         before = json.loads(path.read_text()) if path.is_file() else {}
         path.write_text(json.dumps(before | changes))
-        (folder / "canary.py").write_text(f"open({str(tmp_path / 'sung')!r}, 'w').close()\nclass Canary: ...\n")
+        (folder / "canary.py").write_text(
+            f"open({str(tmp_path / 'sung')!r}, 'w').close()\nclass Canary: ...\n"
+        )
         return folder
 
     return make
@@ -84,19 +102,30 @@ def test_code_of_a_model_folder_is_refused_and_never_run(
 def test_code_is_not_run_even_where_it_is_not_refused(
     way: str, singing: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second lock: what reads a folder is told to run nothing, so there is no question to agree to."""
+    """The second lock: what reads a folder is told to run nothing, so there is no question to agree
+    to.
+    """
     folder = singing(way)
     for module in (tokenizing, model_config, model_folder):
         monkeypatch.setattr(module, "refuse_code", lambda *_: None)
-    for load in (lambda: model_config.read_hf_config(folder, "it"), lambda: ModelTokenizer(folder, "it")):
+    for load in (
+        lambda: model_config.read_hf_config(folder, "it"),
+        lambda: ModelTokenizer(folder, "it"),
+    ):
         with suppress(ModelLoadError):
             load()
     assert not (tmp_path / "sung").exists()
 
 
-@pytest.mark.parametrize("file", ["modeling_llama.py", "configuration_my.py", "tokenization_my_fast.py"])
-def test_files_of_code_are_refused_without_a_map_too(file: str, make_model: Make, tmp_path: Path) -> None:
-    """Such a model is not what its configuration says; files of other names are the user's own business."""
+@pytest.mark.parametrize(
+    "file", ["modeling_llama.py", "configuration_my.py", "tokenization_my_fast.py"]
+)
+def test_files_of_code_are_refused_without_a_map_too(
+    file: str, make_model: Make, tmp_path: Path
+) -> None:
+    """Such a model is not what its configuration says; files of other names are the user's own
+    business.
+    """
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / "train.py").touch()
     refuse_code(folder, "it")
@@ -141,7 +170,9 @@ def test_an_index_lists_files_beside_it(shard: object, make_model: Make, tmp_pat
     """Weights come from the folder alone."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": shard}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"norm.weight": shard}})
+    )
     with pytest.raises(ModelLoadError, match="weight_map lists no files"):
         anyio.run(enter, folder)
 
@@ -182,10 +213,18 @@ def test_a_file_too_long_to_be_text_is_not_read(make_model: Make, tmp_path: Path
 
 @pytest.mark.parametrize("how", ["none", "empty", "null"])
 def test_a_missing_chat_template_is_refused_before_anything_is_loaded(
-    how: str, make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    how: str,
+    make_model: Make,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The target's too, though the draft is opened first: its damaged weights are not even looked at."""
-    draft, target = (shutil.copytree(make_model("llama"), tmp_path / role) for role in ("draft", "target"))
+    """The target's too, though the draft is opened first: its damaged weights are not even looked
+    at.
+    """
+    draft, target = (
+        shutil.copytree(make_model("llama"), tmp_path / role) for role in ("draft", "target")
+    )
     os.truncate(draft / "model.safetensors", 100)
     (target / "chat_template.jinja").unlink()
     if how == "empty":
@@ -193,7 +232,9 @@ def test_a_missing_chat_template_is_refused_before_anything_is_loaded(
     if how == "null":
         path = target / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": None}))
-    assert run(["solve", "What is 2 + 2?", "--draft", f"hf:{draft}", "--target", f"hf:{target}"]) == 3
+    assert (
+        run(["solve", "What is 2 + 2?", "--draft", f"hf:{draft}", "--target", f"hf:{target}"]) == 3
+    )
     said = " ".join(capfd.readouterr().err.split())
     assert "engine target: the tokenizer in" in said
     assert "has no chat template. Use the model's instruct version" in said
@@ -204,13 +245,17 @@ def test_a_missing_chat_template_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_chat_template_is_found_wherever_tokenizers_keep_it(file: str, make_model: Make, tmp_path: Path) -> None:
+def test_a_chat_template_is_found_wherever_tokenizers_keep_it(
+    file: str, make_model: Make, tmp_path: Path
+) -> None:
     """In a file of its own, or as a value of the tokenizer's configuration."""
     folder = shutil.copytree(make_model("llama"), tmp_path / "model")
     if file == "tokenizer_config.json":
         template = (folder / "chat_template.jinja").read_text()
         (folder / "chat_template.jinja").unlink()
-        (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | {"chat_template": template}))
+        (folder / file).write_text(
+            json.dumps(json.loads((folder / file).read_text()) | {"chat_template": template})
+        )
     require_template(folder, "it")
     assert ModelTokenizer(folder, "it").render([Message("user", "the step")])
 

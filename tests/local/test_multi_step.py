@@ -1,4 +1,6 @@
-"""Several steps in one call of the kernels write what single ones do, and stop where a text may end."""
+"""Several steps in one call of the kernels write what single ones do, and stop where a text may
+end.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Watched:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """From now on."""
-        self.turns, drawn = list[int](), NativeModel.draw_ahead
+        self.turns = list[int]()
+        drawn = NativeModel.draw_ahead
 
         def draw(model: NativeModel, *args: Any) -> Any:
             tokens = drawn(model, *args)
@@ -41,11 +44,23 @@ def one_by_one(monkeypatch: pytest.MonkeyPatch, *args: Any) -> Driven:
 
 @pytest.mark.parametrize("laws", [PLAIN, LAWS])
 @pytest.mark.parametrize("count", [1, 5, 14])
-def test_bursts_change_no_token(count: int, laws: Any, make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids, ends and log-probabilities to the bit; all but the first steps and the last are counted as what they are."""
-    folder, watched = make_model("llama"), Watched(monkeypatch)
+def test_bursts_change_no_token(
+    count: int, laws: Any, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids, ends and log-probabilities to the bit; all but the first steps and the last are counted
+    as what they are.
+    """
+    folder = make_model("llama")
+    watched = Watched(monkeypatch)
     first, *others = requests(count, 40, laws)
-    orders: list[list[Command]] = [[first], [], [*others], [Cancel(3)], [], [Submit(99, first.request)]]
+    orders: list[list[Command]] = [
+        [first],
+        [],
+        [*others],
+        [Cancel(3)],
+        [],
+        [Submit(99, first.request)],
+    ]
     plain = one_by_one(monkeypatch, folder, orders)
     assert not watched.turns
     done = run(folder, orders)
@@ -56,15 +71,23 @@ def test_bursts_change_no_token(count: int, laws: Any, make_model: Make, monkeyp
     assert done.stats.step_sequences >= done.stats.sampled_tokens - done.stats.free_tokens
 
 
-def test_a_burst_stops_at_a_token_that_may_end_a_text(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a reply waits for nobody, and nothing is computed in vain: with a stop string, a stop id, and neither."""
-    folder, watched = make_model("llama"), Watched(monkeypatch)
+def test_a_burst_stops_at_a_token_that_may_end_a_text(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a reply waits for nobody, and nothing is computed in vain: with a stop string, a stop
+    id, and neither.
+    """
+    folder = make_model("llama")
+    watched = Watched(monkeypatch)
     request = SampleRequest(ids_of(1, 12), 16, Sampling(1.0))
     text = texts(run(folder, [[Submit(1, request)]]))[1]
     assert watched.turns == [8, 7], "the first token is drawn where the prompt is read"
     pieces = ModelTokenizer(folder, "tiny").pieces
     place = next(n for n in range(2, 14) if text[n] not in text[:n] and pieces[text[n]].isascii())
-    for ending in (replace(request, stop_ids=(text[place],)), replace(request, stop=(pieces[text[place]].decode(),))):
+    for ending in (
+        replace(request, stop_ids=(text[place],)),
+        replace(request, stop=(pieces[text[place]].decode(),)),
+    ):
         watched.turns.clear()
         done = run(folder, [[Submit(1, ending)]])
         reply = done.replies[1]

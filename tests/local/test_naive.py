@@ -42,7 +42,9 @@ def scripts(draw: st.DrawFn) -> list[list[Command]]:
         at = draw(st.integers(0, 8))
         request: SampleRequest | ScoreRequest
         if draw(st.booleans()):
-            request = SampleRequest(prefix, draw(st.integers(1, 12)), GREEDY, priority=draw(st.integers(-1, 1)))
+            request = SampleRequest(
+                prefix, draw(st.integers(1, 12)), GREEDY, priority=draw(st.integers(-1, 1))
+            )
         else:
             suffix = STEM[len(prefix) : len(prefix) + draw(st.integers(1, 12))] or (7,)
             request = ScoreRequest(prefix, suffix)
@@ -61,12 +63,16 @@ def check(naive: Any, request: SampleRequest | ScoreRequest, reply: object) -> N
         assert len(reply.ids) == request.max_tokens or reply.ended == "end"
     else:
         assert isinstance(reply, ScoreReply)
-        assert reply.logprobs == pytest.approx(naive.scores(request.prefix, request.suffix), abs=CLOSE)
+        assert reply.logprobs == pytest.approx(
+            naive.scores(request.prefix, request.suffix), abs=CLOSE
+        )
 
 
 @pytest.mark.parametrize("kernel", ["torch", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(script=scripts(), chunk=st.sampled_from([3, 17, 64]), room=st.sampled_from([60, 90, 4096]))
 def test_any_schedule_equals_the_naive_loop(
     family: str,
@@ -78,7 +84,9 @@ def test_any_schedule_equals_the_naive_loop(
     naive: Callable[..., Any],
     drive: Callable[..., Any],
 ) -> None:
-    """Batches, chunked prefills, shared prefixes, cancellations, evictions and preemptions change no answer."""
+    """Batches, chunked prefills, shared prefixes, cancellations, evictions and preemptions change
+    no answer.
+    """
     folder = make_model(family, max_position_embeddings=128)
     done = drive(folder, script, kernel=kernel, chunk_tokens=chunk, kv_tokens=room, max_batch=5)
     orders = [order for step in script for order in step]
@@ -122,12 +130,21 @@ def test_variants_of_a_family_equal_the_naive_loop(
     compare_with_naive(make_model("llama", **changes), naive, drive, kernel)
 
 
-@pytest.mark.parametrize(("heads", "shared", "dim"), [(6, 2, 16), (6, 1, 16), (6, 6, 32), (6, 3, 96), (4, 2, 128)])
+@pytest.mark.parametrize(
+    ("heads", "shared", "dim"), [(6, 2, 16), (6, 1, 16), (6, 6, 32), (6, 3, 96), (4, 2, 128)]
+)
 def test_however_heads_share_keys_the_native_kernel_equals_the_naive_loop(
     heads: int, shared: int, dim: int, make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Query heads go through the keys in bundles of up to four: of one kv head, of two, of four, and what is left."""
-    changes = {"num_attention_heads": heads, "num_key_value_heads": shared, "head_dim": dim, "hidden_size": 24 * heads}
+    """Query heads go through the keys in bundles of up to four: of one kv head, of two, of four,
+    and what is left.
+    """
+    changes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
+        "head_dim": dim,
+        "hidden_size": 24 * heads,
+    }
     compare_with_naive(make_model("llama", **changes), naive, drive, "native")
 
 
@@ -144,14 +161,23 @@ def test_long_chunks_equal_the_naive_loop(
     naive: Any,
     drive: Any,
 ) -> None:
-    """Several blocks of keys and of queries: within 1e-4, or twice what float32 itself is off where that is more.
+    """Several blocks of keys and of queries: within 1e-4, or twice what float32 itself is off where
+    that is more.
 
-    Wild weights blow rounding up: on some of them a plain float32 forward is more than 1e-4 from the same in float64.
+    Wild weights blow rounding up: on some of them a plain float32 forward is more than 1e-4 from
+    the same in float64.
     """
-    changes = {"num_attention_heads": heads, "num_key_value_heads": shared, "head_dim": dim, "hidden_size": 24 * heads}
+    changes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": shared,
+        "head_dim": dim,
+        "hidden_size": 24 * heads,
+    }
     folder = make_model("llama", **changes, initializer_range=spread)
     request = ScoreRequest(ids_of(10, 90), ids_of(11, 70))
-    ours = drive(folder, [[Submit(1, request)]], kernel=kernel, chunk_tokens=512).replies[1].logprobs
+    ours = (
+        drive(folder, [[Submit(1, request)]], kernel=kernel, chunk_tokens=512).replies[1].logprobs
+    )
     exact = torch.tensor(naive(folder).exact_scores(request.prefix, request.suffix))
     plain = torch.tensor(naive(folder).scores(request.prefix, request.suffix))
     noise = float((plain - exact).abs().max())
@@ -160,7 +186,9 @@ def test_long_chunks_equal_the_naive_loop(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_more_threads_change_not_a_bit(family: str, make_model: Callable[..., Path], drive: Any) -> None:
+def test_more_threads_change_not_a_bit(
+    family: str, make_model: Callable[..., Path], drive: Any
+) -> None:
     """Threads share columns, rows and sequences out; each sum stays in one piece."""
     folder = make_model(family)
     score = ScoreRequest(ids_of(2, 40), ids_of(3, 120))
@@ -169,7 +197,10 @@ def test_more_threads_change_not_a_bit(family: str, make_model: Callable[..., Pa
         Submit(2, score),
         Submit(3, SampleRequest((5,), 3)),
     ]
-    one, two = (drive(folder, [orders], kernel="native", chunk_tokens=200, threads=threads) for threads in (1, 2))
+    one, two = (
+        drive(folder, [orders], kernel="native", chunk_tokens=200, threads=threads)
+        for threads in (1, 2)
+    )
     assert one.replies == two.replies
 
 
@@ -178,7 +209,11 @@ def tuned(tuning: Tuning) -> MakeModel:
 
     def make(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> NativeModel:
         return NativeModel(
-            native_library(config.name, config.model, tuning)[0], config.model, weights, cache, threads=1
+            native_library(config.name, config.model, tuning)[0],
+            config.model,
+            weights,
+            cache,
+            threads=1,
         )
 
     return make
@@ -188,10 +223,14 @@ def tuned(tuning: Tuning) -> MakeModel:
 def test_kernels_for_other_processors_equal_the_naive_loop(
     tuning: Tuning, make_model: Callable[..., Path], naive: Any, drive: Any
 ) -> None:
-    """Built with fewer instructions than this machine has: other vector widths, tiles and tails, the same answers."""
+    """Built with fewer instructions than this machine has: other vector widths, tiles and tails,
+    the same answers.
+    """
     if tuning not in tunings():
         pytest.skip(f"this processor cannot run {tuning} code")
-    rows = native_library("tiny", read_model_config(make_model("llama"), "tiny"), tuning)[0].atts_row_block()
+    rows = native_library("tiny", read_model_config(make_model("llama"), "tiny"), tuning)[
+        0
+    ].atts_row_block()
     assert rows == {"avx2": 48, "generic": 64}[tuning], "another build than the one asked for"
     heads = [(6, 3, 96), (4, 4, 64), (6, 2, 16), (3, 1, 32), (4, 2, 128)]
     wild = SampleRequest(ids_of(12, 20), 12, Sampling(0.9))
@@ -200,13 +239,23 @@ def test_kernels_for_other_processors_equal_the_naive_loop(
         ScoreRequest(ids_of(9, 5), ids_of(8, 1)),
         *[SampleRequest(ids_of(n, 3 * n + 1), 10, GREEDY) for n in range(4)],
     ]
-    orders: list[Command] = [Submit(1, wild), *[Submit(n, request) for n, request in enumerate(requests, start=2)]]
+    orders: list[Command] = [
+        Submit(1, wild),
+        *[Submit(n, request) for n, request in enumerate(requests, start=2)],
+    ]
     for count, shared, dim in heads:
-        size = {"num_attention_heads": count, "num_key_value_heads": shared, "head_dim": dim, "hidden_size": 24 * count}
+        size = {
+            "num_attention_heads": count,
+            "num_key_value_heads": shared,
+            "head_dim": dim,
+            "hidden_size": 24 * count,
+        }
         folder = make_model("llama", **size, initializer_range=0.1)
         done = drive(folder, [orders], tuned(tuning), chunk_tokens=512)
         assert done.replies[1].ids == drive(folder, [orders[:1]], kernel="torch").replies[1].ids
-        assert done.replies[1].logprobs == pytest.approx(naive(folder).scores(wild.ids, done.replies[1].ids), abs=CLOSE)
+        assert done.replies[1].logprobs == pytest.approx(
+            naive(folder).scores(wild.ids, done.replies[1].ids), abs=CLOSE
+        )
         for request_id, request in enumerate(requests, start=2):
             check(naive(folder), request, done.replies[request_id])
 
@@ -232,27 +281,37 @@ def test_greedy_text_is_that_of_transformers_generate(
     folder = make_model(family)
     prompt = ids_of(5, 20)
     ours = drive(folder, [[Submit(1, SampleRequest(prompt, 40, GREEDY))]]).replies[1].ids
-    theirs = naive(folder).model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=1)
+    theirs = naive(folder).model.generate(
+        torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=1
+    )
     theirs = tuple(theirs[0, len(prompt) :].tolist())
-    same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
+    same = next(
+        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours)
+    )
     if same < len(ours):
         top = naive(folder).logits(prompt + ours[:same])[-1].topk(2).values
         assert float(top[0] - top[1]) <= CLOSE
     assert naive(folder).agrees(prompt, ours)
 
 
-def test_half_precision_runs_and_stays_near(make_model: Callable[..., Path], naive: Any, drive: Any) -> None:
+def test_half_precision_runs_and_stays_near(
+    make_model: Callable[..., Path], naive: Any, drive: Any
+) -> None:
     """bfloat16 gives the same scores, to its own precision."""
     folder = make_model("llama", initializer_range=0.05)
     request = ScoreRequest(ids_of(1, 20), ids_of(2, 20))
     reply = drive(folder, [[Submit(1, request)]], dtype="bfloat16").replies[1]
-    assert reply.logprobs == pytest.approx(naive(folder).scores(request.prefix, request.suffix), abs=0.15)
+    assert reply.logprobs == pytest.approx(
+        naive(folder).scores(request.prefix, request.suffix), abs=0.15
+    )
 
 
 def test_weights_that_are_bfloat16_numbers_lose_nothing(
     make_model: Callable[..., Path], tmp_path: Path, drive: Any
 ) -> None:
-    """The native kernels keep such weights in half the memory; every score stays that of the torch forward."""
+    """The native kernels keep such weights in half the memory; every score stays that of the torch
+    forward.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = make_model("llama")
@@ -260,6 +319,7 @@ def test_weights_that_are_bfloat16_numbers_lose_nothing(
     AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path)
     request = ScoreRequest(ids_of(1, 30), ids_of(2, 40))
     scores = [
-        drive(tmp_path, [[Submit(1, request)]], kernel=kernel).replies[1].logprobs for kernel in ("torch", "native")
+        drive(tmp_path, [[Submit(1, request)]], kernel=kernel).replies[1].logprobs
+        for kernel in ("torch", "native")
     ]
     assert scores[1] == pytest.approx(scores[0], abs=2e-5)

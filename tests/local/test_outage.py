@@ -1,4 +1,6 @@
-"""Children of embedded engines that are killed in mid-run: the next session does what is missing, and nothing else."""
+"""Children of embedded engines that are killed in mid-run: the next session does what is missing,
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.run import Notice, Plan, RunOptions, RunResult, evaluate
 
 pytestmark = pytest.mark.slow
-POLICY = Policy(samples=3, turns=6, max_tokens=96, chunking=Chunking(16, 16, ("\n\n",)), early_stop="none")
+POLICY = Policy(
+    samples=3, turns=6, max_tokens=96, chunking=Chunking(16, 16, ("\n\n",)), early_stop="none"
+)
 
 
 class Killer:
     """Kills the child of one engine after so many of its own calls."""
 
     def __init__(self, engine: LocalEngine, role: Role, calls: int) -> None:
-        self.engine, self.role, self.left = engine, role, calls
+        self.engine = engine
+        self.role = role
+        self.left = calls
 
     def recalled(self, event: object) -> None:
         """Nothing to do."""
@@ -42,31 +48,53 @@ class Killer:
             os.kill(worker._process.pid, signal.SIGKILL)
 
 
-def run(directory: Path, problems: tuple[Problem, ...], role: Role = "draft", calls: int = -1) -> RunResult:
+def run(
+    directory: Path, problems: tuple[Problem, ...], role: Role = "draft", calls: int = -1
+) -> RunResult:
     """An evaluation with a frozen gate by the embedded engines; one child is killed on the way."""
-    engines = {name: LocalEngine(path(name), name=name, options=LocalOptions()) for name in ("draft", "target")}
+    engines = {
+        name: LocalEngine(path(name), name=name, options=LocalOptions())
+        for name in ("draft", "target")
+    }
     retries = RetryPolicy(calls=2, delay_seconds=0.01, give_up_after=None)
     answers = Answers(extract, group)
-    plan = Plan(engines["draft"], engines["target"], POLICY, ThresholdGate(1.05), answers, retries=retries, rollouts=6)
+    plan = Plan(
+        engines["draft"],
+        engines["target"],
+        POLICY,
+        ThresholdGate(1.05),
+        answers,
+        retries=retries,
+        rollouts=6,
+    )
     listeners = (Killer(engines[role], role, calls),)
-    return anyio.run(evaluate, problems, plan, RunOptions(directory, signals="ignore", listeners=listeners))
+    return anyio.run(
+        evaluate, problems, plan, RunOptions(directory, signals="ignore", listeners=listeners)
+    )
 
 
 def essence(outcome: Outcome) -> str:
     """What was written, answered and voted; float sums may differ with the company in a batch."""
     return repr(
-        (outcome.answer, dict(outcome.votes), [(r.sample, r.finish, r.answer, r.text) for r in outcome.rollouts])
+        (
+            outcome.answer,
+            dict(outcome.votes),
+            [(r.sample, r.finish, r.answer, r.text) for r in outcome.rollouts],
+        )
     )
 
 
 def test_a_child_killed_at_any_point_costs_no_outcome(tmp_path: Path) -> None:
-    """Twenty points, either engine: exit code 3 and nothing forced, then the outcomes of a run without an outage.
+    """Twenty points, either engine: exit code 3 and nothing forced, then the outcomes of a run
+    without an outage.
 
-    A child that had done all that was asked of it may be missed by nobody; that is no outage, and ends with 0.
+    A child that had done all that was asked of it may be missed by nobody; that is no outage, and
+    ends with 0.
     """
     problems = tuple(load_dataset("arithmetic[:3]"))
     whole = {o.problem.id: essence(o) for o in run(tmp_path / "whole", problems).outcomes()}
-    draws, outages = random.Random(31), 0
+    draws = random.Random(31)
+    outages = 0
     roles: tuple[Role, Role] = ("draft", "target")
     for number in range(20):
         directory = tmp_path / str(number)

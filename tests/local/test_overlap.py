@@ -1,4 +1,6 @@
-"""Drafting beside the target changes no token: whatever is guessed, however late it is, and if it breaks."""
+"""Drafting beside the target changes no token: whatever is guessed, however late it is, and if it
+breaks.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Slow(InlineTransport):
     """Says only after some steps, as many as come, that work is over."""
 
     def __init__(self) -> None:
-        self._random, self._is_over = random.Random(2), True
+        self._random = random.Random(2)
+        self._is_over = True
 
     def post(self, work: Work) -> None:
         """Done at once, and said to be later."""
@@ -82,10 +85,16 @@ def overlap(done: Driven) -> OverlapStats:
 def test_drafting_beside_the_target_changes_no_token(
     way: str, transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids, ends and log-probabilities to the bit, at once, late at random, and in a thread; slots are given back."""
-    folder, orders = make_model("llama"), requests(7, 24)
-    plain, made = run(folder, [orders]), Made(monkeypatch, transport)
-    done = run(folder, [orders], None, 5 if transport is not ThreadTransport else None, near, speculate=way)
+    """Ids, ends and log-probabilities to the bit, at once, late at random, and in a thread; slots
+    are given back.
+    """
+    folder = make_model("llama")
+    orders = requests(7, 24)
+    plain = run(folder, [orders])
+    made = Made(monkeypatch, transport)
+    done = run(
+        folder, [orders], None, 5 if transport is not ThreadTransport else None, near, speculate=way
+    )
     assert same(plain, done)
     found = overlap(done)
     if transport is not ThreadTransport:  # how much that drafts depends on the machine
@@ -99,9 +108,13 @@ def test_drafting_beside_the_target_changes_no_token(
 def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
     way: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two sequences: all that was guessed stands but for first guesses; a stale key or a wrong place would show."""
-    folder, orders = make_model("llama"), requests(2, 40, HOT)
-    plain, _ = run(folder, [orders]), Made(monkeypatch, InlineTransport)
+    """Of two sequences: all that was guessed stands but for first guesses; a stale key or a wrong
+    place would show.
+    """
+    folder = make_model("llama")
+    orders = requests(2, 40, HOT)
+    plain = run(folder, [orders])
+    _ = Made(monkeypatch, InlineTransport)
     right = run(folder, [orders], None, 4, folder, speculate=way)
     assert same(plain, right)
     assert overlap(right).misses == 0
@@ -123,20 +136,30 @@ def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
     monkeypatch.setattr(NativeModel, "draw_ahead", lambda *args: (ahead(*args) + 1) % 300)
     never = run(folder, [orders], None, 4, folder, speculate=way)
     assert same(plain, never)
-    assert (overlap(never).hits, counts(never).proposed, never.stats.steps) == (0, 0, plain.stats.steps)
+    assert (overlap(never).hits, counts(never).proposed, never.stats.steps) == (
+        0,
+        0,
+        plain.stats.steps,
+    )
 
 
-def test_an_exit_that_knows_the_text_hits_always(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exit_that_knows_the_text_hits_always(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the target's exit names is continued, whatever the draft would have guessed."""
-    folder, orders = make_model("llama"), requests(3, 32, HOT)
-    plain, _ = run(folder, [orders]), Made(monkeypatch, InlineTransport)
+    folder = make_model("llama")
+    orders = requests(3, 32, HOT)
+    plain = run(folder, [orders])
+    _ = Made(monkeypatch, InlineTransport)
     known = texts(plain)
 
     heard = AheadDrafter._heard  # pyright: ignore[reportPrivateUsage]
 
     def knows(self: Any, told: Any) -> None:
         for line in self._job.lines:
-            assert len(told[line.ask.key]) <= len(line.proposal) + 1, "it hears of the rows that decode"
+            assert len(told[line.ask.key]) <= len(line.proposal) + 1, (
+                "it hears of the rows that decode"
+            )
             coming = known[line.ask.key][line.ask.written :][: len(line.proposal) + 1]
             told[line.ask.key] = [((token,), (1.0,)) for token in coming]
         heard(self, told)
@@ -150,17 +173,26 @@ def test_an_exit_that_knows_the_text_hits_always(make_model: Make, near: Path, m
     assert oracle.stats.steps < found.stats.steps
 
 
-def test_more_guesses_hit_more_often(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_guesses_hit_more_often(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What else may come at every place is worth its branches."""
     Made(monkeypatch, InlineTransport)
     ways = ("pearl", "ssd")
-    pearl, ssd = (run(make_model("llama"), [requests(3, 32, HOT)], None, 4, near, speculate=way).stats for way in ways)
+    pearl, ssd = (
+        run(make_model("llama"), [requests(3, 32, HOT)], None, 4, near, speculate=way).stats
+        for way in ways
+    )
     assert pearl.speculation is not None
     assert ssd.speculation is not None
-    first, second = pearl.speculation.overlap, ssd.speculation.overlap
+    first = pearl.speculation.overlap
+    second = ssd.speculation.overlap
     assert first is not None
     assert second is not None
-    assert second.hits / (second.hits + second.misses) > first.hits / (first.hits + first.misses) + 0.05
+    assert (
+        second.hits / (second.hits + second.misses)
+        > first.hits / (first.hits + first.misses) + 0.05
+    )
     assert ssd.steps < pearl.steps
 
 
@@ -168,9 +200,13 @@ def test_more_guesses_hit_more_often(make_model: Make, near: Path, monkeypatch: 
 def test_a_drafter_slower_than_its_target_still_proposes(
     way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where no draft step fits into one of the target's, a guess is continued by a few tokens all the same."""
-    folder, orders = make_model("llama"), requests(2, 24, HOT)
-    plain, _ = run(folder, [orders]), Made(monkeypatch, InlineTransport)
+    """Where no draft step fits into one of the target's, a guess is continued by a few tokens all
+    the same.
+    """
+    folder = make_model("llama")
+    orders = requests(2, 24, HOT)
+    plain = run(folder, [orders])
+    _ = Made(monkeypatch, InlineTransport)
     monkeypatch.setattr(AheadDrafter, "_length", lambda self, count, lines: 0)
     done = run(folder, [orders], None, 4, near, speculate=way)
     assert same(plain, done)
@@ -183,7 +219,8 @@ def test_nothing_is_lost_when_sequences_come_and_go(
     way: str, room: int, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cancelled, pre-empted and begun meanwhile, and drafted late at that."""
-    folder, orders = make_model("llama"), requests(6, 30, HOT)
+    folder = make_model("llama")
+    orders = requests(6, 30, HOT)
     late = [replace(order, request_id=order.request_id + 20) for order in orders]
     script: list[list[Command]] = [[*orders], *[[]] * 5, [*late, Cancel(3)], [Cancel(24)]]
     ways: dict[str, Any] = {"max_batch": 4, "kv_tokens": room}
@@ -202,9 +239,14 @@ def test_nothing_is_lost_when_sequences_come_and_go(
 def test_a_drafter_that_dies_is_a_miss(
     transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of its work, even by being told to exit: the texts are what they are, and it is said."""
-    folder, orders, calls = make_model("llama"), requests(3, 20), [0]
-    plain, _ = run(folder, [orders]), Made(monkeypatch, transport)
+    """In the middle of its work, even by being told to exit: the texts are what they are, and it is
+    said.
+    """
+    folder = make_model("llama")
+    orders = requests(3, 20)
+    calls = [0]
+    plain = run(folder, [orders])
+    _ = Made(monkeypatch, transport)
     branch = AheadDrafter._branch  # pyright: ignore[reportPrivateUsage]
 
     def dying(self: AheadDrafter, *args: Any) -> Any:
@@ -218,10 +260,15 @@ def test_a_drafter_that_dies_is_a_miss(
     assert same(plain, done)
     assert calls[0] > 5 or transport is ThreadTransport
     if transport is InlineTransport:
-        assert counts(done).trouble == "speculation is off: AheadDrafter failed (RuntimeError: SystemExit: killed)"
+        assert (
+            counts(done).trouble
+            == "speculation is off: AheadDrafter failed (RuntimeError: SystemExit: killed)"
+        )
 
 
-def test_a_thread_that_is_gone_is_a_miss(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_is_gone_is_a_miss(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It never answers: every step is one without a proposal."""
 
     class Gone(InlineTransport):
@@ -231,8 +278,10 @@ def test_a_thread_that_is_gone_is_a_miss(make_model: Make, near: Path, monkeypat
         def wait(self, seconds: float) -> bool:
             return False
 
-    folder, orders = make_model("llama"), requests(3, 20)
-    plain, _ = run(folder, [orders]), Made(monkeypatch, Gone)
+    folder = make_model("llama")
+    orders = requests(3, 20)
+    plain = run(folder, [orders])
+    _ = Made(monkeypatch, Gone)
     done = run(folder, [orders], None, 4, near, speculate="ssd")
     assert same(plain, done)
     assert counts(done).proposed == 0
@@ -240,14 +289,18 @@ def test_a_thread_that_is_gone_is_a_miss(make_model: Make, near: Path, monkeypat
 
 
 def seeded_by_place(sample: Callable[..., Any]) -> Callable[..., Any]:
-    """As PEARL was released: the test after a block that was taken uses the number that the block's first token had."""
+    """As PEARL was released: the test after a block that was taken uses the number that the block's
+    first token had.
+    """
 
     def found(loop: StepLoop, sequences: list[Any], widths: list[int], logits: Any) -> Any:
         kept = [s.uniforms for s in sequences]
         for s, width in zip(sequences, widths, strict=True):
             at = len(s.logprobs)
             if width > 1 and at:
-                s.uniforms = np.concatenate([s.uniforms[:at], s.uniforms[at - 1 : at], s.uniforms[at + 1 :]])
+                s.uniforms = np.concatenate(
+                    [s.uniforms[:at], s.uniforms[at - 1 : at], s.uniforms[at + 1 :]]
+                )
         drawn = sample(loop, sequences, widths, logits)
         for s, own in zip(sequences, kept, strict=True):
             s.uniforms = own
@@ -294,7 +347,8 @@ def tail_returned(settle: Callable[..., list[int]]) -> Callable[..., list[int]]:
     """As PEARL was released: what is pending where a request ends is returned as it is."""
 
     def found(self: Any, sequence: Any, drawn: list[int]) -> list[int]:
-        path, left = settle(self, sequence, drawn), sequence.request.max_tokens - len(sequence.logprobs)
+        path = settle(self, sequence, drawn)
+        left = sequence.request.max_tokens - len(sequence.logprobs)
         return path if left > len(drawn) else list(range(len(drawn)))
 
     return found
@@ -329,10 +383,13 @@ def is_green(check: str, folder: Path, near: Path, plain: Driven, made: Made) ->
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_found(bug: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_bugs_are_found(
+    bug: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each turns a check red that is green without it."""
     folder = make_model("llama")
-    plain, made = run(folder, [requests(2, 40, HOT)]), Made(monkeypatch, InlineTransport)
+    plain = run(folder, [requests(2, 40, HOT)])
+    made = Made(monkeypatch, InlineTransport)
     place, change, check = BUGS[bug]
     assert is_green(check, folder, near, plain, made)
     owner, _, name = place.rpartition(".")
@@ -342,9 +399,12 @@ def test_planted_bugs_are_found(bug: str, make_model: Make, near: Path, monkeypa
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.slow)])
-async def test_an_engine_drafts_beside_its_target(worker: Any, make_model: Make, near: Path) -> None:
+async def test_an_engine_drafts_beside_its_target(
+    worker: Any, make_model: Make, near: Path
+) -> None:
     """Asked for by a word; what was guessed is in its counters."""
-    request, answers = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3)), list[Any]()
+    request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
+    answers = list[Any]()
     here = LocalOptions(device="cpu", kv_tokens=2048, max_batch=32, threads=1)
     for way in ("off", "ssd"):
         options = replace(here, worker=worker, drafter=str(near), speculate=way, k=4)

@@ -30,7 +30,8 @@ from atts.models import path
 from atts.seeds import Seed
 from tests.local.speculating import Make, counts, requests, run, same
 
-CPU, SIZE = torch.device("cpu"), 20_000_000
+CPU = torch.device("cpu")
+SIZE = 20_000_000
 MATRICES = ("qkv", "out", "gate_up", "down")
 
 
@@ -48,23 +49,37 @@ def one_token(table: Any) -> StepBatch:
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 async def test_a_padded_model_writes_and_scores_the_same_to_the_bit(kernel: Any) -> None:
     """Ids, log-probabilities and scores, in another's company or not."""
-    answers, here = list[Any](), LocalOptions(worker="thread", kernel=kernel, kv_tokens=512, threads=1, device="cpu")
+    answers = list[Any]()
+    here = LocalOptions(worker="thread", kernel=kernel, kv_tokens=512, threads=1, device="cpu")
     for words in ("embedded:target", "embedded:target?pad=20M"):
         async with build_engine(words, "target", here) as engine:
             asked = [SampleRequest((5, 9, 40 + n), 6, Sampling(0.9), Seed(n)) for n in range(2)]
             written = [await engine.sample(each) for each in asked]
             scored = [await engine.score(ScoreRequest((7, 8), each.ids)) for each in written]
-            answers.append(([(each.ids, each.logprobs) for each in written], [each.logprobs for each in scored]))
+            answers.append(
+                (
+                    [(each.ids, each.logprobs) for each in written],
+                    [each.logprobs for each in scored],
+                )
+            )
             assert isinstance(engine, LocalEngine)
             names = engine.spec.model, engine.kernel
-            assert ("padded to 20M" in names[0], "padded" in names[1]) == ("pad=" in words, "pad=" in words)
-            assert engine.spec.flops_per_token == pytest.approx(2 * SIZE if "pad=" in words else 2 * 4.26e6, rel=0.02)
+            assert ("padded to 20M" in names[0], "padded" in names[1]) == (
+                "pad=" in words,
+                "pad=" in words,
+            )
+            assert engine.spec.flops_per_token == pytest.approx(
+                2 * SIZE if "pad=" in words else 2 * 4.26e6, rel=0.02
+            )
     assert answers[0] == answers[1]
 
 
 def test_speculation_and_preemption_change_nothing_either(make_model: Make, near: Path) -> None:
-    """A padded target with a padded drafter, in a cache that holds them all and in one that does not."""
-    folder, orders = make_model("llama"), requests(4)
+    """A padded target with a padded drafter, in a cache that holds them all and in one that does
+    not.
+    """
+    folder = make_model("llama")
+    orders = requests(4)
     tiny = replace(read_model_config(folder, "tiny"))
     stack = padding_shape(tiny, 3_000_000)
     for changes in ({}, {"kv_tokens": 120}):
@@ -77,14 +92,17 @@ def test_speculation_and_preemption_change_nothing_either(make_model: Make, near
 @pytest.mark.parametrize("vocabulary", [0, 20_000])
 def test_the_parameters_of_the_built_layers_are_those_asked_for(vocabulary: int) -> None:
     """Weights are counted where they lie: each has memory of its own, whatever it holds."""
-    config, cache = stack_config(2 * SIZE, vocabulary), torch.zeros(6, 2, 3, 4, 64)
+    config = stack_config(2 * SIZE, vocabulary)
+    cache = torch.zeros(6, 2, 3, 4, 64)
     weights = padding_weights(config, torch.float32, CPU)
     in_torch = list(matrices(TorchModel(config, weights, cache)))
     packed = packed_matrices(native(config, weights, cache))
     own = read_model_config(path("target"), "target").matrix_weights
     for held, size in ((in_torch, 4), (packed, 2)):  # float32, and bfloat16 packed
         assert len({each.data_ptr() for each in held}) == len(held) == 4 * config.num_layers + 1
-        assert own + sum(each.untyped_storage().nbytes() for each in held) / size == pytest.approx(2 * SIZE, rel=0.01)
+        assert own + sum(each.untyped_storage().nbytes() for each in held) / size == pytest.approx(
+            2 * SIZE, rel=0.01
+        )
     assert weights.head.shape == (vocabulary or 512, 512)
 
 
@@ -92,8 +110,11 @@ def test_the_operations_are_those_of_the_size() -> None:
     """Counted while one token goes through."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    config, table = stack_config(), np.ones((1, 4), dtype=np.int32)
-    model = TorchModel(config, padding_weights(config, torch.float32, CPU), torch.zeros(6, 2, 5, 4, 64))
+    config = stack_config()
+    table = np.ones((1, 4), dtype=np.int32)
+    model = TorchModel(
+        config, padding_weights(config, torch.float32, CPU), torch.zeros(6, 2, 5, 4, 64)
+    )
     with FlopCounterMode(display=False) as counter:
         model.compute_logits(model.forward(one_token(table), table))
     own = read_model_config(path("target"), "target").matrix_weights
@@ -103,8 +124,10 @@ def test_the_operations_are_those_of_the_size() -> None:
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_no_layer_is_skipped_although_what_comes_of_it_is_zero(kernel: str) -> None:
     """A matrix that is not numbers makes logits and scores that are none, whichever it is."""
-    config, table = stack_config(), np.ones((1, 4), dtype=np.int32)
-    weights, cache = padding_weights(config, torch.float32, CPU), torch.zeros(6, 2, 5, 4, 64)
+    config = stack_config()
+    table = np.ones((1, 4), dtype=np.int32)
+    weights = padding_weights(config, torch.float32, CPU)
+    cache = torch.zeros(6, 2, 5, 4, 64)
     stack: Any = (native if kernel == "native" else TorchModel)(config, weights, cache)
     held = packed_matrices(stack) if kernel == "native" else list(matrices(stack))
     target = read_model_config(path("target"), "target")
@@ -112,12 +135,16 @@ def test_no_layer_is_skipped_although_what_comes_of_it_is_zero(kernel: str) -> N
 
     def results() -> Tensor:
         hidden = padded.forward(one_token(table), table)
-        return torch.cat([padded.compute_logits(hidden)[0], torch.tensor(padded.score(hidden, [3], [])[0])])
+        return torch.cat(
+            [padded.compute_logits(hidden)[0], torch.tensor(padded.score(hidden, [3], [])[0])]
+        )
 
     assert bool((results() == 0).all())
     for matrix in held:
         kept = matrix.clone()
-        matrix.fill_(255 if matrix.dtype == torch.uint8 else torch.nan)  # all bits set are no number either
+        matrix.fill_(
+            255 if matrix.dtype == torch.uint8 else torch.nan
+        )  # all bits set are no number either
         assert bool(results().isnan().all())
         matrix.copy_(kept)
         cache.zero_()
@@ -136,7 +163,9 @@ class _Blank:
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return torch.zeros(len(hidden), self._config.vocabulary)
 
-    def score(self, hidden: Tensor, tokens: list[int], kept_rows: list[int]) -> tuple[list[float], Tensor]:
+    def score(
+        self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
+    ) -> tuple[list[float], Tensor]:
         return [0.0] * len(tokens), torch.empty(0)
 
 
@@ -146,7 +175,11 @@ def native(config: ModelConfig, weights: Weights, cache: Tensor) -> NativeModel:
 
 def packed_matrices(model: Any) -> list[Tensor]:
     """Every matrix that a native model multiplies with."""
-    return [part for part in model.packing._kept if isinstance(part, Tensor) and part.dtype == torch.uint8]
+    return [
+        part
+        for part in model.packing._kept
+        if isinstance(part, Tensor) and part.dtype == torch.uint8
+    ]
 
 
 def matrices(model: Any) -> Iterator[Tensor]:
@@ -158,10 +191,14 @@ def matrices(model: Any) -> Iterator[Tensor]:
 
 
 @pytest.mark.anyio
-async def test_what_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_does_not_fit_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With what it takes and what there is."""
     monkeypatch.setattr("atts.local.build.free_room", lambda device: 1_000_000_000)
-    with pytest.raises(OutOfMemory, match=r"padding takes 64\.0 GB, 1\.0 are free. Write a smaller pad="):
+    with pytest.raises(
+        OutOfMemory, match=r"padding takes 64\.0 GB, 1\.0 are free. Write a smaller pad="
+    ):
         async with build_engine("embedded:target?pad=32B&worker=thread", "target"):
             pass
 

@@ -1,4 +1,6 @@
-"""Bugs of the kinds that speculation invites, planted one at a time: each turns a check red that is green otherwise."""
+"""Bugs of the kinds that speculation invites, planted one at a time: each turns a check red that is
+green otherwise.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def later_uniforms(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 def shifted_logprobs(draw: Callable[..., Any]) -> Callable[..., Any]:
     """Log-probabilities of the row after."""
-    return lambda *args: [(s, tokens, [*values[1:], values[0]]) for s, tokens, values in draw(*args)]
+    return lambda *args: [
+        (s, tokens, [*values[1:], values[0]]) for s, tokens, values in draw(*args)
+    ]
 
 
 def repeated_uniforms(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,7 +85,9 @@ def kept_whole(settled: Callable[..., Any]) -> Callable[..., Any]:
 def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
     """What stands is written whole, and only its last token is looked at."""
 
-    def found(loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any) -> None:
+    def found(
+        loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any
+    ) -> None:
         own = loop._speculation  # pyright: ignore[reportPrivateUsage]
         stood = len(own.settle(sequence, tokens)) - 1 if own and len(tokens) > 1 else 0
         sequence.ids += tokens[:stood]
@@ -111,7 +117,9 @@ def later_draws(draw: Callable[..., Any]) -> Callable[..., Any]:
 def cut_short(commit: Callable[..., Any]) -> Callable[..., Any]:
     """Where a whole proposal stands, the token after it is dropped."""
 
-    def found(loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any) -> None:
+    def found(
+        loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any
+    ) -> None:
         cut = len(tokens) - (len(tokens) > 1)
         commit(loop, sequence, tokens[:cut], logprobs[:cut], started)
 
@@ -121,7 +129,9 @@ def cut_short(commit: Callable[..., Any]) -> Callable[..., Any]:
 def doubled(commit: Callable[..., Any]) -> Callable[..., Any]:
     """The token after a proposal is written twice."""
 
-    def found(loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any) -> None:
+    def found(
+        loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any
+    ) -> None:
         commit(loop, sequence, tokens, logprobs, started)
         if len(tokens) > 1 and not sequence.is_finished:
             loop._append(sequence, sequence.ids[-1], 0.0)  # pyright: ignore[reportPrivateUsage]
@@ -136,22 +146,30 @@ def greedy_alone(draw: Callable[..., Any]) -> Callable[..., Any]:
         drawn = draw(loop, sequences, widths, logits)
         best = iter(logits.argmax(-1).tolist())
         rows = [[next(best) for _ in range(width)] for width in widths]
-        return [(s, t if len(t) > 1 else own, v) for (s, t, v), own in zip(drawn, rows, strict=True)]
+        return [
+            (s, t if len(t) > 1 else own, v) for (s, t, v), own in zip(drawn, rows, strict=True)
+        ]
 
     return found
 
 
 def numbers_are_used_once(folder: Path, drafter: Path) -> bool:
-    """Whether draws, tests and residuals of requests that are tested by ratio have numbers of their own, once each."""
+    """Whether draws, tests and residuals of requests that are tested by ratio have numbers of their
+    own, once each.
+    """
     orders = [
         replace(each, request=replace(each.request, acceptance="ratio"))
         for each in requests(6, 40)
         if isinstance(each.request, SampleRequest)
     ]
-    used = [number for seed in (Seed(5, sample=n) for n in range(6)) for number in uniforms(seed, 40)]
+    used = [
+        number for seed in (Seed(5, sample=n) for n in range(6)) for number in uniforms(seed, 40)
+    ]
     walk = ratio_walk
 
-    def watched(proposal: Any, laws: Any, proposed: Any, accepts: Any, residuals: Any) -> tuple[int, int | None]:
+    def watched(
+        proposal: Any, laws: Any, proposed: Any, accepts: Any, residuals: Any
+    ) -> tuple[int, int | None]:
         stood, instead = walk(proposal, laws, proposed, accepts, residuals)
         used.extend(accepts[: min(stood + 1, len(proposal))])
         used.extend([] if instead is None else [residuals[stood]])
@@ -238,7 +256,9 @@ def is_green(check: str, folder: Path, plain: Driven) -> bool:
 
 
 @pytest.mark.parametrize("bug", MUTANTS)
-def test_every_planted_bug_is_found(bug: str, make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_planted_bug_is_found(
+    bug: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A check that cannot fail is none: each of these turns one red that is green without it."""
     place, change, check = MUTANTS[bug]
     folder = make_model("llama")

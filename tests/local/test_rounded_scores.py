@@ -1,4 +1,6 @@
-"""scores=bfloat16: rows that are scored are rounded for products, all others are as they were, to the bit."""
+"""scores=bfloat16: rows that are scored are rounded for products, all others are as they were, to
+the bit.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ needs_pairs = pytest.mark.skipif(
 )
 
 
-async def log_probs(words: str, options: LocalOptions = HERE, *, beside: bool = True) -> list[float]:
+async def log_probs(
+    words: str, options: LocalOptions = HERE, *, beside: bool = True
+) -> list[float]:
     """Of the last tokens of all texts, scored at once or in turn."""
 
     async def score(engine: LocalEngine, ids: tuple[int, ...]) -> list[float]:
@@ -46,13 +50,18 @@ async def log_probs(words: str, options: LocalOptions = HERE, *, beside: bool = 
 @needs_pairs
 @pytest.mark.anyio
 async def test_scores_are_those_of_rounded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nearer to what torch computes with rounded inputs than to what it computes with float32, and near to both."""
-    exact, rounded = await log_probs("embedded:target"), await log_probs("embedded:target?scores=bfloat16")
+    """Nearer to what torch computes with rounded inputs than to what it computes with float32, and
+    near to both.
+    """
+    exact = await log_probs("embedded:target")
+    rounded = await log_probs("embedded:target?scores=bfloat16")
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.bfloat16().float(), weight.bfloat16().float(), bias)
 
-    monkeypatch.setattr("atts.local.torch_model.F", SimpleNamespace(**{**vars(F), "linear": linear}))
+    monkeypatch.setattr(
+        "atts.local.torch_model.F", SimpleNamespace(**{**vars(F), "linear": linear})
+    )
     oracle = await log_probs("embedded:target?kernel=torch")
     apart = [
         torch.tensor(one).sub(torch.tensor(other)).abs().mean().item()
@@ -75,8 +84,12 @@ async def test_company_changes_no_score() -> None:
 @needs_pairs
 @pytest.mark.anyio
 async def test_what_is_only_sampled_is_not_rounded() -> None:
-    """Tokens and log-probabilities to the bit, with a text scored in the same steps; and the name says what scores."""
-    found, names, answers = list[object](), list[str](), list[Completion]()
+    """Tokens and log-probabilities to the bit, with a text scored in the same steps; and the name
+    says what scores.
+    """
+    found = list[object]()
+    names = list[str]()
+    answers = list[Completion]()
     for words in ("embedded:target", "embedded:target?scores=bfloat16"):
         async with build_engine(words, "target", HERE) as engine:
             asked = [SampleRequest((5, 9, 40 + n), 12, Sampling(0.9), Seed(n)) for n in range(4)]
@@ -94,7 +107,11 @@ async def test_what_is_only_sampled_is_not_rounded() -> None:
 def test_what_cannot_round_says_so() -> None:
     """Other kernels and types, and stages."""
     scored = LocalOptions(scores="bfloat16")
-    for options in (replace(scored, kernel="torch"), replace(scored, dtype="bfloat16"), replace(scored, stages=2)):
+    for options in (
+        replace(scored, kernel="torch"),
+        replace(scored, dtype="bfloat16"),
+        replace(scored, stages=2),
+    ):
         with pytest.raises(OptionError, match="scores"):
             options.check()
 

@@ -1,4 +1,6 @@
-"""Drafting before a step or beside it: whatever the scheme, and whenever it changes, the texts are the same."""
+"""Drafting before a step or beside it: whatever the scheme, and whenever it changes, the texts are
+the same.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Changing:
     is_contested = True
 
     def __init__(self, schemes: int, **ways: bool) -> None:
-        self._schemes, self._steps = schemes, 0
+        self._schemes = schemes
+        self._steps = 0
 
     @property
     def current(self) -> int:
@@ -47,14 +50,24 @@ class Changing:
 @pytest.mark.parametrize("has_exit", [False, True])
 @pytest.mark.parametrize("transport", [InlineTransport, ThreadTransport, DrafterProcess])
 def test_schemes_that_change_change_no_token(
-    transport: Any, has_exit: bool, make_model: Make, near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    transport: Any,
+    has_exit: bool,
+    make_model: Make,
+    near: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ids, ends and log-probabilities to the bit; every scheme has its turn, in a thread or in another process.
+    """Ids, ends and log-probabilities to the bit; every scheme has its turn, in a thread or in
+    another process.
 
-    Mirror is among them where the target has a trained exit; the drafter has heads, which it alone uses.
+    Mirror is among them where the target has a trained exit; the drafter has heads, which it alone
+    uses.
     """
-    folder, near, orders = make_model("llama"), with_heads(copytree(near, tmp_path / "near")), requests(4, 60, HOT)
-    folder, fans = trained(folder, tmp_path / "heard") if has_exit else folder, set[Guessing]()
+    folder = make_model("llama")
+    near = with_heads(copytree(near, tmp_path / "near"))
+    orders = requests(4, 60, HOT)
+    folder = trained(folder, tmp_path / "heard") if has_exit else folder
+    fans = set[Guessing]()
     drafter: Any = transport if transport is DrafterProcess else AheadDrafter
     begin = drafter.begin_anew
 
@@ -78,7 +91,9 @@ def test_schemes_that_change_change_no_token(
     assert found.hits + found.misses > 0
 
 
-def test_only_what_is_left_open_is_learned(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_left_open_is_learned(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A number of tokens, another word or a single core leave it at drafts before the step."""
     made = list[SchemeDrafting]()
 
@@ -87,7 +102,8 @@ def test_only_what_is_left_open_is_learned(make_model: Make, near: Path, monkeyp
         return made[-1]
 
     monkeypatch.setattr("atts.local.build.SchemeDrafting", make)
-    folder, orders = make_model("llama"), requests(1, 4)
+    folder = make_model("llama")
+    orders = requests(1, 4)
     for cores, lengths, way in ((2, 4, "auto"), (2, None, "draft"), (1, None, "auto")):
         monkeypatch.setattr("atts.local.build.usable_cores", lambda cores=cores: cores)
         run(folder, [orders], None, lengths, near, speculate=way)
@@ -97,7 +113,9 @@ def test_only_what_is_left_open_is_learned(make_model: Make, near: Path, monkeyp
     assert len(made) == 1
 
 
-def test_a_drafter_that_does_not_end_is_left(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_does_not_end_is_left(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is said, and the texts are what they are."""
 
     class Stuck(InlineTransport):
@@ -107,13 +125,16 @@ def test_a_drafter_that_does_not_end_is_left(make_model: Make, near: Path, monke
     monkeypatch.setattr("atts.local.build.ThreadTransport", Stuck)
     monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
-    folder, orders = make_model("llama"), requests(2, 40, HOT)
+    folder = make_model("llama")
+    orders = requests(2, 40, HOT)
     done = run(folder, [orders], None, None, near, speculate="auto")
     assert same(run(folder, [orders]), done)
     assert "it does not end what it began" in counts(done).trouble
 
 
-def test_a_late_job_makes_no_other_scheme_late(make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_job_makes_no_other_scheme_late(
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a scheme begins is waited for like any first job, whatever the one before it left."""
     waits = list[float]()
 
@@ -133,15 +154,19 @@ def test_a_late_job_makes_no_other_scheme_late(make_model: Make, near: Path, mon
 
 
 def test_what_is_but_tried_counts_for_no_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with lengths on trial do not say that drafts before a step pay, so nothing else is tried for them."""
-    seen, trials = list[int](), iter((True, False, True))
+    """Steps with lengths on trial do not say that drafts before a step pay, so nothing else is
+    tried for them.
+    """
+    seen = list[int]()
+    trials = iter((True, False, True))
 
     class Said(FixedLength):
         def observed(self, plan: StepPlan, rounds: Any, seconds: tuple[float, float]) -> Forecast:
             return Forecast(1.0, 1.0, next(trials))
 
     class Counting:
-        is_contested, current = False, 0
+        is_contested = False
+        current = 0
 
         def __init__(self, schemes: int, **ways: bool) -> None:
             pass

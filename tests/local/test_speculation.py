@@ -41,11 +41,23 @@ MIXED = (Sampling(0.0), Sampling(0.8))
 
 
 @pytest.mark.parametrize("count", [1, 14])
-def test_whatever_is_proposed_the_text_is_that_of_plain_decoding(count: int, make_model: Make) -> None:
-    """Ids, ends and log-probabilities to the bit, under every law, side by side, with any number of tokens proposed."""
-    folder, orders = make_model("llama"), requests(count)
+def test_whatever_is_proposed_the_text_is_that_of_plain_decoding(
+    count: int, make_model: Make
+) -> None:
+    """Ids, ends and log-probabilities to the bit, under every law, side by side, with any number of
+    tokens proposed.
+    """
+    folder = make_model("llama")
+    orders = requests(count)
     plain = run(folder, [orders])
-    for kind, k in (("right", 1), ("right", 8), ("wrong", 3), ("random", 4), ("partly", 6), ("partly", 2)):
+    for kind, k in (
+        ("right", 1),
+        ("right", 8),
+        ("wrong", 3),
+        ("random", 4),
+        ("partly", 6),
+        ("partly", 2),
+    ):
         done = run(folder, [orders], Knowing(texts(plain), kind), k)
         assert same(plain, done), (kind, k)
         assert counts(done).proposed > 0
@@ -60,11 +72,19 @@ def test_whatever_is_proposed_the_text_is_that_of_plain_decoding(count: int, mak
 
 
 @pytest.mark.parametrize("count", [1, 9])
-def test_lengths_chosen_by_goodput_change_no_token(count: int, make_model: Make, near: Path) -> None:
-    """With `k=auto`, whatever this machine takes for its steps; what was chosen and expected is in the counters."""
-    folder, orders = make_model("llama"), requests(count, 60)
+def test_lengths_chosen_by_goodput_change_no_token(
+    count: int, make_model: Make, near: Path
+) -> None:
+    """With `k=auto`, whatever this machine takes for its steps; what was chosen and expected is in
+    the counters.
+    """
+    folder = make_model("llama")
+    orders = requests(count, 60)
     plain = run(folder, [orders])
-    for done in (run(folder, [orders], Knowing(texts(plain), "partly"), None), run(folder, [orders], None, None, near)):
+    for done in (
+        run(folder, [orders], Knowing(texts(plain), "partly"), None),
+        run(folder, [orders], None, None, near),
+    ):
         assert same(plain, done)
         found = counts(done)
         assert found.proposed <= found.chosen
@@ -74,8 +94,12 @@ def test_lengths_chosen_by_goodput_change_no_token(count: int, make_model: Make,
         assert found.expected_seconds > 0
 
 
-def test_lengths_of_requests_tested_by_ratio_do_not_depend_on_timings(make_model: Make, near: Path) -> None:
-    """What they write depends on what is proposed, so `k=auto` is a fixed number for them, whatever runs beside."""
+def test_lengths_of_requests_tested_by_ratio_do_not_depend_on_timings(
+    make_model: Make, near: Path
+) -> None:
+    """What they write depends on what is proposed, so `k=auto` is a fixed number for them, whatever
+    runs beside.
+    """
     orders = [
         replace(each, request=replace(each.request, acceptance="ratio"))
         for each in requests(4, 40)
@@ -91,7 +115,8 @@ def test_lengths_of_requests_tested_by_ratio_do_not_depend_on_timings(make_model
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 32])
 def test_the_long_sweep(family: str, count: int, make_model: Make, near: Path) -> None:
     """Every family, number of sequences, number of tokens and proposer."""
-    folder, orders = make_model(family), requests(count, 60)
+    folder = make_model(family)
+    orders = requests(count, 60)
     plain = run(folder, [orders])
     for k in (*range(9), AnyLength(3), AnyLength(8), AnyLength(32)):
         for kind in ("right", "wrong", "random", "partly"):
@@ -103,10 +128,16 @@ def test_the_long_sweep(family: str, count: int, make_model: Make, near: Path) -
 
 @pytest.mark.parametrize("way", ["draft", "suffix", "auto"])
 def test_every_proposer_leaves_the_text_as_it_is(way: str, make_model: Make, near: Path) -> None:
-    """A draft model, what was written before, and the better of them; with hints from another run beside."""
-    folder, orders = make_model("llama"), requests(9, 40)
+    """A draft model, what was written before, and the better of them; with hints from another run
+    beside.
+    """
+    folder = make_model("llama")
+    orders = requests(9, 40)
     plain = run(folder, [orders])
-    hinted = [replace(order, request=hint(order.request, texts(plain)[1 + order.request_id // 2])) for order in orders]
+    hinted = [
+        replace(order, request=hint(order.request, texts(plain)[1 + order.request_id // 2]))
+        for order in orders
+    ]
     for k in (3, AnyLength(6)):
         done = run(folder, [[*hinted]], None, k, near if way != "suffix" else None, speculate=way)
         assert same(plain, done)
@@ -120,7 +151,11 @@ def hint(request: object, text: TokenIds) -> SampleRequest:
 
 
 def storm(
-    folder: Path, drafter: Path | None = None, room: int = 4096, laws: Sequence[Sampling] = MIXED, **ways: Any
+    folder: Path,
+    drafter: Path | None = None,
+    room: int = 4096,
+    laws: Sequence[Sampling] = MIXED,
+    **ways: Any,
 ) -> Driven:
     """Two waves of requests, some of them cancelled, in a cache of so many slots."""
     orders = requests(8, 40, laws)
@@ -139,19 +174,30 @@ def storm(
 
 @pytest.mark.parametrize("room", [4096, 220])
 def test_a_drafter_that_is_the_target_is_always_right(room: int, make_model: Make) -> None:
-    """Its cache follows every rollback, shared prompt and pre-emption: one stale key or wrong position would show."""
+    """Its cache follows every rollback, shared prompt and pre-emption: one stale key or wrong
+    position would show.
+    """
     assert is_always_right(make_model("llama"), room)
 
 
 def is_always_right(folder: Path, room: int) -> bool:
-    """Whether all stands that the target drafts for itself, up to a place whose number is another than the target's."""
-    numbers, wrong, missing = random.Random(1), dict[int, int](), list[int]()
-    settled, propose = ModelDrafter.settled, ModelDrafter.propose
+    """Whether all stands that the target drafts for itself, up to a place whose number is another
+    than the target's.
+    """
+    numbers = random.Random(1)
+    wrong = dict[int, int]()
+    missing = list[int]()
+    settled = ModelDrafter.settled
+    propose = ModelDrafter.propose
 
     def exchanged(ask: Ask) -> Ask:
-        wrong[ask.key] = next((place for place in range(ask.room) if numbers.random() < 0.1), ask.room)
+        wrong[ask.key] = next(
+            (place for place in range(ask.room) if numbers.random() < 0.1), ask.room
+        )
         uniforms = ask.uniforms.copy()
-        uniforms[wrong[ask.key] : wrong[ask.key] + 1] = (uniforms[wrong[ask.key] : wrong[ask.key] + 1] + 0.5) % 1
+        uniforms[wrong[ask.key] : wrong[ask.key] + 1] = (
+            uniforms[wrong[ask.key] : wrong[ask.key] + 1] + 0.5
+        ) % 1
         return replace(ask, uniforms=uniforms)
 
     def watched(drafter: ModelDrafter, key: int, proposal: TokenProposal, stood: int) -> None:
@@ -159,7 +205,11 @@ def is_always_right(folder: Path, room: int) -> bool:
         settled(drafter, key, proposal, stood)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelDrafter, "propose", lambda drafter, asks: propose(drafter, [exchanged(ask) for ask in asks]))
+        patch.setattr(
+            ModelDrafter,
+            "propose",
+            lambda drafter, asks: propose(drafter, [exchanged(ask) for ask in asks]),
+        )
         patch.setattr(ModelDrafter, "settled", watched)
         patch.setattr(Speculation, "_checked", lambda self, ask, proposal: proposal)
         storm(folder, folder, room, (Sampling(3.0),))
@@ -167,10 +217,16 @@ def is_always_right(folder: Path, room: int) -> bool:
     return sum(missing) <= 2  # but for a near tie of two ways to compute
 
 
-def test_tokens_drafted_in_one_call_are_those_of_one_step_each(make_model: Make, near: Path) -> None:
-    """Rooms that differ, texts that come and go, slots that run short: the same proposals, so the same counters."""
-    folder, drafts = make_model("llama"), list[list[TokenIds]]()
-    propose, filters = ModelDrafter.propose, ModelDrafter._filters  # pyright: ignore[reportPrivateUsage]
+def test_tokens_drafted_in_one_call_are_those_of_one_step_each(
+    make_model: Make, near: Path
+) -> None:
+    """Rooms that differ, texts that come and go, slots that run short: the same proposals, so the
+    same counters.
+    """
+    folder = make_model("llama")
+    drafts = list[list[TokenIds]]()
+    propose = ModelDrafter.propose
+    filters = ModelDrafter._filters  # pyright: ignore[reportPrivateUsage]
 
     def kept(drafter: ModelDrafter, asks: Sequence[Ask]) -> list[TokenProposal]:
         found = propose(drafter, asks)
@@ -192,13 +248,17 @@ def test_tokens_drafted_in_one_call_are_those_of_one_step_each(make_model: Make,
 
 @pytest.mark.parametrize("room", [70, 140, 300])
 def test_nothing_is_lost_when_slots_run_short(room: int, make_model: Make, near: Path) -> None:
-    """Pre-emption, eviction and cancelled calls; a text that is computed again in larger pieces may move by 1e-5."""
+    """Pre-emption, eviction and cancelled calls; a text that is computed again in larger pieces may
+    move by 1e-5.
+    """
     folder = make_model("llama")
-    plain, done = storm(folder, None, 4096), storm(folder, near, room)
+    plain = storm(folder, None, 4096)
+    done = storm(folder, near, room)
     assert done.stats.preempted > 0 or room > 140
     assert {3, 24}.isdisjoint(done.replies.keys() ^ plain.replies.keys()) or len(done.replies) >= 14
     for key in done.replies.keys() & plain.replies.keys():
-        mine, theirs = done.replies[key], plain.replies[key]
+        mine = done.replies[key]
+        theirs = plain.replies[key]
         assert isinstance(mine, SampleReply)
         assert isinstance(theirs, SampleReply)
         assert mine.ids == theirs.ids
@@ -208,7 +268,9 @@ def test_nothing_is_lost_when_slots_run_short(room: int, make_model: Make, near:
 
 
 def test_proposals_preempt_nobody(make_model: Make, near: Path) -> None:
-    """As the cache fills, less is proposed: there are as many pre-emptions as without proposals, or fewer."""
+    """As the cache fills, less is proposed: there are as many pre-emptions as without proposals, or
+    fewer.
+    """
     orders: list[list[Command]] = [[*requests(6, 40, (Sampling(1.0),))]]
     for room in (150, 250):
         plain = run(make_model("llama"), orders, kv_tokens=room)
@@ -218,7 +280,9 @@ def test_proposals_preempt_nobody(make_model: Make, near: Path) -> None:
 
 
 def test_what_is_cached_afterwards_is_right(make_model: Make, near: Path) -> None:
-    """Texts that go on where speculation ended are those of an engine that never saw it, and so are their scores."""
+    """Texts that go on where speculation ended are those of an engine that never saw it, and so are
+    their scores.
+    """
     folder = make_model("llama")
     first = run(folder, [[*requests(4, 30)]], None, 6, near)
     again: list[Command] = [
@@ -230,7 +294,12 @@ def test_what_is_cached_afterwards_is_right(make_model: Make, near: Path) -> Non
         for key, ids in texts(first).items()
     ]
     gap: list[list[Command]] = [[] for _ in range(60)]
-    both = run(folder, [[*requests(4, 30)], *gap, [*again, *scores]], Knowing(texts(first), "partly"), AnyLength(8))
+    both = run(
+        folder,
+        [[*requests(4, 30)], *gap, [*again, *scores]],
+        Knowing(texts(first), "partly"),
+        AnyLength(8),
+    )
     fresh = run(folder, [[*again, *scores]])
     assert fresh.replies.keys() < both.replies.keys()
     for key, reply in fresh.replies.items():
@@ -242,13 +311,17 @@ def test_what_is_cached_afterwards_is_right(make_model: Make, near: Path) -> Non
 
 
 def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
-    """Texts that end at a string, an id, a limit or an end token, plainly and with the right tokens proposed beyond."""
+    """Texts that end at a string, an id, a limit or an end token, plainly and with the right tokens
+    proposed beyond.
+    """
     pieces = config_of(folder).pieces
     whole = requests(8, 30, (Sampling(0.9), Sampling(0.0)))
     long = texts(run(folder, [whole]))
     orders = list[Command]()
     for each in whole:
-        key, request, ids = each.request_id, each.request, long[each.request_id]
+        key = each.request_id
+        request = each.request
+        ids = long[each.request_id]
         assert isinstance(request, SampleRequest)
         cut = len(ids) // 2
         across = text_of(pieces, ids[cut - 1 : cut + 1])
@@ -258,13 +331,17 @@ def ended_within(folder: Path, k: int | None) -> tuple[Driven, Driven]:
             Submit(10 + key, replace(request, stop_ids=(ids[cut],))),
             Submit(20 + key, replace(request, stop=(across,) if across else ())),
         ]
-    known = Knowing({key + shift: ids for key, ids in long.items() for shift in (0, 10, 20, 30)}, "right")
+    known = Knowing(
+        {key + shift: ids for key, ids in long.items() for shift in (0, 10, 20, 30)}, "right"
+    )
     return run(folder, [orders]), run(folder, [orders], known, k)
 
 
 @pytest.mark.parametrize("k", [2, 7])
 def test_texts_end_inside_a_proposal_where_they_end_without(k: int, make_model: Make) -> None:
-    """At the token limit, a stop id, a stop string across tokens, an end token: nothing after it is kept."""
+    """At the token limit, a stop id, a stop string across tokens, an end token: nothing after it is
+    kept.
+    """
     plain, done = ended_within(make_model("llama"), k)
     ends = {reply.ended for reply in plain.replies.values() if isinstance(reply, SampleReply)}
     assert ends == {"length", "delimiter", "end"}
@@ -280,19 +357,25 @@ class Learning(AnyLength):
         super().__init__(most, most)
         self.rounds: list[SpeculationRound] = []
 
-    def observed(self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]) -> None:
+    def observed(
+        self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
+    ) -> None:
         """Of every step."""
         self.rounds += rounds
 
 
 def test_what_is_proposed_beyond_the_room_counts_for_nothing(make_model: Make) -> None:
-    """A proposer that does not look at it changes no text, and lengths learn of no more tokens than they chose."""
+    """A proposer that does not look at it changes no text, and lengths learn of no more tokens than
+    they chose.
+    """
 
     class Lavish(Proposer):
         def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
             return [TokenProposal((7,) * 40) for _ in asks]
 
-    folder, orders, lengths = make_model("llama"), requests(2, 30), Learning(4)
+    folder = make_model("llama")
+    orders = requests(2, 30)
+    lengths = Learning(4)
     assert same(run(folder, [orders]), run(folder, [orders], Lavish(), lengths))
     assert {each.guessed for each in lengths.rounds} <= set(range(1, 5))
     assert lengths.rounds
@@ -305,7 +388,8 @@ def test_a_proposal_cut_to_nothing_is_learnt_of(make_model: Make) -> None:
         def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
             return [TokenProposal((10**6,) * 3) for _ in asks]
 
-    orders, lengths = requests(2, 30), Learning(4)
+    orders = requests(2, 30)
+    lengths = Learning(4)
     done = run(make_model("llama"), [orders], Unknown(), lengths)
     assert {(each.proposed, each.stood) for each in lengths.rounds} == {(0, 0)}
     assert max(each.guessed for each in lengths.rounds) == 3
@@ -342,13 +426,19 @@ def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:
 
 
 def begun(folder: Path) -> bool:
-    """Whether requests that say how they begin are answered with the rest, stop strings across the seam included."""
-    pieces, orders = config_of(folder).pieces, requests(6, 20, (Sampling(0.9), Sampling(0.7, top_p=0.9)))
+    """Whether requests that say how they begin are answered with the rest, stop strings across the
+    seam included.
+    """
+    pieces = config_of(folder).pieces
+    orders = requests(6, 20, (Sampling(0.9), Sampling(0.7, top_p=0.9)))
     plain = run(folder, [orders])
-    whole, parts, stops = texts(plain), list[Command](), dict[int, int]()
+    whole = texts(plain)
+    parts = list[Command]()
+    stops = dict[int, int]()
     for order in orders:
         assert isinstance(order.request, SampleRequest)
-        ids, request = whole[order.request_id], order.request
+        ids = whole[order.request_id]
+        request = order.request
         for cut in range(1, len(ids), 5):
             key = 100 * order.request_id + cut
             rest = replace(request, ids=request.ids + ids[:cut], begun=cut, max_tokens=20 - cut)

@@ -24,18 +24,40 @@ from atts.local.messages import Command, SampleReply, Submit
 from atts.local.scheduler import Scheduler
 from atts.seeds import Seed
 from atts.speculation import Ask, Proposer, TokenProposal
-from tests.local.speculating import AnyLength, Knowing, Make, Script, counts, ids_of, requests, run, same, texts
+from tests.local.speculating import (
+    AnyLength,
+    Knowing,
+    Make,
+    Script,
+    counts,
+    ids_of,
+    requests,
+    run,
+    same,
+    texts,
+)
 
 HERE = LocalOptions(device="cpu", worker="thread", kv_tokens=2048, max_batch=32, threads=1)
 
 
-@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 20}), ("gemma2", {})])
-def test_in_torch_only_near_ties_may_differ(family: str, changes: dict[str, Any], make_model: Make) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {}), ("mistral", {"sliding_window": 20}), ("gemma2", {})]
+)
+def test_in_torch_only_near_ties_may_differ(
+    family: str, changes: dict[str, Any], make_model: Make
+) -> None:
     """Rows of one sequence are one masked batch there; log-probabilities stay within 1e-4."""
-    folder, orders = make_model(family, **changes), requests(7)
+    folder = make_model(family, **changes)
+    orders = requests(7)
     plain = run(folder, [orders], kernel="torch")
     for k in (1, 6):
-        done = run(folder, [orders], Knowing(texts(plain), "partly"), AnyLength(6) if k > 1 else k, kernel="torch")
+        done = run(
+            folder,
+            [orders],
+            Knowing(texts(plain), "partly"),
+            AnyLength(6) if k > 1 else k,
+            kernel="torch",
+        )
         assert counts(done).accepted > 0
         assert texts(done) == texts(plain)
         for key, reply in done.replies.items():
@@ -46,11 +68,16 @@ def test_in_torch_only_near_ties_may_differ(family: str, changes: dict[str, Any]
 
 
 def test_the_ratio_test_keeps_the_law(make_model: Make, near: Path) -> None:
-    """Two tokens that were proposed, in many samples: as often as in plain decoding; the tokens are other ones."""
+    """Two tokens that were proposed, in many samples: as often as in plain decoding; the tokens are
+    other ones.
+    """
     law = Sampling(1.0, top_k=3)
     found = list[Counter[tuple[int, ...]]]()
     for shift, drafter in ((0, None), (1000, near)):
-        asked = [SampleRequest(ids_of(1, 12), 3, law, Seed(shift + n), acceptance="ratio") for n in range(500)]
+        asked = [
+            SampleRequest(ids_of(1, 12), 3, law, Seed(shift + n), acceptance="ratio")
+            for n in range(500)
+        ]
         done = run(
             make_model("llama"),
             [[Submit(n + 1, each) for n, each in enumerate(asked)]],
@@ -61,17 +88,27 @@ def test_the_ratio_test_keeps_the_law(make_model: Make, near: Path) -> None:
         )
         found.append(Counter(ids[:3] for ids in texts(done).values()))
     frequent = [key for key in found[0] | found[1] if found[0][key] + found[1][key] >= 10]
-    squares = [(found[0][key] - found[1][key]) ** 2 / (found[0][key] + found[1][key]) for key in frequent]
+    squares = [
+        (found[0][key] - found[1][key]) ** 2 / (found[0][key] + found[1][key]) for key in frequent
+    ]
     assert 0.1 < counts(done).accepted / counts(done).proposed < 1
     assert len(frequent) > 5
     assert (sum(squares) - len(squares)) / np.sqrt(2 * len(squares)) < 4
 
 
 def test_ratio_and_replay_stand_side_by_side(make_model: Make, near: Path) -> None:
-    """Those that replay are untouched by those that do not; without proposals, ratio is plain decoding."""
-    folder, orders = make_model("llama"), requests(6)
+    """Those that replay are untouched by those that do not; without proposals, ratio is plain
+    decoding.
+    """
+    folder = make_model("llama")
+    orders = requests(6)
     mixed = [
-        replace(order, request=replace(order.request, acceptance="ratio" if order.request_id % 2 else "replay"))
+        replace(
+            order,
+            request=replace(
+                order.request, acceptance="ratio" if order.request_id % 2 else "replay"
+            ),
+        )
         for order in orders
         if isinstance(order.request, SampleRequest)
     ]
@@ -88,11 +125,16 @@ def test_ratio_and_replay_stand_side_by_side(make_model: Make, near: Path) -> No
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("worker", ["thread", "process"])
-async def test_an_engine_with_a_drafter_answers_as_one_without(worker: Any, make_model: Make, near: Path) -> None:
+async def test_an_engine_with_a_drafter_answers_as_one_without(
+    worker: Any, make_model: Make, near: Path
+) -> None:
     """In a thread and in a process; what was proposed is in its counters."""
-    request, answers = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3)), list[Any]()
+    request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
+    answers = list[Any]()
     for drafter in ("", str(near)):
-        options = replace(HERE, worker=worker if drafter else "thread", drafter=drafter, k=4 if drafter else None)
+        options = replace(
+            HERE, worker=worker if drafter else "thread", drafter=drafter, k=4 if drafter else None
+        )
         async with LocalEngine(make_model("llama"), options=options) as engine:
             answers.append(await engine.sample(request))
             speculation = engine.loop_stats().speculation
@@ -128,7 +170,9 @@ def test_words_that_cannot_be_are_refused_before_anything_runs(words: str, probl
 
 def test_words_for_speculation_are_understood() -> None:
     """A drafter named as engines are; "auto" is a number of tokens too."""
-    engine: Any = build_engine("embedded:target?drafter=embedded:draft&speculate=auto&k=auto", "target")
+    engine: Any = build_engine(
+        "embedded:target?drafter=embedded:draft&speculate=auto&k=auto", "target"
+    )
     assert engine._options.k is None
     assert Path(engine._options.drafter).name == "draft"
     assert engine._options.speculates
@@ -189,7 +233,9 @@ class Failing(Proposer):
 
 
 def test_a_proposer_that_fails_is_asked_no_more(make_model: Make) -> None:
-    """The texts are what they are, ids that are none are dropped, and it is said why nothing is proposed."""
+    """The texts are what they are, ids that are none are dropped, and it is said why nothing is
+    proposed.
+    """
     plain = run(make_model("llama"), [requests(3)])
     done = run(make_model("llama"), [requests(3)], Failing(), 4)
     assert same(plain, done)
@@ -197,12 +243,16 @@ def test_a_proposer_that_fails_is_asked_no_more(make_model: Make) -> None:
     assert counts(done).trouble == "speculation is off: Failing failed (ValueError: no more ideas)"
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a kernel broke")], ids=["memory", "broken"])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("a kernel broke")], ids=["memory", "broken"]
+)
 def test_a_step_that_breaks_is_tried_without_proposals(
     error: Exception, make_model: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody is told, no text changes; where memory ran out, proposals are shorter afterwards."""
-    orders, compute, seen = requests(4), StepLoop._compute, list[int]()  # pyright: ignore[reportPrivateUsage]
+    orders = requests(4)
+    compute = StepLoop._compute
+    seen = list[int]()  # pyright: ignore[reportPrivateUsage]
     plain = run(make_model("llama"), [orders])
 
     def scarce(loop: StepLoop, plan: StepPlan, *rest: Any) -> Any:
@@ -223,7 +273,8 @@ def test_company_changes_no_bit(make_model: Make) -> None:
     """A request's log-probabilities are the same beside others that filter tokens, and alone."""
     order = Submit(1, SampleRequest(ids_of(1, 12), 20, Sampling(0.7), Seed(1)))
     other = Submit(2, SampleRequest(ids_of(2, 12), 20, Sampling(0.7, top_k=9, min_p=0.01), Seed(2)))
-    alone, beside = run(make_model("llama"), [[order]]), run(make_model("llama"), [[order, other]])
+    alone = run(make_model("llama"), [[order]])
+    beside = run(make_model("llama"), [[order, other]])
     assert alone.replies[1] == beside.replies[1]
 
 
@@ -234,7 +285,9 @@ def test_a_text_is_found_to_be_the_same_however_it_is_cut(make_model: Make, near
     steps: list[list[Any]] = [[] for _ in range(15)]
     for order in orders:
         steps[shuffled.randrange(15)].append(order)
-    plain, done = (run(make_model("llama"), steps, None, lengths, near) for lengths in (0, AnyLength(8)))
+    plain, done = (
+        run(make_model("llama"), steps, None, lengths, near) for lengths in (0, AnyLength(8))
+    )
     assert texts(plain) == texts(done)
     assert plain.stats.sampled_tokens == done.stats.sampled_tokens
 
@@ -243,14 +296,17 @@ def test_choosing_and_learning_are_no_part_of_what_a_step_takes(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both are dear in the few steps that are looked at closely, which stand for all."""
-    now, told = [0.0], list[tuple[float, float]]()
+    now = [0.0]
+    told = list[tuple[float, float]]()
 
     class Slow(AnyLength):
         def choose(self, plan: StepPlan) -> list[int]:
             now[0] += 3
             return super().choose(plan)
 
-        def observed(self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]) -> None:
+        def observed(
+            self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]
+        ) -> None:
             now[0] += 10
             told.append(seconds)
 
@@ -264,10 +320,14 @@ def test_what_is_done_between_two_steps_is_part_of_what_the_second_takes(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plans, replies and reports are as dear a step with one token as with nine."""
-    now, told, plan = [0.0], list[float](), Scheduler.plan
+    now = [0.0]
+    told = list[float]()
+    plan = Scheduler.plan
 
     class Told(AnyLength):
-        def observed(self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]) -> None:
+        def observed(
+            self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]
+        ) -> None:
             told.append(seconds[1])
 
     def planned(scheduler: Scheduler) -> StepPlan:
@@ -288,10 +348,14 @@ def test_a_wait_for_requests_is_no_part_of_a_step(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even where it is the first thing that was ever done between two steps."""
-    now, told, take = [0.0], list[float](), Script.take
+    now = [0.0]
+    told = list[float]()
+    take = Script.take
 
     class Told(AnyLength):
-        def observed(self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]) -> None:
+        def observed(
+            self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]
+        ) -> None:
             told.append(seconds[1])
 
     def waiting(inbox: Script, *, wait: bool) -> list[Command]:
@@ -300,15 +364,28 @@ def test_a_wait_for_requests_is_no_part_of_a_step(
 
     monkeypatch.setattr(Script, "take", waiting)
     monkeypatch.setattr("atts.local.build.thread_time", lambda: now[0])
-    run(make_model("llama"), [[order] for order in requests(1, 2)] + [[]] * 9 + [requests(2)], None, Told(0), near)
+    run(
+        make_model("llama"),
+        [[order] for order in requests(1, 2)] + [[]] * 9 + [requests(2)],
+        None,
+        Told(0),
+        near,
+    )
     assert len(told) > 15
     assert set(told) == {0, 5}
 
 
-def test_a_step_that_is_tried_again_teaches_nothing(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it took is that of two, and that nothing of it was verified says nothing about proposers."""
-    orders, compute = requests(2), StepLoop._compute  # pyright: ignore[reportPrivateUsage]
-    plain, broken, told = run(make_model("llama"), [orders]), list[StepPlan](), list[bool]()
+def test_a_step_that_is_tried_again_teaches_nothing(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it took is that of two, and that nothing of it was verified says nothing about
+    proposers.
+    """
+    orders = requests(2)
+    compute = StepLoop._compute  # pyright: ignore[reportPrivateUsage]
+    plain = run(make_model("llama"), [orders])
+    broken = list[StepPlan]()
+    told = list[bool]()
 
     def breaking(loop: StepLoop, plan: StepPlan, *rest: Any) -> Any:
         if plan.proposals and len(told) % 2:
@@ -317,11 +394,15 @@ def test_a_step_that_is_tried_again_teaches_nothing(make_model: Make, monkeypatc
         return compute(loop, plan, *rest)
 
     class Said(AnyLength):
-        def observed(self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]) -> None:
+        def observed(
+            self, plan: StepPlan, rounds: Sequence[Any], seconds: tuple[float, float]
+        ) -> None:
             told.append(any(plan is each for each in broken))
 
     monkeypatch.setattr(StepLoop, "_compute", breaking)
-    assert same(plain, run(make_model("llama"), [orders], Knowing(texts(plain), "right"), Said(4, 1)))
+    assert same(
+        plain, run(make_model("llama"), [orders], Knowing(texts(plain), "right"), Said(4, 1))
+    )
     assert broken
     assert told
     assert not any(told)

@@ -1,4 +1,6 @@
-"""Models whose ranges of layers are in processes of their own: the same bits, and an outage that is told."""
+"""Models whose ranges of layers are in processes of their own: the same bits, and an outage that is
+told.
+"""
 
 # pyright: reportPrivateUsage=false
 
@@ -47,7 +49,9 @@ LAWS = Sampling(0.0), Sampling(0.9), Sampling(1.0, top_p=0.9)
 
 
 def crowd() -> list[list[Command]]:
-    """Prompts in common and of their own, to be continued and scored, more than fit; some are given up."""
+    """Prompts in common and of their own, to be continued and scored, more than fit; some are given
+    up.
+    """
     steps: list[list[Command]] = [[]]
     for number in range(1, 17):
         ids = ids_of(number % 3, 40) + ids_of(number, 8)
@@ -65,8 +69,12 @@ class StageHere:
     made: ClassVar[list[StageHere]] = []
 
     def __init__(self, name: str, label: str, build: BuildStage) -> None:
-        self.label, self.heard, self.ends, self.kinds = label, 0, 1 << 30, Counter[str]()
-        self.server, self.is_closed = StageServer(build), False
+        self.label = label
+        self.heard = 0
+        self.ends = 1 << 30
+        self.kinds = Counter[str]()
+        self.server = StageServer(build)
+        self.is_closed = False
         self.answers: list[Any] = []
         StageHere.made.append(self)
 
@@ -76,7 +84,9 @@ class StageHere:
         if self.heard > self.ends:
             raise EngineUnavailable("m", "gone")
         for step in message.steps if isinstance(message, Visit) else ():
-            self.kinds += Counter({"steps": 1, "brought": len(step.brought), "again": len(step.again)})
+            self.kinds += Counter(
+                {"steps": 1, "brought": len(step.brought), "again": len(step.again)}
+            )
         self.answers.append(self.server.answer(pickle.loads(pickle.dumps(message))))
 
     def take(self) -> Any:
@@ -105,7 +115,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
 
 
 @pytest.mark.parametrize(
-    ("family", "kernel", "stages"), [("llama", "native", 3), ("gemma2", "torch", 2), ("qwen3", "native", 2)]
+    ("family", "kernel", "stages"),
+    [("llama", "native", 3), ("gemma2", "torch", 2), ("qwen3", "native", 2)],
 )
 def test_stages_say_what_one_process_says(
     family: str, kernel: str, stages: int, here: type[StageHere], make_model: Make, drive: Any
@@ -125,11 +136,21 @@ def test_stages_say_what_one_process_says(
 
 
 @pytest.mark.parametrize("steps", [2, 3, 5])
-def test_steps_under_way_change_no_bit(steps: int, here: type[StageHere], make_model: Make, drive: Any) -> None:
-    """Several at once, as long as no cached prompt is lost; where room is scarce all are answered all the same."""
+def test_steps_under_way_change_no_bit(
+    steps: int, here: type[StageHere], make_model: Make, drive: Any
+) -> None:
+    """Several at once, as long as no cached prompt is lost; where room is scarce all are answered
+    all the same.
+    """
     folder = make_model("llama", eos_token_id=None)
     alone = drive(folder, crowd(), kernel="native", chunk_tokens=1024)
-    asked = {"kernel": "native", "chunk_tokens": 1024, "stages": 3, "stage_steps": steps, "stage_replicas": "1,2"}
+    asked = {
+        "kernel": "native",
+        "chunk_tokens": 1024,
+        "stages": 3,
+        "stage_steps": steps,
+        "stage_replicas": "1,2",
+    }
     staged = drive(folder, crowd(), **asked)
     assert said(staged) == said(alone)
     assert staged.stats.steps > alone.stats.steps * 1.5
@@ -137,28 +158,38 @@ def test_steps_under_way_change_no_bit(steps: int, here: type[StageHere], make_m
     assert tight.stats.preempted > 0
     assert tight.stats.kv_locked == 0
     assert len(tight.replies) >= 12
-    texts, wanted = dict(said(tight)), dict(said(alone))
+    texts = dict(said(tight))
+    wanted = dict(said(alone))
     assert all(text[0] == wanted.get(key, text)[0] for key, text in texts.items())
 
 
 def said(driven: Driven) -> list[tuple[int, tuple[object, object]]]:
     """Ids and log-probabilities of all replies, by their requests."""
     replies = sorted(driven.replies.items())
-    return [(key, (getattr(reply, "ids", None), getattr(reply, "logprobs", None))) for key, reply in replies]
+    return [
+        (key, (getattr(reply, "ids", None), getattr(reply, "logprobs", None)))
+        for key, reply in replies
+    ]
 
 
 def setup_of(folder: Path, layers: range, stages: int = 3) -> StageSetup:
     """What a stage is told."""
     options = replace(HERE, stages=stages)
-    return StageSetup(WorkerConfig("m", folder, read_model_config(folder, "m"), (), options), layers)
+    return StageSetup(
+        WorkerConfig("m", folder, read_model_config(folder, "m"), (), options), layers
+    )
 
 
 def stage_processes() -> dict[int, bytes]:
     """The stages of this process's engines, by their places in the pipeline."""
     lists = [task / "children" for task in Path("/proc/self/task").iterdir()]
-    children = sorted(int(pid) for path in lists if path.is_file() for pid in path.read_text().split())
+    children = sorted(
+        int(pid) for path in lists if path.is_file() for pid in path.read_text().split()
+    )
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-    return {pid: command for pid, command in commands.items() if b"atts.local.stage_workers" in command}
+    return {
+        pid: command for pid, command in commands.items() if b"atts.local.stage_workers" in command
+    }
 
 
 @pytest.mark.slow
@@ -166,7 +197,9 @@ def stage_processes() -> dict[int, bytes]:
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize("replicas", ["1", "2"])
 async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: Make) -> None:
-    """While one is left that has its layers nobody notices; then whoever waits is told, and opened anew it goes on."""
+    """While one is left that has its layers nobody notices; then whoever waits is told, and opened
+    anew it goes on.
+    """
     options = replace(HERE, stages=2, stage_replicas=replicas)
     engine = LocalEngine(make_model("llama", eos_token_id=None), name="m", options=options)
     ask = SampleRequest((5, 6, 7), 60, Sampling(0.8), Seed(1))
@@ -183,7 +216,10 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
             async def again(seed: int) -> None:
                 found.append(await engine.sample(replace(ask, max_tokens=200, rollout=f"{seed}")))
 
-            calls: list[Callable[[], Awaitable[None]]] = [kill, *(partial(again, seed) for seed in range(8))]
+            calls: list[Callable[[], Awaitable[None]]] = [
+                kill,
+                *(partial(again, seed) for seed in range(8)),
+            ]
             await collect(calls)
             assert {done.ids[:60] for done in found} == {wanted.ids}
             with anyio.fail_after(60):  # another begins in its place
@@ -196,7 +232,10 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
                     os.kill(pid, signal.SIGKILL)
                 assert (await engine.sample(ask)).ids == wanted.ids
 
-        with anyio.fail_after(60), pytest.raises(EngineUnavailable, match="layers 1 to 2 ended .* -9"):
+        with (
+            anyio.fail_after(60),
+            pytest.raises(EngineUnavailable, match="layers 1 to 2 ended .* -9"),
+        ):
             await outage()
         with pytest.raises(EngineUnavailable):
             await engine.score(ScoreRequest((5,), (6,)))
@@ -210,7 +249,9 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
 async def test_stages_keep_every_promise(make_model: Make) -> None:
     """The conformance suite, the loop in a process as well."""
     folder = make_model("llama")
-    await check_engine(lambda: LocalEngine(folder, options=replace(HERE, worker="process", kv_tokens=8192)))
+    await check_engine(
+        lambda: LocalEngine(folder, options=replace(HERE, worker="process", kv_tokens=8192))
+    )
 
 
 @pytest.mark.anyio
@@ -218,7 +259,9 @@ async def test_stages_keep_every_promise(make_model: Make) -> None:
 async def test_what_cannot_be_loaded_or_divided_is_told(
     here: type[StageHere], make_model: Make, tmp_path: Path
 ) -> None:
-    """A weight that a later stage lacks, more stages than layers, what stages cannot be combined with."""
+    """A weight that a later stage lacks, more stages than layers, what stages cannot be combined
+    with.
+    """
     from safetensors.torch import load_file, save_file
 
     folder = Path(shutil.copytree(make_model("llama"), tmp_path / "m"))
@@ -231,9 +274,15 @@ async def test_what_cannot_be_loaded_or_divided_is_told(
     with pytest.raises(UnsupportedByEngine, match="3 layers make no 4 stages"):
         await LocalEngine(make_model("llama"), options=replace(HERE, stages=4)).__aenter__()
     with pytest.raises(UnsupportedByEngine, match="ray:"):
-        await LocalEngine(make_model("llama"), options=replace(HERE, stage_worker="ray")).__aenter__()
+        await LocalEngine(
+            make_model("llama"), options=replace(HERE, stage_worker="ray")
+        ).__aenter__()
     counts = [replace(HERE, stage_replicas=said) for said in ("0", "2,2,2", "", "1,x", "65")]
-    others = replace(HERE, pad="1M"), replace(HERE, stages=0), replace(HERE, speculate="mirror", drafter="d")
+    others = (
+        replace(HERE, pad="1M"),
+        replace(HERE, stages=0),
+        replace(HERE, speculate="mirror", drafter="d"),
+    )
     for options in (*others, *counts, replace(HERE, stage_steps=0)):
         with pytest.raises(OptionError, match="stage"):
             LocalEngine(folder, options=options)
@@ -245,9 +294,17 @@ def test_replicas_of_a_stage_say_what_one_says(
     family: str, proposed: int, seed: int, here: type[StageHere], make_model: Make, near: Path, drive: Any,
     monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """To the bit, wherever each sequence goes in each step, and when most of the replicas are gone on the way."""
-    folder, rng = make_model(family, eos_token_id=None, num_hidden_layers=5), random.Random(seed)
-    settings: dict[str, Any] = {"kernel": "native", "kv_tokens": 300, "max_batch": 8, "chunk_tokens": 48}
+    """To the bit, wherever each sequence goes in each step, and when most of the replicas are gone
+    on the way.
+    """
+    folder = make_model(family, eos_token_id=None, num_hidden_layers=5)
+    rng = random.Random(seed)
+    settings: dict[str, Any] = {
+        "kernel": "native",
+        "kv_tokens": 300,
+        "max_batch": 8,
+        "chunk_tokens": 48,
+    }
     settings |= {"drafter": str(near), "k": proposed, "speculate": "draft"} if proposed else {}
     alone = drive(folder, crowd(), **settings)
 
@@ -258,7 +315,11 @@ def test_replicas_of_a_stage_say_what_one_says(
     def either(costs: StageCosts, *seen: Any) -> Instance:
         """What lacks is brought or computed anew, whatever this machine is quicker at."""
         costed = measured(costs, *seen)
-        return costed if costed.move == inf else costed._replace(recompute=costed.move * rng.choice((0.5, 2)))
+        return (
+            costed
+            if costed.move == inf
+            else costed._replace(recompute=costed.move * rng.choice((0.5, 2)))
+        )
 
     class Prepared(Script):
         def take(self, *, wait: bool) -> list[Command]:
@@ -279,11 +340,15 @@ def test_replicas_of_a_stage_say_what_one_says(
 
 
 def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
-    """As they were fed, whichever of them are missing: long runs, short ones, rows alone, and parts of runs."""
+    """As they were fed, whichever of them are missing: long runs, short ones, rows alone, and parts
+    of runs.
+    """
     setup = setup_of(make_model("llama", eos_token_id=None, num_hidden_layers=5), range(1, 5), 2)
     one, two = (build_stage(setup) for _ in range(2))
-    cache, copied = one.cache, two.cache
-    rng, kept = np.random.default_rng(0), KeptRows(2, 4098, 64)
+    cache = one.cache
+    copied = two.cache
+    rng = np.random.default_rng(0)
+    kept = KeptRows(2, 4098, 64)
     table = np.arange(1, 258, dtype=np.int32)[None]
     fed = 0
     for number in (40, *[1] * 10, 2, 3, 2, 20, *[1] * 20, 3):
@@ -302,11 +367,16 @@ def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
 
 
 def test_keys_and_values_are_brought_whatever_is_heard_meanwhile(make_model: Make) -> None:
-    """Who is asked for them may first say that a step broke, so that what it has is not known any more."""
-    kept, costs = KeptRows(3, 64, 8), StageCosts(setup_of(make_model("llama"), range(1, 3), 3))
-    table, ends = np.arange(1, 25, dtype=np.int32).reshape(2, 12), np.array([10, 10])
+    """Who is asked for them may first say that a step broke, so that what it has is not known any
+    more.
+    """
+    kept = KeptRows(3, 64, 8)
+    costs = StageCosts(setup_of(make_model("llama"), range(1, 3), 3))
+    table = np.arange(1, 25, dtype=np.int32).reshape(2, 12)
+    ends = np.array([10, 10])
     kept.held[0] = True
-    rows, brought = np.arange(2), dict[int, list[int]]()
+    rows = np.arange(2)
+    brought = dict[int, list[int]]()
 
     def bring(number: int, slots: Any) -> Any:
         kept.held[number] = False
@@ -320,22 +390,36 @@ def test_keys_and_values_are_brought_whatever_is_heard_meanwhile(make_model: Mak
 
 def run_of(first: int, number: int) -> StepBatch:
     """A sequence in the slots from 1 on that feeds so many rows, none of which is asked for."""
-    at, none = np.arange(first, first + number), np.zeros(0, dtype=np.int64)
-    batch = single_rows(np.zeros_like(at), at, np.zeros_like(at), np.arange(1, 258, dtype=np.int32)[None], none)
-    row, starts, stop = np.zeros(1, dtype=np.int64), np.array([0, number]), at[-1:] + 1
+    at = np.arange(first, first + number)
+    none = np.zeros(0, dtype=np.int64)
+    batch = single_rows(
+        np.zeros_like(at), at, np.zeros_like(at), np.arange(1, 258, dtype=np.int32)[None], none
+    )
+    row = np.zeros(1, dtype=np.int64)
+    starts = np.array([0, number])
+    stop = at[-1:] + 1
     batch = replace(batch, table_rows=row, query_starts=starts, context_lens=stop, num_logits=row)
     return replace(batch, num_single=int(number == 1))
 
 
 @pytest.mark.parametrize(("error", "shrunk"), [(ValueError("odd"), 0), (MemoryError(), 1)])
 def test_a_step_that_breaks_in_a_stage_is_tried_again(
-    error: Exception, shrunk: int, here: type[StageHere], make_model: Make, drive: Any, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    shrunk: int,
+    here: type[StageHere],
+    make_model: Make,
+    drive: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What one replica could not do is done in smaller steps; nobody relies on what it did of it."""
-    folder, through, calls = make_model("llama", eos_token_id=None), NativeModel.through, count()
+    folder = make_model("llama", eos_token_id=None)
+    through = NativeModel.through
+    calls = count()
     wanted = dict(said(drive(folder, crowd(), kernel="native")))
 
-    def once(model: NativeModel, batch: StepBatch, table: Any, rows: Any, units: tuple[int, int]) -> None:
+    def once(
+        model: NativeModel, batch: StepBatch, table: Any, rows: Any, units: tuple[int, int]
+    ) -> None:
         if units[0] and next(calls) == 30:
             raise error
         through(model, batch, table, rows, units)

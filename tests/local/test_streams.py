@@ -1,4 +1,6 @@
-"""Streaming heads: several tokens a pass of the drafter, which itself puts right what they got wrong."""
+"""Streaming heads: several tokens a pass of the drafter, which itself puts right what they got
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +39,27 @@ def with_heads(folder: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["right", "wrong", "random"])
-def test_streams_cost_passes_and_never_a_token(kind: str, make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter that is its target: right heads save passes, and wrong ones are found out by the pass after."""
+def test_streams_cost_passes_and_never_a_token(
+    kind: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that is its target: right heads save passes, and wrong ones are found out by the
+    pass after.
+    """
     folder = with_heads(make_model("llama", vocab_size=320, num_hidden_layers=2))
     orders = requests(2, 40, HOT)
     monkeypatch.setattr("atts.local.build.ThreadTransport", InlineTransport)
     plain = run(folder, [orders])
-    known, drawn = texts(plain), BranchWriter._streamed  # pyright: ignore[reportPrivateUsage]
+    known = texts(plain)
+    drawn = BranchWriter._streamed  # pyright: ignore[reportPrivateUsage]
 
-    def streamed(self: BranchWriter, states: Any, lines: Any, places: Any) -> tuple[list[int], list[float]]:
+    def streamed(
+        self: BranchWriter, states: Any, lines: Any, places: Any
+    ) -> tuple[list[int], list[float]]:
         if kind == "random":
             return drawn(self, states, lines, places)[0], [1.0] * len(lines)
         found = [
-            (*known[line.ask.key], *[0] * 40)[line.ask.written + at] for line, at in zip(lines, places, strict=True)
+            (*known[line.ask.key], *[0] * 40)[line.ask.written + at]
+            for line, at in zip(lines, places, strict=True)
         ]
         return [(token + (kind == "wrong")) % 300 for token in found], [1.0] * len(lines)
 
@@ -63,20 +73,28 @@ def test_streams_cost_passes_and_never_a_token(kind: str, make_model: Make, monk
     if kind == "right":
         assert found.misses == 0
         assert share == 1.0
-        assert found.passes < 0.65 * found.drafted, "of guesses that are wrong, what follows is not known"
+        assert found.passes < 0.65 * found.drafted, (
+            "of guesses that are wrong, what follows is not known"
+        )
     else:
         assert found.passes > 0.65 * found.drafted
         assert share < 1.0
 
 
-def test_a_padded_drafter_streams_as_well(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its heads read the model's own states, and the padding's go along: the same tokens in as many passes."""
+def test_a_padded_drafter_streams_as_well(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its heads read the model's own states, and the padding's go along: the same tokens in as many
+    passes.
+    """
     folder = with_heads(make_model("llama", vocab_size=322, num_hidden_layers=2))
-    orders, stack = requests(2, 24, HOT), padding_shape(read_model_config(folder, "tiny"), 2_000_000)
+    orders = requests(2, 24, HOT)
+    stack = padding_shape(read_model_config(folder, "tiny"), 2_000_000)
     monkeypatch.setattr("atts.local.build.ThreadTransport", InlineTransport)
     monkeypatch.setattr("atts.local.draft_branches._CONFIDENT", 0.0)
     alone, padded = (
-        run(folder, [orders], None, 6, folder, speculate="mirror", padding=padding) for padding in (None, stack)
+        run(folder, [orders], None, 6, folder, speculate="mirror", padding=padding)
+        for padding in (None, stack)
     )
     assert counts(padded).trouble == ""
     assert same(alone, padded)
@@ -97,17 +115,31 @@ def test_heads_of_another_model_are_refused(changes: dict[str, Any], make_model:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_the_shipped_heads_save_passes_and_keep_what_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the embedded pair: the same texts, at most .6 passes a token, and .97 of what stands without them."""
+async def test_the_shipped_heads_save_passes_and_keep_what_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the embedded pair: the same texts, at most .6 passes a token, and .97 of what stands
+    without them.
+    """
     monkeypatch.setattr("atts.local.build.ThreadTransport", InlineTransport)
-    options = LocalOptions(worker="thread", threads=1, drafter=str(path("draft")), speculate="mirror", k=7)
-    written, shares, passes = list[Any](), list[float](), list[float]()
+    options = LocalOptions(
+        worker="thread", threads=1, drafter=str(path("draft")), speculate="mirror", k=7
+    )
+    written = list[Any]()
+    shares = list[float]()
+    passes = list[float]()
     for heads in (True, False):
         if not heads:
             monkeypatch.setattr("atts.local.build.StreamHeads.read", lambda *args: None)
         async with LocalEngine(path("target"), options=options) as engine:
-            asks = [engine.tokenizer.render([Message("user", each.text)]) for each in problems("test", 4)]
-            asked = [SampleRequest(ids, 120, Sampling(0.7), Seed(1, sample=n)) for n, ids in enumerate(asks)]
+            asks = [
+                engine.tokenizer.render([Message("user", each.text)])
+                for each in problems("test", 4)
+            ]
+            asked = [
+                SampleRequest(ids, 120, Sampling(0.7), Seed(1, sample=n))
+                for n, ids in enumerate(asks)
+            ]
             written.append([(await engine.sample(each)).ids for each in asked])
             found = engine.loop_stats().speculation
             assert found is not None

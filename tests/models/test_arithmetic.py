@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.errors import OptionError
-from atts.evaluators.datasets.arithmetic import LEVELS, LIMIT, Exercise, Operation, problems, split_of, stream
+from atts.evaluators.datasets.arithmetic import (
+    LEVELS,
+    LIMIT,
+    Exercise,
+    Operation,
+    problems,
+    split_of,
+    stream,
+)
 
 SPLITS = ("train", "calibration", "test")
 
@@ -61,13 +69,17 @@ def test_every_number_stays_within_the_limit(many: list[Exercise]) -> None:
 
 
 def test_every_equation_of_every_solution_holds(many: list[Exercise]) -> None:
-    """Each `=` of each worked line joins equal values, and every step's result is used or asked for."""
+    """Each `=` of each worked line joins equal values, and every step's result is used or asked
+    for.
+    """
     for exercise in many:
         for chunk in exercise.chunks[:-1]:
             line = re.search(r"\d+ [-+*/] \d+( = [\d +*/-]*\d)+", chunk)
             assert line is not None
             sides = line.group().split(" = ")
-            assert len({eval(side) for side in sides}) == 1, chunk  # digits and signs only, by the pattern
+            assert len({eval(side) for side in sides}) == 1, (
+                chunk
+            )  # digits and signs only, by the pattern
 
 
 def test_expressions_have_the_value_their_solution_boxes(many: list[Exercise]) -> None:
@@ -102,10 +114,14 @@ def test_every_number_a_story_starts_from_is_in_its_text(many: list[Exercise]) -
 def test_all_kinds_occur_at_all_levels(many: list[Exercise]) -> None:
     kinds = {exercise.kind for exercise in many}
     assert len(kinds) == 6
-    assert {(exercise.kind, exercise.level) for exercise in many} == {(k, level) for k in kinds for level in LEVELS}
+    assert {(exercise.kind, exercise.level) for exercise in many} == {
+        (k, level) for k in kinds for level in LEVELS
+    }
 
 
-@given(left=st.integers(2, LIMIT), right=st.integers(2, 99), sign=st.sampled_from(["+", "-", "*", "/"]))
+@given(
+    left=st.integers(2, LIMIT), right=st.integers(2, 99), sign=st.sampled_from(["+", "-", "*", "/"])
+)
 @settings(max_examples=200, deadline=None)
 def test_worked_forms_are_chains_of_equals(left: int, right: int, sign: str) -> None:
     if (sign == "/" and left % right) or (sign == "*" and min(left, right) >= 10):
@@ -115,7 +131,9 @@ def test_worked_forms_are_chains_of_equals(left: int, right: int, sign: str) -> 
     assert {eval(side) for side in sides} == {operation.value}
 
 
-@pytest.mark.parametrize(("split", "levels"), [("tset", (1,)), ("test", (0,)), ("test", (6, 1)), ("test", ())])
+@pytest.mark.parametrize(
+    ("split", "levels"), [("tset", (1,)), ("test", (0,)), ("test", (6, 1)), ("test", ())]
+)
 def test_unknown_splits_and_levels_are_refused(split: str, levels: tuple[int, ...]) -> None:
     with pytest.raises(OptionError):
         problems(split, 1, levels=levels)  # type: ignore[arg-type]

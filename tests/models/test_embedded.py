@@ -1,4 +1,6 @@
-"""The embedded pair as it is shipped: ordinary model folders, one tokenizer, and skills as documented."""
+"""The embedded pair as it is shipped: ordinary model folders, one tokenizer, and skills as
+documented.
+"""
 
 import json
 import re
@@ -35,7 +37,9 @@ def _open(name: Embedded) -> Any:
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_what_is_read_without_torch_is_what_transformers_reads(name: Embedded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_without_torch_is_what_transformers_reads(
+    name: Embedded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Configuration and tokenizer, whose digest is in every journal."""
     folder = path(name)
     found = read_model_config(folder, name), ModelTokenizer(folder, name).digest
@@ -52,7 +56,8 @@ def test_a_parent_of_engines_loads_no_torch() -> None:
     """It costs seconds, and is for the children that compute."""
     code = (
         "import sys, atts; from atts.local import check_model; from atts.models import path;"
-        "check_model(path('draft'), 'it'); print(sys.modules.keys() & {'torch', 'sympy', 'pandas', 'scipy.stats'})"
+        "check_model(path('draft'), 'it'); print(sys.modules.keys() & {'torch', 'sympy', 'pandas', "
+        "'scipy.stats'})"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout == "set()\n"
@@ -73,12 +78,15 @@ def test_servers_and_laptops_can_take_them() -> None:
         assert info(name).context_length >= 2048
         with safe_open(str(path(name) / "model.safetensors"), "pt") as weights:
             assert {weights.get_slice(key).get_dtype() for key in weights.keys()} == {"BF16"}
-    assert sum(file.stat().st_size for name in EMBEDDED for file in path(name).iterdir()) < 12_000_000
+    assert (
+        sum(file.stat().st_size for name in EMBEDDED for file in path(name).iterdir()) < 12_000_000
+    )
 
 
 def test_the_draft_costs_a_twentieth_of_the_target() -> None:
     """Output matrix included; with attention too, up to the length of a typical solution."""
-    draft, target = info("draft"), info("target")
+    draft = info("draft")
+    target = info("target")
     assert target.flops_per_token() >= 20 * draft.flops_per_token()
     assert target.flops_per_token(128) >= 20 * draft.flops_per_token(128)
 
@@ -108,31 +116,42 @@ def test_the_step_delimiter_is_one_token(tokenizer: Any) -> None:
 
 
 def test_the_chat_template_opens_the_assistants_turn(tokenizer: Any) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 1 + 1?"},
+    ]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert text == "<|system|>Be brief.<|end|><|user|>What is 1 + 1?<|end|><|assistant|>"
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ids == tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.eos_token == "<|end|>"
-    assert tokenizer.eos_token_id == json.loads((path("target") / "config.json").read_text())["eos_token_id"]
+    assert (
+        tokenizer.eos_token_id
+        == json.loads((path("target") / "config.json").read_text())["eos_token_id"]
+    )
 
 
 def _solved(name: Embedded, tokenizer: Any, count: int) -> float:
     """The share of greedy solutions that box the right answer, one chunk per step."""
-    model, right = _open(name), 0
+    model = _open(name)
+    right = 0
     for problem in problems("test", count, seed=2024, levels=(1, 2, 3)):
         messages = [{"role": "user", "content": problem.text}]
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=False
         )
-        made = model.generate(ids, do_sample=False, temperature=None, max_new_tokens=240)[0, ids.shape[1] :]
+        made = model.generate(ids, do_sample=False, temperature=None, max_new_tokens=240)[
+            0, ids.shape[1] :
+        ]
         found = re.findall(r"\\boxed\{(\d+)\}", tokenizer.decode(made, skip_special_tokens=True))
         right += bool(found) and found[-1] == problem.answer
     return right / count
 
 
 def test_the_target_solves_and_the_draft_often_fails(tokenizer: Any) -> None:
-    """A smoke test through the transformers library; the documented accuracies come from scripts/studies."""
+    """A smoke test through the transformers library; the documented accuracies come from
+    scripts/studies.
+    """
     assert _solved("target", tokenizer, 5) >= 0.8
     assert _solved("draft", tokenizer, 5) >= 0.2
 

@@ -1,4 +1,6 @@
-"""What the trainer promises: masked errors, gradients that add up, runs that go on where they stopped."""
+"""What the trainer promises: masked errors, gradients that add up, runs that go on where they
+stopped.
+"""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -42,13 +44,18 @@ def test_wrong_chunks_are_wrong_and_chunked(some: list[Exercise]) -> None:
 
 
 def test_nothing_wrong_is_learned(some: list[Exercise]) -> None:
-    """The learned pieces, alarms aside, are the reference solution and the end; errors are never among them."""
-    random, flawed = Random(1), 0
+    """The learned pieces, alarms aside, are the reference solution and the end; errors are never
+    among them.
+    """
+    random = Random(1)
+    flawed = 0
     for exercise in some:
         pieces = data.conversation(random, exercise, data.Mixture(errors=1.0, instructed=0.0))
         learned = "".join(piece.text for piece in pieces if piece.learned)
         flawed += any(not piece.learned for piece in pieces[1:])
-        assert "".join(learned.replace(data.ALARM, "").split()) == "".join((exercise.solution + data.END).split())
+        assert "".join(learned.replace(data.ALARM, "").split()) == "".join(
+            (exercise.solution + data.END).split()
+        )
     assert flawed > 200
 
 
@@ -62,7 +69,10 @@ def test_every_alarm_that_is_learned_follows_an_error(some: list[Exercise]) -> N
 
 
 def test_labels_are_the_next_ids_of_learned_pieces(encoder: Any) -> None:
-    pieces = [data.Piece("<|user|>1 + 1<|end|><|assistant|>", False), data.Piece("1 + 1 = 2.<|end|>", True)]
+    pieces = [
+        data.Piece("<|user|>1 + 1<|end|><|assistant|>", False),
+        data.Piece("1 + 1 = 2.<|end|>", True),
+    ]
     (ids, labels), *_ = data.encode(encoder, [pieces])
     learned = [label for label in labels if label != -100]
     assert encoder.text(learned) == "1 + 1 = 2."
@@ -146,12 +156,16 @@ def test_the_model_is_transformers_llama(tmp_path: Path, encoder: Any) -> None:
 def test_texts_come_in_the_order_of_their_prompts() -> None:
     """Each is what the saved model writes after its own prompt."""
     tests = exercises("test", 5, seed=8)
-    texts = scored.generate(path("target"), [data.prompt(item.text) for item in tests], temperature=0.0, seed=0)
+    texts = scored.generate(
+        path("target"), [data.prompt(item.text) for item in tests], temperature=0.0, seed=0
+    )
     assert [scored.answer(text) for text in texts] == [item.answer for item in tests]
 
 
 def test_a_relative_is_saved_whole_with_what_it_adds(tmp_path: Path, encoder: Any) -> None:
-    """Adapters are merged, an output matrix of its own has the usual name: transformers reads the same scores."""
+    """Adapters are merged, an output matrix of its own has the usual name: transformers reads the
+    same scores.
+    """
     from transformers import AutoModelForCausalLM
 
     ids = torch.tensor(encoder.ids(["Compute (3 * 4) - 5. What is the result?"]))
@@ -161,7 +175,9 @@ def test_a_relative_is_saved_whole_with_what_it_adds(tmp_path: Path, encoder: An
             if weight.requires_grad:
                 torch.nn.init.normal_(weight, std=0.05)
         with torch.inference_mode():
-            wanted = model.logits(model.states(ids, model.where(ids.shape[1], torch.float32))[-1], torch.float32)
+            wanted = model.logits(
+                model.states(ids, model.where(ids.shape[1], torch.float32))[-1], torch.float32
+            )
         family.whole(model, encoder, tmp_path / name)
         other: Any = AutoModelForCausalLM.from_pretrained(str(tmp_path / name), dtype=torch.float32)
         with torch.inference_mode():

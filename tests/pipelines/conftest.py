@@ -43,7 +43,10 @@ def attempt(answers: Answers) -> Solve:
         chosen = toy_problems(problems, 5) if isinstance(problems, int) else problems
 
         async def main() -> list[Outcome]:
-            async with draft or ScriptedEngine("draft") as small, target or ScriptedEngine("target") as large:
+            async with (
+                draft or ScriptedEngine("draft") as small,
+                target or ScriptedEngine("target") as large,
+            ):
                 context = Context(small, large, gate, answers, seed)
                 limits = {"draft": Limit(slots=16), "target": Limit(slots=4)}
                 sink = events.append if events is not None else None

@@ -1,4 +1,6 @@
-"""Gates made from calibrations: warm-up from the run's own scores, certificates, and what they say of themselves."""
+"""Gates made from calibrations: warm-up from the run's own scores, certificates, and what they say
+of themselves.
+"""
 
 from __future__ import annotations
 
@@ -93,10 +95,16 @@ def test_decisions_of_the_warm_up_do_not_count_for_the_rate() -> None:
 
 
 def test_a_certified_gate_decides_as_tested_and_says_so(attempt: Solve) -> None:
-    """Labelled runs in, the certified policy out; live decisions equal the frozen gate's and name the certificate."""
+    """Labelled runs in, the certified policy out; live decisions equal the frozen gate's and name
+    the certificate.
+    """
     target = attempt(replace(POLICY, drafter="target"), FixedGate("accept"), problems=40)
     runs = [
-        LabelledRun("split", rate, attempt(replace(POLICY, samples=2), frozen_gate(rate, STORED), problems=40))
+        LabelledRun(
+            "split",
+            rate,
+            attempt(replace(POLICY, samples=2), frozen_gate(rate, STORED), problems=40),
+        )
         for rate in (0.9, 0.5)
     ]
     certificate = certify_runs(target, runs, right, epsilon=0.5, delta=0.2)
@@ -104,13 +112,16 @@ def test_a_certified_gate_decides_as_tested_and_says_so(attempt: Solve) -> None:
     gate = certified_gate(certificate, STORED)
     plain = frozen_gate(certificate.chosen.rate, STORED)
     for score in (1.0, 2.5, 4.0, 9.0):
-        said, tested = gate.decide(Features("q", 1), score), plain.decide(Features("q", 1), score)
+        said = gate.decide(Features("q", 1), score)
+        tested = plain.decide(Features("q", 1), score)
         assert (said.action, said.p) == (tested.action, tested.p)
         assert said.origin == "certificate"
     assert "at most 50.0%" in gate.promise[0]
     assert gate.promise[1] == certificate.voided_by
     outcomes = attempt(POLICY, gate, problems=3)
-    decisions = [t.decision for o in outcomes for line in o.rollouts for t in line.turns if t.decision]
+    decisions = [
+        t.decision for o in outcomes for line in o.rollouts for t in line.turns if t.decision
+    ]
     assert decisions
     assert all(d.origin == "certificate" or d.score is None for d in decisions)
 
@@ -139,13 +150,19 @@ def test_nothing_is_certified_that_loses_too_much_or_was_run_on_other_problems()
 
 
 def test_losses_that_are_won_back_are_certified_net_and_not_else() -> None:
-    """The policy loses six of 300 answers and wins as many: only the difference is within a point and a half."""
+    """The policy loses six of 300 answers and wins as many: only the difference is within a point
+    and a half.
+    """
     target = [_solved(str(number)) for number in range(300)]
     target = [replace(one, answer="no") if number < 6 else one for number, one in enumerate(target)]
     policy = [_solved(str(number)) for number in range(300)]
-    policy = [replace(one, answer="no") if number >= 294 else one for number, one in enumerate(policy)]
+    policy = [
+        replace(one, answer="no") if number >= 294 else one for number, one in enumerate(policy)
+    ]
     runs = [LabelledRun("split", 0.3, policy)]
-    net, old = (certify(target, runs, right, epsilon=0.03) for certify in (certify_net_runs, certify_runs))
+    net, old = (
+        certify(target, runs, right, epsilon=0.03) for certify in (certify_net_runs, certify_runs)
+    )
     assert net.chosen is not None
     assert old.chosen is None
     assert "less often than the target alone" in net.guarantee
@@ -155,7 +172,9 @@ def test_losses_that_are_won_back_are_certified_net_and_not_else() -> None:
 
 @pytest.mark.parametrize("rollouts", [4, 64, 256])
 def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) -> None:
-    """The first chunk asked for is scored last: all the others wait for it, so the pool is in the order of asking."""
+    """The first chunk asked for is scored last: all the others wait for it, so the pool is in the
+    order of asking.
+    """
     gate, calibrator = Setup(rollouts=rollouts).decider()
     issued = [gate.preview(Features("q", sample=sample, tokens=7)) for sample in range(rollouts)]  # type: ignore[union-attr]
     for asked in [*issued[1:], issued[0]]:
@@ -174,7 +193,9 @@ def _solved(name: str) -> Outcome:
 
 
 def test_a_warm_up_goes_on_after_a_crash(tmp_path: Path) -> None:
-    """Cut the journal in the middle of the warm-up: the second session stores the rest, not all of it again."""
+    """Cut the journal in the middle of the warm-up: the second session stores the rest, not all of
+    it again.
+    """
 
     def setup() -> Setup:
         base = Setup(draft="scripted", target="scripted", rate=0.4, rollouts=4)
@@ -194,15 +215,23 @@ def test_a_warm_up_goes_on_after_a_crash(tmp_path: Path) -> None:
 
 
 def test_the_report_of_a_certified_run_states_the_certificate(tmp_path: Path) -> None:
-    """Guarantee and what voids it, from the run directory alone; every decision in the journal names it."""
+    """Guarantee and what voids it, from the run directory alone; every decision in the journal
+    names it.
+    """
     target = [_solved(str(number)) for number in range(300)]
     certificate = certify_runs(target, [LabelledRun("split", 0.3, target)], right, epsilon=0.05)
     base = Setup(draft="scripted", target="scripted", rate=0.3)
-    evaluate_sync(toy_problems(4, 4), replace(base, gate=certified_gate(certificate, STORED)), directory=tmp_path)
+    evaluate_sync(
+        toy_problems(4, 4),
+        replace(base, gate=certified_gate(certificate, STORED)),
+        directory=tmp_path,
+    )
     calibration = build_report(tmp_path).report.calibration
     assert calibration is not None
     promise = calibration.promise
     assert (promise.guarantee, promise.voided_by) == (certificate.guarantee, certificate.voided_by)
     decided = [event.decision for event in open_run(tmp_path).decisions()]
     assert decided
-    assert all(decision.origin == "certificate" for decision in decided if decision.score is not None)
+    assert all(
+        decision.origin == "certificate" for decision in decided if decision.score is not None
+    )

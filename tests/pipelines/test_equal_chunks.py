@@ -1,4 +1,6 @@
-"""Equal chunks after equal beginnings: the target is asked about one of them, every one is decided on its own."""
+"""Equal chunks after equal beginnings: the target is asked about one of them, every one is decided
+on its own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from atts.testing import Latency, ScriptedEngine, run_virtual
 Solve = Callable[..., list[Outcome]]
 POLICY = Policy(samples=6, early_stop="none")
 GREEDY = replace(POLICY, sampling=Sampling(temperature=0.0))
-GATE, KEEP = ThresholdGate(1.8), ThresholdGate(math.inf)
+GATE = ThresholdGate(1.8)
+KEEP = ThresholdGate(math.inf)
 
 
 class Heedful(ScriptedEngine):
@@ -51,7 +54,9 @@ def turns(outcomes: list[Outcome]) -> list[tuple[Rollout, Turn]]:
 
 @pytest.mark.parametrize("latency", [0.0, 2.0])
 def test_the_target_is_asked_about_one_of_equal_chunks(attempt: Solve, latency: float) -> None:
-    """Whether its answer is there or still on its way: nobody asks twice, and every chunk is decided on."""
+    """Whether its answer is there or still on its way: nobody asks twice, and every chunk is
+    decided on.
+    """
     target = Heedful(latency=latency)
     outcomes = attempt(GREEDY, GATE, target=target)
     assert set(target.asked.values()) == {1}
@@ -64,13 +69,18 @@ def test_the_target_is_asked_about_one_of_equal_chunks(attempt: Solve, latency: 
 
 
 def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
-    """Each is what the target says when it is asked about that very chunk after that very beginning."""
+    """Each is what the target says when it is asked about that very chunk after that very
+    beginning.
+    """
     found = turns(attempt(POLICY, KEEP, target=Heedful()))
     recalled = [(line, turn) for line, turn in found if turn.is_recalled]
     assert len(recalled) > 5
 
     async def alone(line: Rollout, turn: Turn) -> float:
-        chunk, before = turn.chunks[0], [chunk for other in line.turns[: turn.index] for chunk in other.chunks]
+        chunk, before = (
+            turn.chunks[0],
+            [chunk for other in line.turns[: turn.index] for chunk in other.chunks],
+        )
         prefix = sum((chunk.target_ids for chunk in before), line.prompt.target_ids)
         async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
             logprobs = (await target.score(ScoreRequest(prefix, chunk.target_ids))).logprobs
@@ -81,7 +91,9 @@ def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
 
 
 def test_an_answer_that_is_lost_is_nobodys(attempt: Solve) -> None:
-    """The rollout that asked hands its chunk over; the next one asks for itself, and the others know."""
+    """The rollout that asked hands its chunk over; the next one asks for itself, and the others
+    know.
+    """
     target = Heedful(lost=1)
     outcomes = attempt(GREEDY, KEEP, target=target, problems=1, retries=RetryPolicy(calls=1))
     first = [line.turns[0] for line in lines(outcomes)]
@@ -90,9 +102,12 @@ def test_an_answer_that_is_lost_is_nobodys(attempt: Solve) -> None:
 
 
 def test_what_goes_is_read_where_the_target_draws_meanwhile(attempt: Solve) -> None:
-    """A recalled chunk that goes is asked about after all; the texts are those of a target that cannot draw."""
+    """A recalled chunk that goes is asked about after all; the texts are those of a target that
+    cannot draw.
+    """
     nothing = ThresholdGate(0.5)
-    drawing, plain = Heedful(draws=True), Heedful()
+    drawing = Heedful(draws=True)
+    plain = Heedful()
     drawn, written = (attempt(GREEDY, nothing, target=target) for target in (drawing, plain))
     assert [line.text for line in lines(drawn)] == [line.text for line in lines(written)]
     assert all(line.usage.drawn_tokens > 0 for line in lines(drawn))
@@ -102,17 +117,25 @@ def test_what_goes_is_read_where_the_target_draws_meanwhile(attempt: Solve) -> N
 
 
 def test_a_replay_counts_what_was_asked(attempt: Solve, answers: Answers) -> None:
-    """The tokens scored of rollouts cut to their first turns are those of the scores that were asked for."""
+    """The tokens scored of rollouts cut to their first turns are those of the scores that were
+    asked for.
+    """
     outcomes = attempt(GREEDY, KEEP, target=Heedful())
     again = replay_policy(outcomes, KEEP, replace(GREEDY, turns=1), answers.group)
     first = [line.turns[0] for line in lines(outcomes)]
     asked = sum(len(turn.chunks[0].target_ids) for turn in first if not turn.is_recalled)
-    assert sum(line.scored_tokens for problem in again.problems for line in problem.rollouts) == asked > 0
+    assert (
+        sum(line.scored_tokens for problem in again.problems for line in problem.rollouts)
+        == asked
+        > 0
+    )
 
 
 @pytest.mark.parametrize("takeover", ["continue", "replace", "repair", "resample", "retry"])
 def test_turns_say_what_was_scored_in_them(attempt: Solve, takeover: Takeover) -> None:
-    """Whatever became of the chunk: of recalled ones nothing, of further attempts each; in sum what was charged."""
+    """Whatever became of the chunk: of recalled ones nothing, of further attempts each; in sum what
+    was charged.
+    """
     policy = replace(POLICY, takeover=takeover, sampling=Sampling(temperature=0.7))
     outcomes = attempt(policy, ThresholdGate(1.8), target=Heedful())
     found = turns(outcomes)
@@ -123,12 +146,16 @@ def test_turns_say_what_was_scored_in_them(attempt: Solve, takeover: Takeover) -
 
 @pytest.mark.parametrize("latency", [0.0, 2.0])
 def test_waiting_for_a_siblings_score_counts_as_that(attempt: Solve, latency: float) -> None:
-    """Five of six rollouts that write the same wait for the answer that the first asked for, turn by turn."""
+    """Five of six rollouts that write the same wait for the answer that the first asked for, turn
+    by turn.
+    """
     events: list[Any] = []
     [outcome] = attempt(GREEDY, KEEP, target=Heedful(latency=latency), problems=1, events=events)
     recalled = [turn for line in outcome.rollouts for turn in line.turns if turn.is_recalled]
     waits = [event for event in events if isinstance(event, CallSpan) and event.stage == HOLD]
-    assert measure(event for event in events if isinstance(event, CallSpan)).sibling_seconds == latency * len(recalled)
+    assert measure(
+        event for event in events if isinstance(event, CallSpan)
+    ).sibling_seconds == latency * len(recalled)
     assert Counter(wait.turn for wait in waits) == Counter(turn.index for turn in recalled)
     assert all(wait.wait == latency and wait.queue == wait.compute == 0.0 for wait in waits)
     waited = sum(event.waited for event in events if isinstance(event, RolloutSpan))

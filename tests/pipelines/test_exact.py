@@ -1,4 +1,6 @@
-"""Draws made while a chunk is scored: what they save, that they change no token, the method that is made of them."""
+"""Draws made while a chunk is scored: what they save, that they change no token, the method that is
+made of them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from typing import Any, Literal
 import pytest
 
 from atts.api import Setup, evaluate_sync
-from atts.core import Beginning, Completion, Outcome, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
+from atts.core import (
+    Beginning,
+    Completion,
+    Outcome,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    Scores,
+    TokenIds,
+)
 from atts.engine import EngineAround, EngineSpec
 from atts.errors import BadReply, OptionError, UnsupportedByEngine
 from atts.methods import preset
@@ -51,7 +62,9 @@ def test_exact_writes_what_the_target_alone_writes(
     alone = attempt(preset("target-only").policy(base), FixedGate("accept"))
     exact = attempt(preset("exact").policy(base), FixedGate("accept"))
     assert texts(exact) == texts(alone)
-    assert used(exact, "drawn_tokens") == used(exact, "target_tokens") == used(alone, "target_tokens")
+    assert (
+        used(exact, "drawn_tokens") == used(exact, "target_tokens") == used(alone, "target_tokens")
+    )
 
 
 def test_a_drafts_token_is_what_the_target_drew_or_it_goes(attempt: Solve) -> None:
@@ -69,11 +82,14 @@ class Nonsense(EngineAround):
 
     async def sample(self, request: SampleRequest) -> Completion:
         count = min(4, request.max_tokens)
-        return Completion((0,) * count, self.tokenizer.decode((0,) * count), "length", (-1.0,) * count)
+        return Completion(
+            (0,) * count, self.tokenizer.decode((0,) * count), "length", (-1.0,) * count
+        )
 
 
 def test_a_takeover_goes_on_from_what_was_drawn_while_its_chunk_was_scored(attempt: Solve) -> None:
-    gate, policy = ThresholdGate(1.3), replace(PLAIN, takeover="replace")
+    gate = ThresholdGate(1.3)
+    policy = replace(PLAIN, takeover="replace")
     drawn = attempt(policy, gate, problems=12)
     asked = attempt(policy, gate, problems=12, target=ScriptedEngine("target", capabilities=BLIND))
     assert texts(drawn) == texts(asked)
@@ -92,7 +108,8 @@ def test_a_beginning_and_its_rest_are_the_whole(cut: int) -> None:
             request = SampleRequest(prompt, 60, Sampling(1.5), Seed(run=5), stop=("\n\n", "st"))
             whole = await engine.sample(request)
             at = min(cut, len(whole.ids) - 1)
-            ids, left = prompt + whole.ids[:at], request.max_tokens - at
+            ids = prompt + whole.ids[:at]
+            left = request.max_tokens - at
             rest = await engine.sample(replace(request, ids=ids, max_tokens=left, begun=at))
             assert (whole.ids[:at] + rest.ids, rest.ended) == (whole.ids, whole.ended)
 
@@ -104,7 +121,9 @@ def test_an_engine_that_draws_other_tokens_is_found() -> None:
 
     class OtherStream(ScriptedEngine):
         async def score(self, request: ScoreRequest) -> Scores:
-            draw = request.draw and replace(request.draw, seed=replace(request.draw.seed, attempt=1))
+            draw = request.draw and replace(
+                request.draw, seed=replace(request.draw.seed, attempt=1)
+            )
             return await super().score(replace(request, draw=draw))
 
     class Anew(ScriptedEngine):
@@ -135,8 +154,10 @@ def test_what_a_target_drew_must_follow_the_scored_text() -> None:
 
 
 def test_engines_that_cannot_are_refused_before_anything_is_asked() -> None:
-    policy, gate = preset("exact").policy(PLAIN), FixedGate("accept")
-    able, blind = _spec(ScriptedEngine("target")), _spec(ScriptedEngine("target", capabilities=BLIND))
+    policy = preset("exact").policy(PLAIN)
+    gate = FixedGate("accept")
+    able = _spec(ScriptedEngine("target"))
+    blind = _spec(ScriptedEngine("target", capabilities=BLIND))
     check_engines(policy, gate, able, able)
     refusals = {
         "does not draw while it scores": (able, blind),
@@ -159,7 +180,9 @@ def _spec(engine: ScriptedEngine) -> EngineSpec:
     return run_virtual(main)
 
 
-def test_what_a_run_learns_of_its_drafts_serves_all_of_its_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_learns_of_its_drafts_serves_all_of_its_problems(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kept = list[DraftLength]()
 
     def watched(length: DraftLength, most: int) -> int:
@@ -167,7 +190,9 @@ def test_what_a_run_learns_of_its_drafts_serves_all_of_its_problems(monkeypatch:
         return most
 
     monkeypatch.setattr(DraftLength, "length", watched)
-    setup = Setup(draft="scripted", target="scripted", method="exact", policy=replace(PLAIN, samples=1))
+    setup = Setup(
+        draft="scripted", target="scripted", method="exact", policy=replace(PLAIN, samples=1)
+    )
     found = evaluate_sync(toy_problems(3, 5), setup)
     assert len(found.problems) == 3
     assert all(one is kept[0] for one in kept)
@@ -183,23 +208,36 @@ def test_more_is_drafted_where_more_stands() -> None:
     assert lengths[-1] == 64
 
 
-def timed(attempt: Solve, method: str, problems: int, draft: ScriptedEngine, target: ScriptedEngine) -> float:
+def timed(
+    attempt: Solve, method: str, problems: int, draft: ScriptedEngine, target: ScriptedEngine
+) -> float:
     """Virtual seconds of a run."""
     events = list[Any]()
     attempt(
-        preset(method).policy(PLAIN), FixedGate("accept"), problems=problems, draft=draft, target=target, events=events
+        preset(method).policy(PLAIN),
+        FixedGate("accept"),
+        problems=problems,
+        draft=draft,
+        target=target,
+        events=events,
     )
     return max(event.ended for event in events if isinstance(event, RolloutSpan))
 
 
-def test_where_drafts_seldom_stand_the_target_writes_itself(attempt: Solve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of method exact does not wait for drafts that do not pay, and its text is that of the target alone."""
+def test_where_drafts_seldom_stand_the_target_writes_itself(
+    attempt: Solve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of method exact does not wait for drafts that do not pay, and its text is that of the
+    target alone.
+    """
 
     def engines() -> tuple[ScriptedEngine, ScriptedEngine]:
-        slow, quick = Latency(per_score=0.5, sampled_token=0.02), Latency(sampled_token=0.02)
+        slow = Latency(per_score=0.5, sampled_token=0.02)
+        quick = Latency(sampled_token=0.02)
         return ScriptedEngine("draft", latency=quick), ScriptedEngine("target", latency=slow)
 
-    policy, gate = preset("exact").policy(PLAIN), FixedGate("accept")
+    policy = preset("exact").policy(PLAIN)
+    gate = FixedGate("accept")
     draft, target = engines()
     exact = attempt(policy, gate, problems=40, draft=Nonsense(draft, "own"), target=target)
     alone = attempt(preset("target-only").policy(PLAIN), gate, problems=40)
@@ -211,17 +249,23 @@ def test_where_drafts_seldom_stand_the_target_writes_itself(attempt: Solve, monk
     assert chosen < 0.5 * timed(attempt, "exact", 40, *engines())
 
 
-def test_where_drafts_stand_and_the_target_is_slow_the_draft_goes_on_writing(attempt: Solve) -> None:
+def test_where_drafts_stand_and_the_target_is_slow_the_draft_goes_on_writing(
+    attempt: Solve,
+) -> None:
     """The target is tried for one stretch: the pieces in flight and half as many."""
     draft = ScriptedEngine("target", latency=Latency(sampled_token=0.001))
     target = ScriptedEngine("target", latency=Latency(per_score=0.03, sampled_token=0.03))
-    exact = attempt(preset("exact").policy(PLAIN), FixedGate("accept"), problems=40, draft=draft, target=target)
+    exact = attempt(
+        preset("exact").policy(PLAIN), FixedGate("accept"), problems=40, draft=draft, target=target
+    )
     assert used(exact, "drawn_tokens") > 0.85 * used(exact, "target_tokens")
 
 
 def test_a_better_writer_is_found_again_when_it_has_changed() -> None:
     """Tokens a second of the draft fall to a quarter in the middle of a run."""
-    choice, now, written = WriterChoice(), 0.0, {"draft": [0, 0], "target": [0, 0]}
+    choice = WriterChoice()
+    now = 0.0
+    written = {"draft": [0, 0], "target": [0, 0]}
     for piece in range(3000):
         writer = choice.begin(now)
         seconds = (1.0 if piece < 1000 else 4.0) if writer == "draft" else 2.0

@@ -1,4 +1,6 @@
-"""Pipelines draw from exactly the distribution they promise, computed from engines that are small tables."""
+"""Pipelines draw from exactly the distribution they promise, computed from engines that are small
+tables.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,17 @@ from atts.core import (
 )
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
 from atts.graph import Graph, ProblemScope
-from atts.pipelines import Answers, Chunking, Context, FixedGate, Gate, Policy, ScoreRule, ThresholdGate, solve
+from atts.pipelines import (
+    Answers,
+    Chunking,
+    Context,
+    FixedGate,
+    Gate,
+    Policy,
+    ScoreRule,
+    ThresholdGate,
+    solve,
+)
 from atts.seeds import Seed, uniforms
 from atts.testing import run_virtual
 
@@ -73,11 +85,17 @@ class LetterTokenizer:
 
 
 class TableEngine:
-    """A Markov chain over letters as an engine: last letter to the probabilities of the next, and of the end."""
+    """A Markov chain over letters as an engine: last letter to the probabilities of the next, and
+    of the end.
+    """
 
-    def __init__(self, table: Mapping[str, Sequence[float]], role: Role = "draft", context_length: int = 256) -> None:
+    def __init__(
+        self, table: Mapping[str, Sequence[float]], role: Role = "draft", context_length: int = 256
+    ) -> None:
         letters = "".join(table)
-        assert all(len(row) == len(letters) + 1 and math.isclose(sum(row), 1.0) for row in table.values())
+        assert all(
+            len(row) == len(letters) + 1 and math.isclose(sum(row), 1.0) for row in table.values()
+        )
         self.table = table
         self.tokenizer = LetterTokenizer(letters)
         self.spec = EngineSpec(
@@ -91,9 +109,12 @@ class TableEngine:
         )
 
     def probability(self, text: str, sampling: Sampling = RAW, start: str = "") -> float:
-        """The exact probability that a text after `start` (default: the prompt) begins with `text`; "." is the end."""
+        """The exact probability that a text after `start` (default: the prompt) begins with `text`;
+        "." is the end.
+        """
         letters = self.tokenizer.letters
-        last, product = start or letters[0], 1.0
+        last = start or letters[0]
+        product = 1.0
         for letter in text:
             index = len(letters) if letter == "." else letters.index(letter)
             product *= self.distribution(last, sampling)[index]
@@ -109,7 +130,9 @@ class TableEngine:
         """Walk the chain."""
         check_sample(request, self.spec)
         await anyio.lowlevel.checkpoint()
-        last, ids, logprobs = self.tokenizer.letters[request.ids[-1]], list[int](), list[float]()
+        last = self.tokenizer.letters[request.ids[-1]]
+        ids = list[int]()
+        logprobs = list[float]()
         ended: Ending = "length"
         for uniform in uniforms(request.seed, request.begun + request.max_tokens)[request.begun :]:
             index = _pick(self.distribution(last, request.sampling), float(uniform))
@@ -140,7 +163,11 @@ class TableEngine:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None:
         return None
 
@@ -189,30 +216,39 @@ class Drawing(TableEngine):
         self.spec = replace(self.spec, capabilities=frozenset({"sample", "score", "draw"}))
 
     async def score(self, request: ScoreRequest) -> Scores:
-        scores, draw = await super().score(request), request.draw
+        scores = await super().score(request)
+        draw = request.draw
         if draw is None:
             return scores
         whole = await self.sample(draw)
         pairs = enumerate(zip(whole.ids, request.suffix, strict=False), 1)
-        count = next((at for at, (own, given) in pairs if own != given), min(len(whole.ids), len(request.suffix) + 1))
+        count = next(
+            (at for at, (own, given) in pairs if own != given),
+            min(len(whole.ids), len(request.suffix) + 1),
+        )
         ended = whole.ended if count == len(whole.ids) else None
         return replace(scores, begun=Beginning(whole.ids[:count], whole.logprobs[:count], ended))
 
 
 class Leaking(Drawing):
-    """Planted bug: what is drawn beside a score is drawn with the stream of the chunk that the score is about."""
+    """Planted bug: what is drawn beside a score is drawn with the stream of the chunk that the
+    score is about.
+    """
 
     async def score(self, request: ScoreRequest) -> Scores:
         draw = request.draw and replace(request.draw, seed=replace(request.draw.seed, role="draft"))
         return await super().score(replace(request, draw=draw))
 
 
-ACCEPT, ESCALATE = FixedGate("accept"), FixedGate("escalate")
+ACCEPT = FixedGate("accept")
+ESCALATE = FixedGate("escalate")
 
 
 def texts(draft: TableEngine, target: TableEngine, policy: Policy, gate: Gate) -> Counter[str]:
     """What rollouts wrote within the length, "." for an end before it."""
-    context = Context(draft, target, gate, Answers(lambda text: None, lambda answers: list(range(len(answers)))))
+    context = Context(
+        draft, target, gate, Answers(lambda text: None, lambda answers: list(range(len(answers))))
+    )
 
     async def main() -> list[Rollout]:
         async def one(problem: Problem, scope: ProblemScope) -> tuple[Rollout, ...]:
@@ -233,7 +269,11 @@ def _text(rollout: Rollout) -> str:
 def cells(probability: Callable[[str], float]) -> dict[str, float]:
     """Every text of the full length or ended before, with its exact probability."""
     whole = ["".join(letters) for letters in itertools.product("abn", repeat=LENGTH)]
-    short = ["".join(letters) + "." for n in range(LENGTH) for letters in itertools.product("abn", repeat=n)]
+    short = [
+        "".join(letters) + "."
+        for n in range(LENGTH)
+        for letters in itertools.product("abn", repeat=n)
+    ]
     found = {text: probability(text) for text in [*whole, *short]}
     assert math.isclose(sum(found.values()), 1.0)
     return found
@@ -244,7 +284,10 @@ def p_value(seen: Counter[str], exact: dict[str, float]) -> float:
     total = sum(seen.values())
     big = [text for text, p in exact.items() if p * total >= 5]
     observed = [*(seen[text] for text in big), total - sum(seen[text] for text in big)]
-    expected = [*(exact[text] * total for text in big), total * (1 - sum(exact[text] for text in big))]
+    expected = [
+        *(exact[text] * total for text in big),
+        total * (1 - sum(exact[text] for text in big)),
+    ]
     return float(stats.chisquare(observed, expected).pvalue)
 
 
@@ -253,62 +296,85 @@ def exact(engine: TableEngine, sampling: Sampling = RAW) -> dict[str, float]:
 
 
 REPLACING = replace(POLICY, takeover="replace", answers="verify")
-TEMPERED = replace(REPLACING, samples=2 * POLICY.samples)  # temperatures differ less than the planted bugs do
+TEMPERED = replace(
+    REPLACING, samples=2 * POLICY.samples
+)  # temperatures differ less than the planted bugs do
 
 
 @pytest.mark.parametrize("optimistic", [False, True])
 def test_rate_0_is_the_draft(optimistic: bool) -> None:
-    """Accepting everything, the pipeline's distribution is the draft's; drafting ahead does not change it."""
-    draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
+    """Accepting everything, the pipeline's distribution is the draft's; drafting ahead does not
+    change it.
+    """
+    draft = TableEngine(DRAFT, "draft")
+    target = TableEngine(TARGET, "target")
     seen = texts(draft, target, replace(POLICY, optimistic=optimistic), ACCEPT)
     assert p_value(seen, exact(draft)) > 1e-4
 
 
 def test_rate_1_with_replace_is_the_target() -> None:
-    """Rejecting everything and replacing it, the distribution is the target's: nothing of the draft shines through."""
-    draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
+    """Rejecting everything and replacing it, the distribution is the target's: nothing of the draft
+    shines through.
+    """
+    draft = TableEngine(DRAFT, "draft")
+    target = TableEngine(TARGET, "target")
     assert p_value(texts(draft, target, REPLACING, ESCALATE), exact(target)) > 1e-4
 
 
 def test_rate_1_with_replace_and_its_own_temperature() -> None:
     """The target's own sampling settings is the one that counts."""
-    draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
+    draft = TableEngine(DRAFT, "draft")
+    target = TableEngine(TARGET, "target")
     warm = Sampling(temperature=0.6)
     seen = texts(draft, target, replace(TEMPERED, target_sampling=warm), ESCALATE)
     assert p_value(seen, exact(target, warm)) > 1e-4
 
 
 def test_continue_alternates_the_two_models() -> None:
-    """Continue keeps the draft's chunk and goes on with the target's: the mixed distribution, computed exactly."""
-    draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
+    """Continue keeps the draft's chunk and goes on with the target's: the mixed distribution,
+    computed exactly.
+    """
+    draft = TableEngine(DRAFT, "draft")
+    target = TableEngine(TARGET, "target")
     seen = texts(draft, target, replace(POLICY, takeover="continue", answers="stop"), ESCALATE)
     assert p_value(seen, cells(lambda text: _alternating(text, (draft, target)))) > 1e-4
 
 
-def _alternating(text: str, engines: Sequence[TableEngine], last: str = "a", turn: int = 0, used: int = 0) -> float:
-    """The draft writes up to two letters, then the target; a draft that ends hands over, a target that ends is done."""
+def _alternating(
+    text: str, engines: Sequence[TableEngine], last: str = "a", turn: int = 0, used: int = 0
+) -> float:
+    """The draft writes up to two letters, then the target; a draft that ends hands over, a target
+    that ends is done.
+    """
     if not text:
         return 1.0
-    end, letter = engines[turn].probability(".", start=last), text[0]
+    end = engines[turn].probability(".", start=last)
+    letter = text[0]
     handed_over = end * _alternating(text, engines, last, 1) if turn == 0 else 0.0
     if letter == ".":
         return handed_over if turn == 0 else end
     over = used == 1 or letter == "n"
-    following = _alternating(text[1:], engines, letter, 1 - turn if over else turn, 0 if over else used + 1)
+    following = _alternating(
+        text[1:], engines, letter, 1 - turn if over else turn, 0 if over else used + 1
+    )
     return handed_over + engines[turn].probability(letter, start=last) * following
 
 
 @pytest.mark.parametrize("bug", [Glued, Beheaded, Reusing])
 def test_a_planted_bug_shows(bug: type[TableEngine]) -> None:
     """The test above has the power to see what it is there for."""
-    draft, target = TableEngine(DRAFT, "draft"), bug(TARGET, "target")
+    draft = TableEngine(DRAFT, "draft")
+    target = bug(TARGET, "target")
     assert p_value(texts(draft, target, REPLACING, ESCALATE), exact(TableEngine(TARGET))) < 1e-6
 
 
 def test_a_wrong_temperature_shows() -> None:
     """So does sampling at another temperature than asked."""
-    draft, target = TableEngine(DRAFT, "draft"), TableEngine(TARGET, "target")
-    seen = texts(draft, target, replace(TEMPERED, target_sampling=Sampling(temperature=0.8)), ESCALATE)
+    draft = TableEngine(DRAFT, "draft")
+    target = TableEngine(TARGET, "target")
+    seen = texts(
+        draft, target, replace(TEMPERED, target_sampling=Sampling(temperature=0.8)), ESCALATE
+    )
     assert p_value(seen, exact(target)) < 1e-6
 
 
@@ -316,12 +382,17 @@ GATED = replace(REPLACING, score=ScoreRule("mean"))
 CUT = ThresholdGate(6.0)  # perplexity under the target
 
 
-def gated(text: str, draft: TableEngine, target: TableEngine, last: str = "a", used: int = 0) -> float:
-    """How likely a text is where chunks that the gate sends away are replaced by what the target writes."""
+def gated(
+    text: str, draft: TableEngine, target: TableEngine, last: str = "a", used: int = 0
+) -> float:
+    """How likely a text is where chunks that the gate sends away are replaced by what the target
+    writes.
+    """
     if not text:
         return 1.0
     size = min(2, LENGTH - used)
-    proposed, instead = pieces(draft, last, size), pieces(target, last, size)
+    proposed = pieces(draft, last, size)
+    instead = pieces(target, last, size)
     went = sum(chance for piece, chance in proposed.items() if not stays(piece, target, last))
     return sum(
         (went * chance + proposed[piece] * stays(piece, target, last))
@@ -341,13 +412,19 @@ def pieces(engine: TableEngine, last: str, size: int) -> dict[str, float]:
 def stays(piece: str, target: TableEngine, last: str) -> bool:
     """Whether the gate lets a chunk through; of one that ended, what was written before is scored."""
     written = piece.removesuffix(".")
-    return bool(written) and target.probability(written, start=last) ** (-1 / len(written)) <= CUT.threshold
+    return (
+        bool(written)
+        and target.probability(written, start=last) ** (-1 / len(written)) <= CUT.threshold
+    )
 
 
 @pytest.mark.parametrize("kind", [TableEngine, Drawing])
 def test_what_replaces_a_rejected_chunk_has_the_law_of_the_target(kind: type[TableEngine]) -> None:
-    """The gate reads the chunk and its score; the takeover's numbers have nothing to do with either."""
-    draft, target = TableEngine(DRAFT), kind(TARGET, "target")
+    """The gate reads the chunk and its score; the takeover's numbers have nothing to do with
+    either.
+    """
+    draft = TableEngine(DRAFT)
+    target = kind(TARGET, "target")
     exactly = cells(lambda text: gated(text, draft, target))
     assert p_value(texts(draft, target, GATED, CUT), exactly) > 1e-4
 
@@ -356,9 +433,14 @@ def test_what_replaces_a_rejected_chunk_has_the_law_of_the_target(kind: type[Tab
 def test_a_takeover_with_the_stream_of_its_chunk_shows(
     kind: type[TableEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted bugs: its numbers say that the chunk they belong to was rejected; so do those of what is begun."""
-    draft, target = TableEngine(DRAFT), kind(TARGET, "target")
+    """Planted bugs: its numbers say that the chunk they belong to was rejected; so do those of what
+    is begun.
+    """
+    draft = TableEngine(DRAFT)
+    target = kind(TARGET, "target")
     exactly = cells(lambda text: gated(text, draft, target))
     if kind is not Leaking:
-        monkeypatch.setattr("atts.pipelines.builder.Seed", lambda *place: replace(Seed(*place), role="draft"))
+        monkeypatch.setattr(
+            "atts.pipelines.builder.Seed", lambda *place: replace(Seed(*place), role="draft")
+        )
     assert p_value(texts(draft, target, GATED, CUT), exactly) < 1e-6

@@ -1,4 +1,6 @@
-"""Engines that fail in every way: no rollout hangs, nothing is silently accepted, the outcome says what happened."""
+"""Engines that fail in every way: no rollout hangs, nothing is silently accepted, the outcome says
+what happened.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,16 @@ LOST: list[FaultKind] = ["refused", "dropped", "timeout", "hang"]
 
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_score_that_never_comes_right_is_an_escalation(attempt: Solve, kind: FaultKind, backend: str) -> None:
-    """Every scoring call fails: every judged chunk goes to the target, with the reason in its decision."""
+def test_a_score_that_never_comes_right_is_an_escalation(
+    attempt: Solve, kind: FaultKind, backend: str
+) -> None:
+    """Every scoring call fails: every judged chunk goes to the target, with the reason in its
+    decision.
+    """
     target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="score"))
-    outcomes = attempt(POLICY, conformal(), target=target, retries=PATIENT, problems=2, backend=backend)
+    outcomes = attempt(
+        POLICY, conformal(), target=target, retries=PATIENT, problems=2, backend=backend
+    )
     judged = [turn for rollout in lines(outcomes) for turn in rollout.turns if turn.decision]
     assert judged
     for turn in judged:
@@ -49,17 +57,27 @@ def test_a_score_that_never_comes_right_is_an_escalation(attempt: Solve, kind: F
 
 @pytest.mark.parametrize("kind", LOST)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_target_that_is_not_there_decides_nothing(attempt: Solve, kind: FaultKind, backend: str) -> None:
-    """No scoring call is answered: no chunk is judged, and its rollout failed for that reason alone."""
+def test_a_target_that_is_not_there_decides_nothing(
+    attempt: Solve, kind: FaultKind, backend: str
+) -> None:
+    """No scoring call is answered: no chunk is judged, and its rollout failed for that reason
+    alone.
+    """
     target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="score"))
-    outcomes = attempt(POLICY, conformal(), target=target, retries=PATIENT, problems=2, backend=backend)
+    outcomes = attempt(
+        POLICY, conformal(), target=target, retries=PATIENT, problems=2, backend=backend
+    )
     assert {rollout.finish for rollout in lines(outcomes)} == {"failed"}
-    assert not [turn.decision for rollout in lines(outcomes) for turn in rollout.turns if turn.decision]
+    assert not [
+        turn.decision for rollout in lines(outcomes) for turn in rollout.turns if turn.decision
+    ]
     assert {outcome.status for outcome in outcomes} == {"failed"}
 
 
 @pytest.mark.parametrize("kind", ["refused", "hang", "nan"])
-def test_a_dead_target_fails_only_the_rollouts_that_need_it(attempt: Solve, kind: FaultKind) -> None:
+def test_a_dead_target_fails_only_the_rollouts_that_need_it(
+    attempt: Solve, kind: FaultKind
+) -> None:
     """Rollouts that never escalate finish; the others fail with the engine's words."""
     target = ScriptedEngine("target", faults=Faults({kind: 1.0}, only="sample"))
     outcomes = attempt(POLICY, conformal(), target=target, retries=PATIENT, problems=4)
@@ -82,10 +100,18 @@ def test_finished_work_is_kept_when_the_target_dies_in_mid_run(attempt: Solve) -
 
         async def score(self, request: ScoreRequest) -> Scores:
             Mortal.calls += 1
-            return await self._dying().score(request) if Mortal.calls > 60 else await super().score(request)
+            return (
+                await self._dying().score(request)
+                if Mortal.calls > 60
+                else await super().score(request)
+            )
 
         async def sample(self, request: SampleRequest) -> Completion:
-            return await self._dying().sample(request) if Mortal.calls > 60 else await super().sample(request)
+            return (
+                await self._dying().sample(request)
+                if Mortal.calls > 60
+                else await super().sample(request)
+            )
 
         def _dying(self) -> ScriptedEngine:
             return ScriptedEngine("target")  # never opened: every call is refused
@@ -139,6 +165,8 @@ def test_nan_from_a_score_rule_is_not_a_score(attempt: Solve) -> None:
 
     policy = replace(POLICY, score=rule)  # type: ignore[arg-type]
     outcomes = attempt(policy, conformal(), problems=2)
-    decisions = [turn.decision for rollout in lines(outcomes) for turn in rollout.turns if turn.decision]
+    decisions = [
+        turn.decision for rollout in lines(outcomes) for turn in rollout.turns if turn.decision
+    ]
     assert decisions
     assert all(d.escalate and d.origin == "forced" for d in decisions)

@@ -1,4 +1,6 @@
-"""Gates are pure: numbers in, a decision out, and every promise of theirs can be checked without waiting."""
+"""Gates are pure: numbers in, a decision out, and every promise of theirs can be checked without
+waiting.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,12 @@ def test_the_conformal_gate_passes_on_what_the_calibrator_says() -> None:
     gate = ConformalGate(calibrator)
     assert gate.preview(Features("q")).action == "verify"
     decision = gate.decide(Features("q", 2, 3), 9.0)
-    assert (decision.question, decision.turn, decision.sample, decision.escalate) == ("q", 2, 3, True)
+    assert (decision.question, decision.turn, decision.sample, decision.escalate) == (
+        "q",
+        2,
+        3,
+        True,
+    )
     gate.observe(decision, True)
     assert calibrator.decided == 1
     assert gate.preview(Features("q")).issue == 1
@@ -67,16 +74,24 @@ def test_a_threshold_knows_its_bad_side_and_fails_closed() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(SCORES, min_size=1, max_size=40), SCORES, st.sampled_from([0.1, 0.25, 0.4, 0.5]))
-def test_the_published_rule_is_the_published_rule(stored: list[float], score: float, rate: float) -> None:
+def test_the_published_rule_is_the_published_rule(
+    stored: list[float], score: float, rate: float
+) -> None:
     """c/N >= tau with ties counted as not below."""
     decision = StaticRankGate.of(stored, rate).decide(Features("q"), score)
     assert decision.escalate == (bisect_left(sorted(stored), score) / len(stored) >= 1 - rate)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.lists(SCORES, min_size=1, max_size=16), min_size=1, max_size=8), st.floats(0.0, 1.0))
-def test_the_sort_takes_the_worst_and_carries_its_rounding(rounds: list[list[float]], rate: float) -> None:
-    """After any number of rounds the count is within one half of the budget, unless a round was too small for it."""
+@given(
+    st.lists(st.lists(SCORES, min_size=1, max_size=16), min_size=1, max_size=8), st.floats(0.0, 1.0)
+)
+def test_the_sort_takes_the_worst_and_carries_its_rounding(
+    rounds: list[list[float]], rate: float
+) -> None:
+    """After any number of rounds the count is within one half of the budget, unless a round was too
+    small for it.
+    """
     gate = TopGate.of(rate)
     total = count = 0
     for turn, scores in enumerate(rounds):
@@ -84,7 +99,8 @@ def test_the_sort_takes_the_worst_and_carries_its_rounding(rounds: list[list[flo
         over = [s for s, d in zip(scores, decisions, strict=True) if d.escalate]
         kept = [s for s, d in zip(scores, decisions, strict=True) if not d.escalate]
         assert not over or not kept or min(over) >= max(kept)
-        total, count = total + len(scores), count + len(over)
+        total = total + len(scores)
+        count = count + len(over)
     assert abs(count - rate * total) <= 0.5 + 1e-6
 
 
@@ -92,7 +108,9 @@ def test_the_coin_is_fair_and_belongs_to_the_chunk() -> None:
     """Same chunk, same coin; over many chunks the rate."""
     gate = RandomGate(0.3, seed=2)
     coins = [gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)]
-    assert coins == [gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)]
+    assert coins == [
+        gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)
+    ]
     assert abs(sum(coins) / 1600 - 0.3) < 4 * math.sqrt(0.21 / 1600)
 
 
@@ -139,7 +157,8 @@ def test_misspelt_options_are_errors_with_a_suggestion() -> None:
 def test_scores_are_perplexities(logprobs: list[float]) -> None:
     """Every kind lies in [1, inf]; the worst token is at least as bad as the mean."""
     text = "x" * len(logprobs)
-    mean, worst = ScoreRule()(logprobs, text), ScoreRule("min")(logprobs, text)
+    mean = ScoreRule()(logprobs, text)
+    worst = ScoreRule("min")(logprobs, text)
     assert 1 <= mean <= worst * (1 + 1e-9)
     assert ScoreRule("byte")(logprobs, text) == pytest.approx(mean)
     assert ScoreRule("last", tokens=len(logprobs))(logprobs, text) == pytest.approx(mean)
@@ -149,10 +168,17 @@ def test_scores_are_perplexities(logprobs: list[float]) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.floats(-20, 0), st.floats(-20, 0)), min_size=1, max_size=20))
-def test_the_speculative_score_is_one_over_the_chance_to_be_accepted(pairs: list[tuple[float, float]]) -> None:
-    """The product of min(1, target / author), token by token; an end token's own log-probability is not compared."""
-    target, own = [t for t, _ in pairs], [o for _, o in pairs]
-    chunk = Chunk("draft", "x" * len(own), tuple(range(len(own))), tuple(range(len(own))), "end", (*own, -3.0))
+def test_the_speculative_score_is_one_over_the_chance_to_be_accepted(
+    pairs: list[tuple[float, float]],
+) -> None:
+    """The product of min(1, target / author), token by token; an end token's own log-probability is
+    not compared.
+    """
+    target = [t for t, _ in pairs]
+    own = [o for _, o in pairs]
+    chunk = Chunk(
+        "draft", "x" * len(own), tuple(range(len(own))), tuple(range(len(own))), "end", (*own, -3.0)
+    )
     chance = math.prod(min(1.0, math.exp(t - o)) for t, o in pairs)
     rule = ScoreRule("speculative")
     assert score_of(rule, target, chunk) == pytest.approx(1 / chance, rel=1e-4)
@@ -161,7 +187,9 @@ def test_the_speculative_score_is_one_over_the_chance_to_be_accepted(pairs: list
     assert math.isnan(score_of(rule, [math.nan, *target[1:]], chunk))
     assert score_of(rule, [-math.inf, *target[1:]], chunk) == math.inf
     assert evidence(rule, chunk) == pytest.approx(min(*own, -3.0))
-    assert score_of(ScoreRule("mean"), target, chunk) == pytest.approx(ScoreRule("mean")(target, chunk.text), rel=1e-4)
+    assert score_of(ScoreRule("mean"), target, chunk) == pytest.approx(
+        ScoreRule("mean")(target, chunk.text), rel=1e-4
+    )
 
 
 def test_labels_say_which_level_would_have_been_due() -> None:
@@ -172,12 +200,21 @@ def test_labels_say_which_level_would_have_been_due() -> None:
 
 @pytest.mark.parametrize("kind", ["mean", "min", "last", "speculative"])
 def test_scores_that_differ_by_rounding_alone_are_equal(kind: Any) -> None:
-    """Sums of floats depend on the company they are computed in; what ranks scores must not see that."""
+    """Sums of floats depend on the company they are computed in; what ranks scores must not see
+    that.
+    """
     draws = random.Random(8)
     equal = 0
     for _ in range(300):
         theirs = [-draws.expovariate(3.0) for _ in range(24)]
-        chunk = Chunk("draft", "x" * 24, (1,) * 24, (1,) * 24, "end", tuple(-draws.expovariate(3.0) for _ in range(24)))
+        chunk = Chunk(
+            "draft",
+            "x" * 24,
+            (1,) * 24,
+            (1,) * 24,
+            "end",
+            tuple(-draws.expovariate(3.0) for _ in range(24)),
+        )
         moved = [value * (1 + draws.uniform(-1e-7, 1e-7)) for value in theirs]
         equal += score_of(ScoreRule(kind), theirs, chunk) == score_of(ScoreRule(kind), moved, chunk)
     assert equal >= 297  # a score on the edge between two roundings may fall on either side

@@ -1,4 +1,6 @@
-"""The same laws on the real engine: its caches hold scored and rejected chunks, and none may shine through."""
+"""The same laws on the real engine: its caches hold scored and rejected chunks, and none may shine
+through.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def run(method: str, gate: Gate, **changes: Any) -> tuple[Texts, list[Outcome]]:
         async with draft, target:
             plan = setup.plan(draft, target)
             return list(
-                (await evaluate(problems("test", 6), plan, RunOptions(engines="are open", signals="ignore"))).kept
+                (
+                    await evaluate(
+                        problems("test", 6), plan, RunOptions(engines="are open", signals="ignore")
+                    )
+                ).kept
             )
 
     outcomes = anyio.run(main)
@@ -51,21 +57,29 @@ def alone() -> dict[Role, Texts]:
 
 
 @pytest.mark.parametrize("optimistic", [False, True])
-def test_scored_and_kept_chunks_are_the_drafts_own(alone: dict[Role, Texts], optimistic: bool) -> None:
-    """Rate 0 with every chunk scored: token for token what the draft writes alone, drafted ahead or not."""
+def test_scored_and_kept_chunks_are_the_drafts_own(
+    alone: dict[Role, Texts], optimistic: bool
+) -> None:
+    """Rate 0 with every chunk scored: token for token what the draft writes alone, drafted ahead or
+    not.
+    """
     texts, outcomes = run("atts", ALL_KEPT, optimistic=optimistic)
     assert texts == alone["draft"]
     assert sum(outcome.usage.scored_tokens for outcome in outcomes) > 0
 
 
 def test_scored_and_replaced_chunks_leave_the_targets_own(alone: dict[Role, Texts]) -> None:
-    """Rate 1, replace, answers verified: token for token what the target writes alone with the same random numbers."""
+    """Rate 1, replace, answers verified: token for token what the target writes alone with the same
+    random numbers.
+    """
     texts, outcomes = run("atts", ALL_OVER)
     assert texts == alone["target"]
     assert sum(outcome.usage.scored_tokens for outcome in outcomes) > 0
 
 
 def test_a_mixed_run_is_neither(alone: dict[Role, Texts]) -> None:
-    """The comparison has power: where coins keep some chunks and replace others, the texts are another story."""
+    """The comparison has power: where coins keep some chunks and replace others, the texts are
+    another story.
+    """
     texts, _ = run("atts", RandomGate(0.5, seed=0))
     assert texts not in (alone["target"], alone["draft"])

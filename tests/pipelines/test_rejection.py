@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,15 @@ from atts.pipelines import (
     TopGate,
 )
 from atts.pipelines.scores import first_doubt
-from atts.testing import TARGET, Latency, ScriptedEngine, ToyModel, ToyTokenizer, toy_answer, toy_groups
+from atts.testing import (
+    TARGET,
+    Latency,
+    ScriptedEngine,
+    ToyModel,
+    ToyTokenizer,
+    toy_answer,
+    toy_groups,
+)
 
 Solve = Callable[..., list[Outcome]]
 POLICY = Policy(samples=4, early_stop="none")
@@ -77,13 +86,16 @@ def test_replace_discards_the_chunk(attempt: Solve) -> None:
 
 
 def test_repair_keeps_what_the_target_does_not_doubt(attempt: Solve, answers: Answers) -> None:
-    """A part of the rejected chunk stays, token for token, the target goes on after it, and every token counts once."""
+    """A part of the rejected chunk stays, token for token, the target goes on after it, and every
+    token counts once.
+    """
     policy = replace(POLICY, takeover="repair", score=ScoreRule("speculative"))
     outcomes = attempt(policy, ThresholdGate(0.0))
     mended = [turn for turn in turns(outcomes) if len(turn.chunks) == 2]
     assert mended
     for turn in mended:
-        (part, written), (whole,) = turn.chunks, turn.discarded
+        (part, written) = turn.chunks
+        (whole,) = turn.discarded
         assert (part.author, written.author, whole.author) == ("draft", "target", "draft")
         assert whole.target_ids[: len(part.target_ids)] == part.target_ids != whole.target_ids
         assert whole.text.startswith(part.text)
@@ -92,18 +104,23 @@ def test_repair_keeps_what_the_target_does_not_doubt(attempt: Solve, answers: An
         ids = rollout.ids("target")[len(rollout.prompt.target_ids) :]
         assert ScriptedEngine().tokenizer.decode(ids) == rollout.text
     again = [
-        line for problem in replay_policy(outcomes, None, policy, answers.group).problems for line in problem.rollouts
+        line
+        for problem in replay_policy(outcomes, None, policy, answers.group).problems
+        for line in problem.rollouts
     ]
     assert sum(line.draft_tokens for line in again) == sum(o.usage.draft_tokens for o in outcomes)
     assert sum(line.scored_tokens for line in again) == sum(o.usage.scored_tokens for o in outcomes)
     wasted = [whole.tokens for turn in turns(outcomes) for whole in turn.discarded]
-    assert sum(o.usage.wasted_tokens for o in outcomes) == sum(wasted) - sum(t.chunks[0].tokens for t in mended)
+    assert sum(o.usage.wasted_tokens for o in outcomes) == sum(wasted) - sum(
+        t.chunks[0].tokens for t in mended
+    )
 
 
 @given(st.lists(st.tuples(st.floats(-50, 0), st.floats(-50, 0)), min_size=1))
 def test_the_first_doubt_is_the_first_large_drop(pairs: list[tuple[float, float]]) -> None:
     """Nothing before it has fallen by a nat; it has, or nothing has and it has fallen most."""
-    theirs, own = [a for a, _ in pairs], [b for _, b in pairs]
+    theirs = [a for a, _ in pairs]
+    own = [b for _, b in pairs]
     drops = [b - a for a, b in pairs]
     place = first_doubt(theirs, own)
     assert all(drop < 1 for drop in drops[:place])
@@ -136,14 +153,19 @@ def test_resample_keeps_the_best_of_its_attempts(attempt: Solve) -> None:
 
 
 def test_retry_asks_the_draft_again_before_the_target(attempt: Solve) -> None:
-    """A chunk that passes on a later attempt stays; where none passes the target writes, and nothing is used twice."""
+    """A chunk that passes on a later attempt stays; where none passes the target writes, and
+    nothing is used twice.
+    """
     outcomes = attempt(replace(POLICY, takeover="retry", attempts=2), conformal(0.5), problems=10)
     retried = [turn for turn in turns(outcomes) if turn.decision and turn.discarded]
     rescued = [turn for turn in retried if not turn.decision.escalate]  # type: ignore[union-attr]
     handed = [turn for turn in retried if turn.decision.escalate]  # type: ignore[union-attr]
     assert rescued
     assert handed
-    assert all([chunk.author for chunk in turn.chunks] == ["draft"] and len(turn.discarded) == 1 for turn in rescued)
+    assert all(
+        [chunk.author for chunk in turn.chunks] == ["draft"] and len(turn.discarded) == 1
+        for turn in rescued
+    )
     assert all([chunk.author for chunk in turn.chunks] == ["target"] for turn in handed)
     assert {len(turn.discarded) for turn in handed} <= {1, 2}
     plain = attempt(replace(POLICY, takeover="replace"), conformal(0.5), problems=10)
@@ -151,10 +173,17 @@ def test_retry_asks_the_draft_again_before_the_target(attempt: Solve) -> None:
 
 
 def test_a_fork_adopts_a_line_that_scored_better(attempt: Solve) -> None:
-    """Each sibling's turn is adopted at most once, and the adopted chunk scored lower than the own one."""
+    """Each sibling's turn is adopted at most once, and the adopted chunk scored lower than the own
+    one.
+    """
     slow = ScriptedEngine("draft", latency=Latency(sampled_token=0.01, jitter=0.5))
     outcomes = attempt(replace(POLICY, samples=12, takeover="fork"), conformal(0.5), draft=slow)
-    adopted = {(r.problem, t.index, t.note) for r in lines(outcomes) for t in r.turns if "adopted" in t.note}
+    adopted = {
+        (r.problem, t.index, t.note)
+        for r in lines(outcomes)
+        for t in r.turns
+        if "adopted" in t.note
+    }
     sources = [(problem, turn, note.split()[-1]) for problem, turn, note in adopted]
     assert adopted
     assert len(sources) == len(set(sources))
@@ -163,7 +192,10 @@ def test_a_fork_adopts_a_line_that_scored_better(attempt: Solve) -> None:
 def test_an_answer_ends_a_rollout_before_anyone_judges_it(attempt: Solve) -> None:
     """Answer first: the chunk with the box is never scored, unless verification was asked for."""
     stopped = attempt(replace(POLICY, answers="stop"), conformal(0.3))
-    assert all(r.turns[-1].decision is None or r.turns[-1].chunks[-1].author == "target" for r in lines(stopped))
+    assert all(
+        r.turns[-1].decision is None or r.turns[-1].chunks[-1].author == "target"
+        for r in lines(stopped)
+    )
     verified = attempt(replace(POLICY, answers="verify"), conformal(0.3))
     assert all(r.turns[-1].decision is not None for r in lines(verified) if r.finish == "answer")
 
@@ -179,7 +211,9 @@ def test_every_limit_ends_a_rollout_and_says_so(attempt: Solve) -> None:
 
 
 def test_a_number_still_being_written_is_no_answer(attempt: Solve) -> None:
-    """Where a marker and no brace ends the answer, a chunk cut by its length gives one only when more follows it."""
+    """Where a marker and no brace ends the answer, a chunk cut by its length gives one only when
+    more follows it.
+    """
 
     def after_the_mark(text: str) -> str | None:
         found = re.search(r"boxed\{(\d+)", text)
@@ -187,14 +221,18 @@ def test_a_number_still_being_written_is_no_answer(attempt: Solve) -> None:
 
     named = Answers(after_the_mark, lambda found: list(range(len(found))))
     chunking = replace(POLICY.chunking, draft_tokens=1, stop=())
-    outcomes = attempt(replace(POLICY, turns=400, chunking=chunking), FixedGate("accept"), answers=named)
+    outcomes = attempt(
+        replace(POLICY, turns=400, chunking=chunking), FixedGate("accept"), answers=named
+    )
     ended = [rollout for rollout in lines(outcomes) if rollout.finish == "answer"]
     assert any(len(rollout.answer or "") > 1 for rollout in ended)
     assert all(not rollout.text[-1].isdigit() for rollout in ended)
 
 
 def test_text_without_an_answer_is_looked_through_once(attempt: Solve) -> None:
-    """However long a rollout grows, a chunk costs a look at what is last, and the rollouts are the same."""
+    """However long a rollout grows, a chunk costs a look at what is last, and the rollouts are the
+    same.
+    """
     looked: list[int] = []
 
     def extract(text: str) -> str | None:
@@ -202,7 +240,9 @@ def test_text_without_an_answer_is_looked_through_once(attempt: Solve) -> None:
         return toy_answer(text)
 
     wordy = ToyModel(replace(TARGET, verbosity=300.0), ToyTokenizer())
-    run = partial(attempt, replace(POLICY, turns=4_000, max_tokens=20_000), FixedGate("accept"), problems=1)
+    run = partial(
+        attempt, replace(POLICY, turns=4_000, max_tokens=20_000), FixedGate("accept"), problems=1
+    )
     grown, whole = (
         lines(run(draft=ScriptedEngine(model=wordy, context_length=30_000),
                   target=ScriptedEngine("target", model=wordy, context_length=30_000), answers=each))
@@ -220,13 +260,17 @@ def test_the_context_is_a_limit_too(attempt: Solve) -> None:
     short = lines(attempt(POLICY, FixedGate("escalate"), target=tight))
     assert {r.finish for r in short} <= {"tokens", "answer"}
     assert all(len(r.ids("target")) <= 150 for r in short)
-    none = lines(attempt(POLICY, FixedGate("escalate"), target=ScriptedEngine("target", context_length=20)))
+    none = lines(
+        attempt(POLICY, FixedGate("escalate"), target=ScriptedEngine("target", context_length=20))
+    )
     assert {r.finish for r in none} == {"failed"}
     assert all("context holds 20" in r.error for r in none)
 
 
 def test_budget_forcing_makes_a_rollout_go_on(attempt: Solve) -> None:
-    """After its first answer the rollout is told to wait; the answer it had is the answer if no other comes."""
+    """After its first answer the rollout is told to wait; the answer it had is the answer if no
+    other comes.
+    """
     plain = lines(attempt(POLICY, FixedGate("accept")))
     forced = lines(attempt(replace(POLICY, waits=1, turns=30), FixedGate("accept")))
     waited = [r for r in forced if any(t.is_forced for t in r.turns)]
@@ -246,7 +290,9 @@ def test_drafting_ahead_changes_nothing_but_time(attempt: Solve) -> None:
 
 
 def _scoring(gate: Gate) -> Gate:
-    """Exploration at a fraction of nearly nothing makes no difference; a gate that previews "verify" does."""
+    """Exploration at a fraction of nearly nothing makes no difference; a gate that previews
+    "verify" does.
+    """
 
     class Scoring(RandomGate):
         def preview(self, features):  # type: ignore[no-untyped-def]
@@ -263,7 +309,9 @@ def test_seeds_make_runs_repeat_under_any_schedule(attempt: Solve) -> None:
     """With a gate that does not learn, latencies change nothing; another seed does."""
     gate = RandomGate(0.3)
     quick = attempt(POLICY, gate)
-    slow = attempt(POLICY, gate, draft=ScriptedEngine("draft", latency=Latency(sampled_token=0.02, jitter=1.0)))
+    slow = attempt(
+        POLICY, gate, draft=ScriptedEngine("draft", latency=Latency(sampled_token=0.02, jitter=1.0))
+    )
     other = attempt(POLICY, gate, seed=1)
     assert [r.text for r in lines(quick)] == [r.text for r in lines(slow)]
     assert [r.text for r in lines(quick)] != [r.text for r in lines(other)]
@@ -273,18 +321,22 @@ def test_no_edge_between_siblings_and_no_time_lost_to_them(attempt: Solve) -> No
     """Asynchronous mode: a rollout's nodes wait for its own nodes only."""
     events: list[object] = []
     attempt(POLICY, conformal(0.3), events=events)
-    nodes = {e.node: e for e in events if hasattr(e, "after")}  # type: ignore[attr-defined]
+    nodes: dict[Any, Any] = {e.node: e for e in events if hasattr(e, "after")}
     assert nodes
     for node in nodes.values():
-        assert node.wait == 0  # type: ignore[attr-defined]
-        assert {(nodes[i].problem, nodes[i].sample) for i in node.after} <= {(node.problem, node.sample)}  # type: ignore[attr-defined]
+        assert node.wait == 0
+        assert {(nodes[i].problem, nodes[i].sample) for i in node.after} <= {
+            (node.problem, node.sample)
+        }
 
 
 def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:
     """Top-B: of each round exactly the carried share goes over, and time is lost waiting."""
     events: list[object] = []
     slow = ScriptedEngine("draft", latency=Latency(sampled_token=0.02, jitter=0.5))
-    outcomes = attempt(replace(POLICY, samples=8, barrier=True), TopGate.of(0.25), draft=slow, events=events)
+    outcomes = attempt(
+        replace(POLICY, samples=8, barrier=True), TopGate.of(0.25), draft=slow, events=events
+    )
     for outcome in outcomes:
         judged = [t for r in outcome.rollouts for t in r.turns if t.decision]
         assert abs(sum(t.decision.escalate for t in judged) - 0.25 * len(judged)) <= 0.5 + 1e-9  # type: ignore[union-attr]
@@ -314,15 +366,23 @@ def test_the_usage_adds_up(attempt: Solve) -> None:
     for outcome in attempt(replace(POLICY, takeover="replace"), RandomGate(0.5)):
         for rollout in outcome.rollouts:
             chunks = [c for t in rollout.turns for c in (*t.chunks, *t.discarded)]
-            assert rollout.usage.draft_tokens == sum(len(c.logprobs) for c in chunks if c.author == "draft")
-            assert rollout.usage.target_tokens == sum(len(c.logprobs) for c in chunks if c.author == "target")
+            assert rollout.usage.draft_tokens == sum(
+                len(c.logprobs) for c in chunks if c.author == "draft"
+            )
+            assert rollout.usage.target_tokens == sum(
+                len(c.logprobs) for c in chunks if c.author == "target"
+            )
             assert all(b.index == a.index + 1 for a, b in pairwise(rollout.turns))
 
 
 def test_different_tokenizers_read_the_same_text(attempt: Solve) -> None:
-    """Each side keeps its own ids; both decode to the rollout's text, and nothing is tokenised twice."""
+    """Each side keeps its own ids; both decode to the rollout's text, and nothing is tokenised
+    twice.
+    """
     other = ToyTokenizer("other")
-    outcomes = attempt(POLICY, conformal(0.4), target=ScriptedEngine("target", model=ToyModel(TARGET, other)))
+    outcomes = attempt(
+        POLICY, conformal(0.4), target=ScriptedEngine("target", model=ToyModel(TARGET, other))
+    )
     written = {chunk.author for turn in turns(outcomes) for chunk in turn.chunks}
     assert written == {"draft", "target"}
     for rollout in lines(outcomes):
@@ -336,13 +396,18 @@ def test_one_model_can_be_both(attempt: Solve) -> None:
     """Self mode: the draft scores itself; its own log-probs are the scores."""
     one = ScriptedEngine("draft")
     outcomes = attempt(
-        replace(POLICY, takeover="continue", score=ScoreRule("mean")), conformal(0.3), draft=one, target=one
+        replace(POLICY, takeover="continue", score=ScoreRule("mean")),
+        conformal(0.3),
+        draft=one,
+        target=one,
     )
     scored = [turn for turn in turns(outcomes) if turn.score is not None]
     assert scored
     for turn in scored:
         own = turn.chunks[0].logprobs[: len(turn.chunks[0].draft_ids)]
-        assert turn.score == pytest.approx(math.exp(-math.fsum(own) / len(own)), rel=1e-4)  # scores are rounded
+        assert turn.score == pytest.approx(
+            math.exp(-math.fsum(own) / len(own)), rel=1e-4
+        )  # scores are rounded
 
 
 def test_the_ordinal_gate_learns_from_settled_votes(attempt: Solve) -> None:

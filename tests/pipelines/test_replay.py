@@ -19,7 +19,9 @@ def conformal(rate: float) -> Gate:
     return ConformalGate(Calibrator(rate, "question-turn"))
 
 
-def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(attempt: Solve, answers: Answers) -> None:
+def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(
+    attempt: Solve, answers: Answers
+) -> None:
     """Every decision as recorded, nothing off-policy, every vote as it was."""
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     again = replay_policy(outcomes, ThresholdGate(1.8), POLICY, answers.group)
@@ -32,21 +34,38 @@ def test_the_same_frozen_gate_replays_to_the_same_decisions_and_answers(attempt:
     assert sum(r.scored_tokens for r in lines) == sum(o.usage.scored_tokens for o in outcomes)
 
 
-def test_what_a_cut_rollout_wrote_outside_its_turns_is_counted(attempt: Solve, answers: Answers) -> None:
-    """A settled vote ends rollouts between two calls: what they had written counts in the record and in its replay."""
+def test_what_a_cut_rollout_wrote_outside_its_turns_is_counted(
+    attempt: Solve, answers: Answers
+) -> None:
+    """A settled vote ends rollouts between two calls: what they had written counts in the record
+    and in its replay.
+    """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     loose = Usage(draft_tokens=7, target_tokens=5, scored_tokens=3, wasted_tokens=12)
     cut = [
-        changed(o, rollouts=tuple(changed(r, finish="settled", usage=r.usage + loose) for r in o.rollouts))
+        changed(
+            o,
+            rollouts=tuple(changed(r, finish="settled", usage=r.usage + loose) for r in o.rollouts),
+        )
         for o in outcomes
     ]
-    lines = [r for p in replay_policy(cut, ThresholdGate(1.8), POLICY, answers.group).problems for r in p.rollouts]
+    lines = [
+        r
+        for p in replay_policy(cut, ThresholdGate(1.8), POLICY, answers.group).problems
+        for r in p.rollouts
+    ]
     for line, rollout in zip(lines, (r for o in cut for r in o.rollouts), strict=True):
         spent = (line.draft_tokens, line.target_tokens, line.scored_tokens)
-        assert spent == (rollout.usage.draft_tokens, rollout.usage.target_tokens, rollout.usage.scored_tokens)
+        assert spent == (
+            rollout.usage.draft_tokens,
+            rollout.usage.target_tokens,
+            rollout.usage.scored_tokens,
+        )
 
 
-def test_an_online_gate_replays_exactly_in_the_recorded_order(attempt: Solve, answers: Answers) -> None:
+def test_an_online_gate_replays_exactly_in_the_recorded_order(
+    attempt: Solve, answers: Answers
+) -> None:
     """Given the order in which decisions were taken, a learning gate takes the same ones again."""
     decided: dict[TurnKey, Decided] = {}
 
@@ -67,7 +86,12 @@ def test_another_rate_is_off_policy_where_it_differs(attempt: Solve, answers: An
     """A rate of 0 strays exactly in the rollouts that escalated a scored chunk."""
     outcomes = attempt(POLICY, conformal(0.4))
     none = replay_policy(outcomes, FixedGate("accept"), POLICY, answers.group)
-    strayed = {(r.problem, r.sample) for p in none.problems for r in p.rollouts if r.off_policy_from is not None}
+    strayed = {
+        (r.problem, r.sample)
+        for p in none.problems
+        for r in p.rollouts
+        if r.off_policy_from is not None
+    }
     escalated = {
         (r.problem, r.sample)
         for o in outcomes
@@ -89,7 +113,9 @@ def test_fewer_samples_and_turns_are_cuts_of_the_record(attempt: Solve, answers:
 
 
 def test_words_that_were_put_in_are_no_models_tokens(attempt: Solve, answers: Answers) -> None:
-    """Of a rollout cut to fewer turns, what budget forcing put in counts no more than in the whole rollout's usage."""
+    """Of a rollout cut to fewer turns, what budget forcing put in counts no more than in the whole
+    rollout's usage.
+    """
     outcomes = attempt(POLICY, ThresholdGate(1.8))
     wait = Turn(0, (Chunk("draft", "Wait", (1, 2, 3), (1, 2, 3), "delimiter"),), is_forced=True)
     forced = [

@@ -1,4 +1,6 @@
-"""The gate that learns which chunks need no score: what it skips, what it misses, what it does to the rate."""
+"""The gate that learns which chunks need no score: what it skips, what it misses, what it does to
+the rate.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,24 @@ RATE = 0.2
 
 
 def stream(count: int, seed: int, telling: float = 1.0) -> Iterator[tuple[Features, float]]:
-    """Chunks of which a share of 0.4 is unclear; the draft shows it in a share `telling` of them, else at random."""
+    """Chunks of which a share of 0.4 is unclear; the draft shows it in a share `telling` of them,
+    else at random.
+    """
     rng = random.Random(seed)
     for place in range(count):
         unclear = rng.random() < 0.4
         shown = unclear if rng.random() < telling else rng.random() < 0.4
         evidence = -rng.uniform(0.5, 2.0) if shown else -rng.uniform(0.0, 0.1)
         score = math.exp(rng.uniform(0.0, 4.0)) if unclear else 1 + rng.uniform(0.0, 0.1)
-        yield Features(f"q{place // 6}", place % 5, place % 8, tokens=12, draft_logprob=evidence), score
+        yield (
+            Features(f"q{place // 6}", place % 5, place % 8, tokens=12, draft_logprob=evidence),
+            score,
+        )
 
 
-def decide(gate: SkippingGate, chunks: Iterator[tuple[Features, float]]) -> list[tuple[Decision, float]]:
+def decide(
+    gate: SkippingGate, chunks: Iterator[tuple[Features, float]]
+) -> list[tuple[Decision, float]]:
     """As the pipeline asks: a preview, the score where it is wanted, then what was done."""
     found: list[tuple[Decision, float]] = []
     for features, score in chunks:
@@ -47,23 +56,31 @@ def gate(seed: int = 0) -> SkippingGate:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_clear_chunks_are_kept_unscored_and_the_rate_stays(seed: int) -> None:
-    """Where the draft's evidence tells, a third and more needs no score, few rejections are missed, 0.2 stays 0.2."""
+    """Where the draft's evidence tells, a third and more needs no score, few rejections are missed,
+    0.2 stays 0.2.
+    """
     late = decide(gate(seed), stream(6000, seed))[3000:]
     skipped = [score for decision, score in late if decision.score is None]
     assert len(skipped) > 0.3 * len(late)
     cut = sorted(score for _, score in late)[int((1 - RATE) * len(late))]
     assert sum(score > cut for score in skipped) < 0.02 * len(late)
-    assert sum(decision.escalate for decision, _ in late) / len(late) == pytest.approx(RATE, abs=0.03)
+    assert sum(decision.escalate for decision, _ in late) / len(late) == pytest.approx(
+        RATE, abs=0.03
+    )
     assert all(decision.origin == "evidence" for decision, _ in late if decision.score is None)
 
 
 def test_without_evidence_nearly_nothing_is_skipped_at_random() -> None:
     """Evidence that tells nothing: what is missed stays below alpha, and the rate holds."""
     late = decide(gate(), stream(6000, 5, telling=0.0))[3000:]
-    skipped = [score for decision, score in late if decision.action == "accept" and decision.score is None]
+    skipped = [
+        score for decision, score in late if decision.action == "accept" and decision.score is None
+    ]
     cut = sorted(score for _, score in late)[int((1 - RATE) * len(late))]
     assert sum(score > cut for score in skipped) < 0.04 * len(late)
-    assert sum(decision.escalate for decision, _ in late) / len(late) == pytest.approx(RATE, abs=0.03)
+    assert sum(decision.escalate for decision, _ in late) / len(late) == pytest.approx(
+        RATE, abs=0.03
+    )
 
 
 def test_nothing_is_skipped_before_the_levels_can_promise_something() -> None:

@@ -15,15 +15,26 @@ from atts.errors import OptionError
 from atts.pipelines import ConformalGate, SparingGate
 
 
-def run(gate: ConformalGate | SparingGate, seed: int, problems: int = 60) -> dict[bool, tuple[int, int]]:
-    """Sixteen rollouts of eight chunks; in half of the problems siblings agree. By that: handed over, of how many."""
-    draw, handed, of = random.Random(seed), Counter[bool](), Counter[bool]()
+def run(
+    gate: ConformalGate | SparingGate, seed: int, problems: int = 60
+) -> dict[bool, tuple[int, int]]:
+    """Sixteen rollouts of eight chunks; in half of the problems siblings agree. By that: handed
+    over, of how many.
+    """
+    draw = random.Random(seed)
+    handed = Counter[bool]()
+    of = Counter[bool]()
     for problem in range(problems):
         agree = problem % 2 == 0
         for place in range(128):
             left = 1 - (128 * problem + place) / (128 * problems)
             chunk = Features(
-                f"q{problem}", place // 16, place % 16, answered=place // 16, agreement=1.0 if agree else 0.4, left=left
+                f"q{problem}",
+                place // 16,
+                place % 16,
+                answered=place // 16,
+                agreement=1.0 if agree else 0.4,
+                left=left,
             )
             decision = gate.preview(chunk)
             decision = gate.decide(replace(chunk, issue=decision.issue), 1 + draw.expovariate(1.0))
@@ -35,12 +46,15 @@ def run(gate: ConformalGate | SparingGate, seed: int, problems: int = 60) -> dic
 
 @pytest.mark.parametrize("rate", [0.1, 0.3])
 def test_what_is_spared_where_siblings_agree_is_spent_where_they_do_not(rate: float) -> None:
-    """The total stays within a hundredth; from the third answer on nothing goes over where they agree."""
+    """The total stays within a hundredth; from the third answer on nothing goes over where they
+    agree.
+    """
     conformal = ConformalGate(Calibrator(rate, "aci", seed=1))
     found = run(SparingGate(conformal, 0.9), seed=2)
     total = sum(handed for handed, _ in found.values()) / sum(of for _, of in found.values())
     assert total == pytest.approx(rate, abs=0.01)
-    (agreed, of), (split, others) = found[True], found[False]
+    (agreed, of) = found[True]
+    (split, others) = found[False]
     assert agreed / of < 0.6 * rate < rate * 1.3 < split / others
 
 
@@ -55,7 +69,9 @@ def test_nothing_is_spared_before_three_siblings_have_answered() -> None:
 
 
 def test_impossible_budgets_are_refused() -> None:
-    """An agreement is a share; rounds have no siblings that answered; a setup says so before a model is loaded."""
+    """An agreement is a share; rounds have no siblings that answered; a setup says so before a
+    model is loaded.
+    """
     for setup in (Setup(spare=1.5), Setup(spare=0.0), Setup(spare=0.9, method="top-b")):
         with pytest.raises(OptionError, match="spare"):
             setup.decider()

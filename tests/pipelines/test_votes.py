@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.core import Outcome
-from atts.pipelines import Ballot, FixedGate, Policy, Tally, cannot_change, settled_probability, tally
+from atts.pipelines import (
+    Ballot,
+    FixedGate,
+    Policy,
+    Tally,
+    cannot_change,
+    settled_probability,
+    tally,
+)
 from atts.pipelines.votes import weight
 
 Solve = Callable[..., list[Outcome]]
@@ -30,7 +38,9 @@ BALLOTS = st.lists(st.integers(0, 8), min_size=1, max_size=8)
 
 @settings(max_examples=100, deadline=None)
 @given(BALLOTS, st.randoms(use_true_random=False))
-def test_the_count_does_not_depend_on_spelling_or_on_order(numbers: list[int], rng: random.Random) -> None:
+def test_the_count_does_not_depend_on_spelling_or_on_order(
+    numbers: list[int], rng: random.Random
+) -> None:
     """Shuffling changes no class's weight, only who represents it; ties go to the first seen."""
     count = tally([Ballot(str(n)) for n in numbers], modulo)
     shuffled = numbers[:]
@@ -45,7 +55,9 @@ def test_the_count_does_not_depend_on_spelling_or_on_order(numbers: list[int], r
 @settings(max_examples=60, deadline=None)
 @given(BALLOTS, st.integers(0, 4))
 def test_a_settled_vote_cannot_change(numbers: list[int], remaining: int) -> None:
-    """Whenever it says so, no way to cast the remaining ballots changes the winner; brute force over all of them."""
+    """Whenever it says so, no way to cast the remaining ballots changes the winner; brute force
+    over all of them.
+    """
     count = tally([Ballot(str(n)) for n in numbers], modulo)
     if cannot_change(count, remaining):
         for more in itertools.product(range(9), repeat=remaining):
@@ -60,9 +72,13 @@ def test_a_lead_that_could_be_caught_is_not_settled() -> None:
     assert not cannot_change(Tally((), (), ()), 0)
 
 
-@pytest.mark.parametrize(("counts", "remaining"), [((4,), 4), ((3, 1), 4), ((2, 1, 1), 4), ((5, 2), 6)])
+@pytest.mark.parametrize(
+    ("counts", "remaining"), [((4,), 4), ((3, 1), 4), ((2, 1, 1), 4), ((5, 2), 6)]
+)
 def test_the_settled_probability_is_a_lower_bound(counts: tuple[int, ...], remaining: int) -> None:
-    """Simulating the stated model, the leader wins at least as often as claimed, and not absurdly more often."""
+    """Simulating the stated model, the leader wins at least as often as claimed, and not absurdly
+    more often.
+    """
     names = tuple(str(i) for i in range(len(counts)))
     claim = settled_probability(Tally(names, tuple(map(float, counts)), counts), remaining)
     rng = random.Random(1)
@@ -95,7 +111,9 @@ POLICY = Policy(samples=12, early_stop="none")
 def test_a_settled_vote_spares_rollouts_and_keeps_the_answer(
     attempt: Solve, stop: Literal["certain", "likely"]
 ) -> None:
-    """Certain: the winner is the full vote's, always. Likely: it saves more, and says how sure it was."""
+    """Certain: the winner is the full vote's, always. Likely: it saves more, and says how sure it
+    was.
+    """
     full = attempt(POLICY, FixedGate("accept"), problems=15)
     early = attempt(replace(POLICY, early_stop=stop), FixedGate("accept"), problems=15)
     spared = [sum(r.finish == "settled" for r in outcome.rollouts) for outcome in early]
@@ -125,7 +143,9 @@ def test_waves_grow_until_they_agree(attempt: Solve) -> None:
 
 def test_where_the_first_disagree_the_target_may_write(attempt: Solve) -> None:
     """Problem-level escalation: later waves are the target's own, and only where they were needed."""
-    outcomes = attempt(replace(POLICY, first_wave=3, later="target"), FixedGate("accept"), problems=15)
+    outcomes = attempt(
+        replace(POLICY, first_wave=3, later="target"), FixedGate("accept"), problems=15
+    )
     for outcome in outcomes:
         for rollout in outcome.rollouts:
             authors = {chunk.author for turn in rollout.turns for chunk in turn.chunks}

@@ -13,7 +13,8 @@ from atts.remote import RemoteEngine, RemoteOptions
 from atts.testing import Latency, ScriptedEngine, ToyTokenizer
 from atts.testing.servers import DialectServer
 
-# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds pass between two.
+# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds
+# pass between two.
 QUICK = RemoteOptions(
     timeout_seconds=60.0,
     delay_seconds=0.01,
@@ -36,7 +37,9 @@ def toy() -> Callable[[], Engine]:
     """Makes a toy engine with some latency and a queue."""
 
     def make() -> Engine:
-        return ScriptedEngine(context_length=1024, latency=Latency(sampled_token=0.0005), concurrency=64)
+        return ScriptedEngine(
+            context_length=1024, latency=Latency(sampled_token=0.0005), concurrency=64
+        )
 
     return make
 
@@ -46,7 +49,9 @@ def serve(toy: Callable[[], Engine]) -> Iterator[Callable[..., DialectServer]]:
     """Starts servers around toy engines; all are gone when the test is."""
     with ExitStack() as stack:
 
-        def start(dialect: Any = "vllm", make: Callable[[], Engine] = toy, **settings: Any) -> DialectServer:
+        def start(
+            dialect: Any = "vllm", make: Callable[[], Engine] = toy, **settings: Any
+        ) -> DialectServer:
             return stack.enter_context(DialectServer(make, dialect, **settings))
 
         yield start

@@ -1,4 +1,6 @@
-"""Servers that speak text: the chat API and Ollama, what they can be used for, and what they are refused for."""
+"""Servers that speak text: the chat API and Ollama, what they can be used for, and what they are
+refused for.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ RATING = "\n\nI think the quality score is: "
 @pytest.mark.parametrize("share", [0.8, 1.3])
 def test_a_long_text_of_many_tokens_is_cut_in_no_time(share: float) -> None:
     """As many pieces as the server counted, of which the text is made, however long it is."""
-    tokenizer, text = TextTokenizer(), "So x_{1} = 12345, which is 7 more than before.\n\n" * 800
+    tokenizer = TextTokenizer()
+    text = "So x_{1} = 12345, which is 7 more than before.\n\n" * 800
     count = int(len(tokenizer.encode(text)) * share)
     began = process_time()
     ids = tokenizer.pieces(text, count)
@@ -68,17 +71,22 @@ def test_a_long_text_of_many_tokens_is_cut_in_no_time(share: float) -> None:
 
 def test_a_long_run_of_spaces_is_made_of_known_ids() -> None:
     """No id stands for more bytes than the vocabulary has room for."""
-    tokenizer, text = TextTokenizer(), "a" + " " * 200 + "\n" * 200
+    tokenizer = TextTokenizer()
+    text = "a" + " " * 200 + "\n" * 200
     assert max(tokenizer.encode(text)) < tokenizer.vocabulary
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def chat(server: DialectServer, options: RemoteOptions = OPTIONS, **settings: Any) -> RemoteEngine:
     """An engine on a chat API."""
-    return RemoteEngine(server.url + "/v1", dialect="chat", name="remote", options=options, **settings)
+    return RemoteEngine(
+        server.url + "/v1", dialect="chat", name="remote", options=options, **settings
+    )
 
 
-def ollama(server: DialectServer, options: RemoteOptions = OPTIONS, **settings: Any) -> RemoteEngine:
+def ollama(
+    server: DialectServer, options: RemoteOptions = OPTIONS, **settings: Any
+) -> RemoteEngine:
     """An engine on Ollama."""
     return RemoteEngine(server.url, dialect="ollama", name="remote", options=options, **settings)
 
@@ -96,9 +104,13 @@ def prompt(engine: Engine, begun: str = "") -> tuple[int, ...]:
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [chat, ollama])
 async def test_what_text_can_keep_of_the_promises_is_kept(serve: Serve, kind: Simple) -> None:
-    """`check_engine` finds nothing broken; the context's last place is the server's to count, and is not filled."""
+    """`check_engine` finds nothing broken; the context's last place is the server's to count, and
+    is not filled.
+    """
     server = serve("chat" if kind is chat else "ollama")
-    options = CheckOptions(tokens=9, long_tokens=96, boundary=0, timeout_seconds=600, settle_seconds=60)
+    options = CheckOptions(
+        tokens=9, long_tokens=96, boundary=0, timeout_seconds=600, settle_seconds=60
+    )
     report = await check_engine(lambda: kind(server), options=options)
     assert not report.broken
     assert server.running == 0
@@ -107,7 +119,9 @@ async def test_what_text_can_keep_of_the_promises_is_kept(serve: Serve, kind: Si
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [chat, ollama])
 async def test_text_goes_on_exactly_where_it_was(serve: Serve, kind: Simple) -> None:
-    """Two pieces are the whole, whatever the pieces end in, and as many tokens are counted as the server wrote."""
+    """Two pieces are the whole, whatever the pieces end in, and as many tokens are counted as the
+    server wrote.
+    """
     server = serve("chat" if kind is chat else "ollama")
     async with kind(server) as remote:
         greedy = Sampling(0.0)
@@ -122,7 +136,9 @@ async def test_text_goes_on_exactly_where_it_was(serve: Serve, kind: Simple) -> 
 
 @pytest.mark.anyio
 async def test_a_hosted_model_is_asked_to_go_on_in_words(serve: Serve) -> None:
-    """No field that such servers refuse is sent, the answer so far is in the question, and top_k is refused here."""
+    """No field that such servers refuse is sent, the answer so far is in the question, and top_k is
+    refused here.
+    """
     server = serve("chat", quirks=ServerQuirks(prefill="closed"))
     async with chat(server, RemoteOptions()) as remote:
         assert (await remote.sample(SampleRequest(prompt(remote, "First, 4 plus"), 10))).text
@@ -136,7 +152,8 @@ async def test_a_hosted_model_is_asked_to_go_on_in_words(serve: Serve) -> None:
 @pytest.mark.anyio
 async def test_a_mark_on_the_message_is_another_way_to_go_on(serve: Serve) -> None:
     """`prefix` continues what `continue` does on other servers: the same text."""
-    marked, flagged = serve("chat", quirks=ServerQuirks(prefill="prefix")), serve("chat")
+    marked = serve("chat", quirks=ServerQuirks(prefill="prefix"))
+    flagged = serve("chat")
     options = RemoteOptions(prefill="prefix")
     async with chat(marked, options) as one, chat(flagged) as other:
         request = SampleRequest(prompt(one, "So 4 plus 3 is"), 12, Sampling(0.0))
@@ -145,16 +162,22 @@ async def test_a_mark_on_the_message_is_another_way_to_go_on(serve: Serve) -> No
 
 @pytest.mark.anyio
 async def test_ten_digits_cost_one_request(serve: Serve) -> None:
-    """A rating weighs each digit; the server is asked once, also when the first asker is cancelled or fails."""
+    """A rating weighs each digit; the server is asked once, also when the first asker is cancelled
+    or fails.
+    """
     server = serve("chat")
     async with chat(server) as remote, ScriptedEngine(context_length=1024) as behind:
         assert remote.spec.capabilities == {"sample", "rate"}
         ids = (*prompt(remote, "So 4 plus 3 is 7."), *remote.tokenizer.encode(RATING))
         digits = [remote.tokenizer.encode(str(digit)) for digit in range(10)]
         before = len(server.calls)
-        scores = await collect([partial(remote.score, ScoreRequest(ids, digit)) for digit in digits])
+        scores = await collect(
+            [partial(remote.score, ScoreRequest(ids, digit)) for digit in digits]
+        )
         assert len(server.calls) == before + 1
-        own = behind.tokenizer.render([QUESTION, Message("assistant", "So 4 plus 3 is 7." + RATING)])
+        own = behind.tokenizer.render(
+            [QUESTION, Message("assistant", "So 4 plus 3 is 7." + RATING)]
+        )
         for digit, found in enumerate(scores):
             want = await behind.score(ScoreRequest(own, behind.tokenizer.encode(str(digit))[:1]))
             assert found.logprobs == pytest.approx(want.logprobs, abs=1e-6)
@@ -187,7 +210,9 @@ async def test_failures_are_tried_a_few_times_and_named(
             before = len(server.calls)
             with pytest.raises(error):
                 await remote.sample(SampleRequest(prompt(remote), 10))
-            if len(server.calls) > before:  # a busy machine may need longer than the deadline to send it at all
+            if (
+                len(server.calls) > before
+            ):  # a busy machine may need longer than the deadline to send it at all
                 break
         assert len(server.calls) - before == (1 if fault == "hang" else 3)
         server.faults = ServerFaults()
@@ -201,23 +226,39 @@ async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
         assert remote.spec.context_length == 100
         with pytest.raises(ContextOverflow):
             await remote.sample(SampleRequest(prompt(remote), 90))
-        bytes_only = remote.tokenizer.render([Message("user", "\u4e2d" * 60)])  # three tokens each over there
+        bytes_only = remote.tokenizer.render(
+            [Message("user", "\u4e2d" * 60)]
+        )  # three tokens each over there
         with pytest.raises(ContextOverflow, match="input length"):
             await remote.sample(SampleRequest(bytes_only, 10))
 
 
 @pytest.mark.anyio
 async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve) -> None:
-    """No scores for a gate that wants them, no log-probs for a method that lives on them; the reason is said."""
-    texts, rater, mute = serve("ollama"), serve("chat"), serve("chat", quirks=ServerQuirks(ratings="off"))
+    """No scores for a gate that wants them, no log-probs for a method that lives on them; the
+    reason is said.
+    """
+    texts = serve("ollama")
+    rater = serve("chat")
+    mute = serve("chat", quirks=ServerQuirks(ratings="off"))
     policy = Policy(samples=2, turns=4, chunking=Chunking(12, 12, ()), early_stop="none")
     rated = preset("spec-reason").policy(policy)
     unsure = preset("deep-conf").policy(policy)
     cases: list[tuple[DialectServer, Policy, Gate, str]] = [
         (rater, policy, ThresholdGate(1.3), "cannot score.*method spec-reason"),
-        (mute, rated, ThresholdGate(7.0, worse="below"), "neither score nor rate.*not allowed to request"),
+        (
+            mute,
+            rated,
+            ThresholdGate(7.0, worse="below"),
+            "neither score nor rate.*not allowed to request",
+        ),
         (rater, unsure, FixedGate("accept"), "no log-probabilities.*deep-conf"),
-        (rater, replace(policy, vote="confidence"), FixedGate("accept"), "no log-probabilities.*vote"),
+        (
+            rater,
+            replace(policy, vote="confidence"),
+            FixedGate("accept"),
+            "no log-probabilities.*vote",
+        ),
     ]
     for server, asked, gate, said in cases:
         plan = Plan(ollama(texts), chat(server), asked, gate, _answers())
@@ -229,7 +270,9 @@ async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve)
 async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An Ollama draft, a chat target that rates: every problem ends; no file, log or trace of the run has the key."""
+    """An Ollama draft, a chat target that rates: every problem ends; no file, log or trace of the
+    run has the key.
+    """
     caplog.set_level(logging.DEBUG)
     monkeypatch.setenv("TARGET_KEY", "secret-sesame")
     texts = serve("ollama", lambda: ScriptedEngine("draft"))
@@ -238,18 +281,26 @@ async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     gate = ThresholdGate(7.0, worse="below")
     target = chat(rater, replace(OPTIONS, key=ApiKey("TARGET_KEY")))
     plan = Plan(ollama(texts), target, preset("spec-reason").policy(policy), gate, _answers())
-    result = await evaluate(toy_problems(2, 3), plan, RunOptions(tmp_path / "run", signals="ignore"))
+    result = await evaluate(
+        toy_problems(2, 3), plan, RunOptions(tmp_path / "run", signals="ignore")
+    )
     assert {outcome.status for outcome in result.outcomes()} <= {"answered", "unanswered"}
     written = contents(tmp_path)
-    assert any(b"target.rating" in text for text in written)  # what the probe saw is in the manifest
+    assert any(
+        b"target.rating" in text for text in written
+    )  # what the probe saw is in the manifest
     assert not any(b"sesame" in text for text in written)
     assert "sesame" not in caplog.text
     assert "sesame" not in repr(vars(target))
 
 
 @pytest.mark.anyio
-async def test_a_rejected_key_and_a_missing_model_are_said(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name of the place where a key belongs, and of the models that there are; no message has the key."""
+async def test_a_rejected_key_and_a_missing_model_are_said(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name of the place where a key belongs, and of the models that there are; no message has
+    the key.
+    """
     server = serve("chat", key="good")
     with pytest.raises(UnsupportedByEngine, match="wants an API key.*ATTS_API_KEY"):
         await chat(server).__aenter__()
@@ -264,12 +315,22 @@ async def test_a_rejected_key_and_a_missing_model_are_said(serve: Serve, monkeyp
 
 
 def test_chat_apis_are_named_by_words() -> None:
-    """The path goes on to the version, the model follows; the key's variable is a setting, a key is none."""
+    """The path goes on to the version, the model follows; the key's variable is a setting, a key is
+    none.
+    """
     words = "openai:https://h/api/v1/deepseek/deepseek-r1?key=H_KEY&prefill=prefix&context=4096"
     one = build_engine(words, "target")
     assert isinstance(one, RemoteEngine)
-    assert (one.url, one.options.key.variable, one.options.context) == ("https://h/api/v1", "H_KEY", 4096)
-    for wrong in ("chat:https://me:secret@h/v1/m", "chat:http://h/v1/m?prefill=perhaps", "ollama:h:11434/m"):
+    assert (one.url, one.options.key.variable, one.options.context) == (
+        "https://h/api/v1",
+        "H_KEY",
+        4096,
+    )
+    for wrong in (
+        "chat:https://me:secret@h/v1/m",
+        "chat:http://h/v1/m?prefill=perhaps",
+        "ollama:h:11434/m",
+    ):
         with pytest.raises(OptionError) as said:
             build_engine(wrong, "target")
         assert "secret" not in str(said.value)
@@ -285,6 +346,12 @@ def _answers() -> Any:
     from atts.pipelines import Answers
 
     def last_word(text: str) -> str | None:
-        return text.rsplit("{", 1)[1].split("}")[0] if "{" in text and "}" in text.rsplit("{", 1)[1] else None
+        return (
+            text.rsplit("{", 1)[1].split("}")[0]
+            if "{" in text and "}" in text.rsplit("{", 1)[1]
+            else None
+        )
 
-    return Answers(last_word, lambda answers: [sorted(set(answers)).index(answer) for answer in answers])
+    return Answers(
+        last_word, lambda answers: [sorted(set(answers)).index(answer) for answer in answers]
+    )

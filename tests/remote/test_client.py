@@ -1,4 +1,6 @@
-"""The layer that calls: what it does to a server that says too much, that fails, that loses a reply on the way."""
+"""The layer that calls: what it does to a server that says too much, that fails, that loses a reply
+on the way.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from atts.tasks import task_group
 from atts.testing import ServerFaults, ToyTokenizer
 from atts.testing.servers import DialectServer
 
-REQUEST = SampleRequest(ToyTokenizer().render([Message("user", "Start at 4. +3. What is the result?")]), 24)
+REQUEST = SampleRequest(
+    ToyTokenizer().render([Message("user", "Start at 4. +3. What is the result?")]), 24
+)
 
 
 class Hands:
@@ -39,7 +43,9 @@ def filled(most: int, clock: Hands) -> AdaptiveLimit:
 
 
 def test_a_burst_of_refusals_shrinks_the_limit_once_and_quiet_lets_it_grow() -> None:
-    """Each further burst shrinks it more; it grows in little steps, after a quiet time, up to what was set."""
+    """Each further burst shrinks it more; it grows in little steps, after a quiet time, up to what
+    was set.
+    """
     clock = Hands()
     limit = filled(100, clock)
     for _ in range(30):
@@ -58,7 +64,9 @@ def test_a_burst_of_refusals_shrinks_the_limit_once_and_quiet_lets_it_grow() -> 
         seen.append(limit.slots)
     assert seen[1] in (67, 68)
     assert seen[-1] == 100
-    assert all(before <= after <= before * 1.05 + 1 for before, after in zip(seen, seen[1:], strict=False))
+    assert all(
+        before <= after <= before * 1.05 + 1 for before, after in zip(seen, seen[1:], strict=False)
+    )
 
 
 def test_a_server_error_stops_growth_and_shrinks_nothing() -> None:
@@ -78,8 +86,11 @@ def test_a_server_error_stops_growth_and_shrinks_nothing() -> None:
 
 @pytest.mark.anyio
 async def test_turns_go_in_order_and_a_cancelled_waiter_leaves_none_behind() -> None:
-    """No caller overtakes those that wait, and what a waiter that gave up would have had goes to the next."""
-    limit, order = filled(2, Hands()), list[int]()
+    """No caller overtakes those that wait, and what a waiter that gave up would have had goes to
+    the next.
+    """
+    limit = filled(2, Hands())
+    order = list[int]()
     gives_up = anyio.CancelScope()
 
     async def wait(number: int, within: anyio.CancelScope) -> None:
@@ -105,7 +116,9 @@ async def test_turns_go_in_order_and_a_cancelled_waiter_leaves_none_behind() -> 
 async def test_an_attempt_whose_reply_was_lost_is_aborted_before_the_next(
     serve: Callable[..., DialectServer], client: Callable[..., RemoteEngine]
 ) -> None:
-    """Every one of the attempts has an abort of its own, which the server took; refused connections need none."""
+    """Every one of the attempts has an abort of its own, which the server took; refused connections
+    need none.
+    """
     server = serve("sglang")
     async with client(server.url) as remote:
         for fault, aborts in (("reset", 3), ("500", 0)):
@@ -132,11 +145,17 @@ def test_what_python_servers_send_for_infinity_is_read() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_missed_deadline_says_what_the_attempt_before_met(serve: Callable[..., DialectServer]) -> None:
+async def test_a_missed_deadline_says_what_the_attempt_before_met(
+    serve: Callable[..., DialectServer],
+) -> None:
     """Who is refused until the deadline hears of the refusal, not of silence."""
     server = serve("sglang", faults=ServerFaults({"429": 1.0}))
-    options = RemoteOptions(timeout_seconds=5.0, attempts=1000, delay_seconds=0.01, connect_seconds=20.0)
+    options = RemoteOptions(
+        timeout_seconds=5.0, attempts=1000, delay_seconds=0.01, connect_seconds=20.0
+    )
     one = Client("remote", server.url, options)
-    with pytest.raises(EngineTimeout, match="no answer within 5 s; the attempt before failed: status 429"):
+    with pytest.raises(
+        EngineTimeout, match="no answer within 5 s; the attempt before failed: status 429"
+    ):
         await one.ask(lambda rid: Call("/generate", {"rid": rid}), bytes, lambda rid: None, 1)
     await one.aclose()

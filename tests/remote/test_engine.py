@@ -23,7 +23,9 @@ PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the
     [
         pytest.param("vllm", ServerQuirks(), id="vllm from the cache"),
         pytest.param("vllm", ServerQuirks(cached_scores="off"), id="vllm by prompt log-probs"),
-        pytest.param("vllm", ServerQuirks(cached_scores="refused"), id="vllm with an older model runner"),
+        pytest.param(
+            "vllm", ServerQuirks(cached_scores="refused"), id="vllm with an older model runner"
+        ),
         pytest.param("sglang", ServerQuirks(), id="sglang"),
         pytest.param("llamacpp", ServerQuirks(), id="llamacpp"),
     ],
@@ -40,8 +42,12 @@ async def test_every_promise_is_kept_over_http(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("dialect", ["vllm", "sglang", "llamacpp"])
-async def test_a_server_answers_as_its_engine_does(serve: Serve, client: Connect, dialect: str) -> None:
-    """Ids, text, ending and raw log-probs are those of the engine behind the server, at any temperature."""
+async def test_a_server_answers_as_its_engine_does(
+    serve: Serve, client: Connect, dialect: str
+) -> None:
+    """Ids, text, ending and raw log-probs are those of the engine behind the server, at any
+    temperature.
+    """
     server = serve(dialect)
     bits = 63 if dialect == "vllm" else 31
     async with client(server.url) as remote, ScriptedEngine(context_length=1024) as behind:
@@ -58,10 +64,15 @@ async def test_a_server_answers_as_its_engine_does(serve: Serve, client: Connect
 
 
 @pytest.mark.anyio
-async def test_a_scored_chunk_that_is_cached_is_scored_again_without_the_cache(serve: Serve, client: Connect) -> None:
-    """vLLM gives no scores where its cache reaches past them; they are asked for once more, and counted."""
+async def test_a_scored_chunk_that_is_cached_is_scored_again_without_the_cache(
+    serve: Serve, client: Connect
+) -> None:
+    """vLLM gives no scores where its cache reaches past them; they are asked for once more, and
+    counted.
+    """
     server = serve("vllm")
-    prefix, suffix = PROMPT * 2, PROMPT[:40]
+    prefix = PROMPT * 2
+    suffix = PROMPT[:40]
     async with client(server.url) as remote:
         before = remote.traffic.uncached
         first = await remote.score(ScoreRequest(prefix, suffix))
@@ -84,21 +95,33 @@ async def test_the_cached_prefix_is_reported(serve: Serve, client: Connect, dial
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("law", [Sampling(temperature=0.6), Sampling(top_p=0.9), Sampling(top_k=3)])
-async def test_processed_log_probs_are_replaced_by_scores(serve: Serve, client: Connect, law: Sampling) -> None:
-    """A vLLM server with processed log-probs is found out, and completions hold raw ones all the same."""
-    plain, processed = serve("vllm"), serve("vllm", quirks=ServerQuirks(logprobs="processed"))
+async def test_processed_log_probs_are_replaced_by_scores(
+    serve: Serve, client: Connect, law: Sampling
+) -> None:
+    """A vLLM server with processed log-probs is found out, and completions hold raw ones all the
+    same.
+    """
+    plain = serve("vllm")
+    processed = serve("vllm", quirks=ServerQuirks(logprobs="processed"))
     request = SampleRequest(PROMPT, 20, law)
     async with client(plain.url) as raw, client(processed.url) as other:
-        assert "processed" in next(found.seen for found in other.findings if found.name == "convention")
-        want, got = await raw.sample(request), await other.sample(request)
+        assert "processed" in next(
+            found.seen for found in other.findings if found.name == "convention"
+        )
+        want = await raw.sample(request)
+        got = await other.sample(request)
         assert got.ids == want.ids
         assert got.logprobs == pytest.approx(want.logprobs, abs=1e-5)
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-async def test_a_server_that_ignores_scoring_is_refused(serve: Serve, client: Connect, dialect: str) -> None:
-    """No silent degrade: a server that takes a scoring request and gives no scores cannot be a target."""
+async def test_a_server_that_ignores_scoring_is_refused(
+    serve: Serve, client: Connect, dialect: str
+) -> None:
+    """No silent degrade: a server that takes a scoring request and gives no scores cannot be a
+    target.
+    """
     server = serve(dialect, quirks=ServerQuirks(scoring="ignored", cached_scores="off"))
     with pytest.raises(UnsupportedByEngine, match="scores"):
         await client(server.url, needs=frozenset({"sample", "score"})).__aenter__()

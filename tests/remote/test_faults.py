@@ -1,4 +1,6 @@
-"""Servers that fail in every way: nothing is silently accepted, nothing is asked for ever, nothing is left behind."""
+"""Servers that fail in every way: nothing is silently accepted, nothing is asked for ever, nothing
+is left behind.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Stalling(ScriptedEngine):
 
 
 def hurry(remote: RemoteEngine, seconds: float) -> None:
-    """Give each call so long from now on: opening had its time, and only a server that hangs needs all of it."""
+    """Give each call so long from now on: opening had its time, and only a server that hangs needs
+    all of it.
+    """
     client = remote._opened()  # pyright: ignore[reportPrivateUsage]
     client.options = replace(client.options, timeout_seconds=seconds)
 
@@ -70,10 +74,14 @@ async def until(true: Callable[[], bool]) -> None:
             await anyio.sleep(0.005)
 
 
-async def time_out(remote: RemoteEngine, server: DialectServer, request: SampleRequest) -> list[str]:
-    """Ask a server that hangs until the deadline has passed; the calls that reached it, of which there is at least one.
+async def time_out(
+    remote: RemoteEngine, server: DialectServer, request: SampleRequest
+) -> list[str]:
+    """Ask a server that hangs until the deadline has passed; the calls that reached it, of which
+    there is at least one.
 
-    A busy machine may need longer than the deadline to send the request at all: then it is given longer.
+    A busy machine may need longer than the deadline to send the request at all: then it is given
+    longer.
     """
     for patience in (0.5, 2.0, 8.0, 32.0):
         hurry(remote, patience)
@@ -95,7 +103,9 @@ def seeded(number: int) -> SampleRequest:
 async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
     serve: Serve, client: Connect, dialect: str
 ) -> None:
-    """Each call gives the right answer or a retryable error; a caller that tries again gets every answer, once."""
+    """Each call gives the right answer or a retryable error; a caller that tries again gets every
+    answer, once.
+    """
     server = serve(dialect, faults=ServerFaults(seed=5))
     async with client(server.url) as remote:
         requests = [seeded(number) for number in range(40)]
@@ -130,7 +140,9 @@ async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
 
 
 @pytest.mark.anyio
-async def test_a_failure_that_lasts_is_tried_a_few_times_and_named(serve: Serve, client: Connect) -> None:
+async def test_a_failure_that_lasts_is_tried_a_few_times_and_named(
+    serve: Serve, client: Connect
+) -> None:
     """Attempts are bounded by number and by the deadline, and the error is of the failure's kind."""
     server = serve("vllm")
     async with client(server.url) as remote:
@@ -161,11 +173,15 @@ async def test_a_request_the_server_refuses_is_not_repeated(serve: Serve, client
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("dialect", "disconnect"), [("vllm", "abort"), ("sglang", "ignore"), ("llamacpp", "abort")])
+@pytest.mark.parametrize(
+    ("dialect", "disconnect"), [("vllm", "abort"), ("sglang", "ignore"), ("llamacpp", "abort")]
+)
 async def test_cancelling_leaves_the_server_nothing_to_do(
     serve: Serve, client: Connect, dialect: str, disconnect: str
 ) -> None:
-    """Cancelled requests are aborted: by id where the server takes ids, even one that ignores closed connections."""
+    """Cancelled requests are aborted: by id where the server takes ids, even one that ignores
+    closed connections.
+    """
     engine = Stalling(context_length=1024)
     server = serve(dialect, lambda: engine, quirks=ServerQuirks(disconnect=disconnect))  # type: ignore[arg-type]
     async with client(server.url) as remote:
@@ -191,21 +207,32 @@ async def test_a_deadline_aborts_too(serve: Serve, client: Connect) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_upgrade_that_changes_the_convention_is_refused(serve: Serve, client: Connect) -> None:
+async def test_an_upgrade_that_changes_the_convention_is_refused(
+    serve: Serve, client: Connect
+) -> None:
     """A server restarted with other log-probs is found out before anything it says is used."""
     server = serve("sglang")
-    async with client(server.url, options=RemoteOptions(idle_seconds=0.0, delay_seconds=0.01)) as remote:
+    async with client(
+        server.url, options=RemoteOptions(idle_seconds=0.0, delay_seconds=0.01)
+    ) as remote:
         await remote.sample(REQUEST)
         server.restart(quirks=ServerQuirks(logprobs="raw"))
-        with pytest.raises(EngineError, match=r"changed while in use.*processed.*raw|lost the connection|cannot reach"):
+        with pytest.raises(
+            EngineError,
+            match=r"changed while in use.*processed.*raw|lost the connection|cannot reach",
+        ):
             await remote.sample(REQUEST)
         with pytest.raises(UnsupportedByEngine, match="changed while in use"):
             await remote.sample(REQUEST)
 
 
 @pytest.mark.anyio
-async def test_a_model_swapped_behind_a_url_is_noticed_with_its_first_reply(serve: Serve, client: Connect) -> None:
-    """No connection breaks and no time passes: what it said under another name is not used, nor anything after."""
+async def test_a_model_swapped_behind_a_url_is_noticed_with_its_first_reply(
+    serve: Serve, client: Connect
+) -> None:
+    """No connection breaks and no time passes: what it said under another name is not used, nor
+    anything after.
+    """
     server = serve("vllm")
     options = RemoteOptions(idle_seconds=1e9, recheck_seconds=1e9)
     async with client(server.url, options=options) as remote:
@@ -233,7 +260,9 @@ async def test_the_same_server_may_come_back(serve: Serve, client: Connect) -> N
 
 @pytest.mark.anyio
 async def test_steady_work_is_no_silence(serve: Serve, client: Connect) -> None:
-    """Calls one after the other are not interrupted by questions about who answers, however long they go on."""
+    """Calls one after the other are not interrupted by questions about who answers, however long
+    they go on.
+    """
     now = 0.0
 
     class Passing(ScriptedEngine):
@@ -294,9 +323,15 @@ async def test_what_is_given_wrongly_is_said_clearly(serve: Serve, client: Conne
 
 @pytest.mark.anyio
 async def test_keys_are_used_and_never_shown(
-    serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: object, caplog: pytest.LogCaptureFixture
+    serve: Serve,
+    client: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: object,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A good key opens, a bad or missing one is named by its place; no message, log, spec or repr has it."""
+    """A good key opens, a bad or missing one is named by its place; no message, log, spec or repr
+    has it.
+    """
     caplog.set_level(logging.DEBUG)
     server = serve("vllm", key="secret-good")
     with pytest.raises(UnsupportedByEngine, match="wants an API key.*ATTS_API_KEY"):
@@ -317,7 +352,9 @@ async def test_keys_are_used_and_never_shown(
 async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
     serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default it is not looked at, and mentioned when the connection fails; asked for, it is what fails."""
+    """By default it is not looked at, and mentioned when the connection fails; asked for, it is
+    what fails.
+    """
     server = serve("vllm")
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

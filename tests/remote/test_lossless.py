@@ -1,4 +1,6 @@
-"""Servers that speculate: told apart from those that do not, and refused where their texts break their own law."""
+"""Servers that speculate: told apart from those that do not, and refused where their texts break
+their own law.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def told(engine: RemoteEngine) -> tuple[str, str]:
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("dialect", "words"),
-    [("vllm", "75% of 1,200,000 proposed tokens accepted so far"), ("sglang", "it speculates by STANDALONE")],
+    [
+        ("vllm", "75% of 1,200,000 proposed tokens accepted so far"),
+        ("sglang", "it speculates by STANDALONE"),
+    ],
 )
 async def test_a_lossless_server_is_taken_and_what_it_tells_of_its_speculation_is_told(
     serve: Serve, client: Connect, dialect: str, words: str
@@ -49,7 +54,10 @@ async def test_a_lossless_server_is_taken_and_what_it_tells_of_its_speculation_i
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("dialect", "flaw", "words"),
-    [("vllm", "hot", "nats less likely than such as are drawn one by one"), ("sglang", "greedy", "greedy text")],
+    [
+        ("vllm", "hot", "nats less likely than such as are drawn one by one"),
+        ("sglang", "greedy", "greedy text"),
+    ],
 )
 async def test_a_server_whose_speculation_changes_its_law_is_refused(
     serve: Serve, client: Connect, dialect: str, flaw: Any, words: str
@@ -63,17 +71,29 @@ async def test_a_server_whose_speculation_changes_its_law_is_refused(
 
 
 class TooSure(EngineAround):
-    """An engine that draws one token at a time with care, and writes what is likeliest where it is asked for more."""
+    """An engine that draws one token at a time with care, and writes what is likeliest where it is
+    asked for more.
+    """
 
     async def sample(self, request: SampleRequest) -> Completion:
         heat = 0.0 if request.max_tokens > 1 or not request.sampling.temperature else 8.0
-        return await super().sample(replace(request, sampling=replace(request.sampling, temperature=heat)))
+        return await super().sample(
+            replace(request, sampling=replace(request.sampling, temperature=heat))
+        )
 
 
 @pytest.mark.anyio
-async def test_text_likelier_than_it_may_be_is_found_as_well_and_a_probe_only_tells(serve: Serve) -> None:
-    """A server that accepts its best guesses without drawing writes no garbage, and not its law either."""
-    server = serve("vllm", lambda: TooSure(ScriptedEngine(context_length=1024), "own"), quirks=LOSSLESS)
+async def test_text_likelier_than_it_may_be_is_found_as_well_and_a_probe_only_tells(
+    serve: Serve,
+) -> None:
+    """A server that accepts its best guesses without drawing writes no garbage, and not its law
+    either.
+    """
+    server = serve(
+        "vllm", lambda: TooSure(ScriptedEngine(context_length=1024), "own"), quirks=LOSSLESS
+    )
     report = await probe(server.url, tokenizer=ToyTokenizer())
     assert report.can == ("rate", "score")
-    assert "nats more likely" in next(found.seen for found in report.findings if found.name == "speculation")
+    assert "nats more likely" in next(
+        found.seen for found in report.findings if found.name == "speculation"
+    )

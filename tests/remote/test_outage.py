@@ -1,4 +1,6 @@
-"""Servers that are killed in mid-run: what was in flight waits for their return, or is left for the next session."""
+"""Servers that are killed in mid-run: what was in flight waits for their return, or is left for the
+next session.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ from atts.testing.servers import DialectServer
 Serve = Callable[..., DialectServer]
 POLICY = Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), early_stop="none")
 PROBLEMS = toy_problems(4, 5)
-AWAY = RemoteOptions(timeout_seconds=60.0, delay_seconds=0.01, wait_seconds=0.0, idle_seconds=1e9, recheck_seconds=1e9)
+AWAY = RemoteOptions(
+    timeout_seconds=60.0,
+    delay_seconds=0.01,
+    wait_seconds=0.0,
+    idle_seconds=1e9,
+    recheck_seconds=1e9,
+)
 PATIENT = replace(AWAY, wait_seconds=120.0)
 
 
@@ -49,7 +57,13 @@ class Diary:
 def essence(outcome: Outcome) -> str:
     """All of an outcome but what depends on timing and on caches."""
     rollouts = [
-        (rollout.sample, rollout.finish, rollout.answer, rollout.text, [turn.score for turn in rollout.turns])
+        (
+            rollout.sample,
+            rollout.finish,
+            rollout.answer,
+            rollout.text,
+            [turn.score for turn in rollout.turns],
+        )
         for rollout in outcome.rollouts
     ]
     return repr((outcome.problem.id, outcome.answer, outcome.status, dict(outcome.votes), rollouts))
@@ -65,15 +79,23 @@ class Pair:
 
     def __init__(self, serve: Serve) -> None:
         self.servers: dict[Role, DialectServer] = {
-            "draft": serve("llamacpp", lambda: ScriptedEngine("draft", latency=Latency(per_sample=0.002))),
-            "target": serve("vllm", lambda: ScriptedEngine("target", latency=Latency(per_score=0.002))),
+            "draft": serve(
+                "llamacpp", lambda: ScriptedEngine("draft", latency=Latency(per_sample=0.002))
+            ),
+            "target": serve(
+                "vllm", lambda: ScriptedEngine("target", latency=Latency(per_score=0.002))
+            ),
         }
 
     def engine(self, role: Role, options: RemoteOptions) -> RemoteEngine:
         """An engine on that server."""
-        return RemoteEngine(self.servers[role].url, name=role, tokenizer=ToyTokenizer(), options=options)
+        return RemoteEngine(
+            self.servers[role].url, name=role, tokenizer=ToyTokenizer(), options=options
+        )
 
-    def run(self, directory: Path, options: RemoteOptions, *listeners: Any, pool: bool = False) -> RunResult:
+    def run(
+        self, directory: Path, options: RemoteOptions, *listeners: Any, pool: bool = False
+    ) -> RunResult:
         """An evaluation with a frozen gate."""
         target: Any = self.engine("target", options)
         plan = Plan(
@@ -85,7 +107,9 @@ class Pair:
             rollouts=6,
             retries=RetryPolicy(calls=3, delay_seconds=0.02, give_up_after=None),
         )
-        return anyio.run(evaluate, PROBLEMS, plan, RunOptions(directory, signals="ignore", listeners=listeners))
+        return anyio.run(
+            evaluate, PROBLEMS, plan, RunOptions(directory, signals="ignore", listeners=listeners)
+        )
 
 
 class Outage(Diary):
@@ -93,7 +117,9 @@ class Outage(Diary):
 
     def __init__(self, server: DialectServer, directory: Path, size: float) -> None:
         super().__init__()
-        self._server, self._directory, self._size = server, directory, size
+        self._server = server
+        self._directory = directory
+        self._size = size
         self.is_over = False
 
     def notify(self, event: Notice) -> None:
@@ -129,15 +155,23 @@ def journal_size(directory: Path) -> int:
 def forced(directory: Path) -> list[Any]:
     """Decisions that were taken for want of a score."""
     events = (entry.event for entry in read_entries(directory / JOURNAL))
-    return [event for event in events if isinstance(event, Observed) and event.decision.origin == "forced"]
+    return [
+        event
+        for event in events
+        if isinstance(event, Observed) and event.decision.origin == "forced"
+    ]
 
 
 @pytest.mark.parametrize("pool", [False, True])
 def test_a_server_that_comes_back_is_waited_for(serve: Serve, tmp_path: Path, pool: bool) -> None:
-    """Killed and started again while the run goes on: the run ends as if nothing had been, and says who was awaited."""
+    """Killed and started again while the run goes on: the run ends as if nothing had been, and says
+    who was awaited.
+    """
     pair = Pair(serve)
     whole = outcomes(pair.run(tmp_path / "whole", PATIENT, pool=pool))
-    outage = Outage(pair.servers["target"], tmp_path / "run", 0.3 * journal_size(tmp_path / "whole"))
+    outage = Outage(
+        pair.servers["target"], tmp_path / "run", 0.3 * journal_size(tmp_path / "whole")
+    )
     with outage.ended_when_heard():
         found = pair.run(tmp_path / "run", PATIENT, outage, pool=pool)
     assert (found.status, found.exit_code) == ("finished", 0)
@@ -148,9 +182,14 @@ def test_a_server_that_comes_back_is_waited_for(serve: Serve, tmp_path: Path, po
 
 @pytest.mark.parametrize("points", [1, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("role", ["draft", "target"])
-def test_a_server_that_stays_away_costs_no_outcome(serve: Serve, tmp_path: Path, role: Role, points: int) -> None:
-    """Killed at any point, started before the next session: exit code 3, nothing forced, and then the same outcomes."""
-    pair, draws = Pair(serve), random.Random(21)
+def test_a_server_that_stays_away_costs_no_outcome(
+    serve: Serve, tmp_path: Path, role: Role, points: int
+) -> None:
+    """Killed at any point, started before the next session: exit code 3, nothing forced, and then
+    the same outcomes.
+    """
+    pair = Pair(serve)
+    draws = random.Random(21)
     whole = outcomes(pair.run(tmp_path / "whole", AWAY))
     size = journal_size(tmp_path / "whole")
     for number in range(points):

@@ -13,22 +13,39 @@ from atts.errors import EngineError, EngineUnavailable, FingerprintError, Option
 from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.seeds import Seed
 from atts.tasks import collect, task_group
-from atts.testing import CheckOptions, Latency, ScriptedEngine, ServerQuirks, ToyTokenizer, check_engine, run_virtual
+from atts.testing import (
+    CheckOptions,
+    Latency,
+    ScriptedEngine,
+    ServerQuirks,
+    ToyTokenizer,
+    check_engine,
+    run_virtual,
+)
 from atts.testing.servers import DialectServer
 
 Serve = Callable[..., DialectServer]
 Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
 PATIENT = CheckOptions(draws=24, tokens=6, long_tokens=64, timeout_seconds=600, settle_seconds=60)
-QUICK = RemoteOptions(timeout_seconds=60.0, attempts=2, delay_seconds=0.01, idle_seconds=1e9, recheck_seconds=1e9)
+QUICK = RemoteOptions(
+    timeout_seconds=60.0, attempts=2, delay_seconds=0.01, idle_seconds=1e9, recheck_seconds=1e9
+)
 
 
 def request(number: int, rollout: str = "") -> SampleRequest:
     return SampleRequest(PROMPT, 24, seed=Seed(run=number), rollout=rollout)
 
 
-def pool_of(client: Connect, *servers: DialectServer, options: RemoteOptions = QUICK) -> ReplicaPool:
-    return ReplicaPool([(str(number), client(server.url, options=options)) for number, server in enumerate(servers)])
+def pool_of(
+    client: Connect, *servers: DialectServer, options: RemoteOptions = QUICK
+) -> ReplicaPool:
+    return ReplicaPool(
+        [
+            (str(number), client(server.url, options=options))
+            for number, server in enumerate(servers)
+        ]
+    )
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -50,7 +67,8 @@ async def test_a_pool_keeps_every_promise_of_an_engine(serve: Serve, client: Con
 @pytest.mark.anyio
 async def test_a_rollout_stays_where_its_cache_is(serve: Serve, client: Connect) -> None:
     """The same rollout goes to the same replica; many rollouts go to both."""
-    first, second = serve("vllm"), serve("vllm")
+    first = serve("vllm")
+    second = serve("vllm")
     async with pool_of(client, first, second) as pool:
         before = [first.served, second.served]
         for number in range(6):
@@ -78,12 +96,15 @@ async def test_a_busy_replica_spills_over(serve: Serve, client: Connect) -> None
 
 @pytest.mark.anyio
 async def test_a_lost_replica_loses_no_rollout(serve: Serve, client: Connect) -> None:
-    """One of two servers is killed in mid-run and comes back: every request is answered, as it would have been."""
+    """One of two servers is killed in mid-run and comes back: every request is answered, as it
+    would have been.
+    """
 
     def slowish() -> ScriptedEngine:
         return ScriptedEngine(context_length=1024, latency=Latency(sampled_token=0.005))
 
-    steady, victim = serve("vllm", slowish), serve("vllm", slowish)
+    steady = serve("vllm", slowish)
+    victim = serve("vllm", slowish)
     async with client(steady.url) as alone:
         want = [(await alone.sample(request(number))).ids for number in range(12)]
     answers: dict[int, list[Completion]] = {}
@@ -108,15 +129,21 @@ async def test_a_lost_replica_loses_no_rollout(serve: Serve, client: Connect) ->
 
 
 @pytest.mark.anyio
-async def test_a_killed_replica_is_used_again_after_it_returned(serve: Serve, client: Connect) -> None:
+async def test_a_killed_replica_is_used_again_after_it_returned(
+    serve: Serve, client: Connect
+) -> None:
     """The breaker opens on loss, half-opens after a while, and closes on a good check."""
-    steady, victim = serve("vllm"), serve("vllm")
+    steady = serve("vllm")
+    victim = serve("vllm")
     async with pool_of(client, steady, victim) as pool:
         victim.kill()
         for number in range(12):
             await pool.sample(request(number, f"r{number}"))
         assert pool.load()[1].state == "down"
-        assert "cannot reach" in pool.load()[1].reason or "lost the connection" in pool.load()[1].reason
+        assert (
+            "cannot reach" in pool.load()[1].reason
+            or "lost the connection" in pool.load()[1].reason
+        )
         victim.start()
         with anyio.fail_after(120):
             while pool.load()[1].state == "down":
@@ -126,9 +153,14 @@ async def test_a_killed_replica_is_used_again_after_it_returned(serve: Serve, cl
 
 
 @pytest.mark.anyio
-async def test_a_replica_that_comes_back_as_another_is_never_used_again(serve: Serve, client: Connect) -> None:
-    """A rolling upgrade that changes the log-prob convention: the others do the work, the run goes on."""
-    steady, upgraded = serve("sglang"), serve("sglang")
+async def test_a_replica_that_comes_back_as_another_is_never_used_again(
+    serve: Serve, client: Connect
+) -> None:
+    """A rolling upgrade that changes the log-prob convention: the others do the work, the run goes
+    on.
+    """
+    steady = serve("sglang")
+    upgraded = serve("sglang")
     async with pool_of(client, steady, upgraded) as pool:
         upgraded.kill()
         for number in range(12):
@@ -147,7 +179,9 @@ async def test_a_replica_that_comes_back_as_another_is_never_used_again(serve: S
 
 
 @pytest.mark.anyio
-async def test_without_any_replica_the_error_is_retryable_and_says_why(serve: Serve, client: Connect) -> None:
+async def test_without_any_replica_the_error_is_retryable_and_says_why(
+    serve: Serve, client: Connect
+) -> None:
     """All gone: unavailable, with each replica's reason, at once."""
     server = serve("vllm")
     async with pool_of(client, server) as pool:
@@ -183,7 +217,9 @@ class Lost(ScriptedEngine):
 
 
 def test_calls_that_lost_the_only_replica_wait_until_it_was_checked(anyio_backend: Any) -> None:
-    """It is there before it was missed: every caller goes on when one has looked, however long it failed before."""
+    """It is there before it was missed: every caller goes on when one has looked, however long it
+    failed before.
+    """
 
     async def main() -> None:
         engine = Lost()
@@ -214,7 +250,9 @@ async def test_replicas_must_be_alike(serve: Serve, client: Connect) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_request_all_replicas_refuse_costs_no_replica(serve: Serve, client: Connect) -> None:
+async def test_a_request_all_replicas_refuse_costs_no_replica(
+    serve: Serve, client: Connect
+) -> None:
     """A request that cannot be served says so and leaves the pool as it was."""
     async with pool_of(client, serve("vllm"), serve("vllm")) as pool:
         with pytest.raises(EngineError):

@@ -23,20 +23,37 @@ Serve = Callable[..., DialectServer]
 
 def embedded() -> LocalEngine:
     """The embedded draft: its tokenizer can be opened here."""
-    return LocalEngine(path("draft"), name="draft", options=LocalOptions(worker="thread", kv_tokens=4096))
+    return LocalEngine(
+        path("draft"), name="draft", options=LocalOptions(worker="thread", kv_tokens=4096)
+    )
 
 
 @pytest.mark.parametrize("need", ["sample", "score", "rate"])
 def test_what_scores_can_rate(serve: Serve, need: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A vLLM server satisfies every need, as its row in docs/servers.md says."""
     server = serve("vllm", embedded, model="owner/draft")
-    assert command(["probe", f"vllm:{server.url}/owner/draft?tokenizer={path('draft')}", "--need", need, "--json"]) == 0
+    assert (
+        command(
+            [
+                "probe",
+                f"vllm:{server.url}/owner/draft?tokenizer={path('draft')}",
+                "--need",
+                need,
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["can"] == ["rate", "sample", "score"]
 
 
 @pytest.mark.parametrize("scheme", ["chat", "openai"])
 def test_a_chat_api_is_probed_as_a_run_names_it(
-    serve: Serve, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    serve: Serve,
+    scheme: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """URL, version, model and the setting that holds the key, in the words of `--target`."""
     monkeypatch.setenv("SOME_KEY", "secret")
@@ -51,7 +68,9 @@ def test_a_chat_api_is_probed_as_a_run_names_it(
 class Quick:
     """Requests to a server that answers in a moment, and is never seen to run anything."""
 
-    spec, tokenizer, client = EngineSpec("quick", "toy", "toy", 1024, (1,), 8), ToyTokenizer(), None
+    spec = EngineSpec("quick", "toy", "toy", 1024, (1,), 8)
+    tokenizer = ToyTokenizer()
+    client = None
     dialect = property(lambda self: self)
 
     async def running(self, client: object) -> int:

@@ -28,7 +28,10 @@ from atts.testing import CheckOptions, Latency, ScriptedEngine, ToyTokenizer, ch
 
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
 HALF = RayOptions(actors=2, cpus=0.5, open_seconds=120.0)
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own warnings are not ours to mend
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+]  # Ray's own warnings are not ours to mend
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,9 @@ def request(number: int) -> SampleRequest:
 async def test_actors_keep_every_promise_of_an_engine(cluster: Any) -> None:
     """`check_engine` finds nothing broken over two actors on two nodes; both did work."""
     async with RayEngine(toy, options=HALF) as engine:
-        report = await check_engine(engine, options=CheckOptions(draws=24, tokens=6, long_tokens=64))
+        report = await check_engine(
+            engine, options=CheckOptions(draws=24, tokens=6, long_tokens=64)
+        )
         assert not report.broken
         assert min(load.requests for load in engine.load()) > 10
     with pytest.raises(EngineUnavailable):
@@ -71,7 +76,9 @@ async def test_actors_keep_every_promise_of_an_engine(cluster: Any) -> None:
 
 @pytest.mark.anyio
 async def test_a_dead_actor_loses_no_request(cluster: Any) -> None:
-    """One of two is killed under way: every answer is as it would have been, and a new actor takes its place."""
+    """One of two is killed under way: every answer is as it would have been, and a new actor takes
+    its place.
+    """
     async with ScriptedEngine(context_length=1024) as alone:
         want = [(await alone.sample(request(number))).ids for number in range(24)]
     async with RayEngine(toy, options=HALF) as engine:
@@ -84,7 +91,10 @@ async def test_a_dead_actor_loses_no_request(cluster: Any) -> None:
             cluster.kill(engine.actors[0].handle)
             return []
 
-        work: list[Callable[[], Awaitable[list[Completion]]]] = [*(partial(ask, number) for number in range(24)), kill]
+        work: list[Callable[[], Awaitable[list[Completion]]]] = [
+            *(partial(ask, number) for number in range(24)),
+            kill,
+        ]
         answers = await collect(work)
         assert all(done.ids == want[number] for number in range(24) for done in answers[number])
         assert engine.load()[0].failures > 0
@@ -102,11 +112,15 @@ async def test_errors_keep_their_kind_on_the_way_back(cluster: Any) -> None:
         with pytest.raises(ContextOverflow, match="the context holds"):
             await engine.actors[0]._ask("sample", SampleRequest(PROMPT, 500))  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(OptionError, match="no setting of a local engine"):
-        await RayEngine(partial(build_engine, "embedded?treads=1", "draft"), options=RayOptions(cpus=0.5)).__aenter__()
+        await RayEngine(
+            partial(build_engine, "embedded?treads=1", "draft"), options=RayOptions(cpus=0.5)
+        ).__aenter__()
 
 
 def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: Path) -> None:
-    """Draft and target in actors on two nodes, the same seeds, a gate that learns nothing: the same rollouts."""
+    """Draft and target in actors on two nodes, the same seeds, a gate that learns nothing: the same
+    rollouts.
+    """
     from atts.api.setup import answers_for, grade, load_problems
 
     problems = load_problems("arithmetic[:6]")
@@ -114,28 +128,48 @@ def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: 
                     sampling=Sampling(temperature=0.7))  # fmt: skip
 
     def run(name: str, make: Callable[[str], Engine]) -> dict[str, Outcome]:
-        plan = Plan(make("draft"), make("target"), policy, ThresholdGate(1.2), answers_for("math"), grade)
-        result = anyio.run(partial(evaluate, problems, plan, RunOptions(tmp_path / name, signals="ignore")))
+        plan = Plan(
+            make("draft"), make("target"), policy, ThresholdGate(1.2), answers_for("math"), grade
+        )
+        result = anyio.run(
+            partial(evaluate, problems, plan, RunOptions(tmp_path / name, signals="ignore"))
+        )
         return {outcome.problem.id: outcome for outcome in result.outcomes()}
 
-    one = run("one", lambda role: build_engine("embedded?threads=1", "target" if role == "target" else "draft"))
+    one = run(
+        "one",
+        lambda role: build_engine("embedded?threads=1", "target" if role == "target" else "draft"),
+    )
     words = "ray:embedded?threads=1&actors=2&cpus=0.25"
     two = run("two", lambda role: build_engine(words, "target" if role == "target" else "draft"))
-    assert {name: outcome.answer for name, outcome in one.items()} == {n: outcome.answer for n, outcome in two.items()}
-    texts = [(ours.text, theirs.text) for name in one for ours, theirs in zip(one[name].rollouts, two[name].rollouts)]  # noqa: B905
-    assert sum(ours == theirs for ours, theirs in texts) >= len(texts) - 1  # a tie of two logits may flip one
+    assert {name: outcome.answer for name, outcome in one.items()} == {
+        n: outcome.answer for n, outcome in two.items()
+    }
+    texts = [
+        (ours.text, theirs.text)
+        for name in one
+        for ours, theirs in zip(one[name].rollouts, two[name].rollouts, strict=False)
+    ]
+    assert (
+        sum(ours == theirs for ours, theirs in texts) >= len(texts) - 1
+    )  # a tie of two logits may flip one
 
 
 def stage_actors() -> list[int]:
     """Processes of actors that hold layers."""
-    found = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if b"StageActor" in path.read_bytes()]
+    found = [
+        path.parent
+        for path in Path("/proc").glob("[0-9]*/cmdline")
+        if b"StageActor" in path.read_bytes()
+    ]
     return [int(path.name) for path in found]
 
 
 @pytest.mark.anyio
 async def test_stages_in_actors_say_what_one_process_says(cluster: Any) -> None:
     """The bits of one process; an actor that is killed with its layers is an outage, which ends."""
-    words, law = "embedded:target?threads=1&kv_tokens=4096", Sampling(0.8)
+    words = "embedded:target?threads=1&kv_tokens=4096"
+    law = Sampling(0.8)
     ask = SampleRequest((5, 6, 7), 40, law, Seed(run=1), rollout="r")
     async with build_engine(words, "target") as alone:
         wanted = await alone.sample(ask)
@@ -154,9 +188,14 @@ async def test_stages_in_actors_say_what_one_process_says(cluster: Any) -> None:
 
 @pytest.mark.anyio
 async def test_a_killed_replica_of_a_stage_costs_no_answer(cluster: Any) -> None:
-    """Two actors with the same layers: one goes on with what was asked of both; the commands take such words too."""
-    words, law = "embedded:target?threads=1&kv_tokens=4096", Sampling(0.8)
-    asks = [SampleRequest((5, 6, 7 + at), 80, law, Seed(run=1), rollout=f"r{at}") for at in range(4)]
+    """Two actors with the same layers: one goes on with what was asked of both; the commands take
+    such words too.
+    """
+    words = "embedded:target?threads=1&kv_tokens=4096"
+    law = Sampling(0.8)
+    asks = [
+        SampleRequest((5, 6, 7 + at), 80, law, Seed(run=1), rollout=f"r{at}") for at in range(4)
+    ]
     async with build_engine(words, "target") as alone:
         wanted = await collect([partial(alone.sample, ask) for ask in asks])
     staged = f"ray:{words}&stages=2&stage_replicas=2&cpus=0.25"
@@ -168,7 +207,9 @@ async def test_a_killed_replica_of_a_stage_costs_no_answer(cluster: Any) -> None
         found = await collect([partial(engine.sample, ask) for ask in asks])
         assert [done.ids for done in found] == [done.ids for done in wanted]
     policy = replace(Setup().policy, samples=2, max_tokens=64)
-    outcome = await solve("Start at 4. +3, -2. What is the result?", Setup(target=staged, policy=policy))
+    outcome = await solve(
+        "Start at 4. +3, -2. What is the result?", Setup(target=staged, policy=policy)
+    )
     assert len(outcome.rollouts) == 2
 
 

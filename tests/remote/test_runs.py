@@ -27,14 +27,27 @@ from atts.pipelines import Answers, Chunking, Policy, ScoreRule, ThresholdGate
 from atts.remote import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.run import Plan, RunOptions, evaluate
 from atts.tasks import background, task_group
-from atts.testing import Latency, ScriptedEngine, ServerFaults, ToyTokenizer, toy_answer, toy_groups, toy_problems
+from atts.testing import (
+    Latency,
+    ScriptedEngine,
+    ServerFaults,
+    ToyTokenizer,
+    toy_answer,
+    toy_groups,
+    toy_problems,
+)
 from atts.testing.server_core import ServerQuirks
 from atts.testing.servers import DialectServer
 
 Serve = Callable[..., DialectServer]
-# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds pass between two.
+# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds
+# pass between two.
 OPTIONS = RemoteOptions(
-    timeout_seconds=60.0, delay_seconds=0.01, wait_seconds=20.0, idle_seconds=1e9, recheck_seconds=1e9
+    timeout_seconds=60.0,
+    delay_seconds=0.01,
+    wait_seconds=20.0,
+    idle_seconds=1e9,
+    recheck_seconds=1e9,
 )
 HURRIED = replace(OPTIONS, timeout_seconds=4.0)  # some calls hang until then
 FAULTS = {
@@ -70,13 +83,20 @@ def plan(serve: Serve) -> tuple[Plan, list[DialectServer]]:
         serve("llamacpp", engine("draft")), serve("sglang", engine("target")), serve("sglang", engine("target"))
     ]  # fmt: skip
     pool = ReplicaPool(
-        [(str(n), remote(server, "target", HURRIED)) for n, server in enumerate(servers[1:])], name="target"
+        [(str(n), remote(server, "target", HURRIED)) for n, server in enumerate(servers[1:])],
+        name="target",
     )
     policy = Policy(samples=3, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
     retries = RetryPolicy(calls=8, rollouts=3, delay_seconds=0.05)
     answers = Answers(toy_answer, toy_groups)
     return Plan(
-        remote(servers[0], "draft", HURRIED), pool, policy, ThresholdGate(1.3), answers, rollouts=9, retries=retries
+        remote(servers[0], "draft", HURRIED),
+        pool,
+        policy,
+        ThresholdGate(1.3),
+        answers,
+        rollouts=9,
+        retries=retries,
     ), servers
 
 
@@ -84,7 +104,8 @@ class Trouble:
     """Makes it once a server has answered so many requests, before the run does anything else."""
 
     def __init__(self, server: DialectServer, left: list[tuple[int, Callable[[], object]]]) -> None:
-        self.server, self.left = server, left
+        self.server = server
+        self.left = left
 
     def recalled(self, event: object) -> None:
         """Nothing of interest."""
@@ -99,7 +120,9 @@ class Trouble:
 async def test_every_problem_ends_once_while_servers_fail_and_restart(
     plan: tuple[Plan, list[DialectServer]], tmp_path: Path
 ) -> None:
-    """A third of the calls fails in some way, a replica is killed and returns: every problem has its outcome, once."""
+    """A third of the calls fails in some way, a replica is killed and returns: every problem has
+    its outcome, once.
+    """
     todo, servers = plan
 
     def fail() -> None:
@@ -108,9 +131,13 @@ async def test_every_problem_ends_once_while_servers_fail_and_restart(
 
     trouble = Trouble(servers[1], [(1, fail), (30, servers[2].kill), (50, servers[2].start)])
     problems = toy_problems(6, 5)
-    result = await evaluate(problems, todo, RunOptions(tmp_path / "run", signals="ignore", listeners=[trouble]))
+    result = await evaluate(
+        problems, todo, RunOptions(tmp_path / "run", signals="ignore", listeners=[trouble])
+    )
     assert not trouble.left
-    assert Counter(outcome.problem.id for outcome in result.outcomes()) == {problem.id: 1 for problem in problems}
+    assert Counter(outcome.problem.id for outcome in result.outcomes()) == {
+        problem.id: 1 for problem in problems
+    }
     assert all(outcome.status in ("answered", "unanswered") for outcome in result.outcomes())
     for server in servers:
         server.faults = ServerFaults()
@@ -120,13 +147,17 @@ async def test_every_problem_ends_once_while_servers_fail_and_restart(
 
 
 @pytest.mark.anyio
-async def test_a_run_that_is_stopped_leaves_servers_idle(plan: tuple[Plan, list[DialectServer]]) -> None:
+async def test_a_run_that_is_stopped_leaves_servers_idle(
+    plan: tuple[Plan, list[DialectServer]],
+) -> None:
     """Cancelling the run, as Ctrl-C does, frees everything it had asked for."""
     todo, servers = plan
     async with task_group() as group:
         group.start_soon(evaluate, toy_problems(40, 5), todo, RunOptions(signals="ignore"))
         with anyio.fail_after(120):
-            while not any(server.calls for server in servers[1:]) or not any(server.running for server in servers):  # noqa: ASYNC110
+            while not any(server.calls for server in servers[1:]) or not any(  # noqa: ASYNC110
+                server.running for server in servers
+            ):
                 await anyio.sleep(0.002)
         group.cancel_scope.cancel()
     with anyio.fail_after(120):
@@ -135,10 +166,16 @@ async def test_a_run_that_is_stopped_leaves_servers_idle(plan: tuple[Plan, list[
 
 
 def test_servers_are_named_by_words() -> None:
-    """SCHEME:URL/MODEL, settings after a question mark, several URLs for a pool; what is wrong is said."""
+    """SCHEME:URL/MODEL, settings after a question mark, several URLs for a pool; what is wrong is
+    said.
+    """
     one = build_engine("vllm:http://h:8000/Qwen/Qwen3-8B?in_flight=7&timeout=3&wait=9", "target")
     assert isinstance(one, RemoteEngine)
-    assert (one.url, one.options.in_flight, one.options.timeout_seconds) == ("http://h:8000", 7, 3.0)
+    assert (one.url, one.options.in_flight, one.options.timeout_seconds) == (
+        "http://h:8000",
+        7,
+        3.0,
+    )
     assert one.options.wait_seconds == 9.0
     pool = build_engine("server:http://a:1,http://b:2", "draft")
     assert isinstance(pool, ReplicaPool)
@@ -155,7 +192,9 @@ def test_servers_are_named_by_words() -> None:
             build_engine(words, "draft")
 
 
-def test_the_probe_command_says_what_is_wrong(serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_probe_command_says_what_is_wrong(
+    serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Exit codes: 3 for the server, 2 for what was given; one line on stderr, nothing on stdout."""
     from atts.models import path
 
@@ -182,7 +221,9 @@ def test_the_probe_command_waits_for_a_server_that_loads_and_says_so(
     serve: Serve, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Waiting is said on stderr; one that never ends is exit code 3."""
-    assert command(["probe", serve("chat", loading_seconds=0.4).url + "/v1", "--dialect", "chat"]) == 0
+    assert (
+        command(["probe", serve("chat", loading_seconds=0.4).url + "/v1", "--dialect", "chat"]) == 0
+    )
     out = capsys.readouterr()
     assert out.err.count("still loading") == 1
     assert "can rate and sample" in out.out
@@ -195,7 +236,9 @@ def test_the_probe_command_waits_for_a_server_that_loads_and_says_so(
 async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every request would fail alike: the run says so at once, where the key belongs, and leaves the server idle."""
+    """Every request would fail alike: the run says so at once, where the key belongs, and leaves
+    the server idle.
+    """
     monkeypatch.setenv("ATTS_API_KEY", "secret-old")
     server = serve("sglang", engine("draft"), key="secret-old")
     policy = Policy(samples=3, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
@@ -208,7 +251,9 @@ async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
         server.key = "secret-new"
 
     async with background(expire):
-        with pytest.raises(UnsupportedByEngine, match="refused the API key.*ATTS_API_KEY") as refused:
+        with pytest.raises(
+            UnsupportedByEngine, match="refused the API key.*ATTS_API_KEY"
+        ) as refused:
             await evaluate(toy_problems(40, 5), todo, RunOptions(signals="ignore"))
     assert "secret" not in str(refused.value)
     with anyio.fail_after(120):
@@ -219,17 +264,41 @@ async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
 def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) -> None:
     """A real process, two real interrupts: exit code 130, and no request is left at the server."""
     server = serve("chat", lambda: Endless("target"))
-    words = ["eval", "arithmetic[:8]", "--method", "target-only", "--draft", "scripted", "--report", "none"]
-    words += ["--target", f"chat:{server.url}/v1/toy", "--samples", "4", "--out", str(tmp_path / "run")]
-    run = subprocess.Popen([sys.executable, "-m", "atts", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    words = [
+        "eval",
+        "arithmetic[:8]",
+        "--method",
+        "target-only",
+        "--draft",
+        "scripted",
+        "--report",
+        "none",
+    ]
+    words += [
+        "--target",
+        f"chat:{server.url}/v1/toy",
+        "--samples",
+        "4",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "atts", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     try:
         deadline = time.monotonic() + 120
         while server.running < 16 and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        for patience in (0.5, 30.0, 30.0):  # the first lets calls finish, which these never do; the next drops them
+        for patience in (
+            0.5,
+            30.0,
+            30.0,
+        ):  # the first lets calls finish, which these never do; the next drops them
             run.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                run.wait(patience)  # on a busy machine two at once may count as one: then there is a third
+                run.wait(
+                    patience
+                )  # on a busy machine two at once may count as one: then there is a third
                 break
         out, said = run.communicate(timeout=120)
     finally:
@@ -276,7 +345,11 @@ class CountedScores(ScriptedEngine):
     [
         ("draft-only", {}, "none"),
         ("random", {}, "none"),
-        ("paper", {}, "none"),  # its mean score and its majority vote look at the target's log-probabilities alone
+        (
+            "paper",
+            {},
+            "none",
+        ),  # its mean score and its majority vote look at the target's log-probabilities alone
         ("atts", {"score": ScoreRule("mean")}, "none"),
         ("atts", {}, "draft"),  # the speculative score compares both models
         ("draft-only", {"vote": "confidence"}, "draft"),
@@ -286,22 +359,45 @@ class CountedScores(ScriptedEngine):
 async def test_raw_log_probs_are_fetched_only_where_they_are_used(
     serve: Serve, method: str, changes: dict[str, Any], extra: str
 ) -> None:
-    """SGLang's default convention costs a second scoring of what was written only for a score, vote or stop."""
+    """SGLang's default convention costs a second scoring of what was written only for a score, vote
+    or stop.
+    """
     models: dict[Role, CountedScores] = {role: CountedScores(role) for role in ("draft", "target")}
     quirks = ServerQuirks(logprobs="processed")
-    engines = {role: remote(serve("sglang", lambda m=m: m, quirks=quirks), role) for role, m in models.items()}
-    policy = replace(Policy(samples=2, turns=4, chunking=Chunking(12, 12, ()), early_stop="none"), **changes)
+    engines = {
+        role: remote(serve("sglang", lambda m=m: m, quirks=quirks), role)
+        for role, m in models.items()
+    }
+    policy = replace(
+        Policy(samples=2, turns=4, chunking=Chunking(12, 12, ()), early_stop="none"), **changes
+    )
     setup = Setup(policy=policy, method=method, rate=0.3)
     async with engines["draft"] as draft, engines["target"] as target:
         for model in models.values():
             model.asked = 0
         plan = replace(setup.plan(draft, target), answers=Answers(toy_answer, toy_groups))
         result = await evaluate(toy_problems(2), plan, RunOptions(engines="are open"))
-    chunks = [c for o in result.outcomes() for r in o.rollouts for t in r.turns for c in (*t.chunks, *t.discarded)]
-    judged = sum(t.score is not None for o in result.outcomes() for r in o.rollouts for t in r.turns)
+    chunks = [
+        c
+        for o in result.outcomes()
+        for r in o.rollouts
+        for t in r.turns
+        for c in (*t.chunks, *t.discarded)
+    ]
+    judged = sum(
+        t.score is not None for o in result.outcomes() for r in o.rollouts for t in r.turns
+    )
     written = {role: sum(chunk.author == role for chunk in chunks) for role in models}
     assert chunks
     assert models["draft"].asked == (written["draft"] if extra == "draft" else 0)
     assert models["target"].asked == judged + (written["target"] if extra == "target" else 0)
     if extra == "none":
-        assert sum(tokens_written(t, "draft") for o in result.outcomes() for r in o.rollouts for t in r.turns) > 0
+        assert (
+            sum(
+                tokens_written(t, "draft")
+                for o in result.outcomes()
+                for r in o.rollouts
+                for t in r.turns
+            )
+            > 0
+        )

@@ -18,7 +18,15 @@ from atts.graph import Limit
 from atts.journal import JOURNAL, Event, JournalOptions, read_entries
 from atts.pipelines import Answers, Chunking, ConformalGate, Gate, Policy, ScoreRule, ThresholdGate
 from atts.run import Plan, RunOptions, RunResult, evaluate
-from atts.testing import Backend, Latency, ScriptedEngine, run_virtual, toy_answer, toy_groups, toy_problems
+from atts.testing import (
+    Backend,
+    Latency,
+    ScriptedEngine,
+    run_virtual,
+    toy_answer,
+    toy_groups,
+    toy_problems,
+)
 from tests.run.crashing import essence
 
 
@@ -35,7 +43,9 @@ def grade(answer: str, problem: Problem) -> Said:
     return Said("equal" if answer == problem.answer else "different")
 
 
-POLICY = Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none", score=ScoreRule("mean"))
+POLICY = Policy(
+    samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none", score=ScoreRule("mean")
+)
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
 
 
@@ -78,7 +88,11 @@ class World:
         return RunOptions(**{**parts, **changes})
 
     def run(
-        self, plan: Plan, session: RunOptions, problems: Iterable[Problem] | int = 5, backend: Backend = "asyncio"
+        self,
+        plan: Plan,
+        session: RunOptions,
+        problems: Iterable[Problem] | int = 5,
+        backend: Backend = "asyncio",
     ) -> RunResult:
         """Evaluate toy problems in virtual time."""
         chosen = toy_problems(problems, 5) if isinstance(problems, int) else problems

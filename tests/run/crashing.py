@@ -1,7 +1,8 @@
-"""Runs that are killed over and over, or meet a full disk: the children, and the bookkeeping about them.
+"""Runs that are killed over and over, or meet a full disk: the children, and the bookkeeping about
+them.
 
-Run as a program it is a small server that forks one evaluation per line it reads, so that a child starts in
-milliseconds. The tests and the study `crash` load it by its path.
+Run as a program it is a small server that forks one evaluation per line it reads, so that a child
+starts in milliseconds. The tests and the study `crash` load it by its path.
 """
 
 from __future__ import annotations
@@ -53,11 +54,14 @@ from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.run import Plan, RunOptions, evaluate
 from atts.testing import Latency, ScriptedEngine, toy_answer, toy_groups, toy_problems
 
-DRAFT_SLOTS, TARGET_SLOTS = 4, 2
+DRAFT_SLOTS = 4
+TARGET_SLOTS = 2
 SLOTS = DRAFT_SLOTS + TARGET_SLOTS
 Way = Literal["outside", "die", "refuse"]
 KILLS: tuple[Way, ...] = ("outside", "outside", "die", "die")
-CALLS = "calls.txt"  # every engine call that began: process and key, written before the engine is asked
+CALLS = (
+    "calls.txt"  # every engine call that began: process and key, written before the engine is asked
+)
 FULL = "full"  # instead of a key: the disk was full for the first time
 
 
@@ -69,7 +73,9 @@ class Order:
     problems: int = 3
     seed: int = 5
     room: int | None = None  # bytes this session can write into its journal
-    then: Literal["die", "refuse"] = "die"  # at the first byte beyond: SIGKILL in mid-write, or no space left
+    then: Literal["die", "refuse"] = (
+        "die"  # at the first byte beyond: SIGKILL in mid-write, or no space left
+    )
     signals: Literal["handle", "ignore"] = "ignore"
     slowness: float = 1.0  # of the engines: time to meet this child at work
 
@@ -98,7 +104,9 @@ def _tell(notes: int, what: str) -> None:
 
 
 class ShortFile(FileIO):
-    """An append-only file that ends badly: at a certain byte its process is killed, or its disk is full."""
+    """An append-only file that ends badly: at a certain byte its process is killed, or its disk is
+    full.
+    """
 
     def __init__(self, path: Path, room: int, then: Literal["die", "refuse"]) -> None:
         super().__init__(path, "ab")
@@ -144,7 +152,8 @@ def play(order: Order) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     slowness = order.slowness
     latency = Latency(per_sample=0.004 * slowness, per_score=0.002 * slowness, jitter=1.0)
-    draft, target = CountingEngine("draft", latency=latency), CountingEngine("target", latency=latency)
+    draft = CountingEngine("draft", latency=latency)
+    target = CountingEngine("target", latency=latency)
     draft.notes = target.notes = os.open(directory / CALLS, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     plan = Plan(
         draft,
@@ -158,7 +167,9 @@ def play(order: Order) -> int:
     )
     room = order.room
     journal = (
-        JournalOptions() if room is None else JournalOptions(opener=lambda path: ShortFile(path, room, order.then))
+        JournalOptions()
+        if room is None
+        else JournalOptions(opener=lambda path: ShortFile(path, room, order.then))
     )
     session = RunOptions(directory, journal=journal, signals=order.signals)
     result = anyio.run(evaluate, toy_problems(order.problems, order.seed), plan, session)
@@ -227,7 +238,9 @@ class Nursery:
 def nursery() -> Generator[Nursery, None, None]:
     """A server of children, gone at the end."""
     command = [sys.executable, str(Path(__file__).resolve())]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield Nursery(process)
         finally:
@@ -235,7 +248,9 @@ def nursery() -> Generator[Nursery, None, None]:
 
 
 def kill_when(child: int, path: Path, size: int, pause: float) -> None:
-    """SIGKILL a child, `pause` seconds after its journal has grown to a size; it may have ended before."""
+    """SIGKILL a child, `pause` seconds after its journal has grown to a size; it may have ended
+    before.
+    """
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
@@ -268,7 +283,9 @@ class Crashes:
 def crash_runs(
     children: Nursery, folder: Path, whole: int, kills: int, seed: int, *, most: int = 10
 ) -> Generator[tuple[Path, Crashes], None, None]:
-    """Exactly `kills` kills, at most `most` of them in one run, over as many runs as that takes (see `crash`)."""
+    """Exactly `kills` kills, at most `most` of them in one run, over as many runs as that takes
+    (see `crash`).
+    """
     number = unharmed = 0
     while kills:
         directory = folder / f"run {number}"
@@ -283,9 +300,10 @@ def crash_runs(
 def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int) -> Crashes:
     """Kill a run again and again at seeded points, then let it end.
 
-    Of five sessions one does not die but finds its disk full, two are killed from outside, two in the middle of a
-    write. After each the whole lines must be the beginning of all that follows. A run quicker than its kill ends
-    before its time. `whole` is the size of the journal of a run without kills.
+    Of five sessions one does not die but finds its disk full, two are killed from outside, two in
+    the middle of a write. After each the whole lines must be the beginning of all that follows. A
+    run quicker than its kill ends before its time. `whole` is the size of the journal of a run
+    without kills.
 
     :raises AssertionError: anything recorded changed, or was done again.
     """
@@ -296,8 +314,12 @@ def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int)
     while dead < kills:
         before = path.read_bytes() if path.exists() else b""
         step = draws.randrange(1, max(2, (whole - len(before)) // (kills - dead)))
-        code = _interrupt(children, directory, len(before) + step, step, next(ways), draws.random() * 0.01)
-        assert path.read_bytes().startswith(before[: before.rfind(b"\n") + 1]), "what was recorded has changed"
+        code = _interrupt(
+            children, directory, len(before) + step, step, next(ways), draws.random() * 0.01
+        )
+        assert path.read_bytes().startswith(before[: before.rfind(b"\n") + 1]), (
+            "what was recorded has changed"
+        )
         dead += code == -signal.SIGKILL
         full += code == StorageError.exit_code
         assert code in (0, -signal.SIGKILL, StorageError.exit_code), f"a child ended with {code}"
@@ -308,8 +330,12 @@ def crash(children: Nursery, directory: Path, whole: int, kills: int, seed: int)
     return Crashes(dead, full, *check_calls(directory))
 
 
-def _interrupt(children: Nursery, directory: Path, size: int, step: int, way: Way, pause: float) -> int:
-    """One session that comes to a bad end when its journal has grown by `step` to `size`; its exit code."""
+def _interrupt(
+    children: Nursery, directory: Path, size: int, step: int, way: Way, pause: float
+) -> int:
+    """One session that comes to a bad end when its journal has grown by `step` to `size`; its exit
+    code.
+    """
     order = Order(str(directory))
     if way != "outside":
         return children.run(replace(order, room=step, then=way))
@@ -318,7 +344,9 @@ def _interrupt(children: Nursery, directory: Path, size: int, step: int, way: Wa
     return children.wait()
 
 
-def check_calls(directory: Path, interruptions: Literal["none", "some"] = "none") -> tuple[int, int, int]:
+def check_calls(
+    directory: Path, interruptions: Literal["none", "some"] = "none"
+) -> tuple[int, int, int]:
     """Sessions, recalled calls, repeated calls; no call that had been recorded was ever made again.
 
     :raises AssertionError: one was.
@@ -332,7 +360,9 @@ def check_calls(directory: Path, interruptions: Literal["none", "some"] = "none"
         elif isinstance(entry.event, SessionOpened):
             pids[str(entry.event.pid)] = entry.session
     begun: dict[str, set[str]] = {}
-    late: dict[str, set[str]] = {}  # begun when the disk was full, before the news had reached everybody
+    late: dict[
+        str, set[str]
+    ] = {}  # begun when the disk was full, before the news had reached everybody
     seen: set[str] = set()
     repeated = 0
     for line in (directory / CALLS).read_text().splitlines():
@@ -346,10 +376,16 @@ def check_calls(directory: Path, interruptions: Literal["none", "some"] = "none"
     for pid in begun.keys() | late.keys():
         keys = begun.get(pid, set())
         session = pids.get(pid, 0)  # none for a process that died before its first line was whole
-        earlier = set().union(*(found for number, found in recorded.items() if 0 < number < session))
-        assert not (keys | late.get(pid, set())) & earlier, f"session {session} repeated recorded calls"
+        earlier = set().union(
+            *(found for number, found in recorded.items() if 0 < number < session)
+        )
+        assert not (keys | late.get(pid, set())) & earlier, (
+            f"session {session} repeated recorded calls"
+        )
         lost = len(keys - recorded.get(session, set()))
-        assert lost <= SLOTS, f"session {session} lost {lost} calls, and only {SLOTS} can have been in flight"
+        assert lost <= SLOTS, (
+            f"session {session} lost {lost} calls, and only {SLOTS} can have been in flight"
+        )
     last = max(recorded, default=0)
     recalled = sum(len(found) for number, found in recorded.items() if number < last)
     warnings = {entry.event.code for entry in entries if isinstance(entry.event, Warned)}
@@ -371,13 +407,18 @@ def decisions(directory: Path) -> dict[tuple[str, int, int], str]:
 
 def outcomes(directory: Path) -> dict[str, str]:
     """Every outcome in essence."""
-    return {outcome.problem.id: essence(outcome) for outcome in read_outcomes(read_entries(directory / JOURNAL))}
+    return {
+        outcome.problem.id: essence(outcome)
+        for outcome in read_outcomes(read_entries(directory / JOURNAL))
+    }
 
 
 def essence(outcome: Outcome) -> str:
-    """All of an outcome but what depends on timing alone: the order of asking, also about equal chunks, and caches.
+    """All of an outcome but what depends on timing alone: the order of asking, also about equal
+    chunks, and caches.
 
-    Which of the siblings that wrote an equal chunk asked, and is charged for it, is told by the sum alone.
+    Which of the siblings that wrote an equal chunk asked, and is charged for it, is told by the sum
+    alone.
     """
     rollouts: list[Rollout] = []
     for rollout in outcome.rollouts:

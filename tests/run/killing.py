@@ -1,7 +1,9 @@
-"""Evaluations on two local engines in processes of their own, which are there to be killed; run as a program.
+"""Evaluations on two local engines in processes of their own, which are there to be killed; run as
+a program.
 
-With a directory it is one evaluation, as a command would be. Without, it is a server that forks one evaluation per
-directory it reads, whose engines fork their processes in turn: what all of them import is imported once.
+With a directory it is one evaluation, as a command would be. Without, it is a server that forks one
+evaluation per directory it reads, whose engines fork their processes in turn: what all of them
+import is imported once.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.run import Plan, RunOptions, evaluate
 from atts.testing import toy_answer, toy_groups
 
-PROBLEMS = [Problem(f"p{number}", f"What is {number} + {3 * number}?", str(4 * number)) for number in range(2, 10)]
+PROBLEMS = [
+    Problem(f"p{number}", f"What is {number} + {3 * number}?", str(4 * number))
+    for number in range(2, 10)
+]
 
 
 def main(directory: Path) -> int:
@@ -38,14 +43,18 @@ def main(directory: Path) -> int:
         rollouts=4,
     )
     try:
-        return anyio.run(evaluate, PROBLEMS, plan, RunOptions(directory, signals="ignore")).exit_code
+        return anyio.run(
+            evaluate, PROBLEMS, plan, RunOptions(directory, signals="ignore")
+        ).exit_code
     except ATTSError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
 
 
 class Forked(subprocess.Popen[bytes]):
-    """A worker process that is a fork of its parent: the same pipes and the same program, nothing imported anew."""
+    """A worker process that is a fork of its parent: the same pipes and the same program, nothing
+    imported anew.
+    """
 
     def _execute_child(self, *arguments: Any) -> None:
         stdin, _, _, stdout, _, stderr = arguments[10:16]
@@ -56,7 +65,8 @@ class Forked(subprocess.Popen[bytes]):
             for number, handle in enumerate((stdin, stdout, stderr)):
                 os.dup2(handle, number)
             os.closerange(3, 4096)
-            sys.stdin, sys.argv = os.fdopen(0), ["child", str(parent)]
+            sys.stdin = os.fdopen(0)
+            sys.argv = ["child", str(parent)]
             code = 1
             try:
                 code = child.main()
@@ -68,7 +78,9 @@ class Forked(subprocess.Popen[bytes]):
 
 
 def serve() -> None:
-    """Fork an evaluation per directory, in a session of its own; answer with its process id, then with how it ended."""
+    """Fork an evaluation per directory, in a session of its own; answer with its process id, then
+    with how it ended.
+    """
     import transformers  # noqa: F401  # pyright: ignore[reportUnusedImport]  what engines load when they open
 
     import atts.local.build  # noqa: F401  # pyright: ignore[reportUnusedImport]

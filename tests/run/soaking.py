@@ -1,4 +1,5 @@
-"""Runs under faults, cancels and drift, one after the other, and what the process holds between them.
+"""Runs under faults, cancels and drift, one after the other, and what the process holds between
+them.
 
 The tests run it for a second or two minutes, the study `soak` for an hour.
 """
@@ -28,15 +29,27 @@ from atts.local import LocalEngine, LocalOptions
 from atts.models import EMBEDDED, path
 from atts.pipelines import Context, Policy, solve
 from atts.run import Plan, RunOptions, RunResult, evaluate
-from atts.testing import FaultKind, Faults, FaultyEngine, Latency, ScoreDrift, ScriptedEngine, toy_problems
+from atts.testing import (
+    FaultKind,
+    Faults,
+    FaultyEngine,
+    Latency,
+    ScoreDrift,
+    ScriptedEngine,
+    toy_problems,
+)
 
-Kind = Literal["faults", "cancelled and resumed", "drift", "embedded pair", "embedded pair, cancelled"]
+Kind = Literal[
+    "faults", "cancelled and resumed", "drift", "embedded pair", "embedded pair, cancelled"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SHARES: Mapping[FaultKind, float] = {
     "refused": 0.01, "slow": 0.01, "dropped": 0.01, "timeout": 0.005, "wrong_length": 0.005, "nan": 0.005,
     "empty": 0.005, "wrong_ids": 0.005, "hang": 0.001,
 }  # fmt: skip
-_SETS = 6  # sets of problems, again and again under other seeds: the toy models remember every law they ever made
+# sets of problems, again and again under other seeds: the toy models remember every law they ever
+# made
+_SETS = 6
 _CACHE = 8192  # KV tokens of each local engine
 
 
@@ -80,7 +93,9 @@ class Station:
 
 async def soak(folder: Path, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS) -> Tally:
     """Episodes of these kinds in turn until the time is over; levels are read between them."""
-    tally, number, said = Tally(), 0, 0.0
+    tally = Tally()
+    number = 0
+    said = 0.0
     async with AsyncExitStack() as stack:
         stations = await _stations(stack, kinds)
         began = time.perf_counter()
@@ -91,7 +106,9 @@ async def soak(folder: Path, seconds: float, seed: int, kinds: Sequence[Kind] = 
             number += 1
             if passed - said > 30:
                 said = passed
-                sys.stderr.write(f"soak: {passed:.0f} of {seconds:.0f} s, {number} runs, {tally.levels[-1]}\n")
+                sys.stderr.write(
+                    f"soak: {passed:.0f} of {seconds:.0f} s, {number} runs, {tally.levels[-1]}\n"
+                )
     return tally
 
 
@@ -99,7 +116,9 @@ async def _stations(stack: AsyncExitStack, kinds: Sequence[Kind]) -> dict[Kind, 
     """Those that these kinds of episodes need."""
     stations: dict[Kind, Station] = {}
     if "faults" in kinds or "cancelled and resumed" in kinds:
-        stations["faults"] = stations["cancelled and resumed"] = await _scripted(stack, ScoreDrift())
+        stations["faults"] = stations["cancelled and resumed"] = await _scripted(
+            stack, ScoreDrift()
+        )
     if "drift" in kinds:
         stations["drift"] = await _scripted(stack, ScoreDrift(after=500, factor=1.3))
     if "embedded pair" in kinds or "embedded pair, cancelled" in kinds:
@@ -112,23 +131,34 @@ async def _scripted(stack: AsyncExitStack, drift: ScoreDrift) -> Station:
     latency = Latency(per_sample=0.001, per_score=0.001, sampled_token=2e-5)
     drafts = ScriptedEngine("draft", latency=latency, concurrency=16, faults=faults)
     targets = ScriptedEngine("target", latency=latency, concurrency=8, faults=faults, drift=drift)
-    draft, target = await stack.enter_async_context(drafts), await stack.enter_async_context(targets)
+    draft = await stack.enter_async_context(drafts)
+    target = await stack.enter_async_context(targets)
     policy = Policy(samples=4, timeout_seconds=1.0)
     return Station(draft, target, lambda count, number: toy_problems(count, seed=number), policy)
 
 
 async def _embedded(stack: AsyncExitStack) -> Station:
-    # A small cache is soon full, so that what grows later is a leak; with threads it is this process that grows.
+    # A small cache is soon full, so that what grows later is a leak; with threads it is this
+    # process that grows.
     options = LocalOptions(worker="thread", kv_tokens=_CACHE)
     models = tuple(LocalEngine(path(role), name=role, options=options) for role in EMBEDDED)
     draft, target = [
-        await stack.enter_async_context(FaultyEngine(model, Faults({"dropped": 0.01}))) for model in models
+        await stack.enter_async_context(FaultyEngine(model, Faults({"dropped": 0.01})))
+        for model in models
     ]
     policy = Policy(samples=4, max_tokens=256)
-    return Station(draft, target, lambda count, number: arithmetic("calibration", count, number), policy, models)
+    return Station(
+        draft,
+        target,
+        lambda count, number: arithmetic("calibration", count, number),
+        policy,
+        models,
+    )
 
 
-async def _episode(kind: Kind, station: Station, directory: Path, tally: Tally, number: int) -> None:
+async def _episode(
+    kind: Kind, station: Station, directory: Path, tally: Tally, number: int
+) -> None:
     """One run, interrupted where its kind says so, and its journal beside what was seen live."""
     problems = list(station.problems(4, number % _SETS))
     live: dict[str, Outcome] = {}
@@ -142,7 +172,9 @@ async def _episode(kind: Kind, station: Station, directory: Path, tally: Tally, 
         await _recall(kind, station, problems, directory, result, tally=tally, number=number)
     tally.episodes[kind] = tally.episodes.get(kind, 0) + 1
     tally.problems += len(problems)
-    tally.failed_rollouts += sum(line.finish == "failed" for p in result.problems for line in p.samples)
+    tally.failed_rollouts += sum(
+        line.finish == "failed" for p in result.problems for line in p.samples
+    )
     shutil.rmtree(directory)
 
 
@@ -158,14 +190,22 @@ async def _recall(
     """A finished run that is asked for again is the same, and costs no call."""
     requests = [engine.stats().requests for engine in (station.draft, station.target)]
     again = await _run(station, problems, directory, {}, number)
-    if again.problems != result.problems or requests != [e.stats().requests for e in (station.draft, station.target)]:
+    if again.problems != result.problems or requests != [
+        e.stats().requests for e in (station.draft, station.target)
+    ]:
         tally.differences.append(f"{kind}, run {number}: a finished run was not recalled as it was")
 
 
 async def _run(
-    station: Station, problems: Sequence[Problem], directory: Path, live: dict[str, Outcome], number: int
+    station: Station,
+    problems: Sequence[Problem],
+    directory: Path,
+    live: dict[str, Outcome],
+    number: int,
 ) -> RunResult:
-    async def watched(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+    async def watched(
+        problem: Problem, policy: Policy, context: Context, scope: ProblemScope
+    ) -> Outcome:
         live[problem.id] = outcome = await solve(problem, policy, context, scope)
         return outcome
 
@@ -175,30 +215,44 @@ async def _run(
         pipeline=watched,
         retries=RetryPolicy(calls=3, rollouts=2, delay_seconds=0.005, give_up_after=None),
     )
-    return await evaluate(problems, plan, RunOptions(directory, engines="are open", signals="ignore"))
+    return await evaluate(
+        problems, plan, RunOptions(directory, engines="are open", signals="ignore")
+    )
 
 
 def _compare(result: RunResult, live: Mapping[str, Outcome], tally: Tally, name: str) -> None:
-    """The journal's outcomes are those that were seen as they happened, to the last token and decision."""
+    """The journal's outcomes are those that were seen as they happened, to the last token and
+    decision.
+    """
     for outcome in result.outcomes():
         seen = live.get(outcome.problem.id)
         if seen is None:
             continue  # it ended in the session that was cancelled after its last word
         tally.compared += 1
         if not _same(outcome, seen):
-            tally.differences.append(f"{name}: problem {outcome.problem.id} is told otherwise by the journal")
+            tally.differences.append(
+                f"{name}: problem {outcome.problem.id} is told otherwise by the journal"
+            )
 
 
 def _same(told: Outcome, seen: Outcome) -> bool:
     plain = (told.answer, dict(told.votes), told.status, told.usage, len(told.rollouts))
-    return plain == (seen.answer, dict(seen.votes), seen.status, seen.usage, len(seen.rollouts)) and all(
+    return plain == (
+        seen.answer,
+        dict(seen.votes),
+        seen.status,
+        seen.usage,
+        len(seen.rollouts),
+    ) and all(
         repr(one) == repr(other) for one, other in zip(told.rollouts, seen.rollouts, strict=True)
     )  # representations: a score that is not a number equals itself there
 
 
 def _level(folder: Path, stations: Mapping[Kind, Station], seconds: float) -> Level:
     gc.collect()
-    engines = {id(e): e for station in stations.values() for e in (station.draft, station.target)}.values()
+    engines = {
+        id(e): e for station in stations.values() for e in (station.draft, station.target)
+    }.values()
     models = {id(m): m for station in stations.values() for m in station.models}.values()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return Level(

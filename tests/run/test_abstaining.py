@@ -19,7 +19,9 @@ NEW = toy_problems(12, 9)
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty graded problems: where the votes agree the draft is right, where they are split it is not always."""
+    """Forty graded problems: where the votes agree the draft is right, where they are split it is
+    not always.
+    """
     directory = tmp_path_factory.mktemp("labelled")
     evaluate_sync(toy_problems(40, 1), SETUP, directory=directory)
     return directory
@@ -35,7 +37,8 @@ async def test_an_answer_is_withheld_where_too_few_votes_agree(labelled: Path) -
     """In an outcome, the votes stay and the answer goes; why is said."""
     async with Session(abstaining(labelled)) as session, Session(SETUP) as plain:
         for problem in NEW:
-            found, usual = await session.solve(problem), await plain.solve(problem)
+            found = await session.solve(problem)
+            usual = await plain.solve(problem)
             assert found.votes == usual.votes
             if usual.agreement >= 0.6:
                 assert found.answer == usual.answer
@@ -52,7 +55,9 @@ def test_a_run_says_what_it_answered_and_what_was_promised(labelled: Path, tmp_p
     assert result.answered is not None
     assert result.answered.share.value == pytest.approx(len(given) / len(NEW))
     assert result.answered.wrong.n_samples == len(given)
-    assert "with probability at least 0.9 over the 40 labelled problems" in result.answered.guarantee
+    assert (
+        "with probability at least 0.9 over the 40 labelled problems" in result.answered.guarantee
+    )
     assert result.to_dict()["answered"]["guarantee"] == result.answered.guarantee
     page = report(result, format="markdown").read_text()
     assert "wrong if answered" in page

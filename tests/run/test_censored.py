@@ -1,4 +1,6 @@
-"""Rollouts that were stopped before they could answer are neither right nor wrong, wherever a run is read."""
+"""Rollouts that were stopped before they could answer are neither right nor wrong, wherever a run
+is read.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
 
 def spared(problem: FinishedProblem) -> list[int]:
     """The samples of a problem that have no answer because they were not let come to one."""
-    return [one.sample for one in problem.samples if one.answer is None and one.finish in ("settled", "cancelled")]
+    return [
+        one.sample
+        for one in problem.samples
+        if one.answer is None and one.finish in ("settled", "cancelled")
+    ]
 
 
 def test_a_spared_rollout_is_never_wrong(run: RunResult) -> None:
@@ -37,12 +43,16 @@ def test_a_spared_rollout_is_never_wrong(run: RunResult) -> None:
     back = open_run(run.directory).state().finished if run.directory else {}
     for problem in run.problems:
         verdicts = {one.sample: one.verdict for one in problem.samples}
-        assert [sample for sample, verdict in verdicts.items() if verdict == "spared"] == spared(problem)
+        assert [sample for sample, verdict in verdicts.items() if verdict == "spared"] == spared(
+            problem
+        )
         assert back[problem.problem].samples == problem.samples
         assert {one["sample"]: one["verdict"] for one in problem.as_json()["samples"]} == verdicts
     graded = [entry.event for entry in open_run(run.directory or Path()).entries((Graded,))]
     named = {(event.problem, event.sample) for event in graded if isinstance(event, Graded)}
-    assert not named & {(problem.problem, sample) for problem in run.problems for sample in spared(problem)}
+    assert not named & {
+        (problem.problem, sample) for problem in run.problems for sample in spared(problem)
+    }
 
 
 def test_what_an_older_version_called_wrong_is_read_as_spared() -> None:
@@ -50,16 +60,22 @@ def test_what_an_older_version_called_wrong_is_read_as_spared() -> None:
     prompt = Prompt((1,), (1,))
     cut = tuple(Rollout("p", sample, prompt, finish="cancelled") for sample in range(2))
     outcome = Outcome(toy_problems(1)[0], cut, None, status="unanswered")
-    said = [Graded(outcome.problem.id, "wrong", sample, None, "no answer") for sample in (0, 1, None)]
+    said = [
+        Graded(outcome.problem.id, "wrong", sample, None, "no answer") for sample in (0, 1, None)
+    ]
     found = FinishedProblem.of(outcome, said)
     assert ([one.verdict for one in found.samples], found.verdict) == (["spared", "spared"], None)
 
 
 def test_fewer_samples_are_replayed_from_rollouts_that_ended(run: RunResult) -> None:
-    """The vote of k is that of the first k with a known end: of one, its answer; rates of single rollouts agree."""
+    """The vote of k is that of the first k with a known end: of one, its answer; rates of single
+    rollouts agree.
+    """
     one = replay(run, samples=1)
     firsts = {problem.problem: problem.complete_samples[0] for problem in run.problems}
-    assert {name: new for name, (_, new) in one.answers.items()} == {name: it.answer for name, it in firsts.items()}
+    assert {name: new for name, (_, new) in one.answers.items()} == {
+        name: it.answer for name, it in firsts.items()
+    }
     right = sum(first.verdict == "correct" for first in firsts.values()) / len(firsts)
     assert one.replayed.accuracy.value == right
     for samples in (2, 5):
@@ -67,7 +83,9 @@ def test_fewer_samples_are_replayed_from_rollouts_that_ended(run: RunResult) -> 
         assert None not in {new for _, new in found.answers.values()}
 
 
-def test_results_of_a_run_are_compared_without_what_was_spared(run: RunResult, tmp_path: Path) -> None:
+def test_results_of_a_run_are_compared_without_what_was_spared(
+    run: RunResult, tmp_path: Path
+) -> None:
     """The lines of `atts eval --json`, and lines of others that say "spared", count what ended."""
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps(problem.as_json()) + "\n" for problem in run.problems))
@@ -85,8 +103,12 @@ def test_results_of_a_run_are_compared_without_what_was_spared(run: RunResult, t
 
 
 @pytest.mark.parametrize("name", ["run", None])
-def test_a_problem_that_was_cut_before_any_answer_is_not_graded(world: Any, name: str | None) -> None:
-    """A run that is out of time says of such problems that they were cancelled, and no accuracy counts them."""
+def test_a_problem_that_was_cut_before_any_answer_is_not_graded(
+    world: Any, name: str | None
+) -> None:
+    """A run that is out of time says of such problems that they were cancelled, and no accuracy
+    counts them.
+    """
     result = world.run(world.plan(timeout_seconds=2.5), world.session(name), problems=8)
     assert result.status == "stopped"
     cut = [one for one in result.problems if one.answer is None]
@@ -94,20 +116,32 @@ def test_a_problem_that_was_cut_before_any_answer_is_not_graded(world: Any, name
     assert {(one.status, one.verdict) for one in cut} == {("cancelled", None)}
     assert result.summary.answers.n_problems == len(result.problems) - len(cut)
     if result.directory is not None:
-        found, judged = replay(result), len(result.problems) - len(cut)
+        found = replay(result)
+        judged = len(result.problems) - len(cut)
         assert found.censored == len(cut)
         assert found.recorded.accuracy.n_problems == found.replayed.accuracy.n_problems == judged
 
 
 def test_tokens_of_another_rate_are_estimates_that_say_so(tmp_path: Path) -> None:
     """More takeovers take more tokens, as `plan` has it too; the record's own replay counts."""
-    setup = Setup(draft="scripted", target="scripted", policy=Policy(samples=4, early_stop="none"), seed=3)
+    setup = Setup(
+        draft="scripted", target="scripted", policy=Policy(samples=4, early_stop="none"), seed=3
+    )
     result = evaluate_sync(toy_problems(8), setup, directory=tmp_path)
-    same, more = replay(result), replay(result, rate=0.4)
-    assert (same.replayed.tokens, more.recorded.tokens, more.replayed.tokens) == ("counted", "counted", "estimated")
+    same = replay(result)
+    more = replay(result, rate=0.4)
+    assert (same.replayed.tokens, more.recorded.tokens, more.replayed.tokens) == (
+        "counted",
+        "counted",
+        "estimated",
+    )
     assert same.replayed == same.recorded
     guess = {untried.rate: untried for untried in plan(result).other_rates}[0.4]
-    assert more.replayed.target_tokens == pytest.approx(guess.target_tokens * len(result.problems), abs=1)
+    assert more.replayed.target_tokens == pytest.approx(
+        guess.target_tokens * len(result.problems), abs=1
+    )
     assert (more.replayed.target_tokens or 0) > (more.recorded.target_tokens or 0)
     never = evaluate_sync(toy_problems(2), replace(setup, rate=0.0), directory=tmp_path / "never")
-    assert replay(never, rate=0.9).replayed.target_tokens is None, "no takeover says how long one is"
+    assert replay(never, rate=0.9).replayed.target_tokens is None, (
+        "no takeover says how long one is"
+    )

@@ -1,4 +1,6 @@
-"""What one accepted chunk costs the caller's process: functions passed, calls made, lines written to the journal."""
+"""What one accepted chunk costs the caller's process: functions passed, calls made, lines written
+to the journal.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ import atts.core
 from atts.api import Setup
 from atts.core import Turn
 from atts.evaluators.datasets.arithmetic import problems
-from atts.journal import JOURNAL, CallSpan, Event, JournalOptions, Observed, Sampled, Scored, TurnFinished, read_entries
+from atts.journal import (
+    JOURNAL,
+    CallSpan,
+    Event,
+    JournalOptions,
+    Observed,
+    Sampled,
+    Scored,
+    TurnFinished,
+    read_entries,
+)
 from atts.run import CallBegun, Notice, RunOptions, evaluate
 
 pytest.importorskip("torch", reason="the embedded models run on torch")
@@ -26,9 +38,15 @@ from atts.models import EMBEDDED, path
 pytestmark = pytest.mark.both
 FOLDERS = {
     Path(atts.core.__file__).resolve().parent,
-    *(Path(atts.core.__file__).resolve().parents[1] / name for name in ("calibration", "evaluators", "pipelines")),
+    *(
+        Path(atts.core.__file__).resolve().parents[1] / name
+        for name in ("calibration", "evaluators", "pipelines")
+    ),
 }
-FUNCTIONS, FILES, CALLS, LINES = 102, 31, 160, 5
+FUNCTIONS = 102
+FILES = 31
+CALLS = 160
+LINES = 5
 
 
 def in_project(code: CodeType) -> bool:
@@ -39,17 +57,25 @@ def in_project(code: CodeType) -> bool:
 
 
 def is_by_the_clock(frame: FrameType) -> bool:
-    """Whether a worker reports nothing but its counters, as it does a few times a second whatever is asked of it."""
-    report = frame.f_locals.get("report") if frame.f_code.co_name in ("_hand_over", "_deliver") else None
+    """Whether a worker reports nothing but its counters, as it does a few times a second whatever
+    is asked of it.
+    """
+    report = (
+        frame.f_locals.get("report") if frame.f_code.co_name in ("_hand_over", "_deliver") else None
+    )
     return report is not None and not report.replies
 
 
 @dataclass
 class Meter:
-    """Counts the calls of each turn, from its first request to its record; a coroutine that goes on is no new call."""
+    """Counts the calls of each turn, from its first request to its record; a coroutine that goes on
+    is no new call.
+    """
 
     calls: Counter[CodeType] = field(default_factory=Counter[CodeType])
-    turns: list[tuple[Turn, Counter[CodeType]]] = field(default_factory=list[tuple[Turn, Counter[CodeType]]])
+    turns: list[tuple[Turn, Counter[CodeType]]] = field(
+        default_factory=list[tuple[Turn, Counter[CodeType]]]
+    )
     seen: set[FrameType] = field(default_factory=set[FrameType])
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -67,20 +93,28 @@ class Meter:
             self.calls = Counter()
         elif isinstance(event, TurnFinished):
             self.turns.append((event.turn, self.calls))
-            self.calls, self.seen = Counter(), set()
+            self.calls = Counter()
+            self.seen = set()
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
-    """One problem, one rollout of the embedded models in processes of their own, written to a journal."""
-    meter, directory = Meter(), tmp_path_factory.mktemp("run")
+    """One problem, one rollout of the embedded models in processes of their own, written to a
+    journal.
+    """
+    meter = Meter()
+    directory = tmp_path_factory.mktemp("run")
     base = Setup()
-    setup = replace(base, policy=replace(base.policy, samples=1, early_stop="none"), rate=0.0, seed=11)
+    setup = replace(
+        base, policy=replace(base.policy, samples=1, early_stop="none"), rate=0.0, seed=11
+    )
 
     async def main() -> None:
         draft, target = (LocalEngine(path(role), name=role) for role in EMBEDDED)
         async with draft, target:
-            journal = JournalOptions(durability="close")  # else it is synced by the clock, in the middle of a chunk
+            journal = JournalOptions(
+                durability="close"
+            )  # else it is synced by the clock, in the middle of a chunk
             session = RunOptions(directory, [meter], journal, engines="are open", signals="ignore")
             sys.setprofile(meter.profile)
             try:
@@ -93,14 +127,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
 
 
 def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None:
-    """Counted from the request to the draft to the record of the turn; the first turns import and prepare."""
+    """Counted from the request to the draft to the record of the turn; the first turns import and
+    prepare.
+    """
     meter, _ = run
-    accepted = [calls for turn, calls in meter.turns if turn.index > 1 and turn.decision and not turn.decision.escalate]
+    accepted = [
+        calls
+        for turn, calls in meter.turns
+        if turn.index > 1 and turn.decision and not turn.decision.escalate
+    ]
     assert accepted
     for calls in accepted:
         own = {code: count for code, count in calls.items() if in_project(code)}
         files = {code.co_filename for code in own}
-        listed = "\n".join(sorted(f"{n:3} {code.co_filename} {code.co_qualname}" for code, n in own.items()))
+        listed = "\n".join(
+            sorted(f"{n:3} {code.co_filename} {code.co_qualname}" for code, n in own.items())
+        )
         found = f"{len(own)} functions in {len(files)} files, {sum(own.values())} calls:\n{listed}"
         assert len(own) <= FUNCTIONS, found
         assert len(files) <= FILES, found
@@ -108,7 +150,9 @@ def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None
 
 
 def test_an_accepted_chunk_is_five_lines(run: tuple[Meter, Path]) -> None:
-    """Sampled, numbered by the gate, scored, decided, turned; spans and what was done share the lines of others."""
+    """Sampled, numbered by the gate, scored, decided, turned; spans and what was done share the
+    lines of others.
+    """
     _, directory = run
     entries = list(read_entries(directory / JOURNAL))
     ends = [place for place, entry in enumerate(entries) if isinstance(entry.event, TurnFinished)]

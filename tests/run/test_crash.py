@@ -1,4 +1,6 @@
-"""SIGKILL at any moment: nothing recorded changes, nothing recorded is done again, and the outcome is the same."""
+"""SIGKILL at any moment: nothing recorded changes, nothing recorded is done again, and the outcome
+is the same.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the children ar
 @pytest.fixture(scope="module")
 def crashing() -> ModuleType:
     """The children and their bookkeeping, loaded from the file beside this one."""
-    spec = importlib.util.spec_from_file_location("crashing", Path(__file__).with_name("crashing.py"))
+    spec = importlib.util.spec_from_file_location(
+        "crashing", Path(__file__).with_name("crashing.py")
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -47,8 +51,11 @@ def whole(crashing: ModuleType, children: Any, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_ten_kills(crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, seed: int) -> None:
-    """Ten kills at seeded points, some in the middle of a write, full disks in between, as if none had been.
+def test_ten_kills(
+    crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, seed: int
+) -> None:
+    """Ten kills at seeded points, some in the middle of a write, full disks in between, as if none
+    had been.
 
     Twenty kills in all; `scripts/bench crash --full` does two hundred.
     """
@@ -63,7 +70,9 @@ def test_ten_kills(crashing: ModuleType, children: Any, whole: Path, tmp_path: P
 
 
 def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_path: Path) -> None:
-    """While one process runs, another one ends at once with the documented exit code; the first is not disturbed."""
+    """While one process runs, another one ends at once with the documented exit code; the first is
+    not disturbed.
+    """
     child = children.start(crashing.Order(str(tmp_path), slowness=4.0))
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or not journal.stat().st_size:
@@ -79,10 +88,16 @@ def test_a_second_process_is_refused(crashing: ModuleType, children: Any, tmp_pa
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c(crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, times: int) -> None:
-    """Once: calls in flight finish and are saved. Twice: they are dropped. Either way 130, and the run can go on."""
+def test_ctrl_c(
+    crashing: ModuleType, children: Any, whole: Path, tmp_path: Path, times: int
+) -> None:
+    """Once: calls in flight finish and are saved. Twice: they are dropped. Either way 130, and the
+    run can go on.
+    """
     order = crashing.Order(str(tmp_path), signals="handle")
-    child = children.start(replace(order, slowness=8.0))  # it must not be done before it hears of it
+    child = children.start(
+        replace(order, slowness=8.0)
+    )  # it must not be done before it hears of it
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or journal.stat().st_size < 20_000:
         time.sleep(0.001)

@@ -1,4 +1,6 @@
-"""The share of a run's decisions that is expected to be left: from how far rollouts went that ended."""
+"""The share of a run's decisions that is expected to be left: from how far rollouts went that
+ended.
+"""
 
 import random
 
@@ -30,11 +32,17 @@ def test_rollouts_that_take_equally_many_decisions_are_known_once_one_has_ended(
 
 @pytest.mark.parametrize("in_flight", [8, 64])
 def test_the_expected_number_is_near_the_truth_in_the_middle_of_a_run(in_flight: int) -> None:
-    """Rollouts end when they will, many at once: the first to end are short, which is not taken for the rule."""
-    draw, ratios = random.Random(3), list[float]()
+    """Rollouts end when they will, many at once: the first to end are short, which is not taken for
+    the rule.
+    """
+    draw = random.Random(3)
+    ratios = list[float]()
     for _ in range(20):
         lengths = {(str(p), s): 4 + draw.randrange(5) for p in range(40) for s in range(8)}
-        left, waiting, going, done = DecisionsLeft(40, 8), list(lengths), list[tuple[str, int, int]](), 0
+        left = DecisionsLeft(40, 8)
+        waiting = list(lengths)
+        going = list[tuple[str, int, int]]()
+        done = 0
         while waiting or going:
             while waiting and len(going) < in_flight:
                 going.append((*waiting.pop(), 0))
@@ -57,15 +65,20 @@ def test_a_concluded_problem_ends_what_it_never_began_and_what_was_cut_off() -> 
     left = DecisionsLeft(4, 2)
     decide(left, "0", 0, 0)
     left.conclude("0")
-    assert left.share == pytest.approx(3 / 4)  # of two rollouts one took a decision: three of six to come will
+    assert left.share == pytest.approx(
+        3 / 4
+    )  # of two rollouts one took a decision: three of six to come will
     for problem in "123":
         left.conclude(problem)
-    assert left.share == pytest.approx(1 / 2)  # never nothing: the one that is about to be taken counts
+    assert left.share == pytest.approx(
+        1 / 2
+    )  # never nothing: the one that is about to be taken counts
 
 
 def test_what_an_earlier_session_decided_is_recalled_once() -> None:
     """Asking for a score is no decision, and a turn that is decided on again counts once."""
-    whole, resumed = DecisionsLeft(3, 2), DecisionsLeft(3, 2)
+    whole = DecisionsLeft(3, 2)
+    resumed = DecisionsLeft(3, 2)
     for turn in range(3):
         decide(whole, "0", 0, turn)
         for action in ("verify", "accept", "escalate"):
@@ -76,7 +89,9 @@ def test_what_an_earlier_session_decided_is_recalled_once() -> None:
 
 
 @pytest.mark.parametrize("told", [None, {}])
-def test_a_run_of_unknown_size_or_one_that_began_without_goes_on_without(told: dict[str, float] | None) -> None:
+def test_a_run_of_unknown_size_or_one_that_began_without_goes_on_without(
+    told: dict[str, float] | None,
+) -> None:
     """Nothing is told of it."""
     left = DecisionsLeft(None if told is None else 3, 2)
     if told is not None:

@@ -1,4 +1,6 @@
-"""The share of chunks handed over counts every chunk the gate judged, also in rollouts that were cut."""
+"""The share of chunks handed over counts every chunk the gate judged, also in rollouts that were
+cut.
+"""
 
 from typing import Any
 
@@ -16,7 +18,8 @@ class Counts:
     """Stops a run after so many judged chunks."""
 
     def __init__(self, stop: Stop, after: int) -> None:
-        self._stop, self._left = stop, after
+        self._stop = stop
+        self._left = after
 
     def recalled(self, event: Any) -> None:
         """Not its business."""
@@ -35,18 +38,29 @@ def _plan(world: Any) -> Any:
     return world.plan(gate=world.online(), policy=POLICY)
 
 
-async def _failing_late(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+async def _failing_late(
+    problem: Problem, policy: Policy, context: Context, scope: ProblemScope
+) -> Outcome:
     """Everything is done and paid for, then lost."""
     await solve(problem, policy, context, scope)
     raise ValueError("lost at the last moment")
 
 
 def test_the_summary_counts_what_the_gate_was_told(world: Any) -> None:
-    """Rollouts end early here while the target writes for them: those chunks were handed over all the same."""
+    """Rollouts end early here while the target writes for them: those chunks were handed over all
+    the same.
+    """
     result = world.run(_plan(world), world.session(), problems=12)
     told = [event for event in world.events() if isinstance(event, Observed)]
-    turns = [turn for outcome in result.outcomes() for rollout in outcome.rollouts for turn in rollout.turns]
-    assert len(told) > sum(turn.decision is not None for turn in turns), "some judged chunk never became a turn"
+    turns = [
+        turn
+        for outcome in result.outcomes()
+        for rollout in outcome.rollouts
+        for turn in rollout.turns
+    ]
+    assert len(told) > sum(turn.decision is not None for turn in turns), (
+        "some judged chunk never became a turn"
+    )
     rate = result.summary.rate
     assert rate.n_samples == len(told)
     assert rate.value == pytest.approx(sum(event.escalated for event in told) / len(told))
@@ -56,7 +70,9 @@ def test_it_is_the_same_in_memory_and_after_an_interruption(world: Any) -> None:
     """Earlier sessions count, once."""
     whole = world.run(_plan(world), world.session(None), problems=12).summary.rate
     stop = Stop()
-    world.run(_plan(world), world.session("cut", stop=stop, listeners=[Counts(stop, 60)]), problems=12)
+    world.run(
+        _plan(world), world.session("cut", stop=stop, listeners=[Counts(stop, 60)]), problems=12
+    )
     resumed = world.run(_plan(world), world.session("cut"), problems=12)
     told = [event for event in world.events("cut") if isinstance(event, Observed)]
     assert resumed.sessions == 2

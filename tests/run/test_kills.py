@@ -1,4 +1,6 @@
-"""Signals to a run on local engines, to a child of it or to all: nothing is lost or changed, nothing left running."""
+"""Signals to a run on local engines, to a child of it or to all: nothing is lost or changed,
+nothing left running.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,14 @@ class Commands:
 
 
 class Forks:
-    """Every evaluation is a fork of one server, and its engines are forks of it: many more fit into the same time."""
+    """Every evaluation is a fork of one server, and its engines are forks of it: many more fit into
+    the same time.
+    """
 
     def __init__(self) -> None:
-        self.server = subprocess.Popen(PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.server = subprocess.Popen(
+            PROGRAM, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def start(self, directory: Path) -> int:
         """Begin one."""
@@ -94,7 +100,10 @@ def members(session: int) -> list[int]:
 
 def send(pids: list[int], end: signal.Signals, first: int) -> None:
     """A signal to these; after a stop, the first process is killed, or nothing would ever end."""
-    for pid, number in [*((pid, end) for pid in pids), *([(first, signal.SIGKILL)] if end == signal.SIGSTOP else [])]:
+    for pid, number in [
+        *((pid, end) for pid in pids),
+        *([(first, signal.SIGKILL)] if end == signal.SIGSTOP else []),
+    ]:
         try:
             os.kill(pid, number)
         except ProcessLookupError:
@@ -102,7 +111,9 @@ def send(pids: list[int], end: signal.Signals, first: int) -> None:
 
 
 def told(directory: Path) -> dict[str, object]:
-    """Every problem's answer, and each rollout's texts and decisions; scores may differ in rounding."""
+    """Every problem's answer, and each rollout's texts and decisions; scores may differ in
+    rounding.
+    """
     found = dict[str, object]()
     for outcome in read_outcomes(read_entries(directory / JOURNAL)):
         rollouts = [
@@ -123,8 +134,11 @@ class Study:
     """Signals so far, and how long anything outlived its run."""
 
     def __init__(self, runs: Runs, size: int) -> None:
-        self.runs, self.size = runs, size
-        self.draws, self.counts, self.codes = random.Random(1), Counter[str](), Counter[int]()
+        self.runs = runs
+        self.size = size
+        self.draws = random.Random(1)
+        self.counts = Counter[str]()
+        self.codes = Counter[int]()
         self.slowest = 0.0
 
     def session(self, directory: Path, *, is_quiet: bool) -> int:
@@ -147,7 +161,8 @@ class Study:
 
     def _interrupt(self, journal: Path, before: int, first: int) -> None:
         """Before the engines are there, while they load, or after some more of the work."""
-        draws, deadline = self.draws, time.monotonic() + 60
+        draws = self.draws
+        deadline = time.monotonic() + 60
         work = draws.choice([0, 1, *[draws.randrange(1, 2 * self.size // KILLS_OF_ONE_RUN)] * 6])
         while time.monotonic() < deadline and Path(f"/proc/{first}").exists():
             if (journal.stat().st_size if journal.exists() else 0) >= before + work:
@@ -156,16 +171,24 @@ class Study:
         time.sleep(draws.random() * 0.05)
         pids = members(first)
         children = [pid for pid in pids if pid != first]
-        who, end = draws.choice(["parent", "child", "both"]), draws.choice(ENDS)
-        chosen = {"parent": [first], "child": draws.sample(children, min(1, len(children))), "both": pids}[who]
+        who = draws.choice(["parent", "child", "both"])
+        end = draws.choice(ENDS)
+        chosen = {
+            "parent": [first],
+            "child": draws.sample(children, min(1, len(children))),
+            "both": pids,
+        }[who]
         if first in pids and chosen:
             send(chosen, end, first)
             self.counts[f"{end.name} {who}"] += 1
 
 
 def test_signals_at_any_moment_change_nothing(runs: Runs, tmp_path: Path) -> None:
-    """ATTS_KILLS many, at seeded moments from the start of a process on; the run goes on after each to the same end."""
-    whole, number = tmp_path / "whole", 0
+    """ATTS_KILLS many, at seeded moments from the start of a process on; the run goes on after each
+    to the same end.
+    """
+    whole = tmp_path / "whole"
+    number = 0
     runs.start(whole)
     assert runs.wait() == 0
     study = Study(runs, (whole / JOURNAL).stat().st_size)
@@ -174,7 +197,9 @@ def test_signals_at_any_moment_change_nothing(runs: Runs, tmp_path: Path) -> Non
         number += 1
         assert number <= count + 5, "runs are over before anything happens to them"
         directory = tmp_path / f"run {number}"
-        while study.session(directory, is_quiet=study.counts.total() >= min(count, done + KILLS_OF_ONE_RUN)):
+        while study.session(
+            directory, is_quiet=study.counts.total() >= min(count, done + KILLS_OF_ONE_RUN)
+        ):
             pass
         assert told(directory) == told(whole)
     said = f"{study.counts.total()} signals, {number} runs, all gone after {study.slowest:.2f} s"

@@ -1,4 +1,6 @@
-"""Engines that are lost in mid-run: nothing is decided for want of them, what they failed is open, the rest is kept."""
+"""Engines that are lost in mid-run: nothing is decided for want of them, what they failed is open,
+the rest is kept.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from atts.analysis import build_report
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores, request_key
 from atts.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError
 from atts.graph import RetryPolicy
-from atts.journal import JOURNAL, CallFailed, Decided, Observed, Sampled, Scored, open_run, read_entries
+from atts.journal import (
+    JOURNAL,
+    CallFailed,
+    Decided,
+    Observed,
+    Sampled,
+    Scored,
+    open_run,
+    read_entries,
+)
 from atts.pipelines import Chunking, Policy
 from atts.run import Progress, merge
 from atts.testing import Latency, ScriptedEngine
@@ -26,7 +37,9 @@ Outcomes = Callable[[Any], dict[str, str]]
 class Mortal(ScriptedEngine):
     """An engine that is lost after so many calls, and stays lost."""
 
-    def __init__(self, name: Role, calls: float, error: type[EngineError] = EngineUnavailable) -> None:
+    def __init__(
+        self, name: Role, calls: float, error: type[EngineError] = EngineUnavailable
+    ) -> None:
         super().__init__(name, latency=QUICK)
         self.left = calls
         self.error = error
@@ -54,12 +67,16 @@ def decided(world: Any, name: str = "run") -> list[str]:
 
 def outage(world: Any, role: Role, calls: int, name: str, **changes: Any) -> Any:
     """A run whose engine of that role is lost after so many calls."""
-    return world.run(world.plan(**{role: Mortal(role, calls), "retries": ONCE, **changes}), world.session(name))
+    return world.run(
+        world.plan(**{role: Mortal(role, calls), "retries": ONCE, **changes}), world.session(name)
+    )
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
 @pytest.mark.parametrize("points", [2, pytest.param(20, marks=pytest.mark.slow)])
-def test_an_outage_at_any_point_changes_no_outcome(world: Any, outcomes: Outcomes, points: int, role: Role) -> None:
+def test_an_outage_at_any_point_changes_no_outcome(
+    world: Any, outcomes: Outcomes, points: int, role: Role
+) -> None:
     """A frozen gate: the first session says what is missing, the next one does exactly that."""
     whole = world.run(world.plan(), world.session("whole"))
     calls = sum(isinstance(e, Sampled | Scored) and e.role == role for e in world.events("whole"))
@@ -75,7 +92,9 @@ def test_an_outage_at_any_point_changes_no_outcome(world: Any, outcomes: Outcome
         again = world.run(world.plan(), world.session(name))
         assert (again.status, again.exit_code, again.why) == ("finished", 0, "")
         assert outcomes(again) == outcomes(whole)
-        assert [line.verdict for line in again.problems] == [line.verdict for line in whole.problems]
+        assert [line.verdict for line in again.problems] == [
+            line.verdict for line in whole.problems
+        ]
         after = decided(world, name)
         assert after[: len(before)] == before
         assert sorted(after) == sorted(set(after))
@@ -106,8 +125,12 @@ def test_good_rollouts_of_an_open_outcome_are_not_done_again(world: Any) -> None
     assert not made & set(asked)
 
 
-def test_an_outage_that_lasts_several_sessions_is_none_of_the_last(world: Any, outcomes: Outcomes) -> None:
-    """Calls that failed again and again are tried again, however often; then everything is as if nothing had been."""
+def test_an_outage_that_lasts_several_sessions_is_none_of_the_last(
+    world: Any, outcomes: Outcomes
+) -> None:
+    """Calls that failed again and again are tried again, however often; then everything is as if
+    nothing had been.
+    """
     whole = world.run(world.plan(), world.session("whole"))
     for calls in (9, 0, 17, 0):
         assert outage(world, "target", calls, "run").exit_code == EngineError.exit_code
@@ -118,21 +141,33 @@ def test_an_outage_that_lasts_several_sessions_is_none_of_the_last(world: Any, o
 
 @pytest.mark.parametrize("error", [EngineUnavailable, EngineTimeout])
 @pytest.mark.parametrize("optimistic", [False, True])
-def test_a_lost_engine_decides_nothing(world: Any, error: type[EngineError], optimistic: bool) -> None:
+def test_a_lost_engine_decides_nothing(
+    world: Any, error: type[EngineError], optimistic: bool
+) -> None:
     """A chunk without a score because the target is away is neither accepted nor escalated."""
-    policy = Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none", optimistic=optimistic)
-    plan = world.plan(target=Mortal("target", 30, error), retries=ONCE, policy=policy, gate=world.online())
+    policy = Policy(
+        samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none", optimistic=optimistic
+    )
+    plan = world.plan(
+        target=Mortal("target", 30, error), retries=ONCE, policy=policy, gate=world.online()
+    )
     cut = world.run(plan, world.session())
     assert cut.status == "incomplete"
     assert any(isinstance(event, CallFailed) for event in world.events())
-    assert not [event for event in world.events() if isinstance(event, Observed) and event.decision.origin == "forced"]
+    assert not [
+        event
+        for event in world.events()
+        if isinstance(event, Observed) and event.decision.origin == "forced"
+    ]
     again = world.run(world.plan(policy=policy, gate=world.online()), world.session())
     assert again.status == "finished"
     assert not [said for said in decided(world) if "forced" in said]
 
 
 def test_nothing_done_is_a_run_that_failed(world: Any) -> None:
-    """Every problem without one rollout: "failed", exit code 3, the first error; nothing is called wrong."""
+    """Every problem without one rollout: "failed", exit code 3, the first error; nothing is called
+    wrong.
+    """
 
     class Headless(ScriptedEngine):
         """An engine whose tokenizer lacks what it needs."""
@@ -147,7 +182,9 @@ def test_nothing_done_is_a_run_that_failed(world: Any) -> None:
     }
     for why, make in makers.items():
         for name in (why, None):
-            found = world.run(world.plan(draft=make(), retries=ONCE), world.session(name), problems=2)
+            found = world.run(
+                world.plan(draft=make(), retries=ONCE), world.session(name), problems=2
+            )
             assert (found.status, found.exit_code) == ("failed", EngineError.exit_code)
             assert why in found.why
             assert {problem.status for problem in found.problems} == {"failed"}
@@ -155,13 +192,19 @@ def test_nothing_done_is_a_run_that_failed(world: Any) -> None:
 
 
 def test_readers_know_what_is_missing(world: Any, tmp_path: Path) -> None:
-    """Report, results, progress, merge and replay: rollouts that were lost are open, and neither right nor wrong."""
+    """Report, results, progress, merge and replay: rollouts that were lost are open, and neither
+    right nor wrong.
+    """
     cut = outage(world, "target", 25, "run")
     lost = {(p.problem, s.sample) for p in cut.problems for s in p.samples if s.finish == "failed"}
     assert lost
-    assert {s.verdict for p in cut.problems for s in p.samples if (p.problem, s.sample) in lost} == {"lost"}
+    assert {
+        s.verdict for p in cut.problems for s in p.samples if (p.problem, s.sample) in lost
+    } == {"lost"}
     state = open_run(tmp_path / "run").state()
-    assert {name for name in state.finished if not state.is_over(name)} == {name for name, _ in lost}
+    assert {name for name in state.finished if not state.is_over(name)} == {
+        name for name, _ in lost
+    }
     report = build_report(tmp_path / "run").report
     assert report.run.ended.startswith("failed (")
     (caveat,) = [caveat for caveat in report.caveats if caveat.code == "incomplete"]

@@ -1,4 +1,6 @@
-"""What is shown of a run while it goes is what its journal says, at every moment and across sessions."""
+"""What is shown of a run while it goes is what its journal says, at every moment and across
+sessions.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def test_nothing_is_known_at_first() -> None:
 
 def test_every_rollout_is_somewhere() -> None:
     """Asked, answered, asked again, ended: a rollout counts at one stage at a time."""
-    first, second = CallBegun("p", "p/0", "draft"), CallBegun("p", "p/1", "draft")
+    first = CallBegun("p", "p/0", "draft")
+    second = CallBegun("p", "p/1", "draft")
     scored = Scored("p", "k", Scores((-1.0,)), rollout="p/0")
     sampled = Sampled("p", "k", Completion((1, 2), "x", "end", (-1.0, -1.0)), "draft", "p/0")
     failed = CallFailed("p", "k", "draft", "EngineTimeout", "draft", "late", "p/1")
@@ -124,7 +127,9 @@ def test_speed_is_of_late_and_of_this_session() -> None:
 
 
 def test_the_time_left_is_what_the_rest_takes_at_this_pace() -> None:
-    """Half-done problems count by their rollouts; what an earlier session did does not make this one fast."""
+    """Half-done problems count by their rollouts; what an earlier session did does not make this
+    one fast.
+    """
     clock = Clock()
     progress = Progress(clock)
     for event in (ProblemStarted(Problem("a", "?")), OutcomeReached("a", "answered", "1", (0, 1))):
@@ -134,7 +139,9 @@ def test_the_time_left_is_what_the_rest_takes_at_this_pace() -> None:
     clock.now += 10
     progress.notify(ProblemStarted(Problem("b", "?")))
     progress.notify(RolloutSpan("b", 0, "done", 0.0, 0.0, 1.0, 1.0))
-    assert progress.snapshot().left == pytest.approx(50)  # half a problem in 10 s, two and a half are left
+    assert progress.snapshot().left == pytest.approx(
+        50
+    )  # half a problem in 10 s, two and a half are left
     assert progress.snapshot().seconds == pytest.approx(60)
     progress.over()
     assert progress.snapshot().left is None
@@ -161,7 +168,8 @@ class Watched:
     def __init__(self, stop: Stop, at: int | None = None) -> None:
         self.progress = Progress()
         self.events: list[Notice] = []
-        self._stop, self._at = stop, at
+        self._stop = stop
+        self._at = at
 
     def recalled(self, event: Event) -> None:
         """An earlier session's."""
@@ -183,7 +191,11 @@ def expected(events: Sequence[Event]) -> dict[str, Any]:
         if isinstance(event, Sampled):
             sampled[event.role] += len(event.completion.ids)
     observed = [event for event in events if isinstance(event, Observed)]
-    rounds = [event.decision.escalate for event in events if isinstance(event, Decided) and event.asked == "round"]
+    rounds = [
+        event.decision.escalate
+        for event in events
+        if isinstance(event, Decided) and event.asked == "round"
+    ]
     judged = [event.escalated for event in observed] + rounds
     verdicts = {e.problem: e.status for e in events if isinstance(e, Graded) and e.sample is None}
     return {
@@ -192,7 +204,9 @@ def expected(events: Sequence[Event]) -> dict[str, Any]:
         "draft": sampled["draft"],
         "target": sampled["target"],
         "right": sum(status == "correct" for status in verdicts.values()),
-        "rejected": sum(len(event.turn.discarded) for event in events if isinstance(event, TurnFinished)),
+        "rejected": sum(
+            len(event.turn.discarded) for event in events if isinstance(event, TurnFinished)
+        ),
         "done": len({event.problem for event in events if isinstance(event, OutcomeReached)}),
     }
 
@@ -207,11 +221,15 @@ def shown(found: ProgressSnapshot) -> dict[str, Any]:
 
 @pytest.mark.parametrize("gate", ["online", "round"])
 def test_the_picture_is_the_journal(world: Any, gate: str) -> None:
-    """After a whole run, and after one that was ended and resumed, the sums are those of the journal."""
+    """After a whole run, and after one that was ended and resumed, the sums are those of the
+    journal.
+    """
 
     def plan() -> Any:
         if gate == "round":
-            return world.plan(gate=TopGate.of(0.4), policy=replace(world.plan().policy, barrier=True))
+            return world.plan(
+                gate=TopGate.of(0.4), policy=replace(world.plan().policy, barrier=True)
+            )
         return world.plan(gate=world.online())
 
     stop = Stop()
@@ -223,4 +241,9 @@ def test_the_picture_is_the_journal(world: Any, gate: str) -> None:
     assert world.run(plan(), world.session(listeners=(second,))).status == "finished"
     found = second.progress.snapshot()
     assert shown(found) == expected(world.events())
-    assert (found.done, found.open, sum(found.stages.values()), found.rollouts_done) == (5, 0, 0, 20)
+    assert (found.done, found.open, sum(found.stages.values()), found.rollouts_done) == (
+        5,
+        0,
+        0,
+        20,
+    )

@@ -1,6 +1,8 @@
-"""Run directories written by version 0.1.0 (tests/fixtures/runs) open, resume, replay and report as they did then.
+"""Run directories written by version 0.1.0 (tests/fixtures/runs) open, resume, replay and report as
+they did then.
 
-`python tests/run/test_recorded_runs.py` writes what this version says of them; do so only with a stated reason.
+`python tests/run/test_recorded_runs.py` writes what this version says of them; do so only with a
+stated reason.
 """
 
 import json
@@ -22,7 +24,17 @@ from atts.journal import Setting
 from atts.testing import ScriptedEngine, toy_problems
 
 RUNS = Path(__file__).parents[1] / "fixtures" / "runs"
-KINDS = ("finished", "rounds", "ordinal", "shard1", "shard2", "merged", "killed", "interrupted", "failed")
+KINDS = (
+    "finished",
+    "rounds",
+    "ordinal",
+    "shard1",
+    "shard2",
+    "merged",
+    "killed",
+    "interrupted",
+    "failed",
+)
 UNFINISHED = ("killed", "interrupted", "failed")
 COMMANDS = {
     **{f"{kind}.report": ("report", kind, "--format", "json", "--out", "-") for kind in KINDS},
@@ -34,16 +46,36 @@ COMMANDS = {
     "finished.compare": ("compare", "finished", "rounds", "--json"),
     "merge": ("merge", "shard1", "shard2", "--out", "union", "--json"),
 }
-RESUME = ("eval", "arithmetic[:8]", "--samples", "2", "--seed", "3", "--rollouts", "1", "--report", "none", "--json")
-TIMES = {"seconds", "draft_prefill_tokens", "target_prefill_tokens"}  # of a resumed run: its own clock and cache
-SPARED = {"calls", "scored_tokens"}  # by drawing while scoring, and by equal chunks, since those runs began
+RESUME = (
+    "eval",
+    "arithmetic[:8]",
+    "--samples",
+    "2",
+    "--seed",
+    "3",
+    "--rollouts",
+    "1",
+    "--report",
+    "none",
+    "--json",
+)
+TIMES = {
+    "seconds",
+    "draft_prefill_tokens",
+    "target_prefill_tokens",
+}  # of a resumed run: its own clock and cache
+SPARED = {
+    "calls",
+    "scored_tokens",
+}  # by drawing while scoring, and by equal chunks, since those runs began
 
 WORDS = {"guarantee", "voided_by"}  # sentences that later versions may word with more in them
 
 
 def atts(at: Path, *words: str) -> list[Any]:
     """What the command printed on standard output, JSON by JSON."""
-    out, told = StringIO(), StringIO()
+    out = StringIO()
+    told = StringIO()
     with chdir(at), redirect_stdout(out), redirect_stderr(told):
         code = run(words)
     assert code in (0, 5), told.getvalue()
@@ -52,7 +84,8 @@ def atts(at: Path, *words: str) -> list[Any]:
 
 def values(text: str) -> Iterator[Any]:
     """One or several JSON values, one after the other."""
-    decoder, at = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    at = 0
     while at < len(text):
         value, end = decoder.raw_decode(text, at)
         yield value
@@ -87,8 +120,13 @@ def assert_same(new: Any, old: Any, place: str = "") -> None:
             if name in SPARED and place.startswith("resumed"):
                 assert new[name] <= part, place
                 continue
-            if ".costs[" in place and name in ("low", "high"):  # intervals of ratios are wider since
-                assert (float(new[name]) <= part) if name == "low" else (float(new[name]) >= part), place
+            if ".costs[" in place and name in (
+                "low",
+                "high",
+            ):  # intervals of ratios are wider since
+                assert (
+                    (float(new[name]) <= part) if name == "low" else (float(new[name]) >= part)
+                ), place
                 continue
             assert_same(new[name], part, f"{place}.{name}")
     elif isinstance(old, list):
@@ -115,7 +153,9 @@ def test_recorded_runs_are_read_as_before(name: str, runs: Path) -> None:
 
 
 def test_what_is_said_after_choices_is_no_setting_of_a_run_without_any() -> None:
-    """Runs from before it could be said go on; where there are choices, their prompts would be others."""
+    """Runs from before it could be said go on; where there are choices, their prompts would be
+    others.
+    """
     plan = Setup().plan(ScriptedEngine("draft"), ScriptedEngine("target"))
 
     def check(problems: Sequence[Problem]) -> None:
@@ -132,7 +172,9 @@ def test_what_is_said_after_choices_is_no_setting_of_a_run_without_any() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", UNFINISHED)
 def test_unfinished_runs_go_on_as_before(kind: str, runs: Path) -> None:
-    """A run that was killed, interrupted or failed under the old code ends under the new one as it did there."""
+    """A run that was killed, interrupted or failed under the old code ends under the new one as it
+    did there.
+    """
     expected = json.loads((RUNS / "expected" / f"{kind}.resume.json").read_text())
     assert_same(resumed(runs, kind), without_times(expected), "resumed")
 

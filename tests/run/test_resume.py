@@ -67,13 +67,20 @@ def decided(world: Any, name: str) -> list[str]:
 
 
 def places(world: Any) -> list[tuple[str, int, int, str]]:
-    """Where the copy's decisions were made, twice: when a score was asked for, and when it was there."""
+    """Where the copy's decisions were made, twice: when a score was asked for, and when it was
+    there.
+    """
     found = [event for event in world.events("copy") if isinstance(event, Decided)]
-    return [(event.decision.question, event.decision.sample, event.decision.turn, event.asked) for event in found]
+    return [
+        (event.decision.question, event.decision.sample, event.decision.turn, event.asked)
+        for event in found
+    ]
 
 
 def test_a_frozen_gate_ends_the_same_from_anywhere(world: Any, outcomes: Outcomes) -> None:
-    """Outcomes and verdicts equal those of the uninterrupted run; recorded bytes stay; no call is doubled."""
+    """Outcomes and verdicts equal those of the uninterrupted run; recorded bytes stay; no call is
+    doubled.
+    """
     first = world.run(world.plan(), world.session())
     calls = sum(isinstance(event, Sampled) for event in world.events())
     for place in cuts(world.tmp_path / "run", 8, seed=1):
@@ -81,16 +88,26 @@ def test_a_frozen_gate_ends_the_same_from_anywhere(world: Any, outcomes: Outcome
         before = (world.tmp_path / "copy" / JOURNAL).read_bytes()
         again = world.run(world.plan(), world.session("copy"))
         assert (again.status, outcomes(again)) == ("finished", outcomes(first))
-        assert [line.verdict for line in again.problems] == [line.verdict for line in first.problems]
-        assert (world.tmp_path / "copy" / JOURNAL).read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+        assert [line.verdict for line in again.problems] == [
+            line.verdict for line in first.problems
+        ]
+        assert (
+            (world.tmp_path / "copy" / JOURNAL)
+            .read_bytes()
+            .startswith(before[: before.rfind(b"\n") + 1])
+        )
         events = world.events("copy")
         assert sum(isinstance(event, Sampled) for event in events) == calls
         assert not [event for event in events if isinstance(event, Warned)]
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_who_asked_about_equal_chunks_asks_again(world: Any, outcomes: Outcomes, draws: bool) -> None:
-    """Short chunks are often equal: no score is asked for twice, and no recorded turn comes out otherwise."""
+def test_who_asked_about_equal_chunks_asks_again(
+    world: Any, outcomes: Outcomes, draws: bool
+) -> None:
+    """Short chunks are often equal: no score is asked for twice, and no recorded turn comes out
+    otherwise.
+    """
     policy = Policy(samples=6, turns=8, chunking=Chunking(4, 4, ()), early_stop="none")
 
     def plan() -> Any:
@@ -112,16 +129,28 @@ def test_who_asked_about_equal_chunks_asks_again(world: Any, outcomes: Outcomes,
 POLICIES = {
     "early stop": Policy(samples=6, turns=6, chunking=Chunking(12, 12, ()), early_stop="likely"),
     "two waves": Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), first_wave=2),
-    "resample": Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), takeover="resample", early_stop="none"),
-    "fork": Policy(samples=4, turns=5, chunking=Chunking(12, 12, ()), takeover="fork", early_stop="none"),
-    "replace": Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), takeover="replace", early_stop="none"),
-    "optimistic": Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), optimistic=True, early_stop="none"),
+    "resample": Policy(
+        samples=3, turns=5, chunking=Chunking(12, 12, ()), takeover="resample", early_stop="none"
+    ),
+    "fork": Policy(
+        samples=4, turns=5, chunking=Chunking(12, 12, ()), takeover="fork", early_stop="none"
+    ),
+    "replace": Policy(
+        samples=3, turns=5, chunking=Chunking(12, 12, ()), takeover="replace", early_stop="none"
+    ),
+    "optimistic": Policy(
+        samples=3, turns=5, chunking=Chunking(12, 12, ()), optimistic=True, early_stop="none"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_virtual_schedule_ends_the_same_with_an_online_gate(world: Any, outcomes: Outcomes, name: str) -> None:
-    """When recalled calls take the time they took, decisions that depend on the order of arrival come out alike."""
+def test_a_virtual_schedule_ends_the_same_with_an_online_gate(
+    world: Any, outcomes: Outcomes, name: str
+) -> None:
+    """When recalled calls take the time they took, decisions that depend on the order of arrival
+    come out alike.
+    """
 
     def plan() -> Any:
         return world.plan(policy=POLICIES[name], gate=world.online(), recall="recorded")
@@ -135,7 +164,9 @@ def test_a_virtual_schedule_ends_the_same_with_an_online_gate(world: Any, outcom
 
 
 def test_a_crash_between_any_two_lines_changes_nothing(world: Any, outcomes: Outcomes) -> None:
-    """A journal cut after each of its lines in turn: the same outcomes and decisions, nothing recorded twice."""
+    """A journal cut after each of its lines in turn: the same outcomes and decisions, nothing
+    recorded twice.
+    """
 
     def plan() -> Any:
         policy = Policy(samples=2, turns=3, chunking=Chunking(12, 12, ()), early_stop="none")
@@ -154,7 +185,9 @@ def test_a_crash_between_any_two_lines_changes_nothing(world: Any, outcomes: Out
 
 
 def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
-    """At full speed later decisions may differ, recorded ones not; and the gate knows all that it was ever told."""
+    """At full speed later decisions may differ, recorded ones not; and the gate knows all that it
+    was ever told.
+    """
     plan = world.plan(gate=world.online())
     world.run(plan, world.session())
     for place in cuts(world.tmp_path / "run", 5, seed=3):
@@ -165,7 +198,11 @@ def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
         after = decided(world, "copy")
         assert after[: len(before)] == before
         assert len(set(places(world))) == len(after)
-        asked = [event.decision.issue for event in world.events("copy") if getattr(event, "asked", "") == "preview"]
+        asked = [
+            event.decision.issue
+            for event in world.events("copy")
+            if getattr(event, "asked", "") == "preview"
+        ]
         assert sorted(asked) == list(range(len(asked)))
         told = sum(isinstance(event, Observed) for event in world.events("copy"))
         assert plan.gate.calibrator.decided == told
@@ -204,7 +241,8 @@ def test_a_gate_that_learns_is_taught_each_lesson_once(world: Any) -> None:
             if isinstance(event, Decided | Observed | Taught):
                 replay_event(again, event)
         for stage in ("before", "after"):
-            relived, known = getattr(again.learner, stage), getattr(gate.learner, stage)
+            relived = getattr(again.learner, stage)
+            known = getattr(gate.learner, stage)
             assert (relived.model, relived.sets.guarantee) == (known.model, known.sets.guarantee)
 
 
@@ -218,23 +256,37 @@ def test_decisions_are_read_in_order_for_replay(world: Any) -> None:
 
 
 def test_a_barrier_ends_the_same(world: Any, outcomes: Outcomes) -> None:
-    """The synchronous baseline carries a rest from round to round: it is carried across a crash, too."""
-    policy = Policy(samples=4, turns=4, chunking=Chunking(12, 12, ()), barrier=True, early_stop="none")
+    """The synchronous baseline carries a rest from round to round: it is carried across a crash,
+    too.
+    """
+    policy = Policy(
+        samples=4, turns=4, chunking=Chunking(12, 12, ()), barrier=True, early_stop="none"
+    )
     first = world.run(world.plan(policy=policy, gate=TopGate.of(0.4)), world.session(), problems=3)
     for place in cuts(world.tmp_path / "run", 4, seed=4):
         torn_copy(world, place)
-        again = world.run(world.plan(policy=policy, gate=TopGate.of(0.4)), world.session("copy"), problems=3)
+        again = world.run(
+            world.plan(policy=policy, gate=TopGate.of(0.4)), world.session("copy"), problems=3
+        )
         assert outcomes(again) == outcomes(first)
 
 
 def facts(world: Any) -> list[str]:
     """Every decision, what was done with it, and every turn."""
-    return [repr(event) for event in world.events("copy") if isinstance(event, Decided | Observed | TurnFinished)]
+    return [
+        repr(event)
+        for event in world.events("copy")
+        if isinstance(event, Decided | Observed | TurnFinished)
+    ]
 
 
 def test_failed_calls_are_remembered(world: Any) -> None:
-    """Bad scores that led to forced decisions stay bad after a crash, though the engine is well by then."""
-    ill = ScriptedEngine("target", latency=QUICK, faults=Faults({"refused": 0.3, "nan": 0.2}, seed=4, only="score"))
+    """Bad scores that led to forced decisions stay bad after a crash, though the engine is well by
+    then.
+    """
+    ill = ScriptedEngine(
+        "target", latency=QUICK, faults=Faults({"refused": 0.3, "nan": 0.2}, seed=4, only="score")
+    )
     world.run(world.plan(target=ill), world.session(), problems=3)
     assert any(isinstance(event, CallFailed) for event in world.events())
     for place in cuts(world.tmp_path / "run", 5, seed=5):
@@ -248,18 +300,29 @@ def test_failed_calls_are_remembered(world: Any) -> None:
         assert not [event for event in world.events("copy") if isinstance(event, Warned)]
 
 
-def test_a_full_disk_is_survived(world: Any, outcomes: Outcomes, small_disk: Callable[..., Any]) -> None:
-    """The run ends with a clear error, everything before it is kept, and with room again it ends as it would have."""
+def test_a_full_disk_is_survived(
+    world: Any, outcomes: Outcomes, small_disk: Callable[..., Any]
+) -> None:
+    """The run ends with a clear error, everything before it is kept, and with room again it ends as
+    it would have.
+    """
     whole = world.run(world.plan(), world.session("whole"))
     for room in (100, 40_000, 90_000):
         name = f"full {room}"
         with pytest.raises(StorageError, match="nothing written so far is lost"):
-            world.run(world.plan(), world.session(name, journal=JournalOptions("close", opener=small_disk(room))))
+            world.run(
+                world.plan(),
+                world.session(name, journal=JournalOptions("close", opener=small_disk(room))),
+            )
         before = (world.tmp_path / name / JOURNAL).read_bytes()
         assert len(before) == room
         again = world.run(world.plan(), world.session(name))
         assert outcomes(again) == outcomes(whole)
-        assert (world.tmp_path / name / JOURNAL).read_bytes().startswith(before[: before.rfind(b"\n") + 1])
+        assert (
+            (world.tmp_path / name / JOURNAL)
+            .read_bytes()
+            .startswith(before[: before.rfind(b"\n") + 1])
+        )
 
 
 def test_a_finished_run_is_only_read(world: Any, outcomes: Outcomes) -> None:
@@ -269,13 +332,17 @@ def test_a_finished_run_is_only_read(world: Any, outcomes: Outcomes) -> None:
     again = world.run(world.plan(draft=draft), world.session())
     assert (again.status, again.problems, again.sessions) == ("finished", first.problems, 2)
     assert again.seconds == pytest.approx(first.seconds)
-    assert world.run(world.plan(), world.session()).seconds == again.seconds  # however often it is looked at
+    assert (
+        world.run(world.plan(), world.session()).seconds == again.seconds
+    )  # however often it is looked at
     assert draft.stats().requests == 0
     assert outcomes(again) == outcomes(first)
 
 
 def test_node_numbers_go_on(world: Any) -> None:
-    """Edges stay true across sessions: numbers are never used twice, recalled nodes are marked and cost nothing."""
+    """Edges stay true across sessions: numbers are never used twice, recalled nodes are marked and
+    cost nothing.
+    """
     world.run(world.plan(), world.session())
     torn_copy(world, cuts(world.tmp_path / "run", 3, seed=6)[1])
     world.run(world.plan(), world.session("copy"))
@@ -292,10 +359,16 @@ def test_node_numbers_go_on(world: Any) -> None:
     ("changes", "field"),
     [
         ({"seed": 1}, "seed"),
-        ({"policy": Policy(samples=5, turns=6, chunking=Chunking(12, 12, ()))}, "configuration.policy.samples"),
+        (
+            {"policy": Policy(samples=5, turns=6, chunking=Chunking(12, 12, ()))},
+            "configuration.policy.samples",
+        ),
         ({"gate": TopGate.of(0.4)}, "configuration.gate"),
         ({"configuration": {"rate": Setting(0.5, "flag")}}, "configuration.rate"),
-        ({"target": ScriptedEngine("target", context_length=4096)}, "engines.target.context_length"),
+        (
+            {"target": ScriptedEngine("target", context_length=4096)},
+            "engines.target.context_length",
+        ),
     ],
 )
 def test_another_run_is_refused(world: Any, changes: dict[str, Any], field: str) -> None:
@@ -319,7 +392,9 @@ def test_a_bad_directory_is_found_before_engines_open(world: Any) -> None:
     (world.tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
         world.run(world.plan(draft=draft), world.session("file"))
-    world.run(world.plan(draft=draft), world.session(None), problems=1)  # it was never opened, so it still can be
+    world.run(
+        world.plan(draft=draft), world.session(None), problems=1
+    )  # it was never opened, so it still can be
 
 
 def test_a_damaged_middle_is_refused(world: Any) -> None:
@@ -335,7 +410,9 @@ def test_a_damaged_middle_is_refused(world: Any) -> None:
 
 
 def test_a_lost_engine_ends_the_run_and_loses_nothing(world: Any, outcomes: Outcomes) -> None:
-    """The error leaves; what was in flight is tried again by the next session, with an engine that is there."""
+    """The error leaves; what was in flight is tried again by the next session, with an engine that
+    is there.
+    """
     whole = world.run(world.plan(), world.session("whole"))
     retries = replace(world.plan().retries, calls=1, give_up_after=2)
 
@@ -353,7 +430,9 @@ def test_a_lost_engine_ends_the_run_and_loses_nothing(world: Any, outcomes: Outc
 
 
 def test_failed_problems_are_tried_again(world: Any, outcomes: Outcomes) -> None:
-    """An engine that was away for a while: what failed then is done by the next session, what was done stays done."""
+    """An engine that was away for a while: what failed then is done by the next session, what was
+    done stays done.
+    """
     whole = world.run(world.plan(), world.session("whole"), problems=3)
     name = toy_problems(3, 5)[1].id
 
@@ -377,8 +456,11 @@ def test_failed_problems_are_tried_again(world: Any, outcomes: Outcomes) -> None
 
 
 def test_a_score_recorded_before_targets_drew_is_not_asked_for_again() -> None:
-    """Journals of older versions hold scores of requests that wanted no draws; others of the same text stay apart."""
-    engine, plain = ScriptedEngine("target"), ScoreRequest((1, 2), (3,), "toy/0")
+    """Journals of older versions hold scores of requests that wanted no draws; others of the same
+    text stay apart.
+    """
+    engine = ScriptedEngine("target")
+    plain = ScoreRequest((1, 2), (3,), "toy/0")
     draws = [SampleRequest((1, 2), 5, seed=Seed(1, "toy", 0, turn)) for turn in range(2)]
     known = {
         request_key("target", plain): Scores((-1.0,)),

@@ -1,4 +1,6 @@
-"""A run of method exact goes on from its journal, although the clock decided who wrote and how much was drafted."""
+"""A run of method exact goes on from its journal, although the clock decided who wrote and how much
+was drafted.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ POLICY = Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="n
 def texts(result: RunResult) -> list[Any]:
     """What every rollout came to."""
     return sorted(
-        (one.problem, one.sample, one.text, one.finish) for done in result.outcomes() for one in done.rollouts
+        (one.problem, one.sample, one.text, one.finish)
+        for done in result.outcomes()
+        for one in done.rollouts
     )
 
 
@@ -31,7 +35,12 @@ def test_method_exact_asks_for_no_recorded_call_again(world: Any, drafts: Role) 
     def plan() -> Any:
         draft = ScriptedEngine(drafts, latency=Latency(sampled_token=0.002))
         target = ScriptedEngine("target", latency=Latency(per_score=0.02, sampled_token=0.02))
-        return world.plan(policy=preset("exact").policy(POLICY), gate=FixedGate("accept"), draft=draft, target=target)
+        return world.plan(
+            policy=preset("exact").policy(POLICY),
+            gate=FixedGate("accept"),
+            draft=draft,
+            target=target,
+        )
 
     first = texts(world.run(plan(), world.session(), problems=30))
     for place in cuts(world.tmp_path / "run", 5, seed=4)[1:-1]:

@@ -83,7 +83,8 @@ class Diary:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_listeners_hear_what_the_journal_holds(world: Any, backend: Backend) -> None:
     """The same events in the same order, and chunks as they are written; a resume recalls them all."""
-    diary, later = Diary(), Diary()
+    diary = Diary()
+    later = Diary()
     world.run(world.plan(gate=FixedGate("escalate")), world.session(listeners=[diary]), 3, backend)
     journal = world.events()
     assert diary.events == journal[1:-1]
@@ -96,10 +97,14 @@ def test_listeners_hear_what_the_journal_holds(world: Any, backend: Backend) -> 
 
 
 def test_every_call_is_a_node_and_a_step(world: Any) -> None:
-    """Live calls appear once as a step and once as a timed node, waits as a node alone; rollouts, problems as spans."""
+    """Live calls appear once as a step and once as a timed node, waits as a node alone; rollouts,
+    problems as spans.
+    """
     world.run(world.plan(), world.session())
     count = Counter(type(event) for event in world.events())
-    calls = [event for event in world.events() if isinstance(event, CallSpan) and event.stage != HOLD]
+    calls = [
+        event for event in world.events() if isinstance(event, CallSpan) and event.stage != HOLD
+    ]
     assert count[Sampled] + count[Scored] == len(calls)
     assert all(event.engine for event in calls)
     assert (count[RolloutSpan], count[ProblemSpan], count[OutcomeReached]) == (20, 5, 5)
@@ -117,8 +122,12 @@ def test_without_a_directory_the_result_keeps_the_outcomes(world: Any, outcomes:
 def test_the_result_is_in_the_order_of_the_dataset(world: Any) -> None:
     """Whatever order problems ended in; usage adds up; the exit code is 0."""
     result = world.run(world.plan(), world.session())
-    assert [line.problem for line in result.problems] == [problem.id for problem in toy_problems(5, 5)]
-    assert result.usage.draft_tokens == sum(outcome.usage.draft_tokens for outcome in result.outcomes())
+    assert [line.problem for line in result.problems] == [
+        problem.id for problem in toy_problems(5, 5)
+    ]
+    assert result.usage.draft_tokens == sum(
+        outcome.usage.draft_tokens for outcome in result.outcomes()
+    )
     assert result.exit_code == 0
 
 
@@ -140,7 +149,9 @@ def test_verdicts(world: Any) -> None:
     """Right, wrong, no answer, undecided, and a grader that breaks: each says which."""
     words = {"1": "equal", "2": "different", "3": "unscored"}
 
-    async def pipeline(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+    async def pipeline(
+        problem: Problem, policy: Policy, context: Context, scope: ProblemScope
+    ) -> Outcome:
         rollouts = tuple(
             Rollout(problem.id, sample, Prompt((1,), (1,)), finish="answer", answer=answer)
             for sample, answer in enumerate(("1", "2", "3", "4", None, "1"))
@@ -149,7 +160,8 @@ def test_verdicts(world: Any) -> None:
 
     class Said:
         def __init__(self, status: str) -> None:
-            self.status, self.rule = status, f"by {status}"
+            self.status = status
+            self.rule = f"by {status}"
 
     asked: list[str] = []
 
@@ -178,7 +190,9 @@ def test_verdicts(world: Any) -> None:
 def test_a_pipeline_that_breaks_fails_its_problem_alone(world: Any) -> None:
     """The outcome says why; the others are solved."""
 
-    async def pipeline(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+    async def pipeline(
+        problem: Problem, policy: Policy, context: Context, scope: ProblemScope
+    ) -> Outcome:
         if problem.id.endswith("1"):
             raise KeyError("oh")
         return Outcome(problem, (), "1")
@@ -197,7 +211,9 @@ def test_two_problems_of_one_name_are_refused(world: Any) -> None:
         world.run(world.plan(), world.session(), [Problem("a", "1"), Problem("a", "2")])
 
 
-@pytest.mark.parametrize(("option", "value"), [("engines", "open"), ("signals", "hear"), ("keep", "everything")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("engines", "open"), ("signals", "hear"), ("keep", "everything")]
+)
 def test_unknown_choices_are_refused(world: Any, option: str, value: str) -> None:
     """A misspelt choice is an error that names the known ones, never silently another."""
     with pytest.raises(OptionError, match=f"{option}: unknown value '{value}'"):
@@ -215,7 +231,9 @@ def test_impossible_plans_are_refused(world: Any) -> None:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_asked_to_end(world: Any, outcomes: Outcomes, backend: Backend, times: int) -> None:
-    """Once: calls in flight finish and are recorded. Twice: they are cancelled. Then it goes on to the same end."""
+    """Once: calls in flight finish and are recorded. Twice: they are cancelled. Then it goes on to
+    the same end.
+    """
     whole = world.run(world.plan(), world.session("whole"), backend=backend)
     stop = Stop()
 
@@ -240,14 +258,18 @@ def test_asked_to_end(world: Any, outcomes: Outcomes, backend: Backend, times: i
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_no_file_and_no_work_outlive_a_run(world: Any, backend: Backend) -> None:
-    """However a run ends (cancelled anywhere, failed engines, out of time), its files are closed and its slots free."""
+    """However a run ends (cancelled anywhere, failed engines, out of time), its files are closed
+    and its slots free.
+    """
     before = open_files()
     for end in range(12):
         draft = ScriptedEngine("draft", latency=world.quick)
         faults = Faults({"refused": 0.3, "nan": 0.2}, seed=end) if end % 3 == 0 else Faults()
         target = ScriptedEngine("target", latency=world.quick, faults=faults)
         plan = world.plan(
-            draft=draft, target=target, retries=RetryPolicy(calls=2, delay_seconds=0.05, give_up_after=None)
+            draft=draft,
+            target=target,
+            retries=RetryPolicy(calls=2, delay_seconds=0.05, give_up_after=None),
         )
 
         async def cut(plan: Any = plan, end: int = end) -> None:
@@ -273,7 +295,10 @@ def test_asked_at_the_very_end_is_finished(world: Any) -> None:
             if isinstance(event, ProblemSpan):
                 stop.request()
 
-    assert world.run(world.plan(), world.session(listeners=[Late()], stop=stop), problems=1).status == "finished"
+    assert (
+        world.run(world.plan(), world.session(listeners=[Late()], stop=stop), problems=1).status
+        == "finished"
+    )
 
 
 def test_out_of_time(world: Any) -> None:
@@ -281,7 +306,9 @@ def test_out_of_time(world: Any) -> None:
     result = world.run(world.plan(timeout_seconds=1.0, rollouts=4), world.session())
     assert result.status == "stopped"
     assert 0 < len(result.problems) < 5
-    assert {rollout.finish for outcome in result.outcomes() for rollout in outcome.rollouts} & {"cancelled"}
+    assert {rollout.finish for outcome in result.outcomes() for rollout in outcome.rollouts} & {
+        "cancelled"
+    }
     assert world.run(world.plan(), world.session()).status == "finished"
 
 
@@ -290,7 +317,9 @@ def test_recalled_turns_that_differ_are_told(world: Any) -> None:
     chunk = Chunk("draft", "x", (1,), (1,), "end")
     notes = iter("abcdef")
 
-    async def pipeline(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+    async def pipeline(
+        problem: Problem, policy: Policy, context: Context, scope: ProblemScope
+    ) -> Outcome:
         rollout = Rollout(problem.id, 0, Prompt((1,), (1,)))
         context.listener.turned(rollout, Turn(0, (chunk,), note=next(notes)))
         if next(notes) == "b":
@@ -300,17 +329,23 @@ def test_recalled_turns_that_differ_are_told(world: Any) -> None:
     with pytest.raises(OptionError, match="ends the run"):
         world.run(world.plan(pipeline=pipeline), world.session(), problems=1)
     world.run(world.plan(pipeline=pipeline), world.session(), problems=1)
-    assert [event.code for event in world.events() if isinstance(event, Warned)] == ["recall-differs"]
+    assert [event.code for event in world.events() if isinstance(event, Warned)] == [
+        "recall-differs"
+    ]
 
 
 @pytest.mark.parametrize("again", ["0a", "0a 0b", "0a 1x", "0a 0x", "0a 1c", "0a 0b 1d 1x", ""])
 def test_an_attempt_an_earlier_session_gave_up_may_stand(world: Any, again: str) -> None:
-    """Then it tried turn 0 anew; whatever this session comes to, the journal tells these turns and no mixture."""
+    """Then it tried turn 0 anew; whatever this session comes to, the journal tells these turns and
+    no mixture.
+    """
     chunk = Chunk("draft", "x", (1,), (1,), "end")
     sessions = iter(["0a 0b 1d", again])
     seen: list[Outcome] = []
 
-    async def pipeline(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+    async def pipeline(
+        problem: Problem, policy: Policy, context: Context, scope: ProblemScope
+    ) -> Outcome:
         said = next(sessions)
         rollout = Rollout(problem.id, 0, Prompt((1,), (1,)))
         for report in said.split():
@@ -328,7 +363,9 @@ def test_an_attempt_an_earlier_session_gave_up_may_stand(world: Any, again: str)
     assert list(result.outcomes()) == seen
 
 
-async def one_call(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+async def one_call(
+    problem: Problem, policy: Policy, context: Context, scope: ProblemScope
+) -> Outcome:
     """The smallest pipeline that still does everything a run must handle."""
     ids = context.draft.tokenizer.encode(problem.text)
     prompt = Prompt(ids, ids)
@@ -342,17 +379,26 @@ async def one_call(problem: Problem, policy: Policy, context: Context, scope: Pr
         return grown
 
     results = await scope.rollouts(rollout, policy.samples)
-    return Outcome(problem, tuple(result.value for result in results if result.value), None, status="unanswered")
+    return Outcome(
+        problem,
+        tuple(result.value for result in results if result.value),
+        None,
+        status="unanswered",
+    )
 
 
 def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
     """What a pipeline has seen, no crash can make unseen."""
     missing: list[str] = []
 
-    async def pipeline(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+    async def pipeline(
+        problem: Problem, policy: Policy, context: Context, scope: ProblemScope
+    ) -> Outcome:
         for turn in range(20):
             await context.draft.sample(SampleRequest((1, 2), 4, seed=Seed(0, problem.id, 0, turn)))
-            if [e.turn for e in world.events() if isinstance(e, Sampled) and e.problem == problem.id][-1:] != [turn]:
+            if [
+                e.turn for e in world.events() if isinstance(e, Sampled) and e.problem == problem.id
+            ][-1:] != [turn]:
                 missing.append(f"{problem.id} {turn}")
         return Outcome(problem, (), None, status="unanswered")
 
@@ -361,7 +407,9 @@ def test_a_result_is_in_the_file_before_anyone_acts_on_it(world: Any) -> None:
 
 
 def test_samples_of_a_problem() -> None:
-    """Rollouts the vote spared are left out, not counted as wrong; one that could not be graded is neither."""
+    """Rollouts the vote spared are left out, not counted as wrong; one that could not be graded is
+    neither.
+    """
     samples = (
         FinishedSample(0, "answer", "1", "correct"),
         FinishedSample(1, "settled", None, "wrong"),
@@ -377,7 +425,9 @@ def test_samples_of_a_problem() -> None:
 
 
 def test_alarms_are_recorded_once(world: Any) -> None:
-    """A calibrator fed with scores unlike the stored ones raises an alarm; the journal says when and what was done."""
+    """A calibrator fed with scores unlike the stored ones raises an alarm; the journal says when
+    and what was done.
+    """
 
     def plan() -> Any:
         stored = [1.0 + number / 1000 for number in range(400)]
@@ -405,7 +455,9 @@ class Census(Diary):
         if isinstance(event, OutcomeReached) and event.problem in self._problems:
             gc.collect()
             kinds = (type(thing) for thing in gc.get_objects())
-            self.counts.append(Counter(f"{kind.__module__}.{kind.__name__}" for kind in kinds if _is_ours(kind)))
+            self.counts.append(
+                Counter(f"{kind.__module__}.{kind.__name__}" for kind in kinds if _is_ours(kind))
+            )
 
 
 def _is_ours(kind: type) -> bool:
@@ -413,16 +465,22 @@ def _is_ours(kind: type) -> bool:
 
 
 def test_memory_does_not_grow_with_the_number_of_problems(world: Any) -> None:
-    """With the journal on and nothing kept, what lives after 200 problems is what lived after 20: those in flight.
+    """With the journal on and nothing kept, what lives after 200 problems is what lived after 20:
+    those in flight.
 
-    How many wait for a thread or for the disk at these two moments is the machine's business: up to sixteen problems.
-    Kept for good, even one value in two problems would be 90 more.
+    How many wait for a thread or for the disk at these two moments is the machine's business: up to
+    sixteen problems. Kept for good, even one value in two problems would be 90 more.
     """
-    problems = (Problem(f"p{number}", f"Start at {number % 90}. +1. What is the result?") for number in range(220))
+    problems = (
+        Problem(f"p{number}", f"Start at {number % 90}. +1. What is the result?")
+        for number in range(220)
+    )
     census = Census("p20", "p200")
     gc.collect()
     before = sum(type(thing) is Problem for thing in gc.get_objects())  # other tests keep theirs
-    plan = world.plan(pipeline=one_call, rollouts=8, draft=ScriptedEngine("draft"), limits={"draft": Limit(4)})
+    plan = world.plan(
+        pipeline=one_call, rollouts=8, draft=ScriptedEngine("draft"), limits={"draft": Limit(4)}
+    )
     plan = replace(plan, policy=replace(plan.policy, samples=2))
     world.run(plan, world.session(keep="nothing", dataset="stream", listeners=[census]), problems)
     early, late = census.counts
@@ -444,7 +502,9 @@ class Crowd(Diary):
 
 
 def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
-    """What waits for its grading is in proportion to what may be in flight, however far the engines could run ahead."""
+    """What waits for its grading is in proportion to what may be in flight, however far the engines
+    could run ahead.
+    """
     one_at_a_time = threading.Lock()
     usual = world.plan(rollouts=4, draft=ScriptedEngine("draft"))
 
@@ -453,7 +513,9 @@ def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
             time.sleep(0.02)
         return usual.grade(answer, problem)
 
-    async def answering(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+    async def answering(
+        problem: Problem, policy: Policy, context: Context, scope: ProblemScope
+    ) -> Outcome:
         outcome = await one_call(problem, policy, context, scope)
         return replace(outcome, answer="0", status="answered")
 
@@ -468,16 +530,21 @@ def test_a_calibrator_lets_go_of_problems_that_are_over(world: Any) -> None:
     """Live and after a resume: beside the scores of all, nothing of a finished problem is kept."""
     for _ in range(2):
         calibrator = Calibrator(0.4, "question-turn", seed=3)
-        world.run(world.plan(gate=ConformalGate(calibrator), forget=calibrator.forget), world.session())
+        world.run(
+            world.plan(gate=ConformalGate(calibrator), forget=calibrator.forget), world.session()
+        )
         state = calibrator.state()
         assert calibrator.decided > 0
         assert "toy-" not in repr([state["pool"], state["controller"]])
 
 
 def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
-    """They go on in another session, which remembers them: an outage of any length is not paid for in memory."""
+    """They go on in another session, which remembers them: an outage of any length is not paid for
+    in memory.
+    """
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="sample")
-    draft, retries = ScriptedEngine("draft", latency=world.quick, faults=ill), RetryPolicy(calls=1, rollouts=1)
+    draft = ScriptedEngine("draft", latency=world.quick, faults=ill)
+    retries = RetryPolicy(calls=1, rollouts=1)
     calibrator = Calibrator(0.4, "question-turn", seed=3)
     changes: dict[str, Any] = {"draft": draft, "retries": retries}
     plan = world.plan(gate=ConformalGate(calibrator), forget=calibrator.forget, **changes)
@@ -489,7 +556,8 @@ def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wants", [{"warmup": 3}, {"method": "ordinal"}, {"method": "top-b"}, {"explore": 0.5}, {"spare": 0.5}]
+    "wants",
+    [{"warmup": 3}, {"method": "ordinal"}, {"method": "top-b"}, {"explore": 0.5}, {"spare": 0.5}],
 )
 def test_every_gate_lets_go_of_problems_that_are_over(world: Any, wants: dict[str, Any]) -> None:
     """Whatever it is made of, also of chunks that were announced and never scored."""
@@ -504,6 +572,12 @@ def test_every_gate_lets_go_of_problems_that_are_over(world: Any, wants: dict[st
         if isinstance(gate, Calibrator):
             gate.settle()  # scores that wait for that of a lost chunk
             own = gate.state()
-        kept = [getattr(gate, name, None) for name in ("_carry", "_asked")] + [own.get("pool"), own.get("controller")]
+        kept = [getattr(gate, name, None) for name in ("_carry", "_asked")] + [
+            own.get("pool"),
+            own.get("controller"),
+        ]
         assert "toy-" not in repr(kept)
-        gate = next(filter(None, (getattr(gate, name, None) for name in ("inner", "gate", "calibrator"))), None)
+        gate = next(
+            filter(None, (getattr(gate, name, None) for name in ("inner", "gate", "calibrator"))),
+            None,
+        )

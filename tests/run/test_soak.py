@@ -1,4 +1,6 @@
-"""One long run in every calibration mode at once, under faults: what the process holds does not grow."""
+"""One long run in every calibration mode at once, under faults: what the process holds does not
+grow.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ class Curve:
             if total % 1000 == 0:
                 passed = time.monotonic() - self.began
                 sys.stderr.write(
-                    f"soak: {passed:.0f} s, {total} problems, {held:.1f} MiB, {self.levels[-1][2]} objects\n"
+                    f"soak: {passed:.0f} s, {total} problems, {held:.1f} MiB, {self.levels[-1][2]} "
+                    f"objects\n"
                 )
 
 
@@ -79,22 +82,32 @@ def questions(mode: Mode, count: int) -> list[Problem]:
 
 
 async def run(mode: Mode, engines: tuple[Engine, Engine], folder: Path, curve: Curve) -> None:
-    """One run until the time is over, or its problems are; the result keeps no lines, the journal has them."""
+    """One run until the time is over, or its problems are; the result keeps no lines, the journal
+    has them.
+    """
     stored = [1 + random.Random(place).expovariate(2) for place in range(200)]
     setup = Setup(
-        method="atts", rate=0.2, mode=mode, stored=stored, policy=Policy(samples=4, timeout_seconds=2.0), rollouts=16
+        method="atts",
+        rate=0.2,
+        mode=mode,
+        stored=stored,
+        policy=Policy(samples=4, timeout_seconds=2.0),
+        rollouts=16,
     )
     retries = RetryPolicy(calls=3, rollouts=2, delay_seconds=0.005, give_up_after=None)
     plan = replace(setup.plan(*engines), retries=retries)
     listeners = (Counter(mode, curve),)
-    options = RunOptions(folder / mode, listeners, engines="are open", signals="ignore", keep="nothing")
+    options = RunOptions(
+        folder / mode, listeners, engines="are open", signals="ignore", keep="nothing"
+    )
     with anyio.move_on_after(SECONDS):
         await evaluate(questions(mode, 200 + int(3 * SECONDS)), plan, options)
 
 
 async def soak(folder: Path) -> Curve:
     """A run in every mode, on the same two engines."""
-    faults, latency = Faults(FAULTS, delay_seconds=0.02), Latency(per_sample=0.001, per_score=0.001, sampled_token=2e-5)
+    faults = Faults(FAULTS, delay_seconds=0.02)
+    latency = Latency(per_sample=0.001, per_score=0.001, sampled_token=2e-5)
     curve = Curve()
     async with (
         ScriptedEngine("draft", latency=latency, concurrency=16, faults=faults) as draft,
@@ -107,7 +120,9 @@ async def soak(folder: Path) -> Curve:
 
 
 def test_a_run_in_every_mode_grows_by_at_most_a_tenth(tmp_path: Path) -> None:
-    """ATTS_SOAK seconds under faults; after the first thousand problems memory stays within 10 % of what it was."""
+    """ATTS_SOAK seconds under faults; after the first thousand problems memory stays within 10 % of
+    what it was.
+    """
     curve = anyio.run(soak, tmp_path)
     warm = min(WARM_UP, sum(curve.over.values()) // 2)  # a short run is asked about its second half
     first = next(level for level in curve.levels if level[0] >= warm)
@@ -117,5 +132,7 @@ def test_a_run_in_every_mode_grows_by_at_most_a_tenth(tmp_path: Path) -> None:
     assert most[1] <= GROWTH * first[1]
     assert len(curve.over) == len(MODES)
     for mode, count in curve.over.items():
-        told = [outcome.problem.id for outcome in read_outcomes(read_entries(tmp_path / mode / JOURNAL))]
+        told = [
+            outcome.problem.id for outcome in read_outcomes(read_entries(tmp_path / mode / JOURNAL))
+        ]
         assert len(set(told)) == len(told) == count

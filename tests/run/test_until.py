@@ -34,11 +34,17 @@ def plan(world: Any, against: Mapping[str, float], **changes: Any) -> Any:
 
 def said(world: Any, name: str = "run") -> list[str]:
     """What the journal says of the comparison."""
-    return [event.text for event in world.events(name) if isinstance(event, Warned) and event.code == COMPARED]
+    return [
+        event.text
+        for event in world.events(name)
+        if isinstance(event, Warned) and event.code == COMPARED
+    ]
 
 
 def test_it_ends_when_the_question_is_answered(world: Any) -> None:
-    """Nothing is begun after that, everything begun is finished, and the answer is in the journal once."""
+    """Nothing is begun after that, everything begun is finished, and the answer is in the journal
+    once.
+    """
     result = world.run(plan(world, votes(0.0)), world.session(), PROBLEMS)
     assert (result.status, result.exit_code) == ("decided", 0)
     assert result.comparison is not None
@@ -70,7 +76,9 @@ def test_a_run_that_was_killed_comes_to_the_same_answer(world: Any) -> None:
 
 
 def test_what_ends_first_does_not_count_first(world: Any) -> None:
-    """Problems are looked at in their order: one that fails holds up the others, until a session has done it."""
+    """Problems are looked at in their order: one that fails holds up the others, until a session
+    has done it.
+    """
 
     async def pipeline(problem: Any, *others: Any) -> Outcome:
         if problem.id == PROBLEMS[2].id and not healed:
@@ -79,7 +87,11 @@ def test_what_ends_first_does_not_count_first(world: Any) -> None:
 
     healed = False
     broken = world.run(plan(world, votes(0.0), pipeline=pipeline), world.session(), PROBLEMS)
-    assert (broken.status, broken.comparison.problems, len(broken.problems)) == ("incomplete", 2, 30)
+    assert (broken.status, broken.comparison.problems, len(broken.problems)) == (
+        "incomplete",
+        2,
+        30,
+    )
     healed = True
     done = world.run(plan(world, votes(0.0), pipeline=pipeline), world.session(), PROBLEMS)
     assert (done.comparison.settled, done.comparison.problems) == ("better", 8)
@@ -88,18 +100,35 @@ def test_what_ends_first_does_not_count_first(world: Any) -> None:
 def test_a_run_that_cannot_decide_says_so(world: Any) -> None:
     """All problems are done, the exit code is that of a check that did not pass."""
     result = world.run(plan(world, votes(1.0)), world.session(), PROBLEMS[:12])
-    assert (result.status, result.exit_code, result.comparison.settled) == ("finished", 5, "undecided")
+    assert (result.status, result.exit_code, result.comparison.settled) == (
+        "finished",
+        5,
+        "undecided",
+    )
     assert "undecided after 12 problems" in said(world)[0]
 
 
 def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> None:
-    """The command in one call: the order is the seed's, the report says what came of it, a resume holds it to that."""
+    """The command in one call: the order is the seed's, the report says what came of it, a resume
+    holds it to that.
+    """
     earlier = tmp_path / "earlier.jsonl"
-    earlier.write_text("".join(f'{{"id": "{problem.id}", "correct": false}}\n' for problem in PROBLEMS[:20]))
-    setup = Setup(
-        draft="scripted", target="scripted", method="target-only", policy=Policy(samples=1), seed=3, rollouts=2
+    earlier.write_text(
+        "".join(f'{{"id": "{problem.id}", "correct": false}}\n' for problem in PROBLEMS[:20])
     )
-    words: dict[str, Any] = {"against": earlier, "stop_when": "decided", "directory": tmp_path / "run"}
+    setup = Setup(
+        draft="scripted",
+        target="scripted",
+        method="target-only",
+        policy=Policy(samples=1),
+        seed=3,
+        rollouts=2,
+    )
+    words: dict[str, Any] = {
+        "against": earlier,
+        "stop_when": "decided",
+        "directory": tmp_path / "run",
+    }
     result = evaluate_sync(PROBLEMS, setup, **words)
     order = [problem.id for problem in drawn_order(PROBLEMS[:20], 3)]
     assert result.status == "decided"
@@ -122,7 +151,11 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
     earlier.write_text('{"id": "x", "correct": false}\n')
     setup = Setup(draft="scripted", target="scripted")
 
-    asked: list[Any] = [{"against": earlier}, {"stop_when": "decided"}, {"against": earlier, "stop_when": "soon"}]
+    asked: list[Any] = [
+        {"against": earlier},
+        {"stop_when": "decided"},
+        {"against": earlier, "stop_when": "soon"},
+    ]
     for words in asked:
         with pytest.raises(OptionError, match="stop_when"):
             evaluate_sync(PROBLEMS, setup, **words)

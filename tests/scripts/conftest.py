@@ -17,11 +17,17 @@ pytest.importorskip("scripts.studies.mathematics", reason="needs a checkout")
 
 @pytest.fixture
 def serve() -> Iterator[Callable[[Role, str, tuple[Problem, ...]], tuple[DialectServer, str]]]:
-    """Starts a vLLM-speaking server of a model that knows these problems: the server, and its engine in words."""
+    """Starts a vLLM-speaking server of a model that knows these problems: the server, and its
+    engine in words.
+    """
     with ExitStack() as stack:
 
-        def start(role: Role, model: str, problems: tuple[Problem, ...]) -> tuple[DialectServer, str]:
-            server = stack.enter_context(DialectServer(lambda: RecitingEngine(role, problems), "vllm", model=model))
+        def start(
+            role: Role, model: str, problems: tuple[Problem, ...]
+        ) -> tuple[DialectServer, str]:
+            server = stack.enter_context(
+                DialectServer(lambda: RecitingEngine(role, problems), "vllm", model=model)
+            )
             return server, f"vllm:{server.url}/{model}?tokenizer={path('draft')}"
 
         yield start

@@ -1,4 +1,6 @@
-"""The mathematics script: every preset end to end on real benchmark files, over servers that speak vLLM's dialect."""
+"""The mathematics script: every preset end to end on real benchmark files, over servers that speak
+vLLM's dialect.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from scripts.studies.mathematics import ARMS, PUBLISHED, main
 pytestmark = pytest.mark.checkout
 Serve = Callable[[Role, str, tuple[Problem, ...]], tuple[DialectServer, str]]
 BENCHMARKS = ("math500", "math100", "aime24", "aime25", "amc23")
-KINDS = ("r1-1.5b/r1-70b", "qwen-7b/qwq-32b", "qwen3-1.7b/qwen3-32b", "gpt-oss-20b/gpt-oss-120b", "llama-8b/llama-70b")
+KINDS = (
+    "r1-1.5b/r1-70b",
+    "qwen-7b/qwq-32b",
+    "qwen3-1.7b/qwen3-32b",
+    "gpt-oss-20b/gpt-oss-120b",
+    "llama-8b/llama-70b",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,23 +38,44 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def file_of(shared_data: Path, benchmark: str) -> Path:
     """MATH-100 is drawn from the whole of MATH-500."""
-    return shared_data / "benchmarks" / f"{'math500' if benchmark == 'math100' else benchmark}.jsonl"
+    return (
+        shared_data / "benchmarks" / f"{'math500' if benchmark == 'math100' else benchmark}.jsonl"
+    )
 
 
-def words(pair: Pair, benchmark: str, file: Path, serve: Serve) -> tuple[list[DialectServer], list[str]]:
+def words(
+    pair: Pair, benchmark: str, file: Path, serve: Serve
+) -> tuple[list[DialectServer], list[str]]:
     """Two servers of the pair's models, and the command line that uses them."""
     problems = load_dataset(benchmark, options=LoadOptions(file=file)).problems[:2]
     draft, draft_words = serve("draft", pair.draft, problems)
     target, target_words = serve("target", pair.target, problems)
-    line = [benchmark, "--pair", pair.name, "--file", str(file), "--draft", draft_words, "--target", target_words]
+    line = [
+        benchmark,
+        "--pair",
+        pair.name,
+        "--file",
+        str(file),
+        "--draft",
+        draft_words,
+        "--target",
+        target_words,
+    ]
     return [draft, target], [*line, "--limit", "2", "--samples", "2", "--chunk", "24"]
 
 
 @pytest.mark.parametrize(("name", "benchmark"), [*zip(KINDS, BENCHMARKS, strict=True)])
 def test_a_pair_of_every_kind_runs(
-    name: str, benchmark: str, shared_data: Path, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    benchmark: str,
+    shared_data: Path,
+    serve: Serve,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each kind, and each benchmark, over HTTP: a target that knows the answers is graded right, a rate is realised."""
+    """Each kind, and each benchmark, over HTTP: a target that knows the answers is graded right, a
+    rate is realised.
+    """
     pair = find_pair(name)
     servers, line = words(pair, benchmark, file_of(shared_data, benchmark), serve)
     assert main([*line, "--out", str(tmp_path / "runs"), "--json"]) == 0
@@ -74,7 +103,9 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
 def test_the_same_command_goes_on_and_the_table_says_what_nobody_ran(
     shared_data: Path, serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A second run of the command asks the servers for nothing but who they are; the page has the paper's columns."""
+    """A second run of the command asks the servers for nothing but who they are; the page has the
+    paper's columns.
+    """
     pair = find_pair("qwen-7b/qwq-32b")
     servers, line = words(pair, "aime24", file_of(shared_data, "aime24"), serve)
     line += ["--out", str(tmp_path), "--repeats", "2"]
@@ -87,7 +118,12 @@ def test_the_same_command_goes_on_and_the_table_says_what_nobody_ran(
     assert without_times(json.loads(capsys.readouterr().out)) == without_times(kept)
     probes = [len(server.calls) - count for server, count in zip(servers, before, strict=True)]
     assert max(probes) < min(before)
-    for column in ("accuracy, marginal", "target accuracy", "speed-up, conditional", "rate, marginal (nominal 0.4)"):
+    for column in (
+        "accuracy, marginal",
+        "target accuracy",
+        "speed-up, conditional",
+        "rate, marginal (nominal 0.4)",
+    ):
         assert column in first
     assert "| published, any of 16 | 0.467 |" in first
     assert "not run by this project" in first
@@ -105,7 +141,12 @@ def test_the_page_agrees_with_what_is_run() -> None:
     assert f"rate {usual['rate']:g}" in page
     for pair in known_pairs().values():
         for row in pair.published.values():
-            assert f"| {row.accuracy:.1%} | {row.marginal:.2f}x | {row.conditional:.2f}x |".replace("%", " %") in page
+            assert (
+                f"| {row.accuracy:.1%} | {row.marginal:.2f}x | {row.conditional:.2f}x |".replace(
+                    "%", " %"
+                )
+                in page
+            )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +159,9 @@ def test_the_page_agrees_with_what_is_run() -> None:
         (["aime24", "--file", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
-def test_misuse_is_one_helpful_line(line: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_misuse_is_one_helpful_line(
+    line: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 2, nothing on stdout."""
     assert main(line) == 2
     out, err = capsys.readouterr()

@@ -19,28 +19,42 @@ MOST = 16
 
 
 class Machine:
-    """Steps of so many sequences: each proposed token stands with the same probability, every time is noisy."""
+    """Steps of so many sequences: each proposed token stands with the same probability, every time
+    is noisy.
+    """
 
-    ends, catching_up = 0.01, 0.0  # share of sequences a step; seconds a sequence that was not proposed for before
+    ends = 0.01
+    catching_up = (
+        0.0  # share of sequences a step; seconds a sequence that was not proposed for before
+    )
 
-    def __init__(self, table: Table, per_token: float, seed: int = 0, noise: float = 0.03, once: float = 0.0) -> None:
+    def __init__(
+        self, table: Table, per_token: float, seed: int = 0, noise: float = 0.03, once: float = 0.0
+    ) -> None:
         """Proposing takes so long for each token, and `once` beside that if there is any."""
         self.control = GoodputControl(MOST)
         self._known = set[int]()
         self.begun = 0  # sequences that were proposed for the first time in the last step
-        self._table, self._noise = table, noise
+        self._table = table
+        self._noise = noise
         self._proposing: Table = lambda tokens: per_token * tokens + once * (tokens > 0)
         self._random = np.random.default_rng(seed)
         self._new = count(1)
         self._keys: list[int] = []
         self.expected = self.came = 0.0  # seconds, where a forecast was made
-        self.plain = self.saved = 0.0  # what these take without proposals for as many tokens; what is told of that
+        self.plain = self.saved = (
+            0.0  # what these take without proposals for as many tokens; what is told of that
+        )
         self.looked: list[int] = []  # steps that each forecast stands for
 
-    def steps(self, number: int, sequences: int, acceptance: float, others: int = 0) -> Iterator[list[int]]:
+    def steps(
+        self, number: int, sequences: int, acceptance: float, others: int = 0
+    ) -> Iterator[list[int]]:
         """The lengths of each step; now and then a sequence ends and another takes its place."""
         for _ in range(number):
-            self._keys = [key for key in self._keys if self._random.random() > self.ends][:sequences]
+            self._keys = [key for key in self._keys if self._random.random() > self.ends][
+                :sequences
+            ]
             self._keys += [next(self._new) for _ in range(sequences - len(self._keys))]
             shape = StepShape(self._keys, others, 200.0)
             if self.control.rests(sequences):
@@ -65,10 +79,13 @@ class Machine:
         self.begun = self._begin(rounds)
         proposing = self._proposing(sum(lengths)) + self.catching_up * self.begun
         seconds = proposing * slow[0], self._table(rows) * slow[1]
-        forecast = self.control.observed(shape, rounds, rows, (float(seconds[0]), float(seconds[1])))
+        forecast = self.control.observed(
+            shape, rounds, rows, (float(seconds[0]), float(seconds[1]))
+        )
         if forecast is not None:
             self.looked.append(forecast.steps)
-            self.expected, self.came = self.expected + forecast.seconds, self.came + float(sum(seconds))
+            self.expected = self.expected + forecast.seconds
+            self.came = self.came + float(sum(seconds))
             steps = (len(lengths) + sum(stood for *_, stood in rounds)) / len(lengths)
             self.plain += steps * self._table(len(lengths)) * (1 + self._noise)
             self.saved += steps * forecast.plain - float(sum(seconds))
@@ -76,7 +93,8 @@ class Machine:
     def _begin(self, rounds: Sequence[Outcome]) -> int:
         """How many of these the drafter had not seen yet; it has now."""
         keys = {key for key, _, _ in rounds}
-        new, self._known = len(keys - self._known), self._known | keys
+        new = len(keys - self._known)
+        self._known = self._known | keys
         return new
 
     def goodput(self, lengths: list[int], acceptance: float) -> tuple[float, float]:
@@ -86,7 +104,10 @@ class Machine:
 
     def rate(self, number: int, sequences: int, acceptance: float) -> float:
         """Expected tokens a second over so many steps."""
-        each = [self.goodput(lengths, acceptance) for lengths in self.steps(number, sequences, acceptance)]
+        each = [
+            self.goodput(lengths, acceptance)
+            for lengths in self.steps(number, sequences, acceptance)
+        ]
         return sum(tokens for tokens, _ in each) / sum(seconds for _, seconds in each)
 
     def fixed(self, length: int, sequences: int, acceptance: float) -> float:
@@ -112,13 +133,19 @@ def random_table(seed: int, most: int) -> Table:
 
 
 @pytest.mark.parametrize("sequences", [1, 4, 16])
-def test_on_random_tables_it_is_near_the_best_fixed_length_and_never_behind_plain_decoding(sequences: int) -> None:
-    """At least .97 of either, once it has seen what steps take, but that a gain below 6 % may be missed."""
+def test_on_random_tables_it_is_near_the_best_fixed_length_and_never_behind_plain_decoding(
+    sequences: int,
+) -> None:
+    """At least .97 of either, once it has seen what steps take, but that a gain below 6 % may be
+    missed.
+    """
     best_lengths = set[int]()
     for seed in range(6):
         random = np.random.default_rng((sequences, seed))
         acceptance = float(random.choice([0.1, 0.4, 0.6, 0.8, 0.95]))
-        machine = Machine(random_table(seed, sequences * (MOST + 1)), float(random.exponential(5e-5)), seed)
+        machine = Machine(
+            random_table(seed, sequences * (MOST + 1)), float(random.exponential(5e-5)), seed
+        )
         machine.rate(2000, sequences, acceptance)
         reached = machine.rate(400, sequences, acceptance)
         fixed = [machine.fixed(length, sequences, acceptance) for length in range(MOST + 1)]
@@ -154,21 +181,29 @@ def test_a_drafter_that_costs_much_before_its_first_token_is_asked_for_many() ->
 def test_texts_that_come_and_go_are_reckoned_with(
     sequences: int, start: float, ends: float, catching_up: float, least: float
 ) -> None:
-    """A drafter must catch up with each new text: many tokens pay for that, and where they do not, few are proposed."""
+    """A drafter must catch up with each new text: many tokens pay for that, and where they do not,
+    few are proposed.
+    """
     machine = Machine(straight(start, 1.4e-4), 2e-5)
-    machine.ends, machine.catching_up = ends, catching_up
+    machine.ends = ends
+    machine.catching_up = catching_up
     machine.rate(300, sequences, 0.95)
-    tokens, seconds = 0.0, 0.0
+    tokens = 0.0
+    seconds = 0.0
     for lengths in machine.steps(400, sequences, 0.95):
         each = machine.goodput(lengths, 0.95)
-        tokens, seconds = tokens + each[0], seconds + each[1] + catching_up * machine.begun
+        tokens = tokens + each[0]
+        seconds = seconds + each[1] + catching_up * machine.begun
     assert tokens / seconds >= least * machine.fixed(0, sequences, 0.95)
 
 
 @pytest.mark.parametrize("acceptance", [0.1, 0.9])
-def test_decisions_that_come_out_the_same_become_rare(acceptance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decisions_that_come_out_the_same_become_rare(
+    acceptance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One in 64 steps at the end, proposing or not; and what is off is asked for next to nothing."""
-    decide, made = GoodputControl._decide, list[int]()  # pyright: ignore[reportPrivateUsage]
+    decide = GoodputControl._decide  # pyright: ignore[reportPrivateUsage]
+    made = list[int]()
 
     def counted(control: GoodputControl, *seen: Any) -> None:
         made.append(1)
@@ -193,14 +228,20 @@ def test_it_goes_off_where_acceptance_falls_and_on_again_where_it_rises(sequence
     """Where a proposed token costs a third of a step: off within 200 steps, on within 1,500."""
     machine = Machine(straight(1e-3, 3e-4 / sequences), 3e-4 / sequences)
     assert mean(list(machine.steps(400, sequences, 0.9))[-100:]) > 0.8
-    assert mean(list(machine.steps(300, sequences, 0.2))[200:]) < 0.33  # but for two trials of four tokens
+    assert (
+        mean(list(machine.steps(300, sequences, 0.2))[200:]) < 0.33
+    )  # but for two trials of four tokens
     assert mean(list(machine.steps(1600, sequences, 0.9))[-100:]) > 0.8
 
 
 def test_less_is_proposed_with_more_sequences() -> None:
-    """A step of few rows takes hardly longer than one of one row, and one of many takes as long as its rows."""
+    """A step of few rows takes hardly longer than one of one row, and one of many takes as long as
+    its rows.
+    """
     machine = Machine(lambda rows: 1e-3 * max(1.0, rows / 12), 2e-5)
-    found = [mean(list(machine.steps(500, sequences, 0.8))[-200:]) for sequences in (1, 2, 4, 8, 32)]
+    found = [
+        mean(list(machine.steps(500, sequences, 0.8))[-200:]) for sequences in (1, 2, 4, 8, 32)
+    ]
     assert found == sorted(found, reverse=True)
     assert found[0] > 3
     assert found[-1] < 0.25
@@ -216,7 +257,9 @@ def test_waiting_prompts_leave_no_room_for_unlikely_proposals() -> None:
 
 
 def test_one_step_in_eight_is_looked_at_while_a_decision_holds() -> None:
-    """To look takes as long as a good part of a small model's step; what was seen stands for the steps between."""
+    """To look takes as long as a good part of a small model's step; what was seen stands for the
+    steps between.
+    """
     machine = Machine(lambda rows: 1e-3 + 1e-5 * rows, 1e-5)
     assert np.mean([any(lengths) for lengths in [*machine.steps(600, 4, 0.95)][-200:]]) > 0.9
     machine.looked.clear()
@@ -226,7 +269,9 @@ def test_one_step_in_eight_is_looked_at_while_a_decision_holds() -> None:
 
 
 def test_prompts_between_other_steps_change_no_lengths() -> None:
-    """What pays in the long run is what pays in the steps without: a prompt is fed once, whatever is proposed."""
+    """What pays in the long run is what pays in the steps without: a prompt is fed once, whatever
+    is proposed.
+    """
     machine = Machine(lambda rows: 1e-3 + 1e-5 * rows, 1e-5)
     machine.ends = 0.0
     before = [*machine.steps(600, 4, 0.95)][-1]
@@ -255,8 +300,11 @@ def test_what_is_said_to_be_saved_is(acceptance: float) -> None:
 
 
 def test_survival_is_not_biased_by_places_that_were_never_tested() -> None:
-    """Accepted over proposed would say .54 for .8 and five tokens; places know no more than those before them."""
-    survival, random = Survival(8), np.random.default_rng(1)
+    """Accepted over proposed would say .54 for .8 and five tokens; places know no more than those
+    before them.
+    """
+    survival = Survival(8)
+    random = np.random.default_rng(1)
     for _ in range(400):
         survival.add([(1, 5, min(5, int(random.geometric(0.2)) - 1))])
     standing = survival.standing([1, 2])
@@ -271,7 +319,8 @@ def test_survival_is_not_biased_by_places_that_were_never_tested() -> None:
 
 def test_step_times_rise_between_and_beyond_what_was_measured() -> None:
     """One outlier changes little; a new condition begins with the times of the nearest."""
-    costs, where = StepCosts(wanders=False), condition(is_mixed=False, context=100, sequences=1)
+    costs = StepCosts(wanders=False)
+    where = condition(is_mixed=False, context=100, sequences=1)
     assert costs.curve(where) is None
     for rows, seconds in ((1, 1.0), (4, 2.0), (8, 1.8), (16, 4.0)):
         for each in (seconds, seconds, 50.0, *[seconds] * 20):
@@ -292,17 +341,21 @@ def test_step_times_rise_between_and_beyond_what_was_measured() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_of_a_slower_time_are_not_taken_for_dearer_ones(seed: int) -> None:
-    """Large steps come while the machine is slow, small ones mostly while it is not; yet their ratio is found.
+    """Large steps come while the machine is slow, small ones mostly while it is not; yet their
+    ratio is found.
 
     Medians of the times of either have it at twice the truth.
     """
     random = np.random.default_rng(seed)
-    costs, where = StepCosts(), condition(is_mixed=False, context=100, sequences=1)
+    costs = StepCosts()
+    where = condition(is_mixed=False, context=100, sequences=1)
     times = {1: list[float](), 9: list[float]()}
     for _ in range(8):
         for slowness, sizes in ((1.0, [1] * 60), (2.0, [1] * 5 + [9] * 60 + [1] * 5)):
             for rows in sizes:
-                times[rows].append({1: 1.0, 9: 3.0}[rows] * slowness * (1 + 0.2 * random.exponential()))
+                times[rows].append(
+                    {1: 1.0, 9: 3.0}[rows] * slowness * (1 + 0.2 * random.exponential())
+                )
                 costs.add(where, rows, times[rows][-1])
     curve = costs.curve(where)
     assert curve is not None

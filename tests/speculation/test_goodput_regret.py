@@ -1,7 +1,9 @@
-"""What choosing lengths costs beside plain decoding and beside the best fixed length, learning included.
+"""What choosing lengths costs beside plain decoding and beside the best fixed length, learning
+included.
 
-On a machine that is like a small model on one core: texts end and others begin, a drafter that was not asked for a
-while catches up with all it missed, and looking at a step takes as long as a good part of one.
+On a machine that is like a small model on one core: texts end and others begin, a drafter that was
+not asked for a while catches up with all it missed, and looking at a step takes as long as a good
+part of one.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ import pytest
 from atts.speculation import GoodputControl, StepShape
 
 MOST = 16
-DRAFTS = {"embedded": (0.985, 0.985), "weaker": (0.84, 0.7), "weak": (0.67, 0.67), "useless": (0.2, 0.2)}
+DRAFTS = {
+    "embedded": (0.985, 0.985),
+    "weaker": (0.84, 0.7),
+    "weak": (0.67, 0.67),
+    "useless": (0.2, 0.2),
+}
 """How likely a proposal's first two tokens stand, and how likely the others do."""
 
 
@@ -34,11 +41,16 @@ class Machine:
 
     looking = 4e-5  # seconds that it takes to observe a step closely; an eighth of it, not to
 
-    def __init__(self, lengths: GoodputControl | int, draft: str, seed: int = 0, is_shared: bool = False) -> None:
-        self._lengths, self._stands, self._random = lengths, DRAFTS[draft], np.random.default_rng(seed)
+    def __init__(
+        self, lengths: GoodputControl | int, draft: str, seed: int = 0, is_shared: bool = False
+    ) -> None:
+        self._lengths = lengths
+        self._stands = DRAFTS[draft]
+        self._random = np.random.default_rng(seed)
         self._texts: list[Text] = []
         self._begun = 0
-        self._is_shared, self._slowness = is_shared, 1.0
+        self._is_shared = is_shared
+        self._slowness = 1.0
 
     def rate(self, steps: int, sequences: int) -> float:
         """Tokens a second over so many steps, which others on the machine do not slow down."""
@@ -51,7 +63,11 @@ class Machine:
             return self._written([self._lengths] * sequences)[:2]
         if self._lengths.rests(sequences):
             return self._written([0] * sequences)[:2]
-        shape = StepShape([text.key for text in self._texts], 0, float(np.mean([text.ids for text in self._texts])))
+        shape = StepShape(
+            [text.key for text in self._texts],
+            0,
+            float(np.mean([text.ids for text in self._texts])),
+        )
         lengths = self._lengths.choose(shape)
         tokens, seconds, parts, rounds = self._written(lengths)
         looked = self._lengths.observed(shape, rounds, sequences + sum(lengths), parts) is not None
@@ -63,9 +79,15 @@ class Machine:
             self._begun += 1
             self._texts.append(Text(self._begun, 60, 120 + int(self._random.integers(80))))
 
-    def _written(self, lengths: list[int]) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
-        """Tokens, seconds on a quiet machine, those measured of proposing and of the step, and what stood."""
-        proposing, tokens, rounds = 1.5e-4 * any(lengths), 0, list[tuple[int, int, int]]()
+    def _written(
+        self, lengths: list[int]
+    ) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
+        """Tokens, seconds on a quiet machine, those measured of proposing and of the step, and what
+        stood.
+        """
+        proposing = 1.5e-4 * any(lengths)
+        tokens = 0
+        rounds = list[tuple[int, int, int]]()
         for text, length in zip(self._texts, lengths, strict=True):
             stood = 0
             if length:
@@ -74,7 +96,8 @@ class Machine:
                 stood = min(self._stood(length), text.end - text.ids - 1)
                 rounds.append((text.key, length, stood))
                 text.drafted = text.ids + stood
-            text.ids, tokens = text.ids + 1 + stood, tokens + 1 + stood
+            text.ids = text.ids + 1 + stood
+            tokens = tokens + 1 + stood
         step = self._plain(len(lengths) + sum(lengths))
         return tokens, proposing + step, (self._noisy(proposing), self._noisy(step)), rounds
 
@@ -87,13 +110,17 @@ class Machine:
         return length if stands.all() else int(stands.argmin())
 
     def _noisy(self, seconds: float) -> float:
-        """A tenth more now and then, and in one step of fifty half as much again; much more on a shared machine."""
+        """A tenth more now and then, and in one step of fifty half as much again; much more on a
+        shared machine.
+        """
         if self._is_shared:
             if self._random.random() < 0.01:
                 self._slowness = float(np.exp(0.35 * self._random.normal()))
             hiccup = self._random.uniform(2, 6) if self._random.random() < 0.05 else 1
             return float(seconds * self._slowness * hiccup * (1 + 0.3 * self._random.exponential()))
-        return seconds * (1 + 0.05 * self._random.exponential() * (10 if self._random.random() < 0.02 else 1))
+        return seconds * (
+            1 + 0.05 * self._random.exponential() * (10 if self._random.random() < 0.02 else 1)
+        )
 
 
 @cache
@@ -108,12 +135,16 @@ def test_little_is_lost_beside_the_best_length(draft: str, sequences: int) -> No
     """At least .97 of plain decoding from the first step on; later near the best fixed length."""
     rates = fixed(draft, sequences)
     machines = [Machine(GoodputControl(MOST), draft, seed) for seed in range(3)]
-    first, later = (np.mean([machine.rate(1200, sequences) for machine in machines]) for _ in range(2))
+    first, later = (
+        np.mean([machine.rate(1200, sequences) for machine in machines]) for _ in range(2)
+    )
     assert min(first, later) >= 0.97 * rates[0]
     assert later >= 0.95 * max(rates.values())
 
 
-@pytest.mark.parametrize(("draft", "sequences"), [("embedded", 1), ("embedded", 4), ("embedded", 16), ("weak", 4)])
+@pytest.mark.parametrize(
+    ("draft", "sequences"), [("embedded", 1), ("embedded", 4), ("embedded", 16), ("weak", 4)]
+)
 def test_on_a_shared_machine_most_of_that_is_kept(draft: str, sequences: int) -> None:
     """Where times vary by half and the machine's speed changes every fifty steps."""
     kept = list[float]()
@@ -128,44 +159,57 @@ DEAR = {
     1: (1.0, 1.99, 2.8, 4.28, 5.4), 2: (1.0, 2.55, 3.75, 6.2, 8.2), 4: (1.0, 3.13, 4.72, 7.57, 9.6),
     8: (1.0, 3.33, 4.91, 7.75, 9.9),
 }  # fmt: skip
-"""By sequences, what steps of 1, 3, 5, 9 and 13 rows a sequence took of the embedded target, beside one of 1."""
+"""By sequences, what steps of 1, 3, 5, 9 and 13 rows a sequence took of the embedded target, beside
+one of 1.
+"""
 
 
 class Rounds(Machine):
-    """Writes rounds of two texts a sequence, 60 to 300 tokens each, that are begun together; prompts are fed between.
+    """Writes rounds of two texts a sequence, 60 to 300 tokens each, that are begun together;
+    prompts are fed between.
 
-    Steps take what those of the embedded target took on one core, where rows of proposals are hardly cheaper than
-    those of other sequences.
+    Steps take what those of the embedded target took on one core, where rows of proposals are
+    hardly cheaper than those of other sequences.
     """
 
-    looking, dear = 8e-5, DEAR
+    looking = 8e-5
+    dear = DEAR
     _left = 0  # texts of this round that are not begun
 
     def rate_of(self, tokens: int, sequences: int) -> float:
         """Tokens a second over so many tokens."""
-        written, seconds = 0, 0.0
+        written = 0
+        seconds = 0.0
         while written < tokens:
             step = self._step(sequences)
-            written, seconds = written + step[0], seconds + step[1]
+            written = written + step[0]
+            seconds = seconds + step[1]
         return written / seconds
 
     def _step(self, sequences: int) -> tuple[int, float]:
         self._texts = [text for text in self._texts if text.ids < text.end]
         self._left = self._left if self._texts else 2 * sequences
-        new, control = list[Text](), self._lengths
+        new = list[Text]()
+        control = self._lengths
         while self._left and len(self._texts) + len(new) < sequences:
-            self._begun, self._left = self._begun + 1, self._left - 1
+            self._begun = self._begun + 1
+            self._left = self._left - 1
             new.append(Text(self._begun, 60, 120 + int(self._random.integers(240))))
-        others, count = 60 * len(new), len(self._texts)
+        others = 60 * len(new)
+        count = len(self._texts)
         if not count or isinstance(control, int) or control.rests(count):
             length = control if isinstance(control, int) else 0
             tokens, seconds = self._fed([length] * count, others)[:2]
         else:
-            keys, context = [text.key for text in self._texts], float(np.mean([text.ids for text in self._texts]))
+            keys = [text.key for text in self._texts]
+            context = float(np.mean([text.ids for text in self._texts]))
             shape = StepShape(keys, others, context)
             lengths = control.choose(shape)
             tokens, seconds, (proposing, computing), rounds = self._fed(lengths, others)
-            looked = control.observed(shape, rounds, shape.rows + sum(lengths), (proposing, computing)) is not None
+            looked = (
+                control.observed(shape, rounds, shape.rows + sum(lengths), (proposing, computing))
+                is not None
+            )
             seconds += self.looking * (1 if looked else 1 / 8)
         for text in new:
             text.ids += 1
@@ -181,21 +225,33 @@ class Rounds(Machine):
     ) -> tuple[int, float, tuple[float, float], list[tuple[int, int, int]]]:
         """As above, with other tokens in the step."""
         tokens, seconds, (proposing, _), rounds = self._written(lengths)
-        count, total = len(lengths), len(lengths) + sum(lengths)
+        count = len(lengths)
+        total = len(lengths) + sum(lengths)
         drafting = seconds - self._plain(total)
-        dear = np.interp(total / count, (1, 3, 5, 9, 13), self.dear[1 << (count.bit_length() - 1)]) if count else 1.0
+        dear = (
+            np.interp(total / count, (1, 3, 5, 9, 13), self.dear[1 << (count.bit_length() - 1)])
+            if count
+            else 1.0
+        )
         step = float(self._own(count) * dear) + 1.1e-4 * others
         return tokens, drafting + step, (proposing, self._noisy(step)), rounds
 
 
-@pytest.mark.parametrize(("draft", "sequences"), [("embedded", 2), ("embedded", 8), ("weaker", 1), ("weaker", 8)])
-def test_rounds_of_short_texts_are_no_slower_than_plain_decoding(draft: str, sequences: int) -> None:
+@pytest.mark.parametrize(
+    ("draft", "sequences"), [("embedded", 2), ("embedded", 8), ("weaker", 1), ("weaker", 8)]
+)
+def test_rounds_of_short_texts_are_no_slower_than_plain_decoding(
+    draft: str, sequences: int
+) -> None:
     """After the first few hundred tokens of each sequence, where a step with proposals is dear."""
     kept = list[float]()
     for seed in range(4):
         plain, machine = (Rounds(lengths, draft, seed) for lengths in (0, GoodputControl(12)))
         machine.rate_of(400 * sequences, sequences)
-        kept.append(machine.rate_of(1500 * sequences, sequences) / plain.rate_of(1500 * sequences, sequences))
+        kept.append(
+            machine.rate_of(1500 * sequences, sequences)
+            / plain.rate_of(1500 * sequences, sequences)
+        )
     assert np.mean(kept) >= 0.97, kept
 
 
@@ -207,7 +263,9 @@ CHEAP = {
 
 
 class Opened(Rounds):
-    """An engine that was just opened: memory that is touched for the first time interrupts steps and drafts."""
+    """An engine that was just opened: memory that is touched for the first time interrupts steps
+    and drafts.
+    """
 
     looking = 1.3e-4
     dear = CHEAP

@@ -29,23 +29,35 @@ def windows(draw: st.DrawFn) -> tuple[list[int], list[PlaceLaw]]:
 def test_outcomes_are_ranked_by_probability_and_share_out_no_more_than_all(
     window: tuple[list[int], list[PlaceLaw]],
 ) -> None:
-    """Each once, never the proposed token as its own correction; together 1 where whole laws are known."""
+    """Each once, never the proposed token as its own correction; together 1 where whole laws are
+    known.
+    """
     proposal, places = window
     found = ranked_outcomes(proposal, places)
     chances = [guess.probability for guess in found]
     assert chances == sorted(chances, reverse=True)
     assert len({guess[:2] for guess in found}) == len(found)
-    assert all(guess.accepted == len(proposal) or guess.token != proposal[guess.accepted] for guess in found)
+    assert all(
+        guess.accepted == len(proposal) or guess.token != proposal[guess.accepted]
+        for guess in found
+    )
     lost = [
-        place.probabilities[token] == 1.0 and place.standing < 1  # nothing else is thought possible there
+        place.probabilities[token] == 1.0
+        and place.standing < 1  # nothing else is thought possible there
         for place, token in zip(places, proposal, strict=False)
     ]
     if not any(lost):
         assert sum(chances) == pytest.approx(1.0)
 
 
-@given(st.lists(chance, min_size=1, max_size=8), st.lists(chance, min_size=1, max_size=6), st.integers(1, 12))
-def test_what_is_continued_is_worth_most(chances: list[float], standing: list[float], budget: int) -> None:
+@given(
+    st.lists(chance, min_size=1, max_size=8),
+    st.lists(chance, min_size=1, max_size=6),
+    st.integers(1, 12),
+)
+def test_what_is_continued_is_worth_most(
+    chances: list[float], standing: list[float], budget: int
+) -> None:
     """As many and as long as fit into the time there is; no other number is expected to bring more."""
     chances = sorted(chances, reverse=True)
 
@@ -62,8 +74,14 @@ def test_what_is_continued_is_worth_most(chances: list[float], standing: list[fl
     assert worth(count, tokens) == pytest.approx(max(everything))
 
 
-@given(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=12), st.integers(0, 3), st.integers(0, 4))
-def test_a_cache_hands_out_every_branch_once(outcomes: set[tuple[int, int]], accepted: int, token: int) -> None:
+@given(
+    st.sets(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=12),
+    st.integers(0, 3),
+    st.integers(0, 4),
+)
+def test_a_cache_hands_out_every_branch_once(
+    outcomes: set[tuple[int, int]], accepted: int, token: int
+) -> None:
     """The one that is asked for is served, all others are given back, and nothing is left."""
     cache = OutcomeCache[tuple[int, int]]()
     for outcome in outcomes:

@@ -1,4 +1,6 @@
-"""The choice among schemes: the fastest gets nearly all steps, a change is noticed, and loads are told apart."""
+"""The choice among schemes: the fastest gets nearly all steps, a change is noticed, and loads are
+told apart.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ def expected_tokens(accepted: float, proposed: int) -> float:
     return sum(accepted**place for place in range(proposed + 1))
 
 
-def used(control: SchemeControl, rates: Rates, steps: int, sequences: int = 1, seed: int = 1) -> Counter[int]:
+def used(
+    control: SchemeControl, rates: Rates, steps: int, sequences: int = 1, seed: int = 1
+) -> Counter[int]:
     """How many steps each scheme gets, where step times scatter by a fifth."""
-    draw, found = random.Random(seed), Counter[int]()
+    draw = random.Random(seed)
+    found = Counter[int]()
     for step in range(steps):
         found[control.current] += 1
         rate = rates(step)[control.current]
@@ -33,19 +38,27 @@ def used(control: SchemeControl, rates: Rates, steps: int, sequences: int = 1, s
 def test_the_fastest_scheme_gets_nearly_all_steps(best: int) -> None:
     """Whichever it is, of rates a tenth apart."""
     control = SchemeControl(3)
-    found = used(control, lambda step: [1.1 if scheme == best else 1.0 for scheme in range(3)], 6000)
+    found = used(
+        control, lambda step: [1.1 if scheme == best else 1.0 for scheme in range(3)], 6000
+    )
     assert found[best] >= 0.9 * 6000
     assert min(found[scheme] for scheme in range(3)) >= 16, "each is tried"
 
 
 @pytest.mark.parametrize("slow", [0.2, 0.6, 0.9])
 def test_tries_lose_little(slow: float) -> None:
-    """Of what the fastest would have written in the same time, 3 % at most; where others are far behind too."""
-    control, draw, tokens, seconds = SchemeControl(3), random.Random(1), 0.0, 0.0
+    """Of what the fastest would have written in the same time, 3 % at most; where others are far
+    behind too.
+    """
+    control = SchemeControl(3)
+    draw = random.Random(1)
+    tokens = 0.0
+    seconds = 0.0
     for _ in range(6000):
         step = 1 / (1.0 if control.current == 0 else slow) * draw.uniform(0.9, 1.1)
         control.observed((4, 4), 3, step)
-        tokens, seconds = tokens + 1, seconds + step
+        tokens = tokens + 1
+        seconds = seconds + step
     assert tokens / seconds >= 0.97
 
 
@@ -66,7 +79,8 @@ def test_loads_are_told_apart() -> None:
 
 def test_a_load_that_goes_to_and_fro_is_one_load() -> None:
     """Seven sequences, then eight, then seven: every scheme is tried, and the fastest one used."""
-    control, found = SchemeControl(2), Counter[int]()
+    control = SchemeControl(2)
+    found = Counter[int]()
     for step in range(2000):
         found[control.current] += 1
         control.observed((7 + step % 2, 7), 3, 3 / (1.0, 2.0)[control.current])
@@ -80,9 +94,11 @@ def test_one_scheme_is_always_used() -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """One sequence where independent tokens stand; of each scheme the outcomes it guesses, its length and its seconds.
+    """One sequence where independent tokens stand; of each scheme the outcomes it guesses, its
+    length and its seconds.
 
-    The first scheme always has a proposal, the others after an outcome that was guessed; the last hears an exit.
+    The first scheme always has a proposal, the others after an outcome that was guessed; the last
+    hears an exit.
     """
 
     accepted: float
@@ -93,28 +109,39 @@ class Machine:
     def best(self) -> int:
         """By expected tokens."""
         own = [expected_tokens(self.accepted, length) for length in self.lengths]
-        rates = [(1 + hit * (each - 1)) / time for hit, each, time in zip(self.guessed, own, self.seconds, strict=True)]
+        rates = [
+            (1 + hit * (each - 1)) / time
+            for hit, each, time in zip(self.guessed, own, self.seconds, strict=True)
+        ]
         return rates.index(max(rates))
 
     def run(self, steps: int, seed: int = 1) -> tuple[Counter[int], float]:
         """How many steps each scheme gets, and the tokens a second of all beside those of the best."""
-        draw, control, found = random.Random(seed), SchemeControl(4, has_oracle=True), Counter[int]()
-        tokens, seconds, best = 0, 0.0, self.best()
+        draw = random.Random(seed)
+        control = SchemeControl(4, has_oracle=True)
+        found = Counter[int]()
+        tokens = 0
+        seconds = 0.0
+        best = self.best()
         for _ in range(steps):
             scheme = control.current
             found[scheme] += 1
-            is_served, written = draw.random() < self.guessed[scheme], 1
+            is_served = draw.random() < self.guessed[scheme]
+            written = 1
             while is_served and written <= self.lengths[scheme] and draw.random() < self.accepted:
                 written += 1
             spent = self.seconds[scheme] * draw.uniform(0.9, 1.1)
             control.observed((1, int(is_served)), written, spent)
-            tokens, seconds = tokens + written, seconds + spent
+            tokens = tokens + written
+            seconds = seconds + spent
         whole = 1 + self.guessed[best] * (expected_tokens(self.accepted, self.lengths[best]) - 1)
         return found, tokens / seconds / (whole / self.seconds[best])
 
 
 def test_an_exit_that_names_what_the_draft_does_not_is_found() -> None:
-    """A draft that is often wrong, on a device of its own: Mirror is the best there, and gets nearly all steps."""
+    """A draft that is often wrong, on a device of its own: Mirror is the best there, and gets
+    nearly all steps.
+    """
     machine = Machine(0.8, (1.0, 0.33, 0.67, 0.95), (4, 5, 5, 5), (1.8, 1.0, 1.1, 1.15))
     assert machine.best() == 3
     found, regret = machine.run(8000)
@@ -123,7 +150,9 @@ def test_an_exit_that_names_what_the_draft_does_not_is_found() -> None:
 
 
 def test_an_exit_is_not_tried_where_all_outcomes_guessed_would_not_pay() -> None:
-    """A draft that is cheap and right: hardly an outcome is missed, and drafts before the step are the fastest."""
+    """A draft that is cheap and right: hardly an outcome is missed, and drafts before the step are
+    the fastest.
+    """
     machine = Machine(0.98, (1.0, 0.9, 0.95, 0.99), (8, 8, 8, 8), (1.3, 1.8, 2.5, 1.6))
     assert machine.best() == 0
     found, regret = machine.run(8000)

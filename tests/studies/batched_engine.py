@@ -1,4 +1,6 @@
-"""An engine without a model: a law says what is written, a cost how long it takes, batched as a server would."""
+"""An engine without a model: a law says what is written, a cost how long it takes, batched as a
+server would.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Load:
 
 @dataclass(slots=True)
 class _Work:
-    """One request on its way: `feed` tokens to prefill, then `write` to decode, on top of `kept` that were warm."""
+    """One request on its way: `feed` tokens to prefill, then `write` to decode, on top of `kept`
+    that were warm.
+    """
 
     rollout: str
     kept: float
@@ -72,7 +76,9 @@ class _Work:
 
 
 class Host:
-    """What the engines of one machine share: processors, and the one event loop that hands requests over."""
+    """What the engines of one machine share: processors, and the one event loop that hands requests
+    over.
+    """
 
     def __init__(self) -> None:
         self.at_work = 0
@@ -87,10 +93,11 @@ class Host:
 class BatchedEngine:
     """Continuous batching under a virtual clock.
 
-    Every step serves all decoding sequences and feeds up to `chunk` tokens of those that wait for their prefill. A
-    request is admitted when its tokens fit beside what is at work; warm prefixes of other rollouts give way, least
-    recently used first. Scoring is a prefill that writes nothing. On a real clock a step begins when the one before it
-    was due to end: that this process woke up late is not the server's time.
+    Every step serves all decoding sequences and feeds up to `chunk` tokens of those that wait for
+    their prefill. A request is admitted when its tokens fit beside what is at work; warm prefixes
+    of other rollouts give way, least recently used first. Scoring is a prefill that writes nothing.
+    On a real clock a step begins when the one before it was due to end: that this process woke up
+    late is not the server's time.
     """
 
     def __init__(
@@ -109,7 +116,8 @@ class BatchedEngine:
         self.cost = cost
         self.load = Load()
         self._room = kv_tokens
-        self._chunk, self._batch = chunk, batch
+        self._chunk = chunk
+        self._batch = batch
         self._host = host or Host()
         self._waiting: deque[_Work] = deque()
         self._feeding: deque[_Work] = deque()
@@ -121,11 +129,13 @@ class BatchedEngine:
         self._warm_tokens = 0.0
         self._count = 0.0  # decoding steps so far
         self._due = 0.0  # when the last step ends
-        self._requests, self._numbers = 0, itertools.count()
+        self._requests = 0
+        self._numbers = itertools.count()
         self._wake = anyio.Event()
         self._now: Callable[[], float] = lambda: 0.0
         self._stack = AsyncExitStack()
-        self.spec, self.tokenizer = law.spec(role), law.tokenizer
+        self.spec = law.spec(role)
+        self.tokenizer = law.tokenizer
 
     def stats(self) -> EngineStats:
         """Counters so far."""
@@ -156,7 +166,11 @@ class BatchedEngine:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None:
         await self._stack.aclose()
         return None
@@ -170,7 +184,9 @@ class BatchedEngine:
         self._warm_tokens -= kept
         problem = rollout.rpartition("/")[0]
         prompt = self._prompts.get(problem, 0)
-        self._prompts.setdefault(problem, prefix)  # the first request of a problem is its prompt, and little else
+        self._prompts.setdefault(
+            problem, prefix
+        )  # the first request of a problem is its prompt, and little else
         warm = min(max(kept, float(grain * prompt)), grain * (prefix if suffix else prefix - 1))
         feed = grain * (prefix + suffix) - warm
         work = _Work(rollout, warm, feed, grain * write)
@@ -236,8 +252,11 @@ class BatchedEngine:
             self._feeding.append(work)
 
     async def _mixed_step(self) -> None:
-        """One step: every decoding sequence gets a token, those that wait are fed within the step's budget."""
-        fed, budget = 0.0, float(self._chunk)
+        """One step: every decoding sequence gets a token, those that wait are fed within the step's
+        budget.
+        """
+        fed = 0.0
+        budget = float(self._chunk)
         parts: list[tuple[_Work, float]] = []
         for work in self._feeding:
             part = min(work.feed, budget)
@@ -246,7 +265,8 @@ class BatchedEngine:
             parts.append((work, part))
             if budget <= 0:
                 break
-        batch, begun = len(self._decoding), sum(work.feed <= part for work, part in parts)
+        batch = len(self._decoding)
+        begun = sum(work.feed <= part for work, part in parts)
         seconds = self.cost.seconds(batch, self._cached, fed) + self.cost.request * begun
         await self._pass(self._stretch() * seconds)
         self._advance(1, batch)
@@ -272,7 +292,8 @@ class BatchedEngine:
 
     async def _decode(self) -> None:
         """Steps until the next sequence is done or a request comes, whichever is first."""
-        batch, cached = len(self._decoding), self._cached
+        batch = len(self._decoding)
+        cached = self._cached
         steps = max(1, round(self._decoding[0][0] - self._count))
         stretch = self._stretch()
         whole = stretch * self.cost.steps(steps, batch, cached)

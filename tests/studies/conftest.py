@@ -25,4 +25,6 @@ def checkout() -> Path:
 @pytest.fixture(scope="session")
 def tally(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A second of solving under faults, cancels and drift: one run of each kind at least."""
-    return anyio.run(soak.soak, tmp_path_factory.mktemp("soak"), 1.0, 0, ("cancelled and resumed", "drift"))
+    return anyio.run(
+        soak.soak, tmp_path_factory.mktemp("soak"), 1.0, 0, ("cancelled and resumed", "drift")
+    )

@@ -23,7 +23,9 @@ class Observation:
 
 
 def fit(seen: Sequence[Observation]) -> tuple[Cost, float]:
-    """Coefficients >= 0 by least squares on relative errors, and the root mean square of what is left."""
+    """Coefficients >= 0 by least squares on relative errors, and the root mean square of what is
+    left.
+    """
     from scipy.optimize import nnls
 
     rows = np.array([[o.steps, o.sequences, o.cached, o.fed, o.calls] for o in seen])

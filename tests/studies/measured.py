@@ -37,10 +37,12 @@ _SIBLINGS = 8  # rollouts of a piece that share a prompt
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """A piece of work given to one engine: `batch` rollouts on prompts of `prompt` tokens, `turns` requests each.
+    """A piece of work given to one engine: `batch` rollouts on prompts of `prompt` tokens, `turns`
+    requests each.
 
-    Each request writes `tokens` tokens, or has that many scored; rollouts of more than one turn ask for more and for
-    fewer in turn, so that requests come and go while others are under way, as in a run.
+    Each request writes `tokens` tokens, or has that many scored; rollouts of more than one turn ask
+    for more and for fewer in turn, so that requests come and go while others are under way, as in a
+    run.
     """
 
     batch: int
@@ -51,9 +53,22 @@ class Micro:
 
 
 PIECES = (
-    *(Micro(*sizes) for sizes in ((1, 48, 48), (8, 48, 48), (32, 48, 32), (64, 48, 16), (8, 256, 32), (16, 256, 16))),
+    *(
+        Micro(*sizes)
+        for sizes in (
+            (1, 48, 48),
+            (8, 48, 48),
+            (32, 48, 32),
+            (64, 48, 16),
+            (8, 256, 32),
+            (16, 256, 16),
+        )
+    ),
     *(Micro(*sizes) for sizes in ((2, 48, 12, 4), (8, 64, 12, 4), (32, 64, 12, 3))),
-    *(Micro(*sizes, is_scored=True) for sizes in ((1, 32, 32), (8, 32, 32), (32, 32, 32), (8, 128, 128))),
+    *(
+        Micro(*sizes, is_scored=True)
+        for sizes in ((1, 32, 32), (8, 32, 32), (32, 32, 32), (8, 128, 128))
+    ),
     *(Micro(*sizes, is_scored=True) for sizes in ((4, 64, 16, 4), (16, 64, 16, 3))),
 )
 FOREGROUND = Micro(16, 48, 48)
@@ -87,7 +102,9 @@ class Taken:
     wall: float
     engines: Mapping[Role, float]
     loop: float
-    waited: float = 0.0  # seconds that one thread was ready and had no processor, the most of any thread
+    waited: float = (
+        0.0  # seconds that one thread was ready and had no processor, the most of any thread
+    )
 
     @property
     def processor(self) -> float:
@@ -106,7 +123,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One live run: which problems, what it took, what the engines said, and the same without engines."""
+    """One live run: which problems, what it took, what the engines said, and the same without
+    engines.
+    """
 
     first: int
     taken: Taken
@@ -116,7 +135,9 @@ class Run:
 
 @dataclass(slots=True)
 class Seen:
-    """Everything measured, round by round; `beside`: an engine's work while the other rests, and while it is busy."""
+    """Everything measured, round by round; `beside`: an engine's work while the other rests, and
+    while it is busy.
+    """
 
     pieces: dict[tuple[Role, Micro], list[Piece]] = field(default_factory=lambda: defaultdict(list))
     beside: dict[Role, list[tuple[Taken, Taken]]] = field(default_factory=lambda: defaultdict(list))
@@ -127,11 +148,13 @@ class Meter:
     """What each thread of this process uses from now on, as Linux counts it."""
 
     def __init__(self) -> None:
-        self._began, self._before = time.perf_counter(), _threads()
+        self._began = time.perf_counter()
+        self._before = _threads()
 
     def read(self) -> Taken:
         """Since it was made; threads other than the engines' are the event loop and its helpers."""
-        wall, none = time.perf_counter() - self._began, (0.0, 0.0)
+        wall = time.perf_counter() - self._began
+        none = (0.0, 0.0)
         used = {
             name: (ran - self._before.get(name, none)[0], waited - self._before.get(name, none)[1])
             for name, (ran, waited) in _threads().items()
@@ -156,30 +179,44 @@ def _threads() -> dict[str, tuple[float, float]]:
 
 async def measure(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
     """Rounds of all pieces and all runs, in turn, each on texts that no cache has met."""
-    seen, here = Seen(), LocalOptions(worker="thread")
-    async with build_engine("embedded", "draft", here) as draft, build_engine("embedded", "target", here) as target:
+    seen = Seen()
+    here = LocalOptions(worker="thread")
+    async with (
+        build_engine("embedded", "draft", here) as draft,
+        build_engine("embedded", "target", here) as target,
+    ):
         assert isinstance(draft, LocalEngine)
         assert isinstance(target, LocalEngine)
         engines: dict[Role, LocalEngine] = {"draft": draft, "target": target}
-        await _contend(Seen(), engines, seed - 10_000)  # what is computed first compiles kernels and fills caches
+        await _contend(
+            Seen(), engines, seed - 10_000
+        )  # what is computed first compiles kernels and fills caches
         for number in range(rounds):
             say(f"scale: validation, round {number + 1} of {rounds}")
             turn = number % len(lives)
             for place, live in enumerate([*lives[turn:], *lives[:turn]]):
                 for role, engine in engines.items():
                     for piece in pieces_of(role)[place :: len(lives)]:
-                        found = await _observe(engine, role, piece, seed + 10_000 * number + 100 * place)
+                        found = await _observe(
+                            engine, role, piece, seed + 10_000 * number + 100 * place
+                        )
                         seen.pieces[role, piece].append(found)
-                first = (number * len(lives) + place) * live.problems  # the caches know none of them yet
+                first = (
+                    number * len(lives) + place
+                ) * live.problems  # the caches know none of them yet
                 seen.runs[live].append(await _live(live, first, draft, target, seed))
             await _contend(seen, engines, seed + 10_000 * number + 5_000)
     return seen
 
 
 async def _live(live: Live, first: int, draft: LocalEngine, target: LocalEngine, seed: int) -> Run:
-    tape, meter = Tape(draft, target), Meter()
-    wall = await run(live, first, TapedEngine(draft, "draft", tape), TapedEngine(target, "target", tape), seed)
-    taken, hosts = meter.read(), list[float]()
+    tape = Tape(draft, target)
+    meter = Meter()
+    wall = await run(
+        live, first, TapedEngine(draft, "draft", tape), TapedEngine(target, "target", tape), seed
+    )
+    taken = meter.read()
+    hosts = list[float]()
     for _ in range(_INSTANT):
         meter = Meter()
         await run(live, first, InstantEngine("draft", tape), InstantEngine("target", tape), seed)
@@ -191,12 +228,23 @@ async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> 
     """Give the engine one piece of work it has not seen, and read its counters."""
     prompts = _prompts(engine, piece, seed)
     if piece.is_scored:  # what is scored comes on top of a warm prefix, as in a rollout
-        await collect([partial(engine.score, ScoreRequest(ids[:1], ids[1:])) for ids in set(prompts)])
-    before, meter = engine.loop_stats(), Meter()
-    rollouts = [partial(_rollout, engine, piece, ids, number, seed) for number, ids in enumerate(prompts)]
+        await collect(
+            [partial(engine.score, ScoreRequest(ids[:1], ids[1:])) for ids in set(prompts)]
+        )
+    before = engine.loop_stats()
+    meter = Meter()
+    rollouts = [
+        partial(_rollout, engine, piece, ids, number, seed) for number, ids in enumerate(prompts)
+    ]
     cached = sum(await collect(rollouts))
-    taken, after = meter.read(), engine.loop_stats()
-    fed = after.prefilled_tokens + after.scored_tokens - before.prefilled_tokens - before.scored_tokens
+    taken = meter.read()
+    after = engine.loop_stats()
+    fed = (
+        after.prefilled_tokens
+        + after.scored_tokens
+        - before.prefilled_tokens
+        - before.scored_tokens
+    )
     seen = Observation(
         steps=after.steps - before.steps,
         sequences=after.sampled_tokens - before.sampled_tokens,
@@ -208,19 +256,27 @@ async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> 
     return Piece(seen, taken, piece.batch * piece.turns)
 
 
-async def _rollout(engine: LocalEngine, piece: Micro, ids: TokenIds, number: int, seed: int) -> float:
+async def _rollout(
+    engine: LocalEngine, piece: Micro, ids: TokenIds, number: int, seed: int
+) -> float:
     """One rollout's requests, one after the other; the KV tokens that its decoding read."""
-    read, sampling, name = 0.0, Sampling(temperature=0.7), f"piece {seed}/{number}"
+    read = 0.0
+    sampling = Sampling(temperature=0.7)
+    name = f"piece {seed}/{number}"
     drawn = torch.Generator().manual_seed(seed + number)
     for turn in range(piece.turns):
         swing = (number + turn) % 3 - 1 if piece.turns > 1 else 0
         size = piece.tokens + swing * piece.tokens // 3
         if piece.is_scored:
-            chunk = tuple(torch.randint(10, engine.spec.vocabulary - 10, (size,), generator=drawn).tolist())
+            chunk = tuple(
+                torch.randint(10, engine.spec.vocabulary - 10, (size,), generator=drawn).tolist()
+            )
             await engine.score(ScoreRequest(ids, chunk, rollout=name))
             ids += chunk
         else:
-            request = SampleRequest(ids, size, sampling, Seed(seed, "piece", number, turn), rollout=name)
+            request = SampleRequest(
+                ids, size, sampling, Seed(seed, "piece", number, turn), rollout=name
+            )
             done = await engine.sample(request)
             read += len(done.ids) * (len(ids) + (len(done.ids) - 1) / 2)
             ids += done.ids
@@ -229,8 +285,12 @@ async def _rollout(engine: LocalEngine, piece: Micro, ids: TokenIds, number: int
 
 def _prompts(engine: LocalEngine, piece: Micro, seed: int) -> list[TokenIds]:
     """A prompt a rollout, or one for every few siblings where they have several turns."""
-    generator = torch.Generator().manual_seed(seed + 7919 * piece.batch + piece.prompt + 31 * piece.turns)
-    rows = torch.randint(10, engine.spec.vocabulary - 10, (piece.batch, piece.prompt), generator=generator)
+    generator = torch.Generator().manual_seed(
+        seed + 7919 * piece.batch + piece.prompt + 31 * piece.turns
+    )
+    rows = torch.randint(
+        10, engine.spec.vocabulary - 10, (piece.batch, piece.prompt), generator=generator
+    )
     share = _SIBLINGS if piece.turns > 1 else 1
     prompts = [tuple(row) for row in rows.tolist()]
     return [prompts[number - number % share] for number in range(piece.batch)]
@@ -239,7 +299,8 @@ def _prompts(engine: LocalEngine, piece: Micro, seed: int) -> list[TokenIds]:
 async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -> None:
     """The same amount of work on each engine, alone and while the other has always something to do."""
     for role, engine in engines.items():
-        other, done = engines["target" if role == "draft" else "draft"], anyio.Event()
+        other = engines["target" if role == "draft" else "draft"]
+        done = anyio.Event()
         alone = await _observe(engine, role, FOREGROUND, seed + 17)
 
         async def keep_busy(other: LocalEngine = other, done: anyio.Event = done) -> None:
@@ -258,7 +319,8 @@ async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -
 async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) -> float:
     """One run of the pipelines; its seconds by the loop's clock.
 
-    The gate of `atts` is frozen: the same run on other engines asks for the same chunks, whatever ends first.
+    The gate of `atts` is frozen: the same run on other engines asks for the same chunks, whatever
+    ends first.
     """
     base = Policy(samples=live.samples, early_stop="none")
     chosen = preset(live.method)

@@ -1,4 +1,6 @@
-"""Whether anything waits while it could run: recorded rollouts in virtual time, beside the same work with a barrier."""
+"""Whether anything waits while it could run: recorded rollouts in virtual time, beside the same
+work with a barrier.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def conserved() -> list[Table]:
     """The table, or none where the recorded traces are not at hand."""
     rollouts = recorded_rollouts()
     if rollouts is None:
-        say("graph: the recorded traces are not at hand: nothing is said of the conservation of work")
+        say(
+            "graph: the recorded traces are not at hand: nothing is said of the conservation of "
+            "work"
+        )
         return []
     questions = stages(rollouts)
     ways: Sequence[tuple[str, Admit, int]] = (
@@ -41,7 +46,10 @@ def conserved() -> list[Table]:
         ("as they come, 16 in flight", "each", 16),
         ("question by question: the barrier", "together", 16),
     )
-    found = {name: run_virtual(partial(replayed, questions, admit, places)) for name, admit, places in ways}
+    found = {
+        name: run_virtual(partial(replayed, questions, admit, places))
+        for name, admit, places in ways
+    }
     ours, recording = found[ways[0][0]]
     bound = lower_bound(measure(recording.nodes()))
     rows: list[Row] = []
@@ -51,18 +59,25 @@ def conserved() -> list[Table]:
         rows.append((name, seconds, seconds / bound, seconds / ours, idle, timing.sibling_seconds))
     table = Table.of(
         "Work conservation on recorded rollouts, virtual time",
-        "admission | virtual s | of the least possible (bar: 1.03) | of the first (bar: 1.35 with a barrier) | "
+        "admission | virtual s | of the least possible (bar: 1.03) | of the first (bar: 1.35 with "
+        "a barrier) | "
         "target slots idle | s waiting for siblings",
         rows,
-        f"{len(rollouts)} recorded rollouts of {len(questions)} questions; slots: {SLOTS['draft']} of the draft, "
+        f"{len(rollouts)} recorded rollouts of {len(questions)} questions; slots: {SLOTS['draft']} "
+        f"of the draft, "
         f"{SLOTS['target']} of the target; first come first served.",
     )
     return [table]
 
 
 def lower_bound(timing: Timing) -> float:
-    """Seconds that no schedule on these slots beats: the most loaded engine's work, or the longest chain."""
-    return max(timing.critical_path.seconds, *(timing.busy_seconds[name] / count for name, count in SLOTS.items()))
+    """Seconds that no schedule on these slots beats: the most loaded engine's work, or the longest
+    chain.
+    """
+    return max(
+        timing.critical_path.seconds,
+        *(timing.busy_seconds[name] / count for name, count in SLOTS.items()),
+    )
 
 
 def stages(rollouts: Sequence[Mapping[str, Any]]) -> Questions:
@@ -76,7 +91,9 @@ def stages(rollouts: Sequence[Mapping[str, Any]]) -> Questions:
             if turn["ppl"] is not None:
                 found.append(("score", "target", number, 0.1499))
             if turn["escalated"]:
-                found.append(("escalate", "target", number, 0.2139 + 0.004994 * turn["target_chars"]))
+                found.append(
+                    ("escalate", "target", number, 0.2139 + 0.004994 * turn["target_chars"])
+                )
         questions.setdefault(str(record["question_id"]), []).append(found)
     return questions
 
@@ -84,7 +101,9 @@ def stages(rollouts: Sequence[Mapping[str, Any]]) -> Questions:
 async def replayed(questions: Questions, admit: Admit, rollouts: int) -> tuple[float, Recording]:
     """The seconds, and every node, when the graph runs the recorded stages on the slots they had."""
     recording = Recording()
-    graph = Graph(rollouts=rollouts, limits={name: Limit(n) for name, n in SLOTS.items()}, sink=recording)
+    graph = Graph(
+        rollouts=rollouts, limits={name: Limit(n) for name, n in SLOTS.items()}, sink=recording
+    )
 
     async def solve(question: Question, scope: ProblemScope) -> None:
         async def rollout(line: RolloutScope[None]) -> None:

@@ -19,17 +19,20 @@ _problem_fields = attrgetter(*(field.name for field in fields(ProblemSpan)))
 
 
 class Recording:
-    """A sink that keeps what it is given; reading it back gives equal values in the order they came.
+    """A sink that keeps what it is given; reading it back gives equal values in the order they
+    came.
 
-    Calls are packed into a hundred bytes each: kept as objects, a million of them slow every further step, because
-    the garbage collector visits them again and again.
+    Calls are packed into a hundred bytes each: kept as objects, a million of them slow every
+    further step, because the garbage collector visits them again and again.
     """
 
     __slots__ = ("_codes", "_edges", "_names", "_problems", "_rollouts", "_rows", "others")
 
     def __init__(self) -> None:
         self.others: list[object] = []  # events that pipelines emit themselves
-        self._rollouts: list[tuple[Any, ...]] = []  # plain tuples of plain values: the collector soon forgets them
+        self._rollouts: list[
+            tuple[Any, ...]
+        ] = []  # plain tuples of plain values: the collector soon forgets them
         self._problems: list[tuple[Any, ...]] = []
         self._rows = bytearray()
         self._codes: dict[str, int] = {}

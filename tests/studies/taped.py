@@ -1,4 +1,6 @@
-"""What two engines really said in a run, so that the same run can be lived again on engines with known costs."""
+"""What two engines really said in a run, so that the same run can be lived again on engines with
+known costs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from atts.seeds import Seed
 
 
 class Tape:
-    """Completions by where they were asked for, log-probabilities by rollout and length of the prefix: a law."""
+    """Completions by where they were asked for, log-probabilities by rollout and length of the
+    prefix: a law.
+    """
 
     grain = 1
 
@@ -75,7 +79,8 @@ class InstantEngine:
     def __init__(self, role: Role, tape: Tape) -> None:
         self._role: Role = role
         self._tape = tape
-        self.spec, self.tokenizer = tape.spec(role), tape.tokenizer
+        self.spec = tape.spec(role)
+        self.tokenizer = tape.tokenizer
 
     def stats(self) -> EngineStats:
         """Nothing is counted."""
@@ -95,6 +100,10 @@ class InstantEngine:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None:
         return None

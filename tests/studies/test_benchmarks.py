@@ -63,7 +63,9 @@ def test_the_newer_of_two_records_counts(tmp_path: Path) -> None:
 
 
 def test_more_effort_counts_more_than_news(tmp_path: Path) -> None:
-    """A quick look at the end of the day does not replace what a long run found, whatever its title counts."""
+    """A quick look at the end of the day does not replace what a long run found, whatever its title
+    counts.
+    """
     _emit(tmp_path / "long", ((1, 9.0, "b"),), "full", "Growth of 9 things")
     _emit(tmp_path / "quick", ((1, 2.0, "b"),), "quick", "Growth of 2 things")
     found = pages.read(tmp_path)["toy"]
@@ -74,10 +76,17 @@ def test_more_effort_counts_more_than_news(tmp_path: Path) -> None:
 
 def test_numbers_of_another_embedded_pair_are_called_so(tmp_path: Path) -> None:
     """Weights that were replaced since do not pass for those of today."""
-    here, page = machine.look(1), "<!-- machine against -->\n<!-- end -->\n"
+    here = machine.look(1)
+    page = "<!-- machine against -->\n<!-- end -->\n"
     table = harness.Table("Any", ("n",), ((1,),))
-    for pair, is_told in ((here.pair, False), ("draft 00000000, target 00000000", True), ("", True)):
-        harness.emit("against", [table], harness.Options("quick", 0, tmp_path), replace(here, pair=pair))
+    for pair, is_told in (
+        (here.pair, False),
+        ("draft 00000000, target 00000000", True),
+        ("", True),
+    ):
+        harness.emit(
+            "against", [table], harness.Options("quick", 0, tmp_path), replace(here, pair=pair)
+        )
         text, _ = pages.fill(page, pages.read(tmp_path))
         assert ("earlier one" in text) is is_told
 
@@ -92,14 +101,19 @@ def test_large_numbers_are_written_as_people_write_them() -> None:
 
 def test_a_chart_is_an_svg_with_a_line_per_name(tmp_path: Path) -> None:
     """Well-formed, named, every series drawn once with all its points."""
-    _emit(tmp_path, ((1, 2.0, "a"), (2, 4.0, "a"), (1, 3.0, "b <&>"), (4, None, "b <&>"), (0, 1.0, "a")))
+    _emit(
+        tmp_path,
+        ((1, 2.0, "a"), (2, 4.0, "a"), (1, 3.0, "b <&>"), (4, None, "b <&>"), (0, 1.0, "a")),
+    )
     found = pages.read(tmp_path)["toy"].find("Growth")
     svg = tree.fromstring(charts.draw(found.table))
     assert svg.tag == "{http://www.w3.org/2000/svg}svg"
     assert svg.get("aria-label") == "Growth of things"
     texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
     assert {"a", "b <&>", "n", "seconds"} <= texts
-    assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == 3  # no point without a number, none at log 0
+    assert (
+        len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == 3
+    )  # no point without a number, none at log 0
 
 
 def _marks(page: str) -> Iterator[tuple[str, str, str]]:
@@ -109,11 +123,15 @@ def _marks(page: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _shapes(page: str) -> dict[tuple[str, str, str], tuple[tuple[str, ...], ...]]:
-    """What each marked part consists of, whatever its numbers: the head of every table, the names of pictures."""
+    """What each marked part consists of, whatever its numbers: the head of every table, the names
+    of pictures.
+    """
     found: dict[tuple[str, str, str], tuple[tuple[str, ...], ...]] = {}
     for part in pages.MARK.finditer(page):
         lines = part["held"].splitlines()
-        heads = [line for line, below in zip(lines, lines[1:], strict=False) if set(below) == set("| -")]
+        heads = [
+            line for line, below in zip(lines, lines[1:], strict=False) if set(below) == set("| -")
+        ]
         cells = [tuple(cell.strip() for cell in head.strip("|").split("|")) for head in heads]
         pictures = [("picture",) for line in lines if line.startswith("![")]
         found[part["what"], part["study"] or "", part["title"] or ""] = (*cells, *pictures)
@@ -126,7 +144,9 @@ def test_every_mark_of_a_page_names_its_study(checkout: Path) -> None:
         text = page.read_text()
         found = list(_marks(text))
         wanted = "" if page.name == "BENCHMARKS.md" else page.stem
-        beside = {"small"} if wanted == "statistics" else set[str]()  # its live counterpart, run by itself
+        beside = (
+            {"small"} if wanted == "statistics" else set[str]()
+        )  # its live counterpart, run by itself
         assert {study for _, study, _ in found} - beside == {wanted}
         assert any(what == "summary" for what, _, _ in found) == (not wanted)
         for names in re.findall(r"\./scripts/bench ([a-z -]+?)(?: --| *`| *$)", text, re.MULTILINE):
@@ -150,23 +170,31 @@ def test_the_front_page_is_short_and_links_every_page(checkout: Path) -> None:
 def small(law: Any, tally: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small studies of several kinds, written as `bench` writes them."""
     folder = tmp_path_factory.mktemp("bench")
-    options, here = harness.Options("quick", 0, folder), machine.look(1)
+    options = harness.Options("quick", 0, folder)
+    here = machine.look(1)
     harness.emit("scale", scale.tables(options, law, cells.Results(law, None)), options, here)
     harness.emit("soak", soak.tables(tally), options, here)
     return folder
 
 
-def test_pages_made_anew_have_the_structure_of_those_that_are_kept(small: Path, checkout: Path) -> None:
-    """Every part that these studies fill has the same tables, columns and pictures, whatever the numbers."""
+def test_pages_made_anew_have_the_structure_of_those_that_are_kept(
+    small: Path, checkout: Path
+) -> None:
+    """Every part that these studies fill has the same tables, columns and pictures, whatever the
+    numbers.
+    """
     text = "".join(page.read_text() for page in pages.pages(checkout))
     empty = pages.MARK.sub(lambda part: f"{part.group(1)}{part.group(6)}", text)
-    kept, made = _shapes(text), _shapes(pages.fill(empty, pages.read(small))[0])
+    kept = _shapes(text)
+    made = _shapes(pages.fill(empty, pages.read(small))[0])
     assert kept.keys() == made.keys()
     filled = {mark: shape for mark, shape in made.items() if shape}
     assert {study for _, study, _ in filled} == {"scale", "soak", ""}
     assert len(filled) > 11
     for mark, shape in filled.items():
-        assert shape == kept[mark], f"{mark} is not what the study writes: run scripts.studies.benchmarks"
+        assert shape == kept[mark], (
+            f"{mark} is not what the study writes: run scripts.studies.benchmarks"
+        )
 
 
 def test_another_column_or_a_lost_picture_is_another_structure(small: Path) -> None:
@@ -186,7 +214,9 @@ def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(sm
     found = {name: record.tables for name, record in pages.read(small).items()}
     answers = {row[0]: str(row[1]) for row in pages.summary(found).rows}
     assert len(answers) == len(pages.CLAIMS)
-    unknown = {question for question, answer in answers.items() if answer.startswith("not measured")}
+    unknown = {
+        question for question, answer in answers.items() if answer.startswith("not measured")
+    }
     held = pages.summary(found).body().replace("not measured", "4 days")
     kept = {row[0]: str(row[1]) for row in pages.summary(found, held).rows}
     assert {question for question, answer in kept.items() if answer.startswith("4 days")} == unknown
@@ -198,9 +228,13 @@ def test_the_one_minute_table_answers_what_was_measured_and_says_what_was_not(sm
 def test_the_best_of_arms_that_are_alike_is_as_good_as_another() -> None:
     """Found in the rounds that it is compared in, it would be ahead for what luck it had in them."""
     random = np.random.default_rng(0)
-    found, seen_best = list[float](), list[float]()
+    found = list[float]()
+    seen_best = list[float]()
     for _ in range(400):
-        values = {name: random.lognormal(0, 0.06, 6).tolist() for name in ("a", "b", "c", "d", "e", "chosen")}
+        values = {
+            name: random.lognormal(0, 0.06, 6).tolist()
+            for name in ("a", "b", "c", "d", "e", "chosen")
+        }
         found.append(harness.beside_best(values, "abcde", "chosen")[1].median)
         seen_best.append(min(harness.ratio(values, name, "chosen").median for name in "abcde"))
     assert np.mean(found) == pytest.approx(1, abs=0.01)
@@ -213,4 +247,7 @@ def test_the_best_arm_is_named() -> None:
     names, spread = harness.beside_best(values, ["a", "b"], "chosen")
     assert names == ["a"]
     assert (spread.low, spread.high, spread.n) == (0.5, 1.0, 4)
-    assert harness.beside_best(values | {"b": [2.0, 0.5, 2.0, 0.5]}, ["a", "b"], "chosen")[0] == ["b", "a"]
+    assert harness.beside_best(values | {"b": [2.0, 0.5, 2.0, 0.5]}, ["a", "b"], "chosen")[0] == [
+        "b",
+        "a",
+    ]

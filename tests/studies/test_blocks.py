@@ -1,4 +1,6 @@
-"""The study of a zoo's one loop: what common prompts save is counted, and what processes take is read."""
+"""The study of a zoo's one loop: what common prompts save is counted, and what processes take is
+read.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,20 @@ def test_requests_have_prompts_of_their_own_or_common_ones() -> None:
 
 
 def test_what_tenants_have_in_common_is_computed_once(tmp_path: Path) -> None:
-    """Rows of blocks: as many as four engines compute where prompts differ, fewer where one is asked of all."""
+    """Rows of blocks: as many as four engines compute where prompts differ, fewer where one is
+    asked of all.
+    """
     zoo = make_family(tmp_path, 1)
-    one, four = Arm(zoo, shares=True), Arm(zoo, shares=False)
+    one = Arm(zoo, shares=True)
+    four = Arm(zoo, shares=False)
     first = [Arrival(0.0, at + 1, at, 100 + at) for at in range(len(TENANTS))]
     again = [Arrival(0.0, at + 11, at, 200) for at in range(len(TENANTS))]
     rows = [[arm.serve(arrivals).block_rows for arrivals in (first, again)] for arm in (one, four)]
     assert abs(rows[0][0] / rows[1][0] - 1) < 0.05
     assert rows[0][1] < 0.8 * rows[1][1]
-    served = one.serve([arrival._replace(number=arrival.number + 20, prompt=300) for arrival in first])
+    served = one.serve(
+        [arrival._replace(number=arrival.number + 20, prompt=300) for arrival in first]
+    )
     assert len(served.waits) == len(TENANTS)
     assert served.weight_bytes < four.serve(first[:1]).weight_bytes / 2
 
@@ -36,8 +43,12 @@ WRITING = "import sys; print(flush=True); sys.stdin.readline(); held = b'1' * 20
 
 
 def test_a_process_takes_what_it_has_written() -> None:
-    """Its share of pages, in kilobytes: a megabyte that is written counts. (This one's changes with its neighbours.)"""
-    with subprocess.Popen([sys.executable, "-S", "-c", WRITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:
+    """Its share of pages, in kilobytes: a megabyte that is written counts. (This one's changes with
+    its neighbours.)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", WRITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as one:
         assert one.stdin is not None
         assert one.stdout is not None
         one.stdout.readline()

@@ -1,4 +1,6 @@
-"""The deep drafter: what training makes of a target's texts; what the shipped one is worth, in groups and without."""
+"""The deep drafter: what training makes of a target's texts; what the shipped one is worth, in
+groups and without.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,13 @@ pytestmark = pytest.mark.checkout
 def asked(count: int) -> list[Submit]:
     """Problems for the target, nothing filtered."""
     tokenizer = ModelTokenizer(path("target"), "target")
-    ids = [tokenizer.render([Message("user", each.text)]) for each in problems("test", count, seed=5)]
-    return [Submit(n + 1, SampleRequest(own, 120, Sampling(0.7), Seed(0, sample=n))) for n, own in enumerate(ids)]
+    ids = [
+        tokenizer.render([Message("user", each.text)]) for each in problems("test", count, seed=5)
+    ]
+    return [
+        Submit(n + 1, SampleRequest(own, 120, Sampling(0.7), Seed(0, sample=n)))
+        for n, own in enumerate(ids)
+    ]
 
 
 def stood(done: Driven) -> float:
@@ -34,8 +41,12 @@ def stood(done: Driven) -> float:
     return sum(counts(done).stood_at) / sum(counts(done).tested_at)
 
 
-def test_training_makes_a_folder_that_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A few steps on a few texts: eight narrow layers with the draft's tokenizer propose, and change nothing."""
+def test_training_makes_a_folder_that_drafts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A few steps on a few texts: eight narrow layers with the draft's tokenizer propose, and
+    change nothing.
+    """
     out = tmp_path / "deep"
     train_drafter.main(DrafterRecipe(path("target"), path("draft"), out, texts=6, steps=6))
     told = capsys.readouterr().out
@@ -47,9 +58,13 @@ def test_training_makes_a_folder_that_drafts(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_shipped_one_is_small_and_mostly_right() -> None:
-    """Groups of four attentions, calibrated, lose little; six, which is all between first and last layer, lose more."""
+    """Groups of four attentions, calibrated, lose little; six, which is all between first and last
+    layer, lose more.
+    """
     plain = run(path("target"), [asked(3)])
-    exact, four, six = (run(path("target"), [asked(3)], None, 4, path("deep"), fuzzy=size) for size in (1, 4, 6))
+    exact, four, six = (
+        run(path("target"), [asked(3)], None, 4, path("deep"), fuzzy=size) for size in (1, 4, 6)
+    )
     assert all(same(plain, done) for done in (exact, four, six))
     assert stood(exact) > 0.97
     assert stood(four) > 0.93

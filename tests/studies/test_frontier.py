@@ -25,12 +25,18 @@ def test_a_finished_run_is_not_repeated_and_counts_what_it_spent(tmp_path: Path)
 
 
 def _sum(name: str, right: float, target: int) -> Any:
-    return arms.Sum([arms.Piece(name, 1, 0, 0, [arms.Solved("p", 1, right, right, 10, 0, target, [])])])
+    return arms.Sum(
+        [arms.Piece(name, 1, 0, 0, [arms.Solved("p", 1, right, right, 10, 0, target, [])])]
+    )
 
 
 def test_what_is_beaten_in_one_and_better_in_none_is_not_on_the_frontier() -> None:
     """Sorted by arithmetic; equals are both on it."""
-    found = {"draft-only-1": _sum("a", 0.5, 0), "atts-0.2-1": _sum("b", 0.9, 20), "atts-0.4-1": _sum("c", 0.8, 30)}
+    found = {
+        "draft-only-1": _sum("a", 0.5, 0),
+        "atts-0.2-1": _sum("b", 0.9, 20),
+        "atts-0.4-1": _sum("c", 0.8, 30),
+    }
     rows = frontier.table({**found, "target-only-1": _sum("d", 0.9, 20)}).rows
     assert [(row[0], row[1], row[-1]) for row in rows] == [
         ("draft-only-1", "draft-only", "yes"),

@@ -1,4 +1,6 @@
-"""The GPU study without a GPU: what it imports, how it goes on, what its tables say, and all of its code on a CPU."""
+"""The GPU study without a GPU: what it imports, how it goes on, what its tables say, and all of its
+code on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ ALLOWED = {"torch", "transformers", "safetensors", "numpy", "scipy", "anyio", "t
 
 def lab(folder: Path, seconds: float = 600.0) -> Any:
     """A lab on the CPU, with what the folder holds."""
-    return lab_module.Lab("cpu", lab_module.TINY, parts_module.Parts(folder / "cells.jsonl"), time.time() + seconds)
+    return lab_module.Lab(
+        "cpu", lab_module.TINY, parts_module.Parts(folder / "cells.jsonl"), time.time() + seconds
+    )
 
 
 def loaded_first(path: Path) -> Iterator[tuple[str, str]]:
-    """Module and name of every import that happens when this file is imported; "" for a whole module."""
+    """Module and name of every import that happens when this file is imported; "" for a whole
+    module.
+    """
     pending: list[ast.stmt] = list(ast.parse(path.read_text()).body)
     while pending:
         node = pending.pop()
@@ -52,9 +58,13 @@ def file_of(root: Path, name: str) -> Path | None:
 
 
 def closure(root: Path) -> tuple[set[str], set[str]]:
-    """Packages of others that the study and its children import when they start, and the names taken from msgspec."""
-    pending, known = ["scripts.studies.gpu", "atts.local.child"], set[str]()
-    packages, used = set[str](), set[str]()
+    """Packages of others that the study and its children import when they start, and the names
+    taken from msgspec.
+    """
+    pending = ["scripts.studies.gpu", "atts.local.child"]
+    known = set[str]()
+    packages = set[str]()
+    used = set[str]()
     while pending:
         name = pending.pop()
         if name in known or (path := file_of(root, name)) is None:
@@ -68,22 +78,38 @@ def closure(root: Path) -> tuple[set[str], set[str]]:
                 pending += [module, f"{module}.{part}"]
             elif top not in sys.stdlib_module_names:
                 packages.add(top)
-                used |= {part} if top == "msgspec" and part else dotted(text) if top == "msgspec" else set()
+                used |= (
+                    {part}
+                    if top == "msgspec" and part
+                    else dotted(text)
+                    if top == "msgspec"
+                    else set()
+                )
     return packages, used
 
 
 def dotted(text: str) -> set[str]:
     """What a module that imports msgspec whole reads of it."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)]
-    return {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == "msgspec"}
+    return {
+        node.attr
+        for node in nodes
+        if isinstance(node.value, ast.Name) and node.value.id == "msgspec"
+    }
 
 
 def test_it_imports_nothing_that_a_bare_machine_lacks(checkout: Path) -> None:
-    """Of packages only those that come with torch and transformers; of msgspec, what stands in for it."""
+    """Of packages only those that come with torch and transformers; of msgspec, what stands in for
+    it.
+    """
     packages, used = closure(checkout)
     assert packages - ALLOWED == {"msgspec"}
     stand_in = (checkout / "scripts" / "studies" / "bare" / "msgspec.py").read_text()
-    defined = {node.name for node in ast.parse(stand_in).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    defined = {
+        node.name
+        for node in ast.parse(stand_in).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
     assert used <= defined
     assert {"Meta", "convert"} <= used
     assert {"torch", "anyio"} <= packages
@@ -155,7 +181,10 @@ def test_a_device_that_answers_no_more_is_left_to_a_new_process(
 def test_a_first_round_leaves_time_to_every_part(tmp_path: Path) -> None:
     """A part that would take more than a third is put off until the others had their turn."""
     done: list[str] = []
-    work = {"long": partial(cell, done, "long", 500.0), "short": partial(cell, done, "short", 100.0)}
+    work = {
+        "long": partial(cell, done, "long", 500.0),
+        "short": partial(cell, done, "short", 100.0),
+    }
     assert gpu.run(lab(tmp_path), work, [], lambda: None) == ("", [])
     assert done == ["short", "long"]
 
@@ -167,7 +196,13 @@ def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
     weights = shape.matrix_weights
     own.parts.update(
         {
-            "device": {"name": "a GPU", "memory": 8e10, "bytes": 4.0 * weights, "flops": 1e30, "launch": 5e-6},
+            "device": {
+                "name": "a GPU",
+                "memory": 8e10,
+                "bytes": 4.0 * weights,
+                "flops": 1e30,
+                "launch": 5e-6,
+            },
             "shape | 8M": {"trouble": "slots are gathered"},
             "decode | 8M | auto | 2": {"step": 2.0, "rate": 1.0},
             "decode | 8M | off | 2": {"step": 4.0, "rate": 0.5},
@@ -177,15 +212,35 @@ def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
     )
     pair: dict[str, Any] = {"share": 1.0, "draft": 1, "scored": 2, "target": 3, "drawn": 0}
     for number, (base, ours) in enumerate(((4.0, 2.0), (8.0, 4.0), (6.0, 3.0))):
-        own.parts[f"pair |  | 8M | 2 | {number} | target-only"] = {**pair, "seconds": base, "right": 1.0}
-        own.parts[f"pair |  | 8M | 2 | {number} | atts"] = {**pair, "seconds": ours, "right": float(number > 0)}
+        own.parts[f"pair |  | 8M | 2 | {number} | target-only"] = {
+            **pair,
+            "seconds": base,
+            "right": 1.0,
+        }
+        own.parts[f"pair |  | 8M | 2 | {number} | atts"] = {
+            **pair,
+            "seconds": ours,
+            "right": float(number > 0),
+        }
     own.parts["pair |  | 8M | 2 | 3 | target-only"] = {**pair, "seconds": 1000.0, "right": 1.0}
     tables = {table.title.split(":")[0]: table for table in table_module.tables(own)}
     (writing,) = tables["Writing"].rows
     context = own.sizes.prompt + 3 * own.sizes.tokens / 4
     least = 1.0 + 2 * context * shape.kv_floats_per_token * 4 / (4.0 * weights)
-    assert writing == ("8M", 2, 1.0, 2000.0, pytest.approx(1e3 * least), pytest.approx(least / 2), 4000.0, 0.25, 4.0)
-    assert tables["Scoring 6 new tokens on each of several rollouts of 16 known ones"].rows == (("8M", 2, 7.0, 7.0),)
+    assert writing == (
+        "8M",
+        2,
+        1.0,
+        2000.0,
+        pytest.approx(1e3 * least),
+        pytest.approx(least / 2),
+        4000.0,
+        0.25,
+        4.0,
+    )
+    assert tables["Scoring 6 new tokens on each of several rollouts of 16 known ones"].rows == (
+        ("8M", 2, 7.0, 7.0),
+    )
     rows = {row[2]: row for row in tables["Padded pairs"].rows}
     assert rows["atts"][5] == "2.00 [2.00, 2.00]"
     assert str(rows["atts"][7]).startswith("-33.3 [")
@@ -197,7 +252,9 @@ def test_random_models_write_and_score(tmp_path: Path, monkeypatch: pytest.Monke
     """The device, the kernel's check and the rates, on a CPU; a second call measures nothing."""
     kept = {"device", "kernel", "rates 8M"}
     every = gpu.jobs
-    monkeypatch.setattr(gpu, "jobs", lambda sizes: {n: job for n, job in every(sizes).items() if n in kept})
+    monkeypatch.setattr(
+        gpu, "jobs", lambda sizes: {n: job for n, job in every(sizes).items() if n in kept}
+    )
     command = ["--device", "cpu", "--tiny", "--out", str(tmp_path)]
     gpu.main(command)
     cells = (tmp_path / "gpu-cpu-tiny.jsonl").read_text()
@@ -247,10 +304,17 @@ print("msgspec from", sys.modules["msgspec"].__file__)
 @pytest.mark.slow
 def test_all_of_it_runs_where_only_a_few_packages_are(checkout: Path, tmp_path: Path) -> None:
     """Every other package is hidden, msgspec too; all parts finish, nothing failed."""
-    names = f"json_names, checkout, out = {sorted(ALLOWED)!r}, {str(checkout)!r}, {str(tmp_path)!r}\n"
+    names = (
+        f"json_names, checkout, out = {sorted(ALLOWED)!r}, {str(checkout)!r}, {str(tmp_path)!r}\n"
+    )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", names + BARE], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", names + BARE],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "gpu: all is done" in done.stderr

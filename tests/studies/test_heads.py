@@ -1,4 +1,6 @@
-"""Exit adapter and streaming heads: what training makes of a pair's texts, and what the shipped ones are worth."""
+"""Exit adapter and streaming heads: what training makes of a pair's texts, and what the shipped
+ones are worth.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def copied(name: str, to: Path) -> Path:
     return to
 
 
-def test_training_makes_an_exit_and_heads_that_know_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_makes_an_exit_and_heads_that_know_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """After a few steps on a few texts, on texts kept apart; the files can be read by who drafts."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"What is {n} + {3 * n}?\n" for n in range(11, 35)))
@@ -45,7 +49,9 @@ def test_training_makes_an_exit_and_heads_that_know_more(tmp_path: Path, capsys:
 
 
 def test_the_shipped_exit_names_what_is_written() -> None:
-    """The target's token is among its first eight at least .95 of the time, which it is not without an adapter."""
+    """The target's token is among its first eight at least .95 of the time, which it is not without
+    an adapter.
+    """
     texts = anyio.run(record, 8, 0)
     shares = list[float]()
     for model in (Recorder("target", trained=True), Recorder("target", 3)):

@@ -26,7 +26,9 @@ def test_the_picture_of_the_page_is_that_of_the_devices() -> None:
 
 
 @pytest.mark.checkout
-def test_virtual_time_needs_no_folder_made_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_time_needs_no_folder_made_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The picture lies beside the folder of the tables, whether that is there yet or not."""
     overlap = pytest.importorskip("scripts.studies.overlap", reason="needs a checkout")
     for name in ("record", "closed_forms", "published"):

@@ -1,4 +1,6 @@
-"""Paced servers: they say what the pair says, know prefixes as servers do, and take the time that was asked for."""
+"""Paced servers: they say what the pair says, know prefixes as servers do, and take the time that
+was asked for.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,11 @@ PAIR = paced.PAIRS["8B/70B"]
 
 
 def test_virtual_and_live_runs_write_the_same() -> None:
-    """Over HTTP the target alone is asked for the texts that the prediction had, and says them; votes are alike."""
-    fast, found = paced.paced(PAIR, 2000.0), problems("test", 1)
+    """Over HTTP the target alone is asked for the texts that the prediction had, and says them;
+    votes are alike.
+    """
+    fast = paced.paced(PAIR, 2000.0)
+    found = problems("test", 1)
     with paced.pair_law() as law:
         predicted = run_virtual(paced.direct, paced.ARMS[0], found, 2, fast, law)
         foreseen = {key: done.ids for key, done in law.written.items()}
@@ -38,11 +43,18 @@ async def _conversation(law: Any) -> list[int]:
         again = await engine.sample(SampleRequest(prompt + done.ids, 4))
         scored = await engine.score(ScoreRequest(prompt + done.ids + again.ids, (7, 8, 9)))
         sibling = await engine.sample(SampleRequest(prompt, 4))
-        return [done.cached_tokens, again.cached_tokens, scored.cached_tokens, sibling.cached_tokens]
+        return [
+            done.cached_tokens,
+            again.cached_tokens,
+            scored.cached_tokens,
+            sibling.cached_tokens,
+        ]
 
 
 def test_requests_without_names_find_their_prefix() -> None:
-    """As in a server's cache: what a rollout had, all of it; what siblings share, the prompt but for its last token."""
+    """As in a server's cache: what a rollout had, all of it; what siblings share, the prompt but
+    for its last token.
+    """
     with paced.pair_law() as law:
         first, again, scored, sibling = run_virtual(_conversation, law)
     assert (first, sibling) == (0, 19)
@@ -60,7 +72,9 @@ async def _equal_siblings(law: Any) -> list[int]:
 
 
 def test_rollouts_that_wrote_the_same_keep_a_prefix_each() -> None:
-    """A server's cache loses nothing when the first of them goes on: none is fed what is known again."""
+    """A server's cache loses nothing when the first of them goes on: none is fed what is known
+    again.
+    """
     with paced.pair_law() as law:
         first, second = run_virtual(_equal_siblings, law)
     assert first == second > 20
@@ -88,5 +102,7 @@ def test_lateness_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pair_paces_as_much_faster_as_is_said() -> None:
     """All of a step's costs, none of its room."""
     fast = paced.paced(PAIR, 10.0)
-    assert fast.target.seconds(8, 1000.0, 50.0) == pytest.approx(PAIR.target.seconds(8, 1000.0, 50.0) / 10)
+    assert fast.target.seconds(8, 1000.0, 50.0) == pytest.approx(
+        PAIR.target.seconds(8, 1000.0, 50.0) / 10
+    )
     assert fast.target_kv == PAIR.target_kv

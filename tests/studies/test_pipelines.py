@@ -9,7 +9,9 @@ import pytest
 
 study = pytest.importorskip("scripts.studies.pipelines", reason="needs a checkout")
 arms = pytest.importorskip("scripts.studies.arms", reason="needs a checkout")
-Ledger, Piece, Solved = arms.Ledger, arms.Piece, arms.Solved
+Ledger = arms.Ledger
+Piece = arms.Piece
+Solved = arms.Solved
 
 TOKENS = {"draft": 100, "scored": 90}
 SOLVED = Solved("p1", 2, 1.0, 0.75, **TOKENS, target=30, decisions=[(0, 0, True), (1, 1, False)])
@@ -31,7 +33,9 @@ def test_pieces_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_costs_its_piece_alone(tmp_path: Path) -> None:
-    """A kill in the middle of a write: pieces before and after it are there, and the next one has a line of its own."""
+    """A kill in the middle of a write: pieces before and after it are there, and the next one has a
+    line of its own.
+    """
     path = tmp_path / "ledger.jsonl"
     Ledger(path).add(piece("atts", 0))
     whole = path.read_bytes()
@@ -45,7 +49,8 @@ def test_a_torn_line_costs_its_piece_alone(tmp_path: Path) -> None:
 def test_two_processes_share_a_ledger(tmp_path: Path) -> None:
     """Each adds its seeds; a later reader has both."""
     path = tmp_path / "ledger.jsonl"
-    one, other = Ledger(path), Ledger(path)
+    one = Ledger(path)
+    other = Ledger(path)
     one.add(piece("atts", 0))
     other.add(piece("target-only", 0))
     one.add(piece("atts", 1))
@@ -60,5 +65,7 @@ def test_the_claim_is_read_from_what_is_there() -> None:
         ledger.add(piece("target-only", shard))
     methods, verdict = study.claimed(ledger)
     assert methods.title == "The claim: 8 problems x 8 samples x 1 seeds"
-    assert [row[2] for row in verdict.rows] == ["no", "yes", "yes"], "equal votes of 8 problems prove no equality"
+    assert [row[2] for row in verdict.rows] == ["no", "yes", "yes"], (
+        "equal votes of 8 problems prove no equality"
+    )
     assert verdict.rows[1][1] == "15.0%"

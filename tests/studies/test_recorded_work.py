@@ -1,4 +1,6 @@
-"""On real rollouts under virtual time: nothing waits while it could run, and a barrier costs what was found."""
+"""On real rollouts under virtual time: nothing waits while it could run, and a barrier costs what
+was found.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -20,9 +22,13 @@ def questions(shared_data: Path) -> Any:
 
 
 def test_no_slot_is_idle_on_real_rollouts(questions: Any, anyio_backend: Backend) -> None:
-    """Within 3 % of max(work / slots, longest rollout), 1.35 times faster than the barrier, no time lost by waiting."""
+    """Within 3 % of max(work / slots, longest rollout), 1.35 times faster than the barrier, no time
+    lost by waiting.
+    """
     rollouts = [stages for samples in questions.values() for stages in samples]
-    seconds, recording = run_virtual(partial(work.replayed, questions, "each", 32), backend=anyio_backend)
+    seconds, recording = run_virtual(
+        partial(work.replayed, questions, "each", 32), backend=anyio_backend
+    )
     busy = {"draft": 0.0, "target": 0.0}
     for _, engine, _, duration in (stage for stages in rollouts for stage in stages):
         busy[engine] += duration
@@ -36,7 +42,9 @@ def test_no_slot_is_idle_on_real_rollouts(questions: Any, anyio_backend: Backend
     assert found.sibling_seconds == 0
     assert sibling_edges(recording.nodes()) == set()
 
-    barrier, with_barrier = run_virtual(partial(work.replayed, questions, "together", 16), backend=anyio_backend)
+    barrier, with_barrier = run_virtual(
+        partial(work.replayed, questions, "together", 16), backend=anyio_backend
+    )
     lost = measure(with_barrier.nodes())
     assert barrier >= 1.35 * seconds
     assert lost.sibling_seconds > 0

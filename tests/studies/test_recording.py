@@ -33,7 +33,9 @@ any_node = st.builds(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(any_node, max_size=20, unique_by=lambda n: n.node))
 def test_a_recording_gives_back_what_it_was_given(nodes: list[CallSpan]) -> None:
-    """Nodes packed and unpacked are equal and in order; spans and foreign events are kept as they are."""
+    """Nodes packed and unpacked are equal and in order; spans and foreign events are kept as they
+    are.
+    """
     recording = packed.Recording()
     rollout = RolloutSpan("p", 0, "done", 0.0, 0.0, 1.0, 1.0)
     problem = ProblemSpan("p", 0, "done", 0.0, 1.0)
@@ -41,4 +43,8 @@ def test_a_recording_gives_back_what_it_was_given(nodes: list[CallSpan]) -> None
         recording(event)
     assert list(recording.nodes()) == nodes
     assert len(recording) == len(nodes)
-    assert (recording.rollouts, recording.problems, recording.others) == ([rollout], [problem], ["mine"])
+    assert (recording.rollouts, recording.problems, recording.others) == (
+        [rollout],
+        [problem],
+        ["mine"],
+    )

@@ -1,4 +1,6 @@
-"""Modelled engines cost what their formula says, and the pipelines on them do what they do anywhere."""
+"""Modelled engines cost what their formula says, and the pipelines on them do what they do
+anywhere.
+"""
 
 import math
 from dataclasses import replace
@@ -38,7 +40,9 @@ async def _timed(
         async def one(number: int, start: float, ids: int, tokens: int) -> float:
             await anyio.sleep(start)
             seed = Seed(problem=f"q{number}", sample=0)
-            await engine.sample(SampleRequest((1,) * ids, tokens, seed=seed, rollout=f"q{number}/0"))
+            await engine.sample(
+                SampleRequest((1,) * ids, tokens, seed=seed, rollout=f"q{number}/0")
+            )
             return anyio.current_time()
 
         ends = await collect([partial(one, number, *job) for number, job in enumerate(jobs)])
@@ -47,16 +51,20 @@ async def _timed(
 
 def test_one_request_takes_what_the_formula_says(law: Any) -> None:
     """A prefill step, then one step per token, each reading one token more."""
-    ids, tokens = 15, 4
+    ids = 15
+    tokens = 4
     (end,), load = run_virtual(_timed, law, [(0.0, ids, tokens)])
-    fed, written = ids * law.grain, tokens * law.grain
+    fed = ids * law.grain
+    written = tokens * law.grain
     steps = sum(COST.seconds(1, fed + done) for done in range(written))
     assert end == pytest.approx(COST.seconds(0, 0, fed) + steps)
     assert load.steps == written + 1
 
 
 def test_a_request_costs_its_step_and_its_host_once_each(law: Any) -> None:
-    """Taking it in makes one step longer; handing it over happens before, one request after the other."""
+    """Taking it in makes one step longer; handing it over happens before, one request after the
+    other.
+    """
     (plain,), _ = run_virtual(_timed, law, [(0.0, 15, 4)])
     dear = replace(COST, request=0.5, call=3.0)
     ends, load = run_virtual(_timed, law, [(0.0, 15, 4), (0.0, 15, 4)], math.inf, dear)
@@ -68,7 +76,8 @@ def test_a_request_costs_its_step_and_its_host_once_each(law: Any) -> None:
 def test_a_step_serves_the_whole_batch(law: Any) -> None:
     """Eight requests take eight times the per-sequence part of a step, and its fixed part once."""
     ends, load = run_virtual(_timed, law, [(0.0, 15, 4)] * 8)
-    fed, written = 15 * law.grain, 4 * law.grain
+    fed = 15 * law.grain
+    written = 4 * law.grain
     steps = sum(COST.seconds(8, 8 * (fed + done)) for done in range(written))
     assert ends == pytest.approx([COST.seconds(0, 0, 8 * fed) + steps] * 8)
     assert load.steps == written + 1
@@ -85,7 +94,9 @@ def test_requests_queue_when_the_token_budget_is_full(law: Any) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.tuples(st.floats(0, 2), st.integers(15, 40), st.integers(1, 12)), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.floats(0, 2), st.integers(15, 40), st.integers(1, 12)), min_size=1, max_size=12
+    ),
     st.sampled_from([math.inf, 700.0, 400.0]),
 )
 def test_everything_is_served_and_nothing_is_held_afterwards(
@@ -137,18 +148,33 @@ def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
         (40, 4, 9, 10),
     ):
         done = steps * batch
-        seconds = made.step * steps + made.sequence * done + made.cached * done * context + made.prefilled * fed
-        seen += [fitted.Observation(steps, done, done * context, fed, seconds + made.request * n, n) for n in (1, 9)]
+        seconds = (
+            made.step * steps
+            + made.sequence * done
+            + made.cached * done * context
+            + made.prefilled * fed
+        )
+        seen += [
+            fitted.Observation(steps, done, done * context, fed, seconds + made.request * n, n)
+            for n in (1, 9)
+        ]
     found, error = fitted.fit(seen)
     names = ("step", "sequence", "cached", "prefilled", "request")
-    assert [getattr(found, name) for name in names] == pytest.approx([getattr(made, name) for name in names])
+    assert [getattr(found, name) for name in names] == pytest.approx(
+        [getattr(made, name) for name in names]
+    )
     assert error < 1e-6
 
 
 def test_all_methods_write_equally_much_and_only_rounds_wait(law: Any) -> None:
-    """The law makes work, not methods: totals agree within the last chunks; waiting for siblings is top-b's alone."""
+    """The law makes work, not methods: totals agree within the last chunks; waiting for siblings is
+    top-b's alone.
+    """
     base = cells.Cell(_pair(), "atts", problems=6, samples=4, in_flight=24)
-    found = {m: cells.run_cell(replace(base, method=m), law) for m in ("atts", "top-b", "target-only", "draft-only")}
+    found = {
+        m: cells.run_cell(replace(base, method=m), law)
+        for m in ("atts", "top-b", "target-only", "draft-only")
+    }
     written = {m: f.draft_tokens + f.target_tokens for m, f in found.items()}
     assert max(written.values()) <= 1.1 * min(written.values())
     assert found["atts"].waiting == 0 < found["top-b"].waiting
@@ -161,12 +187,16 @@ def test_replicas_share_the_work(law: Any) -> None:
     one = cells.Cell(_pair(), "atts", problems=6, samples=8, in_flight=48)
     few, many = (cells.run_cell(replace(one, replicas=n, in_flight=48 // n), law) for n in (1, 4))
     assert many.seconds < few.seconds
-    assert many.draft_tokens + many.target_tokens == pytest.approx(few.draft_tokens + few.target_tokens, rel=0.1)
+    assert many.draft_tokens + many.target_tokens == pytest.approx(
+        few.draft_tokens + few.target_tokens, rel=0.1
+    )
 
 
 def test_the_budget_of_the_graph_bounds_the_memory_of_the_engine(law: Any) -> None:
     """KV tokens at work never exceed it."""
-    cell = cells.Cell(_pair(), "target-only", problems=4, samples=8, in_flight=32, room="without end")
+    cell = cells.Cell(
+        _pair(), "target-only", problems=4, samples=8, in_flight=32, room="without end"
+    )
     free = cells.run_cell(cell, law)
     bound = int(free.target_peak / 2)
     held = cells.run_cell(replace(cell, budget=bound), law)
@@ -176,7 +206,8 @@ def test_the_budget_of_the_graph_bounds_the_memory_of_the_engine(law: Any) -> No
 
 def test_finished_cells_are_not_run_again(law: Any, tmp_path: Path) -> None:
     """A second session reads what the first wrote, and another cell is another."""
-    cell, file = cells.Cell(_pair(), "draft-only", problems=2, samples=2), tmp_path / "cells.jsonl"
+    cell = cells.Cell(_pair(), "draft-only", problems=2, samples=2)
+    file = tmp_path / "cells.jsonl"
     first = cells.Results(law, file).get(cell)
     again = cells.Results(law, file)
     assert len(again) == 1

@@ -11,8 +11,12 @@ parts = pytest.importorskip("scripts.studies.parts", reason="needs a checkout")
 STEPS = [bench.Step(name, "quick", 60.0) for name in ("a", "b", "c")]
 
 
-def _run(folder: Path | None, fails: str = "", steps: Any = STEPS, seed: int = 0) -> tuple[list[str], list[str]]:
-    """What was worked on, and what failed; a step that `fails` raises as Ctrl-C does when it is named in capitals."""
+def _run(
+    folder: Path | None, fails: str = "", steps: Any = STEPS, seed: int = 0
+) -> tuple[list[str], list[str]]:
+    """What was worked on, and what failed; a step that `fails` raises as Ctrl-C does when it is
+    named in capitals.
+    """
     worked: list[str] = []
 
     def work(step: Any) -> bool:
@@ -44,7 +48,9 @@ def test_what_failed_is_tried_again_and_the_rest_goes_on(tmp_path: Path) -> None
 
 
 def test_another_series_takes_nothing_over(tmp_path: Path) -> None:
-    """Other steps, another effort or another seed are other work; without a folder nothing is remembered."""
+    """Other steps, another effort or another seed are other work; without a folder nothing is
+    remembered.
+    """
     _run(tmp_path, "B")
     assert _run(tmp_path, "b", seed=1) == (["a", "b", "c"], ["b"])
     other = [bench.Step(step.name, "default", step.seconds) for step in STEPS]
@@ -54,7 +60,8 @@ def test_another_series_takes_nothing_over(tmp_path: Path) -> None:
 
 def test_all_and_quick_run_known_studies_each_once() -> None:
     """`all` leaves out none but what it runs in parts, and its plan fits an hour."""
-    everything, quick = bench.planned(["all"], "default"), bench.planned(["quick"], "quick")
+    everything = bench.planned(["all"], "default")
+    quick = bench.planned(["quick"], "quick")
     names = [step.name for step in everything]
     assert len(names) == len(set(names))
     assert set(names) == set(bench.STUDIES) - {"pipelines", "gpu", "blocks"}

@@ -11,9 +11,13 @@ simulated = pytest.importorskip("tests.studies.simulated", reason="needs a check
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts what threads use as Linux does")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="counts what threads use as Linux does"
+)
 def test_the_processor_time_of_live_runs_is_predicted() -> None:
-    """Every kind of run within a third, on a machine that others use; the study asks for a tenth on a quiet one."""
+    """Every kind of run within a third, on a machine that others use; the study asks for a tenth on
+    a quiet one.
+    """
     costs, predicted = simulated.local_validation(Options("quick"))
     assert [row[0] for row in costs.rows] == ["draft", "target"]
     column = predicted.columns.index("predicted")

@@ -39,7 +39,10 @@ def test_runs_under_faults_leave_nothing_and_their_journals_tell_what_happened(t
 def test_what_grows_run_by_run_is_called_so(field: str, name: str, step: float) -> None:
     """And nothing else is; the same growth within the warm-up is forgiven."""
     start = getattr(LEVEL, field)
-    later = [replace(LEVEL, seconds=10.0 * n, **{field: start + int(step * n * 10) / 10}) for n in range(150)]
+    later = [
+        replace(LEVEL, seconds=10.0 * n, **{field: start + int(step * n * 10) / 10})
+        for n in range(150)
+    ]
     said = _said(later)
     assert said.pop(name) == "GROWS"
     assert set(said.values()) == {"flat"}
@@ -55,7 +58,9 @@ def test_a_short_run_does_not_call_its_warm_up_a_leak() -> None:
 
 @pytest.mark.slow
 def test_two_minutes_of_everything_grow_nothing(tmp_path: Path) -> None:
-    """Scripted engines and the embedded pair, all kinds of runs; the hour is `scripts/bench soak --full`."""
+    """Scripted engines and the embedded pair, all kinds of runs; the hour is `scripts/bench soak
+    --full`.
+    """
     tally = anyio.run(soak.soak, tmp_path, 120.0, 1)
     assert tally.differences == []
     assert "GROWS" not in {row[-1] for row in soak.verdict(tally).rows}

@@ -1,4 +1,6 @@
-"""The map of where it pays: what its tables say of known times, what it draws, and its weakened draft."""
+"""The map of where it pays: what its tables say of known times, what it draws, and its weakened
+draft.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,19 @@ AGREEMENT = {"as it is": 0.98, "weakened": 0.75}
 TEXT = "{http://www.w3.org/2000/svg}text"
 
 
-def measured(target: str, samples: int, atts: float, exact: float, clock: str = "wall", how: str = "latency") -> Any:
+def measured(
+    target: str, samples: int, atts: float, exact: float, clock: str = "wall", how: str = "latency"
+) -> Any:
     """A cell in which the target alone takes 10 s, and these methods so long."""
     seconds = {"target-only|": 10.0}
     for draft in AGREEMENT:
-        own = {"target-only, speculating": 8.0, "exact": exact, "atts": atts, "ordinal": 9.0, "draft-only": 1.0}
+        own = {
+            "target-only, speculating": 8.0,
+            "exact": exact,
+            "atts": atts,
+            "ordinal": 9.0,
+            "draft-only": 1.0,
+        }
         seconds |= {f"{method}|{draft}": value for method, value in own.items()}
     figures = {name: maps.Figures(value, 1, 1, 100, 50, 40) for name, value in seconds.items()}
     cell = maps.Cell(target, samples, how)
@@ -32,17 +42,25 @@ def measured(target: str, samples: int, atts: float, exact: float, clock: str = 
 
 def test_the_map_compares_with_the_best_of_the_others() -> None:
     """Median and range over repeats; the GPU's column is empty and says so."""
-    found = [measured("20M", 1, atts, 5.0) for atts in (2.0, 2.5, 4.0)] + [measured("20M", 4, 10.0, 5.0)]
+    found = [measured("20M", 1, atts, 5.0) for atts in (2.0, 2.5, 4.0)] + [
+        measured("20M", 4, 10.0, 5.0)
+    ]
     table = maps.tables(found, AGREEMENT)[0]
     own = {row[1:3]: row[3:] for row in table.rows if row[0].endswith("as it is")}
     assert own["20M target, padded", 1] == (2.0, "exact", "2 [1.25, 2.5] n=3")
     assert own["20M target, padded", 4][:2] == (0.5, "exact")
-    assert [row for row in own.values() if row == (None, "not yet measured", "-")] == [own["4M target", "GPU"]] * 16
+    assert [row for row in own.values() if row == (None, "not yet measured", "-")] == [
+        own["4M target", "GPU"]
+    ] * 16
     svg = tree.fromstring(charts.draw(table))
     texts = [element.text for element in svg.iter(TEXT)]
     assert texts.count("2x") == texts.count("0.5x") == len(AGREEMENT)
     assert texts.count("not yet") == 16 * len(AGREEMENT)
-    colours = {rect.get("fill") for rect in svg.iter("{http://www.w3.org/2000/svg}rect") if rect.get("fill")}
+    colours = {
+        rect.get("fill")
+        for rect in svg.iter("{http://www.w3.org/2000/svg}rect")
+        if rect.get("fill")
+    }
     green, red = sorted(colours, key=lambda colour: int(str(colour)[1:3], 16))
     assert int(str(green)[3:5], 16) > int(str(green)[1:3], 16)
     assert int(str(red)[3:5], 16) < int(str(red)[1:3], 16)
@@ -59,13 +77,22 @@ def test_wall_times_stand_alone_where_there_are_any() -> None:
 
 
 def test_what_to_take_is_what_was_fastest() -> None:
-    """By number of rollouts; alike when within a twentieth, and a method that never wins is said to."""
-    found = [measured("200M", samples, atts, 5.0) for samples, atts in ((1, 9.0), (2, 5.1), (4, 2.0), (8, 2.5))]
+    """By number of rollouts; alike when within a twentieth, and a method that never wins is said
+    to.
+    """
+    found = [
+        measured("200M", samples, atts, 5.0)
+        for samples, atts in ((1, 9.0), (2, 5.1), (4, 2.0), (8, 2.5))
+    ]
     advice = maps.tables(found, AGREEMENT)[1].rows[0]
-    assert advice[2] == "exact at 1 rollout (2.0 times the target alone), exact or atts at 2 (2.0 times), " + (
+    assert advice[
+        2
+    ] == "exact at 1 rollout (2.0 times the target alone), exact or atts at 2 (2.0 times), " + (
         "atts at 4 to 8 (5.0 to 4.0 times)"
     )
-    never = maps.tables([measured("4M", 1, 9.0, 5.0), measured("4M", 2, 9.0, 5.0)], AGREEMENT)[1].rows[0][2]
+    never = maps.tables([measured("4M", 1, 9.0, 5.0), measured("4M", 2, 9.0, 5.0)], AGREEMENT)[
+        1
+    ].rows[0][2]
     assert never == "exact up to 2 rollouts (2.0 times the target alone); atts nowhere"
 
 
@@ -88,8 +115,12 @@ async def test_the_weakened_draft_is_the_same_model_every_time(tmp_path: Path) -
 
     for name, noise in (("a", 0.3), ("b", 0.3), ("none", 0.0)):
         assert await drafts.weakened(tmp_path / name, noise) == noise
-    original, first, second, same = map(weights, (path("draft"), tmp_path / "a", tmp_path / "b", tmp_path / "none"))
-    assert {key: value.shape for key, value in first.items()} == {key: value.shape for key, value in original.items()}
+    original, first, second, same = map(
+        weights, (path("draft"), tmp_path / "a", tmp_path / "b", tmp_path / "none")
+    )
+    assert {key: value.shape for key, value in first.items()} == {
+        key: value.shape for key, value in original.items()
+    }
     for key, value in original.items():
         assert bool((first[key] == second[key]).all())
         assert bool((same[key] == value).all())
@@ -97,7 +128,9 @@ async def test_the_weakened_draft_is_the_same_model_every_time(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_cell_that_was_measured_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_was_measured_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The quick map with one target; the second time from what is kept."""
     speed = pytest.importorskip("scripts.studies.speed")
     monkeypatch.setattr(speed, "TARGETS", {"4M": ""})

@@ -14,7 +14,14 @@ from scripts.studies.closed_forms import (
     pearl_speedup,
     serial_speedup,
 )
-from scripts.studies.virtual_devices import AcceptanceTrace, Costs, ahead, fuzzy_devices, mirror, serial
+from scripts.studies.virtual_devices import (
+    AcceptanceTrace,
+    Costs,
+    ahead,
+    fuzzy_devices,
+    mirror,
+    serial,
+)
 
 pytestmark = pytest.mark.checkout
 
@@ -24,8 +31,12 @@ CELLS = ((0.6, 3, 2), (0.8, 5, 4), (0.9, 10, 7))
 
 
 def trace(accepted: float, seed: int = 1) -> AcceptanceTrace:
-    """Half of what the draft misses is its second choice, a fifth its third; the exit's first four hold 90 %."""
-    return AcceptanceTrace.drawn((accepted, (1 - accepted) / 2, (1 - accepted) / 5), PLACES, seed, (0.6, 0.2, 0.1))
+    """Half of what the draft misses is its second choice, a fifth its third; the exit's first four
+    hold 90 %.
+    """
+    return AcceptanceTrace.drawn(
+        (accepted, (1 - accepted) / 2, (1 - accepted) / 5), PLACES, seed, (0.6, 0.2, 0.1)
+    )
 
 
 def even(ratio: float, message: float = 0.0) -> Costs:
@@ -33,9 +44,15 @@ def even(ratio: float, message: float = 0.0) -> Costs:
     return Costs(lambda branches: 1 / ratio, message=message)
 
 
-def waiting_speedup(accepted: float, hit: float, proposed: int, ratio: float, branching: float) -> float:
-    """Guessed outcomes where the target waits for a new draft after a miss; `branching` is the time of all branches."""
-    return expected_tokens(accepted, proposed) / (max(1.0, branching) + (1 - hit) * proposed / ratio)
+def waiting_speedup(
+    accepted: float, hit: float, proposed: int, ratio: float, branching: float
+) -> float:
+    """Guessed outcomes where the target waits for a new draft after a miss; `branching` is the time
+    of all branches.
+    """
+    return expected_tokens(accepted, proposed) / (
+        max(1.0, branching) + (1 - hit) * proposed / ratio
+    )
 
 
 def close(value: float) -> object:
@@ -46,12 +63,15 @@ def close(value: float) -> object:
 @pytest.mark.parametrize(("accepted", "ratio", "proposed"), CELLS)
 def test_devices_come_to_the_closed_forms(accepted: float, ratio: int, proposed: int) -> None:
     """Serial, PEARL, guesses at every place with and without waiting, and Mirror's equation (10)."""
-    places, costs, ranked = trace(accepted), even(ratio), (1 - accepted) * 0.7
+    places = trace(accepted)
+    costs = even(ratio)
+    ranked = (1 - accepted) * 0.7
     assert serial(places, costs, proposed).rate == close(serial_speedup(accepted, proposed, ratio))
     assert ahead(places, costs, ratio - 1).rate == close(pearl_speedup(accepted, ratio, ratio))
     fan = ahead(places, costs, ratio - 1, 2)
     assert fan.rate == close(overlapped_tokens(accepted, ranked, ratio - 1))
-    hit, waiting = hit_rate(accepted, ranked, proposed), ahead(places, costs, proposed, 2, waits=True)
+    hit = hit_rate(accepted, ranked, proposed)
+    waiting = ahead(places, costs, proposed, 2, waits=True)
     assert waiting.hits / waiting.guessed == close(hit)
     expected = waiting_speedup(accepted, hit, proposed, ratio, (proposed + 1) / ratio)
     assert waiting.rate == close(expected)
@@ -59,25 +79,34 @@ def test_devices_come_to_the_closed_forms(accepted: float, ratio: int, proposed:
 
 @pytest.mark.parametrize(("depth", "message"), [(0.5, 0.02), (0.25, 0.0), (0.75, 0.1)])
 def test_mirror_takes_what_its_equation_says(depth: float, message: float) -> None:
-    """A step by equation (10), a new draft where the exit did not name what came; the exit names it by its ranks."""
+    """A step by equation (10), a new draft where the exit did not name what came; the exit names it
+    by its ranks.
+    """
     line = mirror(trace(0.8), even(5, message), 4, 3, depth)
     tokens = line.tokens / line.steps
     assert tokens == close(expected_tokens(0.8, 4))
     assert line.hits / line.guessed == close(0.9)
     missed = (1 - line.hits / line.guessed) * 4 / 5
     first = 4 / 5 + message  # the window before anything was verified
-    assert (line.seconds - first) / line.steps == pytest.approx(mirror_seconds(depth, message, 4 / 5) + missed)
-    assert mirror(trace(0.8), even(5), 4, 1).hits < mirror(trace(0.8), even(5), 4, 2).hits < line.hits
+    assert (line.seconds - first) / line.steps == pytest.approx(
+        mirror_seconds(depth, message, 4 / 5) + missed
+    )
+    assert (
+        mirror(trace(0.8), even(5), 4, 1).hits < mirror(trace(0.8), even(5), 4, 2).hits < line.hits
+    )
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("layers", [8, 32])
 def test_grouped_attentions_take_the_time_of_the_formula(layers: int, group: int) -> None:
     """One exact pass a round, then steps of groups; what the target verifies does not change."""
-    attention, mlp = 0.5 / 5 / layers, 0.5 / 5 / layers  # five exact draft steps a target step
+    attention = 0.5 / 5 / layers
+    mlp = 0.5 / 5 / layers  # five exact draft steps a target step
     places = AcceptanceTrace.drawn((0.8,), 300, 1)
     line = serial(places, even(5), 4, fuzzy_devices(layers, group, attention, mlp))
-    drafting = grouped_drafting(layers, 1, attention, mlp) + 3 * grouped_drafting(layers, group, attention, mlp)
+    drafting = grouped_drafting(layers, 1, attention, mlp) + 3 * grouped_drafting(
+        layers, group, attention, mlp
+    )
     assert line.seconds / line.steps == pytest.approx(1 + drafting)
     assert len(line.devices) == group + 1
     plain = serial(places, even(5), 4)
@@ -88,7 +117,8 @@ def test_grouped_attentions_take_the_time_of_the_formula(layers: int, group: int
 
 def test_a_schedule_changes_no_token() -> None:
     """Steps end where tokens do: every scheme verifies each place of the same text once, in order."""
-    places, costs = trace(0.7), even(4)
+    places = trace(0.7)
+    costs = even(4)
     for line in (
         serial(places, costs, 3),
         ahead(places, costs, 3),
@@ -98,12 +128,17 @@ def test_a_schedule_changes_no_token() -> None:
         assert PLACES - 10 <= line.tokens <= PLACES
         for device in line.devices:
             ends = [(work.begin, work.end) for work in device.work]
-            assert all(end <= begin for (_, end), (begin, _) in zip(ends, ends[1:], strict=False)), "one at a time"
+            assert all(
+                end <= begin for (_, end), (begin, _) in zip(ends, ends[1:], strict=False)
+            ), "one at a time"
 
 
 def test_hits_always_and_never_bracket_every_scheme() -> None:
-    """Where all is guessed a step takes as long as the target; where nothing is, guesses save nothing."""
-    right, costs = AcceptanceTrace.drawn((1.0,), 3000, 0), even(5)
+    """Where all is guessed a step takes as long as the target; where nothing is, guesses save
+    nothing.
+    """
+    right = AcceptanceTrace.drawn((1.0,), 3000, 0)
+    costs = even(5)
     assert ahead(right, costs, 4).rate == close(5.0)
     wrong = AcceptanceTrace.drawn((0.0,), 3000, 0)
     for more in (0, 2):
@@ -112,13 +147,19 @@ def test_hits_always_and_never_bracket_every_scheme() -> None:
 
 
 def test_closed_forms_come_to_published_cells() -> None:
-    """The i.i.d. table of speed-ups; PEARL loses to tuned serial speculation at low acceptance and large ratios."""
+    """The i.i.d. table of speed-ups; PEARL loses to tuned serial speculation at low acceptance and
+    large ratios.
+    """
     found = [best_serial(accepted, ratio) for accepted, ratio in ((0.6, 3), (0.8, 10), (0.95, 10))]
     assert [(round(gain, 2), tokens) for gain, tokens in found] == [(1.2, 1), (2.47, 6), (4.48, 15)]
     assert [round(pearl_speedup(a, c, c), 2) for a, c in ((0.6, 3), (0.8, 5), (0.9, 10), (0.95, 10))] == [
         1.42, 2.28, 4.2, 5.94,
     ]  # fmt: skip
-    assert [round(waiting_speedup(0.8, h, 10, 10, 1.0), 2) for h in (0.5, 0.8, 0.95)] == [3.05, 3.81, 4.35]
+    assert [round(waiting_speedup(0.8, h, 10, 10, 1.0), 2) for h in (0.5, 0.8, 0.95)] == [
+        3.05,
+        3.81,
+        4.35,
+    ]
     assert pearl_speedup(0.7, 10, 10) < best_serial(0.7, 10)[0]
     gains = [32 * (r + 1) / grouped_drafting(32, 4, r, 1.0) for r in (1.0, 2.0, 0.5)]
     assert [round(gain, 2) for gain in gains] == [1.52, 1.85, 1.3]

@@ -1,4 +1,6 @@
-"""Virtual time passes in the order real time would have, costs nothing, and never overtakes a thread."""
+"""Virtual time passes in the order real time would have, costs nothing, and never overtakes a
+thread.
+"""
 
 import asyncio
 import socket
@@ -97,7 +99,9 @@ def test_work_does_not_move_the_clock(backend: Backend) -> None:
 
 @pytest.mark.parametrize("kind", ["default", "limited"])
 def test_a_thread_is_waited_for(backend: Backend, kind: str) -> None:
-    """A timer later than a thread's real work fires after it, whichever limiter the thread runs under."""
+    """A timer later than a thread's real work fires after it, whichever limiter the thread runs
+    under.
+    """
     log: list[str] = []
 
     async def work() -> None:
@@ -141,7 +145,10 @@ def test_an_executor_thread_is_waited_for() -> None:
             await asyncio.sleep(30)
             return "timer"
 
-        tasks = [asyncio.create_task(asyncio.to_thread(lambda: time.sleep(0.05))), asyncio.create_task(nap())]
+        tasks = [
+            asyncio.create_task(asyncio.to_thread(lambda: time.sleep(0.05))),
+            asyncio.create_task(nap()),
+        ]
         done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         assert waiting == {tasks[1]}
         for task in waiting:

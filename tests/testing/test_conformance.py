@@ -108,27 +108,48 @@ def seeded(purpose: Callable[[Rig], object]) -> type[Rig]:
 
 def reheated(temperature: Callable[[float], float]) -> type[Rig]:
     """An engine that samples at another temperature than it was asked for."""
-    return asks(lambda _, r: replace(r, sampling=replace(r.sampling, temperature=temperature(r.sampling.temperature))))
+    return asks(
+        lambda _, r: replace(
+            r, sampling=replace(r.sampling, temperature=temperature(r.sampling.temperature))
+        )
+    )
 
 
 def cut(engine: ScriptedEngine, done: Completion, count: int) -> Completion:
     """The first tokens of a completion."""
-    return Completion(done.ids[:count], engine.tokenizer.decode(done.ids[:count]), "delimiter", done.logprobs[:count])
+    return Completion(
+        done.ids[:count],
+        engine.tokenizer.decode(done.ids[:count]),
+        "delimiter",
+        done.logprobs[:count],
+    )
 
 
 def drops_the_stop(engine: Rig, done: Completion) -> Completion:
     """Leaves the completing token out, as servers do unless told otherwise."""
-    return cut(engine, done, len(done.ids) - 1) if done.ended == "delimiter" and len(done.ids) > 1 else done
+    return (
+        cut(engine, done, len(done.ids) - 1)
+        if done.ended == "delimiter" and len(done.ids) > 1
+        else done
+    )
 
 
 def goes_on_after_the_end(_: Rig, done: Completion) -> Completion:
     """One token more than the model wrote."""
-    return replace(done, ids=(*done.ids, 9), logprobs=(*done.logprobs, -1.0)) if done.ended == "end" else done
+    return (
+        replace(done, ids=(*done.ids, 9), logprobs=(*done.logprobs, -1.0))
+        if done.ended == "end"
+        else done
+    )
 
 
 def hides_the_end(_: Rig, done: Completion) -> Completion:
     """The end token is left out."""
-    return replace(done, ids=done.ids[:-1], logprobs=done.logprobs[:-1]) if done.ended == "end" else done
+    return (
+        replace(done, ids=done.ids[:-1], logprobs=done.logprobs[:-1])
+        if done.ended == "end"
+        else done
+    )
 
 
 def truncates(engine: Rig, request: SampleRequest) -> SampleRequest:
@@ -216,7 +237,9 @@ class WrongKindOfOverflow(Rig):
 class RefusesTheLastToken(Rig):
     async def sample(self, request: SampleRequest) -> Completion:
         if len(request.ids) + request.max_tokens == self.spec.context_length:
-            raise ContextOverflow(self.spec.name, self.spec.context_length + 1, self.spec.context_length)
+            raise ContextOverflow(
+                self.spec.name, self.spec.context_length + 1, self.spec.context_length
+            )
         return await super().sample(request)
 
 
@@ -261,7 +284,11 @@ class ClosesOnce(Rig):
     closed = False
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None:
         if self.closed:
             raise RuntimeError("closed twice")
@@ -271,7 +298,11 @@ class ClosesOnce(Rig):
 
 class ServesWhenClosed(Rig):
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None:
         return None
 
@@ -297,7 +328,11 @@ class ClosesForAll(Rig):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
     ) -> bool | None:
         self.closed[0] = True
         return await super().__aexit__(kind, error, trace)
@@ -349,7 +384,9 @@ STRIPS_TEXT = answers(lambda _, done: replace(done, text=done.text.strip()))
 DROPS_THE_STOP = answers(drops_the_stop)
 IGNORES_TOP_K = ignores(top_k=0)
 ONE_STREAM = seeded(_arrival)  # draws every request's numbers from one stream, in order of arrival
-OFF_BY_ONE = scores(lambda logprobs, _: (*logprobs[1:], logprobs[0]))  # each token with the distribution after it
+OFF_BY_ONE = scores(
+    lambda logprobs, _: (*logprobs[1:], logprobs[0])
+)  # each token with the distribution after it
 
 
 class Renderless:
@@ -401,7 +438,9 @@ SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
     ("tokenizer", "merges spaces"): Tidy,
     ("ids", "strips text"): STRIPS_TEXT,
     ("ids", "loses a log-prob"): answers(lambda _, done: replace(done, logprobs=done.logprobs[1:])),
-    ("ids", "not a number"): answers(lambda _, done: replace(done, logprobs=(*done.logprobs[:-1], math.nan))),
+    ("ids", "not a number"): answers(
+        lambda _, done: replace(done, logprobs=(*done.logprobs[:-1], math.nan))
+    ),
     ("length", "one too many"): asks(lambda _, r: replace(r, max_tokens=r.max_tokens + 1)),
     ("length", "one too few"): asks(lambda _, r: replace(r, max_tokens=max(1, r.max_tokens - 1))),
     ("stop", "inside tokens only"): StopsInsideTokensOnly,
@@ -415,9 +454,13 @@ SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
     ("end", "hides it"): answers(hides_the_end),
     ("alignment", "off by one"): OFF_BY_ONE,
     ("alignment", "drops a score"): scores(lambda logprobs, _: logprobs[1:] or (-1.0,)),
-    ("alignment", "at a temperature"): scores(lambda logprobs, _: tuple(value / 0.8 for value in logprobs)),
+    ("alignment", "at a temperature"): scores(
+        lambda logprobs, _: tuple(value / 0.8 for value in logprobs)
+    ),
     ("alignment", "forgets the prefix"): ForgetsThePrefix,
-    ("alignment", "looks ahead"): scores(lambda logprobs, r: tuple(x - 1e-4 * r.suffix[-1] for x in logprobs)),
+    ("alignment", "looks ahead"): scores(
+        lambda logprobs, r: tuple(x - 1e-4 * r.suffix[-1] for x in logprobs)
+    ),
     ("improbable", "looks ahead"): scores(
         lambda logprobs, r: (logprobs[0] - 1e-3 * (r.suffix[len(r.suffix) // 2] % 7), *logprobs[1:])
     ),
@@ -430,11 +473,17 @@ SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
     ("seeds", "one stream"): ONE_STREAM,
     ("seeds", "company matters"): seeded(lambda engine: min(1, engine.stats().in_flight)),
     ("seeds", "log-probs drift in company"): LogprobsDriftInCompany,
-    ("seed_fields", "ignores the turn"): asks(lambda _, r: replace(r, seed=replace(r.seed, turn=0))),
-    ("seed_fields", "ignores the attempt"): asks(lambda _, r: replace(r, seed=replace(r.seed, attempt=0))),
+    ("seed_fields", "ignores the turn"): asks(
+        lambda _, r: replace(r, seed=replace(r.seed, turn=0))
+    ),
+    ("seed_fields", "ignores the attempt"): asks(
+        lambda _, r: replace(r, seed=replace(r.seed, attempt=0))
+    ),
     ("distribution", "sharpens"): reheated(lambda temperature: temperature * 0.4),
     ("distribution", "ignores top_k"): IGNORES_TOP_K,
-    ("distribution", "ignores the temperature"): reheated(lambda temperature: 1.0 if temperature else 0.0),
+    ("distribution", "ignores the temperature"): reheated(
+        lambda temperature: 1.0 if temperature else 0.0
+    ),
     ("drawing", "another stream"): DrawsOtherwise,
     ("drawing", "begins the stream anew"): asks(lambda _, r: replace(r, begun=0)),
     ("hints", "trusts them"): TrustsHints,
@@ -446,7 +495,9 @@ SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
     ("context", "refuses the last token"): RefusesTheLastToken,
     ("refusals", "scores nothing"): ScoresNothing,
     ("refusals", "takes any id"): asks(
-        lambda engine, r: replace(r, ids=tuple(index for index in r.ids if 0 <= index < engine.spec.vocabulary))
+        lambda engine, r: replace(
+            r, ids=tuple(index for index in r.ids if 0 <= index < engine.spec.vocabulary)
+        )
     ),
     ("refusals", "clamps settings"): asks(
         lambda _, r: replace(r, sampling=replace(r.sampling, top_p=r.sampling.top_p or 1.0))
@@ -455,13 +506,17 @@ SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
     ("order", "mixes up answers"): MixesUpAnswers,
     ("stats", "counts nothing"): counts(lambda _: EngineStats()),
     ("stats", "forgets"): ForgetsCounts,
-    ("stats", "counts twice"): counts(lambda stats: replace(stats, scored_tokens=2 * stats.scored_tokens)),
+    ("stats", "counts twice"): counts(
+        lambda stats: replace(stats, scored_tokens=2 * stats.scored_tokens)
+    ),
     ("closing", "once only"): ClosesOnce,
     ("closing", "serves when closed"): ServesWhenClosed,
     ("isolation", "shares settings"): SharesSettings,
     ("isolation", "closes for all"): ClosesForAll,
     ("cancellation", "leaks slots"): LeaksSlots,
-    ("cancellation", "stays in flight"): counts(lambda s: replace(s, in_flight=s.in_flight + s.cancelled)),
+    ("cancellation", "stays in flight"): counts(
+        lambda s: replace(s, in_flight=s.in_flight + s.cancelled)
+    ),
     ("cancellation", "finishes anyway"): FinishesAnyway,
     ("cancellation", "swallows it"): SwallowsCancellation,
     ("cancellation", "confused by it"): seeded(lambda engine: 1 if engine.stats().cancelled else 0),
@@ -476,13 +531,17 @@ def only(check: str, options: CheckOptions = QUICK) -> CheckOptions:
 @pytest.mark.parametrize(("check", "what"), SABOTEURS)
 def test_a_saboteur_is_caught_by_its_check(check: str, what: str) -> None:
     """Each planted bug breaks the promise it is about."""
-    report = run_virtual(partial(check_engine, SABOTEURS[check, what], options=only(check), broken="report"))
+    report = run_virtual(
+        partial(check_engine, SABOTEURS[check, what], options=only(check), broken="report")
+    )
     assert [result.check for result in report.broken] == [check]
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_every_check_has_a_saboteur_and_spares_the_sound(check: str) -> None:
-    """No check is without proof that it can fail, and none fails the engine the saboteurs are made from."""
+    """No check is without proof that it can fail, and none fails the engine the saboteurs are made
+    from.
+    """
     assert check in {name for name, _ in SABOTEURS}
     assert not run_virtual(partial(check_engine, Rig, options=only(check))).broken
 
@@ -499,7 +558,9 @@ def test_every_check_has_a_saboteur_and_spares_the_sound(check: str) -> None:
         lambda: FaultyEngine(ScriptedEngine("target"), Faults()),
     ],
 )
-def test_sound_engines_pass(factory: Callable[[], Engine], backend: Literal["asyncio", "trio"]) -> None:
+def test_sound_engines_pass(
+    factory: Callable[[], Engine], backend: Literal["asyncio", "trio"]
+) -> None:
     """Either role, any queue, either tokenizer, one capability or both, on both back ends."""
     report = run_virtual(check_engine, factory, backend=backend)
     assert {result.check for result in report.results} == set(CHECKS)
@@ -519,7 +580,9 @@ async def test_an_open_engine_is_checked_and_stays_open() -> None:
     """In real time too; what would close it is skipped with a reason."""
     async with ScriptedEngine() as engine:
         report = await check_engine(engine)
-        skipped = {result.check: result.why for result in report.results if result.status == "skipped"}
+        skipped = {
+            result.check: result.why for result in report.results if result.status == "skipped"
+        }
         assert skipped.keys() == {"capabilities", "closing", "isolation"}
         assert "factory" in skipped["closing"]
         assert (await engine.sample(SampleRequest((3,), 2))).ids
@@ -537,17 +600,23 @@ def test_a_broken_engine_raises_with_a_list() -> None:
             done = await super().sample(request)
             return replace(done, text=done.text.strip())
 
-    with pytest.raises(CheckFailed, match=r"\n  broken  spec: .*another model.*\n  broken  ids: text") as caught:
+    with pytest.raises(
+        CheckFailed, match=r"\n  broken  spec: .*another model.*\n  broken  ids: text"
+    ) as caught:
         run_virtual(partial(check_engine, TwoFlaws, options=QUICK))
     assert "kept" not in str(caught.value)
 
 
 def test_an_engine_that_fails_or_hangs_is_reported_not_raised() -> None:
     """Errors and hangs of an engine are findings of the check that met them."""
-    failing = partial(check_engine, lambda: FaultyEngine(Rig(), Faults({"refused": 1.0})), broken="report")
+    failing = partial(
+        check_engine, lambda: FaultyEngine(Rig(), Faults({"refused": 1.0})), broken="report"
+    )
     report = run_virtual(partial(failing, options=only("ids")))
     assert "EngineUnavailable" in report.broken[0].why
-    hanging = partial(check_engine, lambda: FaultyEngine(Rig(), Faults({"hang": 1.0})), broken="report")
+    hanging = partial(
+        check_engine, lambda: FaultyEngine(Rig(), Faults({"hang": 1.0})), broken="report"
+    )
     report = run_virtual(partial(hanging, options=only("ids")))
     assert "did not finish within 30 s" in report.broken[0].why
 
@@ -562,7 +631,9 @@ def test_an_engine_that_fails_or_hangs_is_reported_not_raised() -> None:
     ],
 )
 def test_an_engine_that_lacks_something_is_reported_not_raised(engine: Any, why: str) -> None:
-    """What it lacks, or why it does not open or close, is a line of the report; what could not be tried is skipped."""
+    """What it lacks, or why it does not open or close, is a line of the report; what could not be
+    tried is skipped.
+    """
     report = run_virtual(partial(check_engine, engine, options=QUICK, broken="report"))
     assert why in [result.why for result in report.broken if result.check == "opening"][0]
     assert {result.check for result in report.results} == set(CHECKS)
@@ -573,4 +644,6 @@ def test_an_engine_that_lacks_something_is_reported_not_raised(engine: Any, why:
 def test_an_unknown_check_cannot_be_skipped() -> None:
     """A misspelt name is an error with a suggestion."""
     with pytest.raises(OptionError, match="did you mean 'seeds'"):
-        run_virtual(partial(check_engine, ScriptedEngine, options=CheckOptions(skip=frozenset({"seed"}))))
+        run_virtual(
+            partial(check_engine, ScriptedEngine, options=CheckOptions(skip=frozenset({"seed"})))
+        )

@@ -58,7 +58,9 @@ async def what_happens(engine: Engine, verb: Literal["sample", "score"]) -> tupl
     began = anyio.current_time()
     with anyio.move_on_after(1000) as patience:
         try:
-            answer = await (engine.sample(asking(engine)) if verb == "sample" else engine.score(scoring(engine)))
+            answer = await (
+                engine.sample(asking(engine)) if verb == "sample" else engine.score(scoring(engine))
+            )
         except EngineUnavailable as error:
             return ("dropped" if "lost" in str(error) else "refused"), anyio.current_time() - began
         except EngineTimeout:
@@ -88,9 +90,13 @@ def flaw(engine: Engine, answer: Completion | Scores) -> str:
 @pytest.mark.parametrize("verb", ["sample", "score"])
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_each_kind_does_what_its_name_says(
-    make: Callable[[Faults], Engine], verb: Literal["sample", "score"], backend: Literal["asyncio", "trio"]
+    make: Callable[[Faults], Engine],
+    verb: Literal["sample", "score"],
+    backend: Literal["asyncio", "trio"],
 ) -> None:
-    """Nine calls, one of each kind, then a tenth that is sound: the failed ones left no slot behind."""
+    """Nine calls, one of each kind, then a tenth that is sound: the failed ones left no slot
+    behind.
+    """
 
     async def main() -> None:
         delay = {"slow": 7.0, "dropped": 7.0, "timeout": 7.0}
@@ -120,7 +126,11 @@ def test_shares_strike_the_same_calls_under_any_schedule(make: Callable[[Faults]
             return None
 
         async with make(Faults({"refused": 0.2}, seed=seed)) as engine:
-            return {n for n in await collect([partial(one, engine, sample) for sample in order]) if n is not None}
+            return {
+                n
+                for n in await collect([partial(one, engine, sample) for sample in order])
+                if n is not None
+            }
 
     first = run_virtual(struck, list(range(200)))
     assert 20 < len(first) < 60
@@ -145,7 +155,9 @@ def test_faults_can_be_kept_to_one_verb() -> None:
 
     async def main() -> tuple[str, str]:
         async with inside(Faults({"nan": 1.0}, only="score")) as engine:
-            return (await what_happens(engine, "sample"))[0], (await what_happens(engine, "score"))[0]
+            return (await what_happens(engine, "sample"))[0], (await what_happens(engine, "score"))[
+                0
+            ]
 
     assert run_virtual(main) == ("slow", "nan")
 

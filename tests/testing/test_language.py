@@ -43,11 +43,15 @@ def answer(text: str) -> str | None:
     return found[-1] if found else None
 
 
-# --- tokenizer -------------------------------------------------------------------------------------------
+# --- tokenizer
+# -------------------------------------------------------------------------------------------
 
 
 @QUICK
-@given(st.text(max_size=60) | st.from_regex(r"(So| we|: 17| plus|\.|\n|,| 8|\\boxed\{){0,20}", fullmatch=True))
+@given(
+    st.text(max_size=60)
+    | st.from_regex(r"(So| we|: 17| plus|\.|\n|,| 8|\\boxed\{){0,20}", fullmatch=True)
+)
 def test_any_text_goes_to_ids_and_back(text: str) -> None:
     """Encoding loses nothing, in either dialect, whatever the script."""
     for tokenizer in TOKENIZERS.values():
@@ -58,7 +62,8 @@ def test_any_text_goes_to_ids_and_back(text: str) -> None:
 @given(any_ids, any_ids)
 def test_decoding_is_concatenation(left: TokenIds, right: TokenIds) -> None:
     """The text of two pieces is their texts joined, but for a character cut in between."""
-    whole, parts = PLAIN.decode(left + right), PLAIN.decode(left) + PLAIN.decode(right)
+    whole = PLAIN.decode(left + right)
+    parts = PLAIN.decode(left) + PLAIN.decode(right)
     assert whole == parts or "\ufffd" in parts
 
 
@@ -102,7 +107,8 @@ def test_dialects_differ_in_digest_and_are_equal_to_themselves() -> None:
         ToyTokenizer("plane")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-# --- distributions ---------------------------------------------------------------------------------------
+# --- distributions
+# ---------------------------------------------------------------------------------------
 
 samplings = st.builds(
     Sampling,
@@ -111,7 +117,9 @@ samplings = st.builds(
     top_p=st.sampled_from([1.0, 0.95, 0.5, 1e-9]),
     min_p=st.sampled_from([0.0, 0.05, 1.0]),
 )
-weights = st.dictionaries(st.integers(0, 11), st.integers(1, 1000).map(lambda n: n / 100), min_size=1, max_size=6)
+weights = st.dictionaries(
+    st.integers(0, 11), st.integers(1, 1000).map(lambda n: n / 100), min_size=1, max_size=6
+)
 # hundredths: equal, or apart by more than rounding
 
 
@@ -139,16 +147,22 @@ def filtered(raw: Vector, sampling: Sampling) -> Vector:
 @QUICK
 @given(weights, samplings)
 def test_filtering_is_what_it_says(table: dict[int, float], sampling: Sampling) -> None:
-    """The sparse distribution, filtered, equals the dense one filtered step by step, and sums to one."""
+    """The sparse distribution, filtered, equals the dense one filtered step by step, and sums to
+    one.
+    """
     distribution = Distribution.of(table, 12, 1e-3)
     assert dense(distribution).sum() == pytest.approx(1)
-    assert dense(distribution.under(sampling)) == pytest.approx(filtered(dense(distribution), sampling), abs=1e-9)
+    assert dense(distribution.under(sampling)) == pytest.approx(
+        filtered(dense(distribution), sampling), abs=1e-9
+    )
 
 
 @QUICK
 @given(weights, samplings)
 def test_drawing_is_the_inverse_distribution(table: dict[int, float], sampling: Sampling) -> None:
-    """A fine grid of uniforms draws every token as often as its probability says, the rare ones included."""
+    """A fine grid of uniforms draws every token as often as its probability says, the rare ones
+    included.
+    """
     distribution = Distribution.of(table, 12, 0.05).under(sampling)
     grid = 4000
     drawn = Counter(distribution.draw((n + 0.5) / grid) for n in range(grid))
@@ -169,33 +183,52 @@ def test_every_prefix_has_a_distribution(problem: int, ids: TokenIds) -> None:
 
 @QUICK
 @given(st.integers(0, 50), any_ids, st.integers(0, 30))
-def test_the_distribution_is_a_function_of_the_prefix(problem: int, ids: TokenIds, cut: int) -> None:
-    """Read at once, in two parts, by another equal model or after other work: the distribution is the same."""
+def test_the_distribution_is_a_function_of_the_prefix(
+    problem: int, ids: TokenIds, cut: int
+) -> None:
+    """Read at once, in two parts, by another equal model or after other work: the distribution is
+    the same.
+    """
     prefix = ask(toy_problems(51)[problem]) + ids
     place = min(cut, len(prefix) - 1) or 1
     whole = dense(MODEL.distribution(MODEL.read(prefix)), PLAIN.vocabulary)
     fresh = ToyModel(DRAFT, ToyTokenizer())
     assert (
-        dense(MODEL.distribution(MODEL.read(prefix[place:], MODEL.read(prefix[:place]))), PLAIN.vocabulary) == whole
+        dense(
+            MODEL.distribution(MODEL.read(prefix[place:], MODEL.read(prefix[:place]))),
+            PLAIN.vocabulary,
+        )
+        == whole
     ).all()
     assert (dense(fresh.distribution(fresh.read(prefix)), PLAIN.vocabulary) == whole).all()
 
 
 @QUICK
-@given(st.integers(0, 20), st.integers(0, 5), st.integers(1, 40), st.sampled_from([Sampling(), Sampling(0.8, 5)]))
-def test_scores_are_the_log_probs_of_sampling(problem: int, sample: int, cut: int, sampling: Sampling) -> None:
-    """A memory of earlier requests changes nothing: warm and cold, whole and in parts, the numbers agree exactly."""
+@given(
+    st.integers(0, 20),
+    st.integers(0, 5),
+    st.integers(1, 40),
+    st.sampled_from([Sampling(), Sampling(0.8, 5)]),
+)
+def test_scores_are_the_log_probs_of_sampling(
+    problem: int, sample: int, cut: int, sampling: Sampling
+) -> None:
+    """A memory of earlier requests changes nothing: warm and cold, whole and in parts, the numbers
+    agree exactly.
+    """
     ids = ask(toy_problems(21)[problem])
     warm = Writer(MODEL)
     done = warm.write(SampleRequest(ids, 60, sampling, Seed(sample=sample)))
     for writer in (warm, Writer(MODEL, memory=1)):
         assert writer.score(ScoreRequest(ids, done.ids)) == done.logprobs
-        head, rest = done.ids[:cut], done.ids[cut:]
+        head = done.ids[:cut]
+        rest = done.ids[cut:]
         if rest:
             assert writer.score(ScoreRequest(ids + head, rest)) == done.logprobs[cut:]
 
 
-# --- problems and texts ----------------------------------------------------------------------------------
+# --- problems and texts
+# ----------------------------------------------------------------------------------
 
 
 def test_distributions_that_were_forgotten_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,43 +258,63 @@ def test_the_question_is_found_inside_a_pipelines_prompt() -> None:
     """Instructions around the statement make no difference to what is asked."""
     problem = toy_problems(1)[0]
     plain = read_question(problem.text)
-    wrapped = read_question(f"Solve step by step and use \\boxed{{}}.\n\nQuestion: {problem.text}\nAnswer:")
-    assert (wrapped.truth, wrapped.hardness, wrapped.mood) == (plain.truth, plain.hardness, plain.mood)
+    wrapped = read_question(
+        f"Solve step by step and use \\boxed{{}}.\n\nQuestion: {problem.text}\nAnswer:"
+    )
+    assert (wrapped.truth, wrapped.hardness, wrapped.mood) == (
+        plain.truth,
+        plain.hardness,
+        plain.mood,
+    )
     assert str(plain.truth[-1]) == problem.answer
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 def test_a_perfect_model_is_right_in_either_dialect(tokenizer: ToyTokenizer) -> None:
-    """Without slips every text ends with the right box, but for the rare one that a leaked token derails."""
+    """Without slips every text ends with the right box, but for the rare one that a leaked token
+    derails.
+    """
     writer = Writer(ToyModel(Skill(right=1.0, wander=0.0, repair=1.0), tokenizer))
     tries = [(problem, solve(writer, problem)) for problem in toy_problems(60)]
-    assert sum(done.ended == "end" and answer(done.text) == problem.answer for problem, done in tries) >= 57
+    assert (
+        sum(done.ended == "end" and answer(done.text) == problem.answer for problem, done in tries)
+        >= 57
+    )
 
 
 def share_right(skill: Skill, samples: int = 3) -> float:
     """Accuracy of single solutions."""
     writer = Writer(ToyModel(skill, PLAIN))
-    tries = [(p, solve(writer, p, sample)) for p in toy_problems(80, seed=3) for sample in range(samples)]
+    tries = [
+        (p, solve(writer, p, sample)) for p in toy_problems(80, seed=3) for sample in range(samples)
+    ]
     return sum(answer(done.text) == p.answer for p, done in tries) / len(tries)
 
 
 def test_skill_shows_in_answers() -> None:
-    """The target is nearly always right, the draft often wrong, and a draft that notices slips is better."""
-    draft, target = share_right(DRAFT), share_right(TARGET)
+    """The target is nearly always right, the draft often wrong, and a draft that notices slips is
+    better.
+    """
+    draft = share_right(DRAFT)
+    target = share_right(TARGET)
     assert 0.25 < draft < 0.65
     assert target > 0.95
     assert share_right(Skill(repair=0.9)) > draft + 0.1
 
 
 def test_a_target_that_takes_over_repairs() -> None:
-    """After a slip of the draft, the target's continuation is right far more often than the draft's own."""
+    """After a slip of the draft, the target's continuation is right far more often than the draft's
+    own.
+    """
     right = {"draft": 0, "target": 0}
     writers = {"draft": Writer(MODEL), "target": Writer(ToyModel(TARGET, PLAIN))}
     for problem in toy_problems(60, seed=8):
         reader = MODEL.read(ask(problem))
         wrong = (reader.question.truth[1] + 1) % 100
         sign = " plus" if reader.operation > 0 else " minus"
-        ids = ask(problem) + PLAIN.encode(f"So: {reader.value}{sign} {abs(reader.operation)} is {wrong}.\n\n")
+        ids = ask(problem) + PLAIN.encode(
+            f"So: {reader.value}{sign} {abs(reader.operation)} is {wrong}.\n\n"
+        )
         for name, writer in writers.items():
             done = writer.write(SampleRequest(ids, 600, seed=Seed(problem=problem.id)))
             right[name] += answer(done.text) == problem.answer
@@ -269,14 +322,19 @@ def test_a_target_that_takes_over_repairs() -> None:
     assert right["draft"] < 0.35 * 60
 
 
-def step_scores(target: Skill, draft: Skill = DRAFT, tokens: int = 40) -> list[tuple[str, float, bool]]:
+def step_scores(
+    target: Skill, draft: Skill = DRAFT, tokens: int = 40
+) -> list[tuple[str, float, bool]]:
     """(problem, target's mean surprise, whether the draft slipped) for every first chunk."""
-    author, scorer = Writer(ToyModel(draft, PLAIN)), Writer(ToyModel(target, PLAIN))
+    author = Writer(ToyModel(draft, PLAIN))
+    scorer = Writer(ToyModel(target, PLAIN))
     found: list[tuple[str, float, bool]] = []
     for problem in toy_problems(50, seed=2):
         for sample in range(6):
             ids = ask(problem)
-            done = author.write(SampleRequest(ids, tokens, seed=Seed(problem=problem.id, sample=sample)))
+            done = author.write(
+                SampleRequest(ids, tokens, seed=Seed(problem=problem.id, sample=sample))
+            )
             after = MODEL.read(ids + done.ids)
             surprise = -math.fsum(scorer.score(ScoreRequest(ids, done.ids))) / len(done.ids)
             found.append((problem.id, surprise, after.value != after.truth))
@@ -295,30 +353,39 @@ def test_slips_raise_the_targets_perplexity_by_a_margin_one_can_set() -> None:
     plain = separation(step_scores(TARGET))
     sure = separation(step_scores(Skill(right=0.9995, typical=0.05, fluency=1.0)))
     drowned = separation(
-        step_scores(Skill(right=0.97, typical=0.95, verbosity=9, fluency=1.0), Skill(verbosity=9), tokens=80)
+        step_scores(
+            Skill(right=0.97, typical=0.95, verbosity=9, fluency=1.0), Skill(verbosity=9), tokens=80
+        )
     )
     assert 0.55 < drowned < plain < sure
 
 
 def test_scores_cluster_by_question() -> None:
-    """A third to four fifths of the variance lies between questions, as in real traces (intraclass correlation)."""
+    """A third to four fifths of the variance lies between questions, as in real traces (intraclass
+    correlation).
+    """
     scores = step_scores(TARGET, tokens=60)
     by_question: dict[str, list[float]] = {}
     for problem, score, _ in scores:
         by_question.setdefault(problem, []).append(math.log(score))
     table = np.array(list(by_question.values()))
     size = table.shape[1]
-    between, within = size * table.mean(1).var(ddof=1), table.var(1, ddof=1).mean()
+    between = size * table.mean(1).var(ddof=1)
+    within = table.var(1, ddof=1).mean()
     assert 0.33 < (between - within) / (between + (size - 1) * within) < 0.8
 
 
 def test_steps_vary_in_length_and_end_with_blank_lines_across_tokens() -> None:
-    """Chunk lengths spread, and some blank lines are completed by a token that already begins the next step."""
+    """Chunk lengths spread, and some blank lines are completed by a token that already begins the
+    next step.
+    """
     lengths: list[int] = []
     crossing = 0
     writer = Writer(MODEL)
     for problem in toy_problems(60):
-        done = writer.write(SampleRequest(ask(problem), 200, seed=Seed(problem=problem.id), stop=("\n\n",)))
+        done = writer.write(
+            SampleRequest(ask(problem), 200, seed=Seed(problem=problem.id), stop=("\n\n",))
+        )
         lengths.append(len(done.ids))
         crossing += done.ended == "delimiter" and not done.text.endswith("\n\n")
         assert done.ended != "delimiter" or "\n\n" in done.text

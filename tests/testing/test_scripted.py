@@ -37,12 +37,17 @@ def request(engine: ScriptedEngine, sample: int = 0, tokens: int = 20) -> Sample
     return SampleRequest(ids_of(engine), tokens, seed=Seed(sample=sample), rollout=str(sample))
 
 
-# --- time ------------------------------------------------------------------------------------------------
+# --- time
+# ------------------------------------------------------------------------------------------------
 
 
 def test_latency_is_a_sum_of_its_parts(backend: Backend) -> None:
-    """Overhead, sampled, scored and prefilled tokens each cost what was said; cached tokens cost nothing."""
-    latency = Latency(per_sample=1.0, per_score=2.0, sampled_token=0.5, scored_token=0.25, prefilled_token=0.125)
+    """Overhead, sampled, scored and prefilled tokens each cost what was said; cached tokens cost
+    nothing.
+    """
+    latency = Latency(
+        per_sample=1.0, per_score=2.0, sampled_token=0.5, scored_token=0.25, prefilled_token=0.125
+    )
 
     async def main() -> None:
         async with ScriptedEngine(latency=latency) as engine:
@@ -73,7 +78,9 @@ def test_jitter_spreads_times_the_same_way_every_time() -> None:
         return found
 
     first = run_virtual(times, list(range(30)))
-    assert run_virtual(times, [*range(29, -1, -1), 99]) | first == run_virtual(times, [*range(29, -1, -1), 99])
+    assert run_virtual(times, [*range(29, -1, -1), 99]) | first == run_virtual(
+        times, [*range(29, -1, -1), 99]
+    )
     assert len(set(first.values())) == 30
     assert 5 < sorted(first.values())[15] < 20
 
@@ -90,11 +97,14 @@ def test_real_latency_is_real() -> None:
     assert anyio.run(main) >= 0.05
 
 
-# --- queue -----------------------------------------------------------------------------------------------
+# --- queue
+# -----------------------------------------------------------------------------------------------
 
 
 def test_slots_bound_what_runs_at_once_and_queue_in_order(backend: Backend) -> None:
-    """Five equal requests on two slots finish two by two, first come first served, more urgent ones sooner."""
+    """Five equal requests on two slots finish two by two, first come first served, more urgent ones
+    sooner.
+    """
 
     async def main() -> list[tuple[int, float]]:
         finished: list[tuple[int, float]] = []
@@ -119,9 +129,14 @@ def test_slots_bound_what_runs_at_once_and_queue_in_order(backend: Backend) -> N
 
 
 @QUICK
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(-1, 12)), max_size=12), st.integers(1, 3))
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(-1, 12)), max_size=12),
+    st.integers(1, 3),
+)
 def test_slots_are_never_lost_or_doubled(visits: list[tuple[int, int, int]], number: int) -> None:
-    """However callers come, hold and are cancelled: no more than the number hold at once; in the end all is free."""
+    """However callers come, hold and are cancelled: no more than the number hold at once; in the
+    end all is free.
+    """
 
     async def main() -> None:
         slots = SlotQueue(number)
@@ -150,7 +165,9 @@ def test_slots_are_never_lost_or_doubled(visits: list[tuple[int, int, int]], num
 
 
 def test_cancelling_frees_the_slot_at_once(backend: Backend) -> None:
-    """Work and waiting are both given up at the moment of cancelling, and the next request starts right then."""
+    """Work and waiting are both given up at the moment of cancelling, and the next request starts
+    right then.
+    """
 
     async def main() -> None:
         async with ScriptedEngine(latency=Latency(per_sample=100.0), concurrency=1) as engine:
@@ -174,14 +191,17 @@ def test_cancelling_frees_the_slot_at_once(backend: Backend) -> None:
     run_virtual(main, backend=backend)
 
 
-# --- answers ---------------------------------------------------------------------------------------------
+# --- answers
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio
 async def test_schedule_and_hints_change_nothing_but_cached_tokens() -> None:
     """One by one on a fresh engine or all together on a busy one: the same answers."""
     async with ScriptedEngine() as busy:
-        together = await collect([partial(busy.sample, request(busy, sample)) for sample in range(40)])
+        together = await collect(
+            [partial(busy.sample, request(busy, sample)) for sample in range(40)]
+        )
     for sample in range(0, 40, 7):
         async with ScriptedEngine() as fresh:
             alone = await fresh.sample(replace(request(fresh, sample), rollout=""))
@@ -208,7 +228,9 @@ def solve_with(draft: ScriptedEngine, target: ScriptedEngine) -> list[float]:
         async with draft, target:
             ids = ids_of(draft)
             for turn in range(10):
-                step = await draft.sample(SampleRequest(ids, 50, Sampling(), Seed(turn=turn), ("\n\n",)))
+                step = await draft.sample(
+                    SampleRequest(ids, 50, Sampling(), Seed(turn=turn), ("\n\n",))
+                )
                 found.append((await target.score(ScoreRequest(ids, step.ids))).perplexity)
                 ids += step.ids
         return found
@@ -217,7 +239,9 @@ def solve_with(draft: ScriptedEngine, target: ScriptedEngine) -> list[float]:
 
 
 def test_drift_is_planted_where_it_was_asked_for() -> None:
-    """From a number of calls or of steps on, log-probabilities are scaled; before that they are honest."""
+    """From a number of calls or of steps on, log-probabilities are scaled; before that they are
+    honest.
+    """
     plain = solve_with(ScriptedEngine(), ScriptedEngine("target"))
     for drift in (ScoreDrift(4, 1.5), ScoreDrift(4, 1.5, when="steps")):
         drifted = solve_with(ScriptedEngine(), ScriptedEngine("target", drift=drift))
@@ -227,7 +251,8 @@ def test_drift_is_planted_where_it_was_asked_for() -> None:
         ScoreDrift(when="turns")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-# --- life ------------------------------------------------------------------------------------------------
+# --- life
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio

@@ -1,1 +1,3 @@
-"""Advice from recorded runs: what to spend on a problem under a cap, and how far that can be trusted."""
+"""Advice from recorded runs: what to spend on a problem under a cap, and how far that can be
+trusted.
+"""

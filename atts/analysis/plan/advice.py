@@ -28,7 +28,9 @@ class Cap:
     def __post_init__(self) -> None:
         for name, value in self.given:
             if not value > 0 or math.isinf(value):
-                raise OptionError(name.replace("_", "-"), f"{value:g} is no cap; give a positive number")
+                raise OptionError(
+                    name.replace("_", "-"), f"{value:g} is no cap; give a positive number"
+                )
 
     @property
     def given(self) -> list[tuple[str, float]]:
@@ -47,7 +49,9 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`best` is None where nothing recorded stays below the cap; `options` are those that nothing cheaper equals."""
+    """`best` is None where nothing recorded stays below the cap; `options` are those that nothing
+    cheaper equals.
+    """
 
     cap: Cap
     runs: tuple[str, ...]
@@ -71,10 +75,16 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
     cap = cap or Cap()
     runs = [read_plan_data(directory) for directory in directories]
     if len({data.run.manifest.dataset for data in runs}) > 1:
-        raise OptionError("runs", "they are not of the same problems; plan from runs of one dataset")
+        raise OptionError(
+            "runs", "they are not of the same problems; plan from runs of one dataset"
+        )
     found = [option for data in runs for option in options(data)]
     allowed = [option for option in found if cap.allows(option)]
-    best = max(allowed, key=lambda option: (option.accuracy.value, -getattr(option, cap.cost)), default=None)
+    best = max(
+        allowed,
+        key=lambda option: (option.accuracy.value, -getattr(option, cap.cost)),
+        default=None,
+    )
     main = next((data for data in runs if data.method == "atts"), runs[0])
     return Advice(
         cap,
@@ -92,17 +102,22 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
 
 def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | None) -> list[str]:
     notes = [
-        "Accuracies are of these problems and samples, counted over all subsets of the recorded rollouts; the best "
+        "Accuracies are of these problems and samples, counted over all subsets of the recorded "
+        "rollouts; the best "
         f"of {len(found)} options looks a little better than it is.",
-        "Costs are before settled votes spare rollouts, so a run takes at most that; seconds are at the recorded load.",
+        "Costs are before settled votes spare rollouts, so a run takes at most that; seconds are "
+        "at the recorded load.",
     ]
     if censored := sum(data.censored for data in runs):
         notes.append(
-            f"{censored} rollouts that settled votes spared are left out: what is left came first and leans towards "
+            f"{censored} rollouts that settled votes spared are left out: what is left came first "
+            f"and leans towards "
             "the quick. A run with --set early_stop=none has no such lean."
         )
     if best is not None and not math.isnan(best.accuracy.low):
         wide = best.accuracy.high - best.accuracy.low
         if wide > 0.15:
-            notes.append(f"The interval is {wide:.2f} wide: more problems would tell options apart.")
+            notes.append(
+                f"The interval is {wide:.2f} wide: more problems would tell options apart."
+            )
     return notes

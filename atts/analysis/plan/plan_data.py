@@ -1,4 +1,6 @@
-"""The recorded runs that plans are made from: every complete rollout turn by turn, every call's time."""
+"""The recorded runs that plans are made from: every complete rollout turn by turn, every call's
+time.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from atts.journal import CallSpan, Decided, FinishedProblem, RecordedRun, RunSta
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """What one turn took. `seconds` from the call being possible to its end, its queue at the engines included."""
+    """What one turn took. `seconds` from the call being possible to its end, its queue at the
+    engines included.
+    """
 
     draft_tokens: int
     target_tokens: int
@@ -51,8 +55,12 @@ class PlanData:
     run: RecordedRun
     cases: list[GradedCase] = field(default_factory=list[GradedCase])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    decided: dict[TurnKey, Decided] = field(default_factory=dict[TurnKey, Decided])  # in the order of deciding
-    nodes: list[CallSpan] = field(default_factory=list[CallSpan])  # that did work, on the run's clock
+    decided: dict[TurnKey, Decided] = field(
+        default_factory=dict[TurnKey, Decided]
+    )  # in the order of deciding
+    nodes: list[CallSpan] = field(
+        default_factory=list[CallSpan]
+    )  # that did work, on the run's clock
     censored: int = 0  # rollouts that settled votes ended
     usage: Usage = Usage()  # censored rollouts included
 
@@ -74,7 +82,8 @@ def read_plan_data(directory: Path) -> PlanData:
     :raises JournalError: it holds no run, or one that cannot be read.
     :raises UsageError: none of its problems is over and graded.
     """
-    data, state = PlanData(open_run(directory)), RunState()
+    data = PlanData(open_run(directory))
+    state = RunState()
     seconds: dict[TurnKey, float] = defaultdict(float)
     for entry in data.run.entries():
         outcome = state.apply(entry)
@@ -93,19 +102,24 @@ def read_plan_data(directory: Path) -> PlanData:
         _add_case(data, outcome, state.finished[outcome.problem.id], seconds)
     if not data.cases:
         raise UsageError(
-            f"{directory}: no problem is over and graded, so there is nothing to plan from; run some first"
+            f"{directory}: no problem is over and graded, so there is nothing to plan from; run "
+            f"some first"
         )
     return data
 
 
-def _add_case(data: PlanData, outcome: Outcome, brief: FinishedProblem, seconds: Mapping[TurnKey, float]) -> None:
+def _add_case(
+    data: PlanData, outcome: Outcome, brief: FinishedProblem, seconds: Mapping[TurnKey, float]
+) -> None:
     """Take in a graded problem with at least one rollout that ran to its end."""
     if brief.verdict is None:
         return
     complete = brief.complete_samples
     data.censored += len(brief.samples) - len(complete)
     turns = {rollout.sample: rollout.turns for rollout in outcome.rollouts}
-    labels = answer_classes([one.answer for one in complete], partial(group, kind=outcome.problem.kind))
+    labels = answer_classes(
+        [one.answer for one in complete], partial(group, kind=outcome.problem.kind)
+    )
     rollouts = tuple(
         CompleteRollout(
             one.sample,
@@ -119,7 +133,9 @@ def _add_case(data: PlanData, outcome: Outcome, brief: FinishedProblem, seconds:
         data.cases.append(GradedCase(brief.problem, rollouts, float(brief.is_correct)))
 
 
-def _costs(problem: str, sample: int, turns: Sequence[Turn], seconds: Mapping[TurnKey, float]) -> tuple[TurnCost, ...]:
+def _costs(
+    problem: str, sample: int, turns: Sequence[Turn], seconds: Mapping[TurnKey, float]
+) -> tuple[TurnCost, ...]:
     return tuple(
         TurnCost(
             tokens_written(turn, "draft"),

@@ -39,8 +39,9 @@ class ChunkChoice:
 class ChunkAdvice:
     """What the draft's chunk limit does to time; to accuracy, only a run of its own can tell.
 
-    `cut` is the share of chunks that the limit ended, `fixed` the part of a rollout's seconds that turns cost however
-    short they are, by least squares over turns; `fit` is the share of the variance which that explains.
+    `cut` is the share of chunks that the limit ended, `fixed` the part of a rollout's seconds that
+    turns cost however short they are, by least squares over turns; `fit` is the share of the
+    variance which that explains.
     """
 
     limit: int
@@ -59,12 +60,14 @@ def speeds(data: PlanData) -> tuple[Speed, ...]:
     written = {"draft": data.usage.draft_tokens, "target": data.usage.target_tokens}
     scored = {"target": data.usage.scored_tokens}
     return tuple(
-        _speed(engine, spans, written.get(engine, 0), scored.get(engine, 0)) for engine, spans in sorted(calls.items())
+        _speed(engine, spans, written.get(engine, 0), scored.get(engine, 0))
+        for engine, spans in sorted(calls.items())
     )
 
 
 def _speed(engine: str, spans: Sequence[tuple[float, float]], written: int, scored: int) -> Speed:
-    busy, own = _covered(spans), math.fsum(end - start for start, end in spans)
+    busy = _covered(spans)
+    own = math.fsum(end - start for start, end in spans)
     per_second = (written / busy, scored / busy) if busy else (0.0, 0.0)
     return Speed(engine, len(spans), own / len(spans), busy, *per_second)
 
@@ -83,7 +86,9 @@ def chunk_advice(data: PlanData) -> ChunkAdvice | None:
     lengths = [length for own in drafted for length in _uncut_lengths(own)]
     others = (limit // 4, limit // 2, limit * 2, limit * 4)
     choices = tuple(_choice(lengths, limit, other, fixed) for other in others if other)
-    return ChunkAdvice(limit, sum(chunk.ended == "length" for chunk in chunks) / len(chunks), fixed, fit, choices)
+    return ChunkAdvice(
+        limit, sum(chunk.ended == "length" for chunk in chunks) / len(chunks), fixed, fit, choices
+    )
 
 
 def _choice(lengths: Sequence[int], limit: int, other: int, fixed: float) -> ChunkChoice:
@@ -93,7 +98,8 @@ def _choice(lengths: Sequence[int], limit: int, other: int, fixed: float) -> Chu
 
 def _covered(spans: Iterable[tuple[float, float]]) -> float:
     """Seconds covered by at least one span."""
-    total, latest = 0.0, -math.inf
+    total = 0.0
+    latest = -math.inf
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, latest))
         latest = max(end, latest)
@@ -106,7 +112,9 @@ def _drafted(rollout: Rollout) -> list[Chunk]:
 
 
 def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
-    """Lengths of the steps the draft would have written uncut: pieces that a limit ended belong to what follows."""
+    """Lengths of the steps the draft would have written uncut: pieces that a limit ended belong to
+    what follows.
+    """
     length = 0
     for chunk in chunks:
         length += chunk.tokens
@@ -118,7 +126,9 @@ def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
 
 
 def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
-    """Seconds of a turn without any token, and how well a straight line in the tokens tells the seconds."""
+    """Seconds of a turn without any token, and how well a straight line in the tokens tells the
+    seconds.
+    """
     seconds = np.array([turn.seconds for turn in turns])
     table = np.array([(1.0, turn.draft_tokens, turn.target_tokens) for turn in turns])
     found, *_ = np.linalg.lstsq(table, seconds, rcond=None)

@@ -20,9 +20,9 @@ RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)
 class UntriedRate:
     """A rate that was not run: the gate decides again on the recorded scores.
 
-    Rollouts in which it decides as recorded are known; what the others would have answered is not. `low` is the
-    vote's accuracy if each of them were wrong in the same way, `high` if each were right. The target's tokens assume
-    that it writes as much per takeover as it did.
+    Rollouts in which it decides as recorded are known; what the others would have answered is not.
+    `low` is the vote's accuracy if each of them were wrong in the same way, `high` if each were
+    right. The target's tokens assume that it writes as much per takeover as it did.
     """
 
     rate: float
@@ -37,13 +37,17 @@ def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[Untri
     """Bounds for each rate; none where the run's gate was not the conformal one."""
     if data.run.setting("gate") != "ConformalGate" or data.method != "atts":
         return ()
-    turns = [turn for outcome in data.outcomes for rollout in outcome.rollouts for turn in rollout.turns]
+    turns = [
+        turn for outcome in data.outcomes for rollout in outcome.rollouts for turn in rollout.turns
+    ]
     decisions = [turn.decision for turn in turns if turn.decision is not None]
     escalated = sum(decision.escalate for decision in decisions)
     if not escalated:
         return ()
     tokens = data.usage.target_tokens / escalated * len(decisions) / len(data.outcomes)
-    return tuple(_untried(data, rate, tokens) for rate in rates if not math.isclose(rate, data.rate))
+    return tuple(
+        _untried(data, rate, tokens) for rate in rates if not math.isclose(rate, data.rate)
+    )
 
 
 def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
@@ -60,14 +64,20 @@ def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
 
 
 def _bounds(replayed: ReplayedProblem, case: GradedCase) -> tuple[float, float]:
-    """The vote if all that is unknown were wrong alike, and if it were right; a vote nothing strayed from stands."""
-    strayed = {rollout.sample for rollout in replayed.rollouts if rollout.off_policy_from is not None}
+    """The vote if all that is unknown were wrong alike, and if it were right; a vote nothing
+    strayed from stands.
+    """
+    strayed = {
+        rollout.sample for rollout in replayed.rollouts if rollout.off_policy_from is not None
+    }
     if not strayed:
         return case.vote, case.vote
     known = [rollout for rollout in case.rollouts if rollout.sample not in strayed]
     unknown = len(replayed.rollouts) - len(known)
     right = _largest(rollout.label for rollout in known if rollout.is_right)
-    wrong = _largest(rollout.label for rollout in known if not rollout.is_right and rollout.label is not None)
+    wrong = _largest(
+        rollout.label for rollout in known if not rollout.is_right and rollout.label is not None
+    )
     return _share(right, wrong + unknown), _share(right + unknown, wrong)
 
 

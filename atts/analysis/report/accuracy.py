@@ -28,27 +28,37 @@ from atts.evaluators import (
 def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
     """The problems whose every rollout has a verdict, as the metrics want them.
 
-    Censored rollouts are left out: what they would have answered is unknown, and to call them wrong would make the
-    better method look worse.
+    Censored rollouts are left out: what they would have answered is unknown, and to call them wrong
+    would make the better method look worse.
     """
     found = (
-        samples_of(one.problem.id, one.brief.complete_samples, partial(group, kind=one.problem.kind))
+        samples_of(
+            one.problem.id, one.brief.complete_samples, partial(group, kind=one.problem.kind)
+        )
         for one in problems
     )
     return [samples for samples in found if samples is not None]
 
 
 def answered(data: RunData) -> tuple[NamedRate, ...]:
-    """Of a run that withholds answers: the share it gave, and how many of these are wrong, beside what was promised."""
+    """Of a run that withholds answers: the share it gave, and how many of these are wrong, beside
+    what was promised.
+    """
     promise = data.run.setting("abstain")
     if promise is None:
         return ()
     problems = [one.brief for one in data.problems.values()]
-    given = [(not one.is_correct, 1) for one in problems if one.answer is not None and one.verdict is not None]
+    given = [
+        (not one.is_correct, 1)
+        for one in problems
+        if one.answer is not None and one.verdict is not None
+    ]
     share = share_estimate((one.answer is not None, 1) for one in problems)
     words = f"{promise['guarantee']}. Voided by: {promise['voided_by']}"
     return (
-        NamedRate("answered", share, "problems whose answer was given; the others count as not right"),
+        NamedRate(
+            "answered", share, "problems whose answer was given; the others count as not right"
+        ),
         NamedRate("wrong if answered", share_estimate(given), words),
     )
 
@@ -63,7 +73,9 @@ def rates(problems: Sequence[ProblemFacts]) -> tuple[tuple[NamedRate, ...], str]
     if not samples:
         return (own,), f"{len(with_verdict):,} problems"
     card = score(samples)
-    left_out = Counter(sample.verdict for one in with_verdict for sample in one.brief.samples if sample.is_censored)
+    left_out = Counter(
+        sample.verdict for one in with_verdict for sample in one.brief.samples if sample.is_censored
+    )
     counts = ((left_out["spared"], "that settled votes spared"), (left_out["lost"], "that failed"))
     notes = (f"; {count:,} rollouts {what} are left out" for count, what in counts if count)
     return (own, *_card_rates(card)), str(card.coverage) + "".join(notes)
@@ -77,14 +89,18 @@ def _card_rates(card: Scorecard) -> list[NamedRate]:
         )
         if meaning:
             found.append(NamedRate(name, estimate, meaning))
-    return sorted(found, key=lambda rate: (rate.name.partition("@")[0] != "maj", rate.name != "pass@1"))
+    return sorted(
+        found, key=lambda rate: (rate.name.partition("@")[0] != "maj", rate.name != "pass@1")
+    )
 
 
 def spend(data: RunData) -> Spend:
     """Tokens and seconds of the whole run."""
     problems = data.problems.values()
-    usage, seconds = total_usage(problems), data.state.seconds
-    tokens, right = written(usage), sum(one.brief.is_correct for one in problems)
+    usage = total_usage(problems)
+    seconds = data.state.seconds
+    tokens = written(usage)
+    right = sum(one.brief.is_correct for one in problems)
     return Spend(
         usage,
         target_share=_ratio(usage.target_tokens, tokens, math.nan),
@@ -102,9 +118,14 @@ def baseline(own: RunData, other: RunData) -> Baseline | None:
     if not common:
         return None
     ours, theirs = ([side.problems[name] for name in common] for side in (own, other))
-    paired = compare_runs(*([float(one.brief.is_correct) for one in side] for side in (theirs, ours)))
-    our_usage, their_usage = total_usage(ours), total_usage(theirs)
-    seconds, other_seconds = (_ratio(side.state.seconds, len(side.problems), math.nan) for side in (own, other))
+    paired = compare_runs(
+        *([float(one.brief.is_correct) for one in side] for side in (theirs, ours))
+    )
+    our_usage = total_usage(ours)
+    their_usage = total_usage(theirs)
+    seconds, other_seconds = (
+        _ratio(side.state.seconds, len(side.problems), math.nan) for side in (own, other)
+    )
     return Baseline(
         other.run.directory.name,
         method(other),

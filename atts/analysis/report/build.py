@@ -34,7 +34,9 @@ from atts.analysis.report.timing import timing
 from atts.journal import COMPARED, Json
 
 PAGE_BYTES = 16 * 2**20
-"""The most that the pages of all problems take in the file; their texts are shortened to stay below it."""
+"""The most that the pages of all problems take in the file; their texts are shortened to stay below
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class BuiltReport:
 
 @contextmanager
 def _no_garbage_collection() -> Generator[None]:
-    """Nothing here holds a cycle, and to look for one among a million values again and again takes a tenth of the time.
+    """Nothing here holds a cycle, and to look for one among a million values again and again takes
+    a tenth of the time.
 
     What was read is let go inside, so that it is not looked through once more at the end.
     """
@@ -61,7 +64,9 @@ def _no_garbage_collection() -> Generator[None]:
 
 
 @_no_garbage_collection()
-def build_report(directory: Path, against: Sequence[Path] = (), *, page_bytes: int = PAGE_BYTES) -> BuiltReport:
+def build_report(
+    directory: Path, against: Sequence[Path] = (), *, page_bytes: int = PAGE_BYTES
+) -> BuiltReport:
     """Read a run, finished or not, and the runs to compare it with.
 
     :raises JournalError: one of them is no run directory, or cannot be read.
@@ -71,7 +76,8 @@ def build_report(directory: Path, against: Sequence[Path] = (), *, page_bytes: i
     calibration = realised_rate(data)
     problems = list(data.problems.values())
     accuracy, coverage = rates(problems)
-    cost, warnings = spend(data), caveats(data, calibration)
+    cost = spend(data)
+    warnings = caveats(data, calibration)
     baselines = tuple(row for other in others if (row := baseline(data, other)) is not None)
     report = RunReport(
         _facts(data),
@@ -92,13 +98,16 @@ def build_report(directory: Path, against: Sequence[Path] = (), *, page_bytes: i
 
 
 def _facts(data: RunData) -> RunFacts:
-    manifest, ended = data.run.manifest, data.state.ended
+    manifest = data.run.manifest
+    ended = data.state.ended
     return RunFacts(
         str(data.run.directory),
         version=manifest.versions.get("atts", "?"),
         created=manifest.created,
         sessions=data.state.sessions,
-        ended="killed, or still running" if ended is None else ended.status + (f" ({ended.why})" if ended.why else ""),
+        ended="killed, or still running"
+        if ended is None
+        else ended.status + (f" ({ended.why})" if ended.why else ""),
         seconds=data.state.seconds,
         planned=manifest.problems,
         done=len(data.problems),
@@ -122,8 +131,14 @@ def _settings(data: RunData) -> list[tuple[str, str, str]]:
         if name in given or (name == "policy" and given):
             continue  # told below, key by key, with who set it
         parts = found.value.items() if isinstance(found.value, Mapping) else [("", found.value)]
-        rows += [(f"{name}.{part}".rstrip("."), _setting(value), found.origin) for part, value in parts]
-    return rows + [(name, _setting(found.value), found.origin) for name, found in given.items() if name != "method"]
+        rows += [
+            (f"{name}.{part}".rstrip("."), _setting(value), found.origin) for part, value in parts
+        ]
+    return rows + [
+        (name, _setting(found.value), found.origin)
+        for name, found in given.items()
+        if name != "method"
+    ]
 
 
 def _setting(value: Json) -> str:
@@ -143,11 +158,15 @@ def _verdict(
     if accuracy:
         known = accuracy[0].estimate.n_problems
         of = "" if known == count else f"{known:,} of "
-        points.append(("good", f"the vote is right on {accuracy[0].estimate.brief()} of {of}{problems}"))
+        points.append(
+            ("good", f"the vote is right on {accuracy[0].estimate.brief()} of {of}{problems}")
+        )
     else:
         points.append(("care", f"{problems}, none graded: there is no reference answer"))
     if not math.isnan(cost.target_share):
-        points.append(("good", f"the target wrote {cost.target_share:.1%} of {written(cost.usage):,} tokens"))
+        points.append(
+            ("good", f"the target wrote {cost.target_share:.1%} of {written(cost.usage):,} tokens")
+        )
     if calibration is not None:
         points.append(_rate_point(calibration))
     points.extend(("good", caveat.text) for caveat in warnings if caveat.code == COMPARED)
@@ -160,14 +179,22 @@ def _rate_point(control: RateControl) -> Point:
     found = control.check()
     if found is None:
         share = control.escalated / control.decisions
-        return "good", f"{share:.3f} of {control.decisions:,} chunks were escalated; no rate was promised"
+        return (
+            "good",
+            f"{share:.3f} of {control.decisions:,} chunks were escalated; no rate was promised",
+        )
     standings: dict[str, Standing] = {"held": "good", "unclear": "care", "left": "bad"}
     return standings[found.standing], str(found)
 
 
 def _row(one: ProblemFacts) -> ProblemRow:
-    problem, brief = one.problem, one.brief
-    verdicts = [sample.verdict for sample in brief.samples if sample.verdict is not None and sample.answer is not None]
+    problem = one.problem
+    brief = one.brief
+    verdicts = [
+        sample.verdict
+        for sample in brief.samples
+        if sample.verdict is not None and sample.answer is not None
+    ]
     words = problem.text if len(problem.text) <= 110 else problem.text[:110].rstrip() + " …"
     return ProblemRow(
         problem.id,

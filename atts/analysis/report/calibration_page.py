@@ -1,4 +1,6 @@
-"""A calibration report as HTML, Markdown or JSON, its figures as SVG or PNG files, and where they are written."""
+"""A calibration report as HTML, Markdown or JSON, its figures as SVG or PNG files, and where they
+are written.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from atts.jsonable import jsonable
 
 CalibrationFormat = Literal["html", "markdown", "json", "svg", "png"]
 _FORMATS: tuple[CalibrationFormat, ...] = get_args(CalibrationFormat)
-_ENDINGS: dict[str, CalibrationFormat] = {".html": "html", ".htm": "html", ".md": "markdown", ".json": "json"}
+_ENDINGS: dict[str, CalibrationFormat] = {
+    ".html": "html",
+    ".htm": "html",
+    ".md": "markdown",
+    ".json": "json",
+}
 
 
 def calibration_format(format: str | None, out: Path | None) -> CalibrationFormat:
@@ -56,10 +63,14 @@ def render_calibration(report: CalibrationReport, format: CalibrationFormat) -> 
     if format == "json":
         facts = {**asdict(report), "promise": report.promise, "warnings": report.health.warnings}
         return json.dumps(jsonable(facts), allow_nan=False, ensure_ascii=False) + "\n"
-    raise OptionError("format", f"{format} is one picture per file: name a folder to write them into")
+    raise OptionError(
+        "format", f"{format} is one picture per file: name a folder to write them into"
+    )
 
 
-def save_calibration(report: CalibrationReport, format: CalibrationFormat, out: Path) -> Sequence[Path]:
+def save_calibration(
+    report: CalibrationReport, format: CalibrationFormat, out: Path
+) -> Sequence[Path]:
     """Write the report, or a folder of its figures; what was written.
 
     :raises StorageError: the disk refuses.
@@ -81,8 +92,12 @@ def _first(report: CalibrationReport) -> Chart:
     """The picture of the first screen, in words that need no others."""
     asked = "" if report.control.nominal is None else " The dashed line is what was asked for."
     caption = (
-        "A small model writes, a large one grades every step and takes over the worst. The thick line is the share "
-        f"taken over so far, the thin one that of the latest {report.control.window} steps.{asked} The grey band is "
+        "A small model writes, a large one grades every step and takes over the worst. The thick "
+        "line is the share "
+        f"taken over so far, the thin one that of the latest {report.control.window} steps.{asked} "
+        f"The grey band is "
         "where fair coins would be."
     )
-    return replace(over_time_chart(report.control), title="Steps handed to the large model", caption=caption)
+    return replace(
+        over_time_chart(report.control), title="Steps handed to the large model", caption=caption
+    )

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atts.analysis.report.calibration_headline import calibration_headline, calibration_points
-from atts.analysis.report.numbers import DriftAlarm, Headline, Point, RateControl, Standing, StatedGuarantee, worst_of
+from atts.analysis.report.numbers import (
+    DriftAlarm,
+    Headline,
+    Point,
+    RateControl,
+    Standing,
+    StatedGuarantee,
+    worst_of,
+)
 from atts.analysis.report.realised_rate import rate_control, realised_rate
 from atts.analysis.report.reliability import LabelledScores, labelled_scores
 from atts.analysis.report.run_data import GateStep, RunData, read_run_data
@@ -23,7 +31,8 @@ Label = bool | None
 class CalibrationReport:
     """What a calibration holds, what it promises, and what was seen to speak against it.
 
-    `control` is what a run's gate did, or what a fresh calibrator would do with the scores one by one in their order.
+    `control` is what a run's gate did, or what a fresh calibrator would do with the scores one by
+    one in their order.
     """
 
     source: str
@@ -53,9 +62,13 @@ def calibration_of_run(directory: Path, scores: StoredScores) -> CalibrationRepo
     data = read_run_data(directory, 0)
     control = realised_rate(data)
     if control is None:
-        raise CalibrationInputError("number of decisions", 0, "at least one: a gate that asks for scores")
+        raise CalibrationInputError(
+            "number of decisions", 0, "at least one: a gate that asks for scores"
+        )
     rate = control.nominal if control.nominal is not None else control.rate.value
-    return _made(str(directory), "run", (rate, control.promise.mode), scores, control, _labels_of_run(data))
+    return _made(
+        str(directory), "run", (rate, control.promise.mode), scores, control, _labels_of_run(data)
+    )
 
 
 def calibration_of_scores(
@@ -68,20 +81,28 @@ def calibration_of_scores(
     labels: Sequence[Label] = (),
     calibrator: Calibrator | None = None,
 ) -> CalibrationReport:
-    """What scores promise at this rate, decided one by one in their order; `labels` say which were of right answers.
+    """What scores promise at this rate, decided one by one in their order; `labels` say which were
+    of right answers.
 
     A `calibrator` that was made from them states its own guarantee.
 
-    :raises CalibrationInputError: there are no scores, or the mode needs questions and these have none.
+    :raises CalibrationInputError: there are no scores, or the mode needs questions and these have
+        none.
     """
     if mode in ("question", "question-turn") and not scores.clustered:
-        raise CalibrationInputError("mode", mode, "one that needs no questions, for these scores name none: aci, turn")
+        raise CalibrationInputError(
+            "mode", mode, "one that needs no questions, for these scores name none: aci, turn"
+        )
     told = calibrator or Calibrator(rate, mode, seed=seed, stored=scores)
-    start = scores if mode == "split" else ()  # which learns nothing live: it is shown on what it starts from
+    start = (
+        scores if mode == "split" else ()
+    )  # which learns nothing live: it is shown on what it starts from
     options: dict[str, Any] = {"scale": scores.scale, "stored": start, "by_length": told.by_length}
     done = replay(_rows(scores), rate, mode, seed, **options)
     events = (*told.events, *done.events)
-    alarms = tuple(DriftAlarm(one.kind, one.scores, one.p, one.action, one.message) for one in events)
+    alarms = tuple(
+        DriftAlarm(one.kind, one.scores, one.p, one.action, one.message) for one in events
+    )
     steps = [GateStep("observed", decision, decision.escalate) for decision in done.decisions]
     said = done if calibrator is None else calibrator
     promise = StatedGuarantee(mode, said.guarantee, said.voided_by, "")
@@ -99,7 +120,8 @@ def _made(
     control: RateControl,
     labels: Sequence[tuple[GateStep, bool]],
 ) -> CalibrationReport:
-    health, (rate, mode) = examine(scores, asked[0]), asked
+    health = examine(scores, asked[0])
+    (rate, mode) = asked
     points = calibration_points(kind, health, control)
     sentence = calibration_headline(kind, health, control)
     labelled = labelled_scores(labels)
@@ -116,7 +138,9 @@ def _rows(scores: StoredScores) -> list[dict[str, object]]:
 
 
 def _labels_of_run(data: RunData) -> list[tuple[GateStep, bool]]:
-    """Chunks that were kept, with whether their rollout came to a right answer; what was taken over says nothing."""
+    """Chunks that were kept, with whether their rollout came to a right answer; what was taken over
+    says nothing.
+    """
     ends = {
         (name, rollout.brief.sample): rollout.brief.verdict == "correct"
         for name, one in data.problems.items()

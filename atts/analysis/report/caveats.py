@@ -29,14 +29,17 @@ def caveats(data: RunData, calibration: RateControl | None) -> tuple[Caveat, ...
 
 
 def _session(data: RunData) -> Iterator[Caveat]:
-    planned, done = data.run.manifest.problems, len(data.problems)
+    planned = data.run.manifest.problems
+    done = len(data.problems)
     is_decided = COMPARED in data.state.said and not data.state.open
     if planned is not None and done < planned and not is_decided:
         text = f"problems of {planned:,} are not over: every number is of the {done:,} that are, the quick ones first"
         yield Caveat("unfinished", "bad", planned - done, text)
     killed = data.state.killed + (data.state.ended is None)
     if killed:
-        yield Caveat("killed", "good", killed, "sessions ended without closing (killed, or still running)")
+        yield Caveat(
+            "killed", "good", killed, "sessions ended without closing (killed, or still running)"
+        )
     for error, count in data.failed_calls.items():
         yield Caveat("failed calls", "care", count, f"engine calls failed: {error}")
 
@@ -45,8 +48,16 @@ def _truncation(data: RunData) -> Iterator[Caveat]:
     """The sentence that the command line ends with, too."""
     found = truncation([one.brief for one in data.problems.values()], data.run.manifest)
     if found.cut:
-        places = [(n, s.sample) for n, one in data.problems.items() for s in one.brief.samples if s.is_cut]
-        yield Caveat("cut", "bad" if found.is_large else "good", found.cut, str(found), tuple(places[:_SHOWN]))
+        places = [
+            (n, s.sample) for n, one in data.problems.items() for s in one.brief.samples if s.is_cut
+        ]
+        yield Caveat(
+            "cut",
+            "bad" if found.is_large else "good",
+            found.cut,
+            str(found),
+            tuple(places[:_SHOWN]),
+        )
 
 
 def _flags(data: RunData) -> Iterator[Caveat]:
@@ -60,7 +71,13 @@ def _flags(data: RunData) -> Iterator[Caveat]:
     for flag, told in WORDS.flags.items():
         if found := places.get(flag):
             weighs = told.standing == "bad" or len(found) > _LARGE * total
-            yield Caveat(flag, told.standing if weighs else "good", len(found), told.text, tuple(found[:_SHOWN]))
+            yield Caveat(
+                flag,
+                told.standing if weighs else "good",
+                len(found),
+                told.text,
+                tuple(found[:_SHOWN]),
+            )
 
 
 def _grading(data: RunData) -> Iterator[Caveat]:
@@ -81,13 +98,25 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
     if calibration is None or calibration.nominal is None:
         return
     if calibration.forced:
-        yield Caveat("forced decisions", "care", calibration.forced, "decisions had no score to rest on")
+        yield Caveat(
+            "forced decisions", "care", calibration.forced, "decisions had no score to rest on"
+        )
     for alarm in calibration.alarms:
         acted = f"; {alarm.acted}" if alarm.acted else ""
-        yield Caveat("drift", "bad", alarm.scores, f"scores in, the calibration no longer held: {alarm.text}{acted}")
+        yield Caveat(
+            "drift",
+            "bad",
+            alarm.scores,
+            f"scores in, the calibration no longer held: {alarm.text}{acted}",
+        )
     outside = [group.name for group in calibration.turns if not group.inside]
     if outside:
-        yield Caveat("turns", "care", len(outside), f"turns left the band of the nominal rate: {', '.join(outside)}")
+        yield Caveat(
+            "turns",
+            "care",
+            len(outside),
+            f"turns left the band of the nominal rate: {', '.join(outside)}",
+        )
 
 
 def _own(data: RunData) -> Iterator[Caveat]:
@@ -97,4 +126,10 @@ def _own(data: RunData) -> Iterator[Caveat]:
     for code, count in counts.items():
         warned = first[code]
         places = tuple((w.problem, w.sample) for w in data.warned if w.code == code and w.problem)
-        yield Caveat(code, "good" if code in ("interrupted", COMPARED) else "care", count, warned.text, places[:_SHOWN])
+        yield Caveat(
+            code,
+            "good" if code in ("interrupted", COMPARED) else "care",
+            count,
+            warned.text,
+            places[:_SHOWN],
+        )

@@ -6,7 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from atts.analysis.report.numbers import DriftTest, GroupRate, RateControl, TimeBreakdown, Uniformity
+from atts.analysis.report.numbers import (
+    DriftTest,
+    GroupRate,
+    RateControl,
+    TimeBreakdown,
+    Uniformity,
+)
 from atts.analysis.report.reliability import LabelledScores
 from atts.analysis.report.svg import Axis, Plot
 from atts.analysis.report.tables import ReportTable
@@ -25,13 +31,21 @@ class Chart:
     picture: str
     data: ReportTable
     wide: bool = False
-    legend: tuple[tuple[str, str], ...] = ()  # the class that has the colour, and what it stands for
+    legend: tuple[
+        tuple[str, str], ...
+    ] = ()  # the class that has the colour, and what it stands for
 
     @classmethod
-    def of(cls, title: str, caption: str, plot: Plot, marks: Iterable[str], data: Data, label: str = "") -> Chart:
-        """From a plot and its marks; `label` is for those who cannot see it, where the title is not enough."""
+    def of(
+        cls, title: str, caption: str, plot: Plot, marks: Iterable[str], data: Data, label: str = ""
+    ) -> Chart:
+        """From a plot and its marks; `label` is for those who cannot see it, where the title is not
+        enough.
+        """
         columns, rows = data
-        return cls(title, caption, plot.drawn(label or title, marks), ReportTable.of("", columns, rows))
+        return cls(
+            title, caption, plot.drawn(label or title, marks), ReportTable.of("", columns, rows)
+        )
 
 
 def calibration_charts(control: RateControl) -> list[Chart]:
@@ -48,9 +62,13 @@ def calibration_charts(control: RateControl) -> list[Chart]:
 
 def _by_turn(control: RateControl) -> Chart:
     shown = control.turns[:24]
-    plot = Plot(Axis(-0.5, len(shown) - 0.5, "turn", values="whole"), _share_axis(shown, control.nominal))
+    plot = Plot(
+        Axis(-0.5, len(shown) - 0.5, "turn", values="whole"), _share_axis(shown, control.nominal)
+    )
     marks = [
-        plot.band([n - 0.5, n + 0.5], [g.low, g.low], [g.high, g.high]) for n, g in enumerate(shown) if control.nominal
+        plot.band([n - 0.5, n + 0.5], [g.low, g.low], [g.high, g.high])
+        for n, g in enumerate(shown)
+        if control.nominal
     ]
     marks += [
         plot.bar(n - 0.3, n + 0.3, group.share, "bar" if group.inside else "bar off", _tip(group))
@@ -58,9 +76,13 @@ def _by_turn(control: RateControl) -> Chart:
     ]
     words = "Each bar is the share of a turn's decisions that escalated."
     if control.nominal is not None:
-        marks.append(plot.line([(-0.5, control.nominal), (len(shown) - 0.5, control.nominal)], "nominal"))
+        marks.append(
+            plot.line([(-0.5, control.nominal), (len(shown) - 0.5, control.nominal)], "nominal")
+        )
         words += " The grey band holds all turns at once with 95 % if every decision were a coin of the nominal rate."
-    return Chart.of("Rate by turn", words, plot, marks, _group_data(control.turns), "Realised rate by turn")
+    return Chart.of(
+        "Rate by turn", words, plot, marks, _group_data(control.turns), "Realised rate by turn"
+    )
 
 
 def _group_data(groups: Sequence[GroupRate]) -> Data:
@@ -81,7 +103,8 @@ def _by_question(control: RateControl) -> Chart:
     """Sorted dots, the coin's band beside each: a rule that ignores the question would fill it."""
     ordered = sorted(control.by_question, key=lambda group: (group.share, group.name))
     plot = Plot(
-        Axis(0, max(1, len(ordered)), "questions, by rate", values="whole"), _share_axis(ordered, control.nominal)
+        Axis(0, max(1, len(ordered)), "questions, by rate", values="whole"),
+        _share_axis(ordered, control.nominal),
     )
     marks = list[str]()
     if control.nominal is not None:
@@ -92,7 +115,9 @@ def _by_question(control: RateControl) -> Chart:
         for n, group in enumerate(ordered)
     ]
     words = f"Each dot is a question. Root mean square distance from the nominal rate {control.question_rms:.3f}"
-    words += f"; fair coins would give {control.coin_rms:.3f}." if control.nominal is not None else "."
+    words += (
+        f"; fair coins would give {control.coin_rms:.3f}." if control.nominal is not None else "."
+    )
     data = _group_data(control.by_question)
     return Chart.of("Rate by question", words, plot, marks, data, "Realised rate by question")
 
@@ -100,19 +125,35 @@ def _by_question(control: RateControl) -> Chart:
 def over_time_chart(control: RateControl) -> Chart:
     """The rate so far, decision by decision."""
     moments = control.moments
-    shares = [moment.share for moment in moments] + [m.rolling for m in moments if m.rolling is not None]
+    shares = [moment.share for moment in moments] + [
+        m.rolling for m in moments if m.rolling is not None
+    ]
     top = max([*shares, 2 * (control.nominal or 0.0), 0.1]) * 1.08
-    plot = Plot(Axis(0, control.decisions, "decisions", values="whole"), Axis(0, min(1.0, top), "share escalated"))
+    plot = Plot(
+        Axis(0, control.decisions, "decisions", values="whole"),
+        Axis(0, min(1.0, top), "share escalated"),
+    )
     marks = list[str]()
     if control.nominal is not None:
-        marks.append(plot.band([m.decisions for m in moments], [m.low for m in moments], [m.high for m in moments]))
-        marks.append(plot.line([(0, control.nominal), (control.decisions, control.nominal)], "nominal"))
-    marks.append(plot.line([(m.decisions, m.rolling) for m in moments if m.rolling is not None] or [(0, 0)], "thin"))
-    marks.append(plot.line([(m.decisions, m.share) for m in moments], "main"))
-    words = (
-        f"Thick: all decisions so far; thin: the latest {control.window}. Band: where that many fair coins stay (95 %)."
+        marks.append(
+            plot.band(
+                [m.decisions for m in moments], [m.low for m in moments], [m.high for m in moments]
+            )
+        )
+        marks.append(
+            plot.line([(0, control.nominal), (control.decisions, control.nominal)], "nominal")
+        )
+    marks.append(
+        plot.line(
+            [(m.decisions, m.rolling) for m in moments if m.rolling is not None] or [(0, 0)], "thin"
+        )
     )
-    rows = [(m.decisions, m.share, m.low, m.high, m.rolling) for m in moments[:: max(1, len(moments) // 20)]]
+    marks.append(plot.line([(m.decisions, m.share) for m in moments], "main"))
+    words = f"Thick: all decisions so far; thin: the latest {control.window}. Band: where that many fair coins stay (95 %)."
+    rows = [
+        (m.decisions, m.share, m.low, m.high, m.rolling)
+        for m in moments[:: max(1, len(moments) // 20)]
+    ]
     data = ("decisions", "rate so far", "band from", "to", "latest"), rows
     return Chart.of("Rate over time", words, plot, marks, data, "Realised rate over time")
 
@@ -123,24 +164,40 @@ def reliability_chart(found: Uniformity) -> Chart:
     curve = [(1 - p, 1 - share) for p, share in reversed(found.curve)]
     grid = [asked for asked, _ in curve]
     marks = [
-        plot.band(grid, [max(0.0, x - found.band) for x in grid], [min(1.0, x + found.band) for x in grid]),
+        plot.band(
+            grid, [max(0.0, x - found.band) for x in grid], [min(1.0, x + found.band) for x in grid]
+        ),
         plot.line([(0, 0), (1, 1)], "nominal"),
         plot.line(curve, "main"),
     ]
     words = (
-        f"On the dashed line every rate asked for is the rate that comes out: the p-values are uniform. Largest "
-        f"distance from it {found.distance:.3f}, {'inside' if found.inside else 'OUTSIDE'} the simultaneous 95 % band "
-        f"±{found.band:.3f}, for {found.n:,} p-values worth about {found.effective:,.0f} independent ones. Feedback on "
-        f"what was decided makes up for p-values that are not; so where a mode has feedback this describes, and the "
+        f"On the dashed line every rate asked for is the rate that comes out: the p-values are "
+        f"uniform. Largest "
+        f"distance from it {found.distance:.3f}, {'inside' if found.inside else 'OUTSIDE'} the "
+        f"simultaneous 95 % band "
+        f"±{found.band:.3f}, for {found.n:,} p-values worth about {found.effective:,.0f} "
+        f"independent ones. Feedback on "
+        f"what was decided makes up for p-values that are not; so where a mode has feedback this "
+        f"describes, and the "
         f"guarantee does not rest on it."
     )
     data = ("rate asked for", "rate these p-values give"), curve[::5]
-    return Chart.of("Reliability", words, plot, marks, data, "Rate asked for against the rate that p-values give")
+    return Chart.of(
+        "Reliability",
+        words,
+        plot,
+        marks,
+        data,
+        "Rate asked for against the rate that p-values give",
+    )
 
 
 def _p_histogram(found: Uniformity) -> Chart:
     bins = len(found.counts)
-    low, high = (found.n * share for share in coin_band(max(1, round(found.effective)), 1 / bins, 1 - 0.05 / bins))
+    low, high = (
+        found.n * share
+        for share in coin_band(max(1, round(found.effective)), 1 / bins, 1 - 0.05 / bins)
+    )
     plot = Plot(Axis(0, 1, "p-value"), Axis(0, max([*found.counts, high, 1]) * 1.1, "decisions"))
     marks = [plot.band([0, 1], [low, low], [high, high])]
     marks += [
@@ -152,8 +209,10 @@ def _p_histogram(found: Uniformity) -> Chart:
     ]  # fmt: skip
     marks.append(plot.line([(0, found.n / bins), (1, found.n / bins)], "nominal"))
     words = (
-        "Near 1 is worse than the scores it was compared with. The dashed line is what uniform p-values would give, "
-        f"the grey band where all bars stay with 95 % if they are, for {found.effective:,.0f} independent ones."
+        "Near 1 is worse than the scores it was compared with. The dashed line is what uniform "
+        "p-values would give, "
+        f"the grey band where all bars stay with 95 % if they are, for {found.effective:,.0f} "
+        f"independent ones."
     )
     rows = [(n / bins, (n + 1) / bins, count, low, high) for n, count in enumerate(found.counts)]
     columns = ("from", "to", "decisions", "band from", "band to")
@@ -164,15 +223,20 @@ def labelled_chart(found: LabelledScores) -> Chart:
     """How often answers are right, by the p-value of their chunks."""
     plot = Plot(Axis(0, 1, "p-value of the chunk"), Axis(0, 1, "answers that are right"))
     places = [((one.low + one.high) / 2, one.right) for one in found.bins]
-    marks = [plot.line([(place, right.low), (place, right.high)], "whisker") for place, right in places]
+    marks = [
+        plot.line([(place, right.low), (place, right.high)], "whisker") for place, right in places
+    ]
     marks.append(plot.line([(place, right.value) for place, right in places], "thin"))
     marks += [plot.dot(place, right.value, "plain", right.brief()) for place, right in places]
     words = f"All {found.labelled:,} chunks that have a label have the same one: nothing can be told apart."
     if not math.isnan(found.auroc):
         words = (
-            f"Where scores know something of answers, chunks with larger p-values come from fewer right ones. Of two "
-            f"chunks, one of a wrong and one of a right answer, the wrong one's p-value is larger with chance "
-            f"{found.auroc:.2f} (0.50 is a coin), over {found.labelled:,} chunks. Whiskers are 95 % intervals over "
+            f"Where scores know something of answers, chunks with larger p-values come from fewer "
+            f"right ones. Of two "
+            f"chunks, one of a wrong and one of a right answer, the wrong one's p-value is larger "
+            f"with chance "
+            f"{found.auroc:.2f} (0.50 is a coin), over {found.labelled:,} chunks. Whiskers are 95 "
+            f"% intervals over "
             f"questions."
         )
     rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
@@ -181,32 +245,53 @@ def labelled_chart(found: LabelledScores) -> Chart:
 
 
 def _drift(found: DriftTest) -> Chart:
-    low, high = min(*found.path, -1.0), max(*found.path, found.alarm)
+    low = min(*found.path, -1.0)
+    high = max(*found.path, found.alarm)
     thin = max(1, len(found.path) // 1000)
-    plot = Plot(Axis(0, found.questions, "questions", values="whole"), Axis(low * 1.05, high * 1.1, "log10 of wealth"))
+    plot = Plot(
+        Axis(0, found.questions, "questions", values="whole"),
+        Axis(low * 1.05, high * 1.1, "log10 of wealth"),
+    )
     marks = [
         plot.line([(0, found.alarm), (found.questions, found.alarm)], "alarm"),
         plot.line([(0, 0), (found.questions, 0)], "nominal"),
-        plot.line([(0, 0.0), *((n + 1, found.path[n]) for n in range(0, len(found.path), thin))], "main"),
+        plot.line(
+            [(0, 0.0), *((n + 1, found.path[n]) for n in range(0, len(found.path), thin))], "main"
+        ),
     ]
     said = "reached it" if found.peak >= found.alarm else "stayed below it"
     words = (
-        f"A martingale bets that later questions score otherwise than earlier ones. Were they exchangeable, its wealth "
-        f"would ever reach the upper line ({10**found.alarm:,.0f} times the first) with probability 1 %. "
+        f"A martingale bets that later questions score otherwise than earlier ones. Were they "
+        f"exchangeable, its wealth "
+        f"would ever reach the upper line ({10**found.alarm:,.0f} times the first) with "
+        f"probability 1 %. "
         f"It {said}: {10 ** min(found.peak, 9):,.1f} times at its peak."
     )
     step = max(1, len(found.path) // 20)
     rows = [(n + 1, found.path[n]) for n in range(0, len(found.path), step)]
-    return Chart.of("Drift", words, plot, marks, (("questions", "log10 of wealth"), rows), "Drift martingale")
+    return Chart.of(
+        "Drift", words, plot, marks, (("questions", "log10 of wealth"), rows), "Drift martingale"
+    )
 
 
 def timeline_chart(found: TimeBreakdown) -> Chart:
-    """Every engine: calls in flight and waiting over time, then its lanes; the page's template draws it."""
-    columns = ("engine", "most at once", "mean in flight", "share of time busy", "longest bubble (s)")
-    rows = [(e.engine, e.peak, e.mean_in_flight, e.busy_share, e.longest_bubble) for e in found.engines]
+    """Every engine: calls in flight and waiting over time, then its lanes; the page's template
+    draws it.
+    """
+    columns = (
+        "engine",
+        "most at once",
+        "mean in flight",
+        "share of time busy",
+        "longest bubble (s)",
+    )
+    rows = [
+        (e.engine, e.peak, e.mean_in_flight, e.busy_share, e.longest_bubble) for e in found.engines
+    ]
     return Chart(
         "Engines over time",
-        "Filled: calls in flight; line: calls waiting for a slot; gaps are bubbles. Below each, the first lanes: one "
+        "Filled: calls in flight; line: calls waiting for a slot; gaps are bubbles. Below each, "
+        "the first lanes: one "
         "row per call at a time, coloured by stage.",
         "",
         ReportTable.of("", columns, rows),

@@ -43,9 +43,16 @@ def standalone(chart: Chart) -> str:
     """The picture as a document of its own, in light colours, which needs no style sheet."""
     wide, tall = _size(chart.picture)
     head, _, body = chart.picture.partition(">")
-    head = head.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" ')
-    style = "svg{font:12.5px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}" + _light("charts.css")
-    return f'{head}><style>{style}</style><rect width="{wide}" height="{tall}" fill="#fff"/>{body}\n'
+    head = head.replace(
+        "<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" '
+    )
+    style = (
+        "svg{font:12.5px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"
+        + _light("charts.css")
+    )
+    return (
+        f'{head}><style>{style}</style><rect width="{wide}" height="{tall}" fill="#fff"/>{body}\n'
+    )
 
 
 def _size(picture: str) -> tuple[int, int]:
@@ -67,7 +74,8 @@ def _drawer() -> tuple[str, str]:
         if found := shutil.which(name):
             return name, found
     raise UsageError(
-        "PNG needs a program that draws SVG, and none is installed: install rsvg-convert, resvg, inkscape or chromium, "
+        "PNG needs a program that draws SVG, and none is installed: install rsvg-convert, resvg, "
+        "inkscape or chromium, "
         "or take --format svg"
     )
 
@@ -75,11 +83,15 @@ def _drawer() -> tuple[str, str]:
 def _png(drawer: tuple[str, str], text: str) -> bytes:
     name, program = drawer
     with tempfile.TemporaryDirectory() as folder:
-        source, out = Path(folder) / "figure.svg", Path(folder) / "figure.png"
+        source = Path(folder) / "figure.svg"
+        out = Path(folder) / "figure.png"
         source.write_text(text, encoding="utf-8")
         try:
             subprocess.run(
-                [program, *_words(name, source, out, _size(text))], check=True, capture_output=True, timeout=60
+                [program, *_words(name, source, out, _size(text))],
+                check=True,
+                capture_output=True,
+                timeout=60,
             )
             return out.read_bytes()
         except (OSError, subprocess.SubprocessError) as error:
@@ -93,8 +105,14 @@ def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[st
     if name == "resvg":
         return [f"--zoom={_SCALE}", str(source), str(out)]
     if name == "inkscape":
-        return [str(source), "--export-type=png", f"--export-filename={out}", f"--export-dpi={96 * _SCALE}"]
-    # a browser keeps its sandbox wherever the system lets it have one, and reads nothing but the file written above
+        return [
+            str(source),
+            "--export-type=png",
+            f"--export-filename={out}",
+            f"--export-dpi={96 * _SCALE}",
+        ]
+    # a browser keeps its sandbox wherever the system lets it have one, and reads nothing but the
+    # file written above
     return [
         "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", f"--user-data-dir={source.parent / 'p'}",
         f"--force-device-scale-factor={_SCALE}", f"--window-size={size[0]},{size[1]}", f"--screenshot={out}",

@@ -1,4 +1,6 @@
-"""The chart of accuracy against target tokens, with labels beside the points that have room for them."""
+"""The chart of accuracy against target tokens, with labels beside the points that have room for
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,48 @@ _LEGEND = (
     ("samples", "votes of fewer rollouts"),
     ("turns", "every rollout cut after so many turns"),
 )
-_LETTER, _LINE, _CLOSE = 6.6, 13.0, 30.0  # pixels
-_PLACES = ((8, 4), (8, -9), (8, 17), (-8, 4), (-8, -9), (-8, 17), (8, -22), (-8, -22), (8, 30), (-8, 30))
-"""Where words may stand, the best first: how far right of the point (negative: they end left of it), how far below."""
+_LETTER = 6.6
+_LINE = 13.0
+_CLOSE = 30.0  # pixels
+_PLACES = (
+    (8, 4),
+    (8, -9),
+    (8, 17),
+    (-8, 4),
+    (-8, -9),
+    (-8, 17),
+    (8, -22),
+    (-8, -22),
+    (8, 30),
+    (-8, 30),
+)
+"""Where words may stand, the best first: how far right of the point (negative: they end left of
+it), how far below.
+"""
 
 _FLOOR = 0.02  # errors below it are not told apart: the axis ends at accuracy 1
-_ROUND = (1.0, 0.0, 0.9, 0.5, 0.95, 0.8, 0.98, 0.7, 0.3, 0.97, 0.6, 0.4, 0.2, 0.1, 0.85, 0.99, 0.75, 0.94, 0.96, 0.92)
+_ROUND = (
+    1.0,
+    0.0,
+    0.9,
+    0.5,
+    0.95,
+    0.8,
+    0.98,
+    0.7,
+    0.3,
+    0.97,
+    0.6,
+    0.4,
+    0.2,
+    0.1,
+    0.85,
+    0.99,
+    0.75,
+    0.94,
+    0.96,
+    0.92,
+)
 Box = tuple[float, float, float, float]
 """Left, right, top, bottom."""
 
@@ -30,22 +68,32 @@ Box = tuple[float, float, float, float]
 def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
     """Accuracy against what the target wrote, of runs, of fewer rollouts and of fewer turns."""
     caption = (
-        "Whiskers are 95 % intervals over problems. Votes of fewer rollouts are averages over all choices among those "
-        "recorded, at what so many whole rollouts cost; whole runs at what they really cost, votes that ended early "
+        "Whiskers are 95 % intervals over problems. Votes of fewer rollouts are averages over all "
+        "choices among those "
+        "recorded, at what so many whole rollouts cost; whole runs at what they really cost, votes "
+        "that ended early "
         "included. The axis is stretched towards 1, where runs differ by few answers."
     )
     kinds = {"own" if point.label == THIS_RUN else point.kind for point in points}
     legend = tuple(entry for entry in _LEGEND if entry[0] in kinds)
-    return replace(_drawn("Cost and accuracy", caption, points, StretchedAxis, 760), wide=True, legend=legend)
+    return replace(
+        _drawn("Cost and accuracy", caption, points, StretchedAxis, 760), wide=True, legend=legend
+    )
 
 
 def runs_chart(points: Sequence[FrontierPoint]) -> Chart | None:
-    """The picture of the first screen: this run and those it is compared with; None where none is graded."""
+    """The picture of the first screen: this run and those it is compared with; None where none is
+    graded.
+    """
     runs = [point for point in points if point.kind == "run"]
     if not runs:
         return None
-    caption = "Further up is better, further left is cheaper. Whiskers are 95 % intervals over problems."
-    return _drawn("Right answers against what the large model wrote", caption, runs, PlainAxis, WIDTH)
+    caption = (
+        "Further up is better, further left is cheaper. Whiskers are 95 % intervals over problems."
+    )
+    return _drawn(
+        "Right answers against what the large model wrote", caption, runs, PlainAxis, WIDTH
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +132,9 @@ class StretchedAxis(PlainAxis):
         found = list[float]()
         for accuracy in _ROUND:
             place = self.place(accuracy)
-            if self.low <= place <= self.high and all(abs(place - other) > self._room(about) for other in found):
+            if self.low <= place <= self.high and all(
+                abs(place - other) > self._room(about) for other in found
+            ):
                 found.append(place)
         return sorted(found)
 
@@ -96,16 +146,39 @@ class StretchedAxis(PlainAxis):
         return (self.high - self.low) / (2.2 * about)
 
 
-def _drawn(title: str, caption: str, points: Sequence[FrontierPoint], kind: type[PlainAxis], width: int) -> Chart:
-    highest, axis = max([point.cost for point in points] + [1e-9]), kind.of(points)
-    plot = Plot(Axis(0, highest * 1.12, "target tokens per problem"), axis, width, 320 if width > WIDTH else HEIGHT)
+def _drawn(
+    title: str, caption: str, points: Sequence[FrontierPoint], kind: type[PlainAxis], width: int
+) -> Chart:
+    highest = max([point.cost for point in points] + [1e-9])
+    axis = kind.of(points)
+    plot = Plot(
+        Axis(0, highest * 1.12, "target tokens per problem"),
+        axis,
+        width,
+        320 if width > WIDTH else HEIGHT,
+    )
     marks = list(_marks(plot, points, axis.place))
-    columns = ("what", "kind", "target tokens per problem", "all tokens per problem", "accuracy", "from", "to")
-    rows = [(p.label, p.kind, p.cost, p.tokens, p.accuracy.value, p.accuracy.low, p.accuracy.high) for p in points]
-    return Chart.of(title, caption, plot, marks, (columns, rows), "Accuracy against target tokens per problem")
+    columns = (
+        "what",
+        "kind",
+        "target tokens per problem",
+        "all tokens per problem",
+        "accuracy",
+        "from",
+        "to",
+    )
+    rows = [
+        (p.label, p.kind, p.cost, p.tokens, p.accuracy.value, p.accuracy.low, p.accuracy.high)
+        for p in points
+    ]
+    return Chart.of(
+        title, caption, plot, marks, (columns, rows), "Accuracy against target tokens per problem"
+    )
 
 
-def _marks(plot: Plot, points: Sequence[FrontierPoint], up: Callable[[float], float]) -> Iterator[str]:
+def _marks(
+    plot: Plot, points: Sequence[FrontierPoint], up: Callable[[float], float]
+) -> Iterator[str]:
     """Whiskers, lines, dots, then the labels over them."""
     for p in points:
         yield plot.line([(p.cost, up(p.accuracy.low)), (p.cost, up(p.accuracy.high))], "whisker")
@@ -115,14 +188,18 @@ def _marks(plot: Plot, points: Sequence[FrontierPoint], up: Callable[[float], fl
     places = [(p.cost, up(p.accuracy.value)) for p in points]
     for p, place in zip(points, places, strict=True):
         tip = f"{p.label}: accuracy {p.accuracy.value:.3f}, {p.cost:,.1f} target tokens per problem"
-        yield plot.dot(*place, "own" if p.label == THIS_RUN else p.kind, tip, 6 if p.kind == "run" else 4)
+        yield plot.dot(
+            *place, "own" if p.label == THIS_RUN else p.kind, tip, 6 if p.kind == "run" else 4
+        )
     yield from _labels(plot, points, dict(zip(points, places, strict=True)))
 
 
 def _labels(
     plot: Plot, points: Sequence[FrontierPoint], places: Mapping[FrontierPoint, tuple[float, float]]
 ) -> Iterator[str]:
-    """Labels that lie on nothing and begin nearest to their own point; a point without room has its tooltip."""
+    """Labels that lie on nothing and begin nearest to their own point; a point without room has its
+    tooltip.
+    """
     dots = [plot.at(*places[p]) for p in points]
     taken = [(x - 6, x + 6, y - 6, y + 6) for x, y in dots]
     for p in _by_weight(points):
@@ -132,15 +209,26 @@ def _labels(
             left = across + right if right > 0 else across + right - wide
             box = (left, left + wide, up + below - _LINE + 3, up + below + 3)
             begin = (left if right > 0 else left + wide, up + below - _LINE / 2 + 3)
-            if _is_free(box, taken, plot) and min(dots, key=partial(math.dist, begin)) == (across, up):
+            if _is_free(box, taken, plot) and min(dots, key=partial(math.dist, begin)) == (
+                across,
+                up,
+            ):
                 taken.append(box)
-                yield plot.text(*places[p], p.label, "start" if right > 0 else "end", right, below + 7)
+                yield plot.text(
+                    *places[p], p.label, "start" if right > 0 else "end", right, below + 7
+                )
                 break
 
 
-def _places(own: tuple[float, float], dots: Sequence[tuple[float, float]]) -> Sequence[tuple[int, int]]:
+def _places(
+    own: tuple[float, float], dots: Sequence[tuple[float, float]]
+) -> Sequence[tuple[int, int]]:
     """Words stand on the side where no close point is, or they would seem to be that one's."""
-    close = [dot for dot in dots if dot != own and abs(dot[0] - own[0]) < _CLOSE and abs(dot[1] - own[1]) < _CLOSE]
+    close = [
+        dot
+        for dot in dots
+        if dot != own and abs(dot[0] - own[0]) < _CLOSE and abs(dot[1] - own[1]) < _CLOSE
+    ]
     is_left = bool(close) and all(dot[0] > own[0] for dot in close)
     return sorted(_PLACES, key=lambda place: place[0] > 0) if is_left else _PLACES
 
@@ -157,6 +245,11 @@ def _by_weight(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
 
 def _is_free(box: Box, taken: Sequence[Box], plot: Plot) -> bool:
     left, right, top, bottom = box
-    if left < plot.across(plot.x.low) + 2 or right > plot.width or top < 0 or bottom > plot.up(plot.y.low):
+    if (
+        left < plot.across(plot.x.low) + 2
+        or right > plot.width
+        or top < 0
+        or bottom > plot.up(plot.y.low)
+    ):
         return False
     return not any(left < b and right > a and top < d and bottom > c for a, b, c, d in taken)

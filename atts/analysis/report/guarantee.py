@@ -1,4 +1,6 @@
-"""The guarantee of a run's gate in words, and its audit: recorded decisions taken again by a fresh calibrator."""
+"""The guarantee of a run's gate in words, and its audit: recorded decisions taken again by a fresh
+calibrator.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +34,32 @@ def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
         return StatedGuarantee(gate, str(own[0]), str(own[1]), "")
     if told := WORDS.gates.get(gate):
         return StatedGuarantee(gate, told.guarantee, told.voided_by, "")
-    named = next(filter(None, map(data.run.setting, ("mode", "calibration.mode", "calibration"))), None)
+    named = next(
+        filter(None, map(data.run.setting, ("mode", "calibration.mode", "calibration"))), None
+    )
     modes: list[Mode] = [mode for mode in reversed(MODES) if named not in MODES or mode == named]
     match = _recognise(data, nominal, modes) if nominal is not None else None
     if match is None:
         return StatedGuarantee(
             str(named or "unknown"),
-            "not known: the run directory does not say in which mode its gate ran, and no mode without stored scores "
+            "not known: the run directory does not say in which mode its gate ran, and no mode "
+            "without stored scores "
             "takes these decisions",
             "not known either",
-            "no mode reproduces the recorded p-values; a calibrator that started from scores which the manifest does "
+            "no mode reproduces the recorded p-values; a calibrator that started from scores which "
+            "the manifest does "
             "not name cannot be rebuilt",
         )
     missing = match.checked - match.same
     audit = (
-        f"{match.same:,} of {match.checked:,} recorded decisions were taken again from the journal alone and came out "
+        f"{match.same:,} of {match.checked:,} recorded decisions were taken again from the journal "
+        f"alone and came out "
         + ("the same" if not missing else f"the same; {missing:,} did not")
         + ("" if named else "; the mode was recognised by this")
     )
-    return StatedGuarantee(match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit)
+    return StatedGuarantee(
+        match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit
+    )
 
 
 def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match | None:
@@ -83,24 +92,34 @@ def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
     return whole
 
 
-def _replayed(data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float, audit: int) -> _Match | None:
+def _replayed(
+    data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float, audit: int
+) -> _Match | None:
     try:
         calibrator = fresh_calibrator(data.run, rate, mode)
     except CalibrationInputError:  # a mode that needs stored scores
         return None
     checked = same = 0
     for place, step in enumerate(steps):
-        decision, explored = step.decision, step.decision.origin in ("exploration", "budget")
+        decision = step.decision
+        explored = step.decision.origin in ("exploration", "budget")
         try:
             if step.kind == "observed":
                 calibrator.observe(decision, step.escalated)
-            elif place < audit and not explored and decision.score is not None and decision.p is not None:
+            elif (
+                place < audit
+                and not explored
+                and decision.score is not None
+                and decision.p is not None
+            ):
                 again = calibrator.decide(
                     decision.score, decision.question, decision.turn, decision.sample, decision.issue,
                     left=step.left, length=decision.length,
                 )  # fmt: skip
                 checked += 1
-                same += again.action == decision.action and math.isclose(again.p or 0.0, decision.p, abs_tol=1e-9)
+                same += again.action == decision.action and math.isclose(
+                    again.p or 0.0, decision.p, abs_tol=1e-9
+                )
         except CalibrationInputError:  # scores of another scale than a perplexity's
             return None
     return _Match(mode, calibrator, checked, same)

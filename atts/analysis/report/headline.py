@@ -6,7 +6,14 @@ import math
 from collections.abc import Sequence
 
 from atts.analysis.report.accuracy import written
-from atts.analysis.report.numbers import Baseline, Headline, NamedRate, RateControl, ShownNumber, Spend
+from atts.analysis.report.numbers import (
+    Baseline,
+    Headline,
+    NamedRate,
+    RateControl,
+    ShownNumber,
+    Spend,
+)
 from atts.evaluators import Estimate
 
 _STANDINGS = {"held": "held", "unclear": "too few questions to tell", "left": "NOT held"}
@@ -23,7 +30,9 @@ def headline(
     vote = accuracy[0].estimate if accuracy else None
     said = " and ".join(filter(None, (_answers(vote, count), _text(cost))))
     sentence = "; ".join((said, *map(_beside, baselines[:1])))
-    return Headline(sentence, (_right(vote, count), _target(cost, baselines), _handed(cost, calibration)))
+    return Headline(
+        sentence, (_right(vote, count), _target(cost, baselines), _handed(cost, calibration))
+    )
 
 
 def right_of(estimate: Estimate) -> str:
@@ -87,7 +96,9 @@ def _right(vote: Estimate | None, count: int) -> ShownNumber:
 def _target(cost: Spend, baselines: Sequence[Baseline]) -> ShownNumber:
     if math.isnan(cost.target_share):
         return ShownNumber("0", "tokens written", "by either model")
-    others = "".join(f", {other.name} {other.target_tokens_per_problem:,.0f}" for other in baselines[:2])
+    others = "".join(
+        f", {other.name} {other.target_tokens_per_problem:,.0f}" for other in baselines[:2]
+    )
     note = (
         f"{cost.usage.target_tokens:,} of {written(cost.usage):,} tokens; "
         f"{cost.target_tokens_per_problem:,.0f} a problem{others}"
@@ -97,9 +108,14 @@ def _target(cost: Spend, baselines: Sequence[Baseline]) -> ShownNumber:
 
 def _handed(cost: Spend, calibration: RateControl | None) -> ShownNumber:
     if calibration is None:
-        per_second = "" if math.isnan(cost.tokens_per_second) else f"{cost.tokens_per_second:,.0f} tokens a second"
+        per_second = (
+            ""
+            if math.isnan(cost.tokens_per_second)
+            else f"{cost.tokens_per_second:,.0f} tokens a second"
+        )
         return ShownNumber(f"{cost.seconds:,.3g} s", "in all sessions", per_second)
-    share, found = calibration.escalated / calibration.decisions, calibration.check()
+    share = calibration.escalated / calibration.decisions
+    found = calibration.check()
     asked = "no share was asked for"
     if found is not None:
         asked = f"{percent(found.nominal)} asked for: {_STANDINGS[found.standing]}"

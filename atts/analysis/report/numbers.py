@@ -95,7 +95,9 @@ class Spend:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """This run beside another one, on the problems that both have; ratios are this run over the other."""
+    """This run beside another one, on the problems that both have; ratios are this run over the
+    other.
+    """
 
     name: str
     method: str
@@ -114,7 +116,9 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class GroupRate:
-    """Decisions of one turn or question; `low` and `high` are where a fair coin of the nominal rate would stay."""
+    """Decisions of one turn or question; `low` and `high` are where a fair coin of the nominal rate
+    would stay.
+    """
 
     name: str
     decisions: int
@@ -135,7 +139,9 @@ class GroupRate:
 
 @dataclass(frozen=True, slots=True)
 class RatePoint:
-    """The rate after so many decisions, of all and of the latest window, with the coin's band for each."""
+    """The rate after so many decisions, of all and of the latest window, with the coin's band for
+    each.
+    """
 
     decisions: int
     share: float
@@ -146,7 +152,9 @@ class RatePoint:
 
 @dataclass(frozen=True, slots=True)
 class Uniformity:
-    """Whether p-values are uniform: distance from it, and the simultaneous band that `effective` draws allow."""
+    """Whether p-values are uniform: distance from it, and the simultaneous band that `effective`
+    draws allow.
+    """
 
     n: int
     effective: float
@@ -163,7 +171,9 @@ class Uniformity:
 
 @dataclass(frozen=True, slots=True)
 class DriftTest:
-    """A martingale betting that later questions score otherwise than earlier ones; values are log10 of its capital."""
+    """A martingale betting that later questions score otherwise than earlier ones; values are log10
+    of its capital.
+    """
 
     questions: int
     path: tuple[float, ...]
@@ -194,7 +204,9 @@ class StatedGuarantee:
 
 @dataclass(frozen=True, slots=True)
 class RateControl:
-    """How the realised rate stands to the nominal one; `nominal` is None where the gate promises none."""
+    """How the realised rate stands to the nominal one; `nominal` is None where the gate promises
+    none.
+    """
 
     nominal: float | None
     decisions: int
@@ -220,7 +232,9 @@ class RateControl:
         """The realised rate judged by its bands; None where none was promised."""
         if self.nominal is None:
             return None
-        return check_rate(self.nominal, [(group.decisions, group.escalated) for group in self.by_question])
+        return check_rate(
+            self.nominal, [(group.decisions, group.escalated) for group in self.by_question]
+        )
 
 
 THIS_RUN = "this run"
@@ -251,9 +265,11 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class EngineLanes:
-    """One engine over the run: calls in flight and waiting per slice of time, and its first lanes as segments.
+    """One engine over the run: calls in flight and waiting per slice of time, and its first lanes
+    as segments.
 
-    A segment is (lane, stage, start, end) in seconds since the run began, calls closer than a pixel drawn as one.
+    A segment is (lane, stage, start, end) in seconds since the run began, calls closer than a pixel
+    drawn as one.
     """
 
     engine: str

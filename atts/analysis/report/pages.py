@@ -1,4 +1,6 @@
-"""The pages of single problems: every rollout's texts and decisions, shortened and compressed until all fit."""
+"""The pages of single problems: every rollout's texts and decisions, shortened and compressed until
+all fit.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,34 @@ _FEWEST = 40  # problems a budget is shared by when their number is not known
 
 
 class Pages:
-    """One packed page per problem: JSON, raw deflate, base64, so that no model output can be read as markup."""
+    """One packed page per problem: JSON, raw deflate, base64, so that no model output can be read
+    as markup.
+    """
 
     def __init__(self, budget: int, problems: int) -> None:
         """`budget` is in bytes, for all of `problems` together (0: their number is not known)."""
         self._each = budget // max(problems, _FEWEST)
         self._packed: dict[str, str] = {}
         self.shortened = 0  # pages whose texts were cut to fit
-        self.limit = _LIMITS[0]  # the shortest cut so far, in characters per chunk; set where something was cut
+        self.limit = _LIMITS[
+            0
+        ]  # the shortest cut so far, in characters per chunk; set where something was cut
 
-    def add(self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], brief: FinishedProblem) -> None:
-        """Keep this problem's story, as whole as its share of the budget allows: nothing of it where that is none."""
+    def add(
+        self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], brief: FinishedProblem
+    ) -> None:
+        """Keep this problem's story, as whole as its share of the budget allows: nothing of it
+        where that is none.
+        """
         if not self._each:
             return
         turns = (turn for rollout in outcome.rollouts for turn in rollout.turns)
-        longest = max((len(chunk.text) for turn in turns for chunk in (*turn.chunks, *turn.discarded)), default=0)
-        packed, limit = "", longest
+        longest = max(
+            (len(chunk.text) for turn in turns for chunk in (*turn.chunks, *turn.discarded)),
+            default=0,
+        )
+        packed = ""
+        limit = longest
         for limit in (longest, *(limit for limit in _LIMITS if limit < longest)):
             packed = pack(_story(outcome, flags, brief, limit))
             if len(packed) <= self._each:
@@ -81,7 +95,9 @@ def _story(
     }  # fmt: skip
 
 
-def _rollout(rollout: Rollout, flags: tuple[str, ...], brief: FinishedSample, limit: int) -> dict[str, Any]:
+def _rollout(
+    rollout: Rollout, flags: tuple[str, ...], brief: FinishedSample, limit: int
+) -> dict[str, Any]:
     return {
         "n": rollout.sample,
         "finish": rollout.finish or "cancelled",
@@ -115,7 +131,11 @@ def _chunks(turn: Turn, limit: int) -> Iterator[list[Any]]:
     rejected = turn.decision is not None and turn.decision.escalate
     for fate, chunks in (("discarded", turn.discarded), ("kept", turn.chunks)):
         for chunk in chunks:
-            what = fate if fate == "discarded" or not (rejected and chunk.author == "draft") else "rejected"
+            what = (
+                fate
+                if fate == "discarded" or not (rejected and chunk.author == "draft")
+                else "rejected"
+            )
             yield [chunk.author, what, shorten(chunk.text, limit), chunk.tokens, chunk.ended]
 
 

@@ -1,4 +1,6 @@
-"""The realised escalation rate beside the nominal one, overall, by turn, by question, over time, with chance bands."""
+"""The realised escalation rate beside the nominal one, overall, by turn, by question, over time,
+with chance bands.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +45,28 @@ _CURVE = 100  # points of the curve of p-values
 
 
 def realised_rate(data: RunData) -> RateControl | None:
-    """All that the decisions of a run say about their rate; None for a run whose gate decided nothing."""
+    """All that the decisions of a run say about their rate; None for a run whose gate decided
+    nothing.
+    """
     done = data.done
     if not done:
         return None
-    alarms = tuple(DriftAlarm(event.alarm, event.scores, event.p, event.acted, event.text) for event in data.drifted)
+    alarms = tuple(
+        DriftAlarm(event.alarm, event.scores, event.p, event.acted, event.text)
+        for event in data.drifted
+    )
     return rate_control(done, stated_guarantee(data, _nominal(done)), alarms)
 
 
 def rate_control(
-    done: Sequence[GateStep], promise: StatedGuarantee, alarms: tuple[DriftAlarm, ...], scale: Scale | None = None
+    done: Sequence[GateStep],
+    promise: StatedGuarantee,
+    alarms: tuple[DriftAlarm, ...],
+    scale: Scale | None = None,
 ) -> RateControl:
-    """All that at least one decision says about the rate; without a scale each score says itself what it is."""
+    """All that at least one decision says about the rate; without a scale each score says itself
+    what it is.
+    """
     nominal = _nominal(done)
     by_question = _groups(done, lambda decision: decision.question)
     shares = [sum(flags) / len(flags) for flags in by_question.values()]
@@ -62,7 +74,11 @@ def rate_control(
     bad = [_nonconformity(step.decision, scale) for step in judged]
     summary = _clusters(judged, bad)
     window = max(20, min(500, len(done) // 6))
-    rms = math.sqrt(float(np.mean([(share - nominal) ** 2 for share in shares]))) if nominal is not None else math.nan
+    rms = (
+        math.sqrt(float(np.mean([(share - nominal) ** 2 for share in shares])))
+        if nominal is not None
+        else math.nan
+    )
     return RateControl(
         nominal,
         decisions=len(done),
@@ -88,11 +104,15 @@ def rate_control(
 
 def _nominal(done: Sequence[GateStep]) -> float | None:
     """The rate most decisions name; a gate without one names nan."""
-    named = Counter(step.decision.rate for step in done if math.isfinite(step.decision.rate)).most_common(1)
+    named = Counter(
+        step.decision.rate for step in done if math.isfinite(step.decision.rate)
+    ).most_common(1)
     return named[0][0] if named else None
 
 
-def _groups(done: Sequence[GateStep], key: Callable[[Decision], Hashable]) -> dict[Hashable, list[bool]]:
+def _groups(
+    done: Sequence[GateStep], key: Callable[[Decision], Hashable]
+) -> dict[Hashable, list[bool]]:
     found: dict[Hashable, list[bool]] = {}
     for step in done:
         found.setdefault(key(step.decision), []).append(step.escalated)
@@ -102,11 +122,16 @@ def _groups(done: Sequence[GateStep], key: Callable[[Decision], Hashable]) -> di
 def _banded(
     groups: Mapping[Hashable, Sequence[bool]], nominal: float | None, prefix: str = ""
 ) -> tuple[GroupRate, ...]:
-    """Each group with the band that holds for all groups at once, were every decision a coin of the nominal rate."""
+    """Each group with the band that holds for all groups at once, were every decision a coin of the
+    nominal rate.
+    """
     level = 1 - (1 - LEVEL) / max(1, len(groups))
     bands = {size: coin_band(size, nominal, level) for size in set(map(len, groups.values()))}
     rows = sorted(groups.items(), key=lambda item: item[0] if isinstance(item[0], int) else 0)
-    return tuple(GroupRate(f"{prefix}{name}", len(flags), sum(flags), *bands[len(flags)]) for name, flags in rows)
+    return tuple(
+        GroupRate(f"{prefix}{name}", len(flags), sum(flags), *bands[len(flags)])
+        for name, flags in rows
+    )
 
 
 def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:
@@ -137,18 +162,28 @@ def _nonconformity(decision: Decision, scale: Scale | None) -> float:
 
 
 def _clusters(judged: Sequence[GateStep], bad: Sequence[float]) -> ClusterSummary | None:
-    return summarise(by_cluster(bad, [step.decision.question for step in judged])) if judged else None
+    return (
+        summarise(by_cluster(bad, [step.decision.question for step in judged])) if judged else None
+    )
 
 
 def _uniformity(done: Sequence[GateStep]) -> Uniformity | None:
-    """The p-values against the uniform law; the band is Dvoretzky, Kiefer and Wolfowitz's for the effective number."""
-    known = [(step.decision.p, step.decision.question) for step in done if step.decision.p is not None]
+    """The p-values against the uniform law; the band is Dvoretzky, Kiefer and Wolfowitz's for the
+    effective number.
+    """
+    known = [
+        (step.decision.p, step.decision.question) for step in done if step.decision.p is not None
+    ]
     if not known:
         return None
     values = np.sort(np.array([p for p, _ in known], float))
-    effective = summarise(by_cluster([p for p, _ in known], [question for _, question in known])).effective
-    n, grid = len(values), np.linspace(0, 1, _CURVE + 1)
-    above, below = np.arange(1, n + 1) / n - values, values - np.arange(n) / n
+    effective = summarise(
+        by_cluster([p for p, _ in known], [question for _, question in known])
+    ).effective
+    n = len(values)
+    grid = np.linspace(0, 1, _CURVE + 1)
+    above = np.arange(1, n + 1) / n - values
+    below = values - np.arange(n) / n
     return Uniformity(
         n,
         effective,
@@ -160,10 +195,11 @@ def _uniformity(done: Sequence[GateStep]) -> Uniformity | None:
 
 
 def _drift(judged: Sequence[GateStep], bad: Sequence[float]) -> DriftTest | None:
-    """Bets on the smoothed rank of each question's mean first-turn score among the questions before it.
+    """Bets on the smoothed rank of each question's mean first-turn score among the questions before
+    it.
 
-    Questions are the units because scores of one move together; were they exchangeable, the capital would ever reach
-    1 / level with probability at most level.
+    Questions are the units because scores of one move together; were they exchangeable, the capital
+    would ever reach 1 / level with probability at most level.
     """
     first = dict[str, list[float]]()
     for step, nonconformity in zip(judged, bad, strict=True):
@@ -172,17 +208,24 @@ def _drift(judged: Sequence[GateStep], bad: Sequence[float]) -> DriftTest | None
     means = [math.fsum(scores) / len(scores) for scores in first.values()]
     if len(means) < 2:
         return None
-    martingale, path, earlier = SimpleJumper(), list[float](), list[float]()
+    martingale = SimpleJumper()
+    path = list[float]()
+    earlier = list[float]()
     for place, mean in enumerate(means):
-        below, up_to = bisect_left(earlier, mean), bisect_right(earlier, mean)
+        below = bisect_left(earlier, mean)
+        up_to = bisect_right(earlier, mean)
         theta = float(uniforms(Seed(0, "drift", place), 1)[0])
         martingale.update((below + theta * (1 + up_to - below)) / (place + 1))
         path.append(martingale.log_value / math.log(10))
         earlier.insert(up_to, mean)
-    return DriftTest(len(means), tuple(path), martingale.log_peak / math.log(10), -math.log10(DRIFT_LEVEL))
+    return DriftTest(
+        len(means), tuple(path), martingale.log_peak / math.log(10), -math.log10(DRIFT_LEVEL)
+    )
 
 
-def _metrics(judged: Sequence[GateStep], bad: Sequence[float], nominal: float | None) -> Mapping[str, float]:
+def _metrics(
+    judged: Sequence[GateStep], bad: Sequence[float], nominal: float | None
+) -> Mapping[str, float]:
     if nominal is None or not judged:
         return {}
     return rate_metrics(

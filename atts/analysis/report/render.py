@@ -24,7 +24,11 @@ from atts.jsonable import jsonable
 F = TypeVar("F", bound=str)
 Format = Literal["html", "markdown", "json"]
 FORMATS: tuple[Format, ...] = get_args(Format)
-FILE_NAMES: dict[Format, str] = {"html": "report.html", "markdown": "report.md", "json": "report.json"}
+FILE_NAMES: dict[Format, str] = {
+    "html": "report.html",
+    "markdown": "report.md",
+    "json": "report.json",
+}
 
 
 def render(built: BuiltReport, format: Format) -> str:
@@ -36,7 +40,8 @@ def render(built: BuiltReport, format: Format) -> str:
         case "html":
             return _html(built)
         case "markdown":
-            # the same numbers without pictures or texts of rollouts, short enough to be pasted into an issue
+            # the same numbers without pictures or texts of rollouts, short enough to be pasted into
+            # an issue
             return filled("report.md", report=built.report, tables=tables).strip() + "\n"
         case "json":
             return json.dumps(jsonable(built.report), allow_nan=False, ensure_ascii=False) + "\n"
@@ -86,7 +91,9 @@ def _html(built: BuiltReport) -> str:
 
 
 def page(template: str, scripts: Sequence[str], **values: Any) -> str:
-    """A template of HTML filled in, with the style of all pages and the scripts that this one may run."""
+    """A template of HTML filled in, with the style of all pages and the scripts that this one may
+    run.
+    """
     script = "".join(map(asset, scripts))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     style = asset("report.css") + asset("charts.css")

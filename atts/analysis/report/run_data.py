@@ -34,11 +34,15 @@ from atts.journal import (
 )
 
 AUDIT = 4000
-"""Steps of the gate that a report takes again; after them what was done is enough, where it is recorded."""
+"""Steps of the gate that a report takes again; after them what was done is enough, where it is
+recorded.
+"""
 _KINDS: tuple[type[Event], ...] = (
     *FACTS, Decided, Observed, CallSpan, ProblemSpan, CallFailed, Warned, Drifted,
 )  # fmt: skip
-_TAIL = 300  # characters at the end of a rollout in which an answer that was not extracted would stand
+_TAIL = (
+    300  # characters at the end of a rollout in which an answer that was not extracted would stand
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +78,17 @@ class ProblemFacts:
     def graded(self, brief: FinishedProblem) -> ProblemFacts:
         """With the verdicts of later sessions."""
         rollouts = tuple(
-            replace(rollout, brief=sample) for rollout, sample in zip(self.rollouts, brief.samples, strict=True)
+            replace(rollout, brief=sample)
+            for rollout, sample in zip(self.rollouts, brief.samples, strict=True)
         )
         return replace(self, brief=brief, rollouts=rollouts)
 
 
 @dataclass(slots=True)
 class RunData:
-    """What a run directory says; `problems` are the finished ones in the order in which they were started."""
+    """What a run directory says; `problems` are the finished ones in the order in which they were
+    started.
+    """
 
     run: RecordedRun
     pages: Pages
@@ -91,12 +98,16 @@ class RunData:
     warned: list[Warned] = field(default_factory=list[Warned])
     drifted: list[Drifted] = field(default_factory=list[Drifted])
     failed_calls: Counter[str] = field(default_factory=Counter[str])
-    parts: list[int] = field(default_factory=lambda: [0])  # where the steps of each merged run begin
+    parts: list[int] = field(
+        default_factory=lambda: [0]
+    )  # where the steps of each merged run begin
     state: RunState = field(default_factory=RunState)
 
     @property
     def done(self) -> list[GateStep]:
-        """What was done with every chunk a gate decided on, in order; its decisions where that is not recorded."""
+        """What was done with every chunk a gate decided on, in order; its decisions where that is
+        not recorded.
+        """
         observed = [step for step in self.steps if step.kind == "observed"]
         return observed or [step for step in self.steps if step.kind == "decided"]
 
@@ -107,7 +118,9 @@ class RunData:
             case SessionOpened(session=session) if session in self.run.part_starts:
                 self.parts.append(len(self.steps))
             case Decided(decision, features) if decision.action != "verify":
-                self.steps.append(GateStep("decided", decision, decision.escalate, features.get("left")))
+                self.steps.append(
+                    GateStep("decided", decision, decision.escalate, features.get("left"))
+                )
             case Observed(decision, escalated):
                 self.steps.append(GateStep("observed", decision, escalated))
             case CallSpan(source="live", status="done" | "failed") as node:
@@ -130,17 +143,21 @@ class RunData:
             for rollout, sample in zip(outcome.rollouts, brief.samples, strict=True)
         )
         self.problems[outcome.problem.id] = ProblemFacts(outcome.problem, brief, rollouts)
-        self.pages.add(outcome, {rollout.brief.sample: rollout.flags for rollout in rollouts}, brief)
+        self.pages.add(
+            outcome, {rollout.brief.sample: rollout.flags for rollout in rollouts}, brief
+        )
 
 
 def read_run_data(directory: Path, page_bytes: int) -> RunData:
-    """Read the journal of a run, alive or over; `page_bytes` is the most that the pages of all problems may take.
+    """Read the journal of a run, alive or over; `page_bytes` is the most that the pages of all
+    problems may take.
 
     :raises JournalError: there is none, or it cannot be read.
     """
     run = open_run(directory)
     data = RunData(run, Pages(page_bytes, run.manifest.problems or 0))
-    kinds, started = set(_KINDS), list[str]()
+    kinds = set(_KINDS)
+    started = list[str]()
     for entry in run.entries(kinds):
         data.take(entry)
         if isinstance(entry.event, ProblemStarted):
@@ -148,7 +165,9 @@ def read_run_data(directory: Path, page_bytes: int) -> RunData:
         elif isinstance(entry.event, Observed) and len(data.steps) >= AUDIT:
             kinds.discard(Decided)
     finished = data.state.finished
-    data.problems = {name: data.problems[name].graded(finished[name]) for name in started if name in finished}
+    data.problems = {
+        name: data.problems[name].graded(finished[name]) for name in started if name in finished
+    }
     return data
 
 
@@ -160,7 +179,10 @@ def _rollout(rollout: Rollout, brief: FinishedSample, problem: Problem) -> Rollo
         sum(decision.escalate for decision in decisions),
         usage=rollout.usage,
         flags=tuple(_flags(rollout, problem, decisions)),
-        written=tuple((tokens_written(turn, "draft"), tokens_written(turn, "target")) for turn in rollout.turns),
+        written=tuple(
+            (tokens_written(turn, "draft"), tokens_written(turn, "target"))
+            for turn in rollout.turns
+        ),
     )
 
 

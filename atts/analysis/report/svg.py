@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-WIDTH, HEIGHT = 460, 260
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 14, 44
+WIDTH = 460
+HEIGHT = 260
+_LEFT = 52
+_RIGHT = 14
+_TOP = 14
+_BOTTOM = 44
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +71,14 @@ class Plot:
         """The whole picture, its title for those who cannot see it."""
         body = "".join([*self._grid(), *marks])
         return (
-            f'<svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(title)}" '
+            f'<svg viewBox="0 0 {self.width} {self.height}" role="img" '
+            f'aria-label="{escape(title)}" '
             f'class="chart">{body}</svg>'
         )
 
     def _grid(self) -> Iterable[str]:
-        bottom, right = self.height - _BOTTOM, self.width - _RIGHT
+        bottom = self.height - _BOTTOM
+        right = self.width - _RIGHT
         for value in self.x.ticks():
             x = _n(self.across(value))
             yield f'<path class="grid" d="M{x} {_TOP}V{bottom}"/>'
@@ -81,11 +87,13 @@ class Plot:
             y = _n(self.up(value))
             yield f'<path class="grid" d="M{_LEFT} {y}H{right}"/>'
             yield f'<text x="{_LEFT - 7}" y="{float(y) + 4:g}" text-anchor="end">{escape(self.y.written(value))}</text>'
-        middle, foot = (_LEFT + right) / 2, self.height - 6
+        middle = (_LEFT + right) / 2
+        foot = self.height - 6
         yield f'<text class="axis" x="{middle:g}" y="{foot}" text-anchor="middle">{escape(self.x.label)}</text>'
         height = (_TOP + bottom) / 2
         yield (
-            f'<text class="axis" transform="translate(13 {height:g}) rotate(-90)" text-anchor="middle">'
+            f'<text class="axis" transform="translate(13 {height:g}) rotate(-90)" '
+            f'text-anchor="middle">'
             f"{escape(self.y.label)}</text>"
         )
 
@@ -102,7 +110,8 @@ class Plot:
     def bar(self, left: float, right: float, top: float, kind: str, tip: str) -> str:
         """A bar from zero up, with a tooltip."""
         x, y = self.at(left, top)
-        wide, tall = self.across(right) - x, self.up(0.0) - y
+        wide = self.across(right) - x
+        tall = self.up(0.0) - y
         return (
             f'<rect class="{kind}" x="{_n(x)}" y="{_n(y)}" width="{_n(wide)}" height="{_n(tall)}">'
             f"<title>{escape(tip)}</title></rect>"
@@ -116,7 +125,15 @@ class Plot:
             f"<title>{escape(tip)}</title></circle>"
         )
 
-    def text(self, x: float, y: float, text: str, anchor: str = "start", shift: float = 0.0, drop: float = 0.0) -> str:
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        anchor: str = "start",
+        shift: float = 0.0,
+        drop: float = 0.0,
+    ) -> str:
         """A text in the plot."""
         across, up = self.at(x, y)
         place = f'x="{_n(across + shift)}" y="{_n(up - 7 + drop)}"'

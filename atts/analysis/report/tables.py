@@ -19,7 +19,9 @@ TableKind = Literal["rows", "facts"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is read, and what is sorted by; links are names with their places on the page, which may be none."""
+    """What is read, and what is sorted by; links are names with their places on the page, which may
+    be none.
+    """
 
     text: str
     value: float | None = None
@@ -34,7 +36,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """Named columns, rows, a title; a table of facts has a name and its value in each row, and is not sorted."""
+    """Named columns, rows, a title; a table of facts has a name and its value in each row, and is
+    not sorted.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -43,10 +47,16 @@ class ReportTable:
 
     @classmethod
     def of(
-        cls, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], kind: TableKind = "rows"
+        cls,
+        title: str,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[object]],
+        kind: TableKind = "rows",
     ) -> ReportTable:
         """From values of any kind."""
-        return cls(title, tuple(columns), tuple(tuple(cell(value) for value in row) for row in rows), kind)
+        return cls(
+            title, tuple(columns), tuple(tuple(cell(value) for value in row) for row in rows), kind
+        )
 
 
 _PROBLEMS = 60  # that a digest shows
@@ -89,19 +99,25 @@ def accuracy_table(report: RunReport) -> ReportTable:
         for rate in report.accuracy
     ]  # fmt: skip
     return ReportTable.of(
-        "How often answers are right", ("rate", "with its 95 % interval", "problems", "samples", "what it is"), rows
+        "How often answers are right",
+        ("rate", "with its 95 % interval", "problems", "samples", "what it is"),
+        rows,
     )
 
 
 def spend_table(report: RunReport) -> ReportTable:
     """Tokens and seconds."""
-    spend, usage = report.spend, report.spend.usage
+    spend = report.spend
+    usage = report.spend.usage
     rows = [
         ("tokens written by the draft", cell(usage.draft_tokens)),
         ("tokens written by the target", cell(usage.target_tokens)),
         ("target's share of them", cell(spend.target_share, ".1%")),
         ("tokens scored by the target", cell(usage.scored_tokens)),
-        ("prompt tokens read (draft / target)", f"{usage.draft_prefill_tokens:,} / {usage.target_prefill_tokens:,}"),
+        (
+            "prompt tokens read (draft / target)",
+            f"{usage.draft_prefill_tokens:,} / {usage.target_prefill_tokens:,}",
+        ),
         ("tokens discarded", cell(usage.wasted_tokens)),
         ("engine calls", cell(usage.calls)),
         ("tokens written per problem", cell(spend.tokens_per_problem)),
@@ -109,28 +125,48 @@ def spend_table(report: RunReport) -> ReportTable:
         ("seconds, all sessions", cell(spend.seconds)),
         ("tokens written per second", cell(spend.tokens_per_second)),
     ]
-    return ReportTable.of("Tokens, calls and seconds of the run", ("what", "how much"), rows, "facts")
+    return ReportTable.of(
+        "Tokens, calls and seconds of the run", ("what", "how much"), rows, "facts"
+    )
 
 
 def speculation_table(report: RunReport) -> ReportTable:
-    """What was proposed to the target, what of it stood, what was drawn while it scored; empty where nothing was."""
-    found, drawn = report.speculated, report.spend.usage.drawn_tokens
-    rows: list[tuple[object, object]] = [("target tokens drawn while it scored", cell(drawn))] if drawn else []
+    """What was proposed to the target, what of it stood, what was drawn while it scored; empty
+    where nothing was.
+    """
+    found = report.speculated
+    drawn = report.spend.usage.drawn_tokens
+    rows: list[tuple[object, object]] = (
+        [("target tokens drawn while it scored", cell(drawn))] if drawn else []
+    )
     if found is not None:
         rows += [
             ("tokens proposed to the target", cell(found.proposed)),
-            ("of these, what it drew itself", f"{found.accepted:,} ({found.accepted / max(1, found.proposed):.1%})"),
-            ("by place in the proposal, where all before stood", " ".join(f"{x:.2f}" for x in found.by_place[:16])),
+            (
+                "of these, what it drew itself",
+                f"{found.accepted:,} ({found.accepted / max(1, found.proposed):.1%})",
+            ),
+            (
+                "by place in the proposal, where all before stood",
+                " ".join(f"{x:.2f}" for x in found.by_place[:16]),
+            ),
             ("tokens written by a step with a proposal", 1 + found.accepted / max(1, found.rounds)),
-            ("tokens proposed to a sequence and step, on average", found.chosen / max(1, found.choices)),
+            (
+                "tokens proposed to a sequence and step, on average",
+                found.chosen / max(1, found.choices),
+            ),
             ("tokens a second of these steps: expected, came", _rates(found)),
             ("seconds saved, by what such steps take without proposals", cell(found.saved_seconds)),
         ]
-    return ReportTable.of("Speculation: the same text in fewer steps", ("what", "how much"), rows, "facts")
+    return ReportTable.of(
+        "Speculation: the same text in fewer steps", ("what", "how much"), rows, "facts"
+    )
 
 
 def _rates(found: Speculated) -> str:
-    expected = found.expected_tokens / found.expected_seconds if found.expected_seconds else math.nan
+    expected = (
+        found.expected_tokens / found.expected_seconds if found.expected_seconds else math.nan
+    )
     came = found.came_tokens / found.came_seconds if found.came_seconds else math.nan
     return f"{_number(expected, ',.0f')}, {_number(came, ',.0f')}"
 
@@ -165,7 +201,12 @@ def calibration_table(control: RateControl) -> ReportTable:
         ("nominal rate", "none" if control.nominal is None else cell(control.nominal, "g")),
         ("realised rate", control.rate),
         ("decisions", control.decisions),
-        ("questions", control.questions if control.questions < control.decisions else "one for each, or not known"),
+        (
+            "questions",
+            control.questions
+            if control.questions < control.decisions
+            else "one for each, or not known",
+        ),
         ("forced without a score", control.forced),
         ("effective sample size", control.effective),
         ("mode", control.promise.mode),
@@ -174,17 +215,26 @@ def calibration_table(control: RateControl) -> ReportTable:
     ]
     if control.p_values is not None:
         found = control.p_values
-        rows.append(("p-values: distance from uniform", f"{found.distance:.3f}, band ±{found.band:.3f}"))
+        rows.append(
+            ("p-values: distance from uniform", f"{found.distance:.3f}, band ±{found.band:.3f}")
+        )
     known = {name: value for name, value in control.metrics.items() if not math.isnan(value)}
     rows += [(words, known[name]) for name, words in WORDS.metrics.items() if name in known]
-    return ReportTable.of("Chunks handed to the target: asked for and done", ("what", "value"), rows, "facts")
+    return ReportTable.of(
+        "Chunks handed to the target: asked for and done", ("what", "value"), rows, "facts"
+    )
 
 
 def turn_table(control: RateControl) -> ReportTable:
     """The rate of each turn."""
-    rows = [(g.name, g.decisions, g.escalated, g.share, f"[{g.low:.3f}, {g.high:.3f}]") for g in control.turns]
+    rows = [
+        (g.name, g.decisions, g.escalated, g.share, f"[{g.low:.3f}, {g.high:.3f}]")
+        for g in control.turns
+    ]
     return ReportTable.of(
-        "Chunks handed to the target, by turn", ("turn", "decisions", "escalated", "rate", "coin's band"), rows
+        "Chunks handed to the target, by turn",
+        ("turn", "decisions", "escalated", "rate", "coin's band"),
+        rows,
     )
 
 
@@ -199,12 +249,17 @@ def health_table(health: Health) -> ReportTable:
         ("scores that another question has too", cell(health.repeats.across, ".1%")),
         ("infinite scores", health.infinite),
         ("threshold: hand over above", health.threshold),
-        ("threshold that keeps the rate with 90 %, were scores independent", health.careful_threshold),
+        (
+            "threshold that keeps the rate with 90 %, were scores independent",
+            health.careful_threshold,
+        ),
         ("long-run rate of the threshold, were scores independent (90 %)", _range(health.long_run)),
         ("long-run rate of the threshold, as they are (90 %)", _range(health.long_run_clustered)),
         ("SD of the rate when half the questions judge the other half", health.half_split),
     ]
-    return ReportTable.of(f"What the scores are worth at rate {health.rate:g}", ("what", "value"), rows, "facts")
+    return ReportTable.of(
+        f"What the scores are worth at rate {health.rate:g}", ("what", "value"), rows, "facts"
+    )
 
 
 def _range(ends: tuple[float, float]) -> str:
@@ -214,13 +269,20 @@ def _range(ends: tuple[float, float]) -> str:
 def threshold_table(health: Health) -> ReportTable:
     """Scores and thresholds of each turn."""
     rows = [(cell(one.turn), one.scores, one.median, one.threshold) for one in health.turns]
-    return ReportTable.of("Scores of each turn", ("turn", "scores", "median", "hand over above"), rows)
+    return ReportTable.of(
+        "Scores of each turn", ("turn", "scores", "median", "hand over above"), rows
+    )
 
 
 def conditions_table(conditions: Mapping[str, object]) -> ReportTable:
     """What the scores were made under."""
-    rows = [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in conditions.items()]
-    return ReportTable.of("Conditions the scores were made under", ("condition", "value"), rows, "facts")
+    rows = [
+        (name, value if isinstance(value, str) else json.dumps(value))
+        for name, value in conditions.items()
+    ]
+    return ReportTable.of(
+        "Conditions the scores were made under", ("condition", "value"), rows, "facts"
+    )
 
 
 def caveat_table(report: RunReport) -> ReportTable:
@@ -249,25 +311,45 @@ def time_table(found: TimeBreakdown) -> ReportTable:
         ("critical path", found.critical_path, "no schedule and no number of slots ends sooner"),
         ("Tc, arithmetic", found.arithmetic_seconds, "scoring, summed over calls"),
         ("Tm, memory", found.memory_seconds, "decoding, summed over calls"),
-        ("Ts, waiting for siblings", found.sibling_seconds, "zero where nothing waits for a sibling"),
-        ("edges between siblings", found.sibling_edges, "calls that waited for another rollout of their problem"),
+        (
+            "Ts, waiting for siblings",
+            found.sibling_seconds,
+            "zero where nothing waits for a sibling",
+        ),
+        (
+            "edges between siblings",
+            found.sibling_edges,
+            "calls that waited for another rollout of their problem",
+        ),
         ("r = Tc / (Tm + Ts)", found.intensity, "asynchronous arithmetic intensity"),
     ]
     rows += [
         (f"{engine.engine}: share of time busy", engine.busy_share,
-         f"{engine.mean_in_flight:.1f} calls in flight on average, at most {engine.peak}; longest bubble "
+         f"{engine.mean_in_flight:.1f} calls in flight on average, at most {engine.peak}; longest "
+         f"bubble "
          f"{engine.longest_bubble:.2f} s")
         for engine in found.engines
     ]  # fmt: skip
     return ReportTable.of(
-        "Seconds of the run, by its task graph", ("what", "seconds or share", "meaning"), rows, "facts"
+        "Seconds of the run, by its task graph",
+        ("what", "seconds or share", "meaning"),
+        rows,
+        "facts",
     )
 
 
 def stage_table(found: TimeBreakdown) -> ReportTable:
     """Seconds by stage."""
-    rows = [(stage.name, stage.nodes, stage.compute, stage.queue, stage.wait) for stage in found.stages]
-    columns = ("stage", "calls", "in the call (s)", "waiting for a slot (s)", "waiting for siblings (s)")
+    rows = [
+        (stage.name, stage.nodes, stage.compute, stage.queue, stage.wait) for stage in found.stages
+    ]
+    columns = (
+        "stage",
+        "calls",
+        "in the call (s)",
+        "waiting for a slot (s)",
+        "waiting for siblings (s)",
+    )
     return ReportTable.of("Seconds of each stage, summed over calls", columns, rows)
 
 
@@ -277,7 +359,9 @@ def problem_table(report: RunReport) -> ReportTable:
         "problem", "question", "verdict", "answer", "reference", "rollouts right", "agree", "chunks judged",
         "escalated", "draft tokens", "target tokens", "seconds", "flags",
     )  # fmt: skip
-    return ReportTable("One row per problem", columns, tuple(_problem(*row) for row in enumerate(report.problems)))
+    return ReportTable(
+        "One row per problem", columns, tuple(_problem(*row) for row in enumerate(report.problems))
+    )
 
 
 def problem_digest(report: RunReport) -> ReportTable:
@@ -285,7 +369,11 @@ def problem_digest(report: RunReport) -> ReportTable:
     table = problem_table(report)
     if len(table.rows) <= _PROBLEMS:
         return table
-    kept = [row for row, one in zip(table.rows, report.problems, strict=True) if one.verdict != "correct"]
+    kept = [
+        row
+        for row, one in zip(table.rows, report.problems, strict=True)
+        if one.verdict != "correct"
+    ]
     shown = min(len(kept), _PROBLEMS)
     title = f"Problems that are not right: {shown} of {len(kept)}, of {len(table.rows)} in all"
     return ReportTable(title, table.columns, tuple(kept[:_PROBLEMS]))
@@ -330,5 +418,7 @@ def run_table(report: RunReport) -> ReportTable:
 def settings_table(report: RunReport) -> ReportTable:
     """Every setting with its origin."""
     return ReportTable.of(
-        "Settings, and where each came from", ("setting", "value", "origin"), report.run.configuration
+        "Settings, and where each came from",
+        ("setting", "value", "origin"),
+        report.run.configuration,
     )

@@ -32,7 +32,8 @@ def timing(nodes: Sequence[CallSpan]) -> TimeBreakdown | None:
         len(nodes),
         stages=tuple(stages),
         engines=tuple(
-            _lanes(engine, [n for n in nodes if n.engine == engine], begin, whole.seconds) for engine in engines
+            _lanes(engine, [n for n in nodes if n.engine == engine], begin, whole.seconds)
+            for engine in engines
         ),
         critical_path=whole.critical_path.seconds,
         intensity=whole.intensity,
@@ -44,9 +45,13 @@ def timing(nodes: Sequence[CallSpan]) -> TimeBreakdown | None:
 
 
 def _lanes(engine: str, nodes: Sequence[CallSpan], begin: float, seconds: float) -> EngineLanes:
-    numbers, queued_at, started, ended = np.array([(n.node, n.queued, n.started, n.ended) for n in nodes]).T
+    numbers, queued_at, started, ended = np.array(
+        [(n.node, n.queued, n.started, n.ended) for n in nodes]
+    ).T
     order = np.lexsort((numbers, started))
-    queued, starts, ends = queued_at - begin, started - begin, ended - begin
+    queued = queued_at - begin
+    starts = started - begin
+    ends = ended - begin
     idle = _gaps(starts, ends, seconds)
     peak = _peak(started[order], ended[order])
     return EngineLanes(
@@ -62,7 +67,9 @@ def _lanes(engine: str, nodes: Sequence[CallSpan], begin: float, seconds: float)
     )
 
 
-def _occupancy(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float) -> tuple[float, ...]:
+def _occupancy(
+    starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
+) -> tuple[float, ...]:
     """The mean number of intervals that are open in each slice of the run."""
     if not seconds:
         return ()
@@ -87,9 +94,11 @@ def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
     return [float(gap) for gap in following - reached if gap > 0]
 
 
-def _segments(nodes: Sequence[CallSpan], begin: float, seconds: float) -> tuple[tuple[int, str, float, float], ...]:
-    """Calls, in order of their starts, on the lowest free lane; of each lane, neighbours of one stage within a pixel
-    become one segment.
+def _segments(
+    nodes: Sequence[CallSpan], begin: float, seconds: float
+) -> tuple[tuple[int, str, float, float], ...]:
+    """Calls, in order of their starts, on the lowest free lane; of each lane, neighbours of one
+    stage within a pixel become one segment.
 
     Lanes beyond those drawn are left out: a call goes there when these are busy.
     """
@@ -106,7 +115,8 @@ def _segments(nodes: Sequence[CallSpan], begin: float, seconds: float) -> tuple[
         soonest = min(until)
         if node.ended <= node.started:
             continue
-        start, end = node.started - begin, node.ended - begin
+        start = node.started - begin
+        end = node.ended - begin
         before = drawn[last[lane]] if lane in last else None
         if before is not None and before[1] == node.stage and start - before[3] < pixel:
             drawn[last[lane]] = (lane, node.stage, before[2], end)
@@ -117,13 +127,15 @@ def _segments(nodes: Sequence[CallSpan], begin: float, seconds: float) -> tuple[
 
 
 def _peak(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
-    """The most calls at once, given in order of their starts; a call ends before the next of that moment starts.
+    """The most calls at once, given in order of their starts; a call ends before the next of that
+    moment starts.
 
     >>> _peak(np.array([0.0, 1.0, 1.0, 2.0]), np.array([2.0, 1.0, 3.0, 3.0]))
     2
     """
     over = np.searchsorted(np.sort(ends), starts, "right")
-    # among those are calls without length that start at this very moment, but later in line: not over yet
+    # among those are calls without length that start at this very moment, but later in line: not
+    # over yet
     instant = np.concatenate([[0], np.cumsum(starts == ends)])
     later = instant[np.searchsorted(starts, starts, "right")] - instant[:-1]
     return int((np.arange(1, len(starts) + 1) - over + later).max())

@@ -37,4 +37,6 @@ class ReportWords:
     rates: dict[str, str]
 
 
-WORDS = msgspec.toml.decode((files("atts.analysis.report") / "words.toml").read_bytes(), type=ReportWords)
+WORDS = msgspec.toml.decode(
+    (files("atts.analysis.report") / "words.toml").read_bytes(), type=ReportWords
+)

@@ -1,4 +1,6 @@
-"""The numbers of a set of runs: each one's accuracy with its interval, what it cost, and how far from the baselines."""
+"""The numbers of a set of runs: each one's accuracy with its interval, what it cost, and how far
+from the baselines.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ LENGTHS = ("samples", "max_tokens", "turns")
 
 @dataclass(slots=True)
 class CallTotals:
-    """The engine calls of a run: how many there were, how many were taken from other runs, and their seconds."""
+    """The engine calls of a run: how many there were, how many were taken from other runs, and
+    their seconds.
+    """
 
     calls: int = 0
     shared: int = 0
@@ -95,8 +99,12 @@ class SweepReport:
 
     @property
     def along(self) -> str | None:
-        """The setting whose values a curve follows: a length before a rate before anything else that is a number."""
-        several = {name: values for name, values in self.over.items() if len(set(map(str, values))) > 1}
+        """The setting whose values a curve follows: a length before a rate before anything else
+        that is a number.
+        """
+        several = {
+            name: values for name, values in self.over.items() if len(set(map(str, values))) > 1
+        }
         numbers = [name for name, values in several.items() if all(map(_is_number, values))]
         return next((name for name in (*LENGTHS, "rate", *numbers) if name in numbers), None)
 
@@ -105,7 +113,9 @@ class SweepReport:
         """The points of each curve in order, by what the curve holds fixed."""
         found = dict[str, list[ScalingPoint]]()
         for point in self.grid:
-            fixed = ", ".join(f"{name} {value}" for name, value in point.values.items() if name != self.along)
+            fixed = ", ".join(
+                f"{name} {value}" for name, value in point.values.items() if name != self.along
+            )
             found.setdefault(fixed or "all", []).append(point)
         along = self.along
         if along is not None:
@@ -129,8 +139,12 @@ def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> Scali
     folder = directory / point.folder
     run = run_if_begun(folder)
     state, calls = (RunState(), CallTotals()) if run is None else _read(run, point.folder, replies)
-    usage, count, graded = state.usage, len(state.finished) or math.nan, state.graded.values()
-    is_any_right = [float(any(sample.verdict == "correct" for sample in one.samples)) for one in graded]
+    usage = state.usage
+    count = len(state.finished) or math.nan
+    graded = state.graded.values()
+    is_any_right = [
+        float(any(sample.verdict == "correct" for sample in one.samples)) for one in graded
+    ]
     return ScalingPoint(
         point.name,
         point.kind,
@@ -155,7 +169,9 @@ def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> Scali
 
 def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunState, CallTotals]:
     """The run's problems in brief, and its calls."""
-    state, totals, number = RunState(), CallTotals(), run_number(folder)
+    state = RunState()
+    totals = CallTotals()
+    number = run_number(folder)
     for entry in run.entries():
         state.apply(entry)
         event = entry.event
@@ -168,7 +184,11 @@ def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunSta
 
 def _compared(held: RunSet, points: Sequence[ScalingPoint]) -> Iterator[ScalingPoint]:
     """With the difference to the target alone, on the same models, where there is such a run."""
-    targets = [point for point in points if point.kind == "reference" and point.values.get("method") == "target-only"]
+    targets = [
+        point
+        for point in points
+        if point.kind == "reference" and point.values.get("method") == "target-only"
+    ]
     for point in points:
         base = next((one for one in targets if _is_beside(one, point)), None)
         common = [] if base is None else [name for name in point.right if name in base.right]
@@ -180,7 +200,9 @@ def _compared(held: RunSet, points: Sequence[ScalingPoint]) -> Iterator[ScalingP
 
 
 def _is_beside(reference: ScalingPoint, point: ScalingPoint) -> bool:
-    """Whether they ran on the same models: what the baseline sets besides its method, the point sets as well."""
+    """Whether they ran on the same models: what the baseline sets besides its method, the point
+    sets as well.
+    """
     shared = [name for name in reference.values if name not in ("method", *LENGTHS)]
     return all(point.values.get(name) == reference.values[name] for name in shared)
 

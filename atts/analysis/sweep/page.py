@@ -32,55 +32,98 @@ def render_sweep(report: SweepReport) -> str:
 
 
 def headline(report: SweepReport) -> str:
-    """The finding in one sentence: the cheapest run that is as good as the best one, as far as can be told."""
+    """The finding in one sentence: the cheapest run that is as good as the best one, as far as can
+    be told.
+    """
     drawn = [point for point in report.grid if point.is_drawn]
     if not drawn:
         return "Nothing was graded yet"
     best = max(drawn, key=lambda point: (point.accuracy.value, -point.target_tokens))
     target = next(
-        (one for one in report.references if one.values.get("method") == "target-only" and one.is_drawn), None
+        (
+            one
+            for one in report.references
+            if one.values.get("method") == "target-only" and one.is_drawn
+        ),
+        None,
     )
     said = f"Best: {best.name}, {best.accuracy.brief()} right for {best.target_tokens:,.0f} target tokens a problem"
     if target is None:
         return said
-    return f"{said}; the target alone gets {target.accuracy.brief()} for {target.target_tokens:,.0f}"
+    return (
+        f"{said}; the target alone gets {target.accuracy.brief()} for {target.target_tokens:,.0f}"
+    )
 
 
 def sweep_charts(report: SweepReport) -> Iterator[Chart]:
     """Accuracy against what it cost."""
-    yield _chart(report, "Accuracy against target tokens", "target tokens per problem", lambda p: p.target_tokens)
-    yield _chart(report, "Accuracy against engine time", "seconds of engine calls per problem", lambda p: p.seconds)
+    yield _chart(
+        report,
+        "Accuracy against target tokens",
+        "target tokens per problem",
+        lambda p: p.target_tokens,
+    )
+    yield _chart(
+        report,
+        "Accuracy against engine time",
+        "seconds of engine calls per problem",
+        lambda p: p.seconds,
+    )
     if len(set(report.over.get("samples", ()))) > 1:
-        yield _chart(report, "Accuracy against samples", "rollouts per problem", lambda p: float(p.samples))
+        yield _chart(
+            report, "Accuracy against samples", "rollouts per problem", lambda p: float(p.samples)
+        )
 
 
-def _chart(report: SweepReport, title: str, label: str, cost: Callable[[ScalingPoint], float]) -> Chart:
+def _chart(
+    report: SweepReport, title: str, label: str, cost: Callable[[ScalingPoint], float]
+) -> Chart:
     drawn = [point for point in report.points if point.is_drawn]
-    plot = Plot(Axis(0, max([cost(p) for p in drawn] + [1e-9]) * 1.08, label), _accuracies(drawn), 760, 340)
+    plot = Plot(
+        Axis(0, max([cost(p) for p in drawn] + [1e-9]) * 1.08, label), _accuracies(drawn), 760, 340
+    )
     marks = [*_ceiling(plot, report, cost), *_baselines(plot, report, cost)]
     for number, (name, points) in enumerate(report.curves.items()):
         shown = [p for p in points if p.is_drawn]
-        marks.append(f'<g class="s{number % COLOURS}">{"".join(_curve(plot, name, shown, cost, report.along))}</g>')
-    rows = [(p.name, cost(p), p.accuracy.value, p.accuracy.low, p.accuracy.high, p.oracle.value) for p in drawn]
+        marks.append(
+            f'<g class="s{number % COLOURS}">{"".join(_curve(plot, name, shown, cost, report.along))}</g>'
+        )
+    rows = [
+        (p.name, cost(p), p.accuracy.value, p.accuracy.low, p.accuracy.high, p.oracle.value)
+        for p in drawn
+    ]
     columns = ("run", label, "accuracy", "from", "to", "any rollout right")
     legend = [(f"s{number % COLOURS}", name) for number, name in enumerate(report.curves)]
     words = (
-        "Bands and whiskers are 95 % intervals over problems; dashed: the baselines; dotted: the share that any "
+        "Bands and whiskers are 95 % intervals over problems; dashed: the baselines; dotted: the "
+        "share that any "
         "rollout solved."
     )
     along = f" Along each curve: {report.along}." if report.along else ""
-    return replace(Chart.of(title, words + along, plot, marks, (columns, rows)), wide=True, legend=tuple(legend))
+    return replace(
+        Chart.of(title, words + along, plot, marks, (columns, rows)),
+        wide=True,
+        legend=tuple(legend),
+    )
 
 
 def _accuracies(drawn: Sequence[ScalingPoint]) -> Axis:
     """The accuracies to show: intervals whole, and not much besides."""
     low = min([p.accuracy.low for p in drawn] + [1.0])
     high = max([max(p.accuracy.high, p.oracle.value) for p in drawn] + [0.0])
-    return Axis(max(0.0, low - 0.02), min(1.0, high + 0.02), "accuracy") if high > low else Axis(0, 1, "accuracy")
+    return (
+        Axis(max(0.0, low - 0.02), min(1.0, high + 0.02), "accuracy")
+        if high > low
+        else Axis(0, 1, "accuracy")
+    )
 
 
 def _curve(
-    plot: Plot, name: str, points: Sequence[ScalingPoint], cost: Callable[[ScalingPoint], float], along: str | None
+    plot: Plot,
+    name: str,
+    points: Sequence[ScalingPoint],
+    cost: Callable[[ScalingPoint], float],
+    along: str | None,
 ) -> Iterator[str]:
     at = [cost(p) for p in points]
     if len(points) > 1 and along is not None:
@@ -95,25 +138,41 @@ def _curve(
             yield plot.text(x, p.accuracy.value, f"{p.values[along]}", "middle", 0, -3)
 
 
-def _baselines(plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]) -> Iterator[str]:
-    """Dashed lines across with a point at what each cost; its name at the right, below, or above one that is there."""
+def _baselines(
+    plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]
+) -> Iterator[str]:
+    """Dashed lines across with a point at what each cost; its name at the right, below, or above
+    one that is there.
+    """
     taken = list[float]()
     for p in sorted(report.references, key=lambda p: p.accuracy.value if p.is_drawn else -1.0):
         if not p.is_drawn:
             continue
         value = p.accuracy.value
         yield plot.line([(plot.x.low, value), (plot.x.high, value)], "nominal")
-        yield plot.dot(cost(p), value, "baseline", f"{p.name}: {p.accuracy.brief()}, {cost(p):,.1f} {plot.x.label}", 3)
+        yield plot.dot(
+            cost(p),
+            value,
+            "baseline",
+            f"{p.name}: {p.accuracy.brief()}, {cost(p):,.1f} {plot.x.label}",
+            3,
+        )
         up = plot.up(value)
         drop = 2 * _LABEL - 4 if all(abs(up - other) > 2 * _LABEL for other in taken) else 0.0
         taken.append(up)
         yield plot.text(plot.x.high, value, p.name, "end", -6, drop)
 
 
-def _ceiling(plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]) -> Iterator[str]:
+def _ceiling(
+    plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]
+) -> Iterator[str]:
     """What no vote can exceed, curve by curve."""
     for number, points in enumerate(report.curves.values()):
-        line = [(cost(p), p.oracle.value) for p in points if p.is_drawn and not math.isnan(p.oracle.value)]
+        line = [
+            (cost(p), p.oracle.value)
+            for p in points
+            if p.is_drawn and not math.isnan(p.oracle.value)
+        ]
         if len(line) > 1 and report.along is not None:
             yield f'<g class="s{number % COLOURS}">{plot.line(line, "oracle")}</g>'
         elif line:

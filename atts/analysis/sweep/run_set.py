@@ -22,7 +22,9 @@ PointKind = Literal["point", "reference"]
 
 @dataclass(frozen=True, slots=True)
 class RunSetPoint:
-    """One run of the set: `values` are what it sets otherwise than the others, `folder` where it is in the set's."""
+    """One run of the set: `values` are what it sets otherwise than the others, `folder` where it is
+    in the set's.
+    """
 
     name: str
     kind: PointKind
@@ -58,7 +60,9 @@ def load_run_set(directory: Path) -> RunSet:
     path = directory / SWEEP
     with storage(path):
         if not path.exists():
-            raise JournalError(directory, "there is no sweep here", "Give the directory of `atts sweep --out`")
+            raise JournalError(
+                directory, "there is no sweep here", "Give the directory of `atts sweep --out`"
+            )
         text = read_ordinary(path)
     try:
         found = msgspec.json.decode(text, type=_Stored)
@@ -69,8 +73,12 @@ def load_run_set(directory: Path) -> RunSet:
         ) from error
     outside = [point.folder for point in found.points if Path(point.folder).name != point.folder]
     if outside:
-        raise JournalCorrupt(path, f"the run {outside[0]!r} would not be in this directory", "Restore a copy")
-    return RunSet({name: tuple(values) for name, values in found.over.items()}, settings, tuple(found.points))
+        raise JournalCorrupt(
+            path, f"the run {outside[0]!r} would not be in this directory", "Restore a copy"
+        )
+    return RunSet(
+        {name: tuple(values) for name, values in found.over.items()}, settings, tuple(found.points)
+    )
 
 
 def save_run_set(directory: Path, held: RunSet) -> None:

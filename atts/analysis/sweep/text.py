@@ -1,4 +1,6 @@
-"""A set of runs in lines for a terminal: a table, and accuracy against target tokens drawn in letters."""
+"""A set of runs in lines for a terminal: a table, and accuracy against target tokens drawn in
+letters.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 from atts.analysis.sweep.curves import ScalingPoint, SweepReport
 
-_WIDE, _TALL = 60, 12
+_WIDE = 60
+_TALL = 12
 _LETTERS = "abcdefghijklmnopqrsuvwxyz"
 
 
@@ -23,13 +26,17 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
     """What a reader must know of the numbers."""
     yield "Brackets are 95 % intervals over problems; differences are to the target alone, problem by problem."
     yield (
-        "Best of all: the share of problems that any rollout solved, which no vote can exceed; rollouts that a settled "
+        "Best of all: the share of problems that any rollout solved, which no vote can exceed; "
+        "rollouts that a settled "
         "vote spared count as unsolved there."
     )
-    calls, shared = (sum(getattr(point, name) for point in report.points) for name in ("calls", "shared"))
+    calls, shared = (
+        sum(getattr(point, name) for point in report.points) for name in ("calls", "shared")
+    )
     if shared:
         yield (
-            f"{shared:,} of {calls:,} engine calls were taken from another run of the set instead of made again; "
+            f"{shared:,} of {calls:,} engine calls were taken from another run of the set instead "
+            f"of made again; "
             "tokens and seconds are what each run would have cost alone."
         )
 
@@ -60,8 +67,14 @@ def _number(value: float, form: str) -> str:
 def _marks(report: SweepReport) -> dict[str, str]:
     """The letter of each point: one per curve, T and D for the target and the draft alone."""
     curves = enumerate(report.curves.values())
-    found = {point.name: _LETTERS[number % len(_LETTERS)] for number, points in curves for point in points}
-    return found | {point.name: str(point.values.get("method", "r"))[:1].upper() for point in report.references}
+    found = {
+        point.name: _LETTERS[number % len(_LETTERS)]
+        for number, points in curves
+        for point in points
+    }
+    return found | {
+        point.name: str(point.values.get("method", "r"))[:1].upper() for point in report.references
+    }
 
 
 def _picture(report: SweepReport) -> Iterator[str]:
@@ -77,7 +90,9 @@ def _picture(report: SweepReport) -> Iterator[str]:
         up = round((point.accuracy.value - low) / (high - low) * _TALL)
         across = round(point.target_tokens / right * _WIDE)
         if point.kind == "reference":
-            rows[up] = ["-" if at % 2 == 0 and old == " " else old for at, old in enumerate(rows[up])]
+            rows[up] = [
+                "-" if at % 2 == 0 and old == " " else old for at, old in enumerate(rows[up])
+            ]
         rows[up][across] = marks[point.name]
     yield "accuracy"
     for number in range(_TALL, -1, -1):
@@ -93,5 +108,6 @@ def _picture(report: SweepReport) -> Iterator[str]:
 def _range(drawn: Sequence[ScalingPoint]) -> tuple[float, float]:
     """The accuracies to show: all that there are, and not much besides."""
     values = [point.accuracy.value for point in drawn]
-    low, high = max(0.0, min(values) - 0.02), min(1.0, max(values) + 0.02)
+    low = max(0.0, min(values) - 0.02)
+    high = min(1.0, max(values) + 0.02)
     return (low, high) if high > low else (low - 0.01, high + 0.01)

@@ -1,7 +1,9 @@
-"""What importing the engine needs of msgspec, for machines that lack it: types can be declared, nothing can be decoded.
+"""What importing the engine needs of msgspec, for machines that lack it: types can be declared,
+nothing can be decoded.
 
-The folder of this file comes last on the path, so that an installed msgspec is used. `convert` checks nothing: on the
-way of the study that uses this, only data files of the checkout itself pass through it.
+The folder of this file comes last on the path, so that an installed msgspec is used. `convert`
+checks nothing: on the way of the study that uses this, only data files of the checkout itself pass
+through it.
 """
 
 from __future__ import annotations
@@ -42,4 +44,6 @@ class json:
     @staticmethod
     def decode(data: bytes, **options: object) -> Any:
         """:raises ModuleNotFoundError: always; nothing is taken for what was not checked."""
-        raise ModuleNotFoundError("this file can only be read where msgspec is installed", name="msgspec")
+        raise ModuleNotFoundError(
+            "this file can only be read where msgspec is installed", name="msgspec"
+        )

@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from atts.importing import import_lock
-
 if TYPE_CHECKING:
     from atts.api import (
         Session,
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from atts.errors import ATTSError
     from atts.pipelines import Policy
     from atts.run import RunResult
-    from atts.seeds import Seed
+    from atts.sampling import Seed
 
 __all__ = [
     "ATTSError",
@@ -89,7 +87,7 @@ _NAMES = {
     "atts.errors": "ATTSError",
     "atts.pipelines": "Policy",
     "atts.run": "RunResult",
-    "atts.seeds": "Seed",
+    "atts.sampling": "Seed",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -98,6 +96,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name's module when the name is first used, so that `import atts` stays light."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts' has no attribute {name!r}")
+    from atts.concurrency import import_lock  # anyio, which it imports, is not light
+
     with import_lock:
         return getattr(import_module(_HOME[name]), name)
 

@@ -12,7 +12,7 @@ def main() -> None:
     """Run the command line of this process and exit with its code; nothing is imported from where
     it was started.
     """
-    from atts.processes import import_path
+    from atts.concurrency import import_path
 
     sys.path[:] = import_path()
     from atts.cli import run

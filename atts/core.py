@@ -7,9 +7,9 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
-from atts.seeds import Seed, uniforms
+from atts.sampling import Seed, uniforms
 
 TokenIds = tuple[int, ...]
 Role = Literal["draft", "target"]
@@ -456,3 +456,114 @@ class Outcome:
         """The winner's share of all votes; 0 without any."""
         total = math.fsum(self.votes.values())
         return max(self.votes.values()) / total if total else 0.0
+
+
+CallStatus = Literal["done", "failed", "cancelled"]
+RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
+ProblemStatus = Literal["done", "failed", "cancelled"]
+
+RELEASE = "release"
+"""The stage of the span that ends each rollout admitted together: it waited for all siblings' last
+calls.
+"""
+HOLD = "hold"
+"""The stage of the span of a wait for what a sibling holds: it had asked about an equal chunk."""
+
+# Not frozen: a frozen dataclass of this width takes five times as long to make, and one is made for
+# every engine call.
+
+
+@dataclass(slots=True)
+class CallSpan:
+    """One engine call, a node of the task graph: who called, what it waited for, and when (the
+    loop's clock, seconds).
+
+    `ready <= queued <= started <= ended`. A call cancelled in the queue has `started == ended`. A
+    "recalled" call took its result from an earlier session: it did no work, and stands for the call
+    that did. Spans are never changed.
+    """
+
+    node: int  # its number; higher than those of the calls it waited for
+    stage: str
+    engine: str
+    problem: str
+    sample: int  # -1: asked by the problem itself, not by a rollout
+    turn: int
+    ready: float  # its rollout was ready; before `queued` only where it then waited for siblings
+    queued: float
+    started: float  # a slot (and its tokens) were granted
+    ended: float
+    after: tuple[int, ...] = ()  # the calls it waited for
+    attempt: int = 0
+    status: CallStatus = "done"
+    tokens: int = 0
+    source: Literal["live", "recalled"] = "live"
+
+    @property
+    def wait(self) -> float:
+        """Seconds spent waiting for siblings."""
+        return self.queued - self.ready
+
+    @property
+    def queue(self) -> float:
+        """Seconds spent waiting for a slot."""
+        return self.started - self.queued
+
+    @property
+    def compute(self) -> float:
+        """Seconds spent in the call."""
+        return self.ended - self.started
+
+
+@dataclass(slots=True)
+class RolloutSpan:
+    """One rollout's life; `released` is after `ended` only where it kept its place for its
+    siblings.
+    """
+
+    problem: str
+    sample: int
+    status: RolloutStatus
+    queued: float  # submitted
+    started: float  # admitted
+    ended: float
+    released: float
+    attempts: int = 1
+    waited: float = 0.0  # seconds spent waiting for siblings, in rounds and for release
+    error: str = ""
+
+
+@dataclass(slots=True)
+class ProblemSpan:
+    """One problem's life."""
+
+    problem: str
+    number: int  # its place among the problems of the run
+    status: ProblemStatus
+    started: float
+    ended: float
+    error: str = ""
+
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class Recent(dict[_Key, _Value]):
+    """A dictionary that forgets what was stored longest ago.
+
+    >>> recent = Recent[str, int](2)
+    >>> recent["a"], recent["b"], recent["a"], recent["c"] = 1, 2, 3, 4
+    >>> recent
+    {'a': 3, 'c': 4}
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self._size:
+            del self[next(iter(self))]

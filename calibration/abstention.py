@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from atts.calibration.exact_rate import check_fraction
 from atts.calibration.guarantees import TEXTS
 from atts.calibration.risk import problems_needed, rejected
-from atts.distributions import binomial_cdf
 from atts.errors import CalibrationInputError
+from atts.sampling import binomial_cdf
 
 _STARTS = (
     20,

@@ -23,8 +23,8 @@ from atts.calibration.risk import (
     rejected,
     risk_p_value,
 )
-from atts.distributions import normal_quantile
 from atts.errors import CalibrationInputError
+from atts.sampling import normal_quantile
 
 PValue = Callable[[Sequence[float]], float]
 """Of "the true mean loss is too large"."""

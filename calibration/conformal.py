@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.calibration.exact_rate import Rate, check_fraction, exact_rate
-from atts.distributions import beta_quantile
 from atts.errors import CalibrationInputError
+from atts.sampling import beta_quantile
 
 Scores = Sequence[float] | NDArray[np.float64]
 

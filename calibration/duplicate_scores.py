@@ -10,7 +10,7 @@ import numpy as np
 
 from atts.calibration.stored import StoredScores
 from atts.calibration.two_sample import QuestionSample
-from atts.distributions import binomial_tail
+from atts.sampling import binomial_tail
 
 FEW = 0.02  # a share of repeats up to which nothing is said
 _CERTAIN = (

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.calibration.exact_rate import Rate, exact_rate
-from atts.distributions import binomial_quantile, student_quantile
 from atts.errors import CalibrationInputError
+from atts.sampling import binomial_quantile, student_quantile
 
 Standing = Literal["held", "unclear", "left"]
 COIN = 0.95  # inside where that share of fair coins stays, a rate is held

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from atts.calibration.exact_rate import check_fraction
-from atts.distributions import beta_quantile, beta_upper_quantile, binomial_cdf
 from atts.errors import CalibrationInputError, OptionError
+from atts.sampling import beta_quantile, beta_upper_quantile, binomial_cdf
 
 RiskTest = Literal["binomial", "hoeffding-bentkus", "betting"]
 Losses = NDArray[np.float64]

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 from atts.errors import CalibrationInputError, StorageError
-from atts.files import read_ordinary, replace_named
-from atts.jsonable import from_json
+from atts.files import from_json, read_ordinary, replace_named
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -16,8 +16,7 @@ from msgspec import Meta, Struct, ValidationError, convert
 from atts.calibration.scale import PERPLEXITY, SCALES, Scale, plain_number
 from atts.calibration.state import read_state, strict
 from atts.errors import CalibrationInputError, FingerprintError
-from atts.files import read_ordinary
-from atts.jsonable import from_json
+from atts.files import from_json, read_ordinary
 
 _HEADER = re.compile(
     rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)"

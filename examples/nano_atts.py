@@ -33,7 +33,7 @@ from atts.core import (
     TokenIds,
 )
 from atts.engine import Engine
-from atts.seeds import Seed
+from atts.sampling import Seed
 
 Extract = Callable[[str], str | None]
 """The final answer of a reasoning text; None while there is none."""

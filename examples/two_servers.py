@@ -10,7 +10,7 @@ can do.
 import sys
 
 import atts
-from atts.remote import RemoteEngine
+from atts.servers import RemoteEngine
 from atts.testing import DialectServer, ScriptedEngine, ToyTokenizer, toy_problems
 
 

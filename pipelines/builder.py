@@ -32,7 +32,7 @@ from atts.pipelines.context import Context
 from atts.pipelines.policy import ConfidenceStop, Policy
 from atts.pipelines.scores import resolved
 from atts.pipelines.siblings import Siblings
-from atts.seeds import Seed
+from atts.sampling import Seed
 
 Scope = RolloutScope[Rollout]
 ROLES: tuple[Role, ...] = ("draft", "target")

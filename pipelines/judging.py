@@ -11,6 +11,7 @@ from functools import partial
 
 import anyio
 
+from atts.concurrency import collect
 from atts.core import Chunk, Decision, Features, ScoreRequest, Scores, Usage
 from atts.errors import (
     CalibrationInputError,
@@ -24,7 +25,6 @@ from atts.pipelines.builder import Proposal, RolloutBuilder, rollout_name
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.scores import evidence, first_doubt, score_of
 from atts.pipelines.siblings import KnownScore
-from atts.tasks import collect
 
 Round = Mapping[int, tuple[Features, float]]
 

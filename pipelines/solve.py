@@ -10,6 +10,7 @@ from functools import reduce
 from operator import add
 from typing import Literal
 
+from atts.concurrency import task_group
 from atts.core import Decision, Features, Outcome, Problem, Prompt, Rollout, Usage
 from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
 from atts.pipelines.builder import Proposal, RolloutBuilder
@@ -23,7 +24,6 @@ from atts.pipelines.running_vote import RunningVote
 from atts.pipelines.siblings import Siblings
 from atts.pipelines.takeover import take_over
 from atts.pipelines.votes import Grouper, classes
-from atts.tasks import task_group
 
 
 async def solve(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:

@@ -8,7 +8,7 @@ from atts.core import Decision, Rollout
 from atts.pipelines.builder import Proposal, RolloutBuilder
 from atts.pipelines.chunks import part_of
 from atts.pipelines.judging import Judge
-from atts.seeds import Seed, generator
+from atts.sampling import Seed, generator
 
 
 async def take_over(

@@ -22,10 +22,10 @@ from atts.core import (
     TokenIds,
 )
 from atts.engine import EngineSpec, EngineStats, check_sample, check_score
-from atts.model_folder import find_tokenizer
 from atts.models import path
-from atts.seeds import uniforms
-from atts.tokenizing import ModelTokenizer, StopMatcher
+from atts.models.folders import find_tokenizer
+from atts.models.tokenizers import ModelTokenizer, StopMatcher
+from atts.sampling import uniforms
 
 ASSISTANT = 2
 END = 4  # ids of the embedded models' tokenizer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from scipy import stats
 
-from atts.distributions import (
+from atts.sampling import (
     beta_quantile,
     beta_upper_quantile,
     binomial_cdf,

@@ -17,7 +17,7 @@ def names():
 
 def tokenizer():
     from atts.models import path
-    from atts.tokenizing import ModelTokenizer
+    from atts.models.tokenizers import ModelTokenizer
     return ModelTokenizer(path("draft"), "draft").encode("one")
 
 def configuration():

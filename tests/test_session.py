@@ -14,12 +14,12 @@ import pytest
 
 import atts
 from atts.api import Session, Setup, SyncSession
+from atts.concurrency import collect, task_group
 from atts.core import Completion, Outcome, SampleRequest
 from atts.errors import ATTSError, EngineUnavailable, UsageError
 from atts.graph import Limit
 from atts.journal import JOURNAL, Decided, read_entries
 from atts.pipelines import Policy
-from atts.tasks import collect, task_group
 from atts.testing import Faults, ScriptedEngine, run_virtual, toy_problems
 
 SMALL = Policy(samples=3, turns=10, early_stop="none")

@@ -26,10 +26,10 @@ from atts.adapters.replies import (
     setup_of,
 )
 from atts.api import build_engine, evaluate
+from atts.concurrency import collect
 from atts.core import Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.engine import Engine
 from atts.errors import EngineError
-from atts.tasks import collect
 
 T = TypeVar("T")
 

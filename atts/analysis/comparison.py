@@ -13,7 +13,7 @@ from atts.analysis.ratios import cost_ratio, ratio_interval
 from atts.analysis.results import COSTS, GradedRun
 from atts.errors import DatasetError
 from atts.evaluators import Comparison, McNemar, Sequential, compare_in_order, compare_runs, mcnemar
-from atts.seeds import Seed, generator
+from atts.sampling import Seed, generator
 
 
 @dataclass(frozen=True, slots=True)

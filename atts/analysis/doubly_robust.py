@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atts.distributions import student_quantile
 from atts.evaluators import Estimate
+from atts.sampling import student_quantile
 
 _FOLDS = 2
 _PRIOR = 4.0  # rollouts by which a rare kind of turn leans to the average

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.distributions import student_quantile
+from atts.sampling import student_quantile
 
 Floats = NDArray[np.float64]
 Ends = tuple[float, float]

@@ -21,7 +21,7 @@ from atts.api.pairs import Pair, find_pair, known_pairs
 from atts.api.placement import CARDS, USUAL_CARDS, Placement, place
 from atts.api.recorded import certify, compare, merge, plan, replay, report, trace
 from atts.api.setup import Setup, answers_for, load_problems
-from atts.importing import import_lock
+from atts.concurrency import import_lock
 
 if TYPE_CHECKING:
     from atts.api.block_comparison import ComparedBlocks, MeasuredPair, compare_blocks

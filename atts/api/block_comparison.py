@@ -12,9 +12,9 @@ from atts.blocks import Likeness, Zoo, check_name, stand_in
 from atts.core import Problem, Sampling, TokenIds
 from atts.evaluators import compare_runs
 from atts.local import LocalEngine, LocalOptions, divergence
+from atts.models.stored_blocks import Loss, StoredModel
 from atts.pipelines import Policy
 from atts.run import RunResult
-from atts.stored_blocks import Loss, StoredModel
 
 _POLICY = Policy(samples=1, sampling=Sampling(0.0), early_stop="none")
 _ROOM = 2

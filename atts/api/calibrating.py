@@ -27,7 +27,7 @@ from atts.calibration import (
 )
 from atts.core import Decision, Problem
 from atts.errors import CalibrationInputError
-from atts.files import read_ordinary
+from atts.files import from_json, read_ordinary
 from atts.journal import (
     Decided,
     Entry,
@@ -39,7 +39,6 @@ from atts.journal import (
     check_exists,
     open_run,
 )
-from atts.jsonable import from_json
 from atts.pipelines import ConformalGate, ThresholdGate
 from atts.run import RunResult, conditions_of, replay_event
 

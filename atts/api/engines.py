@@ -17,7 +17,7 @@ from atts.errors import OptionError
 if TYPE_CHECKING:
     from atts.blocks import Zoo
     from atts.local import LocalOptions
-    from atts.remote import RayOptions
+    from atts.servers import RayOptions
 
 T = TypeVar("T")
 _log = logging.getLogger("atts.engines")
@@ -55,7 +55,7 @@ def build_engine(
     with commas between them are replicas of one engine (`docs/servers.md`). Settings follow a
     question mark: "hf:Qwen/Qwen3-1.7B?device=cuda&dtype=bfloat16" (the fields of
     `atts.local.LocalOptions`). "ray:" before any of these runs it in the actors of a Ray cluster:
-    "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the fields of `atts.remote.RayOptions`).
+    "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the fields of `atts.servers.RayOptions`).
 
     With `chat`, a model of this machine without a chat template is refused before it is loaded. A
     draft model that is `lent` proposes for one of this machine, where it fits (`LocalEngine`).
@@ -76,7 +76,7 @@ def build_engine(
     if scheme == "ray":
         return _on_ray(rest, role, chat)
     if scheme in _SERVERS:
-        from atts.remote import server_engine
+        from atts.servers import server_engine
 
         return server_engine(
             scheme, rest, role, frozenset({"sample"})
@@ -187,7 +187,7 @@ def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
     """Whether draft and target are models of one zoo that share blocks: they take turns in one step
     loop.
     """
-    from atts.stored_blocks import share_blocks
+    from atts.models.stored_blocks import share_blocks
 
     if not (isinstance(draft, str) and isinstance(target, str)):
         return False
@@ -233,7 +233,7 @@ def check_engine_words(name: str) -> tuple[str, str]:
     elif scheme == "ray" and rest.partition(":")[0] != "ray":
         check_engine_words(_ray_words(rest)[0])
     elif scheme in _SERVERS and rest:
-        from atts.remote import server_engine
+        from atts.servers import server_engine
 
         server_engine(scheme, rest, scheme, frozenset())
     elif not rest or scheme == "ray":
@@ -245,7 +245,7 @@ def check_engine_words(name: str) -> tuple[str, str]:
 def _on_ray(words: str, role: Role, chat: bool) -> Engine:
     """The engine of these words in actors; settings that are Ray's are taken out of them."""
     from atts.local import LocalOptions
-    from atts.remote import RayEngine
+    from atts.servers import RayEngine
 
     inner, options = _ray_words(words)
     here = LocalOptions(
@@ -258,7 +258,7 @@ def _on_ray(words: str, role: Role, chat: bool) -> Engine:
 
 def _ray_words(words: str) -> tuple[str, RayOptions]:
     """What is to run in actors, and how: settings that are Ray's are taken out of the words."""
-    from atts.remote import RayOptions
+    from atts.servers import RayOptions
 
     inner, _, settings = words.partition("?")
     options, rest = _with_settings(RayOptions(), settings)

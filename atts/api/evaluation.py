@@ -20,7 +20,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from anyio.lowlevel import current_token
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from atts import tasks
+from atts import concurrency
 from atts.api.setup import Setup, answers_for, load_problems
 from atts.api.stop_when import common, comparison_setting, read_stop_when
 from atts.core import AnswerKind, Outcome, Problem
@@ -104,7 +104,7 @@ class evaluate:
         send, self._events = anyio.create_memory_object_stream[Notice](math.inf)
         listener = _Stream(send)
         self._options = replace(self._options, listeners=(*self._options.listeners, listener))
-        await self._stack.enter_async_context(tasks.background(self._follow, send))
+        await self._stack.enter_async_context(concurrency.background(self._follow, send))
         return self
 
     async def __aexit__(

@@ -12,7 +12,7 @@ from atts.core import Problem
 from atts.errors import DatasetError, OptionError
 from atts.journal import Setting
 from atts.run import StopWhen
-from atts.seeds import Seed, generator
+from atts.sampling import Seed, generator
 
 
 def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:

@@ -32,7 +32,7 @@ from atts.api.evaluation import sync
 from atts.api.keys import Key, keys_of
 from atts.engine import Engine
 from atts.errors import JournalError, OptionError
-from atts.files import write_atomic
+from atts.files import jsonable, write_atomic
 from atts.journal import (
     JOURNAL,
     LOCK,
@@ -42,7 +42,6 @@ from atts.journal import (
     locked,
     run_if_begun,
 )
-from atts.jsonable import jsonable
 from atts.run import Listener, RunOptions, RunResult, SharingEngine
 from atts.run import evaluate as run_evaluation
 

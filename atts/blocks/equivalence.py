@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from atts.importing import import_lock
-from atts.stored_blocks import (
+from atts.concurrency import import_lock
+from atts.models.stored_blocks import (
     BLOCKS,
     MANIFEST,
     MARK,

@@ -13,8 +13,8 @@ from atts.blocks.splitting import StoredTensor, WeightFile, completed
 from atts.errors import ModelLoadError, OptionError
 from atts.files import open_ordinary, storage, write_atomic
 from atts.local import Family, check_model, check_weights
-from atts.model_folder import WEIGHT_FILES, read_object, weight_files
-from atts.stored_blocks import MANIFEST, StoredModel, block_path, check_stored
+from atts.models.folders import WEIGHT_FILES, read_object, weight_files
+from atts.models.stored_blocks import MANIFEST, StoredModel, block_path, check_stored
 
 _OTHER_WEIGHTS = (
     *WEIGHT_FILES,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from atts.core import SampleRequest, ScoreRequest
 from atts.local import LocalEngine
 from atts.placement import Instance, dispatched
-from atts.remote import ReplicaLoad, ReplicaPool
+from atts.servers import ReplicaLoad, ReplicaPool
 
 _REMEMBERED = 10_000
 """Rollouts and problems of which it is known what a replica has cached."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from atts.stored_blocks import StoredBlock, StoredModel
+from atts.models.stored_blocks import StoredBlock, StoredModel
 
 
 @dataclass(frozen=True, slots=True)

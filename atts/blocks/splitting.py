@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from atts.local import Family
-from atts.stored_blocks import StoredBlock, StoredFile, content_digest
+from atts.models.stored_blocks import StoredBlock, StoredFile, content_digest
 
 _LENGTH = 8  # bytes that say how long a header is
 _ALIGNMENT = 8

@@ -30,8 +30,8 @@ from atts.errors import OptionError, ZooError
 from atts.files import storage, sync_directory, write_atomic
 from atts.journal import locked
 from atts.local import check_adapter, check_model
-from atts.model_folder import read_object, weight_files, weights_marks
-from atts.stored_blocks import (
+from atts.models.folders import read_object, weight_files, weights_marks
+from atts.models.stored_blocks import (
     ADAPTER,
     ADAPTER_CONFIG,
     BLOCKS,

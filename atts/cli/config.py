@@ -10,7 +10,7 @@ import typer
 from atts.cli.options import ConfigFile, Json, Pairs
 from atts.cli.output import print_json
 from atts.cli.terminal import say
-from atts.jsonable import jsonable
+from atts.files import jsonable
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from atts.cli.terminal import hand_out, say, tell
-from atts.jsonable import jsonable
+from atts.files import jsonable
 
 T = TypeVar("T")
 

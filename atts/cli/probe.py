@@ -53,7 +53,7 @@ def probe(
 
     Example: atts probe http://127.0.0.1:8000 --need score
     """
-    from atts.remote import ApiKey, probe, read_server
+    from atts.servers import ApiKey, probe, read_server
 
     server = read_server(url)
     options = replace(server.options, wait_seconds=wait, proxy=proxy or server.options.proxy)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import anyio
 
-from atts import tasks
+from atts import concurrency
 from atts.cli.output import json_line
 from atts.cli.terminal import sanitized
 
@@ -41,7 +41,7 @@ async def progress_display(
     The run's directory, once it has one, holds `progress.json`, replaced whole every second.
     """
     with _display(progress, sys.stderr if stream is None else stream) as refresh:
-        async with tasks.background(_follow, refresh, progress):
+        async with concurrency.background(_follow, refresh, progress):
             yield
         progress.over()
         refresh()

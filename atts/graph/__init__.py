@@ -24,12 +24,13 @@
 
 Places go to waiting rollouts of all problems, older problems first; a problem is opened when no
 rollout waits. A failed call is tried again as the `RetryPolicy` says; a failed rollout is recorded
-and sinks no other. Within one rollout, calls may run side by side (`atts.tasks.collect`). The top-B
+and sinks no other. Within one rollout, calls may run side by side (`atts.concurrency.collect`). The top-B
 baselines need rounds: with `scope.rollouts(..., admit="together")` all samples start at once,
 `values = await line.meet(mine)` waits for the round, and places are given back together. `measure`
 and `write_trace` read nodes (`CallSpan`), live ones or out of a journal.
 """
 
+from atts.core import CallSpan
 from atts.graph.calls import Caller
 from atts.graph.graph import Graph, ProblemResult
 from atts.graph.graph_state import Sink
@@ -39,7 +40,6 @@ from atts.graph.retries import RetryPolicy
 from atts.graph.scopes import ProblemScope
 from atts.graph.timing import Timing, measure, sibling_edges
 from atts.graph.trace import write_trace
-from atts.spans import CallSpan
 
 __all__ = [
     "Admit",

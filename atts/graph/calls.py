@@ -9,9 +9,9 @@ from typing import TypeVar, TypeVarTuple, Unpack
 
 import anyio
 
+from atts.core import CallSpan, CallStatus
 from atts.graph.graph_state import GraphState
 from atts.graph.limits import Pool
-from atts.spans import CallSpan, CallStatus
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")

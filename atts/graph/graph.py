@@ -12,13 +12,13 @@ from typing import Generic, Protocol, TypeVar
 
 import anyio
 
+from atts.concurrency import TaskGroup, task_group
+from atts.core import ProblemStatus
 from atts.graph.admission import Admission, Run
 from atts.graph.graph_state import EngineUse, GraphState, GraphStats, Sink
 from atts.graph.limits import Limit, Pool
 from atts.graph.retries import RetryPolicy
 from atts.graph.scopes import ProblemScope
-from atts.spans import ProblemStatus
-from atts.tasks import TaskGroup, task_group
 
 T = TypeVar("T")
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
+from atts.concurrency import clock
+from atts.core import RolloutSpan, RolloutStatus
 from atts.errors import OptionError
 from atts.graph.limits import Limit, Pool
 from atts.graph.retries import RetryPolicy
-from atts.spans import RolloutSpan, RolloutStatus
-from atts.tasks import clock
 
 Sink = Callable[[object], object]
 """Receives every event the moment it happens; it must not block, and what it returns is left alone.

@@ -11,11 +11,11 @@ from typing import Any, Generic, Literal, TypeVar
 
 import anyio
 
+from atts.concurrency import TaskGroup
+from atts.core import HOLD, RELEASE, CallSpan, RolloutSpan, RolloutStatus
 from atts.errors import OptionError
 from atts.graph.admission import Run
 from atts.graph.calls import Caller
-from atts.spans import HOLD, RELEASE, CallSpan, RolloutSpan, RolloutStatus
-from atts.tasks import TaskGroup
 
 T = TypeVar("T")
 V = TypeVar("V")

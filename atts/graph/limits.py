@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from atts.concurrency import SlotQueue
 from atts.errors import OptionError, OutOfMemory
-from atts.slots import SlotQueue
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from atts.concurrency import backoff
 from atts.errors import ATTSError, EngineError, ModelLoadError, OptionError, UnsupportedByEngine
-from atts.tasks import backoff
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import anyio
 
+from atts.concurrency import task_group
+from atts.core import ProblemSpan, ProblemStatus
 from atts.errors import OptionError
 from atts.graph.admission import Run
 from atts.graph.calls import Caller
 from atts.graph.groups import Admit, Group, RolloutResult, RolloutScope
-from atts.spans import ProblemSpan, ProblemStatus
-from atts.tasks import task_group
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from atts.spans import CallSpan
+from atts.core import CallSpan
 
 COMPUTE_BOUND = frozenset({"score"})
 """Stages that are one prefill: their time is arithmetic. Decoding moves every weight for every

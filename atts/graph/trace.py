@@ -8,7 +8,7 @@ from dataclasses import asdict
 from heapq import heappop, heappush
 from typing import Any, TextIO, TypeVar
 
-from atts.spans import CallSpan
+from atts.core import CallSpan
 
 T = TypeVar("T")
 Event = dict[str, Any]

@@ -1,5 +1,6 @@
 """The append-only event log of a run, from which results, reports, resume and replay are made."""
 
+from atts.core import CallSpan, ProblemSpan, RolloutSpan
 from atts.journal.events import (
     COMPARED,
     SCHEMA,
@@ -56,7 +57,6 @@ from atts.journal.writer import (
     check_directory,
     open_journal,
 )
-from atts.spans import CallSpan, ProblemSpan, RolloutSpan
 
 __all__ = [
     "COMPARED",

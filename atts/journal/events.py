@@ -16,9 +16,21 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from atts.core import Completion, Decision, Finish, Problem, Prompt, Role, Scores, Turn, Usage
-from atts.spans import CallSpan, ProblemSpan, RolloutSpan
-from atts.speculated import Speculated
+from atts.core import (
+    CallSpan,
+    Completion,
+    Decision,
+    Finish,
+    Problem,
+    ProblemSpan,
+    Prompt,
+    Role,
+    RolloutSpan,
+    Scores,
+    Turn,
+    Usage,
+)
+from atts.engine import Speculated
 
 SCHEMA = 4
 """Raised with every change that an older version could not read; what older ones wrote is read.

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from atts.core import CallSpan
 from atts.errors import JournalCorrupt, JournalVersion
 from atts.files import open_ordinary, storage
 from atts.journal.codec import TAG_FIELD, dataclass_form, form
@@ -39,7 +40,6 @@ from atts.journal.events import (
 )
 from atts.journal.migration import TURN_FACTS, completed
 from atts.journal.texts import Texts
-from atts.spans import CallSpan
 
 CHAINED = 3  # the first schema whose checksums go on from each other
 _escaped = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode

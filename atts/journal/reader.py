@@ -26,14 +26,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atts.core import Outcome
+from atts.core import CallSpan, Outcome
 from atts.errors import JournalError
 from atts.journal.events import Decided, Entry, Event
 from atts.journal.lines import read_entries
 from atts.journal.manifest import Manifest, load_manifest
 from atts.journal.state import FACTS, RunClock, RunState, read_outcomes
 from atts.journal.writer import JOURNAL, MANIFEST
-from atts.spans import CallSpan
 
 MERGED = "merged"
 """The configuration's name for the runs that were put together, in a run that was made of others.

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from atts.core import Decision, Outcome, Problem, Rollout, Turn, Usage
+from atts.core import CallSpan, Decision, Outcome, Problem, ProblemSpan, Rollout, Turn, Usage
+from atts.engine import Speculated, together
 from atts.errors import JournalCorrupt
 from atts.journal.events import (
     CallFailed,
@@ -31,8 +32,6 @@ from atts.journal.events import (
     Warned,
 )
 from atts.journal.finished import FinishedProblem
-from atts.spans import CallSpan, ProblemSpan
-from atts.speculated import Speculated, together
 
 Call = Sampled | Scored | CallFailed
 

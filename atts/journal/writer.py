@@ -22,14 +22,14 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from atts import tasks
+from atts import concurrency
+from atts.core import CallSpan
 from atts.errors import JournalCorrupt, OptionError, StorageError
 from atts.files import is_same_file, refused, storage, sync_directory
 from atts.journal.events import SCHEMA, Entry, Event, Observed, SessionClosed, SessionOpened
 from atts.journal.files import Opener, held, locked, open_append, write_all
 from atts.journal.lines import LineReader, LineWriter
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
-from atts.spans import CallSpan
 
 Durability = Literal["always", "interval", "close"]
 """When lines reach the disk itself, which matters when the machine loses power; a killed process
@@ -75,7 +75,7 @@ class Journal:
         self._options = options
         self.durability = options.durability
         self._lines = LineWriter(past.number, past.crc)
-        self._clock = options.clock or tasks.clock()
+        self._clock = options.clock or concurrency.clock()
         self._epoch = self._synced_at = self._clock()
         with storage(path), ExitStack() as undo:
             self._file = options.opener(path)
@@ -227,7 +227,7 @@ async def open_journal(
     with locked(directory / LOCK, directory), held(directory / JOURNAL, directory):
         journal = Journal(_take_up(directory, manifest, on_entry), options or JournalOptions())
         version = manifest.versions.get("atts", "")
-        async with tasks.background(journal.keep_synced):
+        async with concurrency.background(journal.keep_synced):
             closing = SessionClosed("finished")
             try:
                 journal.record(

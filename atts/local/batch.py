@@ -15,8 +15,8 @@ from torch import Tensor
 
 from atts.core import TokenIds
 from atts.local.allocator import SlotIds
+from atts.local.logit_sampling import SampledTokens, SamplingBatch
 from atts.local.sequence import Sequence
-from atts.sampling import SampledTokens, SamplingBatch
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -184,11 +184,11 @@ class Model(Protocol):
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """One token a row, as `atts.sampling.sample` draws it."""
+        """One token a row, as `atts.local.logit_sampling.sample` draws it."""
         ...
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Each row's token under the raw distribution, as `atts.sampling.raw_logprobs` has it."""
+        """Each row's token under the raw distribution, as `atts.local.logit_sampling.raw_logprobs` has it."""
         ...
 
     def score(

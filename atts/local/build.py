@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from atts.concurrency import usable_cores
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
 from atts.local.batch import Model, TappedModel
@@ -42,7 +43,6 @@ from atts.local.stages import HeldLayers, SharedLayers, StageSetup, stage_setups
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
 from atts.local.transport import InlineTransport, ThreadTransport
-from atts.processes import usable_cores
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
 _MOST_THREADS = (

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from atts.concurrency import import_lock
 from atts.errors import ModelLoadError
-from atts.importing import import_lock
 from atts.local.model_config import ModelConfig, read_model_config
-from atts.stored_blocks import TensorFile, tensor_files
-from atts.tokenizing import ModelTokenizer
+from atts.models.stored_blocks import TensorFile, tensor_files
+from atts.models.tokenizers import ModelTokenizer
 
 
 def check_model(folder: Path, name: str) -> tuple[ModelConfig, ModelTokenizer]:

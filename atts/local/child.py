@@ -12,10 +12,10 @@ import threading
 from contextlib import suppress
 from typing import IO
 
+from atts.concurrency import end_with
 from atts.errors import EngineError
 from atts.local.messages import GONE, FailureReply, WorkerConfig, write
 from atts.local.worker import Mailbox, broken
-from atts.processes import end_with
 
 
 def main() -> int:

@@ -17,8 +17,8 @@ from atts.core import TokenIds
 from atts.local.allocator import SlotIds
 from atts.local.batch import Model, StepBatch, single_rows
 from atts.local.drafting import FedRow
+from atts.local.logit_sampling import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.local.streams import StreamHeads
-from atts.sampling import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.speculation import Ask, OutcomeCache, OverlapStats, PlaceLaw
 
 Drawn = tuple[list[int], list[PlaceLaw]]

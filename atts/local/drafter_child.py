@@ -13,6 +13,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
+from atts.concurrency import end_with
 from atts.errors import EngineError
 from atts.local.ahead import AheadDrafter
 from atts.local.allocator import SlotAllocator, SlotIds
@@ -22,7 +23,6 @@ from atts.local.messages import GONE, FailureReply, write
 from atts.local.sequence import Sequence, new_sequence
 from atts.local.speculating import ask_of
 from atts.local.transport import InlineTransport
-from atts.processes import end_with
 from atts.speculation import Ask, Guessing, OverlapStats, TokenProposal
 
 _SLOT_RUN = 64  # slots taken at a time

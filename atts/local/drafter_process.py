@@ -16,13 +16,13 @@ from threading import Thread
 from time import perf_counter
 from typing import IO, NamedTuple
 
+from atts.concurrency import python_command
 from atts.core import SampleRequest, TokenIds
 from atts.errors import EngineError
 from atts.local.exits import ExitGuesses, ExitListener, Exits
 from atts.local.messages import GONE, WorkerConfig, first_answer, write
 from atts.local.scheduler import Scheduler
 from atts.local.transport import PATIENCE
-from atts.processes import python_command
 from atts.speculation import NOTHING, Ask, Guessing, OverlapStats, Proposer, TokenProposal, standing
 
 

@@ -28,10 +28,7 @@ from atts.local.batch import (
     single_rows,
     step_batch,
 )
-from atts.local.model_config import ModelConfig
-from atts.local.native_model import AheadBatch, NativeModel
-from atts.local.sequence import Sequence
-from atts.sampling import (
+from atts.local.logit_sampling import (
     SamplingBatch,
     batch_sampling,
     filtered_rows,
@@ -39,6 +36,9 @@ from atts.sampling import (
     inverse_cdf,
     probabilities,
 )
+from atts.local.model_config import ModelConfig
+from atts.local.native_model import AheadBatch, NativeModel
+from atts.local.sequence import Sequence
 from atts.speculation import NOTHING, Ask, Proposer, TokenProposal
 
 _CONFIDENCE = 0.8  # of a drafted token, beside those that are looked up

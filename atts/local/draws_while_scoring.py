@@ -12,8 +12,8 @@ from torch import Tensor
 
 from atts.core import Beginning, SampleRequest
 from atts.local.batch import Model, PrefillChunk
+from atts.local.logit_sampling import batch_sampling, spread_rows
 from atts.local.sequence import Sequence, ending
-from atts.sampling import batch_sampling, spread_rows
 
 
 class DrawnTokens(NamedTuple):

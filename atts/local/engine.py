@@ -13,8 +13,9 @@ from typing import Self
 
 import anyio
 
+from atts.concurrency import soon
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import EngineSpec, EngineStats, check_sample, check_score
+from atts.engine import EngineSpec, EngineStats, Speculated, check_sample, check_score, counters_of
 from atts.errors import ContextOverflow, EngineError, EngineUnavailable, OptionError
 from atts.local.checking import check_model
 from atts.local.messages import (
@@ -34,7 +35,7 @@ from atts.local.options import LocalOptions
 from atts.local.padding_shape import padding_shape, read_size
 from atts.local.shared_worker import SharedWorker
 from atts.local.worker import LoopWorker, new_worker
-from atts.model_folder import (
+from atts.models.folders import (
     TEXT_FILES,
     WEIGHT_FILES,
     find_folder,
@@ -42,11 +43,9 @@ from atts.model_folder import (
     weight_files,
     weights_marks,
 )
-from atts.speculated import Speculated, counters_of
+from atts.models.stored_blocks import MANIFEST, check_stored
+from atts.models.tokenizers import ModelTokenizer
 from atts.speculation import Proposer
-from atts.stored_blocks import MANIFEST, check_stored
-from atts.tasks import soon
-from atts.tokenizing import ModelTokenizer
 
 _KIND = "local 0.1"
 _log = logging.getLogger("atts.local")
@@ -154,7 +153,7 @@ class LocalEngine:
 
     async def recheck(self) -> None:
         """Open it if it never was, and anew where its step loop has ended; see
-        `atts.remote.pool.Replica`.
+        `atts.servers.pool.Replica`.
 
         :raises EngineError: it cannot be opened.
         """

@@ -19,8 +19,8 @@ from atts.core import Sampling
 from atts.local.allocator import SlotIds
 from atts.local.batch import Model, ModelAround, StepBatch, Tap, TappedModel
 from atts.local.loader import Weights, read_trained, unusable_heads
+from atts.local.logit_sampling import batch_sampling, probabilities
 from atts.local.model_config import ModelConfig
-from atts.sampling import batch_sampling, probabilities
 
 EXIT_FILE = "heads/exit.safetensors"
 """Inside a model's folder: what `scripts/train heads` makes of it."""

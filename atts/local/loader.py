@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from atts.concurrency import import_lock
 from atts.errors import ModelLoadError, OutOfMemory
-from atts.importing import import_lock
 from atts.local.lora import Adapter, LowRank, fused, read_adapter
 from atts.local.model_config import NO_ROPE, UNREADABLE, ModelConfig, read_hf_config
-from atts.stored_blocks import ADAPTER, adapter_file, tensor_files
+from atts.models.stored_blocks import ADAPTER, adapter_file, tensor_files
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """What weights come in; smaller numbers mean nothing without the scales that some other format

@@ -19,6 +19,7 @@ from atts.errors import EngineUnavailable
 from atts.local.batch import Draws, Model, PrefillChunk, StepBatches, StepPlan
 from atts.local.devices import is_out_of_memory
 from atts.local.draws_while_scoring import DrawnTokens, beginning, draw_scored, extend_drawn
+from atts.local.logit_sampling import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.local.many_models import ManyModels
 from atts.local.messages import (
     AddChain,
@@ -39,7 +40,6 @@ from atts.local.multi_step import MultiStep
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, TokenTable, ending, new_sequence
 from atts.local.speculating import Speculation, is_ratio
-from atts.sampling import SamplingBatch, batch_sampling, probabilities, spread_rows
 
 _NOT_NUMBERS = (
     "the model's logits are not numbers (NaN)",

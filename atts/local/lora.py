@@ -17,8 +17,8 @@ from torch import Tensor
 
 from atts.errors import ModelLoadError
 from atts.local.model_config import ModelConfig
-from atts.model_folder import read_object, shown
-from atts.stored_blocks import ADAPTER_CONFIG, TensorFile
+from atts.models.folders import read_object, shown
+from atts.models.stored_blocks import ADAPTER_CONFIG, TensorFile
 
 _NAME = re.compile(
     r"(?:base_model\.model\.)?(?:model\.)?(layers\.\d+\.\w+\.\w+)\.lora_([AB])(?:\.default)?\.weight"

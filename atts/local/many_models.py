@@ -16,14 +16,14 @@ from torch import Tensor
 
 from atts.local.batch import Floats, Ints, RangedModel
 from atts.local.loader import Rope, Weights, layer_deltas, load_adapter, load_weights
+from atts.local.logit_sampling import SampledTokens, SamplingBatch
 from atts.local.lora import LowRank
 from atts.local.messages import WorkerConfig
 from atts.local.model_config import ModelConfig
 from atts.local.native_model import NativeModel
 from atts.local.packing import PackedAdapter, Packing
 from atts.local.slot_ledger import Divide, Lineage, alone
-from atts.sampling import SampledTokens, SamplingBatch
-from atts.stored_blocks import content_digest, unit_digests
+from atts.models.stored_blocks import content_digest, unit_digests
 
 M = TypeVar("M", bound=RangedModel)
 M_co = TypeVar("M_co", bound=RangedModel, covariant=True)

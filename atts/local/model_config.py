@@ -11,10 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+from atts.concurrency import import_lock
 from atts.core import TokenIds
 from atts.errors import ModelLoadError
-from atts.importing import import_lock
-from atts.model_folder import read_end_ids, read_object, refuse_code, shown
+from atts.models.folders import read_end_ids, read_object, refuse_code, shown
 
 NO_ROPE = "none"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)

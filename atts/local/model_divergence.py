@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from atts.concurrency import import_lock
 from atts.core import TokenIds
-from atts.importing import import_lock
 from atts.local.model_config import read_model_config
 
 if TYPE_CHECKING:

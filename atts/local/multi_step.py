@@ -14,10 +14,10 @@ from torch import Tensor
 from atts.core import SampleRequest, TokenIds
 from atts.local.allocator import SlotIds
 from atts.local.batch import Draws, Model, StepBatch, StepPlan, is_last, single_rows
+from atts.local.logit_sampling import batch_sampling
 from atts.local.native_model import AheadBatch, NativeModel
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, TokenTable
-from atts.sampling import batch_sampling
 
 _MOST_TURNS = 8
 """A request that comes meanwhile waits for so many turns, which take as long as a step does outside

@@ -15,10 +15,16 @@ from torch import Tensor
 from atts.local.allocator import SlotIds
 from atts.local.batch import Ints, StepBatch, Tap
 from atts.local.loader import Weights
+from atts.local.logit_sampling import (
+    SampledTokens,
+    SamplingBatch,
+    filtered_rows,
+    sample,
+    spread_rows,
+)
 from atts.local.model_config import ModelConfig
 from atts.local.native_weights import INT, POINTER, NativeWeights, members
 from atts.local.packing import Packing
-from atts.sampling import SampledTokens, SamplingBatch, filtered_rows, sample, spread_rows
 
 _Floats = NDArray[np.float32]
 Allocate = Callable[[int, int], _Floats]

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atts.core import TokenIds
+from atts.core import Recent, TokenIds
 from atts.local.allocator import SlotIds
-from atts.recent import Recent
 
 
 @dataclass(slots=True, eq=False)

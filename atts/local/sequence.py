@@ -10,8 +10,8 @@ from torch import Tensor
 
 from atts.core import Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.local.prefix import PrefixNode
-from atts.seeds import uniforms
-from atts.tokenizing import StopMatcher
+from atts.models.tokenizers import StopMatcher
+from atts.sampling import uniforms
 
 _PRIORITY_STEP = 256
 """How many earlier requests one step of priority overtakes: finite, so that no request starves."""

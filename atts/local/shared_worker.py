@@ -27,7 +27,7 @@ from atts.local.messages import (
 )
 from atts.local.model_config import read_model_config
 from atts.local.worker import Deliver, LoopWorker, new_worker
-from atts.stored_blocks import MODELS
+from atts.models.stored_blocks import MODELS
 
 
 class SharedWorker:

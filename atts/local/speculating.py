@@ -15,7 +15,7 @@ from atts.local.batch import Branch, StepPlan
 from atts.local.messages import SpeculationStats
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, TokenTable, going_on
-from atts.seeds import uniforms
+from atts.sampling import uniforms
 from atts.speculation import (
     NOTHING,
     Ask,

@@ -20,12 +20,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from atts.concurrency import end_with, python_command
 from atts.errors import EngineUnavailable, UnsupportedByEngine
 from atts.local.allocator import SlotIds
 from atts.local.batch import StepBatch
 from atts.local.messages import GONE
 from atts.local.stages import BuildStage, News, StageServer
-from atts.processes import end_with, python_command
 
 _END_SECONDS = 1.0
 """For a process that says nothing any more to end."""

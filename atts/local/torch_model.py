@@ -21,9 +21,9 @@ from atts.local.batch import Floats, StepBatch, Tap
 from atts.local.blocks import DeviceStep, RowBlocks, layout_of, packed, unpacked
 from atts.local.grouping import AttentionGroup, attention_groups, joined
 from atts.local.loader import LayerWeights, Rope, Weights
+from atts.local.logit_sampling import SampledTokens, SamplingBatch, raw_logprobs, sample
 from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.step_graphs import Capture, StepGraphs
-from atts.sampling import SampledTokens, SamplingBatch, raw_logprobs, sample
 
 _SCORED_LOGITS = 1 << 25
 """Most logits made at once for scoring: a bound on memory where vocabularies are large."""

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import IO, Protocol
 
+from atts.concurrency import import_lock, python_command
 from atts.errors import EngineError
-from atts.importing import import_lock
 from atts.local.messages import (
     GONE,
     Close,
@@ -28,7 +28,6 @@ from atts.local.messages import (
     write,
 )
 from atts.local.options import WorkerKind
-from atts.processes import python_command
 
 _CLOSE_SECONDS = 10.0
 _LAST_BYTES = 4096

@@ -11,8 +11,8 @@ from typing import Any, Literal, get_args
 from atts.calibration import check_fingerprint
 from atts.core import Role, Sampling
 from atts.errors import FingerprintError, OptionError
+from atts.files import from_json
 from atts.journal import Manifest
-from atts.jsonable import from_json
 from atts.pipelines import Chunking, ScoreRule
 
 Conditions = Literal["match", "ignore"]

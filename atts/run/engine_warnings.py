@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from atts.processes import usable_cores
+from atts.concurrency import usable_cores
 from atts.run.plan import Plan
 
 _ENDLESS = 1 << 40  # tokens of a context that cuts nothing

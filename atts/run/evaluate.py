@@ -14,9 +14,9 @@ from typing import Literal, get_args
 import anyio
 import anyio.to_thread
 
-from atts import tasks
+from atts import concurrency
 from atts.core import Outcome, Problem, Role
-from atts.engine import Engine
+from atts.engine import Engine, speculated_by, speculated_since, together
 from atts.errors import DatasetError, OptionError
 from atts.graph import Caller, Graph, ProblemResult, ProblemScope
 from atts.journal import (
@@ -63,7 +63,6 @@ from atts.run.recorder import (
 from atts.run.result import Missing, RunResult, RunStatus
 from atts.run.stop_when import SequentialComparison
 from atts.run.stopping import Signals, Stop, watch_signals
-from atts.speculated import speculated_by, speculated_since, together
 
 Keep = Literal["lines", "nothing"]
 """What the result holds per problem; the journal has everything either way."""
@@ -230,7 +229,7 @@ class _Run:
                 self._recorder.record(Warned(code, text))
         for name, problem in self._state.finished.items():
             self._keep(name, problem)
-        async with tasks.background(self._end_when_asked):
+        async with concurrency.background(self._end_when_asked):
             await self._graph.drive(
                 self._left_over(problems),
                 self._solve,
@@ -282,7 +281,7 @@ class _Run:
                 text = f"asked to end: {stop.calls} calls in flight will be finished and saved; ask again to end at once"
                 self._recorder.record(Warned("interrupted", text))
 
-        async with tasks.task_group() as group:
+        async with concurrency.task_group() as group:
             if self._options.signals == "handle":
                 group.start_soon(watch_signals, stop, asked)
             await stop.finished()

@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 import anyio
 
 from atts import errors
+from atts.concurrency import clock
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores, request_key
 from atts.engine import Engine, Returning
 from atts.errors import EngineError, EngineUnavailable
@@ -29,7 +30,6 @@ from atts.journal import (
 from atts.pipelines import AdmittedEngine, Stage, check_completion, check_scores
 from atts.run.recorder import CallBegun, EngineAwaited, Recorder
 from atts.run.stopping import Stop
-from atts.tasks import clock
 
 RecallTiming = Literal["instant", "recorded"]
 """How fast recalled calls return: at once, or in the time they took.

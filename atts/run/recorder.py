@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from atts.core import Chunk, Decision, Outcome, Role, Rollout, Turn
+from atts.core import CallSpan, Chunk, Decision, Outcome, Role, Rollout, RolloutSpan, Turn
 from atts.evaluators import Estimate, share_estimate
 from atts.journal import (
     Decided,
@@ -21,7 +21,6 @@ from atts.journal import (
     Warned,
 )
 from atts.pipelines import Remaining, Stage
-from atts.spans import CallSpan, RolloutSpan
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from atts.core import Outcome, Usage
+from atts.engine import Speculated
 from atts.errors import CheckFailed, EngineError, UsageError
 from atts.evaluators import Estimate, Sequential
+from atts.files import jsonable
 from atts.journal import FinishedProblem, Manifest, Truncation, open_run, truncation
-from atts.jsonable import jsonable
 from atts.run.abstaining import Answered, answered
 from atts.run.summary import Summary, summarise
-from atts.speculated import Speculated
 
 RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
 """Every problem is over; as many as a comparison needed are; asked to end before that; out of time

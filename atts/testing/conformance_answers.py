@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from atts.concurrency import collect
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.errors import ContextOverflow, UnsupportedByEngine, UsageError
-from atts.tasks import collect
 from atts.testing.conformance_probe import (
     GREEDY,
     LOOSE,

@@ -8,10 +8,10 @@ from functools import partial
 import anyio
 import anyio.lowlevel
 
+from atts.concurrency import collect, task_group
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.engine import Engine, EngineStats
 from atts.errors import EngineUnavailable
-from atts.tasks import collect, task_group
 from atts.testing.conformance_probe import GREEDY, LOOSE, Probe, check, refused, require
 
 

@@ -10,10 +10,10 @@ from functools import cached_property, partial, wraps
 from types import MappingProxyType
 from typing import Literal, NoReturn, TypeVar
 
+from atts.concurrency import collect
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.engine import Capability, Engine
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
 
 _Result = TypeVar("_Result")
 PLAIN = Sampling()

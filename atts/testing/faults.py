@@ -9,11 +9,10 @@ from typing import Literal, Self, TypeVar, get_args
 
 import anyio
 
-from atts.core import Completion, SampleRequest, ScoreRequest, Scores
+from atts.core import Completion, Recent, SampleRequest, ScoreRequest, Scores
 from atts.engine import Engine, EngineAround
 from atts.errors import EngineTimeout, EngineUnavailable, OptionError, UsageError
-from atts.recent import Recent
-from atts.seeds import Seed
+from atts.sampling import Seed
 
 FaultKind = Literal[
     "refused", "slow", "dropped", "timeout", "wrong_length", "nan", "empty", "hang", "wrong_ids"

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
-from atts.core import TokenIds
-from atts.recent import Recent
+from atts.core import Recent, TokenIds
 from atts.testing.distributions import Distribution
 from atts.testing.grammar import ReadingState, atoms
 from atts.testing.questions import MOODS, Question, read_question

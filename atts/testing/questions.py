@@ -11,7 +11,7 @@ from hashlib import blake2b
 import numpy as np
 
 from atts.core import Problem
-from atts.seeds import Seed, generator
+from atts.sampling import Seed, generator
 
 _STATEMENT = re.compile(r"Start at (\d{1,2})\.((?: [+-]\d{1,2},?)+)")
 _OPERATION = re.compile(r"[+-]\d{1,2}")

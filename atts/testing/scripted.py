@@ -11,11 +11,11 @@ from typing import Literal, TypeVar
 import anyio
 import anyio.lowlevel
 
+from atts.concurrency import SlotQueue
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.engine import BaseEngine, Capability, EngineSpec
 from atts.errors import OptionError
-from atts.seeds import Seed
-from atts.slots import SlotQueue
+from atts.sampling import Seed
 from atts.testing.faults import NO_FAULTS, Faults, FaultSchedule, spoilt
 from atts.testing.language import DRAFT, TARGET, ToyModel
 from atts.testing.tokenizer import ToyTokenizer

@@ -12,7 +12,7 @@ import anyio
 
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import Engine
-from atts.seeds import Seed
+from atts.sampling import Seed
 from atts.testing.faults import check_shares, spoilt
 
 T = TypeVar("T")

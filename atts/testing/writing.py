@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from atts.core import Beginning, Completion, Ending, SampleRequest, ScoreRequest, TokenIds
-from atts.recent import Recent
-from atts.seeds import uniforms
+from atts.core import Beginning, Completion, Ending, Recent, SampleRequest, ScoreRequest, TokenIds
+from atts.models.tokenizers import StopMatcher
+from atts.sampling import uniforms
 from atts.testing.grammar import ReadingState
 from atts.testing.language import ToyModel
-from atts.tokenizing import StopMatcher
 
 
 class Writer:

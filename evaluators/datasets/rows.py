@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import cast
 
 from atts.errors import DatasetError
-from atts.files import open_ordinary
-from atts.jsonable import from_json
+from atts.files import from_json, open_ordinary
 
 Row = Mapping[str, object]
 _MOST_BYTES = 1 << 30  # inflated: the largest benchmark has a hundredth of that

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from atts.distributions import normal_quantile, student_quantile
 from atts.errors import OptionError
 from atts.evaluators.metrics.wilson import wilson_interval
+from atts.sampling import normal_quantile, student_quantile
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

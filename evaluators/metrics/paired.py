@@ -11,7 +11,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from atts.distributions import binomial_cdf, binomial_pmf
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import (
     Estimate,
@@ -20,7 +19,7 @@ from atts.evaluators.metrics.intervals import (
     reach,
     undefined_estimate,
 )
-from atts.seeds import Seed, generator
+from atts.sampling import Seed, binomial_cdf, binomial_pmf, generator
 
 EXACT_SIGNS = 14
 

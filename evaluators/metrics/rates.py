@@ -12,9 +12,9 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from atts.distributions import binomial_pmf, hypergeometric_tail
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import Estimate, Floats, Ints, mean_estimate
+from atts.sampling import binomial_pmf, hypergeometric_tail
 
 
 @dataclass(frozen=True, slots=True)

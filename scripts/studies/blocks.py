@@ -30,6 +30,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from atts.blocks import Zoo
+from atts.concurrency import collect
 from atts.core import SampleRequest, Sampling
 from atts.local import LocalEngine, LocalOptions, check_model
 from atts.local.build import build_loop
@@ -38,8 +39,7 @@ from atts.local.loop import StepLoop
 from atts.local.messages import AddChain, LoopReport, SampleReply, Submit, WorkerConfig
 from atts.local.native_model import NativeModel
 from atts.models import path
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
 from scripts.studies import blocks_simulated
 from scripts.studies.harness import Options, Row, Table, children, say
 

@@ -24,9 +24,9 @@ from atts.local.model_config import read_model_config
 from atts.local.padding_shape import padding_shape, read_size
 from atts.local.torch_model import TorchModel
 from atts.models import path
+from atts.models.tokenizers import ModelTokenizer
 from atts.pipelines import Policy, prompt_of
-from atts.seeds import Seed
-from atts.tokenizing import ModelTokenizer
+from atts.sampling import Seed
 from scripts.studies.gpu_lab import Lab
 from scripts.studies.gpu_loops import Script
 

@@ -25,7 +25,7 @@ from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.sequence import TokenTable
 from atts.local.torch_model import TorchModel
 from atts.models import path
-from atts.seeds import Seed
+from atts.sampling import Seed
 from scripts.studies.gpu_lab import Lab
 from scripts.studies.theirs import generated, random_model
 

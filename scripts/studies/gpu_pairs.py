@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 
 from atts.calibration import HOLD, Calibrator, StoredScores, Tuning
+from atts.concurrency import collect
 from atts.core import Outcome, Problem, SampleRequest, Sampling, TokenIds
 from atts.evaluators import extract
 from atts.evaluators.datasets.arithmetic import problems
@@ -31,8 +32,7 @@ from atts.pipelines import (
     prompt_of,
     solve,
 )
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
 from scripts.studies.gpu_lab import Lab, OutOfTime
 
 ARMS = ("target-only", "atts", "exact", "draft-only")

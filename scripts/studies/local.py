@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from anyio.from_thread import start_blocking_portal
 
+from atts.concurrency import collect
 from atts.core import ScoreRequest, TokenIds
 from atts.evaluators.datasets.arithmetic import problems
 from atts.local import LocalEngine
 from atts.models import path
-from atts.tasks import collect
 from scripts.studies.harness import (
     Options,
     Row,

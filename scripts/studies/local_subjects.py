@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from anyio.from_thread import BlockingPortal
 
+from atts.concurrency import collect
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.local import LocalEngine, LocalOptions
 from atts.local.model_config import ModelConfig, read_model_config
 from atts.models import EMBEDDED, path
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
 from scripts.studies.harness import Options, cpu_seconds
 from scripts.studies.theirs import generated, opened, random_model
 

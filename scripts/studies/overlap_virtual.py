@@ -15,9 +15,9 @@ from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local.batch import Tap
 from atts.local.exits import ExitAdapter
+from atts.local.logit_sampling import batch_sampling, inverse_cdf, probabilities
 from atts.models import path
-from atts.sampling import batch_sampling, inverse_cdf, probabilities
-from atts.seeds import Seed, uniforms
+from atts.sampling import Seed, uniforms
 from scripts.studies import closed_forms as theory
 from scripts.studies.harness import Options, Row, Table, interval, say
 from scripts.studies.local_subjects import written

@@ -25,6 +25,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from atts.api import Setup, answers_for
 from atts.api.setup import embedded_scores
 from atts.core import (
+    HOLD,
     Completion,
     Outcome,
     Problem,
@@ -40,9 +41,8 @@ from atts.graph import Graph, Limit, ProblemScope, measure
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path
 from atts.pipelines import Context, solve
-from atts.remote import RemoteEngine, RemoteOptions
-from atts.seeds import Seed
-from atts.spans import HOLD
+from atts.sampling import Seed
+from atts.servers import RemoteEngine, RemoteOptions
 from atts.testing import DialectServer, run_virtual
 from scripts.studies.harness import Options, Row, Spent, Table, say
 from scripts.studies.scale_costs import PAIRS, Cost, Pair

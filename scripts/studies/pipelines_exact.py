@@ -19,9 +19,9 @@ from atts.api import Setup
 from atts.core import Outcome, Problem, Rollout, Turn
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
+from atts.local.logit_sampling import batch_sampling, inverse_cdf, probabilities
 from atts.models import path as model_path
-from atts.sampling import batch_sampling, inverse_cdf, probabilities
-from atts.seeds import Seed, uniforms
+from atts.sampling import Seed, uniforms
 from scripts.studies.arms import Arm, Pair, arm, run_block
 from scripts.studies.harness import Options, Row, Table, interval, say
 from scripts.studies.machine import pair_name

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
+from atts.concurrency import collect
 from atts.core import Outcome, Rollout, ScoreRequest
 from atts.engine import Engine
 from atts.local.compiling import native_library
 from atts.local.model_config import read_model_config
 from atts.models import path
-from atts.tasks import collect
 from scripts.studies.arms import Grid, Ledger, Pair, Schedule, Sum, arm, right, run_grid
 from scripts.studies.harness import Options, Row, Table, interval
 

@@ -15,10 +15,10 @@ from typing import Any
 import anyio
 from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
+from atts.concurrency import collect
 from atts.core import SampleRequest
-from atts.remote import RemoteEngine, RemoteOptions
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
+from atts.servers import RemoteEngine, RemoteOptions
 from atts.testing import ToyTokenizer
 from scripts.studies.harness import Options, Row, Spread, Table, say
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from atts.calibration import Calibrator
-from atts.core import Outcome, Problem, Role
+from atts.core import HOLD, Outcome, Problem, Role
 from atts.graph import Graph, Limit, ProblemScope, measure
 from atts.methods import GateInputs, preset
 from atts.pipelines import Chunking, Context, Gate, Policy, RoundGate, solve
-from atts.remote import ReplicaPool
-from atts.spans import HOLD
+from atts.servers import ReplicaPool
 from atts.testing import run_virtual
 from scripts.studies.parts import Parts
 from scripts.studies.scale_costs import Cost, Pair

@@ -20,7 +20,7 @@ import numpy as np
 from atts.core import Completion, Message, Problem, Role, SampleRequest, ScoreRequest, TokenIds
 from atts.engine import EngineSpec
 from atts.pipelines import Answers
-from atts.seeds import Seed, generator
+from atts.sampling import Seed, generator
 from scripts.studies.calibration import traces
 
 CHUNK = 500  # tokens of a full chunk in the recorded runs

@@ -21,7 +21,7 @@ from atts.evaluators.datasets.arithmetic import problems
 from atts.local import LocalEngine
 from atts.local.messages import SpeculationStats
 from atts.models import EMBEDDED, path
-from atts.seeds import Seed
+from atts.sampling import Seed
 from scripts.studies.harness import (
     Options,
     Row,

@@ -12,12 +12,12 @@ from random import Random
 
 import anyio
 
+from atts.concurrency import collect
 from atts.core import SampleRequest, Sampling
 from atts.evaluators import Estimate, mean_estimate
 from atts.evaluators.datasets.arithmetic import Exercise
 from atts.local import LocalEngine, LocalOptions
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
 from scripts.studies.train_data import Encoder, prompt, wrong_chunk
 
 BOX = re.compile(r"\\boxed\{(-?\d+)\}")

@@ -24,8 +24,9 @@ from atts.analysis.report.timing import timing
 from atts.api import Setup
 from atts.calibration import Calibrator, coin_band
 from atts.cli.app import run as run_command
-from atts.core import Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn
+from atts.core import HOLD, Chunk, Decision, Outcome, Problem, Prompt, Rollout, Turn
 from atts.errors import JournalError, OptionError, UsageError
+from atts.files import jsonable
 from atts.graph import CallSpan
 from atts.journal import (
     JOURNAL,
@@ -37,8 +38,6 @@ from atts.journal import (
     open_journal,
     read_entries,
 )
-from atts.jsonable import jsonable
-from atts.spans import HOLD
 from atts.testing import toy_problems
 
 

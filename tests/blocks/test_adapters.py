@@ -19,7 +19,7 @@ from atts.blocks import Zoo
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.errors import ATTSError, ModelLoadError, OptionError
 from atts.local import LocalEngine, LocalOptions
-from atts.seeds import Seed
+from atts.sampling import Seed
 from tests.local.test_stages import StageHere
 from tests.local.test_stages import here as here
 

@@ -28,9 +28,9 @@ from atts.local.chains import ChainModel
 from atts.local.messages import AddChain, Cancel, Command, LoopReport, Reply, Submit, WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.local.options import WorkerKind
-from atts.seeds import Seed
+from atts.models.tokenizers import ModelTokenizer
+from atts.sampling import Seed
 from atts.testing import check_engine
-from atts.tokenizing import ModelTokenizer
 from tests.local.speculating import Script
 from tests.local.test_engine import loop_process
 

@@ -19,8 +19,8 @@ from atts.core import SampleRequest, Sampling
 from atts.errors import ATTSError, OptionError
 from atts.local import LocalEngine, divergence
 from atts.models import path
-from atts.seeds import Seed
-from atts.stored_blocks import Loss
+from atts.models.stored_blocks import Loss
+from atts.sampling import Seed
 from tests.local.conftest import Naive
 
 from .conftest import Tune, contents

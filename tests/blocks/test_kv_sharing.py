@@ -18,7 +18,7 @@ from atts.local.build import build_loop
 from atts.local.chains import ChainModel
 from atts.local.messages import AddChain, FailureReply, LoopReport, Reply, SampleReply, Submit
 from atts.local.slot_ledger import Lineage, SlotLedger
-from atts.seeds import Seed
+from atts.sampling import Seed
 
 from .conftest import MakeZoo
 from .test_chains import OPTIONS, config_of

@@ -24,7 +24,7 @@ from atts.errors import ATTSError, ModelLoadError, OptionError, ZooError
 from atts.local import LocalEngine, shared_worker
 from atts.models import path
 from atts.pipelines import Policy
-from atts.seeds import Seed
+from atts.sampling import Seed
 
 from .conftest import Tune, contents
 from .test_adapters import asked, save_adapter

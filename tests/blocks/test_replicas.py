@@ -21,13 +21,13 @@ import pytest
 from atts.api import build_engine
 from atts.blocks import Zoo, replicated
 from atts.blocks.replicas import Dispatch
+from atts.concurrency import collect
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest
 from atts.engine import EngineStats
 from atts.errors import OptionError
 from atts.local import LocalEngine, LocalOptions, shared_worker
-from atts.remote import ReplicaLoad, ReplicaPool
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
+from atts.servers import ReplicaLoad, ReplicaPool
 from atts.testing import check_engine
 
 from .conftest import Tune

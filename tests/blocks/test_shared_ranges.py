@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from atts.blocks import Zoo
+from atts.concurrency import collect
 from atts.core import Completion, SampleRequest, Sampling
 from atts.errors import EngineUnavailable, ModelLoadError
 from atts.local import LocalEngine, stage_rows, stage_workers
@@ -38,10 +39,9 @@ from atts.local.stage_line import Flight, HeldLine
 from atts.local.stage_rows import HeldRange
 from atts.local.staged_loop import StagedModel
 from atts.local.stages import BuildStage, StageSetup, Visited
+from atts.models.stored_blocks import unit_digests
 from atts.placement import Instance, dispatched
-from atts.seeds import Seed
-from atts.stored_blocks import unit_digests
-from atts.tasks import collect
+from atts.sampling import Seed
 from tests.local.speculating import Script
 from tests.local.test_stages import StageHere, stage_processes
 

@@ -24,7 +24,7 @@ from atts.local.loop import StepLoop
 from atts.local.messages import AddChain, Cancel, LoopReport, Reply, SampleReply, ScoreReply, Submit
 from atts.local.prefix import PrefixNode
 from atts.local.slot_ledger import Lineage, SlotLedger, parting
-from atts.seeds import Seed
+from atts.sampling import Seed
 
 from .conftest import MakeZoo, Tune
 from .test_chains import OPTIONS, config_of

@@ -18,6 +18,7 @@ from atts.analysis import build_report
 from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
 from atts.calibration import Calibrator
 from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
+from atts.files import jsonable
 from atts.journal import (
     JOURNAL,
     MANIFEST,
@@ -29,7 +30,6 @@ from atts.journal import (
     open_run,
     read_entries,
 )
-from atts.jsonable import jsonable
 from atts.models import path as model_path
 from atts.pipelines import Policy
 from atts.testing import toy_problems

@@ -99,7 +99,7 @@ def test_it_stands_alone() -> None:
     assert text.count("\n") <= 200
     imports = [node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom)]
     ours = {node.module for node in imports if (node.module or "").startswith("atts")}
-    assert ours == {"atts.core", "atts.engine", "atts.seeds"}
+    assert ours == {"atts.core", "atts.engine", "atts.sampling"}
 
 
 def test_it_runs(nano: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from atts.spans import CallSpan, ProblemSpan, RolloutSpan
+from atts.core import CallSpan, ProblemSpan, RolloutSpan
 
 
 class Recording(list[Any]):

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from atts.core import CallSpan
 from atts.errors import EngineError, EngineTimeout, UsageError
 from atts.graph import Graph, Limit, ProblemScope, RetryPolicy, RolloutResult, RolloutScope
-from atts.spans import CallSpan
 from atts.testing.clock import Backend, run_virtual
 from tests.graph.recording import Recording
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atts import tasks
+from atts import concurrency
+from atts.core import CallSpan
 from atts.errors import EngineTimeout, OptionError, OutOfMemory, UsageError
 from atts.graph import (
     Graph,
@@ -26,7 +27,6 @@ from atts.graph import (
     sibling_edges,
 )
 from atts.journal import JOURNAL, JournalOptions, Manifest, open_journal, read_entries
-from atts.spans import CallSpan
 from atts.testing.clock import Backend, run_virtual
 from tests.graph.recording import Recording
 
@@ -262,7 +262,7 @@ def test_places_go_to_older_problems_first_and_priority_before_that(
             async def urgent(line: RolloutScope[None]) -> None:
                 order.append(f"{line.problem}/urgent")
 
-            await tasks.collect([
+            await concurrency.collect([
                 lambda: scope.rollouts(rollout, 2),
                 lambda: _after(0.5, lambda: scope.rollouts(urgent, 1, priority=-1)),
             ])  # fmt: skip
@@ -723,7 +723,7 @@ def test_calls_side_by_side_join_in_the_next_one(virtually: Virtually[None]) -> 
                 return stage
 
             await scope.call("a", anyio.sleep, 1.0)
-            assert await tasks.collect([lambda: side("b", 2.0), lambda: side("c", 1.0)]) == [
+            assert await concurrency.collect([lambda: side("b", 2.0), lambda: side("c", 1.0)]) == [
                 "b",
                 "c",
             ]
@@ -803,7 +803,7 @@ def test_a_graph_may_run_again_and_be_shared(virtually: Virtually[None], is_empt
 
         graph = Graph(rollouts=3, sink=recording)
         assert [r.value for r in await graph.run(problems(2), solve)] == [4, 4]
-        both = await tasks.collect(
+        both = await concurrency.collect(
             [lambda: graph.run(problems(3), solve), lambda: graph.run(problems(2), solve)]
         )
         assert [[r.value for r in results] for results in both] == [[4, 4, 4], [4, 4]]

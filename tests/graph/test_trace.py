@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atts.core import CallSpan
 from atts.graph import measure, sibling_edges, write_trace
 from atts.graph.trace import trace_events
-from atts.spans import CallSpan
 
 
 def node(

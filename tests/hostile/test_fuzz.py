@@ -32,7 +32,7 @@ from atts.errors import CalibrationInputError, EngineError
 from atts.journal import JOURNAL
 from atts.local.model_config import read_model_config
 from atts.models import path as model_path
-from atts.tokenizing import ModelTokenizer
+from atts.models.tokenizers import ModelTokenizer
 
 pytestmark = pytest.mark.slow
 COUNT = int(os.environ.get("ATTS_FUZZ", "60"))

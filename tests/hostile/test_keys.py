@@ -8,7 +8,7 @@ import pytest
 
 from atts.cli.app import run
 from atts.errors import OptionError
-from atts.remote import ApiKey
+from atts.servers import ApiKey
 
 KEYS = (
     "openai:https://h/v1/m?key=sk-canary1234567890abcdef", "vllm:http://h/m?key=hf_canaryCANARYcanary",

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from atts.chat_templates import TemplateError, TemplateProcess
 from atts.core import Message
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
 from atts.models import path
-from atts.tokenizing import ModelTokenizer
+from atts.models.chat_templates import TemplateError, TemplateProcess
+from atts.models.tokenizers import ModelTokenizer
 
 TEMPLATES = (
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.getcwd() "

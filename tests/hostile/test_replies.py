@@ -20,12 +20,12 @@ import pytest
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest
 from atts.engine import Tokenizer
 from atts.errors import BadReply, EngineError
-from atts.remote import RemoteOptions
-from atts.remote.client import Call, Client, Traffic
-from atts.remote.dialect_client import DialectClient
-from atts.remote.handshake import describe, find_dialect, identify
-from atts.remote.text_tokenizer import TextTokenizer
-from atts.remote.transport import HttpReply
+from atts.servers import RemoteOptions
+from atts.servers.client import Call, Client, Traffic
+from atts.servers.dialect_client import DialectClient
+from atts.servers.handshake import describe, find_dialect, identify
+from atts.servers.text_tokenizer import TextTokenizer
+from atts.servers.transport import HttpReply
 from atts.testing import ScriptedEngine, ServerQuirks, ToyTokenizer
 from atts.testing.server_core import Refusal, ServerCall, ServerState
 from atts.testing.servers import routes_of

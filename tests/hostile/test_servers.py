@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from atts.errors import BadReply, EngineError, EngineUnavailable
-from atts.remote import RemoteOptions
-from atts.remote.client import Call, Client
-from atts.remote.transport import (
+from atts.servers import RemoteOptions
+from atts.servers.client import Call, Client
+from atts.servers.transport import (
     AiohttpTransport,
     HttpxTransport,
 )
@@ -143,7 +143,7 @@ def anyio_backend(meeting: str) -> str:
 def connect(meeting: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Client]:
     """Makes clients on that transport."""
     kind = AiohttpTransport if meeting.startswith("aiohttp") else HttpxTransport
-    monkeypatch.setattr("atts.remote.client.open_transport", kind)
+    monkeypatch.setattr("atts.servers.client.open_transport", kind)
     return lambda url, options=QUICK: Client("hostile", url, options)
 
 
@@ -291,7 +291,7 @@ async def test_a_retry_after_is_waited_for_within_reason(
     ]
     client = connect(hostile(lambda path: once(b"later", 429, Retry_After=wishes[0][0])).url)
     with monkeypatch.context() as patched:
-        patched.setattr("atts.remote.client.anyio.sleep", sleep)
+        patched.setattr("atts.servers.client.anyio.sleep", sleep)
         while wishes:
             with pytest.raises(EngineUnavailable, match="later"):
                 await ask(client)

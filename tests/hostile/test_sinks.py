@@ -167,7 +167,7 @@ def test_failures_and_logs_are_shown_not_obeyed(
     """What an engine says in an error, in the middle of a run or in a warning."""
 
     async def fail(engine: ScriptedEngine, request: SampleRequest) -> Any:
-        logging.getLogger("atts.remote").warning("it says %s", CANARY)
+        logging.getLogger("atts.servers").warning("it says %s", CANARY)
         raise EngineError("target", CANARY)
 
     monkeypatch.setattr(ScriptedEngine, "_sample", fail)

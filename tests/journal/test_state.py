@@ -36,7 +36,7 @@ from atts.journal import (
     Warned,
     read_outcomes,
 )
-from atts.seeds import Seed
+from atts.sampling import Seed
 
 
 def entries(events: list[Event]) -> list[Entry]:

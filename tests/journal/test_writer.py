@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from atts import tasks
+from atts import concurrency
 from atts.errors import (
     FingerprintError,
     JournalCorrupt,
@@ -94,7 +94,7 @@ async def test_many_tasks_keep_the_order_of_recording(tmp_path: Path) -> None:
                 journal.record(Warned("w", order[-1]))
                 await (journal.saved() if step % 3 else anyio.lowlevel.checkpoint())
 
-        async with tasks.task_group() as group:
+        async with concurrency.task_group() as group:
             for name in range(20):
                 group.start_soon(work, name)
     assert texts(tmp_path) == order
@@ -163,7 +163,7 @@ async def test_a_full_disk_stops_every_writer(
     async def crowd() -> None:
         async with (
             open_journal(tmp_path, SETTINGS, JournalOptions(opener=opener)) as journal,
-            tasks.task_group() as group,
+            concurrency.task_group() as group,
         ):
             for style in ("waits", "waits", "only records"):
                 group.start_soon(work, journal, style)

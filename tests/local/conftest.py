@@ -14,7 +14,7 @@ from atts.local import LocalOptions, LoopStats
 from atts.local.build import MakeModel, build_loop
 from atts.local.messages import Command, LoopReport, WorkerConfig
 from atts.local.model_config import read_model_config
-from atts.tokenizing import ModelTokenizer
+from atts.models.tokenizers import ModelTokenizer
 from tests.local.speculating import Driven, Script
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>"]

@@ -27,9 +27,9 @@ from atts.local.messages import (
 )
 from atts.local.model_config import read_model_config
 from atts.local.speculating import Lengths, SpeculationRound
-from atts.seeds import Seed
+from atts.models.tokenizers import ModelTokenizer
+from atts.sampling import Seed
 from atts.speculation import Ask, Proposer, TokenProposal
-from atts.tokenizing import ModelTokenizer
 
 Make = Callable[..., Path]
 LAWS = (

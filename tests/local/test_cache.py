@@ -24,7 +24,7 @@ from atts.local.native_model import NativeModel
 from atts.local.prefix import PrefixNode, PrefixTree
 from atts.local.sequence import Sequence, ending
 from atts.local.torch_model import TorchModel
-from atts.seeds import Seed, uniforms
+from atts.sampling import Seed, uniforms
 
 
 def ids_of(seed: int, count: int) -> TokenIds:

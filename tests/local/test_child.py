@@ -23,7 +23,7 @@ from atts.local import LocalEngine, LocalOptions
 from atts.local.messages import WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.local.worker import ProcessWorker
-from atts.tokenizing import ModelTokenizer
+from atts.models.tokenizers import ModelTokenizer
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
 Make = Callable[..., Path]

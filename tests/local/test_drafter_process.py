@@ -18,7 +18,7 @@ from atts.errors import ModelLoadError, OptionError
 from atts.local import LocalOptions
 from atts.local.drafter_child import DraftRows
 from atts.local.drafter_process import DrafterProcess, DraftStep
-from atts.seeds import Seed
+from atts.sampling import Seed
 from atts.speculation import Ask, OverlapStats
 from tests.local.speculating import Driven, Make, counts, ids_of, requests, run, same
 

@@ -21,6 +21,7 @@ import anyio
 import pytest
 import torch
 
+from atts.concurrency import task_group
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import (
     ATTSError,
@@ -35,10 +36,9 @@ from atts.errors import (
 from atts.local import LocalEngine, LocalOptions, build
 from atts.local.messages import WorkerConfig
 from atts.local.sequence import new_sequence
-from atts.seeds import Seed
-from atts.tasks import task_group
+from atts.models.tokenizers import ModelTokenizer
+from atts.sampling import Seed
 from atts.testing import CheckOptions, check_engine
-from atts.tokenizing import ModelTokenizer
 
 Make = Callable[..., Path]
 HERE = LocalOptions(worker="thread")

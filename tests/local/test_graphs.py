@@ -19,12 +19,12 @@ from atts.local.batch import StepBatch
 from atts.local.blocks import RowBlocks, bucketed, layout_of, packed, unpacked
 from atts.local.cuda_model import disagreement, paged_attention
 from atts.local.loader import Weights
+from atts.local.logit_sampling import SampledTokens
 from atts.local.messages import Command, SampleReply, Submit
 from atts.local.model_config import ModelConfig, read_model_config
 from atts.local.torch_model import TorchModel
 from atts.models import path
-from atts.sampling import SampledTokens
-from atts.seeds import Seed
+from atts.sampling import Seed
 from tests.local.speculating import ids_of
 
 LAWS = (Sampling(0), Sampling(0.8), Sampling(1.0, top_p=0.9), Sampling(0.7, top_k=20, min_p=0.02))

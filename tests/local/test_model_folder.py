@@ -16,13 +16,13 @@ import anyio
 import pytest
 import torch
 
-from atts import model_folder, tokenizing
 from atts.cli import run
 from atts.core import Message
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.local import LocalEngine, LocalOptions, model_config
-from atts.model_folder import find_tokenizer, refuse_code, require_template
-from atts.tokenizing import ModelTokenizer
+from atts.models import folders, tokenizers
+from atts.models.folders import find_tokenizer, refuse_code, require_template
+from atts.models.tokenizers import ModelTokenizer
 
 Make = Callable[..., Path]
 MAPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -106,7 +106,7 @@ def test_code_is_not_run_even_where_it_is_not_refused(
     to.
     """
     folder = singing(way)
-    for module in (tokenizing, model_config, model_folder):
+    for module in (tokenizers, model_config, folders):
         monkeypatch.setattr(module, "refuse_code", lambda *_: None)
     for load in (
         lambda: model_config.read_hf_config(folder, "it"),

@@ -13,7 +13,7 @@ from atts.core import SampleRequest, Sampling
 from atts.local.messages import Cancel, Command, SampleReply, Submit
 from atts.local.multi_step import MultiStep
 from atts.local.native_model import NativeModel
-from atts.tokenizing import ModelTokenizer
+from atts.models.tokenizers import ModelTokenizer
 from tests.local.speculating import LAWS, Driven, Make, ids_of, requests, run, same, texts
 
 PLAIN = (Sampling(0.0), Sampling(0.7), Sampling(1.0))

@@ -25,7 +25,7 @@ from atts.local.loop import StepLoop
 from atts.local.messages import Cancel, Command
 from atts.local.native_model import NativeModel
 from atts.local.transport import InlineTransport, ThreadTransport, Work
-from atts.seeds import Seed
+from atts.sampling import Seed
 from atts.speculation import OverlapStats, PlaceLaw
 from tests.local.speculating import Driven, Make, counts, ids_of, requests, run, same, texts
 

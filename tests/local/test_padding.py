@@ -27,7 +27,7 @@ from atts.local.padding import PaddedModel, padding_weights
 from atts.local.padding_shape import padding_shape
 from atts.local.torch_model import TorchModel
 from atts.models import path
-from atts.seeds import Seed
+from atts.sampling import Seed
 from tests.local.speculating import Make, counts, requests, run, same
 
 CPU = torch.device("cpu")

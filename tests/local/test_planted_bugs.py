@@ -16,9 +16,9 @@ import pytest
 from atts.core import SampleRequest
 from atts.local.batch import StepPlan
 from atts.local.loop import StepLoop
-from atts.seeds import Seed, uniforms
+from atts.models.tokenizers import StopMatcher
+from atts.sampling import Seed, uniforms
 from atts.speculation import ratio_walk
-from atts.tokenizing import StopMatcher
 from tests.local.speculating import Driven, Knowing, Make, requests, run, same, texts
 from tests.local.test_speculation import begun, ended_within, is_always_right
 

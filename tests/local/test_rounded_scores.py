@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atts.api.engines import build_engine
+from atts.concurrency import collect
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest
 from atts.errors import OptionError, UnsupportedByEngine
 from atts.local import LocalEngine, LocalOptions
 from atts.local.compiling import native_library
 from atts.local.model_config import read_model_config
 from atts.models import path
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
 
 HERE = LocalOptions(worker="thread", kv_tokens=2048, threads=1, device="cpu")
 TEXTS = [tuple(range(5 + 7 * n, 45 + 9 * n)) for n in range(6)]

@@ -22,7 +22,7 @@ from atts.local.cache import allocate_cache
 from atts.local.loop import StepLoop
 from atts.local.messages import Command, SampleReply, Submit
 from atts.local.scheduler import Scheduler
-from atts.seeds import Seed
+from atts.sampling import Seed
 from atts.speculation import Ask, Proposer, TokenProposal
 from tests.local.speculating import (
     AnyLength,

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 
+from atts.concurrency import collect
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import EngineUnavailable, ModelLoadError, OptionError, UnsupportedByEngine
 from atts.local import LocalEngine, LocalOptions, stage_rows, stage_workers
@@ -35,11 +36,10 @@ from atts.local.model_config import read_model_config
 from atts.local.native_model import NativeModel
 from atts.local.stage_rows import KeptRows, StageCosts
 from atts.local.stages import BuildStage, StageServer, StageSetup, Visit, stage_setups
+from atts.models.tokenizers import ModelTokenizer
 from atts.placement import Instance, dispatched
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
 from atts.testing import check_engine
-from atts.tokenizing import ModelTokenizer
 
 from .speculating import Driven, Script, ids_of
 

@@ -21,7 +21,7 @@ from atts.local.padding_shape import padding_shape
 from atts.local.streams import STREAM_FILE
 from atts.local.transport import InlineTransport
 from atts.models import path
-from atts.seeds import Seed
+from atts.sampling import Seed
 from atts.speculation import OverlapStats
 from tests.local.speculating import Make, counts, requests, run, same, texts
 

@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atts import tokenizing
 from atts.errors import ModelLoadError, OptionError
 from atts.evaluators.datasets.arithmetic import problems
 from atts.local import model_config
 from atts.local.model_config import read_model_config
-from atts.models import EMBEDDED, Embedded, info, path
-from atts.tokenizing import ModelTokenizer
+from atts.models import EMBEDDED, Embedded, info, path, tokenizers
+from atts.models.tokenizers import ModelTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +47,7 @@ def test_what_is_read_without_torch_is_what_transformers_reads(
     assert "transformers" in type(model_config.read_hf_config(folder, name)).__module__
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr(tokenizing, "_tokenizer_class", lambda *_: AutoTokenizer)
+    monkeypatch.setattr(tokenizers, "_tokenizer_class", lambda *_: AutoTokenizer)
     assert (read_model_config(folder, name), ModelTokenizer(folder, name).digest) == found
 
 

@@ -14,12 +14,21 @@ from typing import Any
 import pytest
 
 from atts.analysis import replay_policy
-from atts.core import Outcome, Rollout, Sampling, ScoreRequest, Scores, TokenIds, Turn
+from atts.core import (
+    HOLD,
+    Outcome,
+    Rollout,
+    RolloutSpan,
+    Sampling,
+    ScoreRequest,
+    Scores,
+    TokenIds,
+    Turn,
+)
 from atts.graph import CallSpan, RetryPolicy, measure
 from atts.pipelines import Answers, Policy, ThresholdGate
 from atts.pipelines.policy import Takeover
 from atts.pipelines.scores import resolved, score_of
-from atts.spans import HOLD, RolloutSpan
 from atts.testing import Latency, ScriptedEngine, run_virtual
 
 Solve = Callable[..., list[Outcome]]

@@ -16,6 +16,7 @@ from atts.core import (
     Beginning,
     Completion,
     Outcome,
+    RolloutSpan,
     SampleRequest,
     Sampling,
     ScoreRequest,
@@ -28,8 +29,7 @@ from atts.methods import preset
 from atts.pipelines import FixedGate, Policy, ThresholdGate, check_engines, check_scores
 from atts.pipelines.draft_length import DraftLength
 from atts.pipelines.writer_choice import WriterChoice
-from atts.seeds import Seed
-from atts.spans import RolloutSpan
+from atts.sampling import Seed
 from atts.testing import Latency, ScriptedEngine, check_engine, run_virtual, toy_problems
 
 Solve = Callable[..., list[Outcome]]

@@ -43,7 +43,7 @@ from atts.pipelines import (
     ThresholdGate,
     solve,
 )
-from atts.seeds import Seed, uniforms
+from atts.sampling import Seed, uniforms
 from atts.testing import run_virtual
 
 # "a" is the prompt and a letter, "n" plays the delimiter, "." is the end.

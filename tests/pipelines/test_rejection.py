@@ -319,9 +319,9 @@ def test_seeds_make_runs_repeat_under_any_schedule(attempt: Solve) -> None:
 
 def test_no_edge_between_siblings_and_no_time_lost_to_them(attempt: Solve) -> None:
     """Asynchronous mode: a rollout's nodes wait for its own nodes only."""
-    events: list[object] = []
+    events: list[Any] = []
     attempt(POLICY, conformal(0.3), events=events)
-    nodes: dict[Any, Any] = {e.node: e for e in events if hasattr(e, "after")}
+    nodes = {e.node: e for e in events if hasattr(e, "after")}
     assert nodes
     for node in nodes.values():
         assert node.wait == 0

@@ -39,7 +39,7 @@ from atts.run.recorded_calls import RecordedEngine, RecordedSteps
 from atts.run.recorded_gates import replay_event
 from atts.run.recorder import DecisionsLeft, EscalationCounter, Recorder
 from atts.run.stopping import Stop
-from atts.seeds import Seed
+from atts.sampling import Seed
 from atts.testing import Faults, Latency, ScriptedEngine, run_virtual, toy_problems
 
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)

@@ -16,7 +16,7 @@ import pytest
 
 from atts.api import Setup
 from atts.calibration import Calibrator
-from atts.core import Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn, Usage
+from atts.core import HOLD, Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn, Usage
 from atts.errors import DatasetError, OptionError
 from atts.evaluators import samples_of
 from atts.graph import Limit, ProblemScope, RetryPolicy, RolloutScope
@@ -49,8 +49,7 @@ from atts.run import (
     Stop,
     evaluate,
 )
-from atts.seeds import Seed
-from atts.spans import HOLD
+from atts.sampling import Seed
 from atts.testing import Backend, Faults, ScriptedEngine, run_virtual, toy_groups, toy_problems
 
 Outcomes = Callable[[RunResult], dict[str, str]]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 import atts.speculation.verifying as verifying
 from atts.core import Sampling, TokenIds
-from atts.seeds import Seed, uniforms
-from atts.speculated import Speculated, speculated_since, together
+from atts.engine import Speculated, speculated_since, together
+from atts.sampling import Seed, uniforms
 from atts.speculation import (
     Ask,
     BestProposer,

@@ -16,9 +16,9 @@ from typing import Protocol, Self
 
 import anyio
 
+from atts.concurrency import background, clock
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, Tokenizer, check_sample, check_score
-from atts.tasks import background, clock
 from scripts.studies.scale_costs import Cost
 
 

@@ -16,6 +16,7 @@ import torch
 
 from atts.api import answers_for, build_engine
 from atts.calibration import Calibrator
+from atts.concurrency import collect
 from atts.core import Problem, Role, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.engine import Engine
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
@@ -23,8 +24,7 @@ from atts.graph import Graph, ProblemScope
 from atts.local import LocalEngine, LocalOptions
 from atts.methods import GateInputs, preset
 from atts.pipelines import Context, Policy, ThresholdGate, solve
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
 from scripts.studies.harness import say
 from tests.studies.fitted import Observation
 from tests.studies.taped import InstantEngine, Tape, TapedEngine

@@ -8,7 +8,7 @@ from operator import attrgetter
 from struct import Struct
 from typing import Any
 
-from atts.spans import CallSpan, CallStatus, ProblemSpan, RolloutSpan
+from atts.core import CallSpan, CallStatus, ProblemSpan, RolloutSpan
 
 _ROW = Struct("<qiiiiiddddqibqb")
 _STATUS: tuple[CallStatus, ...] = ("done", "failed", "cancelled")

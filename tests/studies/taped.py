@@ -11,7 +11,7 @@ from anyio.lowlevel import checkpoint
 
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.engine import Engine, EngineAround, EngineSpec, EngineStats
-from atts.seeds import Seed
+from atts.sampling import Seed
 
 
 class Tape:

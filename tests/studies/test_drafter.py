@@ -13,8 +13,8 @@ from atts.evaluators.datasets.arithmetic import problems
 from atts.local.messages import Submit
 from atts.local.model_config import read_model_config
 from atts.models import path
-from atts.seeds import Seed
-from atts.tokenizing import ModelTokenizer
+from atts.models.tokenizers import ModelTokenizer
+from atts.sampling import Seed
 from scripts.studies import train_drafter
 from scripts.studies.harness import Options
 from scripts.studies.overlap import groups

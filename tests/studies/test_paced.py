@@ -10,9 +10,9 @@ from typing import Any
 import anyio
 import pytest
 
+from atts.concurrency import collect
 from atts.core import SampleRequest, ScoreRequest
 from atts.evaluators.datasets.arithmetic import problems
-from atts.tasks import collect
 from atts.testing import run_virtual
 
 paced = pytest.importorskip("scripts.studies.paced", reason="needs a checkout")

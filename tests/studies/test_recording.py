@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atts.spans import CallSpan, CallStatus, ProblemSpan, RolloutSpan
+from atts.core import CallSpan, CallStatus, ProblemSpan, RolloutSpan
 
 packed = pytest.importorskip("tests.studies.recording", reason="needs a checkout")
 

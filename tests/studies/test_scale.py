@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atts.concurrency import collect
 from atts.core import SampleRequest, ScoreRequest
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
 from atts.testing import run_virtual
 
 costs = pytest.importorskip("scripts.studies.scale_costs", reason="needs a checkout")

@@ -8,11 +8,11 @@ from typing import Literal, get_args
 import anyio
 import pytest
 
+from atts.concurrency import collect
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest, Scores
 from atts.engine import Engine
 from atts.errors import EngineTimeout, EngineUnavailable, OptionError, UsageError
-from atts.seeds import Seed
-from atts.tasks import collect
+from atts.sampling import Seed
 from atts.testing import (
     FaultKind,
     Faults,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atts.core import Completion, Message, Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.errors import OptionError, UsageError
-from atts.seeds import Seed
+from atts.sampling import Seed
 from atts.testing import DRAFT, TARGET, Skill, ToyModel, ToyTokenizer, language, toy_problems
 from atts.testing.distributions import Distribution
 from atts.testing.questions import read_question

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atts.concurrency import SlotQueue, collect, task_group
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.errors import EngineUnavailable, OptionError, UnsupportedByEngine
-from atts.seeds import Seed
-from atts.slots import SlotQueue
-from atts.tasks import collect, task_group
+from atts.sampling import Seed
 from atts.testing import Latency, ScoreDrift, ScriptedEngine, run_virtual, toy_problems
 
 Backend = Literal["asyncio", "trio"]

@@ -17,8 +17,7 @@ from atts.analysis.report.charts import Chart, calibration_charts, labelled_char
 from atts.analysis.report.figures import save_figures
 from atts.analysis.report.render import as_format, filled, page
 from atts.errors import OptionError
-from atts.files import write_out
-from atts.jsonable import jsonable
+from atts.files import jsonable, write_out
 
 CalibrationFormat = Literal["html", "markdown", "json", "svg", "png"]
 _FORMATS: tuple[CalibrationFormat, ...] = get_args(CalibrationFormat)

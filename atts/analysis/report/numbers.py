@@ -8,8 +8,8 @@ from typing import Literal
 
 from atts.calibration import RateCheck, check_rate
 from atts.core import Usage
+from atts.engine import Speculated
 from atts.evaluators import Estimate
-from atts.speculated import Speculated
 
 Standing = Literal["good", "care", "bad"]
 """Nothing to hold against it; read with care; do not rely on it."""

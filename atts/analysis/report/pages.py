@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from atts.core import Outcome, Rollout, Turn
+from atts.files import jsonable
 from atts.journal import FinishedProblem, FinishedSample
-from atts.jsonable import jsonable
 
 _LIMITS = (4000, 1500, 600, 240, 80, 0)  # characters of a chunk that are kept, the more the better
 _FEWEST = 40  # problems a budget is shared by when their number is not known

@@ -35,7 +35,7 @@ from atts.calibration import (
 )
 from atts.core import Decision
 from atts.evaluators import share_estimate
-from atts.seeds import Seed, uniforms
+from atts.sampling import Seed, uniforms
 
 LEVEL = 0.95
 DRIFT_LEVEL = 0.01

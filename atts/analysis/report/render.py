@@ -18,8 +18,7 @@ from atts.analysis.report.build import BuiltReport
 from atts.analysis.report.frontier_chart import frontier_chart, runs_chart
 from atts.analysis.report.svg import Axis
 from atts.errors import OptionError
-from atts.files import write_atomic, write_out
-from atts.jsonable import jsonable
+from atts.files import jsonable, write_atomic, write_out
 
 F = TypeVar("F", bound=str)
 Format = Literal["html", "markdown", "json"]

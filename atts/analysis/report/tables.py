@@ -11,8 +11,8 @@ from typing import Literal
 from atts.analysis.report.numbers import Caveat, ProblemRow, RateControl, RunReport, TimeBreakdown
 from atts.analysis.report.words import WORDS
 from atts.calibration import Health
+from atts.engine import Speculated
 from atts.evaluators import Estimate
-from atts.speculated import Speculated
 
 TableKind = Literal["rows", "facts"]
 

@@ -1,0 +1,183 @@
+"""Sampling from logits: temperature, top-k, top-p, min-p, seeded draws and log-probabilities, as
+pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from atts.core import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The sampling settings of a batch, one entry a row; a filter no row uses is None and costs
+    nothing.
+    """
+
+    temperature: Tensor  # [batch] float64; 0 is greedy
+    top_k: Tensor | None = None  # [batch] int64; the vocabulary's size where a row has no limit
+    top_p: Tensor | None = None  # [batch] float64
+    min_p: Tensor | None = None  # [batch] float64
+    is_greedy: bool = False  # every row is
+    has_greedy: bool = False  # some row is: known here, so that no device is asked
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One token a row, its log-probability under the raw distribution, and whether that row's
+    logits held a NaN.
+    """
+
+    tokens: Tensor  # [batch] int64
+    logprobs: Tensor  # [batch] float32
+
+    def lists(self) -> tuple[list[int], list[float]]:
+        """Both as plain numbers; from a device they come in one copy."""
+        if self.tokens.is_cpu:
+            return self.tokens.tolist(), self.logprobs.tolist()
+        tokens, logprobs = torch.stack([self.tokens.double(), self.logprobs.double()]).tolist()
+        return [int(token) for token in tokens], logprobs
+
+
+def batch_sampling(
+    settings: Sequence[Sampling], vocabulary: int, device: torch.device | None = None
+) -> SamplingBatch:
+    """One `SamplingBatch` for rows that may each have their own settings."""
+
+    def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        made = torch.tensor(values, dtype=dtype)
+        return (
+            made if device is None else made.to(device, non_blocking=True)
+        )  # nothing on the device is waited for
+
+    temperatures = [row.temperature for row in settings]
+    limits = [float(row.top_k if 0 < row.top_k < vocabulary else vocabulary) for row in settings]
+    return SamplingBatch(
+        temperature=column(temperatures, torch.float64),
+        top_k=column(limits, torch.int64) if min(limits, default=vocabulary) < vocabulary else None,
+        top_p=column([row.top_p for row in settings], torch.float64)
+        if any(r.top_p < 1 for r in settings)
+        else None,
+        min_p=column([row.min_p for row in settings], torch.float64)
+        if any(r.min_p > 0 for r in settings)
+        else None,
+        is_greedy=not any(temperatures),
+        has_greedy=not all(temperatures),
+    )
+
+
+def first_rows(sampling: SamplingBatch, count: int) -> SamplingBatch:
+    """The settings of the first rows."""
+    if count == len(sampling.temperature):
+        return sampling
+    top_k, top_p, min_p = (
+        None if column is None else column[:count]
+        for column in (sampling.top_k, sampling.top_p, sampling.min_p)
+    )
+    return replace(
+        sampling, temperature=sampling.temperature[:count], top_k=top_k, top_p=top_p, min_p=min_p
+    )
+
+
+def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
+    """The settings of these rows, each as often as it is named."""
+
+    def picked(column: Tensor | None) -> Tensor | None:
+        return None if column is None else column[rows.to(column.device)]
+
+    temperature = sampling.temperature[rows.to(sampling.temperature.device)]
+    top_k = picked(sampling.top_k)
+    top_p = picked(sampling.top_p)
+    min_p = picked(sampling.min_p)
+    return replace(sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+
+
+def filtered_rows(sampling: SamplingBatch, vocabulary: int) -> Tensor | None:
+    """Which rows drop tokens, as a mask; None when no row does."""
+    masks = [
+        *([sampling.top_k < vocabulary] if sampling.top_k is not None else []),
+        *([sampling.top_p < 1] if sampling.top_p is not None else []),
+        *([sampling.min_p > 0] if sampling.min_p is not None else []),
+    ]
+    return torch.stack(masks).any(0) if masks else None
+
+
+def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probability of each row's token at temperature 1, nothing dropped; NaN where a row holds
+    a NaN.
+
+    >>> raw_logprobs(torch.zeros(1, 4), torch.tensor([2])).exp().item()
+    0.25
+    """
+    logits = logits.float()
+    picked = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return picked - logits.logsumexp(-1)
+
+
+def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """The distribution tokens are drawn from: temperature, then top-k, then top-p of what is left,
+    then min-p.
+
+    [batch, vocabulary] float64, rows sum to 1; a token tied with the last one kept by top-k is kept
+    too. A greedy row (temperature 0) has all its mass on the first of its best tokens.
+    """
+    greedy = sampling.temperature <= 0
+    scale = torch.where(greedy, 1.0, sampling.temperature)
+    scaled = logits.double() / scale.unsqueeze(-1)
+    if sampling.top_k is not None:
+        ordered = scaled.sort(-1, descending=True).values
+        scaled = scaled.masked_fill(
+            scaled < ordered.gather(-1, sampling.top_k.unsqueeze(-1) - 1), -torch.inf
+        )
+    if sampling.top_p is not None:
+        scaled = _nucleus(scaled, sampling.top_p)
+    probs = scaled.softmax(-1)
+    if sampling.min_p is not None:
+        probs = probs.masked_fill(
+            probs < sampling.min_p.unsqueeze(-1) * probs.amax(-1, keepdim=True), 0.0
+        )
+        probs = probs / probs.sum(-1, keepdim=True)
+    if sampling.has_greedy:
+        best = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        probs = torch.where(greedy.unsqueeze(-1), best, probs)
+    return probs
+
+
+def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The token at which each row's cumulated distribution passes its uniform: a monotone,
+    schedule-free draw.
+
+    >>> inverse_cdf(torch.tensor([[0.5, 0.0, 0.5]]), torch.tensor([0.5])).item()
+    2
+    """
+    total = probs.cumsum(-1, dtype=torch.float64)
+    wanted = uniforms.to(total).unsqueeze(-1) * total[..., -1:]
+    # side "right" steps over tokens of no mass; the clamp guards the rounding of a uniform just
+    # below 1
+    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).to(torch.int8).argmax(-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(total, wanted, right=True), last).squeeze(-1)
+
+
+def sample(logits: Tensor, sampling: SamplingBatch, uniforms: Tensor) -> SampledTokens:
+    """Draw one token a row with the given uniforms; greedy rows ignore theirs."""
+    tokens = (
+        logits.argmax(-1)
+        if sampling.is_greedy
+        else inverse_cdf(probabilities(logits, sampling), uniforms)
+    )
+    return SampledTokens(tokens, raw_logprobs(logits, tokens))
+
+
+def _nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
+    """Drop what lies beyond the smallest set of best tokens whose mass reaches `top_p`."""
+    values, order = scaled.sort(stable=True, dim=-1, descending=True)
+    probs = values.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    dropped = before >= top_p.unsqueeze(-1)
+    dropped[..., 0] = False
+    return scaled.masked_fill(torch.zeros_like(dropped).scatter_(-1, order, dropped), -torch.inf)

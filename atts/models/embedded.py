@@ -1,0 +1,108 @@
+"""The embedded draft and target models: where their files are, how large they are, what a token
+costs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from atts.errors import ModelLoadError, OptionError
+
+Embedded = Literal["draft", "target"]
+EMBEDDED: Final[tuple[Embedded, ...]] = get_args(Embedded)
+"""The names of the embedded models; they share one tokenizer."""
+Drafter = Literal["deep"]
+"""Of the same tokenizer, made to propose tokens to the embedded target: eight narrow layers."""
+
+_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a reader wants to know of an embedded model before loading it."""
+
+    name: Embedded
+    path: Path
+    layers: int
+    hidden_size: int
+    context_length: int
+    vocabulary: int
+    weights_per_token: int  # multiply-adds of one token in all matrices, the output matrix included
+    attention_width: int  # heads times head dimension, summed over layers
+    bytes: int  # of the weights file
+
+    def flops_per_token(self, context: int = 0) -> float:
+        """Floating-point operations of one decoded token that attends to `context` others."""
+        return 2.0 * (self.weights_per_token + 2 * context * self.attention_width)
+
+
+def path(name: Embedded | Drafter) -> Path:
+    """The folder of an embedded model: configuration, weights, tokenizer, as the transformers
+    library lays them out.
+
+    :raises OptionError: there is no embedded model of that name.
+    :raises ModelLoadError: the installation lacks its files.
+
+    >>> path("draft").name
+    'draft'
+    """
+    if name not in (known := (*EMBEDDED, *get_args(Drafter))):
+        raise OptionError("model", f"no embedded model is called {name!r}", known, given=name)
+    folder = Path(str(resources.files("atts.models"))) / name
+    missing = [file for file in _FILES if not (folder / file).is_file()]
+    if missing:
+        raise ModelLoadError(
+            f"embedded {name}",
+            f"{folder} lacks {', '.join(missing)}",
+            "Install atts again, or train it anew with scripts/train.",
+        )
+    return folder
+
+
+def scores_path() -> Path:
+    """The file of the pair's stored scores: of the draft's chunks, on problems of the calibration
+    split.
+    """
+    return Path(str(resources.files("atts.models"))) / "scores.json"
+
+
+def info(name: Embedded) -> ModelInfo:
+    """Size and cost, read from the model's own configuration.
+
+    :raises OptionError: there is no embedded model of that name.
+    :raises ModelLoadError: the installation lacks its files.
+
+    >>> info("target").flops_per_token() >= 20 * info("draft").flops_per_token()
+    True
+    """
+    folder = path(name)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    hidden = int(config["hidden_size"])
+    layers = int(config["num_hidden_layers"])
+    head = int(config["head_dim"])
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config["num_key_value_heads"])
+    matrices = 2 * hidden * head * (heads + kv_heads) + 3 * hidden * int(
+        config["intermediate_size"]
+    )
+    return ModelInfo(
+        name=name,
+        path=folder,
+        layers=layers,
+        hidden_size=hidden,
+        context_length=int(config["max_position_embeddings"]),
+        vocabulary=int(config["vocab_size"]),
+        weights_per_token=layers * matrices + int(config["vocab_size"]) * hidden,
+        attention_width=layers * heads * head,
+        bytes=(folder / "model.safetensors").stat().st_size,
+    )

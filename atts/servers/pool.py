@@ -1,0 +1,354 @@
+"""Pool of alike replicas as one engine: cache-affine routing, circuit breaking, retries elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, fields
+from hashlib import blake2b
+from types import TracebackType
+from typing import Literal, Protocol, Self, TypeVar
+
+import anyio
+
+from atts.concurrency import backoff, clock, task_group
+from atts.core import Completion, SampleRequest, ScoreRequest, Scores
+from atts.engine import (
+    Engine,
+    EngineSpec,
+    EngineState,
+    EngineStats,
+    Returning,
+    Tokenizer,
+    not_open,
+    opened,
+)
+from atts.errors import (
+    ATTSError,
+    BadReply,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    FingerprintError,
+    OptionError,
+    UnsupportedByEngine,
+)
+
+T = TypeVar("T")
+State = Literal["up", "down", "refused"]
+"""down: it failed and is asked again later. refused: it came back as another engine."""
+_BACK_SECONDS = 0.5  # before a failed replica is asked again; doubles with every failure
+_LONGEST_SECONDS = 30.0
+_FAILURES = 3  # time-outs or impossible replies in a row that count as a lost replica
+_SLACK = 8  # requests a replica may have above its fair share before work spills over
+
+
+class Replica(Engine, Protocol):
+    """An engine that can be lost and found again."""
+
+    async def recheck(self) -> None:
+        """Open it if it never was, or see that it is still who it was.
+
+        :raises EngineUnavailable: it cannot be reached.
+        :raises EngineError: it is another.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What one replica has done and has to do."""
+
+    name: str
+    state: State
+    in_flight: int
+    requests: int
+    failures: int
+    reason: str = ""
+
+
+Prefer = Callable[[Sequence[ReplicaLoad], SampleRequest | ScoreRequest], int]
+"""Which of the replicas that are up a request goes to."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """One replica and what is known of its health."""
+
+    name: str
+    engine: Replica
+    state: State = "up"
+    in_flight: int = 0
+    requests: int = 0
+    failures: int = 0
+    in_a_row: int = 0
+    retry_at: float = 0.0
+    checking: anyio.Lock = field(default_factory=anyio.Lock)
+    checks: int = 0  # after which it was up
+    reason: str = ""
+
+    @property
+    def load(self) -> ReplicaLoad:
+        """What it has done and has to do."""
+        return ReplicaLoad(
+            self.name, self.state, self.in_flight, self.requests, self.failures, self.reason
+        )
+
+
+class ReplicaPool:
+    """Engines that are alike, as one engine.
+
+    A rollout goes where its name sends it, so that its prefix is cached there, unless that replica
+    is down or has far more to do than the others; or each request where `prefer` says. A replica
+    that is lost is left alone for a while, then checked by one request while the others go
+    elsewhere; the requests it lost are asked again elsewhere, from the ids they carry. One that
+    comes back as another engine is never used again.
+
+    :raises OptionError: no replica.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[tuple[str, Replica]],
+        *,
+        name: str = "pool",
+        prefer: Prefer | None = None,
+    ) -> None:
+        if not replicas:
+            raise OptionError("replicas", "a pool needs at least one")
+        self._name = name
+        self._prefer = prefer
+        self._members = [_Member(label, engine) for label, engine in replicas]
+        self._stack = AsyncExitStack()
+        self._state: EngineState = "new"
+        self._first: Replica | None = None
+        self._clock: Callable[[], float] = lambda: 0.0  # the loop's, once there is one
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The replicas', which are alike."""
+        return self._one().spec
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The replicas'."""
+        return self._one().tokenizer
+
+    def stats(self) -> EngineStats:
+        """The sums over the replicas; a request that was asked again elsewhere counts at each."""
+        each = [member.engine.stats() for member in self._members]
+        return EngineStats(
+            *(sum(getattr(stats, field.name) for stats in each) for field in fields(EngineStats))
+        )
+
+    def load(self) -> tuple[ReplicaLoad, ...]:
+        """Per-replica load, in the order given."""
+        return tuple(member.load for member in self._members)
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Continue the ids somewhere; see `atts.engine.Engine`."""
+        return await self._anywhere(request, lambda engine: engine.sample(request))
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Score the suffix somewhere; see `atts.engine.Engine`."""
+        return await self._anywhere(request, lambda engine: engine.score(request))
+
+    async def comes_back(self) -> bool:
+        """Wait until one replica is up again, where all are lost; see `atts.engine.Returning`."""
+        if self._state != "open":
+            return False
+
+        async def wait_for(member: _Member) -> None:
+            engine = member.engine
+            if (
+                member.state == "down"
+                and isinstance(engine, Returning)
+                and await engine.comes_back()
+            ):
+                async with (
+                    member.checking
+                ):  # of the calls that ask at once one checks, and all go on when it has
+                    if member.state == "down":
+                        await self._look(member)
+            if member.state == "up":
+                group.cancel_scope.cancel()
+
+        async with task_group() as group:
+            for member in self._members:
+                group.start_soon(wait_for, member)
+        return any(member.state == "up" for member in self._members)
+
+    async def __aenter__(self) -> Self:
+        if self._state == "closed":
+            raise not_open(self._name, self._state)
+        self._clock = clock()
+        async with AsyncExitStack() as stack:
+            for member in self._members:
+                stack.push_async_exit(member.engine.__aexit__)
+                await self._check(member)
+            if self._first is None:
+                reasons = "; ".join(f"{member.name}: {member.reason}" for member in self._members)
+                raise EngineUnavailable(self._name, f"no replica can be used ({reasons})")
+            self._stack = stack.pop_all()
+        self._state = "open"
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> bool | None:
+        self._state = "closed"
+        await self._stack.aclose()
+        return None
+
+    async def _anywhere(
+        self, request: SampleRequest | ScoreRequest, call: Callable[[Engine], Awaitable[T]]
+    ) -> T:
+        """Ask the best replica, then, if it is lost, each of the others once."""
+        if self._state != "open":
+            raise not_open(self._name, self._state)
+        tried: set[str] = set()
+        last: EngineError | None = None
+        while (member := await self._pick(request, tried)) is not None:
+            tried.add(member.name)
+            try:
+                return await self._at(member, call)
+            except EngineUnavailable as error:
+                last = error
+        if last is not None:
+            raise last
+        reasons = "; ".join(
+            f"{member.name} {member.state}: {member.reason}" for member in self._members
+        )
+        raise EngineUnavailable(self._name, f"no replica can be used now ({reasons})")
+
+    async def _at(self, member: _Member, call: Callable[[Engine], Awaitable[T]]) -> T:
+        member.in_flight += 1
+        member.requests += 1
+        checks = member.checks
+        try:
+            answer = await call(member.engine)
+        except EngineUnavailable as error:
+            if member.checks == checks:  # else it was lost before it was seen to be up again
+                self._fail(member, error)
+            raise
+        except (EngineTimeout, BadReply) as error:
+            member.failures += 1
+            member.in_a_row += 1
+            if member.in_a_row >= _FAILURES:
+                self._fail(member, error)
+            raise
+        except UnsupportedByEngine as error:
+            await self._suspect(member, error)
+            raise
+        finally:
+            member.in_flight -= 1
+        member.in_a_row = 0
+        return answer
+
+    async def _suspect(self, member: _Member, error: EngineError) -> None:
+        """A refusal may be about the request, or the replica is another now: then the request goes
+        elsewhere.
+
+        :raises EngineUnavailable: the replica is no longer the one that was opened.
+        """
+        await self._check(member)
+        if member.state == "refused":
+            raise EngineUnavailable(
+                self._name, f"{member.name} is another engine now ({error})"
+            ) from error
+
+    def _fail(self, member: _Member, error: EngineError) -> None:
+        """Leave it alone for a while, longer each time."""
+        member.failures += 1
+        member.reason = str(error)
+        if member.state == "up":
+            member.in_a_row += 1
+            wait = backoff(
+                member.in_a_row,
+                _BACK_SECONDS,
+                longest=_LONGEST_SECONDS,
+                salt=self._members.index(member),
+            )
+            member.state, member.retry_at = "down", self._clock() + wait
+
+    async def _pick(self, request: SampleRequest | ScoreRequest, tried: set[str]) -> _Member | None:
+        """The replica for this request; one that may be up again is checked on the way. None: there
+        is none.
+        """
+        for member in self._members:
+            if self._is_due(member) and member.name not in tried:
+                await self._check(member)
+        free = [
+            member for member in self._members if member.state == "up" and member.name not in tried
+        ]
+        if not free:
+            return None
+        if self._prefer is not None:
+            return free[self._prefer([member.load for member in free], request)]
+        least = min(free, key=lambda member: member.in_flight)
+        rollout = request.rollout
+        if not rollout:
+            return least
+        home = max(free, key=lambda member: _weight(member.name, rollout))
+        fair = sum(member.in_flight for member in free) / len(free)
+        return home if home.in_flight <= 1.25 * fair + _SLACK else least
+
+    def _is_due(self, member: _Member) -> bool:
+        return (
+            member.state == "down"
+            and not member.checking.locked()
+            and self._clock() >= member.retry_at
+        )
+
+    async def _check(self, member: _Member) -> None:
+        """See whether a replica can be used, and set its state."""
+        async with member.checking:
+            await self._look(member)
+
+    async def _look(self, member: _Member) -> None:
+        try:
+            await member.engine.recheck()
+            if self._first is None:
+                self._first = member.engine
+            advice = "Serve the same model the same way everywhere"
+            require_alike(f"replica {member.name}", self._first.spec, member.engine.spec, advice)
+        except (EngineUnavailable, EngineTimeout, BadReply) as error:
+            member.state = "up"  # for `_fail` to take it down again, for longer
+            self._fail(member, error)
+        except ATTSError as error:
+            if self._state == "new":
+                raise
+            member.state = "refused"
+            member.reason = str(error)
+        else:
+            if member.state == "down":
+                member.state = "up"
+                member.in_a_row = 0
+                member.reason = ""
+                member.checks += 1
+
+    def _one(self) -> Replica:
+        return opened(self._first, self._name)
+
+
+def _weight(name: str, rollout: str) -> bytes:
+    """Rendezvous hashing: when a replica goes, only its rollouts move."""
+    return blake2b(f"{name}\x1f{rollout}".encode(), digest_size=8).digest()
+
+
+def require_alike(name: str, ours: EngineSpec, theirs: EngineSpec, advice: str) -> None:
+    """Results of several engines are mixed: they must be comparable.
+
+    :raises FingerprintError: they are not.
+    """
+    one = ours.fingerprint()
+    other = theirs.fingerprint()
+    differences = [
+        (field, one[field], other.get(field)) for field in one if one[field] != other.get(field)
+    ]
+    if differences:
+        raise FingerprintError(name, differences, advice)

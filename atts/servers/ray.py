@@ -1,0 +1,405 @@
+"""Ray engine: a pool of alike engines in the actors of a cluster, one per GPU or per so many cores."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from atts.concurrency import SlotQueue, clock, shielded, soon
+from atts.core import Completion, SampleRequest, ScoreRequest, Scores
+from atts.engine import BaseEngine, Engine, EngineSpec, Tokenizer, not_open
+from atts.errors import (
+    ATTSError,
+    ContextOverflow,
+    EngineError,
+    EngineUnavailable,
+    OptionError,
+    UsageError,
+)
+from atts.servers.pool import ReplicaPool, require_alike
+
+T = TypeVar("T")
+_CLOSE_SECONDS = 10.0
+_PATIENCE = 2.0  # for a replacement that is starting: requests go elsewhere meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """How many actors, what each is given, and where.
+
+    `address` is a cluster's ("auto": the one that is running here; "": that, or a new one in this
+    machine). At most `in_flight` requests are at an actor at once; more wait here, where they can
+    still go elsewhere. An actor that is not there after `open_seconds` (its model loaded) counts as
+    lost.
+
+    :raises OptionError: a value no actor can be made with.
+    """
+
+    actors: int = 1
+    cpus: float = 1.0
+    gpus: float = 0.0
+    address: str = ""
+    in_flight: int = 256
+    open_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name, floor in (
+            ("actors", 1),
+            ("in_flight", 1),
+            ("cpus", 0),
+            ("gpus", 0),
+            ("open_seconds", 0.001),
+        ):
+            if not getattr(self, name) >= floor:
+                raise OptionError(name, f"{getattr(self, name)} is below {floor:g}")
+
+
+_DEFAULTS = RayOptions()
+
+
+class RayEngine(ReplicaPool):
+    """Alike engines in the actors of a Ray cluster, as one engine.
+
+    `make` makes the engine in the actor, so it must be picklable there
+    (`functools.partial(LocalEngine, folder)`), and `atts` must be installed on every node. A
+    rollout stays where its cache is; an actor that dies loses none: what it was asked is asked
+    again elsewhere, from the token ids it carries, and a new actor is started in its place.
+    """
+
+    def __init__(
+        self, make: Callable[[], Engine], *, name: str = "ray", options: RayOptions = _DEFAULTS
+    ) -> None:
+        self._options = options
+        self._shut: Literal["leave it", "end it"] = (
+            "leave it"  # the cluster, when this engine closes
+        )
+        self._actors = [
+            ActorReplica(make, f"{name}/{number}", options) for number in range(options.actors)
+        ]
+        super().__init__(
+            [(f"actor {number}", actor) for number, actor in enumerate(self._actors)], name=name
+        )
+
+    @property
+    def actors(self) -> tuple[ActorReplica, ...]:
+        """The replicas, one per actor."""
+        return tuple(self._actors)
+
+    async def __aenter__(self) -> Self:
+        """Join or start the cluster, and open an engine in every actor.
+
+        :raises UsageError: Ray is not installed.
+        :raises EngineUnavailable: there is no such cluster, or no actor could be started.
+        """
+        if importlib.util.find_spec("ray") is None:
+            raise UsageError("Ray is not installed: pip install 'atts[ray]'")
+        self._shut = await anyio.to_thread.run_sync(_join, self._name, self._options.address)
+        try:
+            for actor in self._actors:
+                actor.start()  # all load at once; the pool then waits for each
+            await super().__aenter__()
+        except BaseException:
+            await self._leave()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> bool | None:
+        await super().__aexit__(kind, error, trace)
+        await self._leave()
+        return None
+
+    async def _leave(self) -> None:
+        if self._shut == "end it":
+            self._shut = "leave it"
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(_ray().shutdown)
+
+
+def _join(name: str, address: str) -> Literal["leave it", "end it"]:
+    """Connect to the cluster, or start one here; says what is to become of it afterwards."""
+    if _ray().is_initialized():
+        return "leave it"
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        _ray().init(address=address or "auto", **quiet)
+    except (ConnectionError, ValueError) as error:
+        if address:
+            advice = (
+                "Start it with `ray start --head`, or leave the address out for one in this machine"
+            )
+            raise EngineUnavailable(
+                name, f"there is no Ray cluster at {address!r} ({error})", advice
+            ) from error
+        _begin(name, quiet)
+    return "end it"
+
+
+def _begin(name: str, quiet: dict[str, Any]) -> None:
+    """Start a cluster in this machine."""
+    try:
+        _ray().init(address="local", include_dashboard=False, **quiet)
+    except Exception as error:  # Ray raises nothing more telling
+        _ray().shutdown()
+        advice = (
+            "A busy machine may be slower than Ray's 30 s: start it first with `ray start --head`"
+        )
+        problem = f"no Ray cluster could be started here ({str(error).splitlines()[0][:200]})"
+        raise EngineUnavailable(name, problem, advice) from error
+
+
+class ActorReplica(BaseEngine):
+    """An `atts.servers.Replica` whose engine lives in an actor; `recheck` opens it, and starts
+    another when it died.
+    """
+
+    def __init__(self, make: Callable[[], Engine], name: str, options: RayOptions) -> None:
+        super().__init__(name)
+        self._make = make
+        self._options = options
+        self._slots = SlotQueue(options.in_flight)
+        self._handle: Any = None
+        self._opening: Any = None  # the reference to what `Host.open` will say
+
+    @property
+    def handle(self) -> Any:
+        """Ray's own handle of the actor, such as `ray.kill` takes; None before it was started."""
+        return self._handle
+
+    def start(self) -> None:
+        """Have the actor made, without waiting; a cluster without room makes it when there is some."""
+        options = self._options
+        limits = {
+            "num_cpus": options.cpus,
+            "num_gpus": options.gpus,
+            "max_concurrency": options.in_flight + 8,
+        }
+        actor: Any = _ray().remote(Host)
+        self._handle = actor.options(**limits, max_restarts=0, max_task_retries=0).remote(
+            self._make
+        )
+        self._opening = self._handle.open.remote()
+
+    async def recheck(self) -> None:
+        """Open it, or see that it still lives; a lost one is replaced by a new actor.
+
+        :raises EngineUnavailable: it died, or its replacement is not there yet.
+        :raises FingerprintError: the replacement is another engine.
+        """
+        if self._state == "closed":
+            raise not_open(self._name, self._state)
+        self._clock = clock()
+        if self._handle is None:
+            self.start()
+        patience = self._options.open_seconds if self._state == "new" else _PATIENCE
+        with anyio.move_on_after(patience):
+            return await self._reopen()
+        wanted = f"{self._options.cpus:g} cores and {self._options.gpus:g} GPUs"
+        advice = f"Has the cluster {wanted} free for each actor? See `ray status`"
+        raise EngineUnavailable(self._name, f"its actor is not there after {patience:g} s", advice)
+
+    async def comes_back(self) -> bool:
+        """Wait for the actor that replaces one that died, as long as an actor may take to load."""
+        with anyio.move_on_after(self._options.open_seconds):
+            while self._state == "open":
+                try:
+                    await self.recheck()
+                    return True
+                except EngineUnavailable:
+                    await anyio.sleep(_PATIENCE / 4)
+        return False
+
+    async def open(self) -> None:
+        """As `recheck`."""
+        await self.recheck()
+
+    async def _close(self) -> None:
+        handle = self._handle
+        self._handle = None
+        if handle is not None:
+            with shielded(_CLOSE_SECONDS):
+                try:
+                    await _result(handle.close.remote())
+                except _ray(".exceptions").RayError:
+                    pass  # it is gone, which is what was wanted
+            _ray().kill(handle)
+
+    async def _reopen(self) -> None:
+        try:
+            reply = await _result(
+                self._opening if self._state == "new" else self._handle.open.remote()
+            )
+        except _ray(".exceptions").RayError as error:
+            self.start()
+            advice = "Another is started and waited for"
+            raise EngineUnavailable(
+                self._name, f"its actor died ({_short(error)})", advice
+            ) from error
+        if isinstance(reply, Failure):
+            raise reply.error(self._name)
+        spec, tokenizer = reply
+        if self._spec is not None:
+            require_alike(
+                self._name, self._spec, spec, "Every node must have the same model and versions"
+            )
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._state = "open"
+
+    async def _sample(self, request: SampleRequest) -> Completion:
+        done: Completion = await self._ask("sample", request)
+        return done
+
+    async def _score(self, request: ScoreRequest) -> Scores:
+        done: Scores = await self._ask("score", request)
+        return done
+
+    async def _ask(
+        self, method: Literal["sample", "score"], request: SampleRequest | ScoreRequest
+    ) -> Any:
+        if not self._slots.take_nowait():
+            await self._slots.take()
+        try:
+            reply = await _result(getattr(self._handle, method).remote(request))
+        except _ray(".exceptions").RayActorError as error:
+            raise EngineUnavailable(self._name, f"its actor died ({_short(error)})") from error
+        except _ray(".exceptions").RayError as error:
+            raise EngineError(self._name, f"its actor failed ({_short(error)})") from error
+        finally:
+            self._slots.give()
+        if isinstance(reply, Failure):
+            raise reply.error(self._name)
+        return reply
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error on its way between processes: errors with arguments of their own do not survive
+    pickling.
+    """
+
+    kind: type[ATTSError]
+    words: str
+
+    def error(self, engine: str) -> ATTSError:
+        """The error again, with the words it had."""
+        made = self.kind.__new__(self.kind, self.words)
+        if isinstance(made, EngineError):
+            made.engine = engine
+        if isinstance(made, ContextOverflow):
+            made.needed = made.context_length = 0
+        return made
+
+
+class Host:
+    """What runs in the actor. One task opens and closes the engine: it may hold a task group open
+    in between.
+    """
+
+    def __init__(self, make: Callable[[], Engine]) -> None:
+        self._make = make
+        self._engine: Engine | None = None
+        self._open = asyncio.Event()
+        self._closing = asyncio.Event()
+        self._failure: Failure | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._again: asyncio.Task[Failure | None] | None = None
+
+    async def open(self) -> tuple[EngineSpec, Tokenizer] | Failure:
+        """Open the engine, unless it is, anew where its loop has ended; what it is, or why it could
+        not be opened.
+        """
+        if self._life is None:
+            self._life = asyncio.create_task(self._live())
+        await self._open.wait()
+        if self._failure is not None or self._engine is None:
+            return self._failure or Failure(EngineUnavailable, "it is closed")
+        if self._again is None or self._again.done():
+            self._again = asyncio.create_task(self._recheck(self._engine))
+        failure = await asyncio.shield(self._again)  # who asks may give up meanwhile, and ask again
+        return failure or (self._engine.spec, self._engine.tokenizer)
+
+    async def sample(self, request: SampleRequest) -> Completion | Failure:
+        """A completion, or why there is none."""
+        return await self._ask(lambda engine: engine.sample(request))
+
+    async def score(self, request: ScoreRequest) -> Scores | Failure:
+        """Scores, or why there are none."""
+        return await self._ask(lambda engine: engine.score(request))
+
+    async def close(self) -> None:
+        """Close the engine, and wait until it is closed."""
+        self._closing.set()
+        if self._life is not None:
+            await self._life
+
+    async def _live(self) -> None:
+        try:
+            async with self._make() as engine:
+                self._engine = engine
+                self._open.set()
+                await self._closing.wait()
+        except ATTSError as error:
+            self._failure = Failure(type(error), str(error))
+        finally:
+            self._engine = None
+            self._open.set()
+
+    @staticmethod
+    async def _recheck(engine: Engine) -> Failure | None:
+        try:
+            if recheck := getattr(engine, "recheck", None):
+                await recheck()
+        except ATTSError as error:
+            return Failure(type(error), str(error))
+        return None
+
+    async def _ask(self, call: Callable[[Engine], Awaitable[T]]) -> T | Failure:
+        if self._engine is None:
+            return self._failure or Failure(EngineUnavailable, "it is closed")
+        try:
+            return await call(self._engine)
+        except ATTSError as error:
+            return Failure(type(error), str(error))
+
+
+async def _result(reference: Any) -> Any:
+    """The value of a reference, awaited on asyncio and trio; given up, the work behind it is
+    cancelled.
+    """
+    arrived = anyio.Event()
+    hand_over = soon()
+    future = reference.future()
+    future.add_done_callback(lambda _: hand_over(arrived.set))
+    try:
+        await arrived.wait()
+    except BaseException:
+        _ray().cancel(reference)
+        raise
+    return future.result()
+
+
+def _ray(module: str = "") -> Any:
+    """Ray, an extra that is imported where it is used; `RayEngine` says how to install it."""
+    return importlib.import_module(f"ray{module}")
+
+
+def _short(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,153 @@
+"""SGLang dialect: its native /generate, which scores a suffix and keeps the cached prefix."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
+from atts.servers.client import Call, Client
+from atts.servers.dialects import (
+    Identity,
+    LogProbs,
+    RawCompletion,
+    Scorer,
+    in_queue,
+    json_at,
+    sampling_fields,
+    seed_of,
+    served,
+    short,
+    tokens_of,
+)
+from atts.servers.options import RemoteOptions
+from atts.servers.replies import Count, Token, Tokens, decode, finish_of, logprob_of
+
+
+class _ServerInfo(Struct):
+    version: str
+    context_length: Count | None = None
+    tokenizer_path: str | None = None
+    model_path: str | None = None
+    speculative_algorithm: str | None = None
+
+
+class _Finish(Struct):
+    type: str
+
+
+class _Meta(Struct):
+    finish_reason: _Finish | None = None
+    cached_tokens: Count | None = None
+    output_token_logprobs: tuple[tuple[float, Token, str | None], ...] | None = None
+    input_token_logprobs: tuple[tuple[float | None, Token, str | None], ...] | None = None
+
+
+class _Generated(Struct):
+    meta_info: _Meta
+    output_ids: Tokens = ()
+
+
+class SglangDialect(Scorer):
+    """SGLang from 0.5 on. Its sampled log-probs are after temperature unless the server was told
+    otherwise.
+    """
+
+    name = "sglang"
+    spare = 2  # it shortens a request that would fill the context, without saying so
+    logprobs: LogProbs = "processed"
+    priority_sign = -1
+
+    def __init__(self, options: RemoteOptions) -> None:
+        super().__init__(options)
+        self._speculates = ""
+
+    async def identify(self, client: Client, model: str) -> Identity:
+        """See `Dialect`."""
+        info: _ServerInfo = await json_at(client, "/server_info", _ServerInfo)
+        row = await served(client, model)
+        self._speculates = (
+            f"it speculates by {info.speculative_algorithm}" if info.speculative_algorithm else ""
+        )
+        context = row.max_model_len or info.context_length or 0
+        tokenizer = info.tokenizer_path or info.model_path or row.id
+        name = f"sglang {short(info.version)}"
+        return Identity(name, info.version, row.id, context, tokenizer, frozenset({"abort"}))
+
+    def sampling(self, request: SampleRequest, rid: str) -> Call:
+        """See `Dialect`."""
+        sampling: dict[str, Any] = {
+            "max_new_tokens": request.max_tokens,
+            **sampling_fields(request.sampling, no_top_k=-1),
+            "repetition_penalty": 1.0,
+            "sampling_seed": seed_of(request, 31),
+            "stop_token_ids": request.stop_ids,
+            "no_stop_trim": True,
+        }
+        if request.stop:
+            sampling["stop"] = request.stop
+        body = {
+            "rid": rid,
+            "input_ids": request.ids,
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
+        return Call("/generate", body | self._priority(request))
+
+    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
+        """See `Dialect`."""
+        found: _Generated = decode(reply, _Generated)
+        meta = found.meta_info
+        rows = meta.output_token_logprobs or ()
+        finish = finish_of(meta.finish_reason.type if meta.finish_reason else None)
+        if tuple(row[1] for row in rows) != found.output_ids:
+            raise ValueError("the log-probs are not of the ids that came with them")
+        return RawCompletion(
+            found.output_ids, tuple(row[0] for row in rows), finish, meta.cached_tokens or 0
+        )
+
+    def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
+        """See `Scorer`; log-probs start at the prefix's last token, so that everything before it
+        may stay cached.
+        """
+        body = {
+            "rid": rid,
+            "input_ids": request.prefix + request.suffix,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": len(request.prefix) - 1,
+        }
+        return Call("/generate", body | self._priority(request))
+
+    def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
+        """See `Scorer`."""
+        found: _Generated = decode(reply, _Generated)
+        rows = found.meta_info.input_token_logprobs or ()
+        values = [logprob_of(row[0]) for row in rows[1:] if row[0] is not None]
+        if tuple(row[1] for row in rows) != request.prefix[-1:] + request.suffix or len(
+            values
+        ) != len(request.suffix):
+            raise ValueError(
+                f"it scored {len(values)} other ids than the {len(request.suffix)} asked for"
+            )
+        return Scores(tuple(values), found.meta_info.cached_tokens or 0)
+
+    def abort(self, rid: str) -> Call | None:
+        """See `Dialect`. The server aborts every id that begins with this one: all have one length,
+        none is empty.
+        """
+        assert len(rid) == 32, "an id of another length might abort others' requests"
+        return Call("/abort_request", {"rid": rid, "abort_all": False})
+
+    async def tokenize(self, client: Client, text: str) -> TokenIds:
+        """See `Dialect`."""
+        return await tokens_of(client, {"prompt": text, "add_special_tokens": False})
+
+    async def running(self, client: Client) -> int | None:
+        """See `Dialect`; needs a server started with --enable-metrics."""
+        return await in_queue(client, "sglang:num_running_reqs", "sglang:num_queue_reqs")
+
+    async def speculation(self, client: Client) -> str | None:
+        """See `Dialect`."""
+        return self._speculates

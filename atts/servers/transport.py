@@ -1,0 +1,276 @@
+"""HTTP transports: aiohttp on asyncio, httpx2 elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import ssl
+import zlib
+from collections.abc import AsyncIterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from atts.errors import OptionError, UsageError
+from atts.servers.options import RemoteOptions
+
+SHARDS = 16  # httpx2's pool is searched linearly: many small ones are faster than one large one
+ERROR_BYTES = 1 << 16  # of the body of an error: it is for people
+KEEP_ALIVE_SECONDS = (
+    4.0  # shorter than the servers' (uvicorn closes after 5), so that they never close first
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HttpReply:
+    """What came back, whatever its status."""
+
+    status: int
+    body: bytes
+    retry_after: str = ""
+
+
+class Lost(Exception):
+    """No whole reply came; `sent` tells whether the server may be at work on the request."""
+
+    def __init__(self, problem: str, *, sent: bool) -> None:
+        super().__init__(problem)
+        self.sent = sent
+
+
+class Unacceptable(Lost):
+    """A reply came that is not taken in: it is too long, or compressed in a way that was not asked
+    for.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem, sent=True)
+
+
+def open_transport(options: RemoteOptions) -> Transport:
+    """The fastest transport that runs here: aiohttp under asyncio, httpx2 under trio or where
+    aiohttp is missing.
+
+    :raises UsageError: neither is installed.
+    :raises OptionError: the certificate file cannot be read.
+    """
+    asynchronous = _is_asyncio()
+    if asynchronous and importlib.util.find_spec("aiohttp"):
+        return AiohttpTransport(options)
+    if importlib.util.find_spec("httpx2"):
+        return HttpxTransport(options)
+    needed = "aiohttp" if asynchronous else "httpx2"
+    raise UsageError(f"servers need {needed}, which is not installed: pip install 'atts[servers]'")
+
+
+class AiohttpTransport:
+    """aiohttp; asyncio only."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        import aiohttp
+
+        self._library = aiohttp
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS, ssl=_certificates(options)
+        )
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_seconds),
+            trust_env=options.proxy == "environment",
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
+
+    async def send(
+        self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
+    ) -> HttpReply:
+        """One request, a POST where it has a body; never retried, nor redirected: the key would go
+        elsewhere.
+
+        :raises Unacceptable: the reply is longer than `most` bytes.
+        :raises Lost: no whole reply came.
+        """
+        library = self._library
+        try:
+            method = "GET" if body is None else "POST"
+            request = self._session.request(
+                method, url, data=body, headers=headers, allow_redirects=False
+            )
+            async with (
+                request as response
+            ):  # gives the connection back, or closes it when not all was read
+                whole = await _whole(
+                    response.status, response.headers, response.content.iter_any(), most
+                )
+                return HttpReply(response.status, whole, response.headers.get("Retry-After", ""))
+        except (library.ClientConnectorError, library.ConnectionTimeoutError) as error:
+            raise Lost(_words(error), sent=False) from error
+        except library.InvalidURL as error:
+            raise OptionError("url", f"{url!r} is not a URL") from error
+        except (library.ClientError, OSError) as error:  # time-outs are OSErrors
+            raise Lost(_words(error), sent=True) from error
+
+    async def aclose(self) -> None:
+        """Close every connection; closing twice is fine."""
+        await self._session.close()
+
+
+class HttpxTransport:
+    """httpx2, in shards; asyncio and trio."""
+
+    def __init__(self, options: RemoteOptions) -> None:
+        import httpx2
+
+        self._library = httpx2
+        context = _certificates(options)
+        self._clients = [
+            httpx2.AsyncClient(
+                verify=context
+                if isinstance(context, ssl.SSLContext)
+                else ssl.create_default_context(),
+                trust_env=options.proxy == "environment",
+                timeout=httpx2.Timeout(None, connect=options.connect_seconds),
+                limits=httpx2.Limits(
+                    max_connections=None,
+                    max_keepalive_connections=None,
+                    keepalive_expiry=KEEP_ALIVE_SECONDS,
+                ),
+                follow_redirects=False,
+            )
+            for _ in range(SHARDS)
+        ]
+        self._load = [0] * SHARDS
+
+    async def send(
+        self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
+    ) -> HttpReply:
+        """As aiohttp's."""
+        library = self._library
+        shard = min(range(SHARDS), key=self._load.__getitem__)
+        self._load[shard] += 1
+        try:
+            method = "GET" if body is None else "POST"
+            async with self._clients[shard].stream(
+                method, url, content=body, headers=dict(headers)
+            ) as response:
+                chunks = response.aiter_raw()
+                try:
+                    whole = await _whole(response.status_code, response.headers, chunks, most)
+                finally:
+                    await response.aclose()
+                    with suppress(library.HTTPError, library.StreamError):
+                        async for _ in (
+                            chunks
+                        ):  # ends every generator that hands them on, where not all was read
+                            continue
+                return HttpReply(
+                    response.status_code, whole, response.headers.get("Retry-After", "")
+                )
+        except (library.ConnectError, library.ConnectTimeout, library.ProxyError) as error:
+            raise Lost(_words(error), sent=False) from error
+        except (library.UnsupportedProtocol, library.InvalidURL) as error:
+            raise OptionError("url", f"{url!r} is not a URL") from error
+        except library.HTTPError as error:
+            raise Lost(_words(error), sent=True) from error
+        finally:
+            self._load[shard] -= 1
+
+    async def aclose(self) -> None:
+        """Close every connection; closing twice is fine."""
+        for client in self._clients:
+            await client.aclose()
+
+
+Transport = AiohttpTransport | HttpxTransport
+"""An open set of connections; cancelling a call closes its connection."""
+
+
+async def _whole(
+    status: int, headers: Mapping[str, str], chunks: AsyncIterable[bytes], most: int
+) -> bytes:
+    """A body, inflated as it comes; neither what comes nor what it becomes is ever longer than
+    `most`.
+
+    That of an error is cut, that of an answer refused.
+
+    :raises Unacceptable: it is longer, or in an encoding that nothing here asked for.
+    """
+    encoding = headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity", "gzip", "deflate"):
+        raise Unacceptable(f"its reply is encoded as {encoding[:40]!r}, which was not asked for")
+    body = _Body(
+        most if status == 200 else ERROR_BYTES,
+        zlib.decompressobj(47) if encoding in ("gzip", "deflate") else None,
+    )
+    async for chunk in chunks:
+        if not body.take(chunk):
+            break
+    if body.flaw and status == 200:
+        raise Unacceptable(f"its reply {body.flaw}")
+    return bytes(body.text[: body.most])
+
+
+class _Body:
+    """What was read of a reply, and what is wrong with it."""
+
+    def __init__(self, most: int, inflater: Any) -> None:
+        self.most = most
+        self.text = bytearray()
+        self.flaw = ""
+        self._inflater = inflater
+        self._came = 0
+
+    def take(self, chunk: bytes) -> bool:
+        """Whether the next piece leaves it acceptable."""
+        self._came += len(chunk)
+        try:
+            room = self.most + 1 - len(self.text)
+            self.text += chunk if self._inflater is None else self._inflater.decompress(chunk, room)
+        except zlib.error as error:
+            self.flaw = f"is not compressed as it says ({error})"
+        if max(self._came, len(self.text)) > self.most:
+            self.flaw = f"is longer than {self.most:,} bytes: what was asked for takes less"
+        return not self.flaw
+
+
+def proxy_hint(url: str, options: RemoteOptions) -> str:
+    """Advice for a failed connection when a proxy is set in the environment; empty otherwise."""
+    scheme = urlsplit(url).scheme
+    names = [
+        name
+        for name in (f"{scheme}_proxy", "all_proxy")
+        for name in (name, name.upper())
+        if os.environ.get(name)
+    ]
+    if not names:
+        return ""
+    if options.proxy == "never":
+        return f"{names[0]} is set and was not used; --proxy environment, or ?proxy=environment in its name, uses it"
+    return f"The connection went by the proxy of {names[0]}; --proxy never, or ?proxy=never in its name, goes straight"
+
+
+def _certificates(options: RemoteOptions) -> Any:
+    """What TLS trusts; certificates are verified in any case."""
+    if options.ca_file is None:
+        return ssl.create_default_context()
+    try:
+        return ssl.create_default_context(cafile=options.ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise OptionError("ca_file", f"{options.ca_file} cannot be read ({error})") from error
+
+
+def _is_asyncio() -> bool:
+    try:
+        return asyncio.current_task() is not None
+    except RuntimeError:
+        return False
+
+
+def _words(error: BaseException) -> str:
+    """The error's name with the first words that it or its causes have."""
+    told: BaseException | None = error
+    while told and not str(told):
+        told = told.__cause__ or told.__context__
+    return f"{type(error).__name__}: {told}" if told else type(error).__name__

@@ -1,0 +1,166 @@
+"""Task groups fail plainly, gather in order, and leave nothing behind."""
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from atts import concurrency
+
+T = TypeVar("T")
+Virtually = Callable[[Callable[[], Awaitable[T]]], T]
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_lone_error_leaves_as_itself() -> None:
+    """Not as a group of one, and not as a chain of groups."""
+
+    async def fail() -> None:
+        raise KeyError("lost")
+
+    async def nested() -> None:
+        async with concurrency.task_group() as outer, concurrency.task_group() as inner:
+            outer.start_soon(anyio.sleep, 60)
+            inner.start_soon(fail)
+
+    with pytest.raises(KeyError, match="lost"):
+        await nested()
+
+
+class Interrupt(BaseException):
+    """As a keyboard interrupt, which no event loop lets a task raise in peace."""
+
+
+async def test_of_several_errors_one_leaves_with_the_others_noted() -> None:
+    """None is lost, and an interrupt comes before a failure."""
+
+    async def fail(error: BaseException) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            raise error
+
+    async def both(*errors: BaseException) -> None:
+        async with concurrency.task_group() as group:
+            for error in errors:
+                group.start_soon(fail, error)
+            await anyio.wait_all_tasks_blocked()
+            group.cancel_scope.cancel()
+
+    with pytest.raises(ValueError, match="one") as caught:
+        await both(ValueError("one"), ValueError("one"))
+    assert caught.value.__notes__ == ["at the same time: ValueError: one"]
+    with pytest.raises(Interrupt):
+        await both(ValueError("one"), Interrupt())
+
+
+async def test_cancelling_from_outside_stays_a_cancellation() -> None:
+    """A task group inside a cancelled scope neither swallows nor renames it."""
+    with anyio.CancelScope() as scope:
+        async with concurrency.task_group() as group:
+            group.start_soon(anyio.sleep_forever)
+            scope.cancel()
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
+
+
+async def test_collect_keeps_the_order_asked() -> None:
+    """Whichever is ready first."""
+    events = [anyio.Event() for _ in range(4)]
+    done: list[int] = []
+
+    async def wait(index: int) -> int:
+        if index < 3:
+            await events[index + 1].wait()
+        done.append(index)
+        events[index].set()
+        return index
+
+    assert await concurrency.collect([lambda i=i: wait(i) for i in range(4)]) == [0, 1, 2, 3]  # type: ignore[misc]
+    assert done == [3, 2, 1, 0]
+
+
+async def test_collect_cancels_the_others_when_one_fails() -> None:
+    """Their clean-up is over before the error leaves."""
+    cleaned: list[str] = []
+
+    async def wait() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with concurrency.shielded(1.0):
+                await anyio.lowlevel.checkpoint()
+                cleaned.append("yes")
+
+    async def fail() -> None:
+        await anyio.wait_all_tasks_blocked()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await concurrency.collect([wait, wait, fail])
+    assert cleaned == ["yes", "yes"]
+
+
+async def test_background_ends_with_its_block() -> None:
+    """Normally, and with the block's own error; its failure ends the block."""
+    ended: list[str] = []
+
+    async def serve(name: str) -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.append(name)
+
+    async with concurrency.background(serve, "first"):
+        await anyio.wait_all_tasks_blocked()
+    assert ended == ["first"]
+
+    async def broken() -> None:
+        async with concurrency.background(serve, "second"):
+            await anyio.wait_all_tasks_blocked()
+            raise ValueError("block")
+
+    with pytest.raises(ValueError, match="block"):
+        await broken()
+    assert ended == ["first", "second"]
+
+    async def crash() -> None:
+        raise OSError("server")
+
+    with pytest.raises(OSError, match="server"):
+        async with concurrency.background(crash):
+            await anyio.sleep_forever()
+
+
+def test_shielded_clean_up_is_timed(virtually: Virtually[float]) -> None:
+    """Cancellation does not cut it short, its own limit does."""
+
+    async def main() -> float:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            with concurrency.shielded(5.0):
+                await anyio.sleep(3.0)
+            with concurrency.shielded(5.0):
+                await anyio.sleep_forever()
+            await anyio.sleep_forever()
+        return anyio.current_time()
+
+    assert virtually(main) == 8.0
+
+
+def test_the_clock_is_the_loops_own(virtually: Virtually[None]) -> None:
+    """Virtual where the loop's time is; absent where there is no loop."""
+
+    async def main() -> None:
+        now = concurrency.clock()
+        start = now()
+        await anyio.sleep(7200)
+        assert math.isclose(now() - start, 7200)
+        assert now() == anyio.current_time()
+
+    virtually(main)
+    with pytest.raises(anyio.NoEventLoopError):
+        concurrency.clock()

@@ -1,0 +1,145 @@
+"""The pure decoding functions: the distribution they draw from, exact log-probs, stops across token
+boundaries.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from atts.core import Sampling
+from atts.local.logit_sampling import (
+    batch_sampling,
+    inverse_cdf,
+    probabilities,
+    raw_logprobs,
+    sample,
+)
+from atts.models.tokenizers import StopMatcher
+
+
+def naive_distribution(logits: list[float], sampling: Sampling) -> list[float]:
+    """The distribution by the definition, token by token."""
+    weights = [math.exp((x - max(logits)) / sampling.temperature) for x in logits]
+    order = sorted(range(len(weights)), key=lambda i: -weights[i])
+    if 0 < sampling.top_k < len(weights):
+        weights = [w if w >= weights[order[sampling.top_k - 1]] else 0.0 for w in weights]
+    if sampling.top_p < 1:
+        total = sum(weights)
+        mass = 0.0
+        kept = set[int]()
+        for i in order:
+            if mass / total >= sampling.top_p:
+                break
+            kept.add(i)
+            mass += weights[i]
+        weights = [w if i in kept else 0.0 for i, w in enumerate(weights)]
+    weights = [w if w >= sampling.min_p * max(weights) else 0.0 for w in weights]
+    return [w / sum(weights) for w in weights]
+
+
+settings_of_a_row = st.builds(
+    Sampling,
+    temperature=st.floats(0.2, 2.0),
+    top_k=st.integers(0, 9),
+    top_p=st.sampled_from([1.0, 0.99, 0.7, 0.31]),
+    min_p=st.sampled_from([0.0, 0.05, 0.4]),
+)
+rows = st.lists(st.floats(-6, 6), min_size=8, max_size=8, unique_by=lambda x: round(x, 3))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(rows, settings_of_a_row), min_size=1, max_size=4))
+def test_a_batch_of_settings_is_each_row_by_the_definition(
+    batch: list[tuple[list[float], Sampling]],
+) -> None:
+    """Temperature, top-k, top-p, min-p, mixed freely over the rows of one batch."""
+    logits = torch.tensor([row for row, _ in batch], dtype=torch.float64)
+    found = probabilities(logits, batch_sampling([sampling for _, sampling in batch], 8))
+    expected = torch.tensor(
+        [naive_distribution(row, sampling) for row, sampling in batch], dtype=torch.float64
+    )
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+def test_temperature_zero_takes_the_first_best_token_in_mixed_company() -> None:
+    """Greedy rows ignore their uniform; others do not."""
+    logits = torch.tensor([[0.0, 3.0, 3.0], [0.0, 0.0, 0.0]])
+    drawn = sample(
+        logits, batch_sampling([Sampling(0.0), Sampling(1.0)], 3), torch.tensor([0.99, 0.99])
+    )
+    assert drawn.tokens.tolist() == [1, 2]
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows, st.floats(0, 1, exclude_max=True))
+def test_the_draw_is_the_inverse_cdf(row: list[float], uniform: float) -> None:
+    """The mass before the token is at most the uniform, the mass with it is more."""
+    probs = torch.tensor([row], dtype=torch.float64).softmax(-1)
+    token = int(inverse_cdf(probs, torch.tensor([uniform])))
+    before = float(probs[0, :token].sum())
+    assert before <= uniform + 1e-12
+    assert before + float(probs[0, token]) > uniform - 1e-12
+
+
+def test_a_token_of_no_mass_is_never_drawn() -> None:
+    """Neither at the very start nor at the very end of the unit interval."""
+    probs = torch.tensor([[0.0, 0.5, 0.5, 0.0]])
+    assert inverse_cdf(probs, torch.tensor([0.0])).item() == 1
+    assert inverse_cdf(probs, torch.tensor([math.nextafter(1, 0)])).item() == 2
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.08])
+def test_sampled_frequencies_follow_the_distribution_and_a_planted_bug_is_seen(
+    shift: float,
+) -> None:
+    """Chi-square over 40,000 draws; uniforms bent a little must fail, so the test has power."""
+    sampling = Sampling(temperature=0.7, top_k=6)
+    logits = torch.tensor([[0.3, 1.1, -0.4, 0.9, 0.0, -1.5, 0.2, 0.6]])
+    uniforms = torch.from_numpy(np.random.default_rng(3).random(40_000)) ** (1 + shift)
+    drawn = sample(
+        logits.expand(40_000, -1), batch_sampling([sampling] * 40_000, 8), uniforms
+    ).tokens
+    expected = np.array(naive_distribution(logits[0].tolist(), sampling)) * 40_000
+    seen = np.bincount(drawn.numpy(), minlength=8)
+    assert seen[expected == 0].sum() == 0
+    p = float(chisquare(seen[expected > 0], expected[expected > 0]).pvalue)
+    assert p > 1e-3 if shift == 0 else p < 1e-6
+
+
+def test_raw_logprobs_ignore_the_settings_and_tell_nan() -> None:
+    """They are of the model's own distribution; a NaN among the logits is not hidden."""
+    logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, math.nan, 3.0]])
+    found = raw_logprobs(logits, torch.tensor([2, 2]))
+    assert found[0].item() == pytest.approx(-0.40760596)
+    assert math.isnan(found[1].item())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text("ab\n\u00e9\U0001f600", max_size=30),
+    st.lists(st.text("ab\n\u00e9", min_size=1, max_size=4), max_size=3),
+    st.data(),
+)
+def test_a_stop_is_found_at_the_piece_that_completes_it(
+    text: str, stops: list[str], data: st.DataObject
+) -> None:
+    """However the bytes of the text are cut into pieces, within characters too."""
+    raw = text.encode()
+    cuts = (
+        sorted(data.draw(st.sets(st.integers(1, max(1, len(raw) - 1)), max_size=6))) if raw else []
+    )
+    pieces = [raw[a:b] for a, b in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
+    watch = StopMatcher(tuple(stops))
+    found = next((i for i, piece in enumerate(pieces) if watch.feed(piece)), None)
+    heads = [b"".join(pieces[: i + 1]) for i in range(len(pieces))]
+    expected = next(
+        (i for i, head in enumerate(heads) if any(stop.encode() in head for stop in stops)), None
+    )
+    assert found == expected

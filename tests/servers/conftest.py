@@ -1,0 +1,70 @@
+"""Toy engines behind real HTTP servers, and engines that speak to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from atts.engine import Engine
+from atts.servers import RemoteEngine, RemoteOptions
+from atts.testing import Latency, ScriptedEngine, ToyTokenizer
+from atts.testing.servers import DialectServer
+
+# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds
+# pass between two.
+QUICK = RemoteOptions(
+    timeout_seconds=60.0,
+    delay_seconds=0.01,
+    connect_seconds=20.0,
+    wait_seconds=20.0,
+    idle_seconds=1e9,
+    recheck_seconds=1e9,
+)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key and no proxy of the machine's."""
+    for name in ("ATTS_API_KEY", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def toy() -> Callable[[], Engine]:
+    """Makes a toy engine with some latency and a queue."""
+
+    def make() -> Engine:
+        return ScriptedEngine(
+            context_length=1024, latency=Latency(sampled_token=0.0005), concurrency=64
+        )
+
+    return make
+
+
+@pytest.fixture
+def serve(toy: Callable[[], Engine]) -> Iterator[Callable[..., DialectServer]]:
+    """Starts servers around toy engines; all are gone when the test is."""
+    with ExitStack() as stack:
+
+        def start(
+            dialect: Any = "vllm", make: Callable[[], Engine] = toy, **settings: Any
+        ) -> DialectServer:
+            return stack.enter_context(DialectServer(make, dialect, **settings))
+
+        yield start
+
+
+@pytest.fixture
+def client() -> Callable[..., RemoteEngine]:
+    """Makes unopened engines on servers."""
+
+    def make(url: str, **settings: Any) -> RemoteEngine:
+        settings.setdefault("tokenizer", ToyTokenizer())
+        settings.setdefault("options", QUICK)
+        settings.setdefault("name", "remote")
+        return RemoteEngine(url, **settings)
+
+    return make

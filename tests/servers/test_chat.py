@@ -1,0 +1,357 @@
+"""Servers that speak text: the chat API and Ollama, what they can be used for, and what they are
+refused for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+import pytest
+
+from atts.api import build_engine
+from atts.concurrency import collect
+from atts.core import Chunk, Message, SampleRequest, Sampling, ScoreRequest
+from atts.engine import Engine
+from atts.errors import (
+    BadReply,
+    ContextOverflow,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    OptionError,
+    UnsupportedByEngine,
+)
+from atts.methods import preset
+from atts.pipelines import Chunking, FixedGate, Gate, Policy, ThresholdGate
+from atts.run import Plan, RunOptions, evaluate
+from atts.servers import ApiKey, RemoteEngine, RemoteOptions
+from atts.servers.text_tokenizer import TextTokenizer
+from atts.testing import (
+    CheckOptions,
+    DialectServer,
+    ScriptedEngine,
+    ServerFaults,
+    ServerQuirks,
+    check_engine,
+    toy_problems,
+)
+
+Serve = Callable[..., DialectServer]
+Simple = Callable[..., Any]
+OPTIONS = RemoteOptions(
+    timeout_seconds=60.0,
+    delay_seconds=0.01,
+    wait_seconds=20.0,
+    prefill="continue",
+    extras="send",
+    idle_seconds=1e9,
+    recheck_seconds=1e9,
+)
+QUESTION = Message("user", "Start at 4. +3, -2. What is the result?")
+RATING = "\n\nI think the quality score is: "
+
+
+@pytest.mark.parametrize("share", [0.8, 1.3])
+def test_a_long_text_of_many_tokens_is_cut_in_no_time(share: float) -> None:
+    """As many pieces as the server counted, of which the text is made, however long it is."""
+    tokenizer = TextTokenizer()
+    text = "So x_{1} = 12345, which is 7 more than before.\n\n" * 800
+    count = int(len(tokenizer.encode(text)) * share)
+    began = process_time()
+    ids = tokenizer.pieces(text, count)
+    assert process_time() - began < 2.0
+    assert (len(ids), tokenizer.decode(ids)) == (count, text)
+
+
+def test_a_long_run_of_spaces_is_made_of_known_ids() -> None:
+    """No id stands for more bytes than the vocabulary has room for."""
+    tokenizer = TextTokenizer()
+    text = "a" + " " * 200 + "\n" * 200
+    assert max(tokenizer.encode(text)) < tokenizer.vocabulary
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def chat(server: DialectServer, options: RemoteOptions = OPTIONS, **settings: Any) -> RemoteEngine:
+    """An engine on a chat API."""
+    return RemoteEngine(
+        server.url + "/v1", dialect="chat", name="remote", options=options, **settings
+    )
+
+
+def ollama(
+    server: DialectServer, options: RemoteOptions = OPTIONS, **settings: Any
+) -> RemoteEngine:
+    """An engine on Ollama."""
+    return RemoteEngine(server.url, dialect="ollama", name="remote", options=options, **settings)
+
+
+def contents(folder: Path) -> list[bytes]:
+    """Every file's bytes."""
+    return [path.read_bytes() for path in folder.rglob("*") if path.is_file()]
+
+
+def prompt(engine: Engine, begun: str = "") -> tuple[int, ...]:
+    """The question, with some of its answer."""
+    return engine.tokenizer.render([QUESTION, *([Message("assistant", begun)] if begun else [])])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", [chat, ollama])
+async def test_what_text_can_keep_of_the_promises_is_kept(serve: Serve, kind: Simple) -> None:
+    """`check_engine` finds nothing broken; the context's last place is the server's to count, and
+    is not filled.
+    """
+    server = serve("chat" if kind is chat else "ollama")
+    options = CheckOptions(
+        tokens=9, long_tokens=96, boundary=0, timeout_seconds=600, settle_seconds=60
+    )
+    report = await check_engine(lambda: kind(server), options=options)
+    assert not report.broken
+    assert server.running == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", [chat, ollama])
+async def test_text_goes_on_exactly_where_it_was(serve: Serve, kind: Simple) -> None:
+    """Two pieces are the whole, whatever the pieces end in, and as many tokens are counted as the
+    server wrote.
+    """
+    server = serve("chat" if kind is chat else "ollama")
+    async with kind(server) as remote:
+        greedy = Sampling(0.0)
+        whole = await remote.sample(SampleRequest(prompt(remote), 40, greedy))
+        first = await remote.sample(SampleRequest(prompt(remote), 10, greedy))
+        rest = await remote.sample(SampleRequest(prompt(remote) + first.ids, 30, greedy))
+        assert first.text + rest.text == whole.text
+        assert (len(first.ids), first.ended, first.logprobs) == (10, "length", ())
+        ended = await remote.sample(SampleRequest(prompt(remote), 400, greedy))
+        assert (ended.ended, ended.ids[-1]) == ("end", remote.spec.end_ids[0])
+
+
+@pytest.mark.anyio
+async def test_a_hosted_model_is_asked_to_go_on_in_words(serve: Serve) -> None:
+    """No field that such servers refuse is sent, the answer so far is in the question, and top_k is
+    refused here.
+    """
+    server = serve("chat", quirks=ServerQuirks(prefill="closed"))
+    async with chat(server, RemoteOptions()) as remote:
+        assert (await remote.sample(SampleRequest(prompt(remote, "First, 4 plus"), 10))).text
+        with pytest.raises(UnsupportedByEngine, match="top_k"):
+            await remote.sample(SampleRequest(prompt(remote), 10, Sampling(top_k=5)))
+    with pytest.raises(EngineError, match="Unrecognized request argument"):
+        async with chat(server) as told:
+            await told.sample(SampleRequest(prompt(told, "First"), 10))
+
+
+@pytest.mark.anyio
+async def test_a_mark_on_the_message_is_another_way_to_go_on(serve: Serve) -> None:
+    """`prefix` continues what `continue` does on other servers: the same text."""
+    marked = serve("chat", quirks=ServerQuirks(prefill="prefix"))
+    flagged = serve("chat")
+    options = RemoteOptions(prefill="prefix")
+    async with chat(marked, options) as one, chat(flagged) as other:
+        request = SampleRequest(prompt(one, "So 4 plus 3 is"), 12, Sampling(0.0))
+        assert (await one.sample(request)).text == (await other.sample(request)).text
+
+
+@pytest.mark.anyio
+async def test_ten_digits_cost_one_request(serve: Serve) -> None:
+    """A rating weighs each digit; the server is asked once, also when the first asker is cancelled
+    or fails.
+    """
+    server = serve("chat")
+    async with chat(server) as remote, ScriptedEngine(context_length=1024) as behind:
+        assert remote.spec.capabilities == {"sample", "rate"}
+        ids = (*prompt(remote, "So 4 plus 3 is 7."), *remote.tokenizer.encode(RATING))
+        digits = [remote.tokenizer.encode(str(digit)) for digit in range(10)]
+        before = len(server.calls)
+        scores = await collect(
+            [partial(remote.score, ScoreRequest(ids, digit)) for digit in digits]
+        )
+        assert len(server.calls) == before + 1
+        own = behind.tokenizer.render(
+            [QUESTION, Message("assistant", "So 4 plus 3 is 7." + RATING)]
+        )
+        for digit, found in enumerate(scores):
+            want = await behind.score(ScoreRequest(own, behind.tokenizer.encode(str(digit))[:1]))
+            assert found.logprobs == pytest.approx(want.logprobs, abs=1e-6)
+        unlikely = await remote.score(ScoreRequest(ids, remote.tokenizer.encode("x")))
+        assert unlikely.logprobs == (float("-inf"),)
+        with pytest.raises(UnsupportedByEngine, match="cannot score"):
+            await remote.score(ScoreRequest(ids, digits[1] + digits[2]))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("reset", EngineUnavailable), ("429", EngineUnavailable), ("500", EngineUnavailable), ("truncated", BadReply),
+        ("wrong_ids", BadReply), ("nan", BadReply), ("hang", EngineTimeout),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [chat, ollama])
+async def test_failures_are_tried_a_few_times_and_named(
+    serve: Serve, kind: Simple, fault: str, error: type[EngineError]
+) -> None:
+    """As with servers that speak ids: bounded attempts, the error of its kind, nothing accepted."""
+    server = serve("chat" if kind is chat else "ollama")
+    async with kind(server) as remote:
+        server.faults = ServerFaults({fault: 1.0})  # type: ignore[dict-item]
+        before = len(server.calls)
+        for patience in (0.5, 2.0, 8.0, 32.0) if fault == "hang" else (60.0,):
+            client = remote._opened()
+            client.options = replace(client.options, timeout_seconds=patience)
+            before = len(server.calls)
+            with pytest.raises(error):
+                await remote.sample(SampleRequest(prompt(remote), 10))
+            if (
+                len(server.calls) > before
+            ):  # a busy machine may need longer than the deadline to send it at all
+                break
+        assert len(server.calls) - before == (1 if fault == "hang" else 3)
+        server.faults = ServerFaults()
+
+
+@pytest.mark.anyio
+async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
+    """Its context is set with every call; what does not fit is a ContextOverflow, here or there."""
+    server = serve("ollama")
+    async with ollama(server, replace(OPTIONS, context=100)) as remote:
+        assert remote.spec.context_length == 100
+        with pytest.raises(ContextOverflow):
+            await remote.sample(SampleRequest(prompt(remote), 90))
+        bytes_only = remote.tokenizer.render(
+            [Message("user", "\u4e2d" * 60)]
+        )  # three tokens each over there
+        with pytest.raises(ContextOverflow, match="input length"):
+            await remote.sample(SampleRequest(bytes_only, 10))
+
+
+@pytest.mark.anyio
+async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve) -> None:
+    """No scores for a gate that wants them, no log-probs for a method that lives on them; the
+    reason is said.
+    """
+    texts = serve("ollama")
+    rater = serve("chat")
+    mute = serve("chat", quirks=ServerQuirks(ratings="off"))
+    policy = Policy(samples=2, turns=4, chunking=Chunking(12, 12, ()), early_stop="none")
+    rated = preset("spec-reason").policy(policy)
+    unsure = preset("deep-conf").policy(policy)
+    cases: list[tuple[DialectServer, Policy, Gate, str]] = [
+        (rater, policy, ThresholdGate(1.3), "cannot score.*method spec-reason"),
+        (
+            mute,
+            rated,
+            ThresholdGate(7.0, worse="below"),
+            "neither score nor rate.*not allowed to request",
+        ),
+        (rater, unsure, FixedGate("accept"), "no log-probabilities.*deep-conf"),
+        (
+            rater,
+            replace(policy, vote="confidence"),
+            FixedGate("accept"),
+            "no log-probabilities.*vote",
+        ),
+    ]
+    for server, asked, gate, said in cases:
+        plan = Plan(ollama(texts), chat(server), asked, gate, _answers())
+        with pytest.raises(UnsupportedByEngine, match=said):
+            await evaluate(toy_problems(1, 3), plan, RunOptions(signals="ignore"))
+
+
+@pytest.mark.anyio
+async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An Ollama draft, a chat target that rates: every problem ends; no file, log or trace of the
+    run has the key.
+    """
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("TARGET_KEY", "secret-sesame")
+    texts = serve("ollama", lambda: ScriptedEngine("draft"))
+    rater = serve("chat", lambda: ScriptedEngine("target"), key="secret-sesame")
+    policy = Policy(samples=2, turns=4, chunking=Chunking(24, 24, ()), early_stop="none")
+    gate = ThresholdGate(7.0, worse="below")
+    target = chat(rater, replace(OPTIONS, key=ApiKey("TARGET_KEY")))
+    plan = Plan(ollama(texts), target, preset("spec-reason").policy(policy), gate, _answers())
+    result = await evaluate(
+        toy_problems(2, 3), plan, RunOptions(tmp_path / "run", signals="ignore")
+    )
+    assert {outcome.status for outcome in result.outcomes()} <= {"answered", "unanswered"}
+    written = contents(tmp_path)
+    assert any(
+        b"target.rating" in text for text in written
+    )  # what the probe saw is in the manifest
+    assert not any(b"sesame" in text for text in written)
+    assert "sesame" not in caplog.text
+    assert "sesame" not in repr(vars(target))
+
+
+@pytest.mark.anyio
+async def test_a_rejected_key_and_a_missing_model_are_said(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name of the place where a key belongs, and of the models that there are; no message has
+    the key.
+    """
+    server = serve("chat", key="good")
+    with pytest.raises(UnsupportedByEngine, match="wants an API key.*ATTS_API_KEY"):
+        await chat(server).__aenter__()
+    monkeypatch.setenv("OTHER_KEY", "secret-expired")
+    with pytest.raises(UnsupportedByEngine, match="refused the API key.*OTHER_KEY") as refused:
+        await chat(server, replace(OPTIONS, key=ApiKey("OTHER_KEY"))).__aenter__()
+    assert "secret" not in str(refused.value)
+    with pytest.raises(UnsupportedByEngine, match="has no model 'other'.*toy"):
+        await chat(serve("chat"), model="other").__aenter__()
+    with pytest.raises(UnsupportedByEngine, match="has no model 'other:latest'.*toy:latest"):
+        await ollama(serve("ollama"), model="other").__aenter__()
+
+
+def test_chat_apis_are_named_by_words() -> None:
+    """The path goes on to the version, the model follows; the key's variable is a setting, a key is
+    none.
+    """
+    words = "openai:https://h/api/v1/deepseek/deepseek-r1?key=H_KEY&prefill=prefix&context=4096"
+    one = build_engine(words, "target")
+    assert isinstance(one, RemoteEngine)
+    assert (one.url, one.options.key.variable, one.options.context) == (
+        "https://h/api/v1",
+        "H_KEY",
+        4096,
+    )
+    for wrong in (
+        "chat:https://me:secret@h/v1/m",
+        "chat:http://h/v1/m?prefill=perhaps",
+        "ollama:h:11434/m",
+    ):
+        with pytest.raises(OptionError) as said:
+            build_engine(wrong, "target")
+        assert "secret" not in str(said.value)
+
+
+def test_a_chunk_without_log_probs_still_has_tokens() -> None:
+    """What is counted does not depend on log-probs."""
+    assert Chunk("draft", "ab", (1, 2), (3,), "length").tokens == 2
+    assert Chunk("target", "ab", (1, 2), (3,), "end", (-1.0, -2.0)).tokens == 2
+
+
+def _answers() -> Any:
+    from atts.pipelines import Answers
+
+    def last_word(text: str) -> str | None:
+        return (
+            text.rsplit("{", 1)[1].split("}")[0]
+            if "{" in text and "}" in text.rsplit("{", 1)[1]
+            else None
+        )
+
+    return Answers(
+        last_word, lambda answers: [sorted(set(answers)).index(answer) for answer in answers]
+    )

@@ -1,0 +1,145 @@
+"""Engines over HTTP keep the promises of the engine protocol, in every dialect."""
+
+from collections.abc import Callable
+
+import pytest
+
+from atts.core import Message, SampleRequest, Sampling, ScoreRequest
+from atts.errors import UnsupportedByEngine
+from atts.sampling import Seed
+from atts.servers import RemoteEngine
+from atts.testing import CheckOptions, ScriptedEngine, ServerQuirks, ToyTokenizer, check_engine
+from atts.testing.servers import DialectServer
+
+OPTIONS = CheckOptions(draws=32, tokens=9, long_tokens=96, timeout_seconds=600, settle_seconds=60)
+Serve = Callable[..., DialectServer]
+Connect = Callable[..., RemoteEngine]
+PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("dialect", "quirks"),
+    [
+        pytest.param("vllm", ServerQuirks(), id="vllm from the cache"),
+        pytest.param("vllm", ServerQuirks(cached_scores="off"), id="vllm by prompt log-probs"),
+        pytest.param(
+            "vllm", ServerQuirks(cached_scores="refused"), id="vllm with an older model runner"
+        ),
+        pytest.param("sglang", ServerQuirks(), id="sglang"),
+        pytest.param("llamacpp", ServerQuirks(), id="llamacpp"),
+    ],
+)
+async def test_every_promise_is_kept_over_http(
+    serve: Serve, client: Connect, dialect: str, quirks: ServerQuirks
+) -> None:
+    """`check_engine` finds nothing broken, and the server has nothing left to do."""
+    server = serve(dialect, quirks=quirks)
+    report = await check_engine(lambda: client(server.url), options=OPTIONS)
+    assert not report.broken
+    assert server.running == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dialect", ["vllm", "sglang", "llamacpp"])
+async def test_a_server_answers_as_its_engine_does(
+    serve: Serve, client: Connect, dialect: str
+) -> None:
+    """Ids, text, ending and raw log-probs are those of the engine behind the server, at any
+    temperature.
+    """
+    server = serve(dialect)
+    bits = 63 if dialect == "vllm" else 31
+    async with client(server.url) as remote, ScriptedEngine(context_length=1024) as behind:
+        for number, law in enumerate((Sampling(), Sampling(0.0), Sampling(0.7, top_p=0.9))):
+            if dialect == "llamacpp" and law.temperature not in (0.0, 1.0):
+                law = Sampling()
+            seed = Seed(run=number, problem="x")
+            request = SampleRequest(PROMPT, 40, law, seed, stop=("\n\n",))
+            got = await remote.sample(request)
+            wire = Seed(run=seed.key() & ((1 << bits) - 1))
+            want = await behind.sample(SampleRequest(PROMPT, 40, law, wire, stop=("\n\n",)))
+            assert (got.ids, got.text, got.ended) == (want.ids, want.text, want.ended)
+            assert got.logprobs == pytest.approx(want.logprobs, abs=1e-5)
+
+
+@pytest.mark.anyio
+async def test_a_scored_chunk_that_is_cached_is_scored_again_without_the_cache(
+    serve: Serve, client: Connect
+) -> None:
+    """vLLM gives no scores where its cache reaches past them; they are asked for once more, and
+    counted.
+    """
+    server = serve("vllm")
+    prefix = PROMPT * 2
+    suffix = PROMPT[:40]
+    async with client(server.url) as remote:
+        before = remote.traffic.uncached
+        first = await remote.score(ScoreRequest(prefix, suffix))
+        again = await remote.score(ScoreRequest(prefix, suffix))
+        assert remote.traffic.uncached == before + 1
+        assert again.logprobs == pytest.approx(first.logprobs)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_the_cached_prefix_is_reported(serve: Serve, client: Connect, dialect: str) -> None:
+    """Scoring another chunk after the same prefix reads it from the cache, in whole blocks."""
+    server = serve(dialect)
+    async with client(server.url) as remote:
+        await remote.score(ScoreRequest(PROMPT * 3, PROMPT[:3]))
+        scores = await remote.score(ScoreRequest(PROMPT * 3, PROMPT[4:9]))
+        assert 0 < scores.cached_tokens <= len(PROMPT) * 3
+        assert scores.cached_tokens % 16 == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("law", [Sampling(temperature=0.6), Sampling(top_p=0.9), Sampling(top_k=3)])
+async def test_processed_log_probs_are_replaced_by_scores(
+    serve: Serve, client: Connect, law: Sampling
+) -> None:
+    """A vLLM server with processed log-probs is found out, and completions hold raw ones all the
+    same.
+    """
+    plain = serve("vllm")
+    processed = serve("vllm", quirks=ServerQuirks(logprobs="processed"))
+    request = SampleRequest(PROMPT, 20, law)
+    async with client(plain.url) as raw, client(processed.url) as other:
+        assert "processed" in next(
+            found.seen for found in other.findings if found.name == "convention"
+        )
+        want = await raw.sample(request)
+        got = await other.sample(request)
+        assert got.ids == want.ids
+        assert got.logprobs == pytest.approx(want.logprobs, abs=1e-5)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_a_server_that_ignores_scoring_is_refused(
+    serve: Serve, client: Connect, dialect: str
+) -> None:
+    """No silent degrade: a server that takes a scoring request and gives no scores cannot be a
+    target.
+    """
+    server = serve(dialect, quirks=ServerQuirks(scoring="ignored", cached_scores="off"))
+    with pytest.raises(UnsupportedByEngine, match="scores"):
+        await client(server.url, needs=frozenset({"sample", "score"})).__aenter__()
+
+
+@pytest.mark.anyio
+async def test_llamacpp_is_refused_as_a_target(serve: Serve, client: Connect) -> None:
+    """It drafts, it cannot score, and says what would."""
+    server = serve("llamacpp")
+    with pytest.raises(UnsupportedByEngine, match="cannot score.*vLLM"):
+        await client(server.url, needs=frozenset({"score"})).__aenter__()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dialect", ["vllm", "sglang", "llamacpp"])
+async def test_the_dialect_is_found_out(serve: Serve, client: Connect, dialect: str) -> None:
+    """The spec names the engine and its version, whatever the caller said."""
+    server = serve(dialect)
+    async with client(server.url) as remote:
+        assert remote.spec.engine.startswith(dialect + " ")
+        assert remote.spec.context_length < 1024  # the server needs some places for itself

@@ -1,0 +1,395 @@
+"""Servers that fail in every way: nothing is silently accepted, nothing is asked for ever, nothing
+is left behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import anyio
+import pytest
+
+from atts.concurrency import collect, task_group
+from atts.core import Completion, Message, SampleRequest, ScoreRequest
+from atts.errors import (
+    BadReply,
+    ContextOverflow,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    FingerprintError,
+    OptionError,
+    UnsupportedByEngine,
+)
+from atts.sampling import Seed
+from atts.servers import ApiKey, RemoteEngine, RemoteOptions
+from atts.testing import ScriptedEngine, ServerFaults, ServerQuirks, ToyTokenizer
+from atts.testing.servers import DialectServer
+
+Serve = Callable[..., DialectServer]
+Connect = Callable[..., RemoteEngine]
+PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
+REQUEST = SampleRequest(PROMPT, 24)
+LASTING: dict[str, type[EngineError]] = {
+    "refused": EngineUnavailable, "reset": EngineUnavailable, "429": EngineUnavailable, "500": EngineUnavailable,
+    "truncated": BadReply, "wrong_ids": BadReply, "nan": BadReply, "hang": EngineTimeout, "slow_loris": EngineTimeout,
+}  # fmt: skip
+ALL = {
+    "refused": 0.04, "reset": 0.04, "429": 0.04, "500": 0.04, "truncated": 0.04,
+    "wrong_ids": 0.03, "nan": 0.03, "slow_loris": 0.02, "hang": 0.02,
+}  # fmt: skip
+
+
+class Stalling(ScriptedEngine):
+    """An engine that can be told to take for ever."""
+
+    stall = False
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """As a toy engine does, some time."""
+        if self.stall:
+            await anyio.sleep(3600)
+        return await super().sample(request)
+
+
+def hurry(remote: RemoteEngine, seconds: float) -> None:
+    """Give each call so long from now on: opening had its time, and only a server that hangs needs
+    all of it.
+    """
+    client = remote._opened()  # pyright: ignore[reportPrivateUsage]
+    client.options = replace(client.options, timeout_seconds=seconds)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for something that must happen, however busy the machine is."""
+    with anyio.fail_after(120):
+        while not true():  # noqa: ASYNC110  # what a server in a thread does can only be polled
+            await anyio.sleep(0.005)
+
+
+async def time_out(
+    remote: RemoteEngine, server: DialectServer, request: SampleRequest
+) -> list[str]:
+    """Ask a server that hangs until the deadline has passed; the calls that reached it, of which
+    there is at least one.
+
+    A busy machine may need longer than the deadline to send the request at all: then it is given
+    longer.
+    """
+    for patience in (0.5, 2.0, 8.0, 32.0):
+        hurry(remote, patience)
+        before = len(server.calls)
+        with pytest.raises(EngineTimeout):
+            await remote.sample(request)
+        if reached := server.calls[before:]:
+            return reached
+    raise AssertionError("the request never reached the server")
+
+
+def seeded(number: int) -> SampleRequest:
+    """One of many requests."""
+    return replace(REQUEST, seed=Seed(run=number))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+async def test_thirty_percent_of_failures_of_every_kind_change_no_answer(
+    serve: Serve, client: Connect, dialect: str
+) -> None:
+    """Each call gives the right answer or a retryable error; a caller that tries again gets every
+    answer, once.
+    """
+    server = serve(dialect, faults=ServerFaults(seed=5))
+    async with client(server.url) as remote:
+        requests = [seeded(number) for number in range(40)]
+        want = [(await remote.sample(request)).ids for request in requests]
+        hurry(remote, 0.5)
+        server.faults = ServerFaults(ALL)  # type: ignore[arg-type]
+        calls = len(server.calls)
+
+        async def insist(request: SampleRequest) -> Completion:
+            patience = 0.5  # more after each time-out: a busy machine is no server that hangs
+            for _ in range(20):
+                try:
+                    done = await remote.sample(request)
+                    scores = await remote.score(ScoreRequest(request.ids, done.ids))
+                except EngineTimeout:
+                    patience = min(10.0, 2 * patience)
+                    hurry(remote, max(patience, remote._opened().options.timeout_seconds))  # pyright: ignore[reportPrivateUsage]
+                    continue
+                except EngineError as error:
+                    if not error.retryable:
+                        raise
+                    continue
+                assert scores.logprobs == pytest.approx(done.logprobs, abs=1e-4)
+                return done
+            raise AssertionError("twenty tries, and no answer")
+
+        got = await collect([partial(insist, request) for request in requests])
+        server.faults = ServerFaults()
+    assert [done.ids for done in got] == want
+    assert len(server.calls) - calls < 40 * 20
+    assert not any(math.isnan(value) for done in got for value in done.logprobs)
+
+
+@pytest.mark.anyio
+async def test_a_failure_that_lasts_is_tried_a_few_times_and_named(
+    serve: Serve, client: Connect
+) -> None:
+    """Attempts are bounded by number and by the deadline, and the error is of the failure's kind."""
+    server = serve("vllm")
+    async with client(server.url) as remote:
+        for fault, error in LASTING.items():
+            server.faults = ServerFaults({fault: 1.0})  # type: ignore[dict-item]
+            if error is EngineTimeout:
+                assert await time_out(remote, server, REQUEST) == ["/v1/completions"], fault
+                hurry(remote, 60.0)
+            else:
+                before = len(server.calls)
+                with pytest.raises(error):
+                    await remote.sample(REQUEST)
+                assert server.calls[before:].count("/v1/completions") == 3, fault
+            server.faults = ServerFaults()
+            assert (await remote.sample(REQUEST)).ids
+
+
+@pytest.mark.anyio
+async def test_a_request_the_server_refuses_is_not_repeated(serve: Serve, client: Connect) -> None:
+    """400 is final; an overflow only the server sees is a ContextOverflow."""
+    server = serve("vllm")
+    async with client(server.url) as remote:
+        remote._spec = replace(remote.spec, context_length=4096)  # pyright: ignore[reportPrivateUsage]
+        before = len(server.calls)
+        with pytest.raises(ContextOverflow):
+            await remote.sample(replace(REQUEST, max_tokens=2000))
+        assert len(server.calls) == before + 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("dialect", "disconnect"), [("vllm", "abort"), ("sglang", "ignore"), ("llamacpp", "abort")]
+)
+async def test_cancelling_leaves_the_server_nothing_to_do(
+    serve: Serve, client: Connect, dialect: str, disconnect: str
+) -> None:
+    """Cancelled requests are aborted: by id where the server takes ids, even one that ignores
+    closed connections.
+    """
+    engine = Stalling(context_length=1024)
+    server = serve(dialect, lambda: engine, quirks=ServerQuirks(disconnect=disconnect))  # type: ignore[arg-type]
+    async with client(server.url) as remote:
+        engine.stall = True
+        async with task_group() as group:
+            for number in range(30):
+                group.start_soon(remote.sample, replace(seeded(number), max_tokens=500))
+            await until(lambda: server.running == 30)
+            group.cancel_scope.cancel()
+        await until(lambda: not server.running)
+        assert remote.stats().in_flight == 0
+
+
+@pytest.mark.anyio
+async def test_a_deadline_aborts_too(serve: Serve, client: Connect) -> None:
+    """A call that ran out of time frees its slot."""
+    engine = Stalling(context_length=1024)
+    server = serve("sglang", lambda: engine, quirks=ServerQuirks(disconnect="ignore"))
+    async with client(server.url) as remote:
+        engine.stall = True
+        await time_out(remote, server, replace(REQUEST, max_tokens=500))
+        await until(lambda: not server.running)
+
+
+@pytest.mark.anyio
+async def test_an_upgrade_that_changes_the_convention_is_refused(
+    serve: Serve, client: Connect
+) -> None:
+    """A server restarted with other log-probs is found out before anything it says is used."""
+    server = serve("sglang")
+    async with client(
+        server.url, options=RemoteOptions(idle_seconds=0.0, delay_seconds=0.01)
+    ) as remote:
+        await remote.sample(REQUEST)
+        server.restart(quirks=ServerQuirks(logprobs="raw"))
+        with pytest.raises(
+            EngineError,
+            match=r"changed while in use.*processed.*raw|lost the connection|cannot reach",
+        ):
+            await remote.sample(REQUEST)
+        with pytest.raises(UnsupportedByEngine, match="changed while in use"):
+            await remote.sample(REQUEST)
+
+
+@pytest.mark.anyio
+async def test_a_model_swapped_behind_a_url_is_noticed_with_its_first_reply(
+    serve: Serve, client: Connect
+) -> None:
+    """No connection breaks and no time passes: what it said under another name is not used, nor
+    anything after.
+    """
+    server = serve("vllm")
+    options = RemoteOptions(idle_seconds=1e9, recheck_seconds=1e9)
+    async with client(server.url, options=options) as remote:
+        for _ in range(3):
+            await remote.sample(REQUEST)
+        checks = len(server.calls)
+        await remote.sample(REQUEST)
+        assert len(server.calls) == checks + 1, "steady replies under one name ask for no check"
+        assert server._state is not None  # pyright: ignore[reportPrivateUsage]
+        server._state.quirks = ServerQuirks(version="0.99.0")  # pyright: ignore[reportPrivateUsage]
+        for _ in range(2):
+            with pytest.raises(UnsupportedByEngine, match="changed while in use"):
+                await remote.sample(REQUEST)
+
+
+@pytest.mark.anyio
+async def test_the_same_server_may_come_back(serve: Serve, client: Connect) -> None:
+    """A restart that changes nothing costs a check, not the run."""
+    server = serve("vllm")
+    async with client(server.url) as remote:
+        want = await remote.sample(REQUEST)
+        server.restart()
+        assert (await remote.sample(REQUEST)).ids == want.ids
+
+
+@pytest.mark.anyio
+async def test_steady_work_is_no_silence(serve: Serve, client: Connect) -> None:
+    """Calls one after the other are not interrupted by questions about who answers, however long
+    they go on.
+    """
+    now = 0.0
+
+    class Passing(ScriptedEngine):
+        """Each request takes a second of the client's clock."""
+
+        async def sample(self, request: SampleRequest) -> Completion:
+            nonlocal now
+            now += 1.0
+            return await super().sample(request)
+
+    server = serve("vllm", lambda: Passing(context_length=1024))
+    async with client(server.url, options=RemoteOptions(idle_seconds=2.0)) as remote:
+        now = remote._clock()  # pyright: ignore[reportPrivateUsage]
+        remote._clock = lambda: now  # pyright: ignore[reportPrivateUsage]
+        before = len(server.calls)
+        for _ in range(5):
+            await remote.sample(replace(REQUEST, max_tokens=10))
+        assert len(server.calls) == before + 5
+        now += 2.0  # silence is what is looked into
+        await remote.sample(replace(REQUEST, max_tokens=10))
+        assert len(server.calls) > before + 6
+
+
+@pytest.mark.anyio
+async def test_a_loading_server_is_waited_for_and_it_is_said(
+    serve: Serve, client: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """503 while loading is no failure; one that never ends is."""
+    server = serve("llamacpp", loading_seconds=0.5)
+    with caplog.at_level(logging.WARNING, logger="atts.servers"):
+        async with client(server.url) as remote:
+            assert (await remote.sample(REQUEST)).ids
+    assert sum("still loading" in record.message for record in caplog.records) == 1
+    never = serve("vllm", loading_seconds=3600)
+    with pytest.raises(EngineUnavailable, match="still loading"):
+        await client(never.url, options=RemoteOptions(wait_seconds=0.3)).__aenter__()
+
+
+@pytest.mark.anyio
+async def test_what_is_given_wrongly_is_said_clearly(serve: Serve, client: Connect) -> None:
+    """URL, model, tokenizer, dialect: each names itself and what to do."""
+    server = serve("vllm")
+    with pytest.raises(EngineUnavailable, match="cannot reach http://127.0.0.1:9"):
+        await client("http://127.0.0.1:9").__aenter__()
+    with pytest.raises(UnsupportedByEngine, match="has no model 'other'.*toy"):
+        await client(server.url, model="other").__aenter__()
+    with pytest.raises(FingerprintError, match="tokenizer"):
+        await client(server.url, tokenizer=ToyTokenizer("other")).__aenter__()
+    with pytest.raises(UnsupportedByEngine, match="dialect"):
+        await client(server.url, dialect="sglang").__aenter__()
+    with pytest.raises(UnsupportedByEngine, match="nothing at .* is known"):
+        await client(server.url + "/v2").__aenter__()
+    with pytest.raises(OptionError, match="dialect"):
+        client(server.url, dialect="vlm")
+    with pytest.raises(OptionError, match="URL"):
+        client("localhost:8000")
+
+
+@pytest.mark.anyio
+async def test_keys_are_used_and_never_shown(
+    serve: Serve,
+    client: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: object,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A good key opens, a bad or missing one is named by its place; no message, log, spec or repr
+    has it.
+    """
+    caplog.set_level(logging.DEBUG)
+    server = serve("vllm", key="secret-good")
+    with pytest.raises(UnsupportedByEngine, match="wants an API key.*ATTS_API_KEY"):
+        await client(server.url).__aenter__()
+    monkeypatch.setenv("ATTS_API_KEY", "secret-expired")
+    with pytest.raises(UnsupportedByEngine, match="refused the API key") as refused:
+        await client(server.url).__aenter__()
+    file = anyio.Path(str(tmp_path)) / "key"
+    await file.write_text("secret-good\n")
+    options = RemoteOptions(key=ApiKey(file=Path(str(file))))
+    async with client(server.url, options=options) as remote:
+        assert (await remote.sample(REQUEST)).ids
+        said = f"{remote.spec} {remote.options!r} {vars(remote)} {refused.value!r} {caplog.text}"
+    assert "secret" not in said.replace("/key", "")
+
+
+@pytest.mark.anyio
+async def test_a_proxy_in_the_environment_is_used_only_when_asked_for(
+    serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default it is not looked at, and mentioned when the connection fails; asked for, it is
+    what fails.
+    """
+    server = serve("vllm")
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "")
+    monkeypatch.setenv("no_proxy", "")
+    async with client(server.url) as remote:
+        assert (await remote.sample(REQUEST)).ids
+    with pytest.raises(EngineUnavailable, match=r"(?i)http_proxy is set and was not used"):
+        await client("http://127.0.0.1:9").__aenter__()
+    with pytest.raises(EngineUnavailable, match=r"(?i)by the proxy of http_proxy"):
+        await client(server.url, options=RemoteOptions(proxy="environment")).__aenter__()
+
+
+@pytest.mark.anyio
+async def test_refusals_shrink_what_is_sent_at_once(serve: Serve, client: Connect) -> None:
+    """429 lowers the limit of requests in flight; every request is answered in the end."""
+    server = serve("vllm", faults=ServerFaults({}, retry_after="0.05"))
+    options = RemoteOptions(in_flight=64, attempts=8, delay_seconds=0.02)
+    async with client(server.url, options=options) as remote:
+        server.faults = ServerFaults({"429": 0.2}, retry_after="0.02")
+        done = await collect([partial(remote.sample, seeded(number)) for number in range(64)])
+        server.faults = ServerFaults()
+        assert len(done) == 64
+        limit = remote._opened().limit  # pyright: ignore[reportPrivateUsage]
+        assert (limit.slots or 64) < 64
+        assert limit.in_use == 0
+
+
+def test_a_killed_server_interrupts_no_thread(serve: Serve) -> None:
+    """Starting and killing servers leaves no thread behind."""
+    before = threading.active_count()
+    server = serve("vllm")
+    server.kill()
+    server.kill()
+    deadline = time.monotonic() + 120
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before

@@ -1,0 +1,99 @@
+"""Servers that speculate: told apart from those that do not, and refused where their texts break
+their own law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from atts.core import Completion, SampleRequest
+from atts.engine import EngineAround
+from atts.errors import UnsupportedByEngine
+from atts.servers import RemoteEngine, probe
+from atts.testing import ScriptedEngine, ServerQuirks, ToyTokenizer
+from atts.testing.servers import DialectServer
+
+Serve = Callable[..., DialectServer]
+Connect = Callable[..., RemoteEngine]
+LOSSLESS = ServerQuirks(speculation="lossless")
+pytestmark = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+
+
+def told(engine: RemoteEngine) -> tuple[str, str]:
+    """What the probe says of speculation."""
+    found = next(found for found in engine.findings if found.name == "speculation")
+    return found.answer, found.seen
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("dialect", "words"),
+    [
+        ("vllm", "75% of 1,200,000 proposed tokens accepted so far"),
+        ("sglang", "it speculates by STANDALONE"),
+    ],
+)
+async def test_a_lossless_server_is_taken_and_what_it_tells_of_its_speculation_is_told(
+    serve: Serve, client: Connect, dialect: str, words: str
+) -> None:
+    """One that does not speculate is not examined for it."""
+    plain = serve(dialect)
+    async with client(plain.url) as engine:
+        assert told(engine) == ("yes", "the server does not speculate")
+    async with client(serve(dialect, quirks=LOSSLESS).url) as engine:
+        answer, seen = told(engine)
+        assert answer == "yes"
+        assert words in seen
+        assert "96 sampled tokens follow its law" in seen
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("dialect", "flaw", "words"),
+    [
+        ("vllm", "hot", "nats less likely than such as are drawn one by one"),
+        ("sglang", "greedy", "greedy text"),
+    ],
+)
+async def test_a_server_whose_speculation_changes_its_law_is_refused(
+    serve: Serve, client: Connect, dialect: str, flaw: Any, words: str
+) -> None:
+    """Garbage at one temperature, right at the other: good for a draft as little as for a target."""
+    server = serve(dialect, quirks=ServerQuirks(speculation=flaw))
+    with pytest.raises(UnsupportedByEngine, match=words) as caught:
+        async with client(server.url, needs=frozenset({"sample"})):
+            pass
+    assert "serve it without speculation" in str(caught.value)
+
+
+class TooSure(EngineAround):
+    """An engine that draws one token at a time with care, and writes what is likeliest where it is
+    asked for more.
+    """
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        heat = 0.0 if request.max_tokens > 1 or not request.sampling.temperature else 8.0
+        return await super().sample(
+            replace(request, sampling=replace(request.sampling, temperature=heat))
+        )
+
+
+@pytest.mark.anyio
+async def test_text_likelier_than_it_may_be_is_found_as_well_and_a_probe_only_tells(
+    serve: Serve,
+) -> None:
+    """A server that accepts its best guesses without drawing writes no garbage, and not its law
+    either.
+    """
+    server = serve(
+        "vllm", lambda: TooSure(ScriptedEngine(context_length=1024), "own"), quirks=LOSSLESS
+    )
+    report = await probe(server.url, tokenizer=ToyTokenizer())
+    assert report.can == ("rate", "score")
+    assert "nats more likely" in next(
+        found.seen for found in report.findings if found.name == "speculation"
+    )

@@ -1,0 +1,205 @@
+"""Servers that are killed in mid-run: what was in flight waits for their return, or is left for the
+next session.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.core import Outcome, Role
+from atts.graph import RetryPolicy
+from atts.journal import JOURNAL, Observed, read_entries
+from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
+from atts.run import EngineAwaited, Notice, Plan, RunOptions, RunResult, evaluate
+from atts.servers import RemoteEngine, RemoteOptions, ReplicaPool
+from atts.testing import Latency, ScriptedEngine, ToyTokenizer, toy_answer, toy_groups, toy_problems
+from atts.testing.servers import DialectServer
+
+Serve = Callable[..., DialectServer]
+POLICY = Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), early_stop="none")
+PROBLEMS = toy_problems(4, 5)
+AWAY = RemoteOptions(
+    timeout_seconds=60.0,
+    delay_seconds=0.01,
+    wait_seconds=0.0,
+    idle_seconds=1e9,
+    recheck_seconds=1e9,
+)
+PATIENT = replace(AWAY, wait_seconds=120.0)
+
+
+class Diary:
+    """Hears what calls waited for."""
+
+    def __init__(self) -> None:
+        self.awaited: list[EngineAwaited] = []
+        self.heard = threading.Event()
+
+    def recalled(self, event: object) -> None:
+        """Nothing of interest."""
+
+    def notify(self, event: Notice) -> None:
+        """Keep it."""
+        if isinstance(event, EngineAwaited):
+            self.awaited.append(event)
+            self.heard.set()
+
+
+def essence(outcome: Outcome) -> str:
+    """All of an outcome but what depends on timing and on caches."""
+    rollouts = [
+        (
+            rollout.sample,
+            rollout.finish,
+            rollout.answer,
+            rollout.text,
+            [turn.score for turn in rollout.turns],
+        )
+        for rollout in outcome.rollouts
+    ]
+    return repr((outcome.problem.id, outcome.answer, outcome.status, dict(outcome.votes), rollouts))
+
+
+def outcomes(result: RunResult) -> dict[str, str]:
+    """A result's outcomes by problem, in essence."""
+    return {outcome.problem.id: essence(outcome) for outcome in result.outcomes()}
+
+
+class Pair:
+    """A draft and a target behind servers, either of which may be killed."""
+
+    def __init__(self, serve: Serve) -> None:
+        self.servers: dict[Role, DialectServer] = {
+            "draft": serve(
+                "llamacpp", lambda: ScriptedEngine("draft", latency=Latency(per_sample=0.002))
+            ),
+            "target": serve(
+                "vllm", lambda: ScriptedEngine("target", latency=Latency(per_score=0.002))
+            ),
+        }
+
+    def engine(self, role: Role, options: RemoteOptions) -> RemoteEngine:
+        """An engine on that server."""
+        return RemoteEngine(
+            self.servers[role].url, name=role, tokenizer=ToyTokenizer(), options=options
+        )
+
+    def run(
+        self, directory: Path, options: RemoteOptions, *listeners: Any, pool: bool = False
+    ) -> RunResult:
+        """An evaluation with a frozen gate."""
+        target: Any = self.engine("target", options)
+        plan = Plan(
+            self.engine("draft", options),
+            ReplicaPool([("only", target)], name="target") if pool else target,
+            POLICY,
+            ThresholdGate(1.3),
+            Answers(toy_answer, toy_groups),
+            rollouts=6,
+            retries=RetryPolicy(calls=3, delay_seconds=0.02, give_up_after=None),
+        )
+        return anyio.run(
+            evaluate, PROBLEMS, plan, RunOptions(directory, signals="ignore", listeners=listeners)
+        )
+
+
+class Outage(Diary):
+    """Kills a server once a run's journal is so large, before the run does anything else."""
+
+    def __init__(self, server: DialectServer, directory: Path, size: float) -> None:
+        super().__init__()
+        self._server = server
+        self._directory = directory
+        self._size = size
+        self.is_over = False
+
+    def notify(self, event: Notice) -> None:
+        """Look at the journal."""
+        super().notify(event)
+        if not self.is_over and journal_size(self._directory) >= self._size:
+            self.is_over = True
+            self._server.kill()
+
+    @contextmanager
+    def ended_when_heard(self) -> Generator[None]:
+        """Start the server again as soon as somebody waits for it."""
+
+        def start() -> None:
+            if self.heard.wait(120):
+                self._server.start()
+
+        thread = threading.Thread(target=start)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.heard.set()
+            thread.join()
+
+
+def journal_size(directory: Path) -> int:
+    """In bytes; 0 without a journal."""
+    path = directory / JOURNAL
+    return path.stat().st_size if path.exists() else 0
+
+
+def forced(directory: Path) -> list[Any]:
+    """Decisions that were taken for want of a score."""
+    events = (entry.event for entry in read_entries(directory / JOURNAL))
+    return [
+        event
+        for event in events
+        if isinstance(event, Observed) and event.decision.origin == "forced"
+    ]
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_a_server_that_comes_back_is_waited_for(serve: Serve, tmp_path: Path, pool: bool) -> None:
+    """Killed and started again while the run goes on: the run ends as if nothing had been, and says
+    who was awaited.
+    """
+    pair = Pair(serve)
+    whole = outcomes(pair.run(tmp_path / "whole", PATIENT, pool=pool))
+    outage = Outage(
+        pair.servers["target"], tmp_path / "run", 0.3 * journal_size(tmp_path / "whole")
+    )
+    with outage.ended_when_heard():
+        found = pair.run(tmp_path / "run", PATIENT, outage, pool=pool)
+    assert (found.status, found.exit_code) == ("finished", 0)
+    assert outcomes(found) == whole
+    assert not forced(tmp_path / "run")
+    assert sum(event.more for event in outage.awaited) == 0 < len(outage.awaited)
+
+
+@pytest.mark.parametrize("points", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_server_that_stays_away_costs_no_outcome(
+    serve: Serve, tmp_path: Path, role: Role, points: int
+) -> None:
+    """Killed at any point, started before the next session: exit code 3, nothing forced, and then
+    the same outcomes.
+    """
+    pair = Pair(serve)
+    draws = random.Random(21)
+    whole = outcomes(pair.run(tmp_path / "whole", AWAY))
+    size = journal_size(tmp_path / "whole")
+    for number in range(points):
+        directory = tmp_path / str(number)
+        outage = Outage(pair.servers[role], directory, draws.uniform(0.02, 0.5) * size)
+        cut = pair.run(directory, AWAY, outage)
+        pair.servers[role].start()
+        assert cut.status in ("incomplete", "failed")
+        assert cut.exit_code == 3
+        assert not forced(directory)
+        again = pair.run(directory, AWAY)
+        assert (again.status, again.exit_code) == ("finished", 0)
+        assert outcomes(again) == whole

@@ -1,0 +1,403 @@
+"""Whole evaluations over servers that fail, and the words and commands by which servers are named."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.analysis.turns import tokens_written
+from atts.api import Setup, build_engine
+from atts.cli.app import run as command
+from atts.concurrency import background, task_group
+from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
+from atts.errors import OptionError, UnsupportedByEngine
+from atts.graph import RetryPolicy
+from atts.pipelines import Answers, Chunking, Policy, ScoreRule, ThresholdGate
+from atts.run import Plan, RunOptions, evaluate
+from atts.servers import RemoteEngine, RemoteOptions, ReplicaPool
+from atts.testing import (
+    Latency,
+    ScriptedEngine,
+    ServerFaults,
+    ToyTokenizer,
+    toy_answer,
+    toy_groups,
+    toy_problems,
+)
+from atts.testing.server_core import ServerQuirks
+from atts.testing.servers import DialectServer
+
+Serve = Callable[..., DialectServer]
+# Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds
+# pass between two.
+OPTIONS = RemoteOptions(
+    timeout_seconds=60.0,
+    delay_seconds=0.01,
+    wait_seconds=20.0,
+    idle_seconds=1e9,
+    recheck_seconds=1e9,
+)
+HURRIED = replace(OPTIONS, timeout_seconds=4.0)  # some calls hang until then
+FAULTS = {
+    "refused": 0.05, "reset": 0.05, "429": 0.05, "500": 0.05, "truncated": 0.04,
+    "wrong_ids": 0.02, "nan": 0.02, "slow_loris": 0.004, "hang": 0.004,
+}  # fmt: skip
+
+
+class Endless(ScriptedEngine):
+    """An engine that answers what a probe asks, and never ends a real request."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """As the toy engine does, if it is a short one."""
+        if request.max_tokens > 12:
+            await anyio.sleep(3600)
+        return await super().sample(request)
+
+
+def engine(role: Role) -> Callable[[], ScriptedEngine]:
+    """Makes the toy model of a role, with some latency."""
+    return lambda: ScriptedEngine(role, latency=Latency(per_sample=0.005, per_score=0.002))
+
+
+def remote(server: DialectServer, name: str, options: RemoteOptions = OPTIONS) -> RemoteEngine:
+    """An engine on a toy server."""
+    return RemoteEngine(server.url, name=name, tokenizer=ToyTokenizer(), options=options)
+
+
+@pytest.fixture
+def plan(serve: Serve) -> tuple[Plan, list[DialectServer]]:
+    """A draft on llama.cpp's dialect, a target on two SGLang replicas."""
+    servers = [
+        serve("llamacpp", engine("draft")), serve("sglang", engine("target")), serve("sglang", engine("target"))
+    ]  # fmt: skip
+    pool = ReplicaPool(
+        [(str(n), remote(server, "target", HURRIED)) for n, server in enumerate(servers[1:])],
+        name="target",
+    )
+    policy = Policy(samples=3, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
+    retries = RetryPolicy(calls=8, rollouts=3, delay_seconds=0.05)
+    answers = Answers(toy_answer, toy_groups)
+    return Plan(
+        remote(servers[0], "draft", HURRIED),
+        pool,
+        policy,
+        ThresholdGate(1.3),
+        answers,
+        rollouts=9,
+        retries=retries,
+    ), servers
+
+
+class Trouble:
+    """Makes it once a server has answered so many requests, before the run does anything else."""
+
+    def __init__(self, server: DialectServer, left: list[tuple[int, Callable[[], object]]]) -> None:
+        self.server = server
+        self.left = left
+
+    def recalled(self, event: object) -> None:
+        """Nothing of interest."""
+
+    def notify(self, event: object) -> None:
+        """Look how many there are."""
+        while self.left and self.server.served >= self.left[0][0]:
+            self.left.pop(0)[1]()
+
+
+@pytest.mark.anyio
+async def test_every_problem_ends_once_while_servers_fail_and_restart(
+    plan: tuple[Plan, list[DialectServer]], tmp_path: Path
+) -> None:
+    """A third of the calls fails in some way, a replica is killed and returns: every problem has
+    its outcome, once.
+    """
+    todo, servers = plan
+
+    def fail() -> None:
+        for number, server in enumerate(servers):
+            server.faults = ServerFaults(FAULTS, seed=number)  # type: ignore[arg-type]
+
+    trouble = Trouble(servers[1], [(1, fail), (30, servers[2].kill), (50, servers[2].start)])
+    problems = toy_problems(6, 5)
+    result = await evaluate(
+        problems, todo, RunOptions(tmp_path / "run", signals="ignore", listeners=[trouble])
+    )
+    assert not trouble.left
+    assert Counter(outcome.problem.id for outcome in result.outcomes()) == {
+        problem.id: 1 for problem in problems
+    }
+    assert all(outcome.status in ("answered", "unanswered") for outcome in result.outcomes())
+    for server in servers:
+        server.faults = ServerFaults()
+    with anyio.fail_after(120):
+        while any(server.running for server in servers):  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+@pytest.mark.anyio
+async def test_a_run_that_is_stopped_leaves_servers_idle(
+    plan: tuple[Plan, list[DialectServer]],
+) -> None:
+    """Cancelling the run, as Ctrl-C does, frees everything it had asked for."""
+    todo, servers = plan
+    async with task_group() as group:
+        group.start_soon(evaluate, toy_problems(40, 5), todo, RunOptions(signals="ignore"))
+        with anyio.fail_after(120):
+            while not any(server.calls for server in servers[1:]) or not any(  # noqa: ASYNC110
+                server.running for server in servers
+            ):
+                await anyio.sleep(0.002)
+        group.cancel_scope.cancel()
+    with anyio.fail_after(120):
+        while any(server.running for server in servers):  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+def test_servers_are_named_by_words() -> None:
+    """SCHEME:URL/MODEL, settings after a question mark, several URLs for a pool; what is wrong is
+    said.
+    """
+    one = build_engine("vllm:http://h:8000/Qwen/Qwen3-8B?in_flight=7&timeout=3&wait=9", "target")
+    assert isinstance(one, RemoteEngine)
+    assert (one.url, one.options.in_flight, one.options.timeout_seconds) == (
+        "http://h:8000",
+        7,
+        3.0,
+    )
+    assert one.options.wait_seconds == 9.0
+    pool = build_engine("server:http://a:1,http://b:2", "draft")
+    assert isinstance(pool, ReplicaPool)
+    assert [load.name for load in pool.load()] == ["http://a:1", "http://b:2"]
+    for words in (
+        "vllm:h:8000",
+        "vllm:",
+        "vlm:http://h",
+        "vllm:http://h?in_fligth=3",
+        "vllm:http://h?timeout=x",
+        "vllm:http://h?wait=-1",
+    ):
+        with pytest.raises(OptionError):
+            build_engine(words, "draft")
+
+
+def test_the_probe_command_says_what_is_wrong(
+    serve: Serve, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Exit codes: 3 for the server, 2 for what was given; one line on stderr, nothing on stdout."""
+    from atts.models import path
+
+    server = serve("vllm")
+    locked = serve("vllm", key="good")
+    embedded = str(path("draft"))
+    for words, code, said in (
+        (["http://127.0.0.1:9"], 3, "cannot reach"),
+        (["localhost"], 2, "is not a URL"),
+        ([server.url, "--model", "other"], 3, "has no model"),
+        ([server.url, "--tokenizer", embedded], 2, "tokenizer"),
+        ([server.url, "--tokenizer", str(tmp_path)], 3, "no tokenizer"),
+        ([server.url, "--dialect", "sglang"], 3, "dialect"),
+        ([locked.url], 3, "API key"),
+        ([locked.url, "--key-file", str(tmp_path / "none")], 2, "key file"),
+    ):
+        assert command(["probe", *words]) == code, words
+        out = capsys.readouterr()
+        assert said in out.err, words
+        assert not out.out
+
+
+def test_the_probe_command_waits_for_a_server_that_loads_and_says_so(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Waiting is said on stderr; one that never ends is exit code 3."""
+    assert (
+        command(["probe", serve("chat", loading_seconds=0.4).url + "/v1", "--dialect", "chat"]) == 0
+    )
+    out = capsys.readouterr()
+    assert out.err.count("still loading") == 1
+    assert "can rate and sample" in out.out
+    never = serve("vllm", loading_seconds=3600)
+    assert command(["probe", never.url, "--wait", "0.2"]) == 3
+    assert "still loading after" in capsys.readouterr().err
+
+
+@pytest.mark.anyio
+async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request would fail alike: the run says so at once, where the key belongs, and leaves
+    the server idle.
+    """
+    monkeypatch.setenv("ATTS_API_KEY", "secret-old")
+    server = serve("sglang", engine("draft"), key="secret-old")
+    policy = Policy(samples=3, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
+    todo = Plan(remote(server, "draft"), ScriptedEngine("target"), policy, ThresholdGate(1.3),
+                Answers(toy_answer, toy_groups))  # fmt: skip
+
+    async def expire() -> None:
+        while server.served < 30:  # noqa: ASYNC110
+            await anyio.sleep(0.002)
+        server.key = "secret-new"
+
+    async with background(expire):
+        with pytest.raises(
+            UnsupportedByEngine, match="refused the API key.*ATTS_API_KEY"
+        ) as refused:
+            await evaluate(toy_problems(40, 5), todo, RunOptions(signals="ignore"))
+    assert "secret" not in str(refused.value)
+    with anyio.fail_after(120):
+        while server.running:  # noqa: ASYNC110
+            await anyio.sleep(0.01)
+
+
+def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) -> None:
+    """A real process, two real interrupts: exit code 130, and no request is left at the server."""
+    server = serve("chat", lambda: Endless("target"))
+    words = [
+        "eval",
+        "arithmetic[:8]",
+        "--method",
+        "target-only",
+        "--draft",
+        "scripted",
+        "--report",
+        "none",
+    ]
+    words += [
+        "--target",
+        f"chat:{server.url}/v1/toy",
+        "--samples",
+        "4",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "atts", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while server.running < 16 and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for patience in (
+            0.5,
+            30.0,
+            30.0,
+        ):  # the first lets calls finish, which these never do; the next drops them
+            run.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                run.wait(
+                    patience
+                )  # on a busy machine two at once may count as one: then there is a third
+                break
+        out, said = run.communicate(timeout=120)
+    finally:
+        run.kill()
+    assert run.returncode == 130, (out, said)
+    deadline = time.monotonic() + 120
+    while server.running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.running == 0
+
+
+@pytest.mark.slow
+def test_the_probe_command_describes_a_server_of_the_embedded_model(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A real model and its real tokenizer behind the dialect; --need fails what cannot."""
+    from atts.local import LocalEngine, LocalOptions
+    from atts.models import path
+
+    options = LocalOptions(worker="thread")
+    server = serve("llamacpp", lambda: LocalEngine(path("draft"), name="draft", options=options))
+    words = ["probe", server.url, "--tokenizer", str(path("draft"))]
+    assert command([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["engine"].startswith("llamacpp")
+    assert found["can"] == ["sample"]
+    assert command([*words, "--need", "score"]) == 5
+
+
+class CountedScores(ScriptedEngine):
+    """An engine that counts what it is asked to score."""
+
+    asked = 0
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """As the toy engine does."""
+        self.asked += 1
+        return await super().score(request)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("method", "changes", "extra"),
+    [
+        ("draft-only", {}, "none"),
+        ("random", {}, "none"),
+        (
+            "paper",
+            {},
+            "none",
+        ),  # its mean score and its majority vote look at the target's log-probabilities alone
+        ("atts", {"score": ScoreRule("mean")}, "none"),
+        ("atts", {}, "draft"),  # the speculative score compares both models
+        ("draft-only", {"vote": "confidence"}, "draft"),
+        ("target-only", {"vote": "confidence"}, "target"),
+    ],
+)
+async def test_raw_log_probs_are_fetched_only_where_they_are_used(
+    serve: Serve, method: str, changes: dict[str, Any], extra: str
+) -> None:
+    """SGLang's default convention costs a second scoring of what was written only for a score, vote
+    or stop.
+    """
+    models: dict[Role, CountedScores] = {role: CountedScores(role) for role in ("draft", "target")}
+    quirks = ServerQuirks(logprobs="processed")
+    engines = {
+        role: remote(serve("sglang", lambda m=m: m, quirks=quirks), role)
+        for role, m in models.items()
+    }
+    policy = replace(
+        Policy(samples=2, turns=4, chunking=Chunking(12, 12, ()), early_stop="none"), **changes
+    )
+    setup = Setup(policy=policy, method=method, rate=0.3)
+    async with engines["draft"] as draft, engines["target"] as target:
+        for model in models.values():
+            model.asked = 0
+        plan = replace(setup.plan(draft, target), answers=Answers(toy_answer, toy_groups))
+        result = await evaluate(toy_problems(2), plan, RunOptions(engines="are open"))
+    chunks = [
+        c
+        for o in result.outcomes()
+        for r in o.rollouts
+        for t in r.turns
+        for c in (*t.chunks, *t.discarded)
+    ]
+    judged = sum(
+        t.score is not None for o in result.outcomes() for r in o.rollouts for t in r.turns
+    )
+    written = {role: sum(chunk.author == role for chunk in chunks) for role in models}
+    assert chunks
+    assert models["draft"].asked == (written["draft"] if extra == "draft" else 0)
+    assert models["target"].asked == judged + (written["target"] if extra == "target" else 0)
+    if extra == "none":
+        assert (
+            sum(
+                tokens_written(t, "draft")
+                for o in result.outcomes()
+                for r in o.rollouts
+                for t in r.turns
+            )
+            > 0
+        )

@@ -19,9 +19,8 @@ def main() -> None:
 
     gc.set_threshold(_COLLECT_AFTER, 10, 10)
     code = run()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # from here on a Ctrl-C would only change the exit code
+    # from here on a Ctrl-C would only change the exit code
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 
 

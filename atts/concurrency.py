@@ -163,9 +163,8 @@ def clock() -> Callable[[], float]:
     """
     anyio.current_time()  # raises where there is no loop
     try:
-        if (
-            asyncio.current_task() is not None
-        ):  # None under trio's guest mode, whose host loop is not our clock
+        # None under trio's guest mode, whose host loop is not our clock
+        if asyncio.current_task() is not None:
             return asyncio.get_running_loop().time
     except RuntimeError:
         pass
@@ -198,9 +197,8 @@ class _Waiter:
     def __init__(self, event: anyio.Event, tokens: int) -> None:
         self.event = event
         self.tokens = tokens
-        self.state = (
-            "waiting"  # then "granted", by the one who gave, or "gone", by its own cancellation
-        )
+        # then "granted", by the one who gave, or "gone", by its own cancellation
+        self.state = "waiting"
 
 
 class SlotQueue:
@@ -216,9 +214,8 @@ class SlotQueue:
     def __init__(self, slots: int | None, tokens: int | None = None) -> None:
         self.slots = slots
         self.tokens = tokens
-        self.free_slots: float = (
-            math.inf if slots is None else slots
-        )  # below 0 after a resize below what is in use
+        # below 0 after a resize below what is in use
+        self.free_slots: float = math.inf if slots is None else slots
         self.free_tokens: float = math.inf if tokens is None else tokens
         self._event: Callable[[], anyio.Event] = anyio.Event
         self._lanes: dict[int, deque[_Waiter]] = {}  # by priority; an empty lane is removed
@@ -362,9 +359,8 @@ def end_with(parent: int) -> None:
     its child.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(
-            _DEATH_SIGNAL, signal.SIGCONT
-        )  # a child that is stopped would not look
+        # a child that is stopped would not look
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGCONT)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 
 

@@ -45,9 +45,8 @@ class Grading:
     relative: float = 0.0
     absolute: float = 0.0
     units: Literal["optional", "required"] = "optional"
-    choices: Literal["letter", "text"] = (
-        "letter"  # text: of the right choice, its words count as well as its letter
-    )
+    # text: of the right choice, its words count as well as its letter
+    choices: Literal["letter", "text"] = "letter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +62,8 @@ class Problem:
     choices: tuple[str, ...] = ()
     source: str = ""
     grading: Grading | None = None  # None: the default
-    examples: tuple[
-        tuple[str, str], ...
-    ] = ()  # problems with their solutions, said before this one
+    # problems with their solutions, said before this one
+    examples: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +108,8 @@ class SampleRequest:
     begun: int = 0  # of the last ids; `max_tokens` counts those to come
     # text that may be like the answer: an engine may be faster for it, and answers the same
     draft: TokenIds = ()
-    acceptance: Literal["replay", "ratio"] = (
-        "replay"  # of proposed tokens; ratio keeps the law, not the tokens
-    )
+    # of proposed tokens; ratio keeps the law, not the tokens
+    acceptance: Literal["replay", "ratio"] = "replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +222,8 @@ class Decision:
     score: float | None = None
     p: float | None = None
     level: str | None = None
-    levels: tuple[
-        str, ...
-    ] = ()  # the conformal set of levels, contiguous; empty when the gate has none
+    # the conformal set of levels, contiguous; empty when the gate has none
+    levels: tuple[str, ...] = ()
     why: str = ""  # for people; nothing reads it
     origin: Origin = "gate"
     propensity: float | None = None  # how likely the action was, where a gate leaves some to chance
@@ -253,12 +249,10 @@ class Features:
     question: str
     turn: int = 0
     sample: int = 0
-    issue: int | None = (
-        None  # the place in the run's order of asking for scores, as the gate's preview numbered it
-    )
-    left: float | None = (
-        None  # the share of the run's decisions expected to be left; None where that is not known
-    )
+    # the place in the run's order of asking for scores, as the gate's preview numbered it
+    issue: int | None = None
+    # the share of the run's decisions expected to be left; None where that is not known
+    left: float | None = None
     attempt: int = 0
     tokens: int = 0
     draft_logprob: float = 0.0  # the draft's own, made one number by the policy's score rule
@@ -306,9 +300,8 @@ class Chunk:
     draft_ids: TokenIds
     target_ids: TokenIds
     ended: Ending
-    logprobs: tuple[
-        float, ...
-    ] = ()  # the author's own, one per generated id (an end token's included), or none
+    # the author's own, one per generated id (an end token's included), or none
+    logprobs: tuple[float, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -345,9 +338,8 @@ class Turn:
     score: float | None = None
     decision: Decision | None = None
     note: str = ""  # why a score is missing, what failed, what stays; for people, nothing reads it
-    scored_tokens: int = (
-        0  # the target was asked about; none where the score is that of an equal sibling's chunk
-    )
+    # the target was asked about; none where the score is that of an equal sibling's chunk
+    scored_tokens: int = 0
     is_forced: bool = False  # the chunk's words were put in: no model wrote them
 
     @property
@@ -386,9 +378,8 @@ class Usage:
     target_prefill_tokens: int = 0
     wasted_tokens: int = 0  # sampled, then discarded or cancelled
     calls: int = 0
-    drawn_tokens: int = (
-        0  # of the target's, those drawn while it scored: no step of decoding was made for them
-    )
+    # of the target's, those drawn while it scored: no step of decoding was made for them
+    drawn_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(

@@ -73,16 +73,14 @@ class EngineSpec:
     vocabulary: int
     engine: str = ""  # kind and major.minor version, such as "local 0.1"
     dtype: str = "float32"
-    rounds_scores: bool = (
-        False  # what it scores, and draws meanwhile, is computed less exactly than what it samples
-    )
+    # what it scores, and draws meanwhile, is computed less exactly than what it samples
+    rounds_scores: bool = False
     logprobs: Literal["raw", "processed", "none"] = "raw"  # none: completions come without
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
     flops_per_token: float = 0.0  # of one decoded token; 0 when unknown
     weights: str = ""  # digest of the weights' files, where they are at hand
-    findings: tuple[
-        tuple[str, str], ...
-    ] = ()  # what a probe saw: ("scores", "yes: 12 finite scores, ...")
+    # what a probe saw: ("scores", "yes: 12 finite scores, ...")
+    findings: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> dict[str, object]:
         """The fields that must match before scores of one engine calibrate another."""
@@ -94,13 +92,14 @@ class EngineSpec:
         return {**own, **found, **({"weights": self.weights} if self.weights else {})}
 
 
+# findings that time and load do not change
 _LASTING = (
     "tokenizer",
     "scores",
     "planted",
     "convention",
     "rating",
-)  # findings that time and load do not change
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,15 +477,13 @@ class Speculated:
     seconds: float = 0.0  # spent on proposing
     choices: int = 0  # of a length: sequences summed over steps
     chosen: int = 0  # summed lengths: divided by choices, the mean k
-    expected_tokens: float = (
-        0.0  # of steps of which something was expected; beside it what came of them
-    )
+    # of steps of which something was expected; beside it what came of them
+    expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    saved_seconds: float = (
-        0.0  # of these, beside what steps without proposals take for as many tokens
-    )
+    # of these, beside what steps without proposals take for as many tokens
+    saved_seconds: float = 0.0
 
     def __add__(self, other: Speculated) -> Speculated:
         return self._with(other, add)

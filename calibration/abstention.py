@@ -17,10 +17,11 @@ from atts.calibration.risk import problems_needed, rejected
 from atts.errors import CalibrationInputError
 from atts.sampling import binomial_cdf
 
+# of the walks down, in twentieths; each has an equal part of what the test may be wrong
 _STARTS = (
     20,
     12,
-)  # of the walks down, in twentieths; each has an equal part of what the test may be wrong
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,9 +71,8 @@ class Certificate:
     problems: int
     chosen: Tested | None
     tested: tuple[Tested, ...]
-    needed: (
-        int | None
-    )  # about how many problems would certify the safest candidate; None if no number would
+    # about how many problems would certify the safest candidate; None if no number would
+    needed: int | None
     superior: Tested | None = None
     kind: Literal["certificate", "net-certificate"] = "certificate"
 

@@ -136,9 +136,8 @@ class Tracking(Controller):
         self._warm = warm
         self._last = deque[float](maxlen=warm)
         self._threshold = self._scale = self._owed = 0.0
-        self._middle = self._distance = (
-            0.0  # the first median, and the sum of all distances from it
-        )
+        # the first median, and the sum of all distances from it
+        self._middle = self._distance = 0.0
         self._seen = 0
 
     def current_rate(

@@ -29,9 +29,8 @@ _LOOKS = (
 )
 # of the share of the main look, spent on the 300th score of all where other turns are among them
 _EARLY = 0.2
-_COPIED = (
-    0.003  # the share of each look for repeats in the stored questions that live ones do not show
-)
+# the share of each look for repeats in the stored questions that live ones do not show
+_COPIED = 0.003
 _MARTINGALE = 0.029  # its share
 # an alarm also needs p below so many times its share were the stored questions a sample themselves
 _SLACK = 3.5

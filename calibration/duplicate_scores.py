@@ -13,9 +13,8 @@ from atts.calibration.two_sample import QuestionSample
 from atts.sampling import binomial_tail
 
 FEW = 0.02  # a share of repeats up to which nothing is said
-_CERTAIN = (
-    1e-6  # as near to the end of the scale, chunks that were certain meet without being copied
-)
+# as near to the end of the scale, chunks that were certain meet without being copied
+_CERTAIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)

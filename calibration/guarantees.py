@@ -44,9 +44,8 @@ class Facts:
     escalated: int
     tuning: Tuning
     events: Sequence[DriftEvent]
-    left: float = (
-        math.inf
-    )  # decisions expected before the run ends; infinite where that is not known
+    # decisions expected before the run ends; infinite where that is not known
+    left: float = math.inf
     cap: Fraction | None = None  # of any first n decisions at most ceil(cap * n) escalate
 
     @property

@@ -41,16 +41,13 @@ class Health:
     infinite: int
     repeats: DuplicateScores
     threshold: float  # split conformal: escalate above it
-    careful_threshold: (
-        float  # PAC: at most the rate with probability 0.9 over the scores, were they independent
-    )
-    long_run: tuple[
-        float, float
-    ]  # where the long-run rate of the threshold is, were the scores independent (90 %)
+    # PAC: at most the rate with probability 0.9 over the scores, were they independent
+    careful_threshold: float
+    # where the long-run rate of the threshold is, were the scores independent (90 %)
+    long_run: tuple[float, float]
     long_run_clustered: tuple[float, float]  # the same for the effective number of scores
-    half_split: (
-        float  # SD of the rate when half of the questions set the threshold for the other half
-    )
+    # SD of the rate when half of the questions set the threshold for the other half
+    half_split: float
     turns: tuple[TurnHealth, ...]
 
     @property

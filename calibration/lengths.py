@@ -28,9 +28,8 @@ class _Stratum:
     __slots__ = ("flat", "ranks", "split_from", "sums")
 
     def __init__(self, points: Iterable[Point] = (), split_from: int = _LEAST) -> None:
-        self.flat = array(
-            "d"
-        )  # length, score, length, score: as objects they would take eight times as much
+        # length, score, length, score: as objects they would take eight times as much
+        self.flat = array("d")
         self.ranks = Ranks()
         self.split_from = split_from
         self.sums: Sums = [0.0] * 5
@@ -125,9 +124,8 @@ class LengthStrata(Part):
     def _split(self, at: int) -> None:
         stratum = self._strata[at]
         shorter, longer = stratum.halves()
-        if (
-            min(len(shorter), len(longer)) < _LEAST // 4
-        ):  # nearly all of one length, as where a limit cuts them
+        # nearly all of one length, as where a limit cuts them
+        if min(len(shorter), len(longer)) < _LEAST // 4:
             stratum.split_from = 2 * len(stratum)
             return
         self._bounds.insert(at, shorter[-1][0])

@@ -36,9 +36,8 @@ _NORMAL = NormalDist()
 _FEW = 40
 _WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 _WIDENED = 500
-_WIDER = (
-    1.5  # after a "widen" alarm: for so many decisions the current rate is so many times higher
-)
+# after a "widen" alarm: for so many decisions the current rate is so many times higher
+_WIDER = 1.5
 
 
 class Calibrator(Part):

@@ -166,9 +166,8 @@ def _chance_of_at_most(net: int, n: int, differing: float, epsilon: float) -> fl
     turn = np.exp(-2j * np.pi * np.arange(n + 1) / size)
     lost = (differing + epsilon) / 2
     won = (differing - epsilon) / 2
-    law = np.fft.irfft(
-        (1 - differing + lost * turn + won * turn.conj()) ** n, size
-    )  # places count modulo `size`
+    # places count modulo `size`
+    law = np.fft.irfft((1 - differing + lost * turn + won * turn.conj()) ** n, size)
     return float(np.clip(np.roll(law, n)[: net + n + 1].sum(), 0.0, 1.0))
 
 

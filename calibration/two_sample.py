@@ -117,16 +117,13 @@ _DOUBT = 0.1  # the p-value of a glance above which it decides
 _BEND = 0.5
 _DIGITS = 9  # of a statistic that count: equal ones may differ by rounding
 
-_COMPONENTS = (
-    128  # of the mixture: normal ones with other means, widths and correlations than the stored one
-)
-_TOGETHER = (
-    0.9  # correlation of the shifts: scores of another model are higher and spread wider at once
-)
+# of the mixture: normal ones with other means, widths and correlations than the stored one
+_COMPONENTS = 128
+# correlation of the shifts: scores of another model are higher and spread wider at once
+_TOGETHER = 0.9
 _STRETCH = 0.3  # SD of the logarithm of the change of width
-_TIES = (
-    0.5  # SD of the transformed correlation, in the half of the components that have another one
-)
+# SD of the transformed correlation, in the half of the components that have another one
+_TIES = 0.5
 _AT_ONCE = 1024  # weightings whose ratios are in memory together
 _FLAT = 0.1  # a column that hardly varies counts as if it varied this much
 

@@ -21,9 +21,8 @@ _KINDS: dict[str, AnswerKind] = {
     "text": "text",
     "answer": "math",
 }
-_PROSE = (
-    200  # characters from which a reference is taken for a worked solution, to be extracted from
-)
+# characters from which a reference is taken for a worked solution, to be extracted from
+_PROSE = 200
 
 
 @dataclass(frozen=True, slots=True)

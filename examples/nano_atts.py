@@ -191,9 +191,8 @@ class NanoATTS:
         if not suffix:
             return True  # nothing to score: the target has to say how it goes on
         scores = await self.target.score(ScoreRequest(prompt + rollout.ids, suffix))
-        score = float(
-            f"{max(1.0, scores.perplexity):.5g}"
-        )  # float sums beyond five digits must rank nothing
+        # float sums beyond five digits must rank nothing
+        score = float(f"{max(1.0, scores.perplexity):.5g}")
         return self.calibrator.escalates(score, problem.id, turn, rollout.sample)
 
     def answer(self, text: str, last: Completion) -> str | None:

@@ -50,9 +50,8 @@ class Proposal:
     attempt: int = 0
     score: float | None = None
     flaw: str = ""  # why there is no score although one was asked for
-    doubt: int = (
-        0  # the token that the target doubts first; 0 also where that is not asked or not known
-    )
+    # the token that the target doubts first; 0 also where that is not asked or not known
+    doubt: int = 0
     is_recalled: bool = False  # the score is that of an equal sibling's chunk
     begun: Beginning | None = None  # what the target would write in its place; no gate sees it
 
@@ -89,9 +88,8 @@ class RolloutBuilder:
         target = context.target.spec
         self.score = resolved(policy.score, draft, target)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
-        self.finds_doubt = (
-            policy.takeover == "repair" and is_comparable
-        )  # where the target begins to doubt
+        # where the target begins to doubt
+        self.finds_doubt = policy.takeover == "repair" and is_comparable
         is_scoring = policy.takeover == "replace" and policy.verification == "score"
         self.draws = is_scoring and "draw" in target.capabilities  # the takeover, while it scores
         self._bounds = bounds = policy.bounds()
@@ -101,17 +99,17 @@ class RolloutBuilder:
         }
         self._sampling = {role: policy.sampling_of(role) for role in ROLES}
         self.waits_left = policy.waits
-        self._asked_again_at = (
-            0  # characters: an answer before the last "wait" no longer ends the rollout
-        )
+        # characters: an answer before the last "wait" no longer ends the rollout
+        self._asked_again_at = 0
         self._searched_at = 0  # characters: no answer begins before them
         self._earlier: str | None = None
         self._ahead: Chunk | None = None
         self._loose = 0  # tokens written that have neither entered a turn nor been discarded by one
+        # the last text that was looked through, and its answer
         self._read: tuple[str, str | None] = (
             "",
             None,
-        )  # the last text that was looked through, and its answer
+        )
         self._set(Rollout(problem.id, scope.sample, prompt))
 
     def _set(self, rollout: Rollout) -> None:
@@ -313,9 +311,8 @@ class RolloutBuilder:
     def _extract(self, text: str, last: Chunk | None) -> str | None:
         """The answer in a text that ends with this chunk; a box that is cut is none."""
         asked = text[self._searched_at :]
-        if (
-            self._read[0] != asked
-        ):  # a chunk that is proposed and then enters is looked through once
+        # a chunk that is proposed and then enters is looked through once
+        if self._read[0] != asked:
             extract = self.context.answers.extract
             answer = extract(asked)
             if answer is not None and last is not None and last.ended == "length":

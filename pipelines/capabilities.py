@@ -21,12 +21,13 @@ from atts.pipelines.scores import ScoreRule, resolved
 from atts.pipelines.wrappers import CappedGate, RandomisedGate, SparingGate
 
 _BLIND = (FixedGate, RandomGate, CueGate)  # they never look at a score
+# of the draft's own evidence they look at nothing
 _BY_SCORE = (
     ConformalGate,
     StaticRankGate,
     ThresholdGate,
     TopGate,
-)  # of the draft's own evidence they look at nothing
+)
 
 
 def check_engines(

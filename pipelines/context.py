@@ -81,16 +81,13 @@ class Context:
     seed: int = 0
     listener: RolloutListener = NullListener()
     bind: EngineBinder = AdmittedEngine
-    logprobs: frozenset[Role] = frozenset(
-        {"draft", "target"}
-    )  # whose own are used: see `needed_logprobs`
+    # whose own are used: see `needed_logprobs`
+    logprobs: frozenset[Role] = frozenset({"draft", "target"})
     left: Remaining = field(default_factory=Remaining)
-    draft_length: DraftLength = field(
-        default_factory=DraftLength
-    )  # of the run's drafts under method exact
-    writers: WriterChoice = field(
-        default_factory=WriterChoice
-    )  # of the run's pieces under method exact
+    # of the run's drafts under method exact
+    draft_length: DraftLength = field(default_factory=DraftLength)
+    # of the run's pieces under method exact
+    writers: WriterChoice = field(default_factory=WriterChoice)
 
     def at(self, scope: Caller, timeout_seconds: float) -> Context:
         """The same with engines whose calls belong to this rollout: admitted, timed, validated and

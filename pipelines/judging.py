@@ -92,9 +92,8 @@ class RoundJudge:
 
     def _ranking(self, round_: Round) -> Mapping[int, Decision]:
         """The decisions of a round, made once by its first member; every member sees the same."""
-        if (
-            self._round is not round_
-        ):  # no round begins before every member has read the last one's decisions
+        # no round begins before every member has read the last one's decisions
+        if self._round is not round_:
             decisions = self._gate.decide_round([round_[sample] for sample in sorted(round_)])
             self._round = round_
             self._ranked = dict(zip(sorted(round_), decisions, strict=True))
@@ -183,9 +182,8 @@ async def scored(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
         scores = await builder.context.target.score(request)
     except EngineError as error:
         return replace(proposal, flaw=_excused(error))
-    read = max(
-        0, len(request.prefix) - scores.cached_tokens
-    )  # the suffix is counted as scored, not as read
+    # the suffix is counted as scored, not as read
+    read = max(0, len(request.prefix) - scores.cached_tokens)
     builder.count(Usage(scored_tokens=len(request.suffix), target_prefill_tokens=read, calls=1))
     score = score_of(builder.score, scores.logprobs, proposal.chunk)
     flaw = "" if not math.isnan(score) else "the score is not a number"

@@ -89,9 +89,8 @@ ones.
 _PROMPT = 512  # tokens of a context that are left to the problem itself
 _LEAST_TURNS = 15
 _STEP_TOKENS = 35  # what a step that a stop string ends is taken to bring
-_FULL = (
-    0.8  # how much of a chunk without stop strings is taken to be used, whichever tokenizer counts
-)
+# how much of a chunk without stop strings is taken to be used, whichever tokenizer counts
+_FULL = 0.8
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,9 +83,8 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
     2e-5 after a resume), and scores that are equal must not be told apart by that.
     """
     if isinstance(rule, ScoreRule) and rule.kind == "speculative":
-        if len(chunk.logprobs) < len(
-            logprobs
-        ):  # an end token's own log-probability may be one more, never one less
+        # an end token's own log-probability may be one more, never one less
+        if len(chunk.logprobs) < len(logprobs):
             return math.nan
         logprobs = [theirs - own for theirs, own in zip(logprobs, chunk.logprobs, strict=False)]
     return float(f"{rule(logprobs, chunk.text):.5g}")

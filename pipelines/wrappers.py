@@ -102,9 +102,8 @@ class SparingGate:
     """
 
     inner: Gate
-    agreement: (
-        float  # the share of answered siblings behind one answer from which nothing goes over
-    )
+    # the share of answered siblings behind one answer from which nothing goes over
+    agreement: float
 
     def preview(self, features: Features) -> Decision:
         """As the inner gate, but for what is spared."""
@@ -274,9 +273,8 @@ class CertifiedGate:
     """
 
     inner: Gate
-    promise: tuple[
-        str, str
-    ]  # the guarantee in words, and what voids it: for the manifest and the report of a run
+    # the guarantee in words, and what voids it: for the manifest and the report of a run
+    promise: tuple[str, str]
 
     def preview(self, features: Features) -> Decision:
         """As the certified gate."""

@@ -28,12 +28,10 @@ class WriterChoice:
 
     writer: Role = "draft"  # of the present stretch
     best: Role = "draft"
-    rates: dict[Role, float] = field(
-        default_factory=dict[Role, float]
-    )  # tokens a second, of all rollouts
-    seconds: dict[Role, float] = field(
-        default_factory=dict[Role, float]
-    )  # for a token of the last piece
+    # tokens a second, of all rollouts
+    rates: dict[Role, float] = field(default_factory=dict[Role, float])
+    # for a token of the last piece
+    seconds: dict[Role, float] = field(default_factory=dict[Role, float])
     in_flight: int = 0
     before: int = 0  # pieces still to end that began before this stretch
     ended: int = 0  # pieces since then

@@ -49,9 +49,8 @@ def test_binomial(n: int, chance: float, share: float) -> None:
     assert_allclose(tails, stats.binom.sf(counts, n, chance), 1e-11, CLOSE)
     drawn = [float(binomial_pmf(int(count), n, chance)) for count in counts[1:]]
     assert_allclose(drawn, stats.binom.pmf(counts[1:], n, chance), 1e-11, CLOSE)
-    found = binomial_quantile(
-        share, n, chance
-    )  # where a probability is `share` to the last digit, rounding decides
+    # where a probability is `share` to the last digit, rounding decides
+    found = binomial_quantile(share, n, chance)
     assert (
         stats.binom.cdf(found - 1, n, chance) - CLOSE
         < share

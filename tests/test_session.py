@@ -57,9 +57,8 @@ async def test_questions_asked_at_once_share_engines_and_gate() -> None:
         for turn in one.turns
         if turn.decision
     ]
-    assert (
-        0 < sum(decision.escalate for decision in judged) < len(judged)
-    )  # one gate, neither fresh nor stuck
+    # one gate, neither fresh nor stuck
+    assert 0 < sum(decision.escalate for decision in judged) < len(judged)
     assert sum(outcome.usage.draft_tokens for outcome in found) == draft.stats().sampled_tokens
 
 
@@ -213,9 +212,8 @@ async def test_runs_within_a_session(tmp_path: Path) -> None:
         again = await session.evaluate(problems, directory=tmp_path / "run", limit=2)
     told = [event.features for event in events if isinstance(event, Decided)]
     assert told
-    assert not any(
-        "left" in features for features in told
-    )  # how much the shared gate will still decide is not known
+    # how much the shared gate will still decide is not known
+    assert not any("left" in features for features in told)
     entries = [entry.event for entry in read_entries(tmp_path / "run" / JOURNAL)]
     assert all("left" in event.features for event in entries if isinstance(event, Decided))
     assert (len(kept.problems), again.sessions) == (2, 2)

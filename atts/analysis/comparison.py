@@ -48,9 +48,8 @@ class Compared:
     costs: tuple[CostRatio, ...]
     unscored: tuple[int, int] = (0, 0)  # votes counted wrong that could not be scored
     if_right: Comparison | None = None  # of votes, were these right
-    sequential: Sequential | None = (
-        None  # of votes, looked at after every problem in an order drawn by seed
-    )
+    # of votes, looked at after every problem in an order drawn by seed
+    sequential: Sequential | None = None
 
 
 def compare(

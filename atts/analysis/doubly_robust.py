@@ -85,9 +85,8 @@ def doubly_robust(rollouts: Iterable[LoggedRollout], level: float = 0.95) -> Val
     mean = float(np.mean(values))
     count = len(values)
     squares = (np.array(values) - mean) ** 2
-    variance = float(squares.sum() + squares.max()) / (
-        count - 1
-    )  # one more problem as rare as the rarest
+    # one more problem as rare as the rarest
+    variance = float(squares.sum() + squares.max()) / (count - 1)
     half = student_quantile((1 + level) / 2, count - 1) * math.sqrt(variance / count)
     total = math.fsum(weights)
     effective = total**2 / math.fsum(weight**2 for weight in weights) if total else 0.0

@@ -38,9 +38,8 @@ class ReplayedRollout:
     sample: int
     answer: str | None
     is_censored: bool  # the record ends before an answer could come
-    off_policy_from: (
-        int | None
-    )  # the first turn after which the record is another story; None: never
+    # the first turn after which the record is another story; None: never
+    off_policy_from: int | None
     draft_tokens: int
     target_tokens: int
     scored_tokens: int

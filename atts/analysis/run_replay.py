@@ -67,9 +67,8 @@ class Replay:
     censored: int
     decisions: tuple[ReplayedDecision, ...]
     answers: Mapping[str, tuple[str | None, str | None]]  # by problem: recorded, replayed
-    estimated: Valued | None = (
-        None  # single rollouts under the other policy, where the run left decisions to chance
-    )
+    # single rollouts under the other policy, where the run left decisions to chance
+    estimated: Valued | None = None
 
 
 @dataclass(frozen=True, slots=True)

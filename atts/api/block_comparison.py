@@ -87,9 +87,8 @@ class _Own:
     model: StoredModel
     words: str  # what the problems are called
     problems: tuple[Problem, ...]
-    texts: tuple[
-        tuple[TokenIds, int], ...
-    ]  # its answers behind their prompts, and how long these are
+    # its answers behind their prompts, and how long these are
+    texts: tuple[tuple[TokenIds, int], ...]
     right: tuple[bool, ...]
 
     @classmethod

@@ -95,8 +95,7 @@ def _words(engine: str | Engine) -> str:
         return engine
     kind = type(engine).__name__
     model = Path(str(getattr(engine, "model", "")))
-    if (
-        kind == "LocalEngine" and (Path(model).parent / "__init__.py").exists()
-    ):  # in the package's own folder
+    # in the package's own folder
+    if kind == "LocalEngine" and (Path(model).parent / "__init__.py").exists():
         return "embedded"
     return f"hf:{model}" if kind == "LocalEngine" else "server:" if kind in _SERVERS else "scripted"

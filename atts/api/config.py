@@ -162,9 +162,8 @@ class Configuration:
     """A value for every key, and where it came from; made by `configure`."""
 
     settings: Mapping[str, Setting]
-    followed: frozenset[str] = (
-        frozenset()
-    )  # keys whose values follow from the models and from other keys
+    # keys whose values follow from the models and from other keys
+    followed: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
         """The value of a key."""

@@ -78,9 +78,8 @@ def build_engine(
     if scheme in _SERVERS:
         from atts.servers import server_engine
 
-        return server_engine(
-            scheme, rest, role, frozenset({"sample"})
-        )  # what else is needed, a run checks
+        # what else is needed, a run checks
+        return server_engine(scheme, rest, role, frozenset({"sample"}))
     from atts.local import LocalEngine
 
     model, _, settings = rest.partition("?")
@@ -248,9 +247,8 @@ def _on_ray(words: str, role: Role, chat: bool) -> Engine:
     from atts.servers import RayEngine
 
     inner, options = _ray_words(words)
-    here = LocalOptions(
-        worker="thread", stage_worker="ray"
-    )  # an actor is a process of its own already
+    # an actor is a process of its own already
+    here = LocalOptions(worker="thread", stage_worker="ray")
     return RayEngine(
         partial(build_engine, inner, role, here, chat=chat), name=role, options=options
     )

@@ -179,9 +179,8 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
         return Tokens(0, 0, length), words
     if _accepts_everything(setup):
         return Tokens(length, 0, 0), words
-    appended = (
-        setup.policy.takeover == "continue"
-    )  # then what the target writes comes on top of the draft's chunk
+    # then what the target writes comes on top of the draft's chunk
+    appended = setup.policy.takeover == "continue"
     drafted = length / (1 + setup.rate) if appended else length
     words += (
         f"; with {setup.rate:g} of the drafted chunks the target is taken to write one of its own"

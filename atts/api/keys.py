@@ -143,9 +143,8 @@ def _converted(value: Any, kind: Any) -> Any:
     :raises msgspec.DecodeError: it is none.
     """
     if kind in (int, float):
-        if isinstance(value, str) and value.strip().startswith(
-            "."
-        ):  # .1 is no number to JSON alone
+        # .1 is no number to JSON alone
+        if isinstance(value, str) and value.strip().startswith("."):
             value = f"0{value.strip()}"
         kind = (
             Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] if kind is int else kind

@@ -78,9 +78,8 @@ class Pair:
     target: str
     note: str
     settings: Mapping[str, Json]
-    prompts: Mapping[str, Mapping[str, Json]] = field(
-        default_factory=dict[str, Mapping[str, Json]]
-    )  # by benchmark
+    # by benchmark
+    prompts: Mapping[str, Mapping[str, Json]] = field(default_factory=dict[str, Mapping[str, Json]])
     published: Mapping[str, PublishedRow] = field(default_factory=dict[str, PublishedRow])
 
     def model(self, role: Role) -> str:

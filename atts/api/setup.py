@@ -102,9 +102,8 @@ class Setup:
     seed: Annotated[int, "of everything random"] = 0
     rollouts: Annotated[int, "in flight at once, over all problems"] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
-    given: Mapping[str, Setting] = field(
-        default_factory=dict[str, Setting], repr=False
-    )  # set by `configure`
+    # set by `configure`
+    given: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:

@@ -66,9 +66,8 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
     for file in files:
         for name, tensor in file.tensors.items():
             place, inner = _place(name, family)
-            if inner in places.get(
-                place, ()
-            ):  # named twice, with and without the prefix of the full model
+            # named twice, with and without the prefix of the full model
+            if inner in places.get(place, ()):
                 place = "rest"
                 inner = name
             places.setdefault(place, {})[inner] = name, tensor

@@ -98,17 +98,15 @@ def _run(words: Sequence[str]) -> int:
     try:
         code = build(words)(args=list(words), prog_name="atts", standalone_mode=False)
     except SystemExit as stop:  # typer's own word for a closed pipe
-        if isinstance(
-            stop.__context__, BrokenPipeError
-        ):  # rich has met it, and turned our output off
+        # rich has met it, and turned our output off
+        if isinstance(stop.__context__, BrokenPipeError):
             return CLOSED_PIPE
         if isinstance(stop.__context__, OSError):
             raise stop.__context__ from None
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
-        if isinstance(
-            error.__cause__, KeyboardInterrupt
-        ):  # typer's own word for Ctrl-C would end with code 1
+        # typer's own word for Ctrl-C would end with code 1
+        if isinstance(error.__cause__, KeyboardInterrupt):
             raise error.__cause__ from None
         if not hasattr(error, "format_message"):  # typer's own say what they mean, and where
             raise

@@ -92,9 +92,8 @@ def _report(
 
     per_question, scale, seed = how
     if file != "-":
-        scores_of(
-            file, per_question, scale, None
-        )  # says what is wrong with a file in the words of this command
+        # says what is wrong with a file in the words of this command
+        scores_of(file, per_question, scale, None)
         options = {"per_question": per_question, "scale": scale_named(scale), "seed": seed}
         return calibration_report(file, rate=rate, mode=mode, **options)  # type: ignore[arg-type]  # named by type
     rows = records_of(file, None, scale)

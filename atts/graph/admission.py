@@ -51,13 +51,11 @@ class Admission:
 
     places: int
     in_flight: int = 0
-    concluding: int = (
-        0  # rollouts that ended, of problems that wait for something else than engines
-    )
+    # rollouts that ended, of problems that wait for something else than engines
+    concluding: int = 0
     open: int = 0  # problems
-    opening: int = (
-        0  # of these, how many have not submitted a rollout yet: each counts as one rollout
-    )
+    # of these, how many have not submitted a rollout yet: each counts as one rollout
+    opening: int = 0
     _queue: list[tuple[int, int, int, Gang]] = field(
         default_factory=list[tuple[int, int, int, Gang]]
     )
@@ -148,12 +146,10 @@ class Run:
     state: GraphState
     admission: Admission
     cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    intake: anyio.CancelScope = field(
-        default_factory=anyio.CancelScope
-    )  # holds the opening of problems alone
-    groups: dict[Gang, None] = field(
-        default_factory=dict[Gang, None]
-    )  # open ones, in the order of opening
+    # holds the opening of problems alone
+    intake: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    # open ones, in the order of opening
+    groups: dict[Gang, None] = field(default_factory=dict[Gang, None])
     error: Exception | None = None  # the first that was fatal
     stopped: str = ""
     why: str = ""

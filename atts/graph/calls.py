@@ -30,15 +30,12 @@ class Caller:
         self.problem = problem
         self.sample = sample
         self._state = state
-        self.frontier = (
-            frontier  # numbers of the finished calls that the next one will have waited for
-        )
-        self._declared: anyio.Event | None = (
-            None  # set by a problem's first call: the next problem may be opened
-        )
-        self._ready: float | None = (
-            None  # when it began to wait for siblings, if that is what came last
-        )
+        # numbers of the finished calls that the next one will have waited for
+        self.frontier = frontier
+        # set by a problem's first call: the next problem may be opened
+        self._declared: anyio.Event | None = None
+        # when it began to wait for siblings, if that is what came last
+        self._ready: float | None = None
 
     def emit(self, event: object) -> None:
         """Put an event of one's own into the graph's stream."""

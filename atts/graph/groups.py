@@ -46,9 +46,8 @@ class RolloutScope(Caller, Generic[T]):
         super().__init__(group.run.state, group.problem, sample, group.frontier)
         self._group = group
         self.attempt = 0
-        self.saved: T | None = (
-            None  # survives an attempt that failed: the next one may go on from it
-        )
+        # survives an attempt that failed: the next one may go on from it
+        self.saved: T | None = None
         self.waited = 0.0  # seconds
 
     def save(self, value: T) -> None:
@@ -286,9 +285,8 @@ class Group(Generic[T]):
     def _leave(self, scope: RolloutScope[T]) -> None:
         current = self.round
         current.values.pop(scope.sample, None)
-        if (
-            scope.frontier is not current.opened_with
-        ):  # it did something in this round: the round waited for it
+        # it did something in this round: the round waited for it
+        if scope.frontier is not current.opened_with:
             current.nodes.extend(scope.frontier)
         self.close_round()
 

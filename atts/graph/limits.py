@@ -19,9 +19,8 @@ class Limit:
     """
 
     slots: Annotated[int | None, "calls in flight"] = None
-    tokens: Annotated[int | None, "KV tokens in flight"] = (
-        None  # a call's are its prompt's plus its `max_tokens`
-    )
+    # a call's are its prompt's plus its `max_tokens`
+    tokens: Annotated[int | None, "KV tokens in flight"] = None
 
     def __post_init__(self) -> None:
         for name, value in (("slots", self.slots), ("tokens", self.tokens)):

@@ -103,9 +103,8 @@ class ProblemScope(Caller):
                     await group.done.wait()
             finally:
                 del run.groups[group]
-                if (
-                    group.is_cut_short()
-                ):  # the cause is known only here: `close` was not called, or it has its reason
+                # the cause is known only here: `close` was not called, or it has its reason
+                if group.is_cut_short():
                     is_late = anyio.current_time() >= tasks.cancel_scope.deadline
                     group.close("deadline" if is_late else "cancelled")
 

@@ -60,9 +60,8 @@ def form(hint: Any) -> Form:
         return Form(hint, _same, _same)
     if type(None) in arguments:
         (inner,) = (form(part) for part in arguments if part is not type(None))
-        return Form(
-            inner.stored | None, inner.write, _unless_none(inner.read)
-        )  # None is written by what holds it
+        # None is written by what holds it
+        return Form(inner.stored | None, inner.write, _unless_none(inner.read))
     assert origin is not None, f"no form for {hint}"
     if issubclass(origin, Mapping):
         inner = form(arguments[1])
@@ -143,9 +142,8 @@ def _dataclass_reader(kind: Any, parts: list[tuple[str, Form, Any]], skipped: in
         values = list(astuple(found)[skipped:])
         for place, step in reads:
             values[place] = step(values[place], texts)
-        if (
-            pair and values[pair[0]] == values[pair[1]]
-        ):  # a shared tokenizer: one tuple, as when it was written
+        # a shared tokenizer: one tuple, as when it was written
+        if pair and values[pair[0]] == values[pair[1]]:
             values[pair[1]] = values[pair[0]]
         return kind(*values)
 

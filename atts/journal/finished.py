@@ -80,9 +80,8 @@ class FinishedProblem:
     problem: str
     status: OutcomeStatus
     answer: str | None
-    verdict: (
-        VerdictStatus | None
-    )  # of the answer; None: it was not graded, or the run ended before there was one
+    # of the answer; None: it was not graded, or the run ended before there was one
+    verdict: VerdictStatus | None
     rule: str
     samples: tuple[FinishedSample, ...]
     votes: Mapping[str, float]
@@ -91,9 +90,8 @@ class FinishedProblem:
     judged: int = 0  # chunks a gate decided on, also those of rollouts that were cut
     escalated: int = 0  # of them, continued by the target
     doubt: str = ""  # of the answer, by the stored scores
-    seconds: float | None = field(
-        default=None, compare=False
-    )  # in the task graph; None: while it is being run
+    # in the task graph; None: while it is being run
+    seconds: float | None = field(default=None, compare=False)
 
     @classmethod
     def of(

@@ -121,9 +121,8 @@ _PASSED = MappingProxyType(
     {word.encode(): kind for word, kind in KINDS.items() if kind is not SessionOpened}
 )
 _HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"kind":"([a-z-]+)"')
-_REFERENCE = re.compile(
-    rb'[:,[]"@([\w-]{20})"'
-)  # within a text every quote has a backslash before it
+# within a text every quote has a backslash before it
+_REFERENCE = re.compile(rb'[:,[]"@([\w-]{20})"')
 
 
 _SECOND: Mapping[type[Event], type[Event]] = {

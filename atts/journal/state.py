@@ -57,15 +57,13 @@ class OpenProblem:
         default_factory=dict[tuple[int, int], deque[Decided | Observed]]
     )
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
-    taught: set[tuple[int, int, int]] = field(
-        default_factory=set[tuple[int, int, int]]
-    )  # sample, turn, attempt
+    # sample, turn, attempt
+    taught: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
     graded: list[Graded] = field(default_factory=list[Graded])
     judged: int = 0  # chunks a gate decided on
     escalated: int = 0  # of them, continued by the target
-    _failures: dict[str, list[CallFailed]] = field(
-        default_factory=dict[str, list[CallFailed]]
-    )  # by rollout hint
+    # by rollout hint
+    _failures: dict[str, list[CallFailed]] = field(default_factory=dict[str, list[CallFailed]])
     _hints: dict[int, str] = field(default_factory=dict[int, str])
 
     def outcome(self, reached: OutcomeReached) -> Outcome:
@@ -198,9 +196,8 @@ class RunState:
     said: set[str] = field(default_factory=set[str])  # codes of warnings
     sessions: int = 0
     killed: int = 0  # sessions before the last that ended without a word
-    ended: SessionClosed | None = (
-        None  # how the last session ended; None: it was killed, or still runs
-    )
+    # how the last session ended; None: it was killed, or still runs
+    ended: SessionClosed | None = None
     speculated: Speculated | None = None  # of all sessions that said so; None: nothing was proposed
     last_node: int = -1
     clock: RunClock = field(default_factory=RunClock)

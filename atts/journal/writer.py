@@ -252,9 +252,8 @@ def check_directory(directory: Path) -> None:
     """
     _make(directory)
     with locked(directory / LOCK, directory), ExitStack() as stack:
-        if os.path.lexists(
-            directory / JOURNAL
-        ):  # its lock file may have been deleted under the process that writes it
+        # its lock file may have been deleted under the process that writes it
+        if os.path.lexists(directory / JOURNAL):
             stack.enter_context(held(directory / JOURNAL, directory))
         load_manifest(directory / MANIFEST)
 

@@ -44,9 +44,8 @@ from atts.speculation import (
 
 BRANCH_SLOTS = 4096  # of all branches together
 _MOST_BRANCHES = 64
-_LEAST = (
-    2  # tokens that a guess is continued by even where no draft step fits into one of the target's
-)
+# tokens that a guess is continued by even where no draft step fits into one of the target's
+_LEAST = 2
 _FADE = 0.98  # a round, of what is known of how much stands
 
 
@@ -233,9 +232,8 @@ class AheadDrafter(ModelDrafter):
         """
         sequence = self._scheduler.sequence(ask.key)
         base = len(ask.ids)
-        done = (
-            base - branch.start if branch is not None else 0
-        )  # tokens of the branch that are written
+        # tokens of the branch that are written
+        done = base - branch.start if branch is not None else 0
         tokens = tuple(branch.tokens[done : done + ask.room]) if branch is not None else ()
         laws = branch.laws[done - 1 :][: len(tokens)] if branch is not None else []
         assert sequence.uniforms is not None, "only sampled sequences decode"
@@ -258,9 +256,8 @@ class AheadDrafter(ModelDrafter):
         """
         if self._scheduler.sequence(line.ask.key).num_drafted != branch.start:
             return 0
-        count = min(
-            branch.fed, line.stop - branch.start - 1
-        )  # the last is to be fed: what follows is wanted
+        # the last is to be fed: what follows is wanted
+        count = min(branch.fed, line.stop - branch.start - 1)
         stop = branch.start + count
         job.moves.append((branch.slots[:count], self._table[line.row, branch.start : stop].copy()))
         return stop

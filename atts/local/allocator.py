@@ -27,9 +27,8 @@ class SlotAllocator:
         self._stack: SlotIds = np.arange(num_slots, 0, -1, dtype=np.int32)  # low slots on top
         self.num_slots = self.num_free = num_slots
         self._least_free = num_slots
-        self.drafted = np.zeros(
-            num_slots + 1, dtype=np.bool_
-        )  # slots whose token the drafter has computed as well
+        # slots whose token the drafter has computed as well
+        self.drafted = np.zeros(num_slots + 1, dtype=np.bool_)
 
     @property
     def num_used(self) -> int:

@@ -54,15 +54,12 @@ class StepPlan:
 
     decoding: list[Sequence]
     prefills: list[PrefillChunk]  # those of a single token first
-    ready: list[
-        Sequence
-    ]  # all given ids are cached, logits included: sampled from without a forward
-    proposals: list[
-        TokenIds
-    ]  # what may follow each decoding sequence's newest token; empty when nothing is proposed
-    branches: list[list[Branch]] = field(
-        default_factory=list[list[Branch]]
-    )  # of each proposal; empty when none has any
+    # all given ids are cached, logits included: sampled from without a forward
+    ready: list[Sequence]
+    # what may follow each decoding sequence's newest token; empty when nothing is proposed
+    proposals: list[TokenIds]
+    # of each proposal; empty when none has any
+    branches: list[list[Branch]] = field(default_factory=list[list[Branch]])
 
     @property
     def size(self) -> int:
@@ -144,16 +141,15 @@ class StepBatch:
     num_logits: Ints  # [sequences] how many of each one's tokens need logits: always its last ones
     num_single: int  # sequences at the front that feed exactly one token
     logit_rows: Ints  # [logits] tokens whose hidden state is returned
+    # how many tokens, and logit rows, at the end are of chunks that are scored
     num_scored: tuple[int, int] = (
         0,
         0,
-    )  # how many tokens, and logit rows, at the end are of chunks that are scored
-    chains: Ints = field(
-        default_factory=lambda: np.zeros(0, dtype=np.int64)
-    )  # [sequences] of which model each is
-    units: Ints = field(
-        default_factory=lambda: np.zeros(0, dtype=np.int64)
-    )  # [sequences] of it, computed from there
+    )
+    # [sequences] of which model each is
+    chains: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    # [sequences] of it, computed from there
+    units: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 class Tap(NamedTuple):

@@ -45,9 +45,8 @@ from atts.local.torch_model import TorchModel
 from atts.local.transport import InlineTransport, ThreadTransport
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
-_MOST_THREADS = (
-    torch.get_num_threads()
-)  # before a small model sets its own: what is set counts for new threads too
+# before a small model sets its own: what is set counts for new threads too
+_MOST_THREADS = torch.get_num_threads()
 _LOGITS_BYTES = 64 << 20  # most kept in remembered logits
 _MOST_LOGITS = 4096
 _K_BY_RATIO = 8

@@ -103,9 +103,8 @@ class ChainModel(ManyModels[NativeModel]):
         self._order: list[int] = []
         self._layouts: dict[tuple[bytes, ...], _Layout] = {}
         self._ready: _Ready | None = None
-        self.unit_rows = self.unit_calls = (
-            0  # rows taken through units, and how often a unit was run
-        )
+        # rows taken through units, and how often a unit was run
+        self.unit_rows = self.unit_calls = 0
         super().__init__(load, first)
 
     def _relate(self, number: int, chain: Chain[NativeModel], divide: Divide) -> None:

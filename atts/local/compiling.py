@@ -30,9 +30,8 @@ _FLAGS = ("-O3", "-fno-math-errno", "-fvisibility=hidden", "-shared", "-fPIC")
 _INSTEAD = "Write ?kernel=torch behind the engine's name"
 _POINTER = ctypes.c_void_p
 _INT = ctypes.c_int64
-_SIGNATURES: dict[
-    str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None, ...]
-] = {  # result, then arguments
+# result, then arguments
+_SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None, ...]] = {
     "atts_row_block": (_INT,),
     "atts_has_pairs": (_INT,),
     "atts_packed_bytes": (_INT, _INT, _INT, _INT),

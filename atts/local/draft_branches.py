@@ -58,12 +58,10 @@ class DraftLine:
     laws: list[PlaceLaw]  # of the proposal's places
     uniforms: NDArray[np.float64]  # of the places from `base` on
     cache: OutcomeCache[DraftBranch] = field(default_factory=lambda: OutcomeCache[DraftBranch]())
-    exits: list[PlaceLaw] = field(
-        default_factory=list[PlaceLaw]
-    )  # of the same places and the one after, as it is told
-    fed: list[FedRow] = field(
-        default_factory=list[FedRow]
-    )  # what the drafter has not computed of it
+    # of the same places and the one after, as it is told
+    exits: list[PlaceLaw] = field(default_factory=list[PlaceLaw])
+    # what the drafter has not computed of it
+    fed: list[FedRow] = field(default_factory=list[FedRow])
 
     @property
     def stop(self) -> int:
@@ -80,9 +78,8 @@ class DraftJob:
     """From where to where: keys and values of branches that become their sequences'."""
     texts: list[StepBatch] = field(default_factory=list[StepBatch])  # given text to catch up with
     lent: list[SlotIds] = field(default_factory=list[SlotIds])  # given back when it is over
-    begun: tuple[list[int], list[PlaceLaw]] = field(
-        default_factory=lambda: ([], [])
-    )  # what follows each proposal
+    # what follows each proposal
+    begun: tuple[list[int], list[PlaceLaw]] = field(default_factory=lambda: ([], []))
     is_enough: bool = False  # the step is done: no further draft step is begun
     error: BaseException | None = None
 

@@ -43,9 +43,8 @@ class DraftStep(NamedTuple):
 
     fresh: list[tuple[int, SampleRequest]]
     ended: list[int]
-    asks: list[
-        tuple[int, TokenIds, int]
-    ]  # sequence, its new ids, and how many tokens it may be proposed
+    # sequence, its new ids, and how many tokens it may be proposed
+    asks: list[tuple[int, TokenIds, int]]
     settled: list[tuple[int, int]]  # of proposals: tokens, and how many of them stood
     seconds: float  # that the last step took
 
@@ -89,9 +88,8 @@ class DrafterProcess(Proposer):
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0)
         self.pid = process.pid
-        self._orders: SimpleQueue[Order | None] = (
-            SimpleQueue()
-        )  # a full pipe must not hold the target up
+        # a full pipe must not hold the target up
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()
         self._answers: SimpleQueue[Drafted] = SimpleQueue()
         try:
             first_answer(process, setup, setup.config.name)

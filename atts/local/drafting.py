@@ -72,9 +72,8 @@ class ModelDrafter(Proposer):
     """Proposes what a smaller model draws in the target's place."""
 
     tree = 0  # first places of a proposal at which the likeliest other token is proposed as well
-    _kept: Tensor | None = (
-        None  # [turns, sequences, vocabulary] what tokens were drawn from, where that is wanted
-    )
+    # [turns, sequences, vocabulary] what tokens were drawn from, where that is wanted
+    _kept: Tensor | None = None
 
     def __init__(
         self, model: Model, config: ModelConfig, scheduler: DraftedRows, vocabulary: int
@@ -109,9 +108,8 @@ class ModelDrafter(Proposer):
         """Keys and values of tokens that stood are right; the others' are written over."""
         sequence = self._scheduler.sequence(key)
         start = sequence.num_drafted
-        sequence.num_drafted += min(
-            stood, max(0, len(proposal.tokens) - 1)
-        )  # the last one was drawn, not fed
+        # the last one was drawn, not fed
+        sequence.num_drafted += min(stood, max(0, len(proposal.tokens) - 1))
         self._mark(sequence, start)
 
     def _can_follow(self, ask: Ask) -> bool:

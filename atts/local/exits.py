@@ -32,9 +32,8 @@ ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
 class ExitListener(NamedTuple):
     """Who is to be told of a step's rows, of those that decode."""
 
-    rows: Mapping[
-        int, tuple[int, Sampling]
-    ]  # by row of the slot table: the sequence, and how it draws
+    # by row of the slot table: the sequence, and how it draws
+    rows: Mapping[int, tuple[int, Sampling]]
     receive: Callable[[ExitGuesses | Exception], None]
 
 

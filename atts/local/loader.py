@@ -57,9 +57,8 @@ class Rope:
     with frequency 0.
     """
 
-    frequencies: (
-        Tensor  # [1 or 2, head_dim / 2] float32, on the CPU; the second row is for long requests
-    )
+    # [1 or 2, head_dim / 2] float32, on the CPU; the second row is for long requests
+    frequencies: Tensor
     scales: Tensor  # [head_dim / 2], multiply cosines and sines
 
     def angles(self, rows: int) -> Tensor:
@@ -357,9 +356,8 @@ class _TensorReader:
                 self._name, f"{self._folder} lacks the weight {key!r}: foreign or incomplete files"
             )
         handle, full = self._where[key]
-        said = handle.get_slice(
-            full
-        )  # of the header alone: a weight is read when it is known to be one of ours
+        # of the header alone: a weight is read when it is known to be one of ours
+        said = handle.get_slice(full)
         if said.get_dtype() not in _FLOATS:
             problem = f"weight {key!r} is of type {said.get_dtype()}"
             advice = "Use the unquantised checkpoint, or serve this one with vLLM"

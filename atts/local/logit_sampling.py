@@ -51,9 +51,8 @@ def batch_sampling(
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         made = torch.tensor(values, dtype=dtype)
-        return (
-            made if device is None else made.to(device, non_blocking=True)
-        )  # nothing on the device is waited for
+        # nothing on the device is waited for
+        return made if device is None else made.to(device, non_blocking=True)
 
     temperatures = [row.temperature for row in settings]
     limits = [float(row.top_k if 0 < row.top_k < vocabulary else vocabulary) for row in settings]

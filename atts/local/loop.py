@@ -240,9 +240,8 @@ class StepLoop:
         try:
             commit(sequence, *results)
         except Exception as error:
-            if (
-                sequence.is_finished
-            ):  # it broke while it was let go: nothing can be said of the cache any more
+            # it broke while it was let go: nothing can be said of the cache any more
+            if sequence.is_finished:
                 raise
             self._break(sequence, error)
 

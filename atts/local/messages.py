@@ -39,12 +39,10 @@ class WorkerConfig:
     proposer: type[Proposer] | None = None  # of one's own: found by name in a process
     shares: bool = False  # whether other models of its zoo may be run in the same loop
     depth: int = 0  # layers of the deepest of these, where that is deeper
-    padding: ModelConfig | None = (
-        None  # the stack of layers computed beside the model, for their cost alone
-    )
-    may_lack_drafter: bool = (
-        False  # it was lent: what hinders it is told, and the model works without
-    )
+    # the stack of layers computed beside the model, for their cost alone
+    padding: ModelConfig | None = None
+    # it was lent: what hinders it is told, and the model works without
+    may_lack_drafter: bool = False
 
     @property
     def matrix_weights(self) -> int:
@@ -162,27 +160,23 @@ class SpeculationStats:
     rounds: int = 0  # proposals verified: one sequence in one step
     proposed: int = 0
     accepted: int = 0
-    tested_at: list[int] = field(
-        default_factory=list[int]
-    )  # rounds in which all tokens before this place stood
-    stood_at: list[int] = field(
-        default_factory=list[int]
-    )  # of them, those in which the one at this place did as well
+    # rounds in which all tokens before this place stood
+    tested_at: list[int] = field(default_factory=list[int])
+    # of them, those in which the one at this place did as well
+    stood_at: list[int] = field(default_factory=list[int])
     branched: int = 0  # rounds in which another token stood in place of one that did not
     seconds: float = 0.0  # spent on proposing
     trouble: str = ""  # why nothing is proposed any more
     choices: int = 0  # of a length: sequences summed over steps
     chosen: int = 0  # summed lengths: divided by choices, the mean k
-    expected_tokens: float = (
-        0.0  # of steps of which something was expected; beside it what came of them
-    )
+    # of steps of which something was expected; beside it what came of them
+    expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
     saved_seconds: float = 0.0  # in these and the like ones between, beside steps without proposals
-    overlap: OverlapStats | None = (
-        None  # of guesses continued beside the target, where there are any
-    )
+    # of guesses continued beside the target, where there are any
+    overlap: OverlapStats | None = None
 
     def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:
         """Tokens and seconds of one more step of so many sequences, as they were expected and as

@@ -19,13 +19,14 @@ from atts.models.folders import read_end_ids, read_object, refuse_code, shown
 NO_ROPE = "none"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 """What libraries raise when they meet a configuration that nobody foresaw."""
+# those whose frequencies are known when a request comes
 _ROPES = (
     "default",
     "linear",
     "llama3",
     "yarn",
     "longrope",
-)  # those whose frequencies are known when a request comes
+)
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _LONGEST = 1 << 48
 
@@ -38,9 +39,8 @@ class Family:
     """Those before and after attention, before and after the feed-forward block; "" where there is
     none.
     """
-    head_norms: Literal["none", "each head", "all heads"] = (
-        "none"  # over what queries and keys are normed
-    )
+    # over what queries and keys are normed
+    head_norms: Literal["none", "each head", "all heads"] = "none"
     is_fused: bool = False  # query, key and value, gate and up are stored as one matrix
     is_gemma: bool = False  # norms add one to their weights, embeddings are scaled, gates are gelu
     may_turn_parts: bool = False  # of each head
@@ -86,9 +86,8 @@ class ModelConfig:
     context_length: int
     norm_eps: float
     rotary_dim: int  # features of each head that rotary embeddings turn
-    ropes: tuple[
-        str, ...
-    ]  # of each layer, the kind of layer whose rotary embedding it has, or NO_ROPE
+    # of each layer, the kind of layer whose rotary embedding it has, or NO_ROPE
+    ropes: tuple[str, ...]
     windows: tuple[int, ...]  # of each layer, how many tokens back it sees; 0: all
     query_scale: float  # multiplies attention scores
     attention_cap: float  # soft limit of attention scores; 0: none

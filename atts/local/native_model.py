@@ -119,9 +119,8 @@ class AheadBatch(NamedTuple):
     """
 
     first: StepBatch  # what they were not fed yet; the last token of each is sampled after
-    following: (
-        StepBatch  # one row each, where the first token drawn will be fed; it moves on in place
-    )
+    # one row each, where the first token drawn will be fed; it moves on in place
+    following: StepBatch
     counts: NDArray[np.int64]  # [turns] how many of them draw
     temperatures: Tensor  # [sequences] float64
     uniforms: NDArray[np.float64]  # [turns, sequences]
@@ -178,14 +177,14 @@ class NativeModel:
         self._sample_scratch = np.empty(config.vocabulary // 4 + 1, dtype=np.float32)
         self._next_items = np.zeros(len(cache), dtype=np.int32)
         self._capacity = 0
+        # what the step's addresses are of
         self._filled: tuple[StepBatch | None, SlotIds | None] = (
             None,
             None,
-        )  # what the step's addresses are of
+        )
         self._buffers: dict[str, _Floats] = {}
-        self._logits = np.empty(
-            (0, config.vocabulary), dtype=np.float32
-        )  # of a block of scored rows
+        # of a block of scored rows
+        self._logits = np.empty((0, config.vocabulary), dtype=np.float32)
         self._step = _Step(
             threads=threads,
             scratch=self._scratch.ctypes.data,

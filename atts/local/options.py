@@ -29,52 +29,41 @@ class LocalOptions:
 
     device: Device = "auto"  # CUDA where there is one
     dtype: Dtype = "float32"
-    worker: WorkerKind = (
-        "process"  # overlaps with other engines and a busy caller; a thread opens at once
-    )
+    # overlaps with other engines and a busy caller; a thread opens at once
+    worker: WorkerKind = "process"
     # what rows that are scored are rounded to for products, which this processor must have
     scores: Dtype = "float32"
     kernel: Kernel = "auto"  # native where it can be built and fits the model, else torch
-    graphs: Graphs = (
-        "auto"  # decoding steps are captured and replayed on a GPU, not launched one by one
-    )
-    kv_tokens: int | None = (
-        None  # the cache's size; None: what 2 GiB hold on a CPU, most of what is free on a GPU
-    )
+    # decoding steps are captured and replayed on a GPU, not launched one by one
+    graphs: Graphs = "auto"
+    # the cache's size; None: what 2 GiB hold on a CPU, most of what is free on a GPU
+    kv_tokens: int | None = None
     max_batch: int = 256  # sequences in one step
     chunk_tokens: int = 512  # tokens in one step, decoding apart
-    block_rows: int | None = (
-        None  # most that one run of a block takes, where models of a zoo share them; None: all
-    )
+    # most that one run of a block takes, where models of a zoo share them; None: all
+    block_rows: int | None = None
     threads: int | None = None  # of one step; None leaves torch's setting
-    stages: int = (
-        1  # ranges of layers, each of the others with its keys and values in a worker of its own
-    )
-    stage_replicas: str = (
-        "1"  # workers of each stage behind the first: one number for all, or "2,1"
-    )
-    stage_steps: int | None = (
-        None  # steps on their way through the stages at once; None: as many as stages
-    )
+    # ranges of layers, each of the others with its keys and values in a worker of its own
+    stages: int = 1
+    # workers of each stage behind the first: one number for all, or "2,1"
+    stage_replicas: str = "1"
+    # steps on their way through the stages at once; None: as many as stages
+    stage_steps: int | None = None
     stage_worker: StageWorker = "process"  # what such a worker is; behind "ray:", an actor
-    drafter: str = (
-        ""  # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
-    )
+    # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
+    drafter: str = ""
     speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
     beside: Beside = "thread"  # where a drafter works that does so while the target verifies
     fuzzy: int = 1  # attentions of the drafter that read one input; 1: exact
-    tree: int = (
-        0  # first places of a proposal at which the drafter's next choice is proposed as well
-    )
+    # first places of a proposal at which the drafter's next choice is proposed as well
+    tree: int = 0
     k: int | None = None  # tokens proposed at a time; None: chosen here, 0: none
     pad: str = ""  # the cost of a model of so many weights, as 20M or 8B, at the model's own words
-    pad_vocabulary: int = (
-        0  # tokens the padding's output matrix is made for; 0: as many as the model knows
-    )
+    # tokens the padding's output matrix is made for; 0: as many as the model knows
+    pad_vocabulary: int = 0
     drafter_pad: str = ""  # the same for the drafter
-    drafter_device: str = (
-        ""  # cpu, cuda or cuda:1, where the drafter is computed; empty: where the target is
-    )
+    # cpu, cuda or cuda:1, where the drafter is computed; empty: where the target is
+    drafter_device: str = ""
 
     def check(self) -> None:
         """See that every option is known and possible.

@@ -30,9 +30,8 @@ class PrefixNode:
     locks: int = 0  # sequences that read through this node
     last_used: int = 0  # on the tree's own clock
     is_idle: bool = False  # among those to be evicted
-    scores: NDArray[np.float32] | None = (
-        None  # log-probability of each token where it is known, else NaN
-    )
+    # log-probability of each token where it is known, else NaN
+    scores: NDArray[np.float32] | None = None
 
 
 class PrefixMatch(NamedTuple):
@@ -65,9 +64,8 @@ class PrefixTree:
         self._clock = 0
         self.num_cached = 0  # slots the tree owns
         self._num_locked = 0  # of them, those a running sequence reads
-        self._idle: list[
-            tuple[int, int, PrefixNode]
-        ] = []  # leaves without locks, and some that were; by last use then
+        # leaves without locks, and some that were; by last use then
+        self._idle: list[tuple[int, int, PrefixNode]] = []
         self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
 
     def root(self, kind: int) -> PrefixNode:

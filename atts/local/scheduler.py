@@ -33,9 +33,8 @@ class SchedulerConfig:
     max_batch: int
     chunk_tokens: int
     context_length: int
-    long_after: int | None = (
-        None  # tokens beyond which a request is computed with frequencies of its own
-    )
+    # tokens beyond which a request is computed with frequencies of its own
+    long_after: int | None = None
     rope_rows: int = 0  # where those begin in the tables of angles
     branches: int = 0  # further rows of the slot table, for proposals that are trees
 
@@ -60,9 +59,10 @@ class Scheduler:
         self._unfinished: dict[int, Sequence] = {}
         self._free_rows = list(range(config.max_batch - 1, -1, -1))
         width = min(config.context_length, config.kv_tokens) + 1
+        # one of each column of layers
         self.tables: SlotIds = np.zeros(
             (1, config.max_batch + config.branches, width), dtype=np.int32
-        )  # one of each column of layers
+        )
         self.table: SlotIds = self.tables[0]
         if ledger is not None:
             self.divide([0])

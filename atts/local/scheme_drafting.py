@@ -48,9 +48,8 @@ class SchemeDrafting(Proposer, Lengths):
         self._fixed = FixedLength(most)
         self._guessing = [way for way in GUESSING.values() if has_exit or not way.is_told]
         self._control = SchemeControl(1 + len(self._guessing), has_oracle=has_exit)
-        self._scheme = self._asked = (
-            0  # of this step, and of the last one in which something was proposed
-        )
+        # of this step, and of the last one in which something was proposed
+        self._scheme = self._asked = 0
         self._began = 0.0
 
     def rests(self, plan: StepPlan) -> bool:

@@ -47,25 +47,21 @@ class Sequence:
     node: PrefixNode | None = None  # deepest node it holds a lock on
     num_computed: int = 0  # tokens whose keys and values are cached
     num_drafted: int = 0  # tokens whose keys and values the drafter has cached, in the same slots
-    num_shared: int = (
-        0  # leading slots of the row that belong to the prefix tree; those after are its own
-    )
+    # leading slots of the row that belong to the prefix tree; those after are its own
+    num_shared: int = 0
     capacity: int = 0  # slots in the row
     cached_tokens: int = 0
-    cached_logits: Tensor | None = (
-        None  # after the last cached token, where the prefix tree has them
-    )
+    # after the last cached token, where the prefix tree has them
+    cached_logits: Tensor | None = None
     borrowed: int = 0  # up to where a relative's keys and values of the first layers are read
     unit: int = 0  # of its model, from which on these positions are computed
-    is_decoding: bool = (
-        False  # only its newest token is left to feed; set by the loop, cleared when it gives way
-    )
+    # only its newest token is left to feed; set by the loop, cleared when it gives way
+    is_decoding: bool = False
     is_under_way: bool = False  # in a step that was begun; set by the loop
     is_finished: bool = False  # or cancelled
     was_admitted: bool = False
-    drawn: Sequence | None = (
-        None  # of one that scores: the completion that is drawn beside, which no scheduler knows
-    )
+    # of one that scores: the completion that is drawn beside, which no scheduler knows
+    drawn: Sequence | None = None
     ended: Ending | None = None  # why that one ended, if it did
 
     @property

@@ -107,9 +107,8 @@ class SharedWorker:
             case Cancel(request_id):
                 self._stats.cancelled += self._host.cancel(self, request_id)
             case _:
-                raise AssertionError(
-                    "an engine samples, scores and cancels"
-                )  # and leaves by `close`
+                # and leaves by `close`
+                raise AssertionError("an engine samples, scores and cancels")
 
     @property
     def in_loop(self) -> int:
@@ -259,8 +258,7 @@ _HOSTS_LOCK = threading.Lock()
 
 def _shape(config: WorkerConfig) -> object:
     """What models must have alike to be run in one step, beside their options."""
-    depth = (
-        config.model.num_layers if config.options.stages > 1 else 0
-    )  # then ranges of layers are shared
+    # then ranges of layers are shared
+    depth = config.model.num_layers if config.options.stages > 1 else 0
     shape = replace(config.model, num_layers=depth, ropes=(), windows=(), ties_embeddings=False)
     return shape, config.pieces, config.options

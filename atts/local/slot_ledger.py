@@ -46,9 +46,8 @@ class Kept(NamedTuple):
 
     column: int
     states: NDArray[np.float32]  # [slots, width]
-    is_known: NDArray[
-        np.bool_
-    ]  # computed among many rows: alone, rows attend by other kernels, not to the same bit
+    # computed among many rows: alone, rows attend by other kernels, not to the same bit
+    is_known: NDArray[np.bool_]
 
 
 def alone(parents: list[int]) -> None:

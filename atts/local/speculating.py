@@ -88,10 +88,11 @@ class GoodputLengths(Lengths):
         self._control = GoodputControl(most)
         self._by_ratio = tokens_by_ratio
         self._shape = StepShape((), 0, 0.0)  # of the step that lengths were chosen for last
+        # sequences, and whether a proposal is tested by ratio
         self._seen: tuple[list[Sequence], bool] = (
             [],
             False,
-        )  # sequences, and whether a proposal is tested by ratio
+        )
 
     def rests(self, plan: StepPlan) -> bool:
         """As long as nothing pays."""
@@ -121,9 +122,8 @@ class GoodputLengths(Lengths):
         if len(shape.keys) < len(plan.decoding):
             own = set(shape.keys)
             outcomes = [outcome for outcome in outcomes if outcome[0] in own]
-        if not shape.keys or len(outcomes) < len(
-            rounds
-        ):  # who took the time to propose cannot be told
+        # who took the time to propose cannot be told
+        if not shape.keys or len(outcomes) < len(rounds):
             return None
         rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
         forecast = self._control.observed(shape, outcomes, rows, seconds)
@@ -161,9 +161,8 @@ class Speculation:
         self._branches = dict[int, list[Branch]]()  # by sequence
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
-        self._ended = (
-            -1.0
-        )  # the last step; negative where it was not timed; the first one after a wait never is
+        # the last step; negative where it was not timed; the first one after a wait never is
+        self._ended = -1.0
         self._between = 0.0  # seconds from the end of one step to this part of the next one
         self._is_timed = False  # this step
         self._known = set[int]()  # request ids that proposers were asked about
@@ -187,16 +186,14 @@ class Speculation:
         if self._ended >= 0:
             between = self._clock() - self._ended
             usual = self._between or between
-            self._between = (
-                usual + (min(between, 2 * usual) - usual) / _BETWEEN
-            )  # reports are sent now and then
+            # reports are sent now and then
+            self._between = usual + (min(between, 2 * usual) - usual) / _BETWEEN
         self._forget_finished()
         self._is_timed = True
         self._proposing = 0.0
         lengths = self._lengths.choose(plan)
-        self._began = (
-            self._clock()
-        )  # deciding takes long now and then, and is no part of what proposals take
+        # deciding takes long now and then, and is no part of what proposals take
+        self._began = self._clock()
         if not any(lengths):
             return
         self._stats.chosen += sum(lengths)
@@ -332,9 +329,8 @@ class Speculation:
                 for key, (sound, guessed) in self._asked.items()
                 if guessed and not sound.tokens
             ]
-            self._rounds += [
-                SpeculationRound(key, 0, 0, guessed) for key, guessed in cut
-            ]  # these cost time as well
+            # these cost time as well
+            self._rounds += [SpeculationRound(key, 0, 0, guessed) for key, guessed in cut]
         except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
             name = type(self._proposer).__name__
             self._stats.trouble = (

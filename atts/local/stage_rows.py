@@ -46,9 +46,8 @@ class StageCosts:
     def __init__(self, setup: StageSetup) -> None:
         model = setup.config.model
         number = 4 if setup.config.options.dtype == "float32" else 2
-        self._bytes = (
-            2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number
-        )  # of a token
+        # of a token
+        self._bytes = 2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number
         self._row = [1e-4, 1e-4]
         self._byte = 1e-9  # rows alone and among many
         self._hops: dict[int, float] = {}
@@ -84,9 +83,8 @@ class _Sequences(NamedTuple):
     entries: Ints  # of the batch: whose each is
     fed: Ints
     slots: Ints  # [sequences, positions]
-    lacks: NDArray[
-        np.bool_
-    ]  # [workers, sequences, positions] of keys and values before what is fed
+    # [workers, sequences, positions] of keys and values before what is fed
+    lacks: NDArray[np.bool_]
 
 
 class KeptRows:
@@ -94,9 +92,8 @@ class KeptRows:
 
     def __init__(self, workers: int, slots: int, width: int) -> None:
         self.rows = np.zeros((slots, width), dtype=np.float32)
-        self._together = np.ones(
-            slots, dtype=np.int64
-        )  # of how many rows of its sequence each was, MANY at most
+        # of how many rows of its sequence each was, MANY at most
+        self._together = np.ones(slots, dtype=np.int64)
         self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
 
     def note(self, batch: StepBatch, rows: Floats) -> None:
@@ -189,9 +186,8 @@ class KeptRows:
             if len(missing):
                 again.append(self._again(step.whose[at], step.slots[at], missing))
         brought = list[tuple[Ints, Held]]()
-        for other, lacks in enumerate(
-            step.lacks
-        ):  # as they were chosen: what is heard while one is asked counts later
+        # as they were chosen: what is heard while one is asked counts later
+        for other, lacks in enumerate(step.lacks):
             theirs = np.intersect1d(moved, step.slots[is_brought & ~lacks])
             if len(theirs):
                 brought.append((theirs, bring(other, theirs)))

@@ -243,9 +243,8 @@ class HeldNode:
         self.number = number
         self.label = label
         self.worker = worker
-        self.due = self.sent = (
-            0.0  # when it will have done what it is asked, and when it was last asked
-        )
+        # when it will have done what it is asked, and when it was last asked
+        self.due = self.sent = 0.0
         self._queue = deque[tuple[object, Receive]]()
         self._heard: Receive | None = None  # by the answer that is waited for
         self.error: EngineUnavailable | None = None

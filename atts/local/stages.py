@@ -61,9 +61,8 @@ class RangeStep(NamedTuple):
     name: str
     entries: Ints  # of the visit's batch
     brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that another worker has, by slots
-    again: Sequence[
-        tuple[StepBatch, Floats]
-    ] = ()  # earlier rows whose keys and values are computed anew
+    # earlier rows whose keys and values are computed anew
+    again: Sequence[tuple[StepBatch, Floats]] = ()
 
 
 class Visit(NamedTuple):
@@ -105,9 +104,8 @@ class HeldLayers:
         self.setup = setup
         self.cache = cache
         self._model = model
-        alone = (
-            not setup.config.shares
-        )  # else the words of a zoo's models, their norms and heads are beside the loop
+        # else the words of a zoo's models, their norms and heads are beside the loop
+        alone = not setup.config.shares
         self._units = (
             int(setup.layers.start > 0 or not alone),
             1 + 2 * len(setup.layers) + (setup.is_last and alone),

@@ -143,9 +143,8 @@ class TorchModel:
             for index, attended in zip(
                 group.layers, mixed.chunk(len(group.layers), 1), strict=True
             ):
-                if (
-                    index == config.num_layers - 1 and step.logit_rows is not None
-                ):  # only these go on from here
+                # only these go on from here
+                if index == config.num_layers - 1 and step.logit_rows is not None:
                     x = x[step.logit_rows]
                     attended = attended[step.logit_rows]
                 x = self._fed_forward(x, attended, self._weights.layers[index])

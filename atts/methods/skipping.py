@@ -41,9 +41,8 @@ class SkippingGate(ConformalGate):
         self.learner = OrdinalLearner(alpha, "score")
         self._stored = calibrator
         self._audit = audit
-        self._asked: dict[
-            tuple[str, int, int, int | None], Row
-        ] = {}  # evidence of chunks whose score may teach
+        # evidence of chunks whose score may teach
+        self._asked: dict[tuple[str, int, int, int | None], Row] = {}
 
     def preview(self, features: Features) -> Decision:
         """Whether the chunk needs a score at all."""
@@ -51,9 +50,8 @@ class SkippingGate(ConformalGate):
         if features.is_scored:
             return decision
         sure = features.draft_logprob
-        if math.isfinite(
-            sure
-        ):  # on a scale where 0.999 and 0.9999 are as far apart as 0.9 and 0.99
+        # on a scale where 0.999 and 0.9999 are as far apart as 0.9 and 0.99
+        if math.isfinite(sure):
             sure = -math.log(max(-sure, 1e-6))
         row = feature_row(replace(features, draft_logprob=sure))
         if self._teaches(features):

@@ -88,9 +88,8 @@ class StoredModel:
     name: str
     source: str  # the folder that was added
     base: str  # of an adapter, the model that it was added to
-    is_whole: (
-        bool  # its weight files lie beside as they were added: no other model shares a block of it
-    )
+    # its weight files lie beside as they were added: no other model shares a block of it
+    is_whole: bool
     bytes: int  # of its folder as it was added
     marks: tuple[str, str]  # the digests of its weights that an engine's spec names
     files: tuple[StoredFile, ...]

@@ -33,21 +33,18 @@ class ModelTokenizer:
         self._inner = _open(folder, name)
         self._templates = TemplateProcess()
         self._state: dict[str, Any] = json.loads(self._inner.backend_tokenizer.to_str())
-        self.digest = (
-            self._hash()
-        )  # of vocabulary, merges, special tokens and template: equal digests read ids alike
+        # of vocabulary, merges, special tokens and template: equal digests read ids alike
+        self.digest = self._hash()
         try:
-            self.pieces = _pieces(
-                self._inner, self._state
-            )  # the bytes each id stands for; nothing for special tokens
+            # the bytes each id stands for; nothing for special tokens
+            self.pieces = _pieces(self._inner, self._state)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ModelLoadError(
                 name, f"the tokenizer in {folder} cannot be read ({error})"
             ) from error
         self.vocabulary = len(self.pieces)  # one more than the highest id
-        self.end_ids = read_end_ids(
-            folder, name, self._inner.eos_token_id
-        )  # the ids that end a text
+        # the ids that end a text
+        self.end_ids = read_end_ids(folder, name, self._inner.eos_token_id)
 
     def encode(self, text: str) -> TokenIds:
         """The ids of `text`, no special token added."""

@@ -128,9 +128,8 @@ async def evaluate(
             else check_conditions(manifest, plan.stored_under, plan.conditions)
         )
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
-        is_alone = (
-            options.beside is None or options.directory is not None
-        )  # else others ask its gate as well
+        # else others ask its gate as well
+        is_alone = options.beside is None or options.directory is not None
         counts = (
             EscalationCounter(),
             DecisionsLeft(manifest.problems if is_alone else None, plan.policy.samples),
@@ -411,9 +410,8 @@ class _Run:
     def _keep(self, name: str, line: FinishedProblem) -> None:
         if line.is_complete:
             self._comparing.end(line)
-        if (
-            line.is_complete or self._taken
-        ):  # what failed before goes on now; what fails now, in another session
+        # what failed before goes on now; what fails now, in another session
+        if line.is_complete or self._taken:
             self._escalations.forget(name)
             self._plan.forget(name)
         if self._options.keep == "lines":

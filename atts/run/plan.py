@@ -103,38 +103,30 @@ class Plan:
     grade: Grade | None = None
     seed: int = 0
     rollouts: int = 64  # in flight over all problems
-    limits: Mapping[str, Limit] = field(
-        default_factory=dict[str, Limit]
-    )  # by engine name: "draft", "target"
+    # by engine name: "draft", "target"
+    limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     retries: graph.RetryPolicy = graph.RetryPolicy()
     pipeline: Pipeline = solve
     configuration: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
-    settings: Mapping[str, Setting] = field(
-        default_factory=dict[str, Setting]
-    )  # as given, for people
+    # as given, for people
+    settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
     recall: RecallTiming = "instant"
-    alarms: Callable[[], Sequence[DriftEvent]] = tuple[
-        DriftEvent, ...
-    ]  # so far; such as a calibrator's events
-    forget: Callable[[str], object] = (
-        _nothing_kept  # told each problem that is over; such as a calibrator's `forget`
-    )
-    stored_under: Mapping[str, object] | None = (
-        None  # what the gate's stored scores record; None: it has none
-    )
+    # so far; such as a calibrator's events
+    alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]
+    # told each problem that is over; such as a calibrator's `forget`
+    forget: Callable[[str], object] = _nothing_kept
+    # what the gate's stored scores record; None: it has none
+    stored_under: Mapping[str, object] | None = None
     conditions: Conditions = "match"  # what other conditions than those do
     warnings: Sequence[str] = ()  # what a reader of the run should know beforehand
     abstain: Abstain | None = None  # where answers are withheld
-    stop_when: StopWhen | None = (
-        None  # what it is compared with as it goes, and ends once that is settled
-    )
-    within: Callable[[int], Policy] | None = (
-        None  # the policy for a context of so many tokens; None: `policy` as it is
-    )
+    # what it is compared with as it goes, and ends once that is settled
+    stop_when: StopWhen | None = None
+    # the policy for a context of so many tokens; None: `policy` as it is
+    within: Callable[[int], Policy] | None = None
     domain: Domain | None = None  # of stored scores: problems unlike theirs are told
-    timeout_seconds: float | None = (
-        None  # of this session; open problems then conclude from what they have
-    )
+    # of this session; open problems then conclude from what they have
+    timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", self.policy.filled())
@@ -184,9 +176,8 @@ class Plan:
             dataset = dataset or dataset_digest(problems)
         policy: dict[str, Json] = asdict(self.policy)
         if count is not None and not any(problem.choices for problem in problems):
-            policy["letter"] = (
-                ""  # it is said after choices only, and runs from before it existed go on
-            )
+            # it is said after choices only, and runs from before it existed go on
+            policy["letter"] = ""
         own = {
             "policy": Setting(policy, "policy"),
             "gate": Setting(type(self.gate).__name__, "gate"),

@@ -82,9 +82,8 @@ class RecordedEngine(AdmittedEngine):
         self._steps = steps
         self._problem = steps.recorded.problem.id
         self.recalls = bool(steps.recorded.calls)
-        self._written: set[tuple[int, int]] | None = (
-            None  # samples and turns of recorded completions
-        )
+        # samples and turns of recorded completions
+        self._written: set[tuple[int, int]] | None = None
 
     def recorded(self, request: ScoreRequest) -> Scores | None:
         """What an earlier session recorded of this call, which is not used up by that."""
@@ -181,9 +180,8 @@ class RecordedEngine(AdmittedEngine):
     def _find(self, key: str, request: SampleRequest | ScoreRequest) -> deque[Call] | None:
         calls = self._steps.recorded.calls
         found = calls.get(key)
-        if (
-            not found and isinstance(request, ScoreRequest) and request.draw
-        ):  # recorded before there were
+        # recorded before there were
+        if not found and isinstance(request, ScoreRequest) and request.draw:
             found = calls.get(request_key(self._role, replace(request, draw=None)))
         return found
 
@@ -219,9 +217,8 @@ class RecordedEngine(AdmittedEngine):
         else:
             recorder.record(Scored(*what, reply.seconds), span)
         if recorder.awaits_disk:
-            with anyio.CancelScope(
-                shield=True
-            ):  # what is recorded is always returned, and so counted
+            # what is recorded is always returned, and so counted
+            with anyio.CancelScope(shield=True):
                 await recorder.saved()
 
     def _record_failure(self, key: str, rollout: str, error: EngineError, seconds: float) -> None:

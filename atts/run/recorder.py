@@ -199,15 +199,12 @@ class Recorder:
         self._left = left
         self._tells = [listener.notify for listener in listeners]
         self._escalations = escalations
-        self.saved = (
-            _nothing_to_save if journal is None else journal.saved
-        )  # waits until all noted is in the file
-        self.awaits_disk = (
-            journal is not None and journal.durability == "always"
-        )  # a call ends when its line is there
-        self._decided: Decided | None = (
-            None  # not recorded yet: what is done with it may follow at once
-        )
+        # waits until all noted is in the file
+        self.saved = _nothing_to_save if journal is None else journal.saved
+        # a call ends when its line is there
+        self.awaits_disk = journal is not None and journal.durability == "always"
+        # not recorded yet: what is done with it may follow at once
+        self._decided: Decided | None = None
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
         """Note an event, and a `second` that goes with it on one line of the journal.
@@ -233,9 +230,8 @@ class Recorder:
             self.record(held)
         if event.decision.action != "verify":  # which only asks for a score
             self._left.count(event.decision)
-        if (
-            event.asked == "round"
-        ):  # its gate is not told what was done with it: its own word counts
+        # its gate is not told what was done with it: its own word counts
+        if event.asked == "round":
             self._escalations.count(event.decision, event.decision.escalate)
             self.record(event)
         else:

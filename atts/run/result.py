@@ -60,12 +60,10 @@ class RunResult:
     directory: Path | None = None
     why: str = ""
     comparison: Sequential | None = None  # with the run that this one was to be told apart from
-    kept: tuple[Outcome, ...] = field(
-        default=(), repr=False
-    )  # whole, for a run without a directory
-    speculated: Speculated | None = (
-        None  # to the target, while the run had it open; None: nothing was proposed
-    )
+    # whole, for a run without a directory
+    kept: tuple[Outcome, ...] = field(default=(), repr=False)
+    # to the target, while the run had it open; None: nothing was proposed
+    speculated: Speculated | None = None
 
     @cached_property
     def summary(self) -> Summary:

@@ -55,9 +55,8 @@ class DialectClient:
         sampled, place, ended = await self._sampled(request)
         logprobs = () if self.spec.logprobs == "none" else await self._raw(sampled, request, place)
         ids = sampled.ids[:place]
-        text = self.tokenizer.decode(
-            ids[:-1] if ended == "end" else ids
-        )  # an end token is the last one
+        # an end token is the last one
+        text = self.tokenizer.decode(ids[:-1] if ended == "end" else ids)
         return Completion(ids, text, ended, logprobs[:place], sampled.cached_tokens)
 
     async def sample_raw(self, request: SampleRequest) -> RawCompletion:
@@ -73,9 +72,8 @@ class DialectClient:
         if not isinstance(self.dialect, Scorer):
             return await self._rated(request)
         found = await self._score_once(self.dialect, request, "read")
-        if (
-            found is None
-        ):  # the server scored or wrote this very chunk before, and read it from its cache
+        # the server scored or wrote this very chunk before, and read it from its cache
+        if found is None:
             self.client.traffic.uncached += 1
             found = await self._score_once(self.dialect, request, "skip")
         if found is None:
@@ -127,9 +125,8 @@ class DialectClient:
             if self.dialect.cuts_logprobs
             else Sampling(request.sampling.temperature)
         )
-        is_raw = (
-            law.temperature == 0.0 or law == Sampling()
-        )  # at 0 servers take the best at temperature 1
+        # at 0 servers take the best at temperature 1
+        is_raw = law.temperature == 0.0 or law == Sampling()
         processed = self.sampled == "processed" and not is_raw
         if len(known) == place and not processed:
             return tuple(known)

@@ -166,9 +166,8 @@ class RemoteEngine(BaseEngine):
         done = await work(request)
         self._watch.seen()
         if (doubts := traffic.doubts) > self._doubts_checked:
-            await self._recheck(
-                doubts
-            )  # a connection broke, or a reply bore another name: who answered?
+            # a connection broke, or a reply bore another name: who answered?
+            await self._recheck(doubts)
         return done
 
     async def _recheck(self, doubts: int) -> None:

@@ -34,9 +34,8 @@ class Lossless(NamedTuple):
     worse: float  # nats by which they are less likely than those, on average
     # of that from 0, in standard errors; below 0 where texts are likelier than they may be
     deviation: float
-    misled: (
-        float  # the most nats by which a token of a greedy text is less likely than the likeliest
-    )
+    # the most nats by which a token of a greedy text is less likely than the likeliest
+    misled: float
 
     @property
     def trouble(self) -> str:

@@ -16,9 +16,8 @@ from atts.files import open_ordinary
 KEY_VARIABLE = "ATTS_API_KEY"
 _LONGEST_KEY = 1 << 16
 _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")  # and control characters
-_VARIABLE = re.compile(
-    r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*"
-)  # capitals with few digits: a key hardly looks so
+# capitals with few digits: a key hardly looks so
+_VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
 """How a server that takes messages goes on with an answer: asked in words, by two flags (vLLM,
 SGLang, llama.cpp), by a mark on the message (DeepSeek, Mistral), or of itself."""
@@ -102,9 +101,8 @@ class RemoteOptions:
     attempts: int = 3
     delay_seconds: float = 0.25  # before the second attempt; doubles
     in_flight: int = 4096
-    connect_seconds: float = (
-        10.0  # thousands of connections at once take a busy machine some seconds
-    )
+    # thousands of connections at once take a busy machine some seconds
+    connect_seconds: float = 10.0
     wait_seconds: float = 600.0
     cancel_seconds: float = 2.0  # for telling the server to free a request
     recheck_seconds: float = 15.0
@@ -115,9 +113,8 @@ class RemoteOptions:
     extras: Literal["refuse", "send"] = "refuse"
     context: int = 0
     key: ApiKey = field(default_factory=ApiKey)
-    ca_file: Path | None = (
-        None  # certificates to trust instead of the system's; they are always verified
-    )
+    # certificates to trust instead of the system's; they are always verified
+    ca_file: Path | None = None
 
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.in_flight < 1 or self.context < 0:

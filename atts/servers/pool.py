@@ -165,9 +165,8 @@ class ReplicaPool:
                 and isinstance(engine, Returning)
                 and await engine.comes_back()
             ):
-                async with (
-                    member.checking
-                ):  # of the calls that ask at once one checks, and all go on when it has
+                # of the calls that ask at once one checks, and all go on when it has
+                async with member.checking:
                     if member.state == "down":
                         await self._look(member)
             if member.state == "up":

@@ -62,9 +62,8 @@ class Known:
     findings: tuple[Finding, ...]
     sampled: Literal["raw", "processed"]  # the log-probs of sampled tokens
     text: TokenIds  # written greedily after the probe's prompt
-    values: tuple[
-        float, ...
-    ]  # their log-probs: scored, or as sampled where the server cannot score
+    # their log-probs: scored, or as sampled where the server cannot score
+    values: tuple[float, ...]
     convention: Seen = "unknown"  # as measured
 
 
@@ -230,9 +229,8 @@ class ServerProbe:
                 f"the same chunk scored {drift:.3f} nats otherwise from the cache",
                 "score",
             )
-        off = _distance(
-            first.logprobs, _sent(written)
-        )  # at temperature 0 both are of the raw distribution
+        # at temperature 0 both are of the raw distribution
+        off = _distance(first.logprobs, _sent(written))
         if off > 2 * TOLERANCE:
             return Finding(
                 "scores",

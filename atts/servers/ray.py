@@ -80,9 +80,8 @@ class RayEngine(ReplicaPool):
         self, make: Callable[[], Engine], *, name: str = "ray", options: RayOptions = _DEFAULTS
     ) -> None:
         self._options = options
-        self._shut: Literal["leave it", "end it"] = (
-            "leave it"  # the cluster, when this engine closes
-        )
+        # the cluster, when this engine closes
+        self._shut: Literal["leave it", "end it"] = "leave it"
         self._actors = [
             ActorReplica(make, f"{name}/{number}", options) for number in range(options.actors)
         ]

@@ -19,11 +19,12 @@ LOWEST = -1e6
 CLAMPED = -9999.0  # below the one nothing is believed; the other is vLLM's minus infinity in JSON
 _MINUS_INFINITY = -1e300
 _WORDS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|NaN|-?Infinity', re.DOTALL)
+# 1e300 is nothing that is asked for
 _NUMBERS = {
     b"NaN": b"1e300",
     b"Infinity": b"1e300",
     b"-Infinity": b"-1e300",
-}  # 1e300 is nothing that is asked for
+}
 
 
 def decode(text: bytes, kind: Any) -> Any:

@@ -19,9 +19,8 @@ END, SYSTEM, USER, ASSISTANT = range(4)
 _ROLES: dict[Speaker, int] = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 _NAMES: dict[int, Speaker] = {number: name for name, number in _ROLES.items()}
 _LONGEST = 64  # bytes an id may stand for
-_WORD = re.compile(
-    r" ?[^\W\d_]{1,8}|\d{1,3}|\n+| +|.", re.DOTALL
-)  # about as long as the tokens of common models
+# about as long as the tokens of common models
+_WORD = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}|\n+| +|.", re.DOTALL)
 
 
 class TextTokenizer:

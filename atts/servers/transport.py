@@ -18,9 +18,8 @@ from atts.servers.options import RemoteOptions
 
 SHARDS = 16  # httpx2's pool is searched linearly: many small ones are faster than one large one
 ERROR_BYTES = 1 << 16  # of the body of an error: it is for people
-KEEP_ALIVE_SECONDS = (
-    4.0  # shorter than the servers' (uvicorn closes after 5), so that they never close first
-)
+# shorter than the servers' (uvicorn closes after 5), so that they never close first
+KEEP_ALIVE_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,8 @@ class AiohttpTransport:
             request = self._session.request(
                 method, url, data=body, headers=headers, allow_redirects=False
             )
-            async with (
-                request as response
-            ):  # gives the connection back, or closes it when not all was read
+            # gives the connection back, or closes it when not all was read
+            async with request as response:
                 whole = await _whole(
                     response.status, response.headers, response.content.iter_any(), most
                 )
@@ -161,9 +159,8 @@ class HttpxTransport:
                 finally:
                     await response.aclose()
                     with suppress(library.HTTPError, library.StreamError):
-                        async for _ in (
-                            chunks
-                        ):  # ends every generator that hands them on, where not all was read
+                        # ends every generator that hands them on, where not all was read
+                        async for _ in chunks:
                             continue
                 return HttpReply(
                     response.status_code, whole, response.headers.get("Retry-After", "")

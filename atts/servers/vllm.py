@@ -74,9 +74,8 @@ class VllmDialect(Scorer):
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
         self._scale_out = False
-        self._cached_scores: tuple[str, bool] | None = (
-            None  # of which version, and whether it gives them
-        )
+        # of which version, and whether it gives them
+        self._cached_scores: tuple[str, bool] | None = None
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""

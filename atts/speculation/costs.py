@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Condition = tuple[
-    int, ...
-]  # whether given text is fed in the same step, how many sequences, how long they are
+# whether given text is fed in the same step, how many sequences, how long they are
+Condition = tuple[int, ...]
 
 _NEW = 1.0
 _COPIED = 0.04  # variance of the log of a time that neighbours or another condition promise
@@ -29,9 +28,8 @@ _STEP = 0.04
 _LEARNING = 1 / 32  # variance of one step's time at first, and how fast it is learnt
 _WANDERING = 0.05  # of it, variance that a step adds to the machine's slowness
 _OUTLYING = 2.5  # standard deviations beyond which a time tells no more
-_YOUNG = (
-    0.25  # of one step's variance, that of a cell of few times: no step takes less than it must
-)
+# of one step's variance, that of a cell of few times: no step takes less than it must
+_YOUNG = 0.25
 _STALE = 8  # times added before a curve is drawn anew
 _EXACT = 16  # rows up to which each number has a cell of its own; beyond, four cells an octave
 
@@ -140,9 +138,8 @@ class StepCosts:
         variance = self._of_machine + cell.variance + self._of_step
         most = _OUTLYING * sqrt(variance)
         off = found - self._machine - cell.log
-        if (
-            off < -most and cell.variance > _YOUNG * self._of_step
-        ):  # the few before it were interrupted
+        # the few before it were interrupted
+        if off < -most and cell.variance > _YOUNG * self._of_step:
             cell.log += off + most
         surprise = max(-most, min(most, found - self._machine - cell.log))
         self._of_step += _LEARNING * self._of_step * (surprise**2 / variance - 1)

@@ -26,9 +26,8 @@ _FADED = 1.0  # tests of each place that what stood before a rest counts for
 _PERIODS = 16, 256  # steps between two decisions: after one that changed something, at most
 _LOOKS = 8  # steps that are timed before anything is tried
 _EVERY = 8  # steps of which one is looked at while a decision holds
-_MIXED = (
-    32  # steps in a row that feed other tokens too after which lengths are chosen for such steps
-)
+# steps in a row that feed other tokens too after which lengths are chosen for such steps
+_MIXED = 32
 # of the time that proposals are thought to take where it was never measured, what it may turn out
 # to be
 _HOPE = 0.5
@@ -283,9 +282,8 @@ class GoodputControl:
             zip([*step.keys, _NEW], standing.cumsum(axis=1).tolist(), strict=True)
         )
         chances = standing[:-1].ravel()
-        order = np.argsort(
-            -chances, kind="stable"
-        )  # level by level, for no place is likelier than the one before
+        # level by level, for no place is likelier than the one before
+        order = np.argsort(-chances, kind="stable")
         tokens = step.rows + self._coverage * np.concatenate([[0.0], np.cumsum(chances[order])])
         before = round(verdict.mean * count)
         chosen, wanted = self._best_total(load, verdict, step, tokens)
@@ -302,9 +300,8 @@ class GoodputControl:
         if not verdict.rate:
             verdict.until = load.steps + _LOOKS
         elif self._is_stale and self._balance >= 0:
-            newest = sorted(step.keys)[
-                -(len(step.keys) // 8 + 1) :
-            ]  # with whom there is least to catch up
+            # with whom there is least to catch up
+            newest = sorted(step.keys)[-(len(step.keys) // 8 + 1) :]
             load.trial = _Trial(min(_FEW, self._most), 4, keys=frozenset(newest))
             self._is_stale = False
         elif (

@@ -38,12 +38,10 @@ class TokenProposal:
 
     tokens: TokenIds = ()
     confidence: float = 0.0
-    laws: NDArray[np.float64] | None = (
-        None  # [tokens, vocabulary] they were drawn from; None: not drawn, but looked up
-    )
-    others: tuple[
-        tuple[int, int], ...
-    ] = ()  # place and token: what may stand there instead, nothing proposed behind it
+    # [tokens, vocabulary] they were drawn from; None: not drawn, but looked up
+    laws: NDArray[np.float64] | None = None
+    # place and token: what may stand there instead, nothing proposed behind it
+    others: tuple[tuple[int, int], ...] = ()
 
 
 NOTHING = TokenProposal()

@@ -38,9 +38,8 @@ class _Scheme:
     """What is known of one where about as many sequences decode."""
 
     rate: float = 0.0  # tokens a second
-    known: int = (
-        0  # steps that this was measured in, those long ago left out; 0: it was never tried
-    )
+    # steps that this was measured in, those long ago left out; 0: it was never tried
+    known: int = 0
     # tokens a second, had every outcome been guessed; of the first scheme, which guesses none, 0
     promise: float = 0.0
     seconds: float = 0.0  # that its last try took
@@ -113,9 +112,8 @@ class SchemeControl:
         """
         place = sequences[0].bit_length()
         self._away = 0 if place == self._place else self._away + 1
-        has_moved = (
-            self._place < 0 or self._away >= _SETTLE
-        )  # a load that goes to and fro is one load
+        # a load that goes to and fro is one load
+        has_moved = self._place < 0 or self._away >= _SETTLE
         self._place = place if has_moved else self._place
         load = self._loads.setdefault(self._place, _Load([_Scheme() for _ in range(self._schemes)]))
         if has_moved:  # what this step ran with was chosen for another load

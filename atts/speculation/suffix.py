@@ -27,9 +27,8 @@ class _Group:
     grams: defaultdict[tuple[int, ...], deque[tuple[_Text, int]]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=_PLACES))
     )
-    texts: dict[int, _Text] = field(
-        default_factory=dict[int, _Text]
-    )  # of running sequences, by key
+    # of running sequences, by key
+    texts: dict[int, _Text] = field(default_factory=dict[int, _Text])
     latest: dict[str, _Text] = field(default_factory=dict[str, _Text])  # by rollout
 
     def learn(self, ask: Ask) -> None:
@@ -76,12 +75,10 @@ class SuffixProposer(Proposer):
         """`least` is the shortest match that is followed."""
         self._least = max(least, _GRAM)
         self._groups: OrderedDict[object, _Group] = OrderedDict()
-        self._stood = [
-            1.0 * length for length in range(_LONGEST + 1)
-        ]  # by length of match, with a prior of ...
-        self._tried = [
-            1.0 * length + 2.0 for length in range(_LONGEST + 1)
-        ]  # ... length / (length + 2)
+        # by length of match, with a prior of ...
+        self._stood = [1.0 * length for length in range(_LONGEST + 1)]
+        # ... length / (length + 2)
+        self._tried = [1.0 * length + 2.0 for length in range(_LONGEST + 1)]
         self._matched: dict[int, int] = {}  # by key: how long the match of its last proposal was
         self._running: dict[int, _Group] = {}
 

@@ -30,9 +30,8 @@ class Survival:
         self._none = np.zeros((2, most))
         self._pool = self._none
         self._own: dict[int, NDArray[np.float64]] = {}
-        self._new: list[
-            Outcome
-        ] = []  # rounds that wait to be counted: together they cost hardly more than one
+        # rounds that wait to be counted: together they cost hardly more than one
+        self._new: list[Outcome] = []
 
     def add(self, rounds: Sequence[Outcome]) -> None:
         """One round each of some sequences."""

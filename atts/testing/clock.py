@@ -124,9 +124,8 @@ class TrioClock:
     def __init__(self, patience_seconds: float = 0.0) -> None:
         self._now = 0.0
         self._patience_seconds = patience_seconds
-        self._jump_at: float | None = (
-            None  # real time at which the wait under way ends; None: no wait under way
-        )
+        # real time at which the wait under way ends; None: no wait under way
+        self._jump_at: float | None = None
 
     def start_clock(self) -> None:
         """Nothing to start."""

@@ -13,9 +13,11 @@ import anyio
 
 from atts.engine import Engine
 from atts.errors import CheckFailed, OptionError
+
+# importing them registers their checks
 from atts.testing import (
     conformance_answers as conformance_answers,
-)  # importing them registers their checks
+)
 from atts.testing import conformance_lifecycle as conformance_lifecycle
 from atts.testing.conformance_probe import (
     CHECKS,

@@ -342,9 +342,8 @@ async def check_distribution(probe: Probe) -> None:
     temperature.
     """
     written = await probe.engine.sample(probe.request(0, 1, GREEDY))
-    place = min(
-        range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5)
-    )  # chance is most telling here
+    # chance is most telling here
+    place = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5))
     ids = probe.prompt + written.ids[:place]
     token = written.ids[place]
     (logprob,) = await probe.score(ids, (token,))

@@ -169,9 +169,8 @@ async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
             for request in requests:
                 group.start_soon(one, request)
             await anyio.sleep(delay)
-            await (
-                anyio.lowlevel.checkpoint()
-            )  # answers that came in the same pass of the loop are not late
+            # answers that came in the same pass of the loop are not late
+            await anyio.lowlevel.checkpoint()
             cancelled_at = anyio.current_time()
             seen.running += probe.engine.stats().in_flight
             scope.cancel()

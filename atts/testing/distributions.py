@@ -105,9 +105,8 @@ class Distribution:
             )
         if sampling.top_p < 1:
             weights, floors = _nucleus(weights, floor, floors, sampling.top_p)
-        weights = [
-            weight for weight in weights if weight >= sampling.min_p
-        ]  # the largest weight is 1
+        # the largest weight is 1
+        weights = [weight for weight in weights if weight >= sampling.min_p]
         if floor < sampling.min_p or floor == 0.0:
             floors = 0
         weights = [weight for weight in weights if weight > 0]

@@ -112,11 +112,12 @@ class FaultSchedule:
             return replace(
                 seed, purpose=f"fault {self._faults.seed} {seed.purpose} {hash(request.ids)}"
             )
+        # hashes of ints are the same in every run
         key = (
             request.rollout,
             hash(request.prefix),
             hash(request.suffix),
-        )  # hashes of ints are the same in every run
+        )
         self._asked[key] = attempt = self._asked.get(key, -1) + 1
         return Seed(run=self._faults.seed, problem=repr(key), attempt=attempt, purpose="fault")
 

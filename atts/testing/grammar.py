@@ -28,9 +28,8 @@ class ReadingState:
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self.prompt: list[int] | None = (
-            None  # ids of a message that is not the assistant's, while inside one
-        )
+        # ids of a message that is not the assistant's, while inside one
+        self.prompt: list[int] | None = None
         self.restart(question)
 
     def restart(self, question: Question) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 from atts.core import Message, Sampling, TokenIds
 from atts.testing.server_core import Refusal, Routes, ServerCall, finish_word, request_of, shown
 
+# what hosted ones refuse
 _STRICT = (
     "top_k",
     "min_p",
     "continue_final_message",
     "add_generation_prompt",
-)  # what hosted ones refuse
+)
 
 
 def models(call: ServerCall) -> dict[str, Any]:

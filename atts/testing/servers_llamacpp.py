@@ -72,9 +72,8 @@ async def ignoring(call: ServerCall) -> Any:
 
 def _reply(state: ServerState, done: Completion, word: str) -> Any:
     pairs = list(zip(done.ids, done.logprobs, strict=True))
-    if (
-        word
-    ):  # as many entries less as the stop word has tokens by itself, wherever they were in the text
+    # as many entries less as the stop word has tokens by itself, wherever they were in the text
+    if word:
         pairs = pairs[: max(0, len(pairs) - len(state.engine.tokenizer.encode(word)))]
     kinds = {"length": "limit", "end": "eos", "delimiter": "word"}
     return {

@@ -71,9 +71,8 @@ async def _scored(call: ServerCall, rid: str) -> Any:
 
 def _completion(state: ServerState, done: Completion, request: SampleRequest, rid: str) -> Any:
     heat = request.sampling.temperature
-    divide = (
-        heat if state.quirks.logprobs != "raw" and heat > 0 else 1.0
-    )  # stands in for "after temperature"
+    # stands in for "after temperature"
+    divide = heat if state.quirks.logprobs != "raw" and heat > 0 else 1.0
     rows = [
         [value / divide, token, None] for value, token in zip(done.logprobs, done.ids, strict=True)
     ]

@@ -38,11 +38,12 @@ LANGUAGE = msgspec.toml.decode(
 SPECIALS = LANGUAGE.specials
 FILLERS = LANGUAGE.fillers
 OPENERS = tuple(LANGUAGE.openers)
+# a blank line may begin or end inside a token
 MERGES = (
     ".\n",
     ".\n\n",
     *(f"\n{opener}" for opener in OPENERS),
-)  # a blank line may begin or end inside a token
+)
 TEMPLATE = "{role}{content} ... <|assistant|>"
 
 

@@ -45,11 +45,12 @@ def boxes(text: str) -> tuple[list[Box], int | None]:
     at = 0
     while (start := PATTERNS["box"].search(text, at)) is not None:
         at = start.end()
+        # "unboxed"
         if (
             not start[0].startswith("\\")
             and start.start() > 0
             and text[start.start() - 1].isalpha()
-        ):  # "unboxed"
+        ):
             continue
         brace = OPENING.match(text, at)
         if brace is None:
@@ -146,9 +147,8 @@ def extraction(
         : next((start for start in speakers if not PATTERNS["opening"].match(text[:start])), None)
     ]
     firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
-    again = (
-        PATTERNS["again"].search(text, min(firsts)) if firsts else None
-    )  # a question that is asked after an answer
+    # a question that is asked after an answer
+    again = PATTERNS["again"].search(text, min(firsts)) if firsts else None
     text = text[: again.start()] if again else text
     found, open_at = boxes(text) if firsts else ([], None)
     if group := last_group(found, text):

@@ -323,9 +323,8 @@ def _comparison(random: Random, count: int) -> Exercise | None:
     told = [f"{names[0]} has {values[0]} {item}s."]
     steps = list[Step]()
     for index, name in enumerate(names[1:]):
-        place = (
-            index if not together else random.randint(0, index)
-        )  # asked for the last one, every step must matter
+        # asked for the last one, every step must matter
+        place = index if not together else random.randint(0, index)
         change = _next_operation(random, values[place])
         other = names[place]
         relation = _RELATIONS[change.operator].format(n=name, o=other, k=change.right, i=item)

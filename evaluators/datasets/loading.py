@@ -359,9 +359,8 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
             known, (Benchmark.unknown(repo[1]), HubSource(repo[1], DATA, Columns()))
         )
         return _copy(benchmark, copy, replace(options, revision=repo[2] or options.revision))
-    if path.exists() or (
-        kind_of(path) and not is_hub
-    ):  # the reader says which kinds of file are read
+    # the reader says which kinds of file are read
+    if path.exists() or (kind_of(path) and not is_hub):
         return _file(path, options, Benchmark.unknown(name))
     raise OptionError(
         "dataset", f"there is no benchmark or file {name!r}", [*BENCHMARKS], given=name.lower()

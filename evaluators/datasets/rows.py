@@ -116,9 +116,8 @@ def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]
         case ".parquet":
             return enumerate(_parquet(path, data, source), 1)
         case ".jsonl" | ".ndjson":
-            lines = _text(path, data, source).split(
-                "\n"
-            )  # not splitlines: U+2028 may stand inside a string
+            # not splitlines: U+2028 may stand inside a string
+            lines = _text(path, data, source).split("\n")
             return json_lines(lines, source, f"{path.name} ")
         case ".json":
             return enumerate(_json_list(_text(path, data, source), path, source), 1)

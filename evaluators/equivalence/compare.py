@@ -252,9 +252,8 @@ class Comparer:
         ]
         if len(alone) == 1 and len(one) == len(two):  # {x} is the fractional part
             return self.ruled("set", False)
-        if (len(one) == 1 and answer.text == "or") or (
-            len(two) == 1 and gold.text == "or"
-        ):  # one value in two forms
+        # one value in two forms
+        if (len(one) == 1 and answer.text == "or") or (len(two) == 1 and gold.text == "or"):
             return all(self.same(a, b) for a in one for b in two)
         if len(one) == len(two) and views.counts_apart(one) != views.counts_apart(two):
             return self.each(one, two, "tuple")

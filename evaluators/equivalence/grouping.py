@@ -147,9 +147,8 @@ def _unread(one: Reading, two: Reading) -> Verdict:
         return Verdict("different", "malformed", str(problem))
     if type(problem) is Prose and readable.trees:
         return Verdict("different", "prose", str(problem))
-    are_short = all(
-        len(reading.squashed.split()) <= _PHRASE for reading in (one, two)
-    )  # names and dates, no sentences
+    # names and dates, no sentences
+    are_short = all(len(reading.squashed.split()) <= _PHRASE for reading in (one, two))
     if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and are_short:
         return Verdict("different", "text")
     return _unscored(problem)

@@ -324,9 +324,8 @@ def _is_whole(value: Value) -> TypeGuard[Fraction]:
     return isinstance(value, Fraction) and value.denominator == 1
 
 
-_SMALL = frozenset(
-    {"number", "symbol", "add", "mul"}
-)  # exact values are bounded where they are made
+# exact values are bounded where they are made
+_SMALL = frozenset({"number", "symbol", "add", "mul"})
 _SCALES = {"percent": (number(Fraction(1, 100)),), "degree": (number(Fraction(1, 180)), PI)}
 _ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
     "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,

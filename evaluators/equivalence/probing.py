@@ -99,9 +99,8 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
     yield from (generic(ranges, index) for index in range(_SMOOTH, _SMOOTH + _SCATTERED))
     constants = tuple(_constants((left, right), limits))
     conditions = [each for node in (left, right) for each in node.walk() if each.kind == "relation"]
-    least = 1 - any(
-        arg.value == 0 for each in conditions for arg in each.args
-    )  # counts begin at 0 where one is said of 0
+    # counts begin at 0 where one is said of 0
+    least = 1 - any(arg.value == 0 for each in conditions for arg in each.args)
     for base in (generic(ranges, 0), generic(ranges, 3))[: len(ranges)]:
         for name, domain in ranges.items():
             marks = {
@@ -110,9 +109,8 @@ def points(left: Node, right: Node, limits: Limits) -> Iterator[Point]:
             }
             for value in around(marks) if domain == "real" else _whole_around(marks, domain, least):
                 yield base | {name: value}
-    if len(ranges) > 1 and set(ranges.values()) == {
-        "real"
-    }:  # where all are about as large as a constant
+    # where all are about as large as a constant
+    if len(ranges) > 1 and set(ranges.values()) == {"real"}:
         near = [
             mark * factor
             for mark in constants
@@ -155,9 +153,8 @@ def _constants(nodes: Iterable[Node], limits: Limits) -> Iterator[Fraction]:
     yield from kept
     yield from (Fraction(math.isqrt(int(value))) for value in kept if value > 3)
     yield from {one / two for one in kept[:6] for two in kept[:6] if one != two}
-    if any(
-        each.text in ("ln", "log") for node in nodes for each in node.walk()
-    ):  # where a logarithm passes a constant
+    # where a logarithm passes a constant
+    if any(each.text in ("ln", "log") for node in nodes for each in node.walk()):
         yield from (
             Fraction(round(base**value))
             for base in (math.e, 10)
@@ -236,9 +233,8 @@ class Prober:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.clock = Clock(limits.milliseconds / 1000)
-        self.is_of_reals = (
-            False  # whether what is compared has variables and speaks of no complex numbers
-        )
+        # whether what is compared has variables and speaks of no complex numbers
+        self.is_of_reals = False
         self.apart = 0  # points at which one side alone has a value
 
     def value(self, node: Node, env: Environment = NOWHERE, bits: int = _BITS) -> Value:

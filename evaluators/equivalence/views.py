@@ -75,9 +75,8 @@ def _is_point(node: Node) -> bool:
 
 def named(node: Node) -> Named:
     """x = 5 as 5 named x, 5 + 6 = 11 as 11, an equation between expressions as itself."""
-    if [arg.kind for arg in node.args] == ["symbol", "tuple"] and _is_point(
-        node.args[0]
-    ):  # A(1, 2)
+    # A(1, 2)
+    if [arg.kind for arg in node.args] == ["symbol", "tuple"] and _is_point(node.args[0]):
         return Named(*node.args)
     if node.kind != "relation":
         return Named(None, node)
@@ -118,9 +117,8 @@ def _of_chain(sides: list[Node], node: Node) -> Named:
         and not _mentions(sides[0], sides[1])
     ):
         return Named(sides[1], sides[0])
-    is_result = len(sides) > 2 and variables(sides[-1]) <= variables(
-        sides[0]
-    )  # else an equation of its variables
+    # else an equation of its variables
+    is_result = len(sides) > 2 and variables(sides[-1]) <= variables(sides[0])
     is_result = (
         is_result
         or not any(map(variables, sides))

@@ -150,9 +150,8 @@ def _clustered(right: Floats, of: Floats, range_of_n: tuple[int, int], level: fl
         if 0 < value < 1 and problems > 1
         else problems
     )
-    freedom = (
-        problems - 1 if samples > problems > 1 else math.inf
-    )  # n is a guess from the spread: t, not the normal
+    # n is a guess from the spread: t, not the normal
+    freedom = problems - 1 if samples > problems > 1 else math.inf
     low, high = wilson_interval(value, n, reach(freedom, level))
     return Estimate(value, low, high, problems, samples, "wilson", level=level)
 

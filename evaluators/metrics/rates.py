@@ -64,9 +64,8 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
     right = np.atleast_1d(c)
     if (right > counts).any() or (right < 0).any():
         raise OptionError("c", "there are more right samples than samples, or fewer than none")
-    least = max(
-        1, math.ceil(Fraction(str(tau)) * k)
-    )  # exact: 0.28 * 25 is 7.000000000000001 in floats
+    # exact: 0.28 * 25 is 7.000000000000001 in floats
+    least = max(1, math.ceil(Fraction(str(tau)) * k))
     return hypergeometric_tail(least, counts, right, k)
 
 
@@ -192,9 +191,8 @@ def _win_shares(own: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floa
     # conjugates
     roots = np.exp(-2j * np.pi * np.arange((n + 1) // 2 + 1) / (n + 1))
     sizes = np.flatnonzero(rivals.any(axis=0))
-    below = np.zeros(
-        (sizes.size, roots.size), dtype=np.complex128
-    )  # per rival size, of fewer than j draws
+    # per rival size, of fewer than j draws
+    below = np.zeros((sizes.size, roots.size), dtype=np.complex128)
     quiet = silent[:, None] * np.log(1 - chance + chance * roots)[None, :]
     result = np.zeros(own.size)
     for j in range(1, min(k, int(own.max(initial=0))) + 1):

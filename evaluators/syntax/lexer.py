@@ -26,9 +26,8 @@ class Token(NamedTuple):
 
 
 END = Token("end", "")
-STARTS = frozenset(
-    {"number", "symbol", "command", "function", "open"}
-)  # kinds of token a factor can begin with
+# kinds of token a factor can begin with
+STARTS = frozenset({"number", "symbol", "command", "function", "open"})
 SIGNS = ("+", "-", "pm", "mp")
 
 _TOKEN = re.compile(
@@ -66,9 +65,8 @@ class _Lexer:
 
     def __init__(self, limits: Limits, loose: bool = False) -> None:
         self.limits = limits
-        self.loose = (
-            loose  # whether letters in a formula that are the symbol of a unit are taken for one
-        )
+        # whether letters in a formula that are the symbol of a unit are taken for one
+        self.loose = loose
         self.saw_loose = False
         self.has_ended = False  # what follows is a reason
         self.tokens: list[Token] = []

@@ -129,9 +129,10 @@ _COMPUTED: dict[str, Callable[[re.Match[str]], str]] = {
     "repeating": _repeating,
     # 0.1666...: a cycle shows when it is there twice, one digit three times
     "going_on": lambda found: _repeating(found) if len(found[3] + found[4]) > 2 else found[0],
+    # ]2,5]
     "inward": lambda found: (
         {"]": "(", "[": "["}[found[2]] + found[3] + {"[": ")", "]": "]"}[found[4]]
-    ),  # ]2,5]
+    ),
     "without_spaces": lambda found: found[0].replace(" ", ""),
     "without_thin_spaces": lambda found: found[0].replace(r"\,", ""),
 }

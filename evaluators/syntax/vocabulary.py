@@ -63,9 +63,8 @@ def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-NEGATIONS = words(
-    "negations"
-)  # words after which what precedes them is no longer simply the answer
+# words after which what precedes them is no longer simply the answer
+NEGATIONS = words("negations")
 
 LARGE = table("large", dict[str, int])
 _BASES = table("bases", dict[str, int])

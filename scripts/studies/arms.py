@@ -161,9 +161,8 @@ class Solved:
     draft: int
     scored: int
     target: int
-    decisions: Sequence[
-        tuple[int, int, bool]
-    ]  # place in the order of asking, turn, whether the target took over
+    # place in the order of asking, turn, whether the target took over
+    decisions: Sequence[tuple[int, int, bool]]
     drawn: int = 0  # of the target's tokens, those drawn while it scored
     # tokens of chunks that were decided on by a score, whether the target was asked for it or not
     judged: int = 0
@@ -209,9 +208,8 @@ class Piece:
     shard: int
     solved: list[Solved] = field(default_factory=list[Solved])
     seconds: list[float] = field(default_factory=list[float])
-    processor: list[float] = field(
-        default_factory=list[float]
-    )  # seconds of this process and its engines
+    # seconds of this process and its engines
+    processor: list[float] = field(default_factory=list[float])
 
     @property
     def key(self) -> tuple[str, int, int, int]:

@@ -24,9 +24,8 @@ class Study:
     what: str
     quick: int = 0
     default: int = 0
-    smallest: bool = (
-        False  # `all` runs its quick grids: the default ones take longest, and decide no more
-    )
+    # `all` runs its quick grids: the default ones take longest, and decide no more
+    smallest: bool = False
 
 
 STUDIES = {

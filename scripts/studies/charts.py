@@ -115,9 +115,8 @@ def _series(
         x = _scaled(cells[chart.x], chart.x_scaling)
         y = _scaled(cells[chart.y], chart.y_scaling)
         by = cells[chart.by] if chart.by else chart.y
-        name = (
-            f"{by} {chart.by}" if isinstance(by, int | float) else str(by)
-        )  # numbers say what they count
+        # numbers say what they count
+        name = f"{by} {chart.by}" if isinstance(by, int | float) else str(by)
         if x is not None and y is not None:
             lines.setdefault(name, []).append((x, y))
     return {name: sorted(points) for name, points in lines.items()}

@@ -20,9 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(
-    str(Path(__file__).with_name("bare"))
-)  # last: for what is not installed; children get the same path
+# last: for what is not installed; children get the same path
+sys.path.append(str(Path(__file__).with_name("bare")))
 
 from atts.local.options import Graphs
 from scripts.studies.gpu_checks import exactness, kernel

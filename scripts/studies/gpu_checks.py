@@ -51,9 +51,8 @@ def kernel(lab: Lab) -> list[dict[str, Any]]:
         **{s: padding_shape(base, read_size(s)) for s in lab.sizes.shapes},
     }
     for name, config in shapes.items():
-        is_own = (
-            config is base
-        )  # a kernel is compiled for each type, width and window: large models need but one type
+        # a kernel is compiled for each type, width and window: large models need but one type
+        is_own = config is base
         for dtype in (torch.float32, torch.bfloat16) if is_own else (torch.bfloat16,):
             cache = torch.zeros(
                 1, 2, 4, config.num_kv_heads, config.head_dim, dtype=dtype, device=lab.device
@@ -155,9 +154,8 @@ def compare(lab: Lab, arm: str, reference: Texts) -> dict[str, Any]:
     return {
         "texts": len(pairs),
         "equal": sum(one == other for one, other in pairs),
-        "tokens": sum(
-            _shared(one, other) for one, other in pairs
-        ),  # up to the first difference of each text
+        # up to the first difference of each text
+        "tokens": sum(_shared(one, other) for one, other in pairs),
         "of": sum(map(len, reference.ids)),
         "off_mean": fmean(offs),
         "off_most": max(offs),

@@ -55,9 +55,8 @@ class Pair:
     def __init__(self, draft: LocalEngine, target: LocalEngine) -> None:
         self._draft = draft
         self._target = target
-        self._gates: dict[
-            tuple[str, int], Gate | RoundGate
-        ] = {}  # each learns from one question for the next
+        # each learns from one question for the next
+        self._gates: dict[tuple[str, int], Gate | RoundGate] = {}
 
     async def answer(self, arm: str, problem: Problem, samples: int, seed: int) -> dict[str, Any]:
         """What one question comes to, its rollouts side by side, and the seconds until the vote."""

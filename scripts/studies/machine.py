@@ -32,14 +32,12 @@ class Machine:
     load: float  # mean number of running processes over the last minute: ours and all others
     copy_gib_per_second: float  # read and write counted once, one core
     matrix_gflops: float  # float32 torch.mm of 512 x 512, one core
-    operation_microseconds: (
-        float  # one tiny torch operation: what a step pays per operation whatever its size
-    )
+    # one tiny torch operation: what a step pays per operation whatever its size
+    operation_microseconds: float
     loop_microseconds: float  # one pass of an event loop: what a call pays before any work
     software: str
-    pair: str = (
-        ""  # marks of the embedded models' weights: numbers made with others are another pair's
-    )
+    # marks of the embedded models' weights: numbers made with others are another pair's
+    pair: str = ""
 
     def words(self) -> tuple[str, ...]:
         """The facts as lines."""

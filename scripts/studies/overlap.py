@@ -50,10 +50,11 @@ _DEEP = {"drafter": str(path("deep")), "speculate": "draft", "k": 8}
 _MIRROR = {**_PAIR, "speculate": "mirror", "k": 16}
 _ARMS: Mapping[str, Mapping[str, Any]] = {
     "plain": {},
+    # other threads of this process would wake its helpers
     "plain, two threads": {
         "threads": 2,
         "worker": "process",
-    },  # other threads of this process would wake its helpers
+    },
     "serial, k=4": {**_PAIR, "speculate": "draft", "k": 4},
     "serial, k=8": {**_PAIR, "speculate": "draft", "k": 8},
     "serial, k=auto": {**_PAIR, "speculate": "draft"},

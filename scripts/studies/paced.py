@@ -179,9 +179,8 @@ class RecognisingEngine(BatchedEngine):
 
     def _recognise(self, ids: TokenIds) -> str:
         for length in sorted((one for one in self._lengths if one <= len(ids)), reverse=True):
-            if names := self._names.get(
-                ids[:length]
-            ):  # equal rollouts have a prefix each: any that is warm will do
+            # equal rollouts have a prefix each: any that is warm will do
+            if names := self._names.get(ids[:length]):
                 return next((name for name in names if name in self._warm), names[-1])
         return f"{hash(ids)}/{len(self._names)}-{self.stats().requests}"
 
@@ -281,9 +280,8 @@ async def over_http(
                 )
                 for url, role in zip(urls, _ROLES, strict=True)
             ]
-            await _solved(
-                arm, arithmetic("calibration", 1), 1, (draft, target)
-            )  # what clients ask of servers at first
+            # what clients ask of servers at first
+            await _solved(arm, arithmetic("calibration", 1), 1, (draft, target))
             served["draft"].cost, served["target"].cost = pair.draft, pair.target
             return await _solved(arm, problems, samples, (draft, target))
 
@@ -317,9 +315,8 @@ async def _solved(
     ):
         await graph.run(batch, one)
     used = time.process_time() - used
-    nodes = [
-        node for node in recording.nodes() if node.stage != HOLD
-    ]  # not the wait for a score asked for already
+    # not the wait for a score asked for already
+    nodes = [node for node in recording.nodes() if node.stage != HOLD]
     timing = measure(nodes)
     whole = timing.sibling_seconds + timing.memory_seconds + timing.arithmetic_seconds
     right = sum(outcome.answer == outcome.problem.answer for outcome in outcomes)

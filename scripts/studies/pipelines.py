@@ -85,9 +85,8 @@ async def claim(options: Options) -> list[Table]:
     all rollouts.
     """
     ledger = _ledger(options, "claim")
-    seeds = options.pick(
-        (0,), (0,), (0, 1, 2)
-    )  # a seed is a whole answer, the next ones make it narrower
+    # a seed is a whole answer, the next ones make it narrower
+    seeds = options.pick((0,), (0,), (0, 1, 2))
     grid = Grid(options.pick(20, 160, 2000), seeds, 250, options.pick(20, 40, 50))
     async with Pair() as pair:
         for m in options.pick((8,), (8,), (8, 16)):

@@ -119,9 +119,8 @@ def _margin(line: Rollout, place: int, tokens: set[int], seed: int) -> float:
     ends = [
         *accumulate((_length(turn) for turn in line.turns), initial=len(line.prompt.target_ids))
     ]
-    at = (
-        min(bisect_right(ends, place), len(line.turns)) - 1
-    )  # the end itself is drawn in the last turn
+    # the end itself is drawn in the last turn
+    at = min(bisect_right(ends, place), len(line.turns)) - 1
     draw = Seed(seed, line.problem, line.sample, line.turns[at].index, "target")
     uniform = float(uniforms(draw, place - ends[at] + 1)[-1])
     with torch.inference_mode():

@@ -23,9 +23,8 @@ from atts.testing import ToyTokenizer
 from scripts.studies.harness import Options, Row, Spread, Table, say
 
 DELAY_SECONDS = 0.05
-PATIENCE_SECONDS = (
-    300.0  # for connections, too: on a busy machine thousands of them take their time
-)
+# for connections, too: on a busy machine thousands of them take their time
+PATIENCE_SECONDS = 300.0
 TOKENS = 8
 PROMPT = tuple(range(4, 68))
 

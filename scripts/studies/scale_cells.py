@@ -50,9 +50,8 @@ class Cell:
     replicas: int = 1
     in_flight: int = 256  # rollouts, per replica
     order: Order = "all together"
-    budget: int | None = (
-        None  # KV tokens the graph admits to the target, per replica; None: no bound of the graph's
-    )
+    # KV tokens the graph admits to the target, per replica; None: no bound of the graph's
+    budget: int | None = None
     room: Literal["as installed", "without end"] = "as installed"
     seed: int = 0
 
@@ -121,9 +120,8 @@ async def _run(cell: Cell, law: TraceLaw) -> Found:
         for batch in _batches(cell, law):
             await graph.run(batch, one)
         seconds = graph.stats().seconds
-    rounds = [
-        node for node in recording.nodes() if node.stage != HOLD
-    ]  # not the wait for a score asked for already
+    # not the wait for a score asked for already
+    rounds = [node for node in recording.nodes() if node.stage != HOLD]
     timing = measure(rounds)
     usage = [outcome.usage for outcome in outcomes]
     decisions = [

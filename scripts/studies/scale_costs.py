@@ -88,9 +88,8 @@ DRAFT_1B = Cost(
     origin="ours: the 8B row scaled by weights (1.54/8.03) and by KV bytes a token, step overhead "
     "kept",
 )
-_ROOM_70B = int(
-    (4 * 80e9 * 0.9 - 141e9) / 327_680
-)  # bytes left after weights / bytes a token (80 layers, 8 KV heads)
+# bytes left after weights / bytes a token (80 layers, 8 KV heads)
+_ROOM_70B = int((4 * 80e9 * 0.9 - 141e9) / 327_680)
 _ROOM_8B = int((80e9 * 0.9 - 16.1e9) / 131_072)
 _ROOM_1B = int((80e9 * 0.9 - 3.1e9) / 28_672)
 

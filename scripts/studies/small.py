@@ -115,9 +115,8 @@ def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:
 
 
 def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
-    found: defaultdict[tuple[str, ...], dict[str, Ended]] = defaultdict(
-        dict
-    )  # by all but the seed, then by seed
+    # by all but the seed, then by seed
+    found: defaultdict[tuple[str, ...], dict[str, Ended]] = defaultdict(dict)
     for name, value in parts.items():
         *place, seed = name.split("|")
         found[tuple(place)][seed] = Ended(**value)

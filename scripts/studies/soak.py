@@ -15,9 +15,8 @@ from scripts.studies.harness import Chart, Options, Row, Table
 from tests.run.soaking import Kind, Level, Tally, soak
 
 _NOISE = 0.02  # share by which memory and objects may rise and still be called flat
-_WARM_UP = (
-    30  # runs until every kind has met every set: caches fill and allocators settle meanwhile
-)
+# runs until every kind has met every set: caches fill and allocators settle meanwhile
+_WARM_UP = 30
 
 
 def study(options: Options) -> list[Table]:

@@ -55,9 +55,8 @@ class Arm:
     prompts: Sequence[TokenIds]
     count: int  # texts a round
     written: list[list[TokenIds]] = field(default_factory=list[list[TokenIds]])
-    rates: list[float] = field(
-        default_factory=list[float]
-    )  # tokens a second of the wall, round by round
+    # tokens a second of the wall, round by round
+    rates: list[float] = field(default_factory=list[float])
     used: float = 0.0  # processor seconds
 
     def seconds(self) -> float:

@@ -75,9 +75,8 @@ class Measured:
 
     cell: Cell
     figures: Mapping[str, Figures]
-    scoring: Mapping[
-        str, tuple[float, int]
-    ]  # seconds and tokens of scoring each draft's chunks, nothing else running
+    # seconds and tokens of scoring each draft's chunks, nothing else running
+    scoring: Mapping[str, tuple[float, int]]
     load: float
     clock: Clock
 

@@ -58,9 +58,8 @@ class Recipe:
     steps: int
     seed: int
     stages: tuple[Stage, ...]
-    schedule: tuple[
-        tuple[int, float], ...
-    ]  # (step, share of the peak rates), joined by straight lines
+    # (step, share of the peak rates), joined by straight lines
+    schedule: tuple[tuple[int, float], ...]
     micro_tokens: int = 2048
     micro_batches: int = 4
     workers: int = 2  # processes a step's micro-batches are dealt to; decides the order of sums

@@ -66,9 +66,8 @@ class Mixture:
     errors: float = 0.35  # share with planted errors
     instructed: float = 0.15  # share that carry an instruction or a system message
     drafted: float = 0.0  # share built on the draft's own recorded errors
-    kept: tuple[
-        tuple[str, float], ...
-    ] = ()  # kinds of exercise to thin out, and the share of them that stays
+    # kinds of exercise to thin out, and the share of them that stays
+    kept: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

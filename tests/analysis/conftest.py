@@ -41,9 +41,8 @@ class Page:
 
     browser: Browser
     session: str
-    problems: list[str] = field(
-        default_factory=list[str]
-    )  # errors and warnings of the console, exceptions
+    # errors and warnings of the console, exceptions
+    problems: list[str] = field(default_factory=list[str])
     requests: list[str] = field(default_factory=list[str])
 
     def call(self, method: str, **values: Any) -> dict[str, Any]:

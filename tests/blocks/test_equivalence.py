@@ -83,9 +83,8 @@ def test_the_nearest_blocks_of_a_shape_are_found(pair: Zoo, base: Path) -> None:
         float((flat[0] - flat[1]).norm() / flat[0].norm()), rel=1e-5
     )
     wide = pair.likenesses("tuned", 2, 9.0)
-    assert (
-        len(wide) == 2 * 6
-    )  # layers' halves; the base's embedding and head are this model's as well
+    # layers' halves; the base's embedding and head are this model's as well
+    assert len(wide) == 2 * 6
     assert len({(one.place, one.digest) for one in wide}) == len(wide)
     pair.add("narrow", save_adapter(base.parent / "narrow-likeness", base, "q_proj"), "base")
     with pytest.raises(OptionError, match="name its base, 'base'"):

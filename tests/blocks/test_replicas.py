@@ -70,9 +70,8 @@ async def test_replicas_say_what_one_says(zoo: Zoo) -> None:
             assert len(shared_worker._HOSTS) == 2
             found = await collect([partial(pool.sample, ask) for ask in asks(8)])
             assert [done.ids for done in found] == [done.ids for done in wanted]
-            assert (
-                sum([load.requests for load in pool.load()]) == 8
-            )  # how many each gets depends on which is quicker
+            # how many each gets depends on which is quicker
+            assert sum([load.requests for load in pool.load()]) == 8
             assert other.stats().requests == 0
             done = await other.sample(asks(1)[0])
             assert done.ids != wanted[0].ids
@@ -109,19 +108,19 @@ def test_a_request_goes_where_it_costs_least() -> None:
     """
     dispatch, loads = dispatch_of(0, 0)
     assert dispatch.choose(loads, turn(300)) == 0
+    # a request takes a second, a token ten milliseconds
     for waiting, home in (
         (0, 0),
         (2, 0),
         (4, 1),
-    ):  # a request takes a second, a token ten milliseconds
+    ):
         assert _with(dispatch, waiting, 0).choose(loads, turn(320)) == home
     assert dispatch.choose(loads[1:], turn(340)) == 0  # of the one that is left
     fresh, loads = dispatch_of(3, 1, 2)
     assert fresh.choose(loads, turn(50, "")) == 1
     assert fresh.choose(loads, turn(50, "alone")) == 1
-    assert (
-        fresh.choose(loads, turn(50, "other")) == 1
-    )  # names without a problem have nothing in common
+    # names without a problem have nothing in common
+    assert fresh.choose(loads, turn(50, "other")) == 1
     assert set(fresh._cached) == {("1", "alone"), ("1", "other")}
 
 

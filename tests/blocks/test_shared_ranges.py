@@ -361,9 +361,8 @@ async def test_engines_in_ranges_say_what_they_say_in_one_process(
                 async with LocalEngine(family.folder(name), options=own) as engine:
                     found.append(await engine.sample(ask))
         assert found[0] == found[1]
-    assert (
-        here.made[0].kinds["steps"] > 5
-    )  # a layer of one's own is where the busy share of either worker has it
+    # a layer of one's own is where the busy share of either worker has it
+    assert here.made[0].kinds["steps"] > 5
 
 
 @pytest.mark.slow

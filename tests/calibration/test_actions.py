@@ -22,9 +22,8 @@ from atts.errors import CalibrationInputError
 from atts.evaluators import share_estimate
 
 Chunks = Iterator[tuple[float, bool]]
-Recorded = dict[
-    int, list[tuple[float, float, bool]]
-]  # by question: log-perplexity, share of siblings, right
+# by question: log-perplexity, share of siblings, right
+Recorded = dict[int, list[tuple[float, float, bool]]]
 
 
 def question(seed: int, number: int, chunks: int = 8) -> Chunks:

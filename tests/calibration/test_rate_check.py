@@ -41,9 +41,8 @@ def test_few_decisions_say_what_they_allow() -> None:
     """Held or not is not all there is to say about ten chunks; of a thousand it is."""
     assert "so few allow [0.000, 0.500]: held" in str(check_rate(0.2, [(5, 1), (5, 1)]))
     assert str(check_rate(0.2, [(50, 10)] * 20)).endswith("nominal 0.2: held")
-    assert (
-        check_rate(0.2, [(10, 10)]).standing == "unclear"
-    )  # one question shows nothing about others
+    # one question shows nothing about others
+    assert check_rate(0.2, [(10, 10)]).standing == "unclear"
     assert check_rate(0.2, [(10, 10)] * 6).standing == "left"
     assert check_rate(0, [(10, 0)]).standing == "held"
 

@@ -279,6 +279,5 @@ def test_a_long_run_costs_a_few_numbers_a_score(mode: Mode | Literal["by length"
         if issue % 1200 == 1199:
             held.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert (
-        held[1] - held[0] < (60 if by_length else 36) * 1200
-    )  # with its length it is there three times
+    # with its length it is there three times
+    assert held[1] - held[0] < (60 if by_length else 36) * 1200

@@ -119,9 +119,8 @@ def test_a_mixture_is_unlikely_where_nothing_changed_and_likely_where_something_
     _, apart = ratios(np.array([0.8, -0.8]))
     assert clean < 0
     assert together > 1.5
-    assert (
-        apart > together
-    )  # against the correlation of the two: farther away, in spite of the prior
+    # against the correlation of the two: farther away, in spite of the prior
+    assert apart > together
     assert ratios(np.array([0.0, 0.0]))[1] == clean
 
 

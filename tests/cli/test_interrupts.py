@@ -39,9 +39,8 @@ def test_presses_while_the_loop_cleans_up_leave_no_thread_behind(presses: int) -
 
     async def work() -> None:
         nonlocal cleaned
-        await anyio.to_thread.run_sync(
-            int
-        )  # a worker thread, which waits for more until the loop is closed
+        # a worker thread, which waits for more until the loop is closed
+        await anyio.to_thread.run_sync(int)
         try:
             press()
             await anyio.sleep_forever()

@@ -801,9 +801,8 @@ def test_misuse(
     said = atts(*case.words.split(" "))
     assert (said.code, said.out) == (case.code, "")
     assert case.code in EXIT_CODES
-    _, mark, message = said.err.rpartition(
-        "atts: "
-    )  # on a busy machine progress may have been told before
+    # on a busy machine progress may have been told before
+    _, mark, message = said.err.rpartition("atts: ")
     assert mark
     assert len(message.splitlines()) <= 2
     assert len(message) < 600

@@ -634,9 +634,8 @@ def test_what_was_written_is_what_was_paid_for(tmp_path: Path) -> None:
     usage = result.usage
     assert usage.drawn_tokens > 0
     assert any(sample.finish == "settled" for line in result.problems for sample in line.samples)
-    decoded = (
-        usage.target_tokens - usage.drawn_tokens
-    )  # what a takeover kept of a scoring call was not asked for again
+    # what a takeover kept of a scoring call was not asked for again
+    decoded = usage.target_tokens - usage.drawn_tokens
     assert written == {
         "draft": usage.draft_tokens,
         "target": decoded,

@@ -301,12 +301,10 @@ def test_gpqa_puts_the_right_choice_anywhere_by_seed_and_question(tmp_path: Path
         assert problem.choices["ABCD".index(problem.answer)].startswith("right")
         assert sorted(problem.choices)[1:] == ["wrong one", "wrong three", "wrong two"]
     letters = Counter(problem.answer for problem in found)
-    assert all(25 < letters[letter] < 75 for letter in "ABCD"), (
-        letters
-    )  # binomial(198, 1/4): 4 deviations
-    again = load_dataset(
-        "gpqa", options=LoadOptions(columns={}, file=path)
-    )  # as commands that name no column do
+    # binomial(198, 1/4): 4 deviations
+    assert all(25 < letters[letter] < 75 for letter in "ABCD"), letters
+    # as commands that name no column do
+    again = load_dataset("gpqa", options=LoadOptions(columns={}, file=path))
     other = load_dataset("gpqa", options=LoadOptions(file=path, seed=1))
     assert again.digest == found.digest != other.digest
     assert "seed 0" in found.notes[0]

@@ -190,10 +190,11 @@ def test_shared_core_cases(shared_data: Path) -> None:
         if equivalent(row["pred"], row["gold"]).is_equal != row["expected"]
     ]
     assert len(rows) > 700
+    # 17 "any text": words that are no unit leave it unscored
     assert (wrong, turned) == (
         ["eq0406"],
         ["eq0406"],
-    )  # 17 "any text": words that are no unit leave it unscored
+    )
 
 
 def test_shared_model_answers(shared_data: Path) -> None:

@@ -403,9 +403,8 @@ def test_an_interrupt_leaves_nothing(anyio_backend: Backend) -> None:
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(3)] == ["busy\n"] * 3
         while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
-            time.sleep(
-                0.01
-            )  # trio raises the interrupt wherever it finds our code running: let all be asleep
+            # trio raises the interrupt wherever it finds our code running: let all be asleep
+            time.sleep(0.01)
         os.kill(process.pid, signal.SIGINT)
         said, _ = process.communicate(timeout=120)
     assert said.split()[1:] == ["0", "0", "0"]

@@ -241,9 +241,8 @@ def test_problems_that_conclude_slowly_hold_back_the_next(virtually: Virtually[i
         assert [result.status for result in results] == ["done"] * 12
         return most
 
-    assert (
-        virtually(main) == 4 + 1
-    )  # the last one was in flight; by their number alone eight might be open
+    # the last one was in flight; by their number alone eight might be open
+    assert virtually(main) == 4 + 1
 
 
 def test_places_go_to_older_problems_first_and_priority_before_that(

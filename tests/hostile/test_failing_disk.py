@@ -129,9 +129,8 @@ def test_a_journal_goes_on_after_any_write_that_failed(
     as ever.
     """
     expected, writes = whole
-    ways = [
-        (name, share) for name in REFUSALS for share in (0.0, 0.6)
-    ]  # each of which meets its part of the writes
+    # each of which meets its part of the writes
+    ways = [(name, share) for name in REFUSALS for share in (0.0, 0.6)]
     way = ways.index((refusal, part)) if refusal in REFUSALS else int(5 * part)
     for number in (
         range(1, writes + 1)

@@ -261,9 +261,8 @@ def test_command_lines(recorded: Path, capsys: Said, tmp_path: Path) -> None:
         try:
             [word.encode("utf-8", "surrogateescape") for word in words]
         except UnicodeEncodeError:
-            words = [
-                word.encode("utf-8", "replace").decode() for word in words
-            ]  # no system hands that over
+            # no system hands that over
+            words = [word.encode("utf-8", "replace").decode() for word in words]
         if any("\0" in word for word in words):
             words = [word.replace("\0", "") for word in words]
         checked(words, number, capsys, counts)

@@ -130,9 +130,8 @@ def test_what_is_not_wanted_keeps_texts_alive(tmp_path: Path) -> None:
     """A text counts as used where it was used, on a line not decoded too: a later reference does
     not dangle.
     """
-    texts = [
-        f"{0 if n % 2 == 0 else n} " * 2_000_000 for n in range(10)
-    ]  # four of them fill the memory
+    # four of them fill the memory
+    texts = [f"{0 if n % 2 == 0 else n} " * 2_000_000 for n in range(10)]
     written = [
         Sampled("p0", str(n), Completion((1,), text, "end", (0.0,)), "draft")
         for n, text in enumerate(texts)

@@ -142,9 +142,8 @@ def test_no_layer_is_skipped_although_what_comes_of_it_is_zero(kernel: str) -> N
     assert bool((results() == 0).all())
     for matrix in held:
         kept = matrix.clone()
-        matrix.fill_(
-            255 if matrix.dtype == torch.uint8 else torch.nan
-        )  # all bits set are no number either
+        # all bits set are no number either
+        matrix.fill_(255 if matrix.dtype == torch.uint8 else torch.nan)
         assert bool(results().isnan().all())
         matrix.copy_(kept)
         cache.zero_()

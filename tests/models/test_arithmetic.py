@@ -77,9 +77,8 @@ def test_every_equation_of_every_solution_holds(many: list[Exercise]) -> None:
             line = re.search(r"\d+ [-+*/] \d+( = [\d +*/-]*\d)+", chunk)
             assert line is not None
             sides = line.group().split(" = ")
-            assert len({eval(side) for side in sides}) == 1, (
-                chunk
-            )  # digits and signs only, by the pattern
+            # digits and signs only, by the pattern
+            assert len({eval(side) for side in sides}) == 1, chunk
 
 
 def test_expressions_have_the_value_their_solution_boxes(many: list[Exercise]) -> None:

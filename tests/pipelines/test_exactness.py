@@ -296,9 +296,8 @@ def exact(engine: TableEngine, sampling: Sampling = RAW) -> dict[str, float]:
 
 
 REPLACING = replace(POLICY, takeover="replace", answers="verify")
-TEMPERED = replace(
-    REPLACING, samples=2 * POLICY.samples
-)  # temperatures differ less than the planted bugs do
+# temperatures differ less than the planted bugs do
+TEMPERED = replace(REPLACING, samples=2 * POLICY.samples)
 
 
 @pytest.mark.parametrize("optimistic", [False, True])

@@ -405,9 +405,8 @@ def test_one_model_can_be_both(attempt: Solve) -> None:
     assert scored
     for turn in scored:
         own = turn.chunks[0].logprobs[: len(turn.chunks[0].draft_ids)]
-        assert turn.score == pytest.approx(
-            math.exp(-math.fsum(own) / len(own)), rel=1e-4
-        )  # scores are rounded
+        # scores are rounded
+        assert turn.score == pytest.approx(math.exp(-math.fsum(own) / len(own)), rel=1e-4)
 
 
 def test_the_ordinal_gate_learns_from_settled_votes(attempt: Solve) -> None:

@@ -59,9 +59,8 @@ TARGET_SLOTS = 2
 SLOTS = DRAFT_SLOTS + TARGET_SLOTS
 Way = Literal["outside", "die", "refuse"]
 KILLS: tuple[Way, ...] = ("outside", "outside", "die", "die")
-CALLS = (
-    "calls.txt"  # every engine call that began: process and key, written before the engine is asked
-)
+# every engine call that began: process and key, written before the engine is asked
+CALLS = "calls.txt"
 FULL = "full"  # instead of a key: the disk was full for the first time
 
 
@@ -73,9 +72,8 @@ class Order:
     problems: int = 3
     seed: int = 5
     room: int | None = None  # bytes this session can write into its journal
-    then: Literal["die", "refuse"] = (
-        "die"  # at the first byte beyond: SIGKILL in mid-write, or no space left
-    )
+    # at the first byte beyond: SIGKILL in mid-write, or no space left
+    then: Literal["die", "refuse"] = "die"
     signals: Literal["handle", "ignore"] = "ignore"
     slowness: float = 1.0  # of the engines: time to meet this child at work
 
@@ -360,9 +358,8 @@ def check_calls(
         elif isinstance(entry.event, SessionOpened):
             pids[str(entry.event.pid)] = entry.session
     begun: dict[str, set[str]] = {}
-    late: dict[
-        str, set[str]
-    ] = {}  # begun when the disk was full, before the news had reached everybody
+    # begun when the disk was full, before the news had reached everybody
+    late: dict[str, set[str]] = {}
     seen: set[str] = set()
     repeated = 0
     for line in (directory / CALLS).read_text().splitlines():

@@ -237,6 +237,7 @@ def _compare(result: RunResult, live: Mapping[str, Outcome], tally: Tally, name:
 
 def _same(told: Outcome, seen: Outcome) -> bool:
     plain = (told.answer, dict(told.votes), told.status, told.usage, len(told.rollouts))
+    # representations: a score that is not a number equals itself there
     return plain == (
         seen.answer,
         dict(seen.votes),
@@ -245,7 +246,7 @@ def _same(told: Outcome, seen: Outcome) -> bool:
         len(seen.rollouts),
     ) and all(
         repr(one) == repr(other) for one, other in zip(told.rollouts, seen.rollouts, strict=True)
-    )  # representations: a score that is not a number equals itself there
+    )
 
 
 def _level(folder: Path, stations: Mapping[Kind, Station], seconds: float) -> Level:

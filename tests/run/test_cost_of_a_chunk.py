@@ -112,9 +112,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Meter, Path]:
     async def main() -> None:
         draft, target = (LocalEngine(path(role), name=role) for role in EMBEDDED)
         async with draft, target:
-            journal = JournalOptions(
-                durability="close"
-            )  # else it is synced by the clock, in the middle of a chunk
+            # else it is synced by the clock, in the middle of a chunk
+            journal = JournalOptions(durability="close")
             session = RunOptions(directory, [meter], journal, engines="are open", signals="ignore")
             sys.setprofile(meter.profile)
             try:

@@ -95,9 +95,8 @@ def test_ctrl_c(
     run can go on.
     """
     order = crashing.Order(str(tmp_path), signals="handle")
-    child = children.start(
-        replace(order, slowness=8.0)
-    )  # it must not be done before it hears of it
+    # it must not be done before it hears of it
+    child = children.start(replace(order, slowness=8.0))
     journal = tmp_path / crashing.JOURNAL
     while not journal.exists() or journal.stat().st_size < 20_000:
         time.sleep(0.001)

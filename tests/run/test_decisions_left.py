@@ -65,14 +65,12 @@ def test_a_concluded_problem_ends_what_it_never_began_and_what_was_cut_off() -> 
     left = DecisionsLeft(4, 2)
     decide(left, "0", 0, 0)
     left.conclude("0")
-    assert left.share == pytest.approx(
-        3 / 4
-    )  # of two rollouts one took a decision: three of six to come will
+    # of two rollouts one took a decision: three of six to come will
+    assert left.share == pytest.approx(3 / 4)
     for problem in "123":
         left.conclude(problem)
-    assert left.share == pytest.approx(
-        1 / 2
-    )  # never nothing: the one that is about to be taken counts
+    # never nothing: the one that is about to be taken counts
+    assert left.share == pytest.approx(1 / 2)
 
 
 def test_what_an_earlier_session_decided_is_recalled_once() -> None:

@@ -67,9 +67,8 @@ def test_the_estimate_has_no_bias_and_its_interval_covers() -> None:
     naive = [np.mean([one.right for one in logged(seed, 60)]) for seed in range(60)]
     error = float(np.std([one.value for one in found])) / math.sqrt(60)
     assert abs(float(np.mean([one.value for one in found])) - value) < 3 * error
-    assert (
-        abs(float(np.mean(naive)) - value) > 0.02
-    )  # what the log itself says is of another policy
+    # what the log itself says is of another policy
+    assert abs(float(np.mean(naive)) - value) > 0.02
     covered = sum(one.low <= value <= one.high for one in found)
     assert covered >= 52  # of 60: fewer in one study of two hundred at 95 %
 

@@ -139,9 +139,8 @@ def test_the_time_left_is_what_the_rest_takes_at_this_pace() -> None:
     clock.now += 10
     progress.notify(ProblemStarted(Problem("b", "?")))
     progress.notify(RolloutSpan("b", 0, "done", 0.0, 0.0, 1.0, 1.0))
-    assert progress.snapshot().left == pytest.approx(
-        50
-    )  # half a problem in 10 s, two and a half are left
+    # half a problem in 10 s, two and a half are left
+    assert progress.snapshot().left == pytest.approx(50)
     assert progress.snapshot().seconds == pytest.approx(60)
     progress.over()
     assert progress.snapshot().left is None

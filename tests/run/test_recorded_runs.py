@@ -59,15 +59,17 @@ RESUME = (
     "none",
     "--json",
 )
+# of a resumed run: its own clock and cache
 TIMES = {
     "seconds",
     "draft_prefill_tokens",
     "target_prefill_tokens",
-}  # of a resumed run: its own clock and cache
+}
+# by drawing while scoring, and by equal chunks, since those runs began
 SPARED = {
     "calls",
     "scored_tokens",
-}  # by drawing while scoring, and by equal chunks, since those runs began
+}
 
 WORDS = {"guarantee", "voided_by"}  # sentences that later versions may word with more in them
 
@@ -120,10 +122,11 @@ def assert_same(new: Any, old: Any, place: str = "") -> None:
             if name in SPARED and place.startswith("resumed"):
                 assert new[name] <= part, place
                 continue
+            # intervals of ratios are wider since
             if ".costs[" in place and name in (
                 "low",
                 "high",
-            ):  # intervals of ratios are wider since
+            ):
                 assert (
                     (float(new[name]) <= part) if name == "low" else (float(new[name]) >= part)
                 ), place

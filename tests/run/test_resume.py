@@ -332,9 +332,8 @@ def test_a_finished_run_is_only_read(world: Any, outcomes: Outcomes) -> None:
     again = world.run(world.plan(draft=draft), world.session())
     assert (again.status, again.problems, again.sessions) == ("finished", first.problems, 2)
     assert again.seconds == pytest.approx(first.seconds)
-    assert (
-        world.run(world.plan(), world.session()).seconds == again.seconds
-    )  # however often it is looked at
+    # however often it is looked at
+    assert world.run(world.plan(), world.session()).seconds == again.seconds
     assert draft.stats().requests == 0
     assert outcomes(again) == outcomes(first)
 
@@ -392,9 +391,8 @@ def test_a_bad_directory_is_found_before_engines_open(world: Any) -> None:
     (world.tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
         world.run(world.plan(draft=draft), world.session("file"))
-    world.run(
-        world.plan(draft=draft), world.session(None), problems=1
-    )  # it was never opened, so it still can be
+    # it was never opened, so it still can be
+    world.run(world.plan(draft=draft), world.session(None), problems=1)
 
 
 def test_a_damaged_middle_is_refused(world: Any) -> None:

@@ -210,9 +210,8 @@ async def test_failures_are_tried_a_few_times_and_named(
             before = len(server.calls)
             with pytest.raises(error):
                 await remote.sample(SampleRequest(prompt(remote), 10))
-            if (
-                len(server.calls) > before
-            ):  # a busy machine may need longer than the deadline to send it at all
+            # a busy machine may need longer than the deadline to send it at all
+            if len(server.calls) > before:
                 break
         assert len(server.calls) - before == (1 if fault == "hang" else 3)
         server.faults = ServerFaults()
@@ -226,9 +225,8 @@ async def test_ollama_never_cuts_a_prompt_in_silence(serve: Serve) -> None:
         assert remote.spec.context_length == 100
         with pytest.raises(ContextOverflow):
             await remote.sample(SampleRequest(prompt(remote), 90))
-        bytes_only = remote.tokenizer.render(
-            [Message("user", "\u4e2d" * 60)]
-        )  # three tokens each over there
+        # three tokens each over there
+        bytes_only = remote.tokenizer.render([Message("user", "\u4e2d" * 60)])
         with pytest.raises(ContextOverflow, match="input length"):
             await remote.sample(SampleRequest(bytes_only, 10))
 
@@ -286,9 +284,8 @@ async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     )
     assert {outcome.status for outcome in result.outcomes()} <= {"answered", "unanswered"}
     written = contents(tmp_path)
-    assert any(
-        b"target.rating" in text for text in written
-    )  # what the probe saw is in the manifest
+    # what the probe saw is in the manifest
+    assert any(b"target.rating" in text for text in written)
     assert not any(b"sesame" in text for text in written)
     assert "sesame" not in caplog.text
     assert "sesame" not in repr(vars(target))

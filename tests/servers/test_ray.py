@@ -28,10 +28,11 @@ from atts.testing import CheckOptions, Latency, ScriptedEngine, ToyTokenizer, ch
 
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
 HALF = RayOptions(actors=2, cpus=0.5, open_seconds=120.0)
+# Ray's own warnings are not ours to mend
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
-]  # Ray's own warnings are not ours to mend
+]
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +151,8 @@ def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: 
         for name in one
         for ours, theirs in zip(one[name].rollouts, two[name].rollouts, strict=False)
     ]
-    assert (
-        sum(ours == theirs for ours, theirs in texts) >= len(texts) - 1
-    )  # a tie of two logits may flip one
+    # a tie of two logits may flip one
+    assert sum(ours == theirs for ours, theirs in texts) >= len(texts) - 1
 
 
 def stage_actors() -> list[int]:

@@ -289,16 +289,16 @@ def test_ctrl_c_leaves_the_server_nothing_to_do(serve: Serve, tmp_path: Path) ->
         deadline = time.monotonic() + 120
         while server.running < 16 and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
+        # the first lets calls finish, which these never do; the next drops them
         for patience in (
             0.5,
             30.0,
             30.0,
-        ):  # the first lets calls finish, which these never do; the next drops them
+        ):
             run.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                run.wait(
-                    patience
-                )  # on a busy machine two at once may count as one: then there is a third
+                # on a busy machine two at once may count as one: then there is a third
+                run.wait(patience)
                 break
         out, said = run.communicate(timeout=120)
     finally:
@@ -345,11 +345,12 @@ class CountedScores(ScriptedEngine):
     [
         ("draft-only", {}, "none"),
         ("random", {}, "none"),
+        # its mean score and its majority vote look at the target's log-probabilities alone
         (
             "paper",
             {},
             "none",
-        ),  # its mean score and its majority vote look at the target's log-probabilities alone
+        ),
         ("atts", {"score": ScoreRule("mean")}, "none"),
         ("atts", {}, "draft"),  # the speculative score compares both models
         ("draft-only", {"vote": "confidence"}, "draft"),

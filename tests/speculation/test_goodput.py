@@ -24,9 +24,8 @@ class Machine:
     """
 
     ends = 0.01
-    catching_up = (
-        0.0  # share of sequences a step; seconds a sequence that was not proposed for before
-    )
+    # share of sequences a step; seconds a sequence that was not proposed for before
+    catching_up = 0.0
 
     def __init__(
         self, table: Table, per_token: float, seed: int = 0, noise: float = 0.03, once: float = 0.0
@@ -42,9 +41,8 @@ class Machine:
         self._new = count(1)
         self._keys: list[int] = []
         self.expected = self.came = 0.0  # seconds, where a forecast was made
-        self.plain = self.saved = (
-            0.0  # what these take without proposals for as many tokens; what is told of that
-        )
+        # what these take without proposals for as many tokens; what is told of that
+        self.plain = self.saved = 0.0
         self.looked: list[int] = []  # steps that each forecast stands for
 
     def steps(
@@ -228,9 +226,8 @@ def test_it_goes_off_where_acceptance_falls_and_on_again_where_it_rises(sequence
     """Where a proposed token costs a third of a step: off within 200 steps, on within 1,500."""
     machine = Machine(straight(1e-3, 3e-4 / sequences), 3e-4 / sequences)
     assert mean(list(machine.steps(400, sequences, 0.9))[-100:]) > 0.8
-    assert (
-        mean(list(machine.steps(300, sequences, 0.2))[200:]) < 0.33
-    )  # but for two trials of four tokens
+    # but for two trials of four tokens
+    assert mean(list(machine.steps(300, sequences, 0.2))[200:]) < 0.33
     assert mean(list(machine.steps(1600, sequences, 0.9))[-100:]) > 0.8
 
 

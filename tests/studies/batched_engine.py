@@ -184,9 +184,8 @@ class BatchedEngine:
         self._warm_tokens -= kept
         problem = rollout.rpartition("/")[0]
         prompt = self._prompts.get(problem, 0)
-        self._prompts.setdefault(
-            problem, prefix
-        )  # the first request of a problem is its prompt, and little else
+        # the first request of a problem is its prompt, and little else
+        self._prompts.setdefault(problem, prefix)
         warm = min(max(kept, float(grain * prompt)), grain * (prefix if suffix else prefix - 1))
         feed = grain * (prefix + suffix) - warm
         work = _Work(rollout, warm, feed, grain * write)

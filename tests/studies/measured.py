@@ -102,9 +102,8 @@ class Taken:
     wall: float
     engines: Mapping[Role, float]
     loop: float
-    waited: float = (
-        0.0  # seconds that one thread was ready and had no processor, the most of any thread
-    )
+    # seconds that one thread was ready and had no processor, the most of any thread
+    waited: float = 0.0
 
     @property
     def processor(self) -> float:
@@ -188,9 +187,8 @@ async def measure(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
         assert isinstance(draft, LocalEngine)
         assert isinstance(target, LocalEngine)
         engines: dict[Role, LocalEngine] = {"draft": draft, "target": target}
-        await _contend(
-            Seen(), engines, seed - 10_000
-        )  # what is computed first compiles kernels and fills caches
+        # what is computed first compiles kernels and fills caches
+        await _contend(Seen(), engines, seed - 10_000)
         for number in range(rounds):
             say(f"scale: validation, round {number + 1} of {rounds}")
             turn = number % len(lives)

@@ -30,9 +30,8 @@ class Recording:
 
     def __init__(self) -> None:
         self.others: list[object] = []  # events that pipelines emit themselves
-        self._rollouts: list[
-            tuple[Any, ...]
-        ] = []  # plain tuples of plain values: the collector soon forgets them
+        # plain tuples of plain values: the collector soon forgets them
+        self._rollouts: list[tuple[Any, ...]] = []
         self._problems: list[tuple[Any, ...]] = []
         self._rows = bytearray()
         self._codes: dict[str, int] = {}

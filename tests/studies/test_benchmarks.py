@@ -111,9 +111,8 @@ def test_a_chart_is_an_svg_with_a_line_per_name(tmp_path: Path) -> None:
     assert svg.get("aria-label") == "Growth of things"
     texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
     assert {"a", "b <&>", "n", "seconds"} <= texts
-    assert (
-        len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == 3
-    )  # no point without a number, none at log 0
+    # no point without a number, none at log 0
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}circle"))) == 3
 
 
 def _marks(page: str) -> Iterator[tuple[str, str, str]]:
@@ -144,9 +143,8 @@ def test_every_mark_of_a_page_names_its_study(checkout: Path) -> None:
         text = page.read_text()
         found = list(_marks(text))
         wanted = "" if page.name == "BENCHMARKS.md" else page.stem
-        beside = (
-            {"small"} if wanted == "statistics" else set[str]()
-        )  # its live counterpart, run by itself
+        # its live counterpart, run by itself
+        beside = {"small"} if wanted == "statistics" else set[str]()
         assert {study for _, study, _ in found} - beside == {wanted}
         assert any(what == "summary" for what, _, _ in found) == (not wanted)
         for names in re.findall(r"\./scripts/bench ([a-z -]+?)(?: --| *`| *$)", text, re.MULTILINE):

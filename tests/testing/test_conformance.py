@@ -384,9 +384,8 @@ STRIPS_TEXT = answers(lambda _, done: replace(done, text=done.text.strip()))
 DROPS_THE_STOP = answers(drops_the_stop)
 IGNORES_TOP_K = ignores(top_k=0)
 ONE_STREAM = seeded(_arrival)  # draws every request's numbers from one stream, in order of arrival
-OFF_BY_ONE = scores(
-    lambda logprobs, _: (*logprobs[1:], logprobs[0])
-)  # each token with the distribution after it
+# each token with the distribution after it
+OFF_BY_ONE = scores(lambda logprobs, _: (*logprobs[1:], logprobs[0]))
 
 
 class Renderless:

@@ -55,12 +55,10 @@ class PlanData:
     run: RecordedRun
     cases: list[GradedCase] = field(default_factory=list[GradedCase])
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    decided: dict[TurnKey, Decided] = field(
-        default_factory=dict[TurnKey, Decided]
-    )  # in the order of deciding
-    nodes: list[CallSpan] = field(
-        default_factory=list[CallSpan]
-    )  # that did work, on the run's clock
+    # in the order of deciding
+    decided: dict[TurnKey, Decided] = field(default_factory=dict[TurnKey, Decided])
+    # that did work, on the run's clock
+    nodes: list[CallSpan] = field(default_factory=list[CallSpan])
     censored: int = 0  # rollouts that settled votes ended
     usage: Usage = Usage()  # censored rollouts included
 

@@ -94,9 +94,8 @@ def calibration_of_scores(
             "mode", mode, "one that needs no questions, for these scores name none: aci, turn"
         )
     told = calibrator or Calibrator(rate, mode, seed=seed, stored=scores)
-    start = (
-        scores if mode == "split" else ()
-    )  # which learns nothing live: it is shown on what it starts from
+    # which learns nothing live: it is shown on what it starts from
+    start = scores if mode == "split" else ()
     options: dict[str, Any] = {"scale": scores.scale, "stored": start, "by_length": told.by_length}
     done = replay(_rows(scores), rate, mode, seed, **options)
     events = (*told.events, *done.events)

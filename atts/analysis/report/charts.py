@@ -31,9 +31,8 @@ class Chart:
     picture: str
     data: ReportTable
     wide: bool = False
-    legend: tuple[
-        tuple[str, str], ...
-    ] = ()  # the class that has the colour, and what it stands for
+    # the class that has the colour, and what it stands for
+    legend: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(

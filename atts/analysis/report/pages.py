@@ -28,9 +28,8 @@ class Pages:
         self._each = budget // max(problems, _FEWEST)
         self._packed: dict[str, str] = {}
         self.shortened = 0  # pages whose texts were cut to fit
-        self.limit = _LIMITS[
-            0
-        ]  # the shortest cut so far, in characters per chunk; set where something was cut
+        # the shortest cut so far, in characters per chunk; set where something was cut
+        self.limit = _LIMITS[0]
 
     def add(
         self, outcome: Outcome, flags: Mapping[int, tuple[str, ...]], brief: FinishedProblem

@@ -40,9 +40,8 @@ recorded.
 _KINDS: tuple[type[Event], ...] = (
     *FACTS, Decided, Observed, CallSpan, ProblemSpan, CallFailed, Warned, Drifted,
 )  # fmt: skip
-_TAIL = (
-    300  # characters at the end of a rollout in which an answer that was not extracted would stand
-)
+# characters at the end of a rollout in which an answer that was not extracted would stand
+_TAIL = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +97,8 @@ class RunData:
     warned: list[Warned] = field(default_factory=list[Warned])
     drifted: list[Drifted] = field(default_factory=list[Drifted])
     failed_calls: Counter[str] = field(default_factory=Counter[str])
-    parts: list[int] = field(
-        default_factory=lambda: [0]
-    )  # where the steps of each merged run begin
+    # where the steps of each merged run begin
+    parts: list[int] = field(default_factory=lambda: [0])
     state: RunState = field(default_factory=RunState)
 
     @property

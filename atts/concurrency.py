@@ -31,11 +31,11 @@ from anyio.abc import TaskGroup
 from anyio.lowlevel import current_token
 
 import_lock = threading.RLock()
-"""Held while transformers or torch is imported, and while a first call imports more of it.
+"""Hold this lock while importing transformers or torch, and while a first call imports more of them.
 
-Their lazy modules look their parts up without a lock, so that of two threads that use one for the
-first time, one meets half of it. Take it in functions only: a module that takes it while it is
-imported waits for its own importer.
+Both libraries fill their lazy modules without a lock, so a second thread can see a module that is
+only half loaded. Take the lock inside functions only: a module that takes it at import time
+deadlocks with the thread that is importing that module.
 """
 
 
@@ -57,10 +57,9 @@ Args = TypeVarTuple("Args")
 
 @asynccontextmanager
 async def task_group() -> AsyncGenerator[TaskGroup]:
-    """An anyio task group whose failure leaves as the error itself, not wrapped in a group.
+    """Open an anyio task group that raises a plain error, never an exception group.
 
-    When several tasks failed, the most telling error is raised and the others are noted on it
-    (`first_error`).
+    If several tasks failed, `first_error` chooses the error to raise and notes the others on it.
 
     :raises BaseException: the error of a task, or of the block itself.
     """
@@ -75,16 +74,20 @@ async def task_group() -> AsyncGenerator[TaskGroup]:
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error to show of many: an interrupt before a failure, the earlier before the later;
-    the rest as notes.
+    """Return the most important error of a group, with the other errors attached as notes.
+
+    An interrupt (such as KeyboardInterrupt) ranks before a failure, an earlier error before a later
+    one, and cancellations rank last.
 
     >>> str(first_error(BaseExceptionGroup("", [ValueError("a"), ExceptionGroup("", [KeyError("b")])])))
     'a'
     """
-    found = list(_flatten(errors))
-    real = [error for error in found if not isinstance(error, _cancellations())] or found
-    first = next((error for error in real if not isinstance(error, Exception)), real[0])
-    for other in real:
+    flat = list(_flatten(errors))
+    cancelled = _cancellations()
+    candidates = [error for error in flat if not isinstance(error, cancelled)] or flat
+    interrupts = [error for error in candidates if not isinstance(error, Exception)]
+    first = interrupts[0] if interrupts else candidates[0]
+    for other in candidates:
         if other is not first:
             first.add_note(f"at the same time: {type(other).__name__}: {other}")
     return first
@@ -106,9 +109,9 @@ def _cancellations() -> tuple[type[BaseException], ...]:
 
 
 async def collect(functions: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Call all at once and return their results in the order given.
+    """Run all functions concurrently and return their results in the order given.
 
-    :raises BaseException: the first error; the others are cancelled and awaited before it leaves.
+    :raises BaseException: the first error, after the other functions were cancelled and awaited.
     """
     results: dict[int, T] = {}
 
@@ -125,9 +128,9 @@ async def collect(functions: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
 async def background(
     function: Callable[[Unpack[Args]], Coroutine[Any, Any, object]], *args: *Args
 ) -> AsyncGenerator[None]:
-    """Run a function beside the block and cancel it when the block ends.
+    """Run a function concurrently with the block, and cancel it when the block ends.
 
-    :raises BaseException: what the function raised; it cancels the block first.
+    :raises BaseException: the function's error, after it has cancelled the block.
     """
     async with task_group() as group:
         group.start_soon(function, *args)
@@ -136,10 +139,11 @@ async def background(
 
 
 def backoff(attempt: int, first: float, *, longest: float = math.inf, salt: int = 0) -> float:
-    """Seconds before attempt number `attempt` (from 1) is repeated: doubling, spread by a quarter
-    either way.
+    """Return the seconds to wait before repeating attempt number `attempt` (counted from 1).
 
-    `salt` spreads callers that failed together, the same way every time.
+    The wait doubles with each attempt and is spread by up to a quarter in either direction. `salt`
+    decides the spread, so callers that failed together do not retry together, and a rerun waits
+    equally long.
 
     >>> [round(backoff(attempt, 0.5, longest=1.0, salt=3), 2) for attempt in (1, 2, 3)]
     [0.59, 1.18, 1.18]
@@ -150,16 +154,17 @@ def backoff(attempt: int, first: float, *, longest: float = math.inf, salt: int 
 
 @contextmanager
 def shielded(seconds: float) -> Generator[None]:
-    """Clean-up that awaits: cancellation does not cut it short, `seconds` do."""
+    """Protect clean-up that awaits from cancellation, for at most `seconds`."""
     with anyio.move_on_after(seconds, shield=True):
         yield
 
 
 def clock() -> Callable[[], float]:
-    """The running loop's clock as a plain function: what `anyio.current_time` reads, without
-    finding the loop anew.
+    """Return the running loop's clock as a plain function.
 
-    :raises anyio.NoEventLoopError: no loop is running.
+    The function reads what `anyio.current_time` reads, but does not look up the loop at each call.
+
+    :raises anyio.NoEventLoopError: no event loop is running.
     """
     anyio.current_time()  # raises where there is no loop
     try:
@@ -174,21 +179,21 @@ def clock() -> Callable[[], float]:
 
 
 def soon() -> Callable[[Callable[[], None]], None]:
-    """A way to run a function in this event loop from another thread, without waiting, on asyncio
-    and trio.
+    """Return a function with which other threads schedule calls in the current event loop.
 
-    A loop that has ended runs nothing any more; the call is dropped.
+    It works on asyncio and trio and never blocks the calling thread. A call that arrives after the
+    loop has ended is dropped.
     """
     native: Any = current_token().native_token
     run: Callable[[Callable[[], None]], object] = (
         getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
     )
 
-    def hand_over(function: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is gone, and with it everybody who waited
+    def schedule(function: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and nothing waits for the call any more
             run(function)
 
-    return hand_over
+    return schedule
 
 
 class _Waiter:
@@ -197,16 +202,16 @@ class _Waiter:
     def __init__(self, event: anyio.Event, tokens: int) -> None:
         self.event = event
         self.tokens = tokens
-        # then "granted", by the one who gave, or "gone", by its own cancellation
+        # becomes "granted" in `_grant`, or "gone" when the waiting task is cancelled
         self.state = "waiting"
 
 
 class SlotQueue:
-    """At most `slots` holders and `tokens` tokens at once; None means no bound.
+    """A semaphore over slots and tokens, with a queue per priority; None means unlimited.
 
-    First come first served within a priority, lower numbers first. The head of the queue is never
-    overtaken within its priority: a large request waits for room, it does not starve. A waiter that
-    is cancelled leaves the queue, and what it had been granted goes to the next.
+    Lower priority numbers are served first, and within a priority the order is first come, first
+    served. The head of a queue is never overtaken by a smaller request behind it, so a large request
+    cannot starve. If a waiter is cancelled after it was granted, its grant passes to the next one.
     """
 
     __slots__ = ("_event", "_lanes", "_priorities", "free_slots", "free_tokens", "slots", "tokens")
@@ -214,7 +219,7 @@ class SlotQueue:
     def __init__(self, slots: int | None, tokens: int | None = None) -> None:
         self.slots = slots
         self.tokens = tokens
-        # below 0 after a resize below what is in use
+        # negative while more slots are in use than a resize allows
         self.free_slots: float = math.inf if slots is None else slots
         self.free_tokens: float = math.inf if tokens is None else tokens
         self._event: Callable[[], anyio.Event] = anyio.Event
@@ -222,37 +227,36 @@ class SlotQueue:
         self._priorities: list[int] = []  # of the lanes, sorted
 
     def enter_loop(self) -> None:
-        """Prepare for the loop that is running: its own class of events is a third of the price of
-        finding it.
-        """
+        """Remember the running loop's event class: `anyio.Event()` spends most of its time finding it."""
         self._event = type(anyio.Event())
 
     @property
     def in_use(self) -> int:
-        """Slots taken; 0 where slots are not bounded."""
+        """Return the number of slots taken, or 0 if slots are unlimited."""
         return 0 if self.slots is None else self.slots - int(self.free_slots)
 
     @property
     def tokens_in_use(self) -> int:
-        """Tokens taken; 0 where tokens are not bounded."""
+        """Return the number of tokens taken, or 0 if tokens are unlimited."""
         return 0 if self.tokens is None else self.tokens - int(self.free_tokens)
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """Return the number of waiting tasks."""
         return sum(waiter.state == "waiting" for lane in self._lanes.values() for waiter in lane)
 
     def resize(self, slots: int) -> None:
-        """Bound the slots anew: those above the bound end as they are given back, those gained are
-        granted now.
+        """Change the number of slots.
+
+        New slots are granted at once. Slots above a lower limit disappear as they are given back.
         """
-        assert self.slots is not None, "only a bound can be moved"
+        assert self.slots is not None, "an unlimited queue cannot be resized"
         self.free_slots += slots - self.slots
         self.slots = slots
         self._grant()
 
     def take_nowait(self, tokens: int = 0) -> bool:
-        """Take a slot and the tokens if they are free and no one was first."""
+        """Take a slot and the tokens if both are free and nothing is queued."""
         if self._lanes or self.free_slots < 1 or self.free_tokens < tokens:
             return False
         self.free_slots -= 1
@@ -260,8 +264,10 @@ class SlotQueue:
         return True
 
     async def take(self, tokens: int = 0, priority: int = 0) -> None:
-        """Wait for a slot and the tokens; what more tokens than the bound mean, a subclass says in
-        `_refuse`.
+        """Wait for a slot and the tokens.
+
+        :raises ValueError: more tokens than the queue will ever have; subclasses override `_refuse`
+            to raise another error.
         """
         if self.tokens is not None and tokens > self.tokens:
             self._refuse(tokens)
@@ -274,18 +280,20 @@ class SlotQueue:
         try:
             await waiter.event.wait()
         except BaseException:
-            if waiter.state == "granted":  # granted and cancelled in the same step: pass it on
+            if (
+                waiter.state == "granted"
+            ):  # granted and cancelled in the same step: pass the grant on
                 self.give(tokens)
             else:
                 waiter.state = "gone"
-                self._grant()  # it may have stood in the way of smaller ones
+                self._grant()  # smaller requests behind it may fit now
             raise
 
     def _refuse(self, tokens: int) -> None:
-        raise ValueError(f"{tokens} tokens of {self.tokens} are never free")
+        raise ValueError(f"{tokens} tokens were asked for, but there are only {self.tokens}")
 
     def give(self, tokens: int = 0) -> None:
-        """Give a slot and its tokens back; the head of the queue has them before this returns."""
+        """Return a slot and its tokens; a waiter that fits has them before this call returns."""
         self.free_slots += 1
         self.free_tokens += tokens
         if self._lanes:
@@ -308,10 +316,11 @@ class SlotQueue:
 
 
 _PARENT_SECONDS = 0.25
-"""How often a child looks whether its parent is still there."""
+"""Seconds between two checks of a child process for its parent."""
 _DEATH_SIGNAL = 1
-"""Linux's PR_SET_PDEATHSIG; sent when the thread that started the child ends, so it must be a
-harmless one.
+"""The value of PR_SET_PDEATHSIG on Linux.
+
+Linux sends the signal when the *thread* that started the child ends, so the signal must be harmless.
 """
 _START = """\
 import json, runpy, sys
@@ -329,37 +338,40 @@ else:
 
 
 def python_command(program: str | Path, *arguments: str) -> list[str]:
-    """The command line that runs a module or a file in an isolated Python, with the `atts` of this
-    process.
+    """Return the command that runs a module or file in an isolated Python with this process's `atts`.
 
-    Environment variables that Python itself reads do not reach it; what they added to this
-    process's path does.
+    The child ignores Python's own environment variables, but keeps the entries that they added to
+    the import path of this process.
     """
     start = json.dumps([str(program), import_path(), str(Path(__file__).parent)])
     return [sys.executable, "-I", "-c", _START, start, *arguments]
 
 
 def import_path() -> list[str]:
-    """`sys.path` without the current directory, unless `PYTHONPATH` names it in full."""
+    """Return `sys.path` without the current directory, unless `PYTHONPATH` names that directory."""
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:
-        here = os.path.realpath(os.getcwd())
-    except FileNotFoundError:  # it was deleted
-        here = ""
-    return [p for p in sys.path if os.path.isabs(p) and (p in named or os.path.realpath(p) != here)]
+        current = os.path.realpath(os.getcwd())
+    except FileNotFoundError:  # the current directory was deleted
+        current = ""
+    kept = list[str]()
+    for entry in sys.path:
+        if os.path.isabs(entry) and (entry in named or os.path.realpath(entry) != current):
+            kept.append(entry)
+    return kept
 
 
 def usable_cores() -> int:
-    """How many processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of processors this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def end_with(parent: int) -> None:
-    """Kill this process, and what it started, as soon as process `parent` is gone; to be called in
-    its child.
-    """
+    """Kill this process and its children as soon as process `parent` has ended."""
     if sys.platform == "linux":
-        # a child that is stopped would not look
+        # a stopped child cannot poll; SIGCONT wakes it up
         ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGCONT)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
 

@@ -30,40 +30,38 @@ _Value = TypeVar("_Value")
 _MOST_IDS = 1 << 31
 EngineState = Literal["new", "open", "closed"]
 Capability = Literal["sample", "score", "rate", "draw"]
-"""rate: scores a suffix of one token only, of a few likely ones: enough for a rating of one digit.
-draw: draws from the laws it scores by (`ScoreRequest.draw`), and goes on from a beginning made
-elsewhere (`SampleRequest.begun`).
+"""What an engine can do besides "sample" and "score".
+
+"rate": it scores only single-token suffixes among a few likely tokens, which is enough for a
+one-digit rating. "draw": while scoring, it also draws from the distributions it computes
+(`ScoreRequest.draw`), and it continues a completion begun elsewhere (`SampleRequest.begun`).
 """
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back; `render` applies the model's chat template and opens the assistant's
-    turn.
-    """
+    """The tokenizer of a model, with its chat template."""
 
     @property
     def digest(self) -> str:
-        """A hash of vocabulary, merges, special tokens and template: equal digests read ids alike."""
+        """Return a hash of vocabulary, merges, special tokens and chat template."""
         ...
 
     def encode(self, text: str) -> TokenIds:
-        """The ids of `text`, no special token added."""
+        """Return the ids of `text` without adding special tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """Return the text of `ids` without special tokens."""
         ...
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """The ids of a conversation, ready for the assistant to go on."""
+        """Return the ids of a conversation, ending where the assistant's turn begins."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Who the engine is, and what its numbers mean; goes into manifests and calibration
-    fingerprints.
-    """
+    """An engine's identity and conventions, recorded in manifests and calibration fingerprints."""
 
     name: str
     model: str
@@ -73,26 +71,32 @@ class EngineSpec:
     vocabulary: int
     engine: str = ""  # kind and major.minor version, such as "local 0.1"
     dtype: str = "float32"
-    # what it scores, and draws meanwhile, is computed less exactly than what it samples
+    # scores (and draws made while scoring) are computed less exactly than samples
     rounds_scores: bool = False
-    logprobs: Literal["raw", "processed", "none"] = "raw"  # none: completions come without
+    logprobs: Literal["raw", "processed", "none"] = (
+        "raw"  # "none": completions have no log-probabilities
+    )
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
-    flops_per_token: float = 0.0  # of one decoded token; 0 when unknown
-    weights: str = ""  # digest of the weights' files, where they are at hand
-    # what a probe saw: ("scores", "yes: 12 finite scores, ...")
+    flops_per_token: float = 0.0  # for one decoded token; 0 if unknown
+    weights: str = ""  # digest of the weight files, if they are local
+    # results of the probe, such as ("scores", "yes: 12 finite scores, ...")
     findings: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> dict[str, object]:
-        """The fields that must match before scores of one engine calibrate another."""
-        fields = asdict(self)
-        found = {
-            f"probe.{name}": seen.split(":")[0] for name, seen in self.findings if name in _LASTING
-        }
-        own = {name: fields[name] for name in ("engine", "model", "tokenizer", "dtype", "logprobs")}
-        return {**own, **found, **({"weights": self.weights} if self.weights else {})}
+        """Return the fields that must match before one engine's scores calibrate another engine."""
+        values = asdict(self)
+        fields_to_match: dict[str, object] = {}
+        for name in ("engine", "model", "tokenizer", "dtype", "logprobs"):
+            fields_to_match[name] = values[name]
+        for name, finding in self.findings:
+            if name in _LASTING:
+                fields_to_match[f"probe.{name}"] = finding.split(":")[0]
+        if self.weights:
+            fields_to_match["weights"] = self.weights
+        return fields_to_match
 
 
-# findings that time and load do not change
+# probe results that do not depend on time or load
 _LASTING = (
     "tokenizer",
     "scores",
@@ -104,7 +108,7 @@ _LASTING = (
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the engine opened; a snapshot, never live."""
+    """A snapshot of an engine's counters since it opened."""
 
     requests: int = 0
     in_flight: int = 0
@@ -121,7 +125,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """`EngineStats` while they grow."""
+    """The growing counters from which `EngineStats` are taken."""
 
     requests: int = 0
     in_flight: int = 0
@@ -136,13 +140,13 @@ class EngineCounters:
     queue_seconds: float = 0.0
 
     def sampled(self, request: SampleRequest, done: Completion) -> None:
-        """A completion came."""
+        """Count a completion."""
         self.sampled_tokens += len(done.ids)
         self.cached_tokens += done.cached_tokens
         self.prefilled_tokens += max(0, len(request.ids) - done.cached_tokens)
 
     def scored(self, request: ScoreRequest, done: Scores) -> None:
-        """Scores came."""
+        """Count the scores of a suffix."""
         self.scored_tokens += len(done.logprobs)
         self.cached_tokens += done.cached_tokens
         self.prefilled_tokens += max(
@@ -150,7 +154,7 @@ class EngineCounters:
         )
 
     def snapshot(self, *, busy_for: float = 0.0) -> EngineStats:
-        """The counters now; `busy_for` is how long a busy spell that has not ended yet has lasted."""
+        """Return the counters; `busy_for` is the length of the busy period that is still running."""
         values: dict[str, Any] = {
             field.name: getattr(self, field.name) for field in fields(EngineStats)
         }
@@ -159,23 +163,22 @@ class EngineCounters:
 
 
 class Engine(Protocol):
-    """A model that samples and scores; opened by `async with`, safe to call from many tasks at
-    once.
+    """A model that samples and scores, opened by `async with` and safe to call from many tasks.
 
-    Cancelling the awaiting scope frees the work. Who else is in flight changes speed, never the
-    distribution. Stop strings are looked for in what this request generated, never across its
-    beginning. Closing twice is fine, and a closed engine raises EngineUnavailable.
-    `atts.testing.check_engine` checks all of this from outside.
+    Cancelling the awaiting scope frees the work. Concurrent requests change an engine's speed, never
+    its distributions. Stop strings are searched in the generated text only, never across the
+    boundary to the prompt. Closing twice is allowed, and a closed engine raises EngineUnavailable.
+    `atts.testing.check_engine` checks these promises from outside.
     """
 
     @property
     def spec(self) -> EngineSpec:
-        """Known once the engine is open."""
+        """Return the engine's description, which is known once the engine is open."""
         ...
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's own; pipelines render and decode with it."""
+        """Return the model's tokenizer, with which pipelines render and decode."""
         ...
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -188,11 +191,11 @@ class Engine(Protocol):
         ...
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Log-probabilities of the suffix; same errors as `sample`, and a suffix must not be empty."""
+        """Return the log-probabilities of a non-empty suffix; the errors are those of `sample`."""
         ...
 
     def stats(self) -> EngineStats:
-        """Counters so far."""
+        """Return the counters so far."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -211,15 +214,14 @@ class Returning(Protocol):
     """An engine that may come back after it was lost, such as a server that is restarted."""
 
     async def comes_back(self) -> bool:
-        """Wait for it as long as its options say; whether it is there."""
+        """Wait as long as the engine's options allow, and return True if the engine is back."""
         ...
 
 
 class EngineAround:
-    """A wrapper that passes everything on to another engine; subclasses watch, record or disturb
-    the calls.
+    """A wrapper that forwards every call to another engine; subclasses watch, record or disturb calls.
 
-    With lifetime "own", opening and closing the wrapper opens and closes the engine inside; with
+    With lifetime "own", opening and closing the wrapper also opens and closes the inner engine; with
     "lent" it does not.
     """
 
@@ -238,7 +240,7 @@ class EngineAround:
         return self._engine.tokenizer
 
     def stats(self) -> EngineStats:
-        """The inner engine's: what it never saw is not counted."""
+        """Return the inner engine's counters, which exclude calls that never reached it."""
         return self._engine.stats()
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -250,17 +252,17 @@ class EngineAround:
         return await self.around(request, self._engine.score)
 
     def speculated(self) -> Speculated | None:
-        """As the inner engine; see `Speculating`."""
+        """Return the inner engine's speculation counters."""
         return speculated_by(self._engine)
 
     async def comes_back(self) -> bool:
-        """As the inner engine; see `Returning`."""
+        """Wait for the inner engine, if it can come back."""
         return isinstance(self._engine, Returning) and await self._engine.comes_back()
 
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Every call of either kind; a subclass may do something before it, after it or instead."""
+        """Make one call of either kind; subclasses override this method."""
         return await call(request)
 
     async def __aenter__(self) -> Self:
@@ -279,7 +281,7 @@ class EngineAround:
 
 
 def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
-    """Refuse a request no engine can serve; every engine calls it first.
+    """Refuse a sampling request that no engine can serve; every engine calls this first.
 
     :raises UsageError: empty ids, an id outside the vocabulary, or an impossible limit or
         temperature.
@@ -310,7 +312,7 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
 
 
 def check_score(request: ScoreRequest, spec: EngineSpec) -> None:
-    """Refuse a scoring request no engine can serve; same errors as `check_sample`."""
+    """Refuse a scoring request that no engine can serve; the errors are those of `check_sample`."""
     prefix = request.prefix
     suffix = request.suffix
     _check_ids(spec, len(prefix) + len(suffix), (prefix, "the prefix"), (suffix, "the suffix"))
@@ -332,9 +334,7 @@ def _check_ids(spec: EngineSpec, needed: int, *parts: tuple[TokenIds, str]) -> N
 
 
 class BaseEngine(ABC):
-    """An engine that checks and counts requests; a subclass sets `_spec` and `_tokenizer`, and
-    answers them.
-    """
+    """An engine that checks and counts requests; subclasses set `_spec` and `_tokenizer` and answer."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -348,22 +348,20 @@ class BaseEngine(ABC):
 
     @property
     def spec(self) -> EngineSpec:
-        """Known once the engine is open."""
+        """Return the engine's description, which is known once the engine is open."""
         return opened(self._spec, self._name)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's, in this process; known once the engine is open."""
+        """Return the model's tokenizer, which is known once the engine is open."""
         return opened(self._tokenizer, self._name)
 
     def stats(self) -> EngineStats:
-        """Counters so far, as seen from here; busy is the time in which at least one request was
-        under way.
-        """
-        counts = self._counts
-        return counts.snapshot(
-            busy_for=self._clock() - self._busy_since if counts.in_flight else 0.0
-        )
+        """Return the counters so far; the engine is busy while at least one request is under way."""
+        busy_for = 0.0
+        if self._counts.in_flight:
+            busy_for = self._clock() - self._busy_since
+        return self._counts.snapshot(busy_for=busy_for)
 
     async def sample(self, request: SampleRequest) -> Completion:
         """Continue the ids; see `atts.engine.Engine`."""
@@ -384,7 +382,7 @@ class BaseEngine(ABC):
         return done
 
     async def open(self) -> None:
-        """Make it ready to be asked."""
+        """Open the engine for requests."""
         self._clock = clock()
         self._state = "open"
 
@@ -406,11 +404,11 @@ class BaseEngine(ABC):
         return None
 
     async def comes_back(self) -> bool:
-        """See `Returning`: most engines do not."""
+        """Return False: most engines do not come back once they are lost."""
         return False
 
-    async def _close(self) -> None:  # noqa: B027  # some hold nothing
-        """Give back what it holds; twice is fine."""
+    async def _close(self) -> None:  # noqa: B027  # some engines hold nothing
+        """Release what the engine holds; calling it twice is allowed."""
 
     @abstractmethod
     async def _sample(self, request: SampleRequest) -> Completion: ...
@@ -427,7 +425,7 @@ class BaseEngine(ABC):
     async def _counted(
         self, request: _Request, answer: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Count a request while it is under way, and how it ended."""
+        """Answer a request, and count it while it is under way and when it ends."""
         counts = self._counts
         counts.requests += 1
         if not counts.in_flight:
@@ -449,16 +447,16 @@ class BaseEngine(ABC):
 
 
 def not_open(name: str, state: EngineState) -> EngineUnavailable:
-    """The error of an engine that is asked before it is open, or after it closed."""
+    """Return the error for a request to an engine that is not open yet, or already closed."""
     if state == "closed":
         return EngineUnavailable(name, "it is closed", "Make a new one")
     return EngineUnavailable(name, "it is not open yet", "Call it inside `async with engine:`")
 
 
 def opened(value: _Value | None, name: str) -> _Value:
-    """What an engine has once it is open.
+    """Return a value that an engine has only once it is open.
 
-    :raises EngineUnavailable: it is not.
+    :raises EngineUnavailable: the engine is not open.
     """
     if value is None:
         raise not_open(name, "new")
@@ -467,22 +465,24 @@ def opened(value: _Value | None, name: str) -> _Value:
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """Counters since an engine opened, or the difference of two such."""
+    """Speculation counters since an engine opened, or the difference of two snapshots."""
 
     rounds: int = 0  # proposals verified: one sequence in one step
     proposed: int = 0
     accepted: int = 0
-    tested_at: tuple[int, ...] = ()  # by place: rounds in which all tokens before it stood
-    stood_at: tuple[int, ...] = ()  # of them, those in which the one at it did as well
-    seconds: float = 0.0  # spent on proposing
-    choices: int = 0  # of a length: sequences summed over steps
-    chosen: int = 0  # summed lengths: divided by choices, the mean k
-    # of steps of which something was expected; beside it what came of them
+    tested_at: tuple[int, ...] = ()  # by position: rounds in which every earlier token was accepted
+    stood_at: tuple[
+        int, ...
+    ] = ()  # by position: those of the rounds in which this token was accepted too
+    seconds: float = 0.0  # spent on drafting proposals
+    choices: int = 0  # of a proposal length, counted per sequence and step
+    chosen: int = 0  # sum of the chosen lengths; chosen / choices is the mean k
+    # forecast for the steps that had one, and what these steps really produced
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    # of these, beside what steps without proposals take for as many tokens
+    # compared with what steps without proposals would have taken for as many tokens
     saved_seconds: float = 0.0
 
     def __add__(self, other: Speculated) -> Speculated:
@@ -493,7 +493,7 @@ class Speculated:
 
     @property
     def by_place(self) -> tuple[float, ...]:
-        """The share that stood at each place, of those that were tested there."""
+        """Return the share of tested tokens that were accepted, by position."""
         return tuple(
             stood / tested
             for stood, tested in zip(self.stood_at, self.tested_at, strict=True)
@@ -501,7 +501,7 @@ class Speculated:
         )
 
     def __str__(self) -> str:
-        """In a line for people.
+        """Summarise the counters in one line.
 
         >>> print(Speculated(100, 300, 240, (100, 90, 80), (90, 80, 70), choices=200, chosen=320))
         300 tokens, 80% stood (by place 0.90 0.89 0.88), 1.6 at a time
@@ -527,32 +527,32 @@ class Speculated:
 
 @runtime_checkable
 class Speculating(Protocol):
-    """An engine that may count what was proposed to it."""
+    """An engine that may use speculative decoding and counts its proposals."""
 
     def speculated(self) -> Speculated | None:
-        """The counters so far; None where nothing is ever proposed."""
+        """Return the counters so far, or None if the engine never speculates."""
         ...
 
 
 def speculated_by(engine: object) -> Speculated | None:
-    """The counters of an engine of any kind."""
+    """Return any engine's speculation counters, or None if it has none."""
     return engine.speculated() if isinstance(engine, Speculating) else None
 
 
 def speculated_since(before: Speculated | None, engine: object) -> Speculated | None:
-    """What was proposed to an engine since its counters stood so; None where nothing was."""
+    """Return the counters since `before`, or None if nothing was proposed since."""
     now = speculated_by(engine)
     more = now - (before or Speculated()) if now is not None else None
     return more if more is not None and more.proposed else None
 
 
 def together(one: Speculated | None, other: Speculated | None) -> Speculated | None:
-    """Both, as far as there are any."""
+    """Add two counters, either of which may be missing."""
     return one + other if one and other else one or other
 
 
 def counters_of(stats: Any) -> Speculated:
-    """The same numbers out of counters that still grow."""
+    """Copy speculation counters out of an object whose counters still grow."""
     values: dict[str, Any] = {
         field.name: getattr(stats, field.name) for field in fields(Speculated)
     }

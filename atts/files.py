@@ -34,7 +34,7 @@ ADVICE: dict[int, str] = {
 
 
 def refused(path: Path, error: BaseException) -> StorageError:
-    """The operating system's refusal in words a user can act on."""
+    """Return a StorageError that says what the operating system refused, and what to do."""
     if isinstance(error, MemoryError):
         return StorageError(
             path, "there is no memory left", "Free some and run the same command again"
@@ -48,10 +48,10 @@ def refused(path: Path, error: BaseException) -> StorageError:
 
 @contextmanager
 def storage(path: Path) -> Generator[None, None, None]:
-    """Any refusal of the disk, or of memory, inside the block becomes a StorageError about `path`.
+    """Turn every disk or memory error inside the block into a StorageError about `path`.
 
-    :raises StorageError: in place of an OSError, a MemoryError, or what Python says of names that
-        no file can have.
+    :raises StorageError: instead of an OSError, a MemoryError, or Python's error for a name that no
+        file can have.
     """
     try:
         yield
@@ -61,12 +61,14 @@ def storage(path: Path) -> Generator[None, None, None]:
         if "null byte" not in str(error) and not isinstance(error, UnicodeEncodeError):
             raise
         raise StorageError(
-            path, "no file can have this name", "Leave out what is no character"
+            path,
+            "no file can have this name",
+            "Choose a name without null bytes or broken characters",
         ) from error
 
 
 def is_same_file(handle: int, path: Path) -> bool:
-    """Whether the open file is still what its path names, no link followed."""
+    """Return True if the path still names the open file; links are not followed."""
     try:
         return os.path.samestat(os.fstat(handle), path.lstat())
     except FileNotFoundError:
@@ -76,13 +78,12 @@ def is_same_file(handle: int, path: Path) -> bool:
 def write_atomic(
     path: Path, data: bytes | Iterable[bytes | memoryview], *, durable: bool = True
 ) -> None:
-    """Replace the file whole: a reader, or a crash at any moment, sees the old content or the new,
-    never a mixture.
+    """Replace a file so that readers and crashes see either the old content or the new content.
 
-    Who may read it is as for any file one makes (the umask), or as it was before. What is not
-    `durable` may be the old content again after a power failure, and costs no wait for the disk.
+    An existing file keeps its permissions; a new file gets those of the umask. Without `durable`
+    the call does not wait for the disk, and a power failure may bring the old content back.
 
-    :raises StorageError: the disk refuses; the old file is untouched.
+    :raises StorageError: the disk refuses; the old file is unchanged.
     """
     with storage(path):
         replace_file(path, data, durable=durable)
@@ -95,9 +96,11 @@ def replace_file(
     durable: bool = True,
     mode: int = 0o666,
 ) -> None:
-    """The same for callers with words of their own; a new file is made with `mode`, less the umask.
+    """Replace a file like `write_atomic`, for callers that word the error themselves.
 
-    :raises OSError: the disk refuses; the old file is untouched.
+    A new file is created with `mode`, reduced by the umask.
+
+    :raises OSError: the disk refuses; the old file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{token_hex(6)}")
     handle = os.open(
@@ -121,19 +124,20 @@ def replace_file(
 
 
 def write_out(path: Path, data: bytes) -> None:
-    """Write a file that a user named: through links to what they lead to, never over what is no
-    ordinary file.
+    """Write a file that the user named.
 
-    :raises StorageError: it is a device, a pipe, a socket or a directory, or the disk refuses.
+    A link is followed, and its target is replaced.
+
+    :raises StorageError: the path names a device, pipe, socket or directory, or the disk refuses.
     """
     with storage(path):
         replace_named(path, data)
 
 
 def replace_named(path: Path, data: bytes) -> None:
-    """The same for callers with words of their own.
+    """Write a file like `write_out`, for callers that word the error themselves.
 
-    :raises OSError: likewise.
+    :raises OSError: the path names something other than an ordinary file, or the disk refuses.
     """
     with suppress(FileNotFoundError):
         check_ordinary(path.stat().st_mode, path)
@@ -141,18 +145,20 @@ def replace_named(path: Path, data: bytes) -> None:
 
 
 def read_ordinary(path: Path) -> bytes:
-    """What is in a file; a pipe is not waited for, nor a device read without end.
+    """Return the content of an ordinary file.
 
-    :raises OSError: it is no ordinary file, or cannot be read.
+    A pipe or a device is refused, because reading it could wait forever.
+
+    :raises OSError: the path is not an ordinary file, or cannot be read.
     """
     with open_ordinary(path) as file:
         return file.read()
 
 
 def open_ordinary(path: Path) -> BufferedReader:
-    """A file, open for reading, as `read_ordinary` takes it.
+    """Open an ordinary file for reading.
 
-    :raises OSError: it is no ordinary file, or cannot be opened.
+    :raises OSError: the path is not an ordinary file, or cannot be opened.
     """
     file = os.fdopen(
         os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb"
@@ -166,9 +172,9 @@ def open_ordinary(path: Path) -> BufferedReader:
 
 
 def check_ordinary(mode: int, path: Path) -> None:
-    """Whether this is the mode of an ordinary file.
+    """Refuse a file mode that does not belong to an ordinary file.
 
-    :raises OSError: it is that of a directory, a device, a pipe or a socket.
+    :raises OSError: it is the mode of a directory, device, pipe or socket.
     """
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory, not a file", str(path))
@@ -177,7 +183,7 @@ def check_ordinary(mode: int, path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable, where the system has a way to."""
+    """Flush a directory's entries to the disk, where the system can do that."""
     if sys.platform == "win32":
         return
     handle = os.open(path, os.O_RDONLY)
@@ -188,7 +194,7 @@ def sync_directory(path: Path) -> None:
 
 
 def jsonable(value: Any) -> Any:
-    """The value as JSON would give it back; what is not finite becomes null, infinities words.
+    """Return the value in JSON's own types: NaN becomes null, an infinity becomes a string.
 
     >>> jsonable({"rate": float("nan"), "cost": float("inf"), "turns": (1, 2)})
     {'rate': None, 'cost': 'inf', 'turns': [1, 2]}
@@ -205,17 +211,18 @@ def jsonable(value: Any) -> Any:
 
 
 def from_json(text: str) -> Any:
-    """The value of a JSON text; Infinity is read as Python writes it.
+    """Parse a JSON text, accepting `Infinity` as Python writes it.
 
-    :raises ValueError: it is none, is nested too deeply, or holds NaN or half a character.
+    :raises ValueError: the text is not JSON, is nested too deeply, or holds NaN or a lone surrogate.
     """
     try:
-        found = json.loads(text, parse_constant=_constant)
+        value = json.loads(text, parse_constant=_constant)
         if "\\u" in text:
-            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is no text
+            # a lone surrogate passes json.loads, but cannot be encoded
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    return found
+    return value
 
 
 def _constant(word: str) -> float:

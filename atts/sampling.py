@@ -14,8 +14,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """The name of one random stream; `purpose` separates streams of one request (sampling,
-    tie-breaking, latency).
+    """The name of one random stream.
+
+    Every uniform depends on (run seed, problem, sample, turn, role, attempt, purpose, position)
+    alone, so any schedule, batch or restart draws the same numbers. `purpose` separates the streams
+    of one request, such as sampling and tie-breaking.
     """
 
     run: int = 0
@@ -27,7 +30,7 @@ class Seed:
     purpose: str = "sample"
 
     def key(self) -> int:
-        """128 bits that name the stream; equal on every machine and in every version."""
+        """Return the stream's 128-bit key, which is equal on every machine and in every version."""
         fields = (
             self.run,
             self.problem,
@@ -42,13 +45,14 @@ class Seed:
 
 
 def generator(seed: Seed) -> np.random.Generator:
-    """A fresh generator at position 0 of the stream."""
+    """Return a new generator at position 0 of the stream; Philox is counter-based."""
     return np.random.Generator(np.random.Philox(key=seed.key()))
 
 
 def uniforms(seed: Seed, count: int) -> NDArray[np.float64]:
-    """The first `count` uniforms in [0, 1) of the stream; a longer call starts with the shorter
-    one's numbers.
+    """Return the first `count` uniforms of the stream, each in [0, 1).
+
+    A longer call begins with the numbers of a shorter call.
 
     >>> bool((uniforms(Seed(run=7), 8)[:3] == uniforms(Seed(run=7), 3)).all())
     True
@@ -57,29 +61,27 @@ def uniforms(seed: Seed, count: int) -> NDArray[np.float64]:
 
 
 def normal_quantile(share: float) -> float:
-    """The value that a standard normal stays below with probability `share`."""
+    """Return the standard normal quantile at `share`."""
     return float(scipy.special.ndtri(share))
 
 
 def student_quantile(share: float, freedom: float) -> float:
-    """The value that Student's t with so many degrees of freedom stays below with probability
-    `share`.
-    """
+    """Return the quantile at `share` of Student's t with `freedom` degrees of freedom."""
     return float(scipy.special.stdtrit(freedom, share))
 
 
 def beta_quantile(share: ArrayLike, a: ArrayLike, b: ArrayLike) -> Floats:
-    """The value that Beta(a, b) stays below with probability `share`."""
+    """Return the quantile at `share` of Beta(a, b)."""
     return _floats(scipy.special.betaincinv(_floats(a), _floats(b), _floats(share)))
 
 
 def beta_upper_quantile(share: float, a: float, b: float) -> float:
-    """The value that Beta(a, b) exceeds with probability `share`."""
+    """Return the value that Beta(a, b) exceeds with probability `share`."""
     return float(scipy.special.betainccinv(a, b, share))
 
 
 def binomial_cdf(count: ArrayLike, n: ArrayLike, chance: float) -> Floats:
-    """P(Bin(n, chance) <= count), `count` a whole number.
+    """Return P(Bin(n, chance) <= count) for an integer `count`.
 
     >>> float(binomial_cdf(1, 2, 0.5))
     0.75
@@ -91,33 +93,31 @@ def binomial_cdf(count: ArrayLike, n: ArrayLike, chance: float) -> Floats:
 
 
 def binomial_tail(count: int, n: int, chance: float) -> float:
-    """P(Bin(n, chance) > count)."""
-    return (
-        1.0
-        if count < 0
-        else 0.0
-        if count >= n
-        else float(scipy.special.betainc(count + 1, n - count, chance))
-    )
+    """Return P(Bin(n, chance) > count)."""
+    if count < 0:
+        return 1.0
+    if count >= n:
+        return 0.0
+    return float(scipy.special.betainc(count + 1, n - count, chance))
 
 
 def binomial_pmf(count: int, n: ArrayLike, chance: float) -> Floats:
-    """P(Bin(n, chance) = count), 0 for any of `n` smaller than `count`."""
+    """Return P(Bin(n, chance) = count), which is 0 for every `n` smaller than `count`."""
     sizes = np.maximum(_floats(n), count)
     logs = scipy.special.xlogy(count, chance) + scipy.special.xlog1py(sizes - count, -chance)
     return _floats(np.where(sizes > n, 0.0, np.exp(_log_choose(sizes, count) + logs)))
 
 
 def binomial_quantile(share: float, n: int, chance: float) -> int:
-    """The smallest count that Bin(n, chance) does not exceed with at least the probability `share`."""
+    """Return the smallest count c with P(Bin(n, chance) <= c) >= `share`."""
     return int(np.searchsorted(binomial_cdf(np.arange(n + 1), n, chance), share))
 
 
 def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) -> Floats:
-    """P(at least so many of `drawn` are right), drawn without replacement from `n` of which some
-    are right.
+    """Return the chance of at least `least` correct items among `drawn` of `n`.
 
-    NaN where there are fewer than are drawn.
+    The items are drawn without replacement, and `right` of the `n` are correct. The result is NaN
+    where `n` is smaller than `drawn`.
     """
     counts = np.arange(least, drawn + 1)
     total, good = np.broadcast_arrays(_floats(n), _floats(right))
@@ -135,7 +135,7 @@ def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) 
 
 
 def _log_choose(n: ArrayLike, k: ArrayLike) -> Floats:
-    """The logarithm of the binomial coefficient, for k <= n."""
+    """Return the logarithm of the binomial coefficient, for k <= n."""
     return _floats(-scipy.special.betaln(np.add(k, 1.0), np.subtract(n, k) + 1.0) - np.log1p(n))
 
 

@@ -28,8 +28,8 @@ from; a certified policy's gate; or a decision of an earlier session that stands
 """
 AnswerKind = Literal["math", "choice", "text"]
 Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
-"""Why a rollout stopped. "settled": the vote no longer needed it; "end": its model ended without an
-answer.
+"""Why a rollout stopped. "settled": the vote no longer needed it; "end": its model ended without a
+marked answer.
 """
 
 
@@ -406,6 +406,8 @@ class Rollout:
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
+    # the answer is not marked as one: the fallback found it once the model had ended its text
+    is_fallback_answer: bool = False
 
     def ids(self, role: Role) -> TokenIds:
         """Prompt plus every chunk as that model reads them."""

@@ -295,9 +295,22 @@ class RolloutBuilder:
         self._conclude()
 
     def close(self, finish: Finish, answer: str | None = None, why: str = "") -> None:
-        """End the rollout."""
-        self.rollout = replace(self.rollout, finish=finish, answer=answer, error=why)
+        """End the rollout; without a marked answer, a text that its model has ended is read again
+        for one that it only states.
+        """
+        is_fallback = False
+        if answer is None and self._has_model_ended():
+            answer = self.context.answers.extract_finished(self.text)
+            is_fallback = answer is not None
+        self.rollout = replace(
+            self.rollout, finish=finish, answer=answer, error=why, is_fallback_answer=is_fallback
+        )
         self.siblings.rollouts[self.rollout.sample] = self.rollout
+
+    def _has_model_ended(self) -> bool:
+        # A text that a limit cut is not finished: "The total is 1" may go on as 12.
+        chunks = self.rollout.turns[-1].chunks
+        return bool(chunks) and chunks[-1].ended == "end"
 
     def _conclude(self) -> None:
         self._loose = 0 if self._ahead is None else self._ahead.tokens

@@ -21,13 +21,15 @@ class Answers:
     """Plain functions: the final answer of a reasoning text (None: none yet), and classes of equal
     answers.
 
-    `unmarked` says how much of a text without an answer holds none however the text goes on: it is
-    not read again.
+    An answer that `extract` finds ends its rollout, so it must not guess. `extract_finished` may: it
+    reads a text that its model has ended and that holds no marked answer. `unmarked` says how much
+    of a text without an answer holds none however the text goes on: it is not read again.
     """
 
     extract: Callable[[str], str | None]
     group: Grouper
     unmarked: Callable[[str], int] = lambda text: 0
+    extract_finished: Callable[[str], str | None] = lambda text: None
 
 
 class RolloutListener(Protocol):

@@ -378,13 +378,18 @@ def _values(setup: Setup) -> dict[str, Json]:
 
 
 def answers_for(kind: AnswerKind) -> Answers:
-    """Extraction and grouping for this kind of answer; a guess from unmarked text would end
-    rollouts early.
+    """Return extraction and grouping for this kind of answer.
+
+    Only a marked answer ends a rollout; what the last sentence states counts once its model has
+    ended the text.
     """
     from atts.evaluators import extract, group, unmarked
 
     return Answers(
-        partial(extract, kind=kind, fallback="none"), partial(group, kind=kind), unmarked
+        extract=partial(extract, kind=kind, fallback="none"),
+        group=partial(group, kind=kind),
+        unmarked=unmarked,
+        extract_finished=partial(extract, kind=kind),
     )
 
 

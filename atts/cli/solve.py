@@ -253,5 +253,6 @@ def _line(event: Notice) -> dict[str, Any] | None:
             "sample": event.sample,
             "finish": event.finish,
             "answer": event.answer,
+            "is_fallback_answer": event.is_fallback_answer,
         }
     return None

@@ -104,6 +104,7 @@ class RolloutFinished:
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
+    is_fallback_answer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ class FinishedSample:
     verdict: SampleVerdict | None = None  # None: it was not graded
     rule: str = ""
     error: str = ""  # why it failed
+    is_fallback_answer: bool = False  # found in a finished text without a marked answer
 
     @classmethod
     def of(cls, rollout: Rollout) -> FinishedSample:
@@ -53,6 +54,7 @@ class FinishedSample:
             rollout.answer,
             verdict,
             error=rollout.error if finish == "failed" else "",
+            is_fallback_answer=rollout.is_fallback_answer,
         )
 
     @property

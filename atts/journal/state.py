@@ -99,6 +99,7 @@ class OpenProblem:
                     answer=event.answer,
                     usage=event.usage,
                     error=event.error,
+                    is_fallback_answer=event.is_fallback_answer,
                 )
             case CallFailed():
                 self._failures.setdefault(event.rollout, []).append(event)

@@ -316,6 +316,7 @@ class ProblemRecord:
                     answer=rollout.answer,
                     usage=rollout.usage,
                     error=rollout.error,
+                    is_fallback_answer=rollout.is_fallback_answer,
                 )
             )
 

@@ -63,7 +63,9 @@ class Pair:
         chosen = preset(arm)
         policy = chosen.policy(Policy(samples=samples)).filled(SMALL)
         gate = self._gates.setdefault((arm, samples), chosen.gate(GateInputs(_calibrator(samples))))
-        answers = Answers(partial(extract, kind="math", fallback="none"), _by_spelling)
+        answers = Answers(
+            partial(extract, kind="math", fallback="none"), _by_spelling, extract_finished=extract
+        )
         needed = needed_logprobs(policy, gate, self._draft.spec, self._target.spec)
         context = Context(
             self._draft, self._target, gate, answers=answers, seed=seed, logprobs=needed

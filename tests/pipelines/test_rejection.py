@@ -229,6 +229,43 @@ def test_a_number_still_being_written_is_no_answer(attempt: Solve) -> None:
     assert all(not rollout.text[-1].isdigit() for rollout in ended)
 
 
+def test_a_finished_text_without_a_mark_is_read_again(attempt: Solve) -> None:
+    """A guess never ends a rollout: it counts once the model has ended its text, and is marked."""
+    unmarked = Answers(lambda text: None, toy_groups)
+    guessing = replace(unmarked, extract_finished=toy_answer)
+    plain = attempt(replace(POLICY, turns=60), FixedGate("accept"), answers=unmarked)
+    read_again = attempt(replace(POLICY, turns=60), FixedGate("accept"), answers=guessing)
+    assert [r.text for r in lines(read_again)] == [r.text for r in lines(plain)]
+    assert {(r.finish, r.answer) for r in lines(plain)} == {("end", None)}
+    assert not any(r.is_fallback_answer for r in lines(plain))
+    assert {r.finish for r in lines(read_again)} == {"end"}
+    for rollout in lines(read_again):
+        assert rollout.answer == toy_answer(rollout.text)
+        assert rollout.is_fallback_answer == (rollout.answer is not None)
+    assert any(outcome.answer for outcome in read_again)
+
+
+def test_a_text_that_a_limit_cut_is_not_read_again(attempt: Solve) -> None:
+    """A partly cut answer is not an answer, so only finished texts get the fallback."""
+    eager = Answers(lambda text: None, toy_groups, extract_finished=lambda text: "1")
+    for limits in ({"turns": 1}, {"max_tokens": 10}):
+        cut = lines(attempt(replace(POLICY, **limits), FixedGate("accept"), answers=eager))  # type: ignore[arg-type]
+        assert {(r.finish, r.answer) for r in cut if r.finish != "end"} in (
+            {("turns", None)},
+            {("tokens", None)},
+        )
+        assert not any(r.is_fallback_answer for r in cut if r.finish != "end")
+
+
+def test_a_marked_answer_is_never_guessed(attempt: Solve, answers: Answers) -> None:
+    """The fallback is not asked where the text marks its answer."""
+    eager = replace(answers, extract_finished=lambda text: "a guess")
+    outcomes = attempt(replace(POLICY, turns=60), FixedGate("accept"), answers=eager)
+    marked = [r for r in lines(outcomes) if r.finish == "answer"]
+    assert marked
+    assert not any(r.is_fallback_answer or r.answer == "a guess" for r in marked)
+
+
 def test_text_without_an_answer_is_looked_through_once(attempt: Solve) -> None:
     """However long a rollout grows, a chunk costs a look at what is last, and the rollouts are the
     same.

@@ -14,7 +14,7 @@ import anyio
 import psutil
 import pytest
 
-from atts.api import Setup
+from atts.api import Setup, answers_for
 from atts.calibration import Calibrator
 from atts.core import HOLD, Chunk, Outcome, Problem, Prompt, Rollout, SampleRequest, Turn, Usage
 from atts.errors import DatasetError, OptionError
@@ -38,7 +38,7 @@ from atts.journal import (
     Warned,
     load_manifest,
 )
-from atts.pipelines import ConformalGate, Context, FixedGate, Policy
+from atts.pipelines import Answers, ConformalGate, Context, FixedGate, Policy
 from atts.run import (
     CallBegun,
     ChunkWritten,
@@ -50,7 +50,16 @@ from atts.run import (
     evaluate,
 )
 from atts.sampling import Seed
-from atts.testing import Backend, Faults, ScriptedEngine, run_virtual, toy_groups, toy_problems
+from atts.testing import (
+    Backend,
+    Faults,
+    ScriptedEngine,
+    run_virtual,
+    toy_answer,
+    toy_groups,
+    toy_problems,
+)
+from tests.run.conftest import POLICY
 
 Outcomes = Callable[[RunResult], dict[str, str]]
 
@@ -108,6 +117,25 @@ def test_every_call_is_a_node_and_a_step(world: Any) -> None:
     assert all(event.engine for event in calls)
     assert (count[RolloutSpan], count[ProblemSpan], count[OutcomeReached]) == (20, 5, 5)
     assert {event.source for event in world.events() if isinstance(event, CallSpan)} == {"live"}
+
+
+def test_fallback_answers_are_marked_in_the_journal(world: Any) -> None:
+    """An answer that is only stated counts once its text has ended, and says so wherever it is kept."""
+    answers = Answers(lambda text: None, toy_groups, extract_finished=toy_answer)
+    plan = world.plan(answers=answers, policy=replace(POLICY, turns=60))
+    result = world.run(plan, world.session())
+    rollouts = [rollout for outcome in result.outcomes() for rollout in outcome.rollouts]
+    kept = [sample for problem in result.problems for sample in problem.samples]
+    assert [r.is_fallback_answer for r in rollouts] == [s.is_fallback_answer for s in kept]
+    assert all(r.is_fallback_answer == (r.answer is not None) for r in rollouts)
+    assert any(sample.is_fallback_answer and sample.verdict == "correct" for sample in kept)
+
+
+def test_only_a_finished_text_may_state_its_answer() -> None:
+    """A growing text needs a mark, a finished one a last sentence with a value."""
+    answers = answers_for("math")
+    text = "She sells 9 eggs for 2 dollars each. The total is 18."
+    assert (answers.extract(text), answers.extract_finished(text)) == (None, "18")
 
 
 def test_without_a_directory_the_result_keeps_the_outcomes(world: Any, outcomes: Outcomes) -> None:

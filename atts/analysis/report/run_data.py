@@ -188,6 +188,8 @@ def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) ->
     """What a reader should know of this rollout before believing its answer."""
     if rollout.finish == "failed":
         yield "failed"
+    if rollout.is_fallback_answer:
+        yield "fallback answer"
     if any(decision.origin == "forced" for decision in decisions):
         yield "forced"
     if any(decision.score is not None and math.isinf(decision.score) for decision in decisions):

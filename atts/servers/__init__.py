@@ -2,12 +2,12 @@
 pool of replicas.
 """
 
+from atts.servers.addresses import SCHEMES, ServerWords, read_server, server_engine
 from atts.servers.engine import ProbeReport, RemoteEngine, probe
 from atts.servers.options import DIALECTS, ApiKey, DialectName, Prefill, RemoteOptions
 from atts.servers.pool import Replica, ReplicaLoad, ReplicaPool
 from atts.servers.probing import Finding
 from atts.servers.ray import RayEngine, RayOptions
-from atts.servers.urls import SCHEMES, ServerWords, read_server, server_engine
 
 __all__ = [
     "DIALECTS",

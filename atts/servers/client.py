@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import anyio
 import msgspec
@@ -22,7 +25,6 @@ from atts.errors import (
     UnsupportedByEngine,
 )
 from atts.servers.options import RemoteOptions
-from atts.servers.redaction import redactor
 from atts.servers.replies import said
 from atts.servers.transport import HttpReply, Lost, Unacceptable, open_transport, proxy_hint
 
@@ -328,3 +330,31 @@ def _seconds(words: str) -> float:
         return min(_LONGEST_WAIT, max(0.0, float(words)))
     except ValueError:
         return 0.0
+
+
+HIDDEN = b"[API key]"
+_SHORTEST = 8  # a shorter one is no secret, and may be a word that replies are made of
+
+
+def redactor(key: str, options: RemoteOptions) -> Callable[[bytes], bytes]:
+    r"""Takes the API key and the passwords of the proxies in use out of a text, also as JSON or
+    URLs escape them.
+
+    >>> redactor("sk-12/3456", RemoteOptions())(rb'{"error": "Bearer sk-12\/3456, sk-12%2F3456"}')
+    b'{"error": "Bearer [API key], [API key]"}'
+    """
+    proxies = [value for name, value in os.environ.items() if name.lower().endswith("_proxy")]
+    passwords = [
+        urlsplit(proxy).password or "" for proxy in proxies if options.proxy == "environment"
+    ]
+    patterns = [
+        "".join(map(_forms, secret)) for secret in (key, *passwords) if len(secret) >= _SHORTEST
+    ]
+    return partial(re.compile("|".join(patterns).encode()).sub, HIDDEN) if patterns else bytes
+
+
+def _forms(letter: str) -> str:
+    if letter.isalnum():
+        return letter
+    code = ord(letter)
+    return rf"(?:\\?{re.escape(letter)}|\\u00{code:02x}|\\u00{code:02X}|%{code:02x}|%{code:02X})"

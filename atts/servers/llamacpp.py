@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from atts.core import SampleRequest, TokenIds
 from atts.servers.client import Call, Client
-from atts.servers.dialects import (
+from atts.servers.dialect import (
     Forcer,
     Identity,
     RawCompletion,

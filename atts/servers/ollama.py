@@ -7,7 +7,7 @@ from msgspec import Raw, Struct
 from atts.core import SampleRequest
 from atts.servers.chat import TextDialect, opened, written
 from atts.servers.client import Call, Client
-from atts.servers.dialects import (
+from atts.servers.dialect import (
     Identity,
     RawCompletion,
     choose_model,

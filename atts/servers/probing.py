@@ -1,22 +1,109 @@
-"""Probe of a server: which of its dialect's claims hold, and values by which it is recognised
-later.
-"""
+"""Probe of a server: which claims of its dialect hold, and the values by which it is recognised later."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import anyio
 
-from atts.concurrency import task_group
+from atts.concurrency import collect, task_group
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import Capability
 from atts.errors import BadReply, EngineError, FingerprintError, UnsupportedByEngine
 from atts.sampling import Seed
-from atts.servers.dialect_client import DialectClient
-from atts.servers.dialects import Identity, LogProbs, Rater, RawCompletion, Scorer
-from atts.servers.lossless import see_lossless
+from atts.servers.dialect import DialectClient, Identity, LogProbs, Rater, RawCompletion, Scorer
+
+_COMPARED_TEXTS = 8
+_TOKENS = 12
+_WARM = Sampling(temperature=0.7)
+_GREEDY = Sampling(temperature=0.0)
+_MOST_DEVIATIONS = 5.0  # an honest server passes it about once in a million times
+_NEAR = 0.1  # nats between two tokens that either may be the likeliest one
+
+
+class Lossless(NamedTuple):
+    """What a server was seen to write: in how far it is what its own law says."""
+
+    tokens: int  # sampled in texts, each beside one drawn alone
+    worse: float  # nats by which they are less likely than those, on average
+    # of that from 0, in standard errors; below 0 where texts are likelier than they may be
+    deviation: float
+    # the most nats by which a token of a greedy text is less likely than the likeliest
+    misled: float
+
+    @property
+    def trouble(self) -> str:
+        """What is wrong with it; "" if nothing is."""
+        found = list[str]()
+        if abs(self.deviation) > _MOST_DEVIATIONS:
+            words = f"{self.tokens} tokens sampled at temperature {_WARM.temperature:g} are {abs(self.worse):.2f} nats "
+            words += (
+                f"{'less' if self.worse > 0 else 'more'} likely than such as are drawn one by one"
+            )
+            found.append(f"{words} ({abs(self.deviation):.1f} deviations)")
+        if self.misled > _NEAR:
+            found.append(
+                f"its greedy text has a token {self.misled:.2f} nats less likely than the likeliest"
+            )
+        return " and ".join(found)
+
+    def __str__(self) -> str:
+        if self.trouble:
+            return f"what it writes is not what its law says: {self.trouble}; serve it without speculation"
+        return f"{self.tokens} sampled tokens follow its law ({self.deviation:+.1f} deviations), greedy ones are best"
+
+
+async def see_lossless(requests: DialectClient, prompt: TokenIds, greedy: TokenIds) -> Lossless:
+    """Look at texts sampled after the prompt, and at one that was written greedily.
+
+    :raises EngineError: the server fails.
+    """
+    texts = await collect(
+        [partial(_differences, requests, prompt, number) for number in range(_COMPARED_TEXTS)]
+    )
+    found = [value for text in texts for value in text]
+    gaps = await collect(
+        [partial(_gap, requests, prompt + greedy[:n], greedy[n]) for n in range(len(greedy))]
+    )
+    root = math.sqrt(sum(value * value for value in found))
+    return Lossless(
+        len(found), sum(found) / max(1, len(found)), sum(found) / root if root else 0.0, max(gaps)
+    )
+
+
+async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -> list[float]:
+    """For each token of a text, how much likelier one drawn alone in its place is."""
+    seed = Seed(run=100 + number, purpose="probe")
+    ids = (await requests.sample_raw(SampleRequest(prompt, _TOKENS, _WARM, seed))).ids
+    if not ids:
+        return []
+    scores = (await requests.score(ScoreRequest(prompt, ids))).logprobs
+
+    async def alone(place: int) -> float:
+        before = prompt + ids[:place]
+        own = replace(seed, sample=1 + place)
+        token = (await requests.sample_raw(SampleRequest(before, 1, _WARM, own))).ids[:1]
+        return (await requests.score(ScoreRequest(before, token))).logprobs[0]
+
+    drawn = await collect([partial(alone, place) for place in range(len(ids))])
+    floor = -30.0  # a token of no mass at all counts as this
+    return [max(floor, other) - max(floor, own) for other, own in zip(drawn, scores, strict=True)]
+
+
+async def _gap(requests: DialectClient, ids: TokenIds, token: int) -> float:
+    """How much less likely a token of a greedy text is than the one that is written greedily alone."""
+    alone = await requests.sample_raw(SampleRequest(ids, 1, _GREEDY, Seed(purpose="probe")))
+    if alone.ids[0] == token:
+        return 0.0
+    pairs = await collect(
+        [partial(requests.score, ScoreRequest(ids, (each,))) for each in (alone.ids[0], token)]
+    )
+    best, own = (scores.logprobs[0] for scores in pairs)
+    return best - own
+
 
 _TEXTS = ("Let x = 2.\n\nThen 12345 + 678 = 13023.", "\n\n  two  spaces", "naïve \\boxed{42} π")
 _QUESTION = "Start at 17. +5, -8, +11. What is the result?"

@@ -4,14 +4,18 @@ conformance suite.
 
 from atts.testing.clock import Backend, run_virtual, virtual_options
 from atts.testing.conformance import CheckResult, ConformanceReport, check_engine
-from atts.testing.conformance_probe import CHECKS, CheckOptions
+from atts.testing.conformance_checks import CHECKS, CheckOptions
 from atts.testing.faults import FaultKind, Faults, FaultyEngine
-from atts.testing.language import DRAFT, TARGET, Skill, ToyModel
-from atts.testing.questions import toy_answer, toy_groups, toy_problems
+from atts.testing.language import ToyTokenizer, toy_answer, toy_groups, toy_problems
 from atts.testing.scripted import Latency, ScoreDrift, ScriptedEngine
-from atts.testing.server_core import ServerDialect, ServerFault, ServerFaults, ServerQuirks
-from atts.testing.servers import DialectServer
-from atts.testing.tokenizer import ToyTokenizer
+from atts.testing.servers import (
+    DialectServer,
+    ServerDialect,
+    ServerFault,
+    ServerFaults,
+    ServerQuirks,
+)
+from atts.testing.toy_model import DRAFT, TARGET, Skill, ToyModel
 
 __all__ = [
     "CHECKS",

@@ -13,13 +13,7 @@ import anyio
 
 from atts.engine import Engine
 from atts.errors import CheckFailed, OptionError
-
-# importing them registers their checks
-from atts.testing import (
-    conformance_answers as conformance_answers,
-)
-from atts.testing import conformance_lifecycle as conformance_lifecycle
-from atts.testing.conformance_probe import (
+from atts.testing.conformance_checks import (
     CHECKS,
     OPENING,
     Broken,

@@ -1,248 +1,365 @@
-"""The toy language model: next-token distributions that depend on the previous ids alone.
-
-A solution is a chain of steps ended by blank lines, `So we take: 17 plus 5 is 22.`, and a last one,
-`The answer is \\boxed{31}.` A model that slips goes on from its wrong value, so a wrong step makes
-a wrong answer, unless some later step (`Wait that was 22.`) repairs it. How often a model slips,
-notices and rambles is its `Skill`.
-"""
+"""The toy language: its words, its tokenizer, its questions and its grammar."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from hashlib import blake2b
+from importlib import resources
+from typing import Literal
 
-from atts.core import Recent, TokenIds
-from atts.testing.distributions import Distribution
-from atts.testing.grammar import ReadingState, atoms
-from atts.testing.questions import MOODS, Question, read_question
-from atts.testing.tokenizer import FILLERS, LANGUAGE, SPECIALS, ToyTokenizer
+import msgspec
+import msgspec.toml
+import numpy as np
 
-_ASSISTANT = SPECIALS.index("<|assistant|>")
-_LEAK = 1e-4  # shared by the whole vocabulary, so that nothing is impossible
-_QUESTIONS_KEPT = 4096
-_DISTRIBUTIONS_KEPT = 4096  # a hundred problems of eight rollouts need a third of them
+from atts.core import Message, Problem, TokenIds
+from atts.errors import OptionError, UsageError
+from atts.sampling import Seed, generator
+
+Dialect = Literal["plain", "other"]
 
 
-@dataclass(frozen=True, slots=True)
-class Skill:
-    """What a toy model is good at; every field is a probability but `fluency` and `verbosity`.
+class Language(msgspec.Struct, frozen=True):
+    """The words of the toy language, and its grammar."""
 
-    `right`: a step of middling hardness comes out right. `typical`: a slip is the question's usual
-    one, which lets slips repeat across samples and makes them less surprising to a scorer.
-    `repair`: a wrong value is noticed at the next step. `wander`: a step says nothing. `fluency`
-    sharpens the phrasing; `verbosity` is the mean number of idle words per phrase. The target finds
-    a slip of the draft the more surprising the more often it is `right` and the less `typical` the
-    slip, and the surprise stands out the more the fewer idle words surround it.
+    specials: tuple[str, ...]
+    fillers: tuple[str, ...]
+    openers: dict[str, float]  # and how often each begins a step
+    full_stops: dict[str, float]
+    rare_slips: tuple[int, ...]
+    words: dict[str, str]  # and what each means to the grammar
+    phases: dict[str, dict[str, str]]  # by phase and kind of word, the next phase
+    phrases: dict[str, dict[str, float]]  # by phase, what may be said without thought
+
+
+LANGUAGE = msgspec.toml.decode(
+    resources.files("atts.testing").joinpath("language.toml").read_bytes(), type=Language
+)
+SPECIALS = LANGUAGE.specials
+FILLERS = LANGUAGE.fillers
+OPENERS = tuple(LANGUAGE.openers)
+# a blank line may begin or end inside a token
+MERGES = (
+    ".\n",
+    ".\n\n",
+    *(f"\n{opener}" for opener in OPENERS),
+)
+TEMPLATE = "{role}{content} ... <|assistant|>"
+
+
+class ToyTokenizer:
+    """Greedy longest match over a small vocabulary, single bytes for the rest.
+
+    The same text can be spelt by several id sequences, as in real tokenizers: what a model wrote
+    need not be what `encode` makes of it. The "other" dialect numbers its tokens differently and
+    lacks the merges, for pairs of models that share no tokenizer.
+
+    >>> tokenizer = ToyTokenizer()
+    >>> tokenizer.decode(tokenizer.encode("So 4 plus 4 is 8.\\n\\nça va"))
+    'So 4 plus 4 is 8.\\n\\nça va'
     """
 
-    right: float = 0.85
-    typical: float = 0.5
-    repair: float = 0.05
-    wander: float = 0.1
-    fluency: float = 0.9
-    verbosity: float = 3.0
-
-
-DRAFT = Skill()
-TARGET = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
-
-
-class ToyModel:
-    """A skill and a tokenizer: ids in, next-token distributions out; equal models give equal ones."""
-
-    def __init__(self, skill: Skill, tokenizer: ToyTokenizer) -> None:
-        self.skill = skill
-        self.tokenizer = tokenizer
-        self._atoms = tuple(atoms(piece) for piece in tokenizer.pieces)
-        self._known: Recent[tuple[object, ...], Distribution] = Recent(_DISTRIBUTIONS_KEPT)
-
-    def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
-        """A state after `ids`; going on from `state`, which is left as it was, when one is given."""
-        # ids that open no assistant's turn are a text to go on with: its question is made from the
-        # first id alone
-        state = (
-            ReadingState(_question(self.tokenizer, (ids[0],))) if state is None else state.copy()
+    def __init__(self, dialect: Dialect = "plain") -> None:
+        if dialect not in ("plain", "other"):
+            raise OptionError("dialect", f"{dialect!r} is unknown", ("plain", "other"))
+        numbers = tuple(str(number) for number in range(100))
+        words = (
+            *OPENERS,
+            *FILLERS,
+            *LANGUAGE.words,
+            *(MERGES if dialect == "plain" else ()),
+            *numbers,
+            *(f" {n}" for n in numbers),
         )
-        for index in ids:
-            self.advance(state, index)
-        return state
+        plain = [word.encode() for word in words]
+        single = [bytes([byte]) for byte in range(256) if bytes([byte]) not in set(plain)]
+        pieces = [*plain, *single] if dialect == "plain" else [*single, *plain[::-1]]
+        self.dialect = dialect
+        self.pieces: tuple[bytes, ...] = (*(b"" for _ in SPECIALS), *pieces)
+        self.vocabulary = len(self.pieces)
+        self.end_id = 0  # the token with which a model ends its text; the specials come first
+        text = repr((self.pieces, SPECIALS, TEMPLATE))
+        self.digest = blake2b(text.encode(), digest_size=16).hexdigest()
+        self._ids = {piece: index for index, piece in enumerate(self.pieces) if piece}
+        self._pattern = re.compile(
+            "|".join(re.escape(word) for word in sorted(words, key=len, reverse=True))
+        )
 
-    def advance(self, state: ReadingState, index: int) -> None:
-        """Read one id, in place."""
-        if state.prompt is None:
-            for kind, payload in self._atoms[index]:
-                state.take(kind, payload)
-        elif index >= len(SPECIALS):
-            state.prompt.append(index)
-        if 0 < index < len(SPECIALS):
-            self._turn(state, index)
+    def piece_id(self, text: str) -> int | None:
+        """The id of the token that is exactly this text; None when the vocabulary has none."""
+        return self._ids.get(text.encode())
 
-    def _turn(self, state: ReadingState, index: int) -> None:
-        if index == _ASSISTANT:
-            state.restart(_question(self.tokenizer, tuple(state.prompt or ())))
-        else:  # what the system and the user say is read as one text
-            state.prompt = state.prompt or []
+    def encode(self, text: str) -> TokenIds:
+        """The ids of `text`, no special token added; specials spelt out in the text are just text."""
+        ids: list[int] = []
+        position = 0
+        for match in self._pattern.finditer(text):
+            ids.extend(self._spell(text[position : match.start()]))
+            ids.append(self._ids[match.group().encode()])
+            position = match.end()
+        ids.extend(self._spell(text[position:]))
+        return tuple(ids)
 
-    def distribution(self, state: ReadingState) -> Distribution:
-        """The distribution of the next id."""
-        key = _key(state)
-        return self._known.get(key) or self._store(key, self._words(state))
+    def _spell(self, text: str) -> TokenIds:
+        return tuple(self._ids[bytes([byte])] for byte in text.encode()) if text else ()
 
-    def _words(self, state: ReadingState) -> list[tuple[str, float]]:
-        """What may come next, with weights."""
-        match state.phase:
-            case "open":
-                return self._openings(state)
-            case "result":
-                return self._results(state)
-            case "repair":
-                return [
-                    (f" {state.truth}", self.skill.right),
-                    (f" {state.value}", 1 - self.skill.right),
-                ]
-            case "value":
-                rising = 0.995 if state.operation > 0 else 0.005
-                return [(" plus", rising), (" minus", 1 - rising)]
-            case "operation":
-                return [
-                    (f" {abs(state.operation)}", 0.995),
-                    (f" {(abs(state.operation) + 1) % 100}", 0.005),
-                ]
-            case "quote":
-                return [(f" {state.value}", 0.995), (f" {(state.value + 10) % 100}", 0.005)]
-            case "boxed":
-                return [(f"{state.value}", 1.0)]
-            case "after" if not state.answered:
-                comma = 0.5 - 0.45 * self._firmness(state.question)
-                return [(",", comma), *self._choice(LANGUAGE.full_stops, state, 1 - comma)]
-            case "claim" | "tail" | "muse":
-                idle = self._idle(state)
-                rest = 1 - sum(weight for _, weight in idle)
-                ends = (
-                    [(":", rest)]
-                    if state.phase == "claim"
-                    else self._choice(LANGUAGE.full_stops, state, rest)
-                )
-                return [*idle, *ends]
-            case "newline" if not state.answered and not state.is_last:
-                return [
-                    ("\n", 0.6),
-                    *(
-                        (f"\n{word}", share)
-                        for word, share in self._choice(LANGUAGE.openers, state, 0.4)
-                    ),
-                ]
-            case "after" | "dot" if state.answered:
-                return [
-                    ("<|end|>", 0.8),
-                    (".", 0.1 if state.phase == "after" else 0.0),
-                    ("\n\n", 0.1),
-                ]
-            case phase:
-                return list(LANGUAGE.phrases[phase].items())
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out; a character cut in the middle reads U+FFFD.
 
-    def _openings(self, state: ReadingState) -> list[tuple[str, float]]:
-        if state.answered:
-            return [("<|end|>", 0.97), ("Hmm", 0.02), ("The", 0.01)]
-        wander = min(0.5, self.skill.wander * _hard(state.question))
-        repair = (self.skill.repair if state.value != state.truth else 0.005) * (1 - wander)
-        rest = 1 - wander - repair
-        going_on = [("The", rest)] if state.is_last else self._choice(LANGUAGE.openers, state, rest)
-        return [("Hmm", wander), ("Wait", repair), *going_on]
-
-    def _results(self, state: ReadingState) -> list[tuple[str, float]]:
-        right = state.result
-        slip = state.question.misconception(state.step)
-        wrong = min(0.9, (1 - self.skill.right) * _hard(state.question))
-        rare = wrong * (1 - self.skill.typical) / len(LANGUAGE.rare_slips)
-        values = [(right, 1 - wrong), ((right + slip) % 100, wrong * self.skill.typical)]
-        values += [((right + other) % 100, rare) for other in LANGUAGE.rare_slips]
-        return [(f" {value}", weight) for value, weight in values]
-
-    def _firmness(self, question: Question) -> float:
-        """How settled the phrasing is, from 0 (anything goes) to `fluency` (nearly always the
-        same).
+        :raises UsageError: an id outside the vocabulary.
         """
-        return self.skill.fluency * (1 - question.mood / (MOODS - 1))
+        if ids and not (0 <= min(ids) and max(ids) < len(self.pieces)):
+            raise UsageError(
+                f"cannot decode an id outside 0..{len(self.pieces) - 1}: ids of another tokenizer?"
+            )
+        return b"".join([self.pieces[index] for index in ids]).decode(errors="replace")
 
-    def _idle(self, state: ReadingState) -> list[tuple[str, float]]:
-        """Idle words, each with a liking for some of the others, and for going on at all."""
-        firmness = self._firmness(state.question)
-        likings = _LIKINGS[state.word]
-        weights = [
-            (word, math.exp((3 + 20 * firmness) * liking))
-            for word, liking in zip(FILLERS, likings, strict=False)
-        ]
-        going = self.skill.verbosity * math.exp(5 * firmness * (2 * likings[-1] - 1))
-        share = going / (1 + going) / sum(weight for _, weight in weights)
-        return [(word, weight * share) for word, weight in weights]
-
-    def _choice(
-        self, options: Mapping[str, float], state: ReadingState, total: float
-    ) -> list[tuple[str, float]]:
-        """One of several ways to say the same, the likeliest the likelier the firmer the phrasing."""
-        power = 1 + 3 * self._firmness(state.question)
-        weights = [(word, share**power) for word, share in options.items()]
-        scale = total / sum(weight for _, weight in weights)
-        return [(word, weight * scale) for word, weight in weights]
-
-    def _store(self, key: tuple[object, ...], words: list[tuple[str, float]]) -> Distribution:
-        weights: dict[int, float] = {}
-        for word, weight in words:
-            index = self.tokenizer.end_id if word == "<|end|>" else self.tokenizer.piece_id(word)
-            if index is not None:  # the other dialect lacks some tokens
-                weights[index] = weights.get(index, 0.0) + weight
-        found = self._known[key] = Distribution.of(weights, self.tokenizer.vocabulary, _LEAK)
-        return found
+    def render(self, messages: Sequence[Message]) -> TokenIds:
+        """The conversation, each message opened by its role's token; a last assistant message is
+        left open to go on.
+        """
+        ids: list[int] = []
+        for message in messages:
+            ids.append(SPECIALS.index(f"<|{message.role}|>"))
+            ids.extend(self.encode(message.content))
+        if not messages or messages[-1].role != "assistant":
+            ids.append(SPECIALS.index("<|assistant|>"))
+        return tuple(ids)
 
 
-@lru_cache(_QUESTIONS_KEPT)
-def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
-    return read_question(tokenizer.decode(prompt))
+_STATEMENT = re.compile(r"Start at (\d{1,2})\.((?: [+-]\d{1,2},?)+)")
+_OPERATION = re.compile(r"[+-]\d{1,2}")
+_BOX = re.compile(r"\\boxed\{(\d+)\}")
+MOODS = 8  # how finely the traits of a question are told apart
 
 
-def _likings() -> dict[int, tuple[float, ...]]:
-    """How much each idle word (-1: a phrase's start) likes each to follow, from 0 to 1; last, to go
-    on at all.
+@dataclass(frozen=True)
+class Question:
+    """A chain of sums as a model reads it, with the traits that make some questions harder than
+    others.
+
+    `mood` is how loosely its solutions are phrased, `hardness` how often steps go wrong; both are
+    levels below `MOODS`, a function of the text alone, and the same for every model.
     """
-    size = len(FILLERS) + 1
-    rows = {
-        word: blake2b(f"liking {word}".encode(), digest_size=size).digest()
-        for word in range(-1, size - 1)
-    }
-    return {word: tuple(value / 255 for value in row) for word, row in rows.items()}
+
+    text: str
+    start: int
+    operations: tuple[int, ...]
+
+    @cached_property
+    def truth(self) -> tuple[int, ...]:
+        """The right value before the first step and after each one."""
+        values = [self.start]
+        for operation in self.operations:
+            values.append((values[-1] + operation) % 100)
+        return tuple(values)
+
+    @cached_property
+    def _noise(self) -> bytes:
+        return blake2b(self.text.encode(), digest_size=16).digest()
+
+    @cached_property
+    def hardness(self) -> int:
+        """Longer chains are harder, and some are hard for no visible reason."""
+        return min(MOODS - 1, (len(self.operations) + self._noise[0] % 4) // 2)
+
+    @cached_property
+    def mood(self) -> int:
+        """Goes with hardness, loosely."""
+        return (self.hardness + self._noise[1] % MOODS * 3) // 4
+
+    def misconception(self, step: int) -> int:
+        """By how much people usually get this step wrong."""
+        return (1, -1, 10, -10, 2, -2)[self._noise[step % 16] % 6]
 
 
-_LIKINGS = _likings()
+def read_question(text: str) -> Question:
+    """The last toy problem stated in `text`; any other text is a question of its own, with a chain
+    made from its hash.
+
+    >>> read_question("Please solve: Start at 4. +3, -2. What is the result?").truth
+    (4, 7, 5)
+    """
+    found = None
+    for match in _STATEMENT.finditer(text):
+        found = match
+    if found is not None:
+        operations = tuple(int(operation) for operation in _OPERATION.findall(found.group(2)))
+        return Question(found.group(), int(found.group(1)), operations)
+    noise = blake2b(text.encode(), digest_size=8).digest()
+    return Question(
+        text, noise[0] % 100, tuple(1 + value % 9 for value in noise[1 : 3 + noise[7] % 4])
+    )
 
 
-def _hard(question: Question) -> float:
-    """By what a question multiplies the share of slips; 1 in the middle."""
-    return (question.hardness + 0.5) / (MOODS / 2)
+def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
+    """Seeded chain-of-sums problems with their right answers, all different; levels 1 to 5 by the
+    length of the chain.
 
-
-def _key(state: ReadingState) -> tuple[object, ...]:
-    """All that the next words depend on, besides the model's skill."""
-    phase = state.phase
-    question = state.question
-    if phase == "open":
-        return (
-            phase,
-            state.answered,
-            state.is_last,
-            state.value != state.truth,
-            question.hardness,
-            question.mood,
+    >>> toy_problems(1)[0].answer.isdigit()
+    True
+    """
+    draws = generator(Seed(run=seed, purpose="toy problems"))
+    statements: dict[str, Problem] = {}
+    while len(statements) < count:
+        level = int(draws.integers(1, 6))
+        text, answer = _statement(draws, length=level * 2 + int(draws.integers(0, 2)))
+        name = f"toy-{seed}-{len(statements)}"
+        statements.setdefault(
+            text, Problem(name, text, answer, level=level, subject="sums", source="atts.testing")
         )
-    if phase == "result":
-        return phase, state.result, question.misconception(state.step), question.hardness
-    if phase == "repair":
-        return phase, state.truth, state.value
-    if phase in ("value", "operation"):
-        trait = state.operation
-    else:
-        trait = state.value if phase in ("quote", "boxed") else question.mood
-    return phase, state.word, trait, state.answered, state.step >= len(question.operations)
+    return tuple(statements.values())
+
+
+def toy_answer(text: str) -> str | None:
+    """What a solution in the toy language says: the number in its last box.
+
+    >>> toy_answer("So it is \\\\boxed{4}. No: \\\\boxed{5}")
+    '5'
+    """
+    found = _BOX.findall(text)
+    return found[-1] if found else None
+
+
+def toy_groups(answers: Sequence[str]) -> list[int]:
+    """A group for each toy answer: equal where their texts are.
+
+    >>> toy_groups(["5", "7", "5"])
+    [0, 1, 0]
+    """
+    seen: dict[str, int] = {}
+    return [seen.setdefault(answer, len(seen)) for answer in answers]
+
+
+def _statement(draws: np.random.Generator, *, length: int) -> tuple[str, str]:
+    start = value = int(draws.integers(0, 100))
+    operations: list[str] = []
+    for _ in range(length):
+        amount = int(draws.integers(1, 20))
+        rising = value + amount < 100 and (value - amount < 0 or draws.random() < 0.5)
+        value += amount if rising else -amount
+        operations.append(f"{'+' if rising else '-'}{amount}")
+    return f"Start at {start}. {', '.join(operations)}. What is the result?", str(value)
+
+
+_KINDS = LANGUAGE.words | dict.fromkeys(OPENERS, "opener")
+_NEXT = LANGUAGE.phases
+
+
+class ReadingState:
+    """What has been understood of the ids so far; takes one word at a time, and copies cheaply."""
+
+    __slots__ = (
+        "answered",
+        "left",
+        "operand",
+        "phase",
+        "prompt",
+        "question",
+        "sign",
+        "step",
+        "steps",
+        "value",
+        "word",
+    )
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        # ids of a message that is not the assistant's, while inside one
+        self.prompt: list[int] | None = None
+        self.restart(question)
+
+    def restart(self, question: Question) -> None:
+        """A new answer begins."""
+        self.question = question
+        self.prompt = None
+        self.phase = "open"
+        self.word = -1
+        self.step = self.steps = 0  # sums done; blank lines passed
+        self.value = self.left = question.start  # as last claimed; as quoted in the step under way
+        self.sign = 1
+        self.operand = 0
+        self.answered = False
+
+    def copy(self) -> ReadingState:
+        """An independent copy."""
+        other = ReadingState.__new__(ReadingState)
+        for name in ReadingState.__slots__:
+            setattr(other, name, getattr(self, name))
+        if self.prompt is not None:
+            other.prompt = list(self.prompt)
+        return other
+
+    def take(self, kind: str, payload: int) -> None:
+        """One word, number, mark or newline of the assistant's text."""
+        phase = self.phase
+        if kind == "newline":
+            self._break_line(phase)
+            return
+        self.phase = following = _NEXT[phase].get(kind, "lost")
+        self.word = payload if kind == "filler" else -1
+        if kind == "number" and following != "lost":
+            self._note(phase, payload)
+        elif phase == "value":
+            self.sign = -1 if kind == "minus" else 1
+        elif phase == "close" and kind == "close":
+            self.answered = True
+
+    def _break_line(self, phase: str) -> None:
+        if phase == "newline":
+            self.steps += 1
+        self.phase = "open" if phase in ("newline", "open") else "newline"
+        self.word = -1
+
+    def _note(self, phase: str, number: int) -> None:
+        match phase:
+            case "quote":
+                self.left = number
+            case "operation":
+                self.operand = number
+            case "result":
+                self.value = number
+                self.step += 1
+            case "repair":
+                self.value = number
+            case _:
+                pass
+
+    @property
+    def truth(self) -> int:
+        """The right value at this point of the chain."""
+        return self.question.truth[min(self.step, len(self.question.truth) - 1)]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no sum is left to do."""
+        return self.step >= len(self.question.operations)
+
+    @property
+    def result(self) -> int:
+        """What the sum under way, as it is written, comes to."""
+        return (self.left + self.sign * self.operand) % 100
+
+    @property
+    def operation(self) -> int:
+        """The sum that comes next."""
+        return self.question.operations[self.step % len(self.question.operations)]
+
+
+def atoms(piece: bytes) -> tuple[tuple[str, int], ...]:
+    """What a token's text means, newlines apart from the rest."""
+    head = piece.lstrip(b"\n")
+    core = head.rstrip(b"\n")
+    newline = (("newline", 0),)
+    middle = (_atom(core.decode(errors="replace")),) if core else ()
+    return newline * (len(piece) - len(head)) + middle + newline * (len(head) - len(core))
+
+
+def _atom(text: str) -> tuple[str, int]:
+    if text in FILLERS:
+        return "filler", FILLERS.index(text)
+    if text.strip().isascii() and text.strip().isdigit():
+        return "number", int(text)
+    return _KINDS.get(text, "other"), 0

@@ -17,9 +17,8 @@ from atts.engine import BaseEngine, Capability, EngineSpec
 from atts.errors import OptionError
 from atts.sampling import Seed
 from atts.testing.faults import NO_FAULTS, Faults, FaultSchedule, spoilt
-from atts.testing.language import DRAFT, TARGET, ToyModel
-from atts.testing.tokenizer import ToyTokenizer
-from atts.testing.writing import PrefixMemory, Writer
+from atts.testing.language import ToyTokenizer
+from atts.testing.toy_model import DRAFT, TARGET, PrefixMemory, ToyModel, Writer
 
 _Request = TypeVar("_Request", SampleRequest, ScoreRequest)
 _Answer = TypeVar("_Answer", Completion, Scores)

@@ -1,6 +1,4 @@
-"""HTTP servers around any engine that speak a serving engine's dialect, quirks included, and fail
-on demand.
-"""
+"""HTTP servers around any engine that speak a serving engine's dialect, quirks included, and fail on demand."""
 
 from __future__ import annotations
 
@@ -8,31 +6,281 @@ import asyncio
 import importlib
 import json
 import random
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
+import anyio
 from anyio.from_thread import start_blocking_portal
 
+from atts.core import Completion, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError, OptionError, UnsupportedByEngine, UsageError
-from atts.testing.faults import drawn
-from atts.testing.server_core import (
-    NO_SERVER_FAULTS,
-    PLAIN_SERVER,
-    Refusal,
-    Routes,
-    ServerCall,
-    ServerDialect,
-    ServerFault,
-    ServerFaults,
-    ServerQuirks,
-    ServerState,
-)
+from atts.sampling import Seed
+from atts.testing.faults import check_shares, drawn, spoilt
 
 if TYPE_CHECKING:
     from aiohttp import web
+
+
+T = TypeVar("T")
+_BLOCK = 16
+ServerDialect = Literal["vllm", "sglang", "llamacpp", "ollama", "chat"]
+ServerFault = Literal[
+    "refused", "reset", "429", "500", "truncated", "wrong_ids", "nan", "slow_loris", "hang"
+]
+"""refused: closed unread. reset: broken off in mid-reply. truncated: half the JSON. slow_loris: a
+byte now and then.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFaults:
+    """What share of the calls that do work fails, and how; drawn anew for every call, from a seed.
+
+    :raises OptionError: an unknown kind, or shares that are no probabilities or sum to more than 1.
+    """
+
+    shares: Mapping[ServerFault, float] = field(default_factory=dict[ServerFault, float])
+    seed: int = 0
+    retry_after: str = "0"  # said with a 429
+
+    def __post_init__(self) -> None:
+        check_shares(self.shares, get_args(ServerFault))
+
+
+@dataclass(frozen=True, slots=True)
+class ServerQuirks:
+    """Settings of a server that change what a client sees.
+
+    `cached_scores` opens vLLM's route that scores from the cache (--enable-scale-out); "refused":
+    it is open, and does not take what scoring needs, as on processors. `logprobs` "processed" gives
+    sampled log-probs after temperature: SGLang's default, vLLM's --logprobs-mode. `disconnect`
+    "ignore" leaves ghosts running when a client goes away, as some releases did. `scoring`
+    "ignored" takes a scoring request and answers without scores, as llama.cpp and `transformers
+    serve` do. `version` is what it says it is; "" its dialect's. `speculation` other than "off" is
+    told as that server tells it; "hot" writes garbage at temperatures above 0, as a vLLM for
+    processors did, "greedy" strays at temperature 0, "lossless" changes nothing; a request for one
+    token is never speculated. `prefill` is when a chat API goes on with a last assistant message:
+    told by vLLM's two flags, by a mark on the message, always, or never (it becomes a user's);
+    "closed" and "prefix" also refuse fields that hosted models do not know. `ratings` "off": it
+    tells no likely tokens.
+    """
+
+    cached_scores: Literal["on", "refused", "off"] = "on"
+    logprobs: Literal["raw", "processed", ""] = ""
+    disconnect: Literal["abort", "ignore"] = "abort"
+    scoring: Literal["honest", "ignored"] = "honest"
+    version: str = ""
+    prefill: Literal["continue", "prefix", "trailing", "closed"] = "continue"
+    ratings: Literal["on", "off"] = "on"
+    speculation: Literal["off", "lossless", "hot", "greedy"] = "off"
+
+    def written(self, request: SampleRequest) -> SampleRequest:
+        """The request as it is carried out: speculation that is broken draws from another law."""
+        is_wrong = self.speculation == ("hot" if request.sampling.temperature else "greedy")
+        return (
+            replace(request, sampling=Sampling(8.0))
+            if is_wrong and request.max_tokens > 1
+            else request
+        )
+
+
+NO_SERVER_FAULTS = ServerFaults()
+PLAIN_SERVER = ServerQuirks()
+
+
+class BlockCache:
+    """Which prefixes a server has computed, in whole blocks; the last block of a prompt is always
+    computed again.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+
+    def hit(self, ids: TokenIds) -> int:
+        """How many leading ids are cached."""
+        count = 0
+        while count + _BLOCK < len(ids) and hash(ids[: count + _BLOCK]) in self._known:
+            count += _BLOCK
+        return count
+
+    def keep(self, ids: TokenIds) -> None:
+        """These ids have been computed."""
+        self._known.update(hash(ids[:end]) for end in range(_BLOCK, len(ids) + 1, _BLOCK))
+
+
+class Refusal(Exception):
+    """A request the server refuses: its status and what it says."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class Aborted(Refusal):
+    """A request that was aborted while it was worked on."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "aborted")
+
+
+@dataclass(slots=True)
+class ServerState:
+    """What the routes of one dialect work with: the engine, its jobs by request id, its cache, and
+    the quirks.
+    """
+
+    engine: Engine
+    model: str
+    quirks: ServerQuirks
+    cache: BlockCache = field(default_factory=BlockCache)
+    jobs: dict[str, anyio.CancelScope] = field(default_factory=dict[str, anyio.CancelScope])
+    served: int = 0
+
+    @property
+    def context_length(self) -> int:
+        """The engine's."""
+        return self.engine.spec.context_length
+
+    def abort(self, rid: str, match: Literal["exact", "prefix"] = "exact") -> None:
+        """Free a request, or all that begin so."""
+        for name in list(self.jobs):
+            if name == rid or (match == "prefix" and name.startswith(rid)):
+                self.jobs[name].cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCall:
+    """One call of a route: the server's state, the body and headers sent, and the fault this call
+    is to have.
+    """
+
+    state: ServerState
+    body: Mapping[str, Any]
+    headers: Mapping[str, str]
+    fault: ServerFault | None
+
+    async def sample(
+        self, request: SampleRequest, rid: str = "", *, spoil: bool = True
+    ) -> Completion:
+        """A completion, spoilt if the fault says so, its cached tokens counted.
+
+        :raises Aborted: it was aborted under way.
+        """
+        state = self.state
+        done = await self._job(
+            rid or f"job {id(request)}", lambda: state.engine.sample(state.quirks.written(request))
+        )
+        cached = state.cache.hit(request.ids)
+        state.cache.keep(request.ids + done.ids)
+        done = spoilt(self.fault if spoil else None, done, state.engine.spec.vocabulary)
+        return replace(done, cached_tokens=cached)
+
+    async def score(self, ids: TokenIds, start: int, rid: str = "") -> tuple[TokenIds, Scores]:
+        """The ids from `start` on and their scores, spoilt if the fault says so.
+
+        :raises Aborted: it was aborted under way.
+        """
+        request = ScoreRequest(ids[:start], ids[start:])
+        scores = await self._job(
+            rid or f"job {id(request)}", lambda: self.state.engine.score(request)
+        )
+        if self.fault == "wrong_ids":
+            return (*request.suffix[:-1], self.state.engine.spec.vocabulary + 7), scores
+        return request.suffix, spoilt(self.fault, scores, self.state.engine.spec.vocabulary)
+
+    async def _job(self, rid: str, work: Callable[[], Awaitable[T]]) -> T:
+        state = self.state
+        done = list[T]()
+        with anyio.CancelScope() as scope:
+            state.jobs[rid] = scope
+            try:
+                done.append(await work())
+            finally:
+                state.jobs.pop(rid, None)
+        if not done:
+            raise Aborted
+        state.served += 1
+        return done[0]
+
+    def check_model(self) -> None:
+        """Refuse a call that names another model.
+
+        :raises Refusal: it does.
+        """
+        if self.body.get("model") != self.state.model:
+            raise Refusal(
+                404,
+                f"The model `{self.body.get('model')}` does not exist or you do not have access to "
+                f"it.",
+            )
+
+    def check_room(self, ids: TokenIds, limit: int) -> None:
+        """Refuse what does not fit the context.
+
+        :raises Refusal: it does not.
+        """
+        most = self.state.context_length
+        wanted = len(ids) + limit
+        if wanted > most:
+            said = f"This model's maximum context length is {most} tokens. However, you requested {wanted} tokens."
+            raise Refusal(400, said)
+
+    def model_row(self, owner: str) -> dict[str, Any]:
+        """The model, as /v1/models lists it where the context is told."""
+        model = self.state.model
+        row = {"id": model, "object": "model", "owned_by": owner, "root": model, "parent": None}
+        return row | {"max_model_len": self.state.context_length}
+
+    def tokens(self, name: str) -> dict[str, Any]:
+        """What /tokenize answers: the ids of the text under that name."""
+        tokens = self.state.engine.tokenizer.encode(self.body[name])
+        return {"tokens": tokens, "count": len(tokens)}
+
+    def gauges(self, running: str, waiting: str) -> str:
+        """What /metrics answers: requests at work under the one name, none waiting under the other."""
+        labels = f'{{engine="0",model_name="{self.state.model}"}}'
+        return f"{running}{labels} {float(len(self.state.jobs))}\n{waiting}{labels} 0.0\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """A dialect: its paths; work may fail on demand, the rest always answers."""
+
+    questions: Mapping[str, Callable[[ServerCall], Any]]
+    work: Mapping[str, Callable[[ServerCall], Awaitable[Any]]]
+
+
+def request_of(
+    ids: TokenIds, limit: int, fields: Mapping[str, Any], default: Sampling, *, seed: str = "seed"
+) -> SampleRequest:
+    """The engine's request; what was not sent is the server's own default, which is not neutral."""
+    sampling = Sampling(
+        float(fields.get("temperature", default.temperature)),
+        max(0, int(fields.get("top_k", default.top_k))),
+        float(fields.get("top_p", default.top_p)),
+        float(fields.get("min_p", default.min_p)),
+    )
+    stop = fields.get("stop") or ()
+    stop_ids = tuple(fields.get("stop_token_ids") or ())
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    return SampleRequest(
+        ids, limit, sampling, Seed(run=int(fields.get(seed) or 0)), stops, stop_ids
+    )
+
+
+def finish_word(done: Completion) -> Literal["stop", "length"]:
+    """Why it ended: a stop string and the model's own end are one word."""
+    return "length" if done.ended == "length" else "stop"
+
+
+def shown(done: Completion, stop: tuple[str, ...]) -> str:
+    """The text up to the first stop string, which is left out."""
+    places = [done.text.find(word) for word in stop if word in done.text]
+    return done.text[: min(places)] if places else done.text
 
 
 class DialectServer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atts.core import Message, Sampling, TokenIds
-from atts.testing.server_core import Refusal, Routes, ServerCall, finish_word, request_of, shown
+from atts.testing.servers import Refusal, Routes, ServerCall, finish_word, request_of, shown
 
 # what hosted ones refuse
 _STRICT = (

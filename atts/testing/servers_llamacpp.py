@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from atts.core import Completion, SampleRequest, Sampling, TokenIds
-from atts.testing.server_core import Refusal, Routes, ServerCall, ServerState, request_of
+from atts.testing.servers import Refusal, Routes, ServerCall, ServerState, request_of
 
 _DEFAULT = Sampling(0.8, 40, 0.95, 0.05)
 

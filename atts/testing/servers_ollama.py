@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atts.core import Message, Sampling
-from atts.testing.server_core import Refusal, Routes, ServerCall, finish_word, request_of, shown
+from atts.testing.servers import Refusal, Routes, ServerCall, finish_word, request_of, shown
 
 _SMALL = 64  # places, unless more are asked for
 _DEFAULT = Sampling(0.8, 40, 0.9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from atts.core import Completion, SampleRequest, Sampling
-from atts.testing.server_core import Aborted, Refusal, Routes, ServerCall, ServerState, request_of
+from atts.testing.servers import Aborted, Refusal, Routes, ServerCall, ServerState, request_of
 
 
 def server_info(call: ServerCall) -> dict[str, str | None]:

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from atts.core import Completion, SampleRequest, Sampling, TokenIds
-from atts.testing.server_core import (
+from atts.testing.servers import (
     Refusal,
     Routes,
     ServerCall,

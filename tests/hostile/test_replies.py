@@ -21,14 +21,13 @@ from atts.core import Message, SampleRequest, Sampling, ScoreRequest
 from atts.engine import Tokenizer
 from atts.errors import BadReply, EngineError
 from atts.servers import RemoteOptions
+from atts.servers.chat import TextTokenizer
 from atts.servers.client import Call, Client, Traffic
-from atts.servers.dialect_client import DialectClient
-from atts.servers.handshake import describe, find_dialect, identify
-from atts.servers.text_tokenizer import TextTokenizer
+from atts.servers.dialect import DialectClient
+from atts.servers.engine import describe, find_dialect, identify
 from atts.servers.transport import HttpReply
 from atts.testing import ScriptedEngine, ServerQuirks, ToyTokenizer
-from atts.testing.server_core import Refusal, ServerCall, ServerState
-from atts.testing.servers import routes_of
+from atts.testing.servers import Refusal, ServerCall, ServerState, routes_of
 
 pytestmark = pytest.mark.anyio
 T = TypeVar("T")

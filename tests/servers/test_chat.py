@@ -31,7 +31,7 @@ from atts.methods import preset
 from atts.pipelines import Chunking, FixedGate, Gate, Policy, ThresholdGate
 from atts.run import Plan, RunOptions, evaluate
 from atts.servers import ApiKey, RemoteEngine, RemoteOptions
-from atts.servers.text_tokenizer import TextTokenizer
+from atts.servers.chat import TextTokenizer
 from atts.testing import (
     CheckOptions,
     DialectServer,

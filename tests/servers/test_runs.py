@@ -36,8 +36,7 @@ from atts.testing import (
     toy_groups,
     toy_problems,
 )
-from atts.testing.server_core import ServerQuirks
-from atts.testing.servers import DialectServer
+from atts.testing.servers import DialectServer, ServerQuirks
 
 Serve = Callable[..., DialectServer]
 # Who answers is asked again only after a doubt: tests count requests, and on a busy machine seconds

@@ -22,7 +22,7 @@ from atts.testing import (
     run_virtual,
     toy_problems,
 )
-from atts.testing.server_core import request_of
+from atts.testing.servers import request_of
 
 TEXT = toy_problems(1)[0].text
 SLOW = Latency(per_sample=1.0, per_score=0.5)

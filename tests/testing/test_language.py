@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from atts.core import Completion, Message, Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.errors import OptionError, UsageError
 from atts.sampling import Seed
-from atts.testing import DRAFT, TARGET, Skill, ToyModel, ToyTokenizer, language, toy_problems
-from atts.testing.distributions import Distribution
-from atts.testing.questions import read_question
-from atts.testing.writing import Writer
+from atts.testing import DRAFT, TARGET, Skill, ToyModel, ToyTokenizer, toy_model, toy_problems
+from atts.testing.language import read_question
+from atts.testing.toy_model import Distribution, Writer
 
 TOKENIZERS = {dialect: ToyTokenizer(dialect) for dialect in ("plain", "other")}
 PLAIN = TOKENIZERS["plain"]
@@ -235,7 +234,7 @@ def test_distributions_that_were_forgotten_are_made_again(monkeypatch: pytest.Mo
     """A model with room for three writes what one with room for all writes, and keeps three."""
     found = toy_problems(5, 1)
     whole = [solve(Writer(ToyModel(DRAFT, PLAIN)), problem) for problem in found]
-    monkeypatch.setattr(language, "_DISTRIBUTIONS_KEPT", 3)
+    monkeypatch.setattr(toy_model, "_DISTRIBUTIONS_KEPT", 3)
     small = ToyModel(DRAFT, PLAIN)
     assert [solve(Writer(small), problem) for problem in found] == whole
     assert len(small._known) == 3  # pyright: ignore[reportPrivateUsage]

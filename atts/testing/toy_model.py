@@ -1,0 +1,490 @@
+"""The toy language model: next-token distributions that depend on the previous ids alone."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import accumulate
+
+from atts.core import (
+    Beginning,
+    Completion,
+    Ending,
+    Recent,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    TokenIds,
+)
+from atts.models.tokenizers import StopMatcher
+from atts.sampling import uniforms
+from atts.testing.language import (
+    FILLERS,
+    LANGUAGE,
+    MOODS,
+    SPECIALS,
+    Question,
+    ReadingState,
+    ToyTokenizer,
+    atoms,
+    read_question,
+)
+
+_FILTERED_KEPT = 8192
+
+
+class Distribution:
+    """A few likely tokens, and one small probability for each of the others; all of it sums to one."""
+
+    __slots__ = (
+        "_bounds",
+        "_floor_ids",
+        "_logprobs",
+        "_mass",
+        "floor",
+        "ids",
+        "probabilities",
+        "vocabulary",
+    )
+
+    def __init__(
+        self,
+        ids: tuple[int, ...],
+        probabilities: tuple[float, ...],
+        floor: float,
+        floors: int,
+        vocabulary: int,
+    ) -> None:
+        """`ids` by falling probability; `floor` is what each of the first `floors` other ids has."""
+        self.ids = ids
+        self.probabilities = probabilities
+        self.floor = floor
+        self.vocabulary = vocabulary
+        self._bounds = list(accumulate(probabilities))
+        self._mass = self._bounds[-1] + floors * floor
+        self._logprobs = {index: math.log(p) for index, p in zip(ids, probabilities, strict=True)}
+        self._floor_ids = floors
+
+    @classmethod
+    def of(cls, weights: Mapping[int, float], vocabulary: int, leak: float) -> Distribution:
+        """Probabilities in proportion to `weights`, all but a share `leak` that the whole
+        vocabulary divides evenly.
+        """
+        total = math.fsum(weights.values())
+        floor = leak / vocabulary
+        pairs = [
+            (index, (1 - leak) * weight / total + floor)
+            for index, weight in weights.items()
+            if weight > 0
+        ]
+        pairs.sort(key=lambda pair: (-pair[1], pair[0]))
+        ids = tuple(index for index, _ in pairs)
+        probabilities = tuple(p for _, p in pairs)
+        return cls(ids, probabilities, floor, vocabulary - len(ids), vocabulary)
+
+    def logprob(self, index: int) -> float:
+        """The log-probability of a token; -inf for one that was filtered out."""
+        found = self._logprobs.get(index)
+        if found is not None:
+            return found
+        return math.log(self.floor) if self._floor_rank(index) < self._floor_ids else -math.inf
+
+    def draw(self, uniform: float) -> int:
+        """The token at a uniform in [0, 1): inverse distribution, likely tokens first."""
+        target = uniform * self._mass
+        rank = bisect_right(self._bounds, target)
+        if rank < len(self.ids):
+            return self.ids[rank]
+        if not self._floor_ids:
+            return self.ids[-1]  # the last bound may round to just below the mass
+        return self._floor_id(
+            min(self._floor_ids - 1, int((target - self._bounds[-1]) / self.floor))
+        )
+
+    def under(self, sampling: Sampling) -> Distribution:
+        """This distribution under a temperature, then cut by top-k, top-p and min-p, and normalised
+        again.
+        """
+        return self if sampling == Sampling() else _filtered(self, sampling)
+
+    def filtered(self, sampling: Sampling) -> Distribution:
+        """What `under` remembers."""
+        if sampling.temperature == 0:
+            return Distribution(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
+        power = 1 / sampling.temperature
+        top = self.probabilities[0]  # scaled out, so that low temperatures do not underflow
+        weights = [(p / top) ** power for p in self.probabilities]
+        floor = (self.floor / top) ** power
+        floors = self._floor_ids
+        if sampling.top_k:
+            weights, floors = (
+                weights[: sampling.top_k],
+                max(0, min(floors, sampling.top_k - len(weights))),
+            )
+        if sampling.top_p < 1:
+            weights, floors = _nucleus(weights, floor, floors, sampling.top_p)
+        # the largest weight is 1
+        weights = [weight for weight in weights if weight >= sampling.min_p]
+        if floor < sampling.min_p or floor == 0.0:
+            floors = 0
+        weights = [weight for weight in weights if weight > 0]
+        total = math.fsum(weights) + floors * floor
+        probabilities = tuple(weight / total for weight in weights)
+        return Distribution(
+            self.ids[: len(weights)], probabilities, floor / total, floors, self.vocabulary
+        )
+
+    def _floor_rank(self, index: int) -> int:
+        return index - sum(1 for other in self._logprobs if other < index)
+
+    def _floor_id(self, rank: int) -> int:
+        for likely in sorted(self._logprobs):
+            if likely > rank:
+                break
+            rank += 1
+        return rank
+
+
+_filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)  # asked for at every token
+
+
+def _nucleus(
+    weights: list[float], floor: float, floors: int, top_p: float
+) -> tuple[list[float], int]:
+    """The fewest tokens, likeliest first, that together reach `top_p` of the mass."""
+    wanted = top_p * (math.fsum(weights) + floors * floor)
+    for count, reached in enumerate(accumulate(weights), start=1):
+        if reached >= wanted:
+            return weights[:count], 0
+    missing = wanted - math.fsum(weights)
+    return weights, min(floors, math.ceil(missing / floor)) if floor else 0
+
+
+_ASSISTANT = SPECIALS.index("<|assistant|>")
+_LEAK = 1e-4  # shared by the whole vocabulary, so that nothing is impossible
+_QUESTIONS_KEPT = 4096
+_DISTRIBUTIONS_KEPT = 4096  # a hundred problems of eight rollouts need a third of them
+
+
+@dataclass(frozen=True, slots=True)
+class Skill:
+    """What a toy model is good at; every field is a probability but `fluency` and `verbosity`.
+
+    `right`: a step of middling hardness comes out right. `typical`: a slip is the question's usual
+    one, which lets slips repeat across samples and makes them less surprising to a scorer.
+    `repair`: a wrong value is noticed at the next step. `wander`: a step says nothing. `fluency`
+    sharpens the phrasing; `verbosity` is the mean number of idle words per phrase. The target finds
+    a slip of the draft the more surprising the more often it is `right` and the less `typical` the
+    slip, and the surprise stands out the more the fewer idle words surround it.
+    """
+
+    right: float = 0.85
+    typical: float = 0.5
+    repair: float = 0.05
+    wander: float = 0.1
+    fluency: float = 0.9
+    verbosity: float = 3.0
+
+
+DRAFT = Skill()
+TARGET = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
+
+
+class ToyModel:
+    """A skill and a tokenizer: ids in, next-token distributions out; equal models give equal ones."""
+
+    def __init__(self, skill: Skill, tokenizer: ToyTokenizer) -> None:
+        self.skill = skill
+        self.tokenizer = tokenizer
+        self._atoms = tuple(atoms(piece) for piece in tokenizer.pieces)
+        self._known: Recent[tuple[object, ...], Distribution] = Recent(_DISTRIBUTIONS_KEPT)
+
+    def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
+        """A state after `ids`; going on from `state`, which is left as it was, when one is given."""
+        # ids that open no assistant's turn are a text to go on with: its question is made from the
+        # first id alone
+        state = (
+            ReadingState(_question(self.tokenizer, (ids[0],))) if state is None else state.copy()
+        )
+        for index in ids:
+            self.advance(state, index)
+        return state
+
+    def advance(self, state: ReadingState, index: int) -> None:
+        """Read one id, in place."""
+        if state.prompt is None:
+            for kind, payload in self._atoms[index]:
+                state.take(kind, payload)
+        elif index >= len(SPECIALS):
+            state.prompt.append(index)
+        if 0 < index < len(SPECIALS):
+            self._turn(state, index)
+
+    def _turn(self, state: ReadingState, index: int) -> None:
+        if index == _ASSISTANT:
+            state.restart(_question(self.tokenizer, tuple(state.prompt or ())))
+        else:  # what the system and the user say is read as one text
+            state.prompt = state.prompt or []
+
+    def distribution(self, state: ReadingState) -> Distribution:
+        """The distribution of the next id."""
+        key = _key(state)
+        return self._known.get(key) or self._store(key, self._words(state))
+
+    def _words(self, state: ReadingState) -> list[tuple[str, float]]:
+        """What may come next, with weights."""
+        match state.phase:
+            case "open":
+                return self._openings(state)
+            case "result":
+                return self._results(state)
+            case "repair":
+                return [
+                    (f" {state.truth}", self.skill.right),
+                    (f" {state.value}", 1 - self.skill.right),
+                ]
+            case "value":
+                rising = 0.995 if state.operation > 0 else 0.005
+                return [(" plus", rising), (" minus", 1 - rising)]
+            case "operation":
+                return [
+                    (f" {abs(state.operation)}", 0.995),
+                    (f" {(abs(state.operation) + 1) % 100}", 0.005),
+                ]
+            case "quote":
+                return [(f" {state.value}", 0.995), (f" {(state.value + 10) % 100}", 0.005)]
+            case "boxed":
+                return [(f"{state.value}", 1.0)]
+            case "after" if not state.answered:
+                comma = 0.5 - 0.45 * self._firmness(state.question)
+                return [(",", comma), *self._choice(LANGUAGE.full_stops, state, 1 - comma)]
+            case "claim" | "tail" | "muse":
+                idle = self._idle(state)
+                rest = 1 - sum(weight for _, weight in idle)
+                ends = (
+                    [(":", rest)]
+                    if state.phase == "claim"
+                    else self._choice(LANGUAGE.full_stops, state, rest)
+                )
+                return [*idle, *ends]
+            case "newline" if not state.answered and not state.is_last:
+                return [
+                    ("\n", 0.6),
+                    *(
+                        (f"\n{word}", share)
+                        for word, share in self._choice(LANGUAGE.openers, state, 0.4)
+                    ),
+                ]
+            case "after" | "dot" if state.answered:
+                return [
+                    ("<|end|>", 0.8),
+                    (".", 0.1 if state.phase == "after" else 0.0),
+                    ("\n\n", 0.1),
+                ]
+            case phase:
+                return list(LANGUAGE.phrases[phase].items())
+
+    def _openings(self, state: ReadingState) -> list[tuple[str, float]]:
+        if state.answered:
+            return [("<|end|>", 0.97), ("Hmm", 0.02), ("The", 0.01)]
+        wander = min(0.5, self.skill.wander * _hard(state.question))
+        repair = (self.skill.repair if state.value != state.truth else 0.005) * (1 - wander)
+        rest = 1 - wander - repair
+        going_on = [("The", rest)] if state.is_last else self._choice(LANGUAGE.openers, state, rest)
+        return [("Hmm", wander), ("Wait", repair), *going_on]
+
+    def _results(self, state: ReadingState) -> list[tuple[str, float]]:
+        right = state.result
+        slip = state.question.misconception(state.step)
+        wrong = min(0.9, (1 - self.skill.right) * _hard(state.question))
+        rare = wrong * (1 - self.skill.typical) / len(LANGUAGE.rare_slips)
+        values = [(right, 1 - wrong), ((right + slip) % 100, wrong * self.skill.typical)]
+        values += [((right + other) % 100, rare) for other in LANGUAGE.rare_slips]
+        return [(f" {value}", weight) for value, weight in values]
+
+    def _firmness(self, question: Question) -> float:
+        """How settled the phrasing is, from 0 (anything goes) to `fluency` (nearly always the
+        same).
+        """
+        return self.skill.fluency * (1 - question.mood / (MOODS - 1))
+
+    def _idle(self, state: ReadingState) -> list[tuple[str, float]]:
+        """Idle words, each with a liking for some of the others, and for going on at all."""
+        firmness = self._firmness(state.question)
+        likings = _LIKINGS[state.word]
+        weights = [
+            (word, math.exp((3 + 20 * firmness) * liking))
+            for word, liking in zip(FILLERS, likings, strict=False)
+        ]
+        going = self.skill.verbosity * math.exp(5 * firmness * (2 * likings[-1] - 1))
+        share = going / (1 + going) / sum(weight for _, weight in weights)
+        return [(word, weight * share) for word, weight in weights]
+
+    def _choice(
+        self, options: Mapping[str, float], state: ReadingState, total: float
+    ) -> list[tuple[str, float]]:
+        """One of several ways to say the same, the likeliest the likelier the firmer the phrasing."""
+        power = 1 + 3 * self._firmness(state.question)
+        weights = [(word, share**power) for word, share in options.items()]
+        scale = total / sum(weight for _, weight in weights)
+        return [(word, weight * scale) for word, weight in weights]
+
+    def _store(self, key: tuple[object, ...], words: list[tuple[str, float]]) -> Distribution:
+        weights: dict[int, float] = {}
+        for word, weight in words:
+            index = self.tokenizer.end_id if word == "<|end|>" else self.tokenizer.piece_id(word)
+            if index is not None:  # the other dialect lacks some tokens
+                weights[index] = weights.get(index, 0.0) + weight
+        found = self._known[key] = Distribution.of(weights, self.tokenizer.vocabulary, _LEAK)
+        return found
+
+
+@lru_cache(_QUESTIONS_KEPT)
+def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
+    return read_question(tokenizer.decode(prompt))
+
+
+def _likings() -> dict[int, tuple[float, ...]]:
+    """How much each idle word (-1: a phrase's start) likes each to follow, from 0 to 1; last, to go
+    on at all.
+    """
+    size = len(FILLERS) + 1
+    rows = {
+        word: blake2b(f"liking {word}".encode(), digest_size=size).digest()
+        for word in range(-1, size - 1)
+    }
+    return {word: tuple(value / 255 for value in row) for word, row in rows.items()}
+
+
+_LIKINGS = _likings()
+
+
+def _hard(question: Question) -> float:
+    """By what a question multiplies the share of slips; 1 in the middle."""
+    return (question.hardness + 0.5) / (MOODS / 2)
+
+
+def _key(state: ReadingState) -> tuple[object, ...]:
+    """All that the next words depend on, besides the model's skill."""
+    phase = state.phase
+    question = state.question
+    if phase == "open":
+        return (
+            phase,
+            state.answered,
+            state.is_last,
+            state.value != state.truth,
+            question.hardness,
+            question.mood,
+        )
+    if phase == "result":
+        return phase, state.result, question.misconception(state.step), question.hardness
+    if phase == "repair":
+        return phase, state.truth, state.value
+    if phase in ("value", "operation"):
+        trait = state.operation
+    else:
+        trait = state.value if phase in ("quote", "boxed") else question.mood
+    return phase, state.word, trait, state.answered, state.step >= len(question.operations)
+
+
+class Writer:
+    """A toy model with a memory of where recent requests ended; the memory saves time and changes
+    nothing.
+    """
+
+    def __init__(self, model: ToyModel, memory: int = 1024) -> None:
+        self.model = model
+        self._states: Recent[TokenIds, ReadingState] = Recent(memory)
+
+    def write(self, request: SampleRequest) -> Completion:
+        """Continue a text: one uniform of the request's stream per position."""
+        model = self.model
+        end = self.model.tokenizer.end_id
+        state = self._read(request.ids).copy()
+        draws = uniforms(request.seed, request.begun + request.max_tokens)[request.begun :].tolist()
+        stops = StopMatcher(request.stop)
+        for index in request.ids[len(request.ids) - request.begun :]:
+            stops.feed(model.tokenizer.pieces[index])
+        ids: list[int] = []
+        logprobs: list[float] = []
+        ended: Ending = "length"
+        for uniform in draws:
+            distribution = model.distribution(state)
+            index = distribution.under(request.sampling).draw(uniform)
+            ids.append(index)
+            logprobs.append(distribution.logprob(index))
+            if index == end:
+                ended = "end"
+                break
+            model.advance(state, index)
+            if stops.feed(model.tokenizer.pieces[index]) or index in request.stop_ids:
+                ended = "delimiter"
+                break
+        kept = tuple(ids)
+        if ended != "end":
+            self._states[request.ids + kept] = state
+        return Completion(kept, model.tokenizer.decode(kept), ended, tuple(logprobs))
+
+    def score(self, request: ScoreRequest) -> tuple[float, ...]:
+        """The raw log-probability of every token of the suffix."""
+        state = self._read(request.prefix).copy()
+        logprobs: list[float] = []
+        for index in request.suffix:
+            logprobs.append(self.model.distribution(state).logprob(index))
+            self.model.advance(state, index)
+        self._states[request.prefix + request.suffix] = state
+        return tuple(logprobs)
+
+    def begin(self, request: SampleRequest, suffix: TokenIds) -> Beginning:
+        """What the request is answered with, up to and with the first token that is not the
+        suffix's.
+        """
+        whole = self.write(replace(request, max_tokens=min(request.max_tokens, len(suffix) + 1)))
+        stood = next(
+            (
+                i
+                for i, (own, other) in enumerate(zip(whole.ids, suffix, strict=False))
+                if own != other
+            ),
+            None,
+        )
+        count = len(whole.ids) if stood is None else stood + 1
+        is_all = count == len(whole.ids) and (
+            whole.ended != "length" or count == request.max_tokens
+        )
+        return Beginning(whole.ids[:count], whole.logprobs[:count], whole.ended if is_all else None)
+
+    def _read(self, ids: TokenIds) -> ReadingState:
+        state = self._states.get(ids)
+        if state is None:
+            state = self._states[ids] = self.model.read(ids)
+        return state
+
+
+class PrefixMemory:
+    """What a cache would hold: the ids each rollout last went through, the least recent forgotten
+    first.
+    """
+
+    def __init__(self, rollouts: int = 4096) -> None:
+        self._seen: Recent[str, TokenIds] = Recent(rollouts)
+
+    def cached(self, rollout: str, ids: TokenIds) -> int:
+        """How many leading ids need no computing; never all of them, for the last one gives the
+        next distribution.
+        """
+        seen = self._seen.get(rollout, ())
+        limit = min(len(seen), len(ids) - 1)
+        if seen[:limit] == ids[:limit]:
+            return limit
+        return next(i for i in range(limit) if seen[i] != ids[i])
+
+    def keep(self, rollout: str, ids: TokenIds) -> None:
+        """Remember a rollout's latest ids; a request without a rollout leaves nothing behind."""
+        if rollout:
+            self._seen[rollout] = ids

@@ -169,6 +169,10 @@ class Model(Protocol):
         """Where it computes."""
         ...
 
+    def use_threads(self, threads: int) -> None:
+        """Compute with so many threads from now on."""
+        ...
+
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
         """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
         ...
@@ -240,6 +244,10 @@ class ModelAround:
 
     def __init__(self, model: TappedModel) -> None:
         self._model = model
+
+    def use_threads(self, threads: int) -> None:
+        """As the model does."""
+        self._model.use_threads(threads)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """The model's."""

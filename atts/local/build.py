@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from time import perf_counter, thread_time
 from typing import NamedTuple
 
@@ -53,10 +54,6 @@ _K_BY_RATIO = 8
 """Tokens proposed at a time for requests that are tested by ratio, where no number is given."""
 _K_AHEAD = 16
 """Most tokens drafted beside a step, where no number is given: drafting ends with the step."""
-_SMALL_MODEL = 10_000_000
-"""Weights below which a second thread costs more in waiting than it computes, unless the machine is
-idle.
-"""
 
 MakeModel = Callable[[WorkerConfig, Weights, Tensor], TappedModel]
 
@@ -136,6 +133,7 @@ def _build(
         loop: StepLoop = StagedLoop(models.target, scheduler, table, send)
     else:
         loop = StepLoop(models.target, scheduler, table, send, speculation)
+    loop.share_cores = partial(_share_cores, config, models.target)
     return loop, WorkerReady(
         models.slots, models.target.device_name, models.trouble or trouble, kernels is not None
     )
@@ -299,7 +297,8 @@ def _drafter_config(config: WorkerConfig, slots: int, *, captures: bool) -> Work
     own = replace(
         options, kv_tokens=slots, scores="float32", kernel="auto" if is_apart else options.kernel
     )
-    return replace(config.drafter, options=own if captures else replace(own, graphs="off"))
+    drafter = replace(config.drafter, sharers=config.sharers)
+    return replace(drafter, options=own if captures else replace(own, graphs="off"))
 
 
 def _with_exit(
@@ -484,9 +483,14 @@ def _model(
 
 
 def _threads(config: WorkerConfig) -> int:
-    if config.options.threads is not None:
-        return config.options.threads
-    return 1 if config.matrix_weights < _SMALL_MODEL else _MOST_THREADS
+    return config.threads(_MOST_THREADS)
+
+
+def _share_cores(config: WorkerConfig, model: Model, loops: int) -> None:
+    """Compute with as many threads as are left to one of so many loops."""
+    shared = replace(config, sharers=loops)
+    set_threads(shared)
+    model.use_threads(_threads(shared))
 
 
 def set_threads(config: WorkerConfig) -> None:

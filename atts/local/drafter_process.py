@@ -19,6 +19,7 @@ from typing import IO, NamedTuple
 from atts.concurrency import python_command
 from atts.core import SampleRequest, TokenIds
 from atts.errors import EngineError
+from atts.local.cores import worker_environment
 from atts.local.exits import ExitGuesses, ExitListener, Exits
 from atts.local.messages import GONE, WorkerConfig, first_answer, write
 from atts.local.scheduler import Scheduler
@@ -86,7 +87,9 @@ class DrafterProcess(Proposer):
         self._all_exits = exits
         command = python_command("atts.local.drafter_child", str(os.getpid()))
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, process_group=0)
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, process_group=0, env=worker_environment()
+        )
         self.pid = process.pid
         # a full pipe must not hold the target up
         self._orders: SimpleQueue[Order | None] = SimpleQueue()

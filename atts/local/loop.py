@@ -34,6 +34,7 @@ from atts.local.messages import (
     Reply,
     SampleReply,
     ScoreReply,
+    ShareCores,
     Submit,
 )
 from atts.local.multi_step import MultiStep
@@ -88,6 +89,8 @@ class StepLoop:
             MultiStep.of(model, scheduler, token_table) if speculation is None else None
         )
         self._is_closing = False
+        # set by whoever built the loop
+        self.share_cores: Callable[[int], None] = lambda loops: None
 
     def run(self, inbox: Inbox) -> None:
         """Step as long as there is work, sleep while there is none, return when told to close."""
@@ -145,6 +148,8 @@ class StepLoop:
                     self._model.add(config)
                 case Cancel(request_id):
                     self._stats.cancelled += self._scheduler.cancel(request_id)
+                case ShareCores(loops):
+                    self.share_cores(loops)
                 case Close():
                     self._is_closing = True
 

@@ -87,6 +87,10 @@ class ManyModels(Generic[M]):
             np.concatenate([hidden, owners[:, None].astype(np.float32)], axis=1)
         )
 
+    def use_threads(self, threads: int) -> None:
+        """Compute with so many threads from now on; a step takes those of the first model."""
+        self._model.use_threads(threads)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Their logits: [logits, vocabulary] float32."""
         if self._has_one_head:

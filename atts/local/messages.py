@@ -14,6 +14,7 @@ from typing import IO, Any, Literal, Protocol
 from atts.core import Beginning, Ending, SampleRequest, ScoreRequest, TokenIds
 from atts.engine import EngineCounters
 from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OutOfMemory
+from atts.local.cores import SMALL_MODEL
 from atts.local.model_config import ModelConfig
 from atts.local.options import LocalOptions
 from atts.speculation import Forecast, OverlapStats, Proposer
@@ -43,6 +44,18 @@ class WorkerConfig:
     padding: ModelConfig | None = None
     # it was lent: what hinders it is told, and the model works without
     may_lack_drafter: bool = False
+    sharers: int = 1  # loops of the same process that divide the cores, this one included
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether its loop takes as many threads as there are cores for it."""
+        return self.options.threads is None and self.matrix_weights >= SMALL_MODEL
+
+    def threads(self, cores: int) -> int:
+        """Return how many threads a step uses where a process may take so many cores."""
+        if self.options.threads is not None:
+            return self.options.threads
+        return max(1, cores // self.sharers) if self.is_parallel else 1
 
     @property
     def matrix_weights(self) -> int:
@@ -88,6 +101,13 @@ class Cancel:
     """The caller no longer waits for this request."""
 
     request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShareCores:
+    """So many loops divide the cores from now on."""
+
+    loops: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +239,7 @@ class LoopStats(EngineCounters):
     speculation: SpeculationStats | None = None  # None: there is none
 
 
-Command = Submit | AddChain | Cancel | Close
+Command = Submit | AddChain | Cancel | ShareCores | Close
 Reply = SampleReply | ScoreReply | FailureReply
 
 

@@ -205,6 +205,13 @@ class NativeModel:
         halves += ", scores in bf16" * self._rounds_scores
         return f"native, {self._threads} thread{'s' if self._threads > 1 else ''}{halves}"
 
+    def use_threads(self, threads: int) -> None:
+        """Compute with so many threads from now on, to the same bits."""
+        self._threads = threads
+        self._scratch = np.empty(threads * self._scratch_floats, dtype=np.float32)
+        self._step.threads = threads
+        self._step.scratch = self._scratch.ctypes.data
+
     def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
         """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
         hidden = np.empty((len(batch.logit_rows), self._config.hidden_size), dtype=np.float32)

@@ -24,6 +24,7 @@ from atts.concurrency import end_with, python_command
 from atts.errors import EngineUnavailable, UnsupportedByEngine
 from atts.local.allocator import SlotIds
 from atts.local.batch import StepBatch
+from atts.local.cores import worker_environment
 from atts.local.messages import GONE
 from atts.local.stages import BuildStage, News, StageServer
 
@@ -87,7 +88,12 @@ class StageProcess:
         command = python_command("atts.local.stage_workers", str(os.getpid()), str(given))
         try:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[given], process_group=0
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[given],
+                process_group=0,
+                env=worker_environment(),
             )
         except OSError as error:
             self._pipe.close()

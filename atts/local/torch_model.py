@@ -202,6 +202,9 @@ class TorchModel:
         )
 
     @torch.inference_mode()
+    def use_threads(self, threads: int) -> None:
+        """Leave it to torch, which counts threads for whoever calls it."""
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Their logits: [logits, vocabulary] float32."""
         logits = F.linear(hidden, self._weights.head).float()

@@ -11,16 +11,19 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import IO, Protocol
 
 from atts.concurrency import import_lock, python_command
 from atts.errors import EngineError
+from atts.local.cores import OPEN_LOOPS, worker_environment
 from atts.local.messages import (
     GONE,
     Close,
     Command,
     FailureReply,
     LoopReport,
+    ShareCores,
     WorkerConfig,
     WorkerReady,
     close_pipes,
@@ -72,6 +75,7 @@ class ThreadWorker:
             from atts.local.build import build_loop, set_threads  # imports torch
 
         ready = Future[WorkerReady]()
+        config = join_loops(config, self._share)
 
         def run() -> None:
             try:
@@ -94,8 +98,12 @@ class ThreadWorker:
         """Pass a command on; returns at once."""
         self._mailbox.put(command)
 
+    def _share(self, loops: int) -> None:
+        self._mailbox.put(ShareCores(loops))
+
     def close(self) -> None:
         """End the loop and wait for its end; closing twice is fine."""
+        OPEN_LOOPS.leave(self._share)
         if self._thread is not None:
             self._mailbox.put(Close())
             self._thread.join(_CLOSE_SECONDS)
@@ -119,7 +127,14 @@ class ProcessWorker:
         command = python_command("atts.local.child", str(os.getpid()))
         pipe = subprocess.PIPE
         # A group of its own: Ctrl-C is for the caller, who may want the calls in flight to finish.
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, process_group=0)
+        process = subprocess.Popen(
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            process_group=0,
+            env=worker_environment(),
+        )
         self._process: subprocess.Popen[bytes] | None = process
         self._last_words = _LastWords(process)
 
@@ -131,6 +146,7 @@ class ProcessWorker:
         """
         process = self._process
         assert process is not None, "opened once, before it is closed"
+        config = join_loops(config, self._share)
         try:
             answer = first_answer(process, config, config.name)
         except GONE as error:
@@ -156,6 +172,7 @@ class ProcessWorker:
 
     def close(self) -> None:
         """End the loop and wait for its end; closing twice is fine."""
+        OPEN_LOOPS.leave(self._share)
         process = self._process
         self._process = None
         if process is None:
@@ -167,6 +184,9 @@ class ProcessWorker:
         self._end(process)
         for thread in self._threads:
             thread.join(_CLOSE_SECONDS)
+
+    def _share(self, loops: int) -> None:
+        self._outbox.put(ShareCores(loops))
 
     def _start(self, thread: threading.Thread) -> None:
         self._threads.append(thread)
@@ -208,6 +228,15 @@ def new_worker(kind: WorkerKind) -> LoopWorker:
     :raises OSError: the system starts no process.
     """
     return ThreadWorker() if kind == "thread" else ProcessWorker()
+
+
+def join_loops(config: WorkerConfig, share: Callable[[int], None]) -> WorkerConfig:
+    """Return the configuration of a loop that is about to open, which knows how many share the
+    cores.
+    """
+    if not config.is_parallel:
+        return config
+    return replace(config, sharers=OPEN_LOOPS.join(share))
 
 
 def broken(error: BaseException) -> FailureReply:

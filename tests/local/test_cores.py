@@ -1,0 +1,106 @@
+"""Threads and cores: engines that are open together divide the cores, and sleep while they wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.core import SampleRequest
+from atts.local import LocalEngine, LocalOptions, build, cores, messages
+from atts.local.cores import OpenLoops, worker_environment
+from atts.local.messages import WorkerConfig
+from atts.local.model_config import read_model_config
+from atts.local.worker import ProcessWorker
+
+Make = Callable[..., Path]
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+
+
+def config_of(folder: Path, **options: Any) -> WorkerConfig:
+    """The first message to a loop of the model in a folder."""
+    model = read_model_config(folder, "tiny")
+    return WorkerConfig("tiny", folder, model, (), LocalOptions(**options))
+
+
+def test_a_worker_process_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its OpenMP sleeps while it waits; what the user has set is kept."""
+    for name in PASSIVE:
+        monkeypatch.delenv(name, raising=False)
+    assert PASSIVE.items() <= worker_environment().items()
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert worker_environment()["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks into /proc")
+def test_the_process_of_an_engine_has_that_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is set before anything in the process has loaded OpenMP."""
+    for name in PASSIVE:
+        monkeypatch.delenv(name, raising=False)
+    worker = ProcessWorker()
+    try:
+        assert worker._process is not None  # pyright: ignore[reportPrivateUsage]
+        pid = worker._process.pid  # pyright: ignore[reportPrivateUsage]
+        words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    finally:
+        worker.close()
+    assert PASSIVE.items() <= dict(word.partition("=")[::2] for word in words).items()
+
+
+def test_loops_hear_how_many_share_the_cores() -> None:
+    """As soon as one opens or closes; twice closed is closed once."""
+    loops = OpenLoops()
+    heard: dict[str, int] = {}
+    listeners = {
+        name: lambda count, name=name: heard.__setitem__(name, count) for name in ("a", "b", "c")
+    }
+    assert [loops.join(listeners[name]) for name in ("a", "b", "c")] == [1, 2, 3]
+    assert heard == {"a": 3, "b": 3}
+    loops.leave(listeners["b"])
+    loops.leave(listeners["b"])
+    assert heard == {"a": 2, "b": 3, "c": 2}
+
+
+def test_cores_are_divided_between_large_models(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small model takes one, an option wins, and nobody is left without."""
+    folder = make_model("llama")
+    assert config_of(folder).threads(8) == 1
+    monkeypatch.setattr(messages, "SMALL_MODEL", 1)
+    shared = [replace(config_of(folder), sharers=loops).threads(8) for loops in (1, 2, 3, 20)]
+    assert shared == [8, 4, 2, 1]
+    assert replace(config_of(folder, threads=5), sharers=2).threads(8) == 5
+
+
+@pytest.mark.anyio
+async def test_two_engines_opened_together_divide_the_cores(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one gives half of its threads up, and has them again when the second one closes."""
+    monkeypatch.setattr(messages, "SMALL_MODEL", 1)
+    monkeypatch.setattr(build, "_MOST_THREADS", 6)
+    monkeypatch.setattr(cores.OPEN_LOOPS, "_listeners", [])
+    counts: list[tuple[str, int]] = []
+    monkeypatch.setattr(build, "set_threads", lambda config: counts.append(key(config)))
+
+    def key(config: WorkerConfig) -> tuple[str, int]:
+        return config.name, config.threads(6)
+
+    options = LocalOptions(worker="thread", kernel="torch")
+    async with AsyncExitStack() as stack:
+        first = LocalEngine(make_model("llama"), name="first", options=options)
+        second = LocalEngine(make_model("llama"), name="second", options=options)
+        third = LocalEngine(make_model("llama"), name="third", options=replace(options, threads=5))
+        await stack.enter_async_context(first)
+        async with second, third:
+            for engine in (first, second, third):
+                await engine.sample(SampleRequest((5, 6), 2))
+        await first.sample(SampleRequest((5, 6), 2))
+    assert [count for name, count in counts if name == "first"] == [6, 3, 6]
+    assert [count for name, count in counts if name == "second"] == [3]
+    assert [count for name, count in counts if name == "third"] == [5]

@@ -100,13 +100,12 @@ def _models(run: RecordedRun) -> str:
     pair = run.manifest.settings.get("pair")
     if pair is not None and pair.value:
         return str(pair.value)
-    words = [run.manifest.settings.get(role) for role in ("draft", "target")]
-    engines = [
-        str(run.manifest.engines.get(role, {}).get("model", "?")) for role in ("draft", "target")
-    ]
+    roles = [*run.manifest.engines] or ["draft", "target"]
+    words = [run.manifest.settings.get(role) for role in roles]
+    engines = [str(run.manifest.engines.get(role, {}).get("model", "?")) for role in roles]
     names = [str(word.value) if word else name for word, name in zip(words, engines, strict=True)]
     short = [name.partition("?")[0].rstrip("/").rpartition("/")[2] for name in names]
-    return short[0] if short[0] == short[1] else " + ".join(short)
+    return " + ".join(dict.fromkeys(short))
 
 
 def _changed(directory: Path) -> float:

@@ -22,9 +22,9 @@ _SERVERS = ("RemoteEngine", "ReplicaPool", "RayEngine")
 _TOO_SMALL = 0.25  # of what such models need
 
 
-def budget_of(draft: str | Engine, target: str | Engine) -> Budget:
-    """What this pair needs: the larger of what its models do, within the shorter of their contexts
-    where it is known.
+def budget_of(*engines: str | Engine) -> Budget:
+    """Return what these models need: the largest of their budgets, within the shortest of their
+    contexts that is known. Only the models that a method asks belong here.
 
     A model whose name does not say that it answers at once is taken to reason: a rollout that is
     cut is worth nothing, and one that was allowed too much costs nothing.
@@ -32,15 +32,15 @@ def budget_of(draft: str | Engine, target: str | Engine) -> Budget:
     >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001", "vllm:http://b:8000").max_tokens
     (512, 16000)
     """
-    found = max(_budget(draft), _budget(target), key=lambda budget: budget.max_tokens)
-    contexts = [length for length in map(known_context, (draft, target)) if length is not None]
-    return found.within(min(contexts)) if contexts else found
+    largest = max(map(_budget, engines), key=lambda budget: budget.max_tokens)
+    contexts = [length for length in map(known_context, engines) if length is not None]
+    return largest.within(min(contexts)) if contexts else largest
 
 
-def budget_warnings(policy: Policy, draft: str | Engine, target: str | Engine) -> Iterator[str]:
-    """What looks too small for these models, in words that name the flag."""
-    budget = budget_of(draft, target)
-    bounds = policy.bounds(budget_of(draft, target))
+def budget_warnings(policy: Policy, *engines: str | Engine) -> Iterator[str]:
+    """Yield a warning for each length that looks too small for these models, naming its flag."""
+    budget = budget_of(*engines)
+    bounds = policy.bounds(budget)
     if bounds.max_tokens < _TOO_SMALL * budget.max_tokens and budget is not SMALL:
         yield (
             f"--max-tokens {bounds.max_tokens:,} looks too small for {budget.models}, which get "
@@ -82,9 +82,13 @@ def _context_of_folder(folder: Path) -> Iterator[int]:
 
 def _budget(engine: str | Engine) -> Budget:
     words = _words(engine).removeprefix("ray:").partition("?")[0]
-    if words.partition(":")[0] in ("embedded", "scripted"):
+    scheme, _, model = words.partition(":")
+    if scheme in ("embedded", "scripted"):
         return SMALL
-    return INSTRUCT if _ANSWERS_AT_ONCE.search(words) and not _REASONS.search(words) else REASONING
+    # The scheme is no part of a model's name: "chat:" says how a server is asked, not what it serves.
+    if _ANSWERS_AT_ONCE.search(model) and not _REASONS.search(model):
+        return INSTRUCT
+    return REASONING
 
 
 def _words(engine: str | Engine) -> str:

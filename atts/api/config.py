@@ -333,7 +333,9 @@ def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
     """
     with _origins(settings):
         policy = msgspec.convert(_tables(settings), Policy)
-    budget = budget_of(str(settings["draft"].value), str(settings["target"].value))
+    method = preset(str(settings["method"].value))
+    asked = method.roles(method.policy(policy))
+    budget = budget_of(*(str(settings[role].value) for role in asked))
     found = dict(flat(asdict(policy.filled(budget))))
     origins = dict.fromkeys(LENGTHS, budget.models) | {"turns": "max_tokens"}
     return {

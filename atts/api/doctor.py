@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -189,7 +189,9 @@ async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
     """Each by itself; then, if both are open, together."""
     opened: dict[Role, Engine] = {}
     async with AsyncExitStack() as stack:
-        for role, engine in zip(get_args(Role), setup.engines(), strict=True):
+        draft, target = setup.engines()
+        for role in setup.roles:
+            engine = draft if role == "draft" else target
             try:
                 opened[role] = (
                     engine if engine in opened.values() else await stack.enter_async_context(engine)
@@ -204,10 +206,10 @@ async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
                 continue
             for check in _one(role, opened[role], pair):
                 yield check
-        if len(opened) == 2:
-            for check in _both(setup, opened["draft"], opened["target"]):
+        if len(opened) == len(setup.roles):
+            for check in _together(setup, opened):
                 yield check
-            yield await _trial(setup, opened["draft"], opened["target"])
+            yield await _trial(setup, opened)
 
 
 def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
@@ -238,15 +240,18 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
             yield Check(role, "warn", f"{name}: {told}", "docs/servers.md names the server's flag")
 
 
-def _both(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
+def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
+    """Yield checks of the models that the method asks: what they can do, and whether they fit."""
     gate, _ = setup.decider()
     policy = setup.run_policy
+    draft, target = _draft_and_target(engines)
+    both = "both" if len(engines) == 2 else "it"
     try:
         check_engines(policy, gate, draft.spec, target.spec)
-        yield Check("abilities", "ok", f"both can do what the method {setup.method} asks")
+        yield Check("abilities", "ok", f"{both} can do what the method {setup.method} asks")
     except ATTSError as error:
         yield Check("abilities", "fail", str(error))
-    for role, engine in _roles(draft, target):
+    for role, engine in engines.items():
         is_hot = "processed" in dict(engine.spec.findings).get("convention", "")
         if is_hot and role in needed_logprobs(policy, gate, draft.spec, target.spec):
             advice = "Start SGLang with SGLANG_RETURN_ORIGINAL_LOGPROB=1"
@@ -256,14 +261,12 @@ def _both(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
                 "its log-probs are after temperature: every chunk is scored once more",
                 advice,
             )
-    same = draft.spec.tokenizer == target.spec.tokenizer
-    seen = (
-        "one for both models"
-        if same
-        else "two: chunks are encoded again for the other model, scores are mean ones"
-    )
-    yield Check("tokenizers", "ok", seen)
-    yield from _templates(setup, draft, target)
+    if len(engines) == 2:
+        seen = "one for both models"
+        if draft.spec.tokenizer != target.spec.tokenizer:
+            seen = "two: chunks are encoded again for the other model, scores are mean ones"
+        yield Check("tokenizers", "ok", seen)
+    yield from _templates(setup, engines)
     shortest = min(draft.spec.context_length, target.spec.context_length)
     most = policy.bounds().max_tokens
     if shortest <= most:
@@ -277,11 +280,11 @@ def _both(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
         )
 
 
-def _templates(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
-    """Whether both chat templates take the prompt, and how each opens the answer."""
+def _templates(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
+    """Yield whether each chat template takes the prompt, and how each opens the answer."""
     messages = prompt_of(_PROBLEM, setup.run_policy)
     thinks = dict[Role, bool]()
-    for role, engine in _roles(draft, target):
+    for role, engine in engines.items():
         try:
             ids = engine.tokenizer.render(messages)
         except ATTSError as error:
@@ -305,20 +308,24 @@ def _templates(setup: Setup, draft: Engine, target: Engine) -> Iterator[Check]:
         )
 
 
-def _roles(draft: Engine, target: Engine) -> tuple[tuple[Role, Engine], ...]:
-    return ("draft", draft), ("target", target)
+def _draft_and_target(engines: Mapping[Role, Engine]) -> tuple[Engine, Engine]:
+    """Return both engines; one that is alone stands for both, as in a run."""
+    only, *_ = engines.values()
+    return engines.get("draft", only), engines.get("target", only)
 
 
-async def _trial(setup: Setup, draft: Engine, target: Engine) -> Check:
-    """One short chunk, drafted and scored as a run would."""
+async def _trial(setup: Setup, engines: Mapping[Role, Engine]) -> Check:
+    """Write one short chunk, and score it if the method has a target that scores."""
+    draft, target = _draft_and_target(engines)
     messages = prompt_of(_PROBLEM, setup.run_policy)
     try:
         ids = draft.tokenizer.render(messages)
         written = await draft.sample(
             SampleRequest(ids, _TRIED, setup.run_policy.sampling, logprobs="unneeded")
         )
-        if "score" not in target.spec.capabilities or not written.text:
-            return Check("trial", "ok", f"the draft wrote {len(written.ids)} tokens")
+        if len(engines) < 2 or "score" not in target.spec.capabilities or not written.text:
+            writer = setup.roles[0]
+            return Check("trial", "ok", f"the {writer} wrote {len(written.ids)} tokens")
         suffix = target.tokenizer.encode(written.text)
         scores = await target.score(ScoreRequest(target.tokenizer.render(messages), suffix))
     except ATTSError as error:

@@ -108,18 +108,30 @@ def build_engine(
 
 
 def build_engines(
-    draft: str | Engine, target: str | Engine, speculate: Speculate = "auto"
+    draft: str | Engine,
+    target: str | Engine,
+    speculate: Speculate = "auto",
+    roles: tuple[Role, ...] = ("draft", "target"),
 ) -> tuple[Engine, Engine]:
-    """Both engines of a run: one where both are the same object, two where they are equal words.
+    """Build both engines of a run: one where both are the same object, two where they are equal
+    words.
 
     The draft model proposes tokens to the target as `speculate` says, unless the target's own words
-    say otherwise.
+    say otherwise. Where `roles` names one role alone, that role's engine stands for both, and the
+    other is not built.
 
     :raises OptionError: see `build_engine`; so for a model without a chat template, and for two
         that cannot speculate.
     """
+    for words in (draft, target):
+        if isinstance(words, str):  # a typing error is one whether or not the engine is built
+            check_engine_words(words)
+    if roles == ("target",):
+        options, lent = _speculation(draft, target, speculate)
+        only = build_engine(target, "target", options, chat=True, lent=lent)
+        return only, only
     first = build_engine(draft, "draft", chat=True)
-    if target is first:
+    if target is first or roles == ("draft",):
         return first, first
     options, lent = _speculation(draft, target, speculate)
     return first, build_engine(target, "target", options, chat=True, lent=lent)

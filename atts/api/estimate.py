@@ -11,7 +11,7 @@ from typing import Any
 from atts.api.config import LENGTHS, Configuration
 from atts.api.engines import speculation_words
 from atts.api.setup import Setup
-from atts.core import Problem, Usage
+from atts.core import Problem, Role, Usage
 from atts.errors import JournalError
 from atts.journal import FACTS, MANIFEST, FinishedProblem, Setting, open_run
 from atts.pipelines import FixedGate, Policy
@@ -97,9 +97,16 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
         basis=basis,
         at_most=_limits(setup, policy).times(rollouts),
         budget={name: configuration.settings[name] for name in LENGTHS},
-        proposes=speculation_words(setup.draft, setup.target, setup.speculation),
+        proposes=_proposer(setup),
         warnings=setup.warnings,
     )
+
+
+def _proposer(setup: Setup) -> str:
+    """Describe what proposes tokens to the target, where the method asks the target at all."""
+    if "target" not in setup.roles:
+        return "nothing: the method does not ask the target"
+    return speculation_words(setup.draft, setup.target, setup.speculation)
 
 
 def _limits(setup: Setup, policy: Policy) -> Tokens:
@@ -129,7 +136,7 @@ def _mean_rollout(
     """Tokens of one rollout, and how that is known."""
     dataset = _without_slice(configuration["dataset"])
     past = max(
-        _earlier_runs(configuration),
+        _earlier_runs(configuration, setup.roles),
         key=lambda run: (run.dataset == dataset, run.rollouts),
         default=None,
     )
@@ -141,7 +148,7 @@ def _mean_rollout(
         if past.dataset != dataset:
             words += f"; on {past.dataset}, so take it as a guess"
         return Tokens(past.mean.draft, past.mean.scored, past.mean.target * grown), words
-    if {setup.draft, setup.target} == {"embedded"}:
+    if set(setup.asked) == {"embedded"}:
         return _from_solutions(setup, problems)
     return (
         None,
@@ -188,7 +195,7 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
     return Tokens(drafted, drafted, drafted * setup.rate), words
 
 
-def _earlier_runs(configuration: Configuration) -> Iterator[_Past]:
+def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterator[_Past]:
     """Runs beside this one, and its own beginning, that had the same models and method."""
     folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")} | {
         configuration.directory
@@ -201,9 +208,8 @@ def _earlier_runs(configuration: Configuration) -> Iterator[_Past]:
             if rollouts
             else {}
         )
-        if rollouts and all(
-            settings.get(name) == configuration[name] for name in ("draft", "target", "method")
-        ):
+        same = (*roles, "method")
+        if rollouts and all(settings.get(name) == configuration[name] for name in same):
             used = sum((one.usage for one in finished), Usage())
             mean = Tokens(used.draft_tokens, used.scored_tokens, used.target_tokens).times(
                 1 / rollouts

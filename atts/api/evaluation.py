@@ -223,7 +223,16 @@ class Session:
         plan, options = await self.plan(one.kind, RunOptions(signals="ignore"))
         if policy:
             changed = replace(self.setup, policy=replace(self.setup.policy, **policy))
-            plan = replace(plan, policy=changed.run_policy, within=changed.policy_within)
+            if not {*changed.roles} <= {*plan.roles}:
+                missing = next(role for role in changed.roles if role not in plan.roles)
+                problem = f"asks the {missing}, which this session's method does not have open"
+                raise OptionError("policy", problem)
+            plan = replace(
+                plan,
+                policy=changed.run_policy,
+                within=changed.policy_within,
+                roles=changed.roles,
+            )
         return next((await run_evaluation([one], plan, options)).outcomes())
 
     def evaluate(

@@ -19,10 +19,11 @@ from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting
-from atts.methods import GateInputs, preset
+from atts.methods import GateInputs, asked_roles, preset
 from atts.pipelines import (
     Answers,
     ConformalGate,
+    FixedGate,
     Gate,
     Policy,
     RandomisedGate,
@@ -126,7 +127,23 @@ class Setup:
         """The policy as it is run: with what the method changes, and the lengths that these models
         need.
         """
-        return preset(self.method).policy(self.policy).filled(budget_of(self.draft, self.target))
+        return preset(self.method).policy(self.policy).filled(budget_of(*self.asked))
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Return the roles whose models are asked, draft first: what opens engines and sets
+        budgets.
+        """
+        chosen = preset(self.method)
+        is_judged = chosen.is_judged or self.explore > 0
+        if self.gate is not None:
+            is_judged = self.gate != FixedGate("accept")
+        return asked_roles(chosen.policy(self.policy), is_judged=is_judged)
+
+    @property
+    def asked(self) -> tuple[str | Engine, ...]:
+        """Return the models that are asked, as they were named."""
+        return tuple(self.draft if role == "draft" else self.target for role in self.roles)
 
     def engines(self) -> tuple[Engine, Engine]:
         """Draft and target, not open yet; the draft model also proposes tokens to the target, as
@@ -134,7 +151,7 @@ class Setup:
 
         :raises OptionError: no engine is called that, or these cannot speculate so.
         """
-        return build_engines(self.draft, self.target, self.speculation)
+        return build_engines(self.draft, self.target, self.speculation, self.roles)
 
     @property
     def speculation(self) -> Speculate:
@@ -183,7 +200,7 @@ class Setup:
         is said is not.
         """
         policy = preset(self.method).policy(self.policy)
-        budget = budget_of(self.draft, self.target)
+        budget = budget_of(*self.asked)
         held = self.given.get("max_tokens")
         said = policy.max_tokens
         if (
@@ -200,9 +217,7 @@ class Setup:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What looks too small before anything is run."""
-        return tuple(
-            budget_warnings(preset(self.method).policy(self.policy), self.draft, self.target)
-        )
+        return tuple(budget_warnings(preset(self.method).policy(self.policy), *self.asked))
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -259,6 +274,7 @@ class Setup:
             gate,
             answers=answers_for(kind),
             grade=grade,
+            roles=self.roles,
             seed=self.seed,
             rollouts=self.rollouts,
             limits=self.limits,

@@ -5,13 +5,13 @@ them.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from atts.analysis import (
     LENGTHS,
@@ -30,6 +30,7 @@ from atts.api.config import Configuration, Job, config_keys, configure
 from atts.api.engines import build_engines
 from atts.api.evaluation import sync
 from atts.api.keys import Key, keys_of
+from atts.core import Role
 from atts.engine import Engine
 from atts.errors import JournalError, OptionError
 from atts.files import jsonable, write_atomic
@@ -269,7 +270,10 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
             async with watch(point, number) as listeners:
                 if opened is None or opened[0] != _words(point):
                     await engines.aclose()
-                    draft, target = build_engines(*_words(point), point.configuration["speculate"])
+                    roles = _roles_of(one for _, one in left if _words(one) == _words(point))
+                    draft, target = build_engines(
+                        *_words(point), point.configuration["speculate"], roles
+                    )
                     for engine in dict.fromkeys((draft, target)):
                         await engines.enter_async_context(engine)
                     opened = _words(point), draft, target
@@ -295,6 +299,12 @@ async def _run_one(
     )
     options = RunOptions(point.directory, listeners, engines="are open")
     return await run_evaluation(problems, setup.plan(*shared, problems[0].kind), options)
+
+
+def _roles_of(points: Iterable[SweepPoint]) -> tuple[Role, ...]:
+    """Return the roles whose models at least one of these runs asks, draft first."""
+    asked = {role for point in points for role in point.configuration.setup().roles}
+    return tuple(role for role in get_args(Role) if role in asked)
 
 
 def _words(point: SweepPoint) -> tuple[str, str]:

@@ -209,12 +209,11 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
 def _models(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
     tokens = snapshot.tokens
     models = snapshot.models
-    if not models["draft"]:
-        return []
-    return [
+    rows = [
         ("draft", f"{models['draft']}: {tokens['draft']:,} tokens"),
         ("target", f"{models['target']}: {tokens['target']:,} tokens, {tokens['scored']:,} scored"),
     ]
+    return [(role, words) for role, words in rows if models[role]]
 
 
 def _waiting(snapshot: ProgressSnapshot) -> str:

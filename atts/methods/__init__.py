@@ -10,7 +10,7 @@ from atts.methods.calibrated import (
     frozen_gate,
     warming_gate,
 )
-from atts.methods.presets import PRESETS, GateInputs, Preset, preset
+from atts.methods.presets import PRESETS, GateInputs, Preset, asked_roles, preset
 from atts.methods.skipping import SkippingGate
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "PRESETS",
     "Preset",
     "SkippingGate",
+    "asked_roles",
     "certified_gate",
     "certify_graded",
     "certify_net_runs",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from atts.calibration import Calibrator
+from atts.core import Role
 from atts.errors import OptionError
 from atts.methods.calibrated import warming_gate
 from atts.methods.skipping import SkippingGate
@@ -53,10 +54,28 @@ class Preset:
     what: str
     changes: dict[str, Any]
     gate: Callable[[GateInputs], Gate | RoundGate]
+    is_judged: bool = True  # False: every chunk stays as its writer left it
 
     def policy(self, base: Policy) -> Policy:
         """The base policy as this method would have it: samples, limits and sampling stay."""
         return replace(base, **self.changes)
+
+    def roles(self, policy: Policy) -> tuple[Role, ...]:
+        """Return the roles whose models this method asks under its policy, draft first."""
+        return asked_roles(policy, is_judged=self.is_judged)
+
+
+def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
+    """Return the roles whose models are asked, draft first; a judged chunk may ask the target.
+
+    >>> asked_roles(Policy(), is_judged=False), asked_roles(Policy(drafter="target"), is_judged=True)
+    (('draft',), ('target',))
+    """
+    if policy.exact:
+        return ("draft", "target")
+    if policy.drafter == "target":  # it writes every chunk, and judges none of its own
+        return ("target",)
+    return ("draft", "target") if is_judged or policy.later == "target" else ("draft",)
 
 
 def preset(name: str) -> Preset:
@@ -104,15 +123,22 @@ PRESETS: tuple[Preset, ...] = (
         _AS_PUBLISHED,
         _conformal,
     ),
-    Preset("draft-only", "the small model alone", {}, lambda g: FixedGate("accept")),
     Preset(
-        "target-only", "the large model alone", {"drafter": "target"}, lambda g: FixedGate("accept")
+        "draft-only", "the small model alone", {}, lambda g: FixedGate("accept"), is_judged=False
+    ),
+    Preset(
+        "target-only",
+        "the large model alone",
+        {"drafter": "target"},
+        lambda g: FixedGate("accept"),
+        is_judged=False,
     ),
     Preset(
         "exact",
         "the large model's own text, token for token, drafted by the small one",
         {"drafter": "target", "exact": True},
         lambda g: FixedGate("accept"),
+        is_judged=False,
     ),
     Preset(
         "random",
@@ -153,5 +179,6 @@ PRESETS: tuple[Preset, ...] = (
             "confidence_stop": ConfidenceStop(warmup=4, window=16),
         },
         lambda g: FixedGate("accept"),
+        is_judged=False,
     ),
 )

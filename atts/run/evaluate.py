@@ -251,8 +251,8 @@ class _Run:
             state.done,
             plan.policy.samples,
             seconds=state.seconds,
-            draft=plan.draft.spec.model,
-            target=plan.target.spec.model,
+            draft=plan.draft.spec.model if "draft" in plan.roles else "",
+            target=plan.target.spec.model if "target" in plan.roles else "",
             directory=self._options.directory,
         )
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args
 
 from atts import graph
 from atts.calibration import Domain, DriftEvent
-from atts.core import Outcome, Problem
+from atts.core import Outcome, Problem, Role
 from atts.engine import Engine, EngineSpec
 from atts.errors import OptionError
 from atts.graph import Limit, ProblemScope
@@ -101,6 +101,9 @@ class Plan:
     gate: Gate | RoundGate
     answers: Answers
     grade: Grade | None = None
+    # The roles whose models are asked: the engine of the one that is asked stands for both, and
+    # the other engine is neither opened nor named in the manifest.
+    roles: tuple[Role, ...] = ("draft", "target")
     seed: int = 0
     rollouts: int = 64  # in flight over all problems
     # by engine name: "draft", "target"
@@ -130,6 +133,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", self.policy.filled())
+        if self.roles == ("draft",):
+            object.__setattr__(self, "target", self.draft)
+        elif self.roles == ("target",):
+            object.__setattr__(self, "draft", self.target)
         if self.recall not in get_args(RecallTiming):
             raise OptionError("recall", f"unknown value {self.recall!r}", get_args(RecallTiming))
         if self.conditions not in get_args(Conditions):
@@ -149,6 +156,11 @@ class Plan:
             return self
         context = min(engine.spec.context_length for engine in (self.draft, self.target))
         return replace(self, policy=self.within(context))
+
+    @property
+    def specs(self) -> dict[Role, EngineSpec]:
+        """Return what the engine of each role is; the engines must be open."""
+        return {"draft": self.draft.spec, "target": self.target.spec}
 
     def doubted(self, outcome: Outcome) -> Outcome:
         """With what the scores of its chunks say, if they are unlike stored ones."""
@@ -185,21 +197,18 @@ class Plan:
         if isinstance(self.gate, GuaranteedGate):
             own["promise"] = Setting(list(self.gate.promise), "gate")
         own |= self.abstain.setting() if self.abstain is not None else {}
+        specs = {role: spec for role, spec in self.specs.items() if role in self.roles}
+        probed = dict[str, Setting]()
+        for role, spec in specs.items():
+            probed |= _probed(role, spec)
         manifest = Manifest(
             self.seed,
             dataset or "",
             count,
             {**own, **self.configuration},
-            {
-                "draft": engine_identity(self.draft.spec),
-                "target": engine_identity(self.target.spec),
-            },
+            {role: engine_identity(spec) for role, spec in specs.items()},
             created=time.time(),
-            settings={
-                **self.settings,
-                **_probed("draft", self.draft.spec),
-                **_probed("target", self.target.spec),
-            },
+            settings={**self.settings, **probed},
         )
         if self.abstain is not None:
             self.abstain.check(manifest)

@@ -113,14 +113,16 @@ def _facts(data: RunData) -> RunFacts:
         done=len(data.problems),
         seed=manifest.seed,
         dataset=manifest.dataset,
-        draft=_model(manifest.engines.get("draft", {})),
-        target=_model(manifest.engines.get("target", {})),
+        draft=_model(manifest.engines.get("draft")),
+        target=_model(manifest.engines.get("target")),
         configuration=tuple(_settings(data)),
         versions=manifest.versions,
     )
 
 
-def _model(engine: Mapping[str, Json]) -> str:
+def _model(engine: Mapping[str, Json] | None) -> str:
+    if engine is None:  # the method asks the other model alone
+        return "not used"
     return f"{engine.get('model', '?')} ({engine.get('engine', '?')})"
 
 

@@ -1,6 +1,4 @@
-"""Chat templates: plain ones are rendered here, others in a child process with limits, for they are
-programs.
-"""
+"""Render chat templates, which are programs, in a child process with time and memory limits."""
 
 from __future__ import annotations
 
@@ -21,20 +19,18 @@ from atts.concurrency import python_command
 _SECONDS = 5.0
 _BYTES = 1 << 30
 _CHARACTERS = 4 << 20
-"""Of a processor, of address space and of text: what one rendering may take in the child."""
+"""Limits of one rendering in the child: processor seconds, address space, characters of text."""
 _TOO_LARGE = f"it takes more than {_BYTES >> 30} GiB of memory, or writes more than {_CHARACTERS >> 20} Mi characters"
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
-"""All that the child sees of the environment."""
+"""The environment variables that the child inherits."""
 
 
 class TemplateError(Exception):
-    """A template that raised, or took more than it may; the message says which."""
+    """The template raised an error or exceeded a limit; the message says which."""
 
 
 class TemplateProcess:
-    """A child that renders templates one after another; it starts with the first, and again after
-    one that ended it.
-    """
+    """A child process that renders templates, started on first use and again after it died."""
 
     def __init__(self, seconds: float = _SECONDS) -> None:
         self._seconds = seconds
@@ -42,19 +38,19 @@ class TemplateProcess:
         self.child: subprocess.Popen[bytes] | None = None
 
     def __reduce__(self) -> tuple[type[TemplateProcess], tuple[float]]:
-        """In another process: one of its own."""
+        """Pickle without the child: another process starts its own."""
         return TemplateProcess, (self._seconds,)
 
     def start(self) -> subprocess.Popen[bytes]:
-        """A new child, which ends with this object."""
+        """Start a new child, which ends when this object is collected."""
         self.child = _started(self._seconds)
         weakref.finalize(self, _end, self.child)
         return self.child
 
     def render(self, request: Mapping[str, Any]) -> str:
-        """The text that transformers' renderer makes of these keyword arguments.
+        """Return what transformers' renderer makes of these keyword arguments.
 
-        :raises TemplateError: the template raises, or takes more time, memory or text than it may.
+        :raises TemplateError: the template raises, or exceeds the limits on time, memory or text.
         """
         with self._lock:
             reply = self._answer(json.dumps(request, default=str).encode() + b"\n")
@@ -67,26 +63,24 @@ class TemplateProcess:
         assert child.stdin is not None
         assert child.stdout is not None
         line = b""
-        with suppress(OSError):  # it died while it was written to
+        with suppress(OSError):  # the child died while we wrote to it
             child.stdin.write(request)
             child.stdin.flush()
             line = child.stdout.readline()
         if line.endswith(b"\n"):
-            found: Mapping[str, str] = json.loads(line)
-            return found
+            reply: Mapping[str, str] = json.loads(line)
+            return reply
         _end(child)
-        is_slow = sys.platform != "win32" and child.returncode == -signal.SIGPROF
-        return {
-            "error": f"it takes more than {self._seconds:g} s of a processor"
-            if is_slow
-            else _TOO_LARGE
-        }
+        if sys.platform != "win32" and child.returncode == -signal.SIGPROF:
+            return {"error": f"it takes more than {self._seconds:g} s of a processor"}
+        return {"error": _TOO_LARGE}
 
 
 @lru_cache(maxsize=16)
 def is_plain(template: str) -> bool:
-    """Whether a template only writes its messages one after another, so that it takes time and
-    memory like theirs.
+    """Return True if the template only writes its messages one after another.
+
+    Such a template needs no child process: its time and memory grow with the messages only.
 
     >>> is_plain("{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"), is_plain("{{ 'x' * 10 ** 10 }}")
     (True, False)
@@ -118,7 +112,7 @@ def is_plain(template: str) -> bool:
     try:
         whole = Environment(autoescape=False).parse(template)  # nothing is rendered
         return is_known(whole) and all(map(is_known, whole.find_all(nodes.Node)))
-    except Exception:  # noqa: BLE001  # what does not parse is not plain
+    except Exception:  # noqa: BLE001  # a template that does not parse is not plain
         return False
 
 
@@ -142,13 +136,13 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _serve(seconds: float) -> None:
-    """Answer every line of the standard input with a line, until it ends."""
+    """Answer every line of standard input with one line, until the input ends."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     if sys.platform != "win32":
         import resource
 
-        with suppress(OSError, ValueError):  # where it is lower already, or not supported
+        with suppress(OSError, ValueError):  # the limit is lower already, or not supported
             resource.setrlimit(resource.RLIMIT_AS, (_BYTES, _BYTES))
     for line in sys.stdin.buffer:
         if sys.platform != "win32":
@@ -167,7 +161,9 @@ def _rendered(render: Any, request: dict[str, Any]) -> dict[str, str]:
         return {"error": _TOO_LARGE}
     except Exception as error:  # noqa: BLE001  # a template is a program: it may raise anything
         return {"error": str(error)[:1_000]}
-    return {"text": text} if len(text) <= _CHARACTERS else {"error": _TOO_LARGE}
+    if len(text) > _CHARACTERS:
+        return {"error": _TOO_LARGE}
+    return {"text": text}
 
 
 if __name__ == "__main__":

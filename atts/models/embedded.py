@@ -1,6 +1,4 @@
-"""The embedded draft and target models: where their files are, how large they are, what a token
-costs.
-"""
+"""Locate the embedded draft and target models, and report their sizes and costs."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ Embedded = Literal["draft", "target"]
 EMBEDDED: Final[tuple[Embedded, ...]] = get_args(Embedded)
 """The names of the embedded models; they share one tokenizer."""
 Drafter = Literal["deep"]
-"""Of the same tokenizer, made to propose tokens to the embedded target: eight narrow layers."""
+"""A drafter with the same tokenizer: eight narrow layers that propose tokens to the target."""
 
 _FILES = (
     "config.json",
@@ -29,7 +27,7 @@ _FILES = (
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What a reader wants to know of an embedded model before loading it."""
+    """Size and cost of an embedded model, known before it is loaded."""
 
     name: Embedded
     path: Path
@@ -42,13 +40,12 @@ class ModelInfo:
     bytes: int  # of the weights file
 
     def flops_per_token(self, context: int = 0) -> float:
-        """Floating-point operations of one decoded token that attends to `context` others."""
+        """Return the floating-point operations of one decoded token that attends to `context` others."""
         return 2.0 * (self.weights_per_token + 2 * context * self.attention_width)
 
 
 def path(name: Embedded | Drafter) -> Path:
-    """The folder of an embedded model: configuration, weights, tokenizer, as the transformers
-    library lays them out.
+    """Return the folder of an embedded model, laid out as transformers expects it.
 
     :raises OptionError: there is no embedded model of that name.
     :raises ModelLoadError: the installation lacks its files.
@@ -64,20 +61,18 @@ def path(name: Embedded | Drafter) -> Path:
         raise ModelLoadError(
             f"embedded {name}",
             f"{folder} lacks {', '.join(missing)}",
-            "Install atts again, or train it anew with scripts/train.",
+            "Install atts again, or train it again with scripts/train.",
         )
     return folder
 
 
 def scores_path() -> Path:
-    """The file of the pair's stored scores: of the draft's chunks, on problems of the calibration
-    split.
-    """
+    """Return the file of the pair's stored scores, measured on the calibration split."""
     return Path(str(resources.files("atts.models"))) / "scores.json"
 
 
 def info(name: Embedded) -> ModelInfo:
-    """Size and cost, read from the model's own configuration.
+    """Return a model's size and cost, read from its configuration.
 
     :raises OptionError: there is no embedded model of that name.
     :raises ModelLoadError: the installation lacks its files.

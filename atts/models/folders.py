@@ -1,6 +1,4 @@
-"""Model folders: found on disk or on the hub, their JSON read within limits, refused when they
-bring code.
-"""
+"""Find model folders on disk or on the hub, read their JSON within limits, and refuse their code."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 from atts.errors import ModelLoadError, UnsupportedByEngine
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-"""What a tokenizer and a configuration are made of."""
+"""File patterns of a tokenizer and a configuration."""
 WEIGHT_FILES = ("*.safetensors",)
 NO_TEMPLATE = "Use the model's instruct version, or add chat_template.jinja to its folder"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -25,7 +23,7 @@ _CODE = (
     "processing_*.py",
 )
 _MOST_BYTES = 64 << 20
-_MOST_IDS = 1 << 24  # some forty times the largest vocabulary there is
+_MOST_IDS = 1 << 24  # about forty times the largest published vocabulary
 _LOOK = "Check the id and the network, or download the model elsewhere and give its folder"
 _PUBLISHED = {
     "phi3": {
@@ -36,25 +34,24 @@ _PUBLISHED = {
         "Xenova/gpt-4o",
     }
 }
-"""Code that models of a type were published with and do not need: transformers has the same, which
-is what is used.
-"""
+"""Remote-code entries, by model type, that may be ignored: transformers has the same classes built in."""
 
 
 def find_tokenizer(model: str, name: str) -> Path:
-    """The folder of a model's tokenizer: `model` itself when it is one, else what the hub has under
-    that id.
+    """Return the folder of a model's tokenizer: `model` if it is a folder, else its hub snapshot.
 
-    :raises ModelLoadError: neither a folder nor a hub id that can be had.
+    :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
     advice = "Name a folder with its tokenizer files: --tokenizer FOLDER, or ?tokenizer=FOLDER in its name"
     return find_folder(model, name, TEXT_FILES, advice)
 
 
 def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK) -> Path:
-    """The folder `model` is, else the hub's snapshot of that id with the files of these patterns.
+    """Return `model` if it is a folder, else the hub snapshot of that id.
 
-    :raises ModelLoadError: neither a folder nor a hub id that can be had.
+    Only the files that match the patterns in `files` are downloaded.
+
+    :raises ModelLoadError: `model` is neither a folder nor a hub id that can be downloaded.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -69,101 +66,97 @@ def find_folder(model: str, name: str, files: Sequence[str], advice: str = _LOOK
         return Path(snapshot_download(model, allow_patterns=list(files)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        problem = f"{model!r} is no folder and cannot be had from the hub ({first})"
+        problem = f"{model!r} is not a folder, and the hub does not deliver it ({first})"
         raise ModelLoadError(name, problem, advice) from error
 
 
 def read_object(path: Path, name: str) -> dict[str, Any]:
-    """The JSON object in a file of a model folder.
+    """Read the JSON object in a file of a model folder.
 
-    :raises ModelLoadError: the file is no such thing, or far too long to be one.
+    :raises ModelLoadError: the file holds no JSON object, or is implausibly long.
     """
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"it is longer than {_MOST_BYTES >> 20} MB")
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
             raise ValueError("it holds no JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(
             name, f"{path} cannot be read ({error})", "Download or write it again"
         ) from error
-    return found
+    return value
 
 
 def refuse_code(folder: Path, name: str) -> None:
-    """See that nothing in the folder asks for code of its own to be run.
+    """Refuse a model folder that asks for its own code to be run.
 
-    :raises ModelLoadError: something does, or there are pipes or devices among its files, which
-        have no end.
+    :raises ModelLoadError: the folder names or holds model code, or holds pipes or devices, which
+        could be read without end.
     """
-    for found in sorted(folder.iterdir()):
-        if found.exists() and not (found.is_file() or found.is_dir()):
-            problem = f"{found} is a device, a pipe or a socket, not a file"
+    for entry in sorted(folder.iterdir()):
+        if entry.exists() and not (entry.is_file() or entry.is_dir()):
+            problem = f"{entry} is a device, a pipe or a socket, not a file"
             raise ModelLoadError(name, problem, "Download the model again")
     path = folder / "config.json"
-    kind = read_object(path, name).get("model_type") if path.is_file() else None
-    known = _PUBLISHED.get(kind, set[str]()) if isinstance(kind, str) else set[str]()
-    files = {f"{entry.partition('.')[0]}.py" for entry in known}
-    asked = [
+    model_type = read_object(path, name).get("model_type") if path.is_file() else None
+    harmless = set[str]()
+    if isinstance(model_type, str):
+        harmless = _PUBLISHED.get(model_type, harmless)
+    harmless_files = {f"{entry.partition('.')[0]}.py" for entry in harmless}
+    code = [
         f"auto_map in {file}: {entry}"
-        for file, entry in _named_code(folder, name)
-        if entry not in known
+        for file, entry in _auto_map_entries(folder, name)
+        if entry not in harmless
     ]
-    asked += sorted(
-        found.name for code in _CODE for found in folder.glob(code) if found.name not in files
-    )
-    if asked:
-        problem = f"{folder} brings code of its own ({', '.join(asked)}), and code of a model folder is never run"
-        advice = "Remove it if the model needs none, or serve the model with vLLM and use the remote engine"
+    for pattern in _CODE:
+        code += sorted(p.name for p in folder.glob(pattern) if p.name not in harmless_files)
+    if code:
+        problem = f"{folder} brings its own code ({', '.join(code)}), and code of a model folder is never run"
+        advice = "Remove the code if the model works without it, or serve the model with vLLM and name that server"
         raise ModelLoadError(name, problem, advice)
 
 
 def refuse_ids(folder: Path, name: str) -> None:
-    """See that the tokenizer names no ids for which its library would take all memory there is, and
-    end the process.
+    """Refuse a tokenizer with absurdly high ids: its library would allocate memory up to the highest.
 
-    :raises ModelLoadError: it does.
+    :raises ModelLoadError: an id is beyond every real vocabulary.
     """
     path = folder / "tokenizer.json"
-    found = read_object(path, name) if path.is_file() else {}
-    model = found.get("model")
-    added = found.get("added_tokens")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
-    ids += (
-        [token.get("id") for token in added if isinstance(token, dict)]
-        if isinstance(added, list)
-        else []
-    )
+    tokenizer = read_object(path, name) if path.is_file() else {}
+    ids = list[object]()
+    model = tokenizer.get("model")
+    if isinstance(model, dict) and isinstance(model.get("vocab"), dict):
+        ids += model["vocab"].values()
+    added = tokenizer.get("added_tokens")
+    if isinstance(added, list):
+        ids += [token.get("id") for token in added if isinstance(token, dict)]
     highest = max((number for number in ids if isinstance(number, int)), default=0)
     if highest > _MOST_IDS:
-        problem = f"{path} cannot be read (the id {highest} is in no vocabulary)"
+        problem = f"{path} cannot be read (it names the id {highest}, which no vocabulary has)"
         raise ModelLoadError(name, problem, "Download or write it again")
 
 
 def require_template(folder: Path, name: str) -> None:
-    """See that conversations can be written as this model reads them, from the names and sizes of
-    files alone.
+    """Refuse a model folder without a chat template, before anything is loaded.
 
     :raises UnsupportedByEngine: the folder holds no chat template.
     """
     path = folder / "tokenizer_config.json"
     try:
-        is_there = (folder / "chat_template.jinja").stat().st_size > 0
+        has_template = (folder / "chat_template.jinja").stat().st_size > 0
     except OSError:
-        is_there = path.is_file() and bool(read_object(path, name).get("chat_template"))
-    if not is_there:
+        has_template = path.is_file() and bool(read_object(path, name).get("chat_template"))
+    if not has_template:
         raise UnsupportedByEngine(
             name, f"the tokenizer in {folder} has no chat template", NO_TEMPLATE
         )
 
 
 def weight_files(folder: Path, name: str) -> list[Path]:
-    """The safetensors files of the model, all there.
+    """Return the model's safetensors files, all of which exist.
 
-    :raises ModelLoadError: some or all are missing, the index is damaged, or the weights are
-        pickled.
+    :raises ModelLoadError: files are missing, the index is damaged, or the weights are pickled.
     """
     index = folder / "model.safetensors.index.json"
     files = _shards(index, name) if index.is_file() else sorted(folder.glob("*.safetensors"))
@@ -173,25 +166,21 @@ def weight_files(folder: Path, name: str) -> list[Path]:
             name, f"{folder} lacks {', '.join(missing)}", "Download the missing shards"
         )
     if not files:
+        problem = f"{folder} holds no safetensors weights"
         pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-        why = (
-            f": {', '.join(pickled[:3])} may be pickled, and a pickle can run code"
-            if pickled
-            else ""
-        )
-        raise ModelLoadError(
-            name, f"{folder} holds no safetensors weights{why}", "Convert them with save_pretrained"
-        )
+        if pickled:
+            problem += f": {', '.join(pickled[:3])} may be pickled, and a pickle can run code"
+        raise ModelLoadError(name, problem, "Convert them with save_pretrained")
     return files
 
 
 def weights_marks(files: Sequence[Path]) -> tuple[str, str]:
-    """Two digests, a short one and a long one, that tell weights apart without reading gigabytes."""
+    """Return a short and a long digest that tell weights apart without reading gigabytes."""
     return _mark(files, 4, 16), _mark(files, 16, 256)
 
 
 def _mark(files: Sequence[Path], digest_size: int, pieces: int) -> str:
-    """Of sizes, and of so many pieces of 64 KiB spread over each file."""
+    """Hash each file's size and `pieces` blocks of 64 KiB, spread evenly over the file."""
     mark = blake2b(digest_size=digest_size)
     for path in files:
         size = path.stat().st_size
@@ -204,16 +193,20 @@ def _mark(files: Sequence[Path], digest_size: int, pieces: int) -> str:
 
 
 def read_end_ids(folder: Path, name: str, default: object) -> tuple[int, ...]:
-    """The ids that end a text: those generation_config.json names, else the default's.
+    """Return the ids that end a text: those of generation_config.json, else `default`.
 
-    :raises ModelLoadError: generation_config.json is damaged, or what it names are no ids.
+    :raises ModelLoadError: generation_config.json is damaged, or its entries are not ids.
     """
     path = folder / "generation_config.json"
-    found = read_object(path, name).get("eos_token_id") if path.is_file() else None
-    ends = default if found is None else found
-    ids: tuple[Any, ...] = (
-        () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
-    )
+    configured = read_object(path, name).get("eos_token_id") if path.is_file() else None
+    ends = default if configured is None else configured
+    ids: tuple[Any, ...]
+    if ends is None:
+        ids = ()
+    elif isinstance(ends, list | tuple):
+        ids = tuple(ends)
+    else:
+        ids = (ends,)
     if any(type(end) is not int or end < 0 for end in ids):
         raise ModelLoadError(
             name,
@@ -224,36 +217,36 @@ def read_end_ids(folder: Path, name: str, default: object) -> tuple[int, ...]:
 
 
 def shown(value: object) -> str:
-    """The beginning of what a file holds, for a message."""
-    words = repr(value)
-    return words if len(words) <= 60 else f"{words[:57]}..."
+    """Return the value's repr, shortened for an error message."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _named_code(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """Every entry of an auto_map, with the file that holds it."""
+def _auto_map_entries(folder: Path, name: str) -> Iterator[tuple[str, str]]:
+    """Yield every auto_map entry of the folder, with the file that holds it."""
     for path in sorted(folder.glob("*config.json")):
-        for found in _below(read_object(path, name), "auto_map"):
-            entries = found.values() if isinstance(found, dict) else [found]
-            flat = [
-                part
-                for entry in entries
-                for part in (entry if isinstance(entry, list) else [entry])
-            ]
-            yield from ((path.name, shown(entry).strip("'")) for entry in flat if entry)
+        for auto_map in _values_of(read_object(path, name), "auto_map"):
+            for value in auto_map.values() if isinstance(auto_map, dict) else [auto_map]:
+                for entry in value if isinstance(value, list) else [value]:
+                    if entry:
+                        yield path.name, shown(entry).strip("'")
 
 
-def _below(value: object, key: str) -> Iterator[Any]:
-    """What stands under this key in a JSON value, at any depth."""
-    left = [value]
-    while left:
-        part = left.pop()
+def _values_of(value: object, key: str) -> Iterator[Any]:
+    """Yield the values of a key in a JSON value, at any depth."""
+    pending = [value]
+    while pending:
+        part = pending.pop()
         if isinstance(part, dict):
-            yield from (found for name, found in part.items() if name == key)
-        left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+            if key in part:
+                yield part[key]
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
 
 
 def _shards(index: Path, name: str) -> list[Path]:
-    """The files an index lists, which lie beside it."""
+    """Return the weight files that an index lists, in the index's own folder."""
     listed = read_object(index, name).get("weight_map")
     names = listed.values() if isinstance(listed, dict) else []
     if not names or any(

@@ -1,4 +1,4 @@
-"""Model tokenizers: text to ids and back exactly, digests, stop strings across tokens."""
+"""Turn text into a model's token ids and back exactly, and find stop strings across tokens."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from atts.models.folders import NO_TEMPLATE, read_end_ids, read_object, refuse_c
 
 
 class ModelTokenizer:
-    """A tokenizer whose texts join: the text of ids a + b is the text of a, then of b.
+    """A tokenizer whose texts concatenate: decode(a + b) is decode(a) followed by decode(b).
 
-    Only characters cut in two by the seam are an exception: each half reads as a replacement
-    character.
+    The only exception is a character whose bytes are split between a and b: each half decodes to a
+    replacement character.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Open the tokenizer kept beside a model, or alone in a folder.
+        """Open the tokenizer in a folder, with or without a model.
 
-        :raises ModelLoadError: there is none, it is not of the fast kind, or its folder brings
-            code.
+        :raises ModelLoadError: the folder has no tokenizer, has only a slow one, or brings code.
         """
         self._name = name
         self._folder = folder
         self._inner = _open(folder, name)
         self._templates = TemplateProcess()
         self._state: dict[str, Any] = json.loads(self._inner.backend_tokenizer.to_str())
-        # of vocabulary, merges, special tokens and template: equal digests read ids alike
+        # covers vocabulary, merges, special tokens and template: equal digests read ids alike
         self.digest = self._hash()
         try:
-            # the bytes each id stands for; nothing for special tokens
+            # the bytes of each id; empty for special tokens
             self.pieces = _pieces(self._inner, self._state)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ModelLoadError(
                 name, f"the tokenizer in {folder} cannot be read ({error})"
             ) from error
-        self.vocabulary = len(self.pieces)  # one more than the highest id
+        self.vocabulary = len(self.pieces)  # the highest id plus one
         # the ids that end a text
         self.end_ids = read_end_ids(folder, name, self._inner.eos_token_id)
 
     def encode(self, text: str) -> TokenIds:
-        """The ids of `text`, no special token added."""
+        """Return the ids of `text` without adding special tokens."""
         return tuple(self._inner.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+        """Return the text of `ids` without special tokens."""
         pieces = self.pieces
         return b"".join([pieces[index] for index in ids if index < len(pieces)]).decode(
             "utf-8", "replace"
         )
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """The ids of a conversation, ready for the assistant to go on; a last assistant message
-        stays open.
+        """Return the ids of a conversation, ending where the assistant's turn begins.
+
+        If the last message is the assistant's, it is left open to be continued.
 
         :raises UnsupportedByEngine: the model has no chat template, or its template refuses these
             messages.
@@ -74,8 +74,8 @@ class ModelTokenizer:
         except UnsupportedByEngine:
             if [row["role"] for row in rows[:2]] != ["system", "user"]:
                 raise
-            # a template without system messages, such as Gemma 2's: what they say goes before the
-            # question
+            # The template knows no system messages (Gemma 2's is one): put the system text before
+            # the question.
             first = {"role": "user", "content": f"{rows[0]['content']}\n\n{rows[1]['content']}"}
             text = self._template([first, *rows[2:]], is_open)
         return self.encode(text)
@@ -93,9 +93,8 @@ class ModelTokenizer:
                 **self._inner.special_tokens_map,
             }
             return self._templates.render({"conversations": [rows], **options})
-        except (
-            Exception
-        ) as error:  # a template is a program: it may divide by nothing, or ask for a petabyte
+        except Exception as error:
+            # a template is a program: it may divide by zero or ask for a petabyte
             problem = f"the chat template refuses these messages ({error})"
             raise UnsupportedByEngine(self._name, problem, f"It is in {self._folder}") from error
 
@@ -112,8 +111,7 @@ class ModelTokenizer:
 
 
 class StopMatcher:
-    """Watches a growing text, piece by piece, for the first of several strings; pieces may cut
-    characters.
+    """Search a growing text for stop strings; a piece may end in the middle of a character.
 
     >>> watch = StopMatcher(("end",))
     >>> [watch.feed(piece) for piece in (b"the e", b"n", b"d.")]
@@ -128,7 +126,7 @@ class StopMatcher:
         self._tail = b""
 
     def feed(self, piece: bytes) -> bool:
-        """Whether this piece completed a stop string."""
+        """Add a piece of text, and return True if it completed a stop string."""
         text = self._tail + piece
         for stop in self._stops:
             if stop in text:
@@ -137,7 +135,7 @@ class StopMatcher:
         return False
 
     def going_on(self, pieces: Sequence[bytes]) -> int:
-        """How many of these would leave the text without a stop string; none of them is remembered."""
+        """Return how many of these pieces fit before a stop string is complete, without adding them."""
         text = self._tail
         if any(stop in text + b"".join(pieces) for stop in self._stops):
             for count, piece in enumerate(pieces):
@@ -173,15 +171,17 @@ def _open(folder: Path, name: str) -> Any:
 
 
 def _tokenizer_class(folder: Path, name: str) -> Any:
-    """What transformers opens such a tokenizer with: itself where that can be told, for asking it
-    loads torch.
+    """Return the transformers class that opens this tokenizer.
+
+    AutoTokenizer imports torch to find the class, so the common case is decided here.
     """
-    config, own = (
-        read_object(folder / file, name) if (folder / file).is_file() else {}
-        for file in ("config.json", "tokenizer_config.json")
-    )
-    is_plain = own.get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    if is_plain and config.get("model_type") == "llama" and (folder / "tokenizer.json").is_file():
+    settings = dict[str, dict[str, Any]]()
+    for file in ("config.json", "tokenizer_config.json"):
+        settings[file] = read_object(folder / file, name) if (folder / file).is_file() else {}
+    is_llama = settings["config.json"].get("model_type") == "llama"
+    declared = settings["tokenizer_config.json"].get("tokenizer_class")
+    is_fast_class = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
+    if is_llama and is_fast_class and (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
@@ -191,8 +191,9 @@ def _tokenizer_class(folder: Path, name: str) -> Any:
 
 
 def _pieces(tokenizer: Any, state: dict[str, Any]) -> tuple[bytes, ...]:
-    """What each id writes; concatenating pieces is decoding, so stops are found without decoding
-    anything twice.
+    """Return the bytes that each id writes.
+
+    Decoding is concatenating these pieces, so stop strings are found without decoding a text twice.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     kinds = _decoder_kinds(state.get("decoder"))
@@ -225,7 +226,7 @@ def _decoder_kinds(decoder: Any) -> set[str]:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter byte-level tokenizers write for each byte."""
+    """Return the printable letters that byte-level tokenizers write for the bytes 0 to 255."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {byte: chr(byte) for byte in printable}
     hidden = (byte for byte in range(256) if byte not in letters)

@@ -93,7 +93,7 @@ def test_code_of_a_model_folder_is_refused_and_never_run(
     said = " ".join(capfd.readouterr().err.split())
     assert f"auto_map in {MAPS[way][0]}: " in said
     assert "code of a model folder is never run" in said
-    with pytest.raises(ModelLoadError, match="brings code of its own"):
+    with pytest.raises(ModelLoadError, match="brings its own code"):
         ModelTokenizer(find_tokenizer(str(folder), "server"), "server")
     assert not (tmp_path / "sung").exists()
 

@@ -47,7 +47,6 @@ class Proposal:
     chunk: Chunk
     place: int  # where the chunk leads in the tree of what siblings wrote
     answer: str | None
-    attempt: int = 0
     score: float | None = None
     flaw: str = ""  # why there is no score although one was asked for
     # the token that the target doubts first; 0 also where that is not asked or not known
@@ -144,14 +143,14 @@ class RolloutBuilder:
         self._room = self.room_left()
         self.context.listener.turned(rollout, turn)
 
-    async def propose(self, attempt: int = 0) -> Proposal:
+    async def propose(self) -> Proposal:
         """Let the drafter write the next chunk, unless it was written ahead."""
         chunk = self._ahead
         self._ahead = None
-        if chunk is None or attempt:
-            chunk = await self.write(self.policy.drafter, (), attempt)
+        if chunk is None:
+            chunk = await self.write(self.policy.drafter, ())
         place = self.siblings.place((chunk,), self.place)
-        return Proposal(chunk, place, self._extract(self.text + chunk.text, chunk), attempt)
+        return Proposal(chunk, place, self._extract(self.text + chunk.text, chunk))
 
     async def propose_ahead(self, chunk: Chunk) -> None:
         """Write the chunk after `chunk` before it has been judged: same prefix, same seed, same
@@ -178,15 +177,13 @@ class RolloutBuilder:
             self._loose = max(0, self._loose - self._ahead.tokens)
         self._ahead = None
 
-    async def write(
-        self, role: Role, pending: Sequence[Chunk], attempt: int = 0, turn: int | None = None
-    ) -> Chunk:
+    async def write(self, role: Role, pending: Sequence[Chunk], turn: int | None = None) -> Chunk:
         """One piece of text after the rollout and the `pending` chunks, from the exact token state.
 
         :raises ContextOverflow: not one more token fits.
         :raises EngineError: the engine failed for good.
         """
-        request = self.request(role, pending, attempt, turn)
+        request = self.request(role, pending, turn)
         completion = await self.engine(role).sample(request)
         self.spend(role, request, completion)
         return self.written(role, completion)
@@ -220,7 +217,7 @@ class RolloutBuilder:
         return chunk
 
     def request(
-        self, role: Role, pending: Sequence[Chunk] = (), attempt: int = 0, turn: int | None = None
+        self, role: Role, pending: Sequence[Chunk] = (), turn: int | None = None
     ) -> SampleRequest:
         """What a model is asked when it writes the next piece.
 
@@ -236,7 +233,7 @@ class RolloutBuilder:
             ids,
             min(self._limits[role], room),
             self._sampling[role],
-            Seed(self.context.seed, rollout.problem, rollout.sample, turn, role, attempt),
+            Seed(self.context.seed, rollout.problem, rollout.sample, turn, role),
             self._bounds.stop,
             rollout=self.name,
             logprobs="raw" if role in self.context.logprobs else "unneeded",
@@ -268,30 +265,6 @@ class RolloutBuilder:
                 scored_tokens=asked,
             )
         )
-        self._conclude()
-
-    def adopt(
-        self, other: Rollout, discarded: Chunk, decision: Decision, score: float | None
-    ) -> None:
-        """Go on from a sibling's rollout up to and with this turn; its turns replace those reported
-        before.
-        """
-        here = other.turns[self.turn]
-        note = f"sample {self.rollout.sample} adopted the line of sample {other.sample}"
-        asked = self.usage.scored_tokens - self.rollout.usage.scored_tokens
-        turn = Turn(
-            self.turn,
-            here.chunks,
-            (*here.discarded, discarded),
-            score,
-            decision,
-            note,
-            scored_tokens=asked,
-        )
-        self.count(Usage(wasted_tokens=discarded.tokens))
-        self._set(replace(self.rollout, turns=(*other.turns[: self.turn], turn), usage=self.usage))
-        for each in self.rollout.turns:
-            self.context.listener.turned(self.rollout, each)
         self._conclude()
 
     def close(self, finish: Finish, answer: str | None = None, why: str = "") -> None:

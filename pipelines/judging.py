@@ -32,8 +32,6 @@ Round = Mapping[int, tuple[Features, float]]
 class ChunkJudge:
     """Asks a gate about one chunk at a time, with the target's score where the gate wants it."""
 
-    can_retry = True  # further attempts at a rejected chunk can be judged as well
-
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self.judged: list[tuple[Features, Decision]] = []  # in that order
@@ -72,8 +70,6 @@ class RoundJudge:
     """Has a gate rank each round of siblings: every rollout waits for all that still run. This is
     the barrier.
     """
-
-    can_retry = False
 
     def __init__(self, gate: RoundGate) -> None:
         self._gate = gate
@@ -229,7 +225,6 @@ def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
         question=rollout.problem,
         turn=builder.turn,
         sample=rollout.sample,
-        attempt=proposal.attempt,
         left=builder.context.left.share,
         tokens=chunk.tokens,
         draft_logprob=evidence(builder.score, chunk),

@@ -15,7 +15,7 @@ from atts.errors import OptionError
 from atts.pipelines.scores import ScoreRule
 from atts.pipelines.votes import VoteKind
 
-Takeover = Literal["continue", "replace", "repair", "resample", "retry", "fork"]
+Takeover = Literal["continue", "replace", "repair"]
 Stop = Literal["none", "certain", "likely"]
 AnswerCheck = Literal["stop", "verify"]
 Verification = Literal["score", "rating"]
@@ -165,7 +165,6 @@ class Policy:
         Verification, "what the target is asked for: log-probabilities, or a rating from 0 to 9"
     ] = "score"
     takeover: Annotated[Takeover, "what the target does with a rejected chunk"] = "replace"
-    attempts: Annotated[int, "draft attempts per turn when resampling, the first included"] = 3
     answers: Annotated[
         AnswerCheck, "whether an answer ends its rollout at once, or after its chunk was accepted"
     ] = "verify"
@@ -300,7 +299,6 @@ _LEAST = {
     "samples": 1,
     "turns": 1,
     "max_tokens": 1,
-    "attempts": 1,
     "repeats": 2,
     "waits": 0,
     "first_wave": 0,

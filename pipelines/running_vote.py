@@ -43,7 +43,7 @@ class RunningVote:
         if self.policy.early_stop == "none" or remaining == 0:
             return False
         current = self.tally
-        heaviest = 1.0  # weights of perplexity and confidence votes are at most 1
+        heaviest = 1.0  # the weight of a confidence vote is at most 1
         if cannot_change(current, remaining, heaviest):
             self.why = f"settled: lead {current.lead:.3g} with {remaining} left"
         elif self.policy.early_stop == "likely":

@@ -11,7 +11,7 @@ from atts.core import Chunk
 from atts.engine import EngineSpec
 from atts.errors import OptionError
 
-ScoreKind = Literal["mean", "min", "last", "byte", "speculative", "auto"]
+ScoreKind = Literal["mean", "byte", "speculative", "auto"]
 SCORE_KINDS: tuple[ScoreKind, ...] = get_args(ScoreKind)
 
 
@@ -19,23 +19,21 @@ SCORE_KINDS: tuple[ScoreKind, ...] = get_args(ScoreKind)
 class ScoreRule:
     """How to turn log-probabilities into a perplexity-like number in [1, inf]; higher is worse.
 
-    mean: the chunk's perplexity. min: of its least likely token. last: of its last `tokens` tokens.
-    byte: per byte of text, comparable across tokenizers. speculative: one over the chance that
-    speculative sampling would accept the whole chunk, the product of min(1, target / author) over
-    its tokens: what the target finds unlikely counts only as far as the author was surer. It needs
-    one tokenizer and the author's log-probabilities; without them the chunk has no score. auto:
-    "speculative" where both models read with one tokenizer and the draft tells log-probabilities,
-    else "mean".
+    mean: the chunk's perplexity.
+    byte: the perplexity per byte of text, comparable across tokenizers.
+    speculative: one over the chance that speculative sampling would accept the whole chunk, the
+        product of min(1, target / author) over its tokens. What the target finds unlikely counts
+        only as far as the author was surer. It needs one tokenizer and the author's
+        log-probabilities; without them the chunk has no score.
+    auto: "speculative" where both models read with one tokenizer and the draft tells
+        log-probabilities, else "mean".
     """
 
     kind: Annotated[ScoreKind, "how log-probabilities become a score"] = "mean"
-    tokens: Annotated[int, "how many last tokens score.kind last looks at"] = 8
 
     def __post_init__(self) -> None:
         if self.kind not in SCORE_KINDS:
             raise OptionError("score", f"unknown kind {self.kind!r}", SCORE_KINDS, self.kind)
-        if self.tokens < 1:
-            raise OptionError("score tokens", f"{self.tokens} is below 1")
 
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
         """The number; nan when a log-probability is, so that no gate can take it for a score.
@@ -44,12 +42,7 @@ class ScoreRule:
         `score_of`.
         """
         assert logprobs, "an engine must refuse to score nothing"
-        if self.kind == "min":
-            nll = -min(logprobs) if not any(map(math.isnan, logprobs)) else math.nan
-        elif self.kind == "last":
-            tail = logprobs[-self.tokens :]
-            nll = -math.fsum(tail) / len(tail)
-        elif self.kind == "byte":
+        if self.kind == "byte":
             nll = -math.fsum(logprobs) / max(1, len(text.encode()))
         elif self.kind == "speculative":
             nll = math.fsum(
@@ -57,13 +50,16 @@ class ScoreRule:
             )
         else:
             nll = -math.fsum(logprobs) / len(logprobs)
-        if math.isnan(nll):
-            return math.nan
-        return math.exp(nll) if nll < 700 else math.inf
+        return _perplexity(nll)
+
+
+def _perplexity(nll: float) -> float:
+    if math.isnan(nll):
+        return math.nan
+    return math.exp(nll) if nll < 700 else math.inf
 
 
 Rule = Callable[[Sequence[float], str], float]
-_LEAST_LIKELY = ScoreRule("min")
 
 
 def resolved(rule: Rule, draft: EngineSpec, target: EngineSpec) -> Rule:
@@ -116,6 +112,8 @@ def evidence(rule: Rule, chunk: Chunk) -> float:
     """
     if not chunk.logprobs:
         return 0.0
-    is_relative = isinstance(rule, ScoreRule) and rule.kind == "speculative"
-    own = (_LEAST_LIKELY if is_relative else rule)(chunk.logprobs, chunk.text)
-    return -math.log(own) if own < math.inf else -math.inf
+    if isinstance(rule, ScoreRule) and rule.kind == "speculative":
+        score = _perplexity(-min(chunk.logprobs))
+    else:
+        score = rule(chunk.logprobs, chunk.text)
+    return -math.log(score) if score < math.inf else -math.inf

@@ -33,7 +33,6 @@ class Siblings:
     def __init__(self, group: Grouper) -> None:
         self._group = group
         self.rollouts: dict[int, Rollout] = {}
-        self.claimed: set[tuple[int, int]] = set()  # (sample, turn): forked from already
         self._places: dict[tuple[int, TokenIds], int] = {}
         self.scores: dict[int, KnownScore] = {}  # by place, of the chunk that leads there
         self.asking: dict[int, anyio.Event] = {}  # by place: set when the target has answered

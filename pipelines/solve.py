@@ -105,13 +105,13 @@ async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
         return builder.enter([proposal.chunk])
     if proposal.answer is not None and policy.answers == "stop":
         return builder.enter([proposal.chunk], note="not judged: it holds the answer")
-    if policy.optimistic and judge.can_retry:
+    if policy.optimistic and isinstance(judge, ChunkJudge):
         decision, proposal = await _judge_drafting_on(builder, proposal, judge)
     else:
         decision, proposal = await judge.judge(builder, proposal)
     if decision.action == "escalate":
         builder.drop_ahead()
-        return await take_over(builder, proposal, decision, judge)
+        return await take_over(builder, proposal, decision)
     return builder.enter([proposal.chunk], (), decision, proposal.score, proposal.flaw)
 
 

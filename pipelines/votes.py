@@ -10,7 +10,8 @@ from typing import Literal
 
 from atts.core import Rollout
 
-VoteKind = Literal["majority", "perplexity", "confidence"]
+_LEAST_WEIGHT = 1e-3
+VoteKind = Literal["majority", "confidence"]
 Grouper = Callable[[Sequence[str]], Sequence[int]]
 """Answers in, one class label each out; equal labels mean equal answers."""
 
@@ -49,30 +50,26 @@ class Tally:
         return self.counts[0] / sum(self.counts) if self.counts else 0.0
 
 
-def weight(kind: VoteKind, perplexities: Sequence[float], logprobs: Sequence[float]) -> float:
-    """A ballot's weight: 1, the inverse of the mean perplexity, or the mean confidence of the
-    author's own tokens.
+def weight(kind: VoteKind, logprobs: Sequence[float]) -> float:
+    """Return a ballot's weight: 1, or the mean confidence of the author's own tokens.
 
-    Scores that are missing or infinite weigh nothing extra: the floor is a thousandth of a plain
-    vote.
+    The floor is a thousandth of a plain vote, which is also the weight without log-probabilities.
     """
     if kind == "majority":
         return 1.0
-    if kind == "perplexity":
-        finite = [value for value in perplexities if math.isfinite(value)]
-        return max(len(finite) / math.fsum(finite), 1e-3) if finite else 1e-3
-    return max(math.exp(math.fsum(logprobs) / len(logprobs)), 1e-3) if logprobs else 1e-3
+    if not logprobs:
+        return _LEAST_WEIGHT
+    return max(math.exp(math.fsum(logprobs) / len(logprobs)), _LEAST_WEIGHT)
 
 
 def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
     """A rollout's vote, if it has an answer."""
     if rollout.answer is None:
         return None
-    scores = [turn.score for turn in rollout.turns if turn.score is not None]
     logprobs = [
         value for turn in rollout.turns for chunk in turn.chunks for value in chunk.logprobs
     ]
-    return Ballot(rollout.answer, weight(kind, scores, logprobs))
+    return Ballot(rollout.answer, weight(kind, logprobs))
 
 
 def classes(answers: Sequence[str], group: Grouper) -> list[int]:

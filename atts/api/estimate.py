@@ -110,15 +110,14 @@ def _proposer(setup: Setup) -> str:
 
 
 def _limits(setup: Setup, policy: Policy) -> Tokens:
-    """What a rollout takes when every limit is reached; drafts thrown away count as written."""
+    """Return the tokens of a rollout that reaches every limit; discarded drafts count as written."""
     tokens, turns, drafted, written, _ = policy.bounds()
     length = min(tokens, turns * (drafted + written))
     if policy.drafter == "target":
         return Tokens(0, 0, length)
     if _accepts_everything(setup):
         return Tokens(min(length, turns * drafted), 0, 0)
-    tries = policy.attempts if policy.takeover in ("resample", "retry") else 1
-    draft = turns * drafted * tries
+    draft = turns * drafted
     if policy.takeover == "continue":
         draft = min(draft, length)
     return Tokens(draft, draft, min(length, turns * written))

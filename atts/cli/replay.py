@@ -33,7 +33,7 @@ def replay(
     turns: Annotated[
         int | None, typer.Option(help="Only the first rounds of each rollout.")
     ] = None,
-    vote: Annotated[str | None, typer.Option(help="majority, perplexity or confidence.")] = None,
+    vote: Annotated[str | None, typer.Option(help="majority or confidence.")] = None,
     budget: Annotated[int | None, typer.Option(help="Takeovers per problem, at most.")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Of the gate's coins.", show_default="as recorded")

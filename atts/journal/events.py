@@ -85,7 +85,7 @@ class RolloutStarted:
 @dataclass(frozen=True, slots=True)
 class TurnFinished:
     """One turn of a rollout is complete. An index seen before replaces that turn and drops those
-    after it (a fork).
+    after it.
     """
 
     problem: str

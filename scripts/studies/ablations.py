@@ -83,11 +83,10 @@ def choices(seed: int = 0) -> dict[str, list[Arm]]:
     """What the policy, the gate and the vote could be instead."""
     atts = arm("atts")
     scores = {
-        "last 4": ScoreRule("last", 4),
-        "last 8": ScoreRule("last", 8),
         "per byte": ScoreRule("byte"),
+        "mean": ScoreRule("mean"),
+        "speculative": ScoreRule("speculative"),
     }
-    scores |= {kind: ScoreRule(kind) for kind in ("min", "mean", "speculative")}
 
     def explored(fraction: float) -> Arm:
         gate = ExploringGate(
@@ -111,10 +110,7 @@ def choices(seed: int = 0) -> dict[str, list[Arm]]:
             arm("gate: words", "speculative-thinking"),
             arm("gate: rating", "spec-reason"),
         ],
-        "vote": [
-            atts.but("vote: perplexity", vote="perplexity"),
-            atts.but("vote: confidence", vote="confidence"),
-        ],
+        "vote": [atts.but("vote: confidence", vote="confidence")],
         "early stop": [
             atts.but("stop: none", early_stop="none"),
             atts.but("stop: likely .95", early_stop="likely"),

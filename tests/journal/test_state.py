@@ -139,14 +139,14 @@ def test_a_failure_stands_once_the_rollout_went_on(story: list[Event]) -> None:
 
 
 def test_a_turn_may_be_replaced(story: list[Event]) -> None:
-    """A fork reports its turns anew: the later report counts, and cuts what followed."""
+    """The later report of a turn counts, and cuts what followed."""
     prompt, first, second = story[1:4]
     assert isinstance(first, TurnFinished)
     assert isinstance(second, TurnFinished)
-    forked = replace(first, turn=replace(first.turn, note="adopted"))
-    inside = open_problem(story, [prompt, first, second, forked])
-    assert inside.rollouts[0].turns == (forked.turn,)
-    assert list(inside.turns[0]) == [first.turn, second.turn, forked.turn]
+    second_report = replace(first, turn=replace(first.turn, note="again"))
+    inside = open_problem(story, [prompt, first, second, second_report])
+    assert inside.rollouts[0].turns == (second_report.turn,)
+    assert list(inside.turns[0]) == [first.turn, second.turn, second_report.turn]
 
 
 def test_nodes_and_time_go_on_across_sessions() -> None:

@@ -140,11 +140,9 @@ def test_a_replay_counts_what_was_asked(attempt: Solve, answers: Answers) -> Non
     )
 
 
-@pytest.mark.parametrize("takeover", ["continue", "replace", "repair", "resample", "retry"])
+@pytest.mark.parametrize("takeover", ["continue", "replace", "repair"])
 def test_turns_say_what_was_scored_in_them(attempt: Solve, takeover: Takeover) -> None:
-    """Whatever became of the chunk: of recalled ones nothing, of further attempts each; in sum what
-    was charged.
-    """
+    """Whatever became of the chunk: of recalled ones nothing; in sum what was charged."""
     policy = replace(POLICY, takeover=takeover, sampling=Sampling(temperature=0.7))
     outcomes = attempt(policy, ThresholdGate(1.8), target=Heedful())
     found = turns(outcomes)

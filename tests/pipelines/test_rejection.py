@@ -21,7 +21,6 @@ from atts.core import Outcome, Rollout, Turn
 from atts.pipelines import (
     Answers,
     ConformalGate,
-    CueGate,
     ExploringGate,
     FixedGate,
     Gate,
@@ -126,67 +125,6 @@ def test_the_first_doubt_is_the_first_large_drop(pairs: list[tuple[float, float]
     assert all(drop < 1 for drop in drops[:place])
     assert drops[place] >= 1 or drops[place] == max(drops)
     assert first_doubt(theirs, own[:-1]) == 0
-
-
-def test_resample_keeps_the_best_of_its_attempts(attempt: Solve) -> None:
-    """When none passes, the kept chunk has the lowest score; the target never writes."""
-
-    class Never(CueGate):
-        """Score everything, pass nothing."""
-
-        def preview(self, features):  # type: ignore[no-untyped-def]
-            return replace(super().preview(features), action="verify")
-
-        def decide(self, features, score):  # type: ignore[no-untyped-def]
-            seen.setdefault((features.question, features.sample, features.turn), []).append(score)
-            return replace(super().preview(features), action="escalate", score=score)
-
-    seen: dict[tuple[str, int, int], list[float]] = {}
-    outcomes = attempt(replace(POLICY, takeover="resample", attempts=3), Never())
-    for rollout in lines(outcomes):
-        for turn in rollout.turns:
-            if turn.decision is not None:
-                scores = seen[rollout.problem, rollout.sample, turn.index]
-                assert turn.score == min(scores)
-                assert len(turn.discarded) == len(scores) - 1
-    assert sum(o.usage.target_tokens for o in outcomes) == 0
-
-
-def test_retry_asks_the_draft_again_before_the_target(attempt: Solve) -> None:
-    """A chunk that passes on a later attempt stays; where none passes the target writes, and
-    nothing is used twice.
-    """
-    outcomes = attempt(replace(POLICY, takeover="retry", attempts=2), conformal(0.5), problems=10)
-    retried = [turn for turn in turns(outcomes) if turn.decision and turn.discarded]
-    rescued = [turn for turn in retried if not turn.decision.escalate]  # type: ignore[union-attr]
-    handed = [turn for turn in retried if turn.decision.escalate]  # type: ignore[union-attr]
-    assert rescued
-    assert handed
-    assert all(
-        [chunk.author for chunk in turn.chunks] == ["draft"] and len(turn.discarded) == 1
-        for turn in rescued
-    )
-    assert all([chunk.author for chunk in turn.chunks] == ["target"] for turn in handed)
-    assert {len(turn.discarded) for turn in handed} <= {1, 2}
-    plain = attempt(replace(POLICY, takeover="replace"), conformal(0.5), problems=10)
-    assert sum(o.usage.target_tokens for o in outcomes) < sum(o.usage.target_tokens for o in plain)
-
-
-def test_a_fork_adopts_a_line_that_scored_better(attempt: Solve) -> None:
-    """Each sibling's turn is adopted at most once, and the adopted chunk scored lower than the own
-    one.
-    """
-    slow = ScriptedEngine("draft", latency=Latency(sampled_token=0.01, jitter=0.5))
-    outcomes = attempt(replace(POLICY, samples=12, takeover="fork"), conformal(0.5), draft=slow)
-    adopted = {
-        (r.problem, t.index, t.note)
-        for r in lines(outcomes)
-        for t in r.turns
-        if "adopted" in t.note
-    }
-    sources = [(problem, turn, note.split()[-1]) for problem, turn, note in adopted]
-    assert adopted
-    assert len(sources) == len(set(sources))
 
 
 def test_an_answer_ends_a_rollout_before_anyone_judges_it(attempt: Solve) -> None:

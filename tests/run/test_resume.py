@@ -129,12 +129,6 @@ def test_who_asked_about_equal_chunks_asks_again(
 POLICIES = {
     "early stop": Policy(samples=6, turns=6, chunking=Chunking(12, 12, ()), early_stop="likely"),
     "two waves": Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), first_wave=2),
-    "resample": Policy(
-        samples=3, turns=5, chunking=Chunking(12, 12, ()), takeover="resample", early_stop="none"
-    ),
-    "fork": Policy(
-        samples=4, turns=5, chunking=Chunking(12, 12, ()), takeover="fork", early_stop="none"
-    ),
     "replace": Policy(
         samples=3, turns=5, chunking=Chunking(12, 12, ()), takeover="replace", early_stop="none"
     ),

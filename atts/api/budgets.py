@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -19,12 +20,20 @@ REASONING = Budget("reasoning models", 16_000, 500)
 _ANSWERS_AT_ONCE = re.compile(r"instruct|chat|-it\b|-base\b", re.IGNORECASE)
 _REASONS = re.compile(r"\br1\b|qwq|think|reason|qwen3", re.IGNORECASE)
 _SERVERS = ("RemoteEngine", "ReplicaPool", "RayEngine")
+_IS_BASE = re.compile(r"-base\b", re.IGNORECASE)
+# Tokens of one request that nothing reads before it is over. At 10 tokens a second they come well
+# within `timeout_seconds`, and few rollouts are longer.
+_REQUEST_TOKENS = 4096
 _TOO_SMALL = 0.25  # of what such models need
 
 
-def budget_of(*engines: str | Engine) -> Budget:
+def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     """Return what these models need: the largest of their budgets, within the shortest of their
     contexts that is known. Only the models that a method asks belong here.
+
+    Where nothing `reads_chunks` before a rollout is over, a chunk is as long as one request may
+    be: models end their answers themselves, and every cut is one more request. Base models go on
+    after an answer, and are cut all the same.
 
     A model whose name does not say that it answers at once is taken to reason: a rollout that is
     cut is worth nothing, and one that was allowed too much costs nothing.
@@ -34,12 +43,14 @@ def budget_of(*engines: str | Engine) -> Budget:
     """
     largest = max(map(_budget, engines), key=lambda budget: budget.max_tokens)
     contexts = [length for length in map(known_context, engines) if length is not None]
+    names = [_words(engine) for engine in engines]
+    if not reads_chunks and largest is not SMALL and not any(map(_IS_BASE.search, names)):
+        largest = replace(largest, chunk_tokens=min(largest.max_tokens, _REQUEST_TOKENS))
     return largest.within(min(contexts)) if contexts else largest
 
 
-def budget_warnings(policy: Policy, *engines: str | Engine) -> Iterator[str]:
+def budget_warnings(policy: Policy, budget: Budget) -> Iterator[str]:
     """Yield a warning for each length that looks too small for these models, naming its flag."""
-    budget = budget_of(*engines)
     bounds = policy.bounds(budget)
     if bounds.max_tokens < _TOO_SMALL * budget.max_tokens and budget is not SMALL:
         yield (

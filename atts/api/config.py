@@ -334,8 +334,9 @@ def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
     with _origins(settings):
         policy = msgspec.convert(_tables(settings), Policy)
     method = preset(str(settings["method"].value))
-    asked = method.roles(method.policy(policy))
-    budget = budget_of(*(str(settings[role].value) for role in asked))
+    as_run = method.policy(policy)
+    asked = [str(settings[role].value) for role in method.roles(as_run)]
+    budget = budget_of(*asked, reads_chunks=method.reads_chunks(as_run))
     found = dict(flat(asdict(policy.filled(budget))))
     origins = dict.fromkeys(LENGTHS, budget.models) | {"turns": "max_tokens"}
     return {

@@ -19,9 +19,10 @@ from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting
-from atts.methods import GateInputs, asked_roles, preset
+from atts.methods import GateInputs, asked_roles, preset, reads_chunks
 from atts.pipelines import (
     Answers,
+    Budget,
     ConformalGate,
     FixedGate,
     Gate,
@@ -124,26 +125,40 @@ class Setup:
 
     @property
     def run_policy(self) -> Policy:
-        """The policy as it is run: with what the method changes, and the lengths that these models
-        need.
+        """Return the policy as it is run: with what the method changes, and the lengths that these
+        models need.
         """
-        return preset(self.method).policy(self.policy).filled(budget_of(*self.asked))
+        return self._policy.filled(self.budget)
 
     @property
     def roles(self) -> tuple[Role, ...]:
         """Return the roles whose models are asked, draft first: what opens engines and sets
         budgets.
         """
-        chosen = preset(self.method)
-        is_judged = chosen.is_judged or self.explore > 0
-        if self.gate is not None:
-            is_judged = self.gate != FixedGate("accept")
-        return asked_roles(chosen.policy(self.policy), is_judged=is_judged)
+        return asked_roles(self._policy, is_judged=self._is_judged)
 
     @property
     def asked(self) -> tuple[str | Engine, ...]:
         """Return the models that are asked, as they were named."""
         return tuple(self.draft if role == "draft" else self.target for role in self.roles)
+
+    @property
+    def budget(self) -> Budget:
+        """Return the lengths that the models that are asked need, where nothing sets them."""
+        reads = reads_chunks(self._policy, is_judged=self._is_judged)
+        return budget_of(*self.asked, reads_chunks=reads)
+
+    @property
+    def _policy(self) -> Policy:
+        """Return the policy with what the method changes, its lengths as they were given."""
+        return preset(self.method).policy(self.policy)
+
+    @property
+    def _is_judged(self) -> bool:
+        """Return whether a gate may hand a chunk to the target."""
+        if self.gate is not None:
+            return self.gate != FixedGate("accept")
+        return preset(self.method).is_judged or self.explore > 0
 
     def engines(self) -> tuple[Engine, Engine]:
         """Draft and target, not open yet; the draft model also proposes tokens to the target, as
@@ -199,8 +214,8 @@ class Setup:
         """The policy on models of so many tokens: what models or a pair need is cut to that, what
         is said is not.
         """
-        policy = preset(self.method).policy(self.policy)
-        budget = budget_of(*self.asked)
+        policy = self._policy
+        budget = self.budget
         held = self.given.get("max_tokens")
         said = policy.max_tokens
         if (
@@ -217,7 +232,7 @@ class Setup:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What looks too small before anything is run."""
-        return tuple(budget_warnings(preset(self.method).policy(self.policy), *self.asked))
+        return tuple(budget_warnings(self._policy, self.budget))
 
     @property
     def settings(self) -> dict[str, Setting]:

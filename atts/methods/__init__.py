@@ -10,7 +10,7 @@ from atts.methods.calibrated import (
     frozen_gate,
     warming_gate,
 )
-from atts.methods.presets import PRESETS, GateInputs, Preset, asked_roles, preset
+from atts.methods.presets import PRESETS, GateInputs, Preset, asked_roles, preset, reads_chunks
 from atts.methods.skipping import SkippingGate
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "certify_runs",
     "frozen_gate",
     "preset",
+    "reads_chunks",
     "warming_gate",
 ]

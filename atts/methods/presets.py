@@ -64,6 +64,10 @@ class Preset:
         """Return the roles whose models this method asks under its policy, draft first."""
         return asked_roles(policy, is_judged=self.is_judged)
 
+    def reads_chunks(self, policy: Policy) -> bool:
+        """Return whether anything looks at a rollout between its chunks, under its policy."""
+        return reads_chunks(policy, is_judged=self.is_judged)
+
 
 def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
     """Return the roles whose models are asked, draft first; a judged chunk may ask the target.
@@ -76,6 +80,15 @@ def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
     if policy.drafter == "target":  # it writes every chunk, and judges none of its own
         return ("target",)
     return ("draft", "target") if is_judged or policy.later == "target" else ("draft",)
+
+
+def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:
+    """Return whether anything looks at a rollout between its chunks: a gate, a stop, a second
+    writer. Where nothing does, a rollout needs no more than one request.
+    """
+    if policy.exact or policy.confidence_stop is not None:
+        return True
+    return is_judged and policy.drafter == "draft"
 
 
 def preset(name: str) -> Preset:

@@ -16,7 +16,7 @@ from atts.core import Role
 from atts.errors import EngineUnavailable
 from atts.journal import open_run
 from atts.methods import PRESETS, preset
-from atts.pipelines import FixedGate, Policy, RandomGate
+from atts.pipelines import Chunking, FixedGate, Policy, RandomGate
 from atts.testing import DialectServer, ScriptedEngine, toy_problems
 
 LONG, SHORT = 8192, 700
@@ -77,12 +77,15 @@ async def test_the_other_context_sets_no_budget(method: str, used: Role) -> None
     """Lengths that nothing sets come from the model that is asked, before and after it is opened."""
     words = {used: "openai:http://a/v1/m", "draft" if used == "target" else "target": "embedded"}
     setup = Setup(**words, method=method)  # type: ignore[arg-type]  # engines by role
-    assert setup.run_policy.bounds()[:2] == (16_000, 40)
+    assert setup.run_policy.bounds().max_tokens == 16_000
     alone = configure({**words, "method": method}, environment={}, folder="/")
-    assert (alone["max_tokens"], alone["turns"]) == (16_000, 40)
+    assert alone["max_tokens"] == 16_000
+    assert alone["turns"] * alone["chunking.draft_tokens"] >= 16_000
     made = engines(used)
     plan = setup.plan(made["draft"], made["target"])
-    assert plan.opened().policy.bounds()[:2] == (LONG - 512, 20)
+    bounds = plan.opened().policy.bounds()
+    assert bounds.max_tokens == LONG - 512
+    assert bounds.turns * bounds.draft_tokens >= LONG - 512
 
 
 @pytest.mark.anyio
@@ -128,6 +131,26 @@ def test_each_method_says_which_models_it_asks() -> None:
     assert alone.roles == ("draft",)
     assert replace(alone, gate=RandomGate(0.5, 0)).roles == both
     assert replace(alone, method="atts", gate=FixedGate("accept")).roles == ("draft",)
+
+
+def test_a_rollout_that_nothing_reads_is_one_request() -> None:
+    """Chunks end where somebody looks; else a rollout is asked for whole, unless lengths are set."""
+    model = "openai:http://a/v1/{}"
+    for name, request, chunk in (("o-large", 4096, 500), ("Small-Instruct", 4096, 256)):
+        words = model.format(name)
+        for method in ("target-only", "draft-only"):
+            alone = Setup(draft=words, target=words, method=method).run_policy.bounds()
+            assert (alone.draft_tokens, alone.target_tokens) == (request, request)
+            made = configure({"draft": words, "target": words, "method": method}, environment={})
+            assert made["chunking.draft_tokens"] == request
+        for method in ("atts", "deep-conf", "exact"):
+            cut = Setup(draft=words, target=words, method=method).run_policy.bounds()
+            assert (cut.draft_tokens, cut.target_tokens) == (chunk, chunk)
+    base = Setup(target=model.format("Big-base"), method="target-only").run_policy.bounds()
+    assert base.target_tokens == 256
+    given = Policy(chunking=Chunking(target_tokens=100))
+    assert Setup(target=words, method="target-only", policy=given).run_policy.bounds()[3] == 100
+    assert Setup(method="target-only").run_policy.bounds().target_tokens == 64
 
 
 def test_the_report_names_one_model(atts: Any) -> None:

@@ -19,6 +19,7 @@ ROOT = TESTS.parent
 WEIGHTS = TESTS / "weights.json"
 FILES = sorted(path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py"))
 CHECKOUT = "the checkout's own"
+SLOW_TIMEOUT = 600  # seconds of a slow test; pyproject.toml has the limit of all others
 SPENT = pytest.StashKey[dict[str, float]]()
 collect_ignore = ["typing_api.py"]
 # A property holds or it does not: how long an example takes on a busy machine is no part of it.
@@ -65,6 +66,9 @@ def dealt_with(item: pytest.Item) -> str:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is another share's; tests marked `both` are in every share."""
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT))
     config.stash[SPENT] = dict.fromkeys([CHECKOUT, *FILES], 0.0)
     number, shares = map(int, str(config.getoption("--share")).split("/"))
     owners = deal(json.loads(WEIGHTS.read_text()), shares)

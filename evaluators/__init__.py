@@ -1,12 +1,10 @@
-"""Evaluation: answers out of texts, verdicts on answers, rates with intervals, and benchmark
-datasets.
-"""
+"""Evaluation: answers from texts, verdicts on answers, rates with intervals, benchmarks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from atts.evaluators.answers.extraction import Extraction, extract, extraction, unmarked
+    from atts.evaluators.answers import Extraction, extract, extraction, unmarked
     from atts.evaluators.datasets.arithmetic import Exercise, exercises
     from atts.evaluators.datasets.catalogue import (
         BENCHMARKS,
@@ -22,8 +20,9 @@ if TYPE_CHECKING:
         load_dataset,
         select,
     )
-    from atts.evaluators.datasets.rows import json_lines
-    from atts.evaluators.equivalence.grouping import equivalent, group
+    from atts.evaluators.datasets.tables import json_lines
+    from atts.evaluators.equivalence.grouping import group
+    from atts.evaluators.equivalence.pairs import equivalent
     from atts.evaluators.grading import GradedRecord, GradeTally, grade, judge, reference
     from atts.evaluators.metrics.intervals import (
         Estimate,
@@ -43,20 +42,19 @@ if TYPE_CHECKING:
     )  # fmt: skip
 
 _NAMES = {
-    "answers.extraction": "Extraction extract extraction unmarked",
     "datasets.arithmetic": "Exercise exercises",
     "datasets.catalogue": "BENCHMARKS Benchmark Columns LoadOptions find_benchmark",
     "datasets.loading": "Dataset Selection cached_snapshot load_dataset select",
-    "datasets.rows": "json_lines",
-    "equivalence.grouping": "equivalent group",
+    "datasets.tables": "json_lines",
+    "equivalence.grouping": "group",
+    "equivalence.pairs": "equivalent",
+    "answers": "Extraction extract extraction unmarked",
     "grading": "GradeTally GradedRecord grade judge reference",
     "metrics.intervals": "Estimate accuracy_estimate mean_estimate share_estimate",
     "metrics.paired": "Comparison ConfidenceSequence McNemar Sequential compare_in_order "
-    "compare_runs mcnemar "
-    "problems_needed",
+    "compare_runs mcnemar problems_needed",
     "metrics.rates": "Counts Samples Scorecard Votes answer_classes avg_at_n count g_pass_at_k "
-    "maj_at_k pass_at_k "
-    "pass_hat_k rate samples_of score votes",
+    "maj_at_k pass_at_k pass_hat_k rate samples_of score votes",
     "verdict": "Limits Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -74,9 +72,7 @@ __all__ = [
 if not TYPE_CHECKING:  # a checker sees the imports above, so that it refuses a misspelt name
 
     def __getattr__(name):
-        """Import a public name's module when the name is first used: graders need none of what
-        metrics load.
-        """
+        """Import a public name's module on first use: graders need none of what metrics load."""
         if name not in _HOME:
             raise AttributeError(f"module 'atts.evaluators' has no attribute {name!r}")
         return getattr(import_module(f"atts.evaluators.{_HOME[name]}"), name)

@@ -1,6 +1,4 @@
-"""Grading of records: a reference beside an answer or a reasoning text, one verdict each, and their
-tally.
-"""
+"""Grading of records: one verdict for each reference and its answer or text, and their tally."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,9 +7,9 @@ from typing import Any
 
 from atts.core import AnswerKind, Grading, Problem
 from atts.errors import DatasetError, OptionError
-from atts.evaluators.answers.extraction import Extraction, Fallback, extraction
+from atts.evaluators.answers import Extraction, Fallback, extraction
 from atts.evaluators.datasets.catalogue import LETTERS
-from atts.evaluators.equivalence.grouping import equivalent
+from atts.evaluators.equivalence.pairs import equivalent
 from atts.evaluators.metrics.wilson import wilson_interval
 from atts.evaluators.verdict import STRICT, Verdict, changed
 
@@ -27,21 +25,25 @@ _PROSE = 200
 
 @dataclass(frozen=True, slots=True)
 class GradedRecord:
-    """One record's verdict, the answer it is about, and how that was found when it came from a
-    text.
-    """
+    """One record's verdict, the answer it is about, and how that was extracted from a text."""
 
     index: int
     id: str
     verdict: Verdict
     answer: str | None
     found_by: str  # "given", or the rule of the extraction
-    expected: bool | None = None  # the record's own opinion, when it carries one
+    expected: bool | None = None  # what the record itself says, if it says so
 
     def as_json(self) -> dict[str, object]:
-        """The record as one line of output."""
-        told = {"type": "verdict", "index": self.index, "id": self.id, **asdict(self.verdict)}
-        return {**told, "answer": self.answer, "found_by": self.found_by}
+        """Return the record as one line of output."""
+        return {
+            "type": "verdict",
+            "index": self.index,
+            "id": self.id,
+            **asdict(self.verdict),
+            "answer": self.answer,
+            "found_by": self.found_by,
+        }
 
 
 def grade(
@@ -52,37 +54,35 @@ def grade(
     grading: Grading = STRICT,
     source: str = "records",
 ) -> Iterator[GradedRecord]:
-    """A verdict for each record that has `gold` and either `answer` or `text`, in order.
+    """Yield a verdict for each record that has `gold` and either `answer` or `text`, in order.
 
-    A record's own `kind`, `relative`, `absolute` and `units` win over those given here. Raises
-    DatasetError at the first record that cannot be graded as one.
+    A record's `kind`, `relative`, `absolute` and `units` take precedence over those given here.
+    Raises DatasetError at the first record that cannot be graded.
     """
     for index, record in enumerate(records):
         where = f"{source}, record {index + 1}"
         gold = _text(record, "gold", where)
-        own = _KINDS.get(str(record.get("kind", kind)))
-        if own is None:
-            raise DatasetError(
-                where, f"kind {record['kind']!r} is not one", f"Known: {', '.join(_KINDS)}"
-            )
-        found = _answer(record, own, fallback, where)
+        kind_of_record = _KINDS.get(str(record.get("kind", kind)))
+        if kind_of_record is None:
+            known = f"Known: {', '.join(_KINDS)}"
+            raise DatasetError(where, f"kind {record['kind']!r} is not one", known)
+        extracted = _answer(record, kind_of_record, fallback, where)
         if "text" in record:
-            own = "math" if own == "text" else own
-            gold = reference(gold, own)
-        try:  # the policy with what the record itself says of it
-            policy = changed(
-                grading, {name: record.get(name) for name in ("relative", "absolute", "units")}
-            )
+            if kind_of_record == "text":
+                kind_of_record = "math"
+            gold = reference(gold, kind_of_record)
+        stated_policy = {name: record.get(name) for name in ("relative", "absolute", "units")}
+        try:
+            policy = changed(grading, stated_policy)
         except OptionError as error:
             raise DatasetError(where, str(error)) from None
-        if found.answer is None:
-            verdict = Verdict("different", "cut" if found.rule == "cut" else "no answer")
+        if extracted.answer is None:
+            verdict = Verdict("different", "cut" if extracted.rule == "cut" else "no answer")
         else:
-            verdict = equivalent(gold, found.answer, own, grading=policy)
+            verdict = equivalent(gold, extracted.answer, kind_of_record, grading=policy)
         expected = record["expected"] if isinstance(record.get("expected"), bool) else None
-        yield GradedRecord(
-            index, str(record.get("id", index)), verdict, found.answer, found.rule, expected
-        )
+        name = str(record.get("id", index))
+        yield GradedRecord(index, name, verdict, extracted.answer, extracted.rule, expected)
 
 
 @dataclass(slots=True)
@@ -103,25 +103,30 @@ class GradeTally:
             self.agreed["false_equal"] += graded.verdict.is_equal and not graded.expected
 
     def as_json(self) -> dict[str, object]:
-        """The tally as one line of output; accuracy counts what is unscored as not right."""
+        """Return the tally as one line of output; accuracy counts unscored as not correct."""
         n = sum(self.status.values())
         share = self.status["equal"] / n if n else None
-        found: dict[str, object] = {"type": "summary", "n": n}
-        found |= {name: self.status[name] for name in ("equal", "different", "unscored")}
-        found |= {
+        tally: dict[str, object] = {
+            "type": "summary",
+            "n": n,
+            "equal": self.status["equal"],
+            "different": self.status["different"],
+            "unscored": self.status["unscored"],
             "accuracy": share,
             "interval": None if share is None else wilson_interval(share, n),
+            "no_answer": self.rules["no answer"],
+            "cut": self.rules["cut"],
+            "rules": dict(sorted(self.rules.items())),
         }
-        found |= {"no_answer": self.rules["no answer"], "cut": self.rules["cut"]}
-        found["rules"] = dict(sorted(self.rules.items()))
         if self.agreed:
-            found["expected"] = {name: self.agreed[name] for name in ("of", "right", "false_equal")}
-        return found
+            tally["expected"] = {name: self.agreed[name] for name in ("of", "right", "false_equal")}
+        return tally
 
 
 def reference(gold: str, kind: AnswerKind = "math") -> str:
-    """The answer in a reference that may be a worked solution; a short one without boxes is the
-    answer itself.
+    """Return the answer in a reference that may be a worked solution.
+
+    A short one without boxes is the answer itself.
     """
     if "box" not in gold and len(gold) < _PROSE:
         return gold
@@ -129,22 +134,23 @@ def reference(gold: str, kind: AnswerKind = "math") -> str:
 
 
 def judge(problem: Problem, answer: str) -> Verdict:
-    """The verdict on an answer to a problem that has a reference, by the problem's own policy."""
+    """Return the verdict on an answer to a problem with a reference, by the problem's policy."""
     assert problem.answer is not None, "only problems with a reference are graded"
     grading = problem.grading or STRICT
     if problem.kind == "choice" and grading.choices == "text":
-        said = [equivalent(choice, answer, "math").is_equal for choice in problem.choices]
-        answer = LETTERS[said.index(True)] if said.count(True) == 1 else answer
+        are_equal = [equivalent(choice, answer, "math").is_equal for choice in problem.choices]
+        if are_equal.count(True) == 1:
+            answer = LETTERS[are_equal.index(True)]
     return equivalent(problem.answer, answer, problem.kind, grading=grading)
 
 
 def _answer(
     record: Mapping[str, Any], kind: AnswerKind, fallback: Fallback, where: str
 ) -> Extraction:
+    """Return the answer a record gives, or the one extracted from its text."""
     if "text" in record:
-        return extraction(
-            _text(record, "text", where), "math" if kind == "text" else kind, fallback=fallback
-        )
+        text = _text(record, "text", where)
+        return extraction(text, "math" if kind == "text" else kind, fallback=fallback)
     if "answer" not in record:
         raise DatasetError(
             where, "has neither `answer` nor `text`", "Name one of them; `gold` is the reference"
@@ -155,14 +161,12 @@ def _answer(
 
 
 def _text(record: Mapping[str, Any], name: str, where: str) -> str:
+    """Return a field of a record as text; raise DatasetError for what is none."""
     value = record.get(name)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
-    if not isinstance(value, str):
-        problem = (
-            f"has no `{name}`"
-            if name not in record
-            else f"`{name}` is {type(value).__name__}, not text"
-        )
-        raise DatasetError(where, problem)
-    return value
+    if isinstance(value, str):
+        return value
+    if name not in record:
+        raise DatasetError(where, f"has no `{name}`")
+    raise DatasetError(where, f"`{name}` is {type(value).__name__}, not text")

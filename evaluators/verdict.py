@@ -24,13 +24,13 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        """Whether the answer counts as the reference."""
+        """Return whether the answer counts as the reference."""
         return self.status == "equal"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Caps of the fast path; what would pass one is left undecided, never attempted."""
+    """Caps on what is attempted; what would exceed one is left undecided."""
 
     raw_characters: int = 250_000  # looked at, to drop spacing and wrappers
     characters: int = 20_000  # of what is left, to be parsed
@@ -47,20 +47,20 @@ LIMITS = Limits()
 
 
 def changed(grading: Grading, given: Mapping[str, Any]) -> Grading:
-    """The policy with these fields as given, None as it is; raises OptionError for a value that is
-    none.
+    """Return the policy with the given fields; those that are None stay as they are.
+
+    Raises OptionError for a value that a field cannot have.
     """
+    fields = {name: value for name, value in given.items() if value is not None}
     try:
-        told = {name: value for name, value in given.items() if value is not None}
-        found = msgspec.convert({**asdict(grading), **told}, Grading)
+        policy = msgspec.convert({**asdict(grading), **fields}, Grading)
     except msgspec.ValidationError as error:
         raise OptionError("grading", str(error), [*asdict(grading)]) from None
     for name in ("relative", "absolute"):
-        if not 0 <= getattr(found, name) < math.inf:
-            raise OptionError(
-                name, f"{getattr(found, name)} is no tolerance: it is a number from 0 on"
-            )
-    return found
+        tolerance = getattr(policy, name)
+        if not 0 <= tolerance < math.inf:
+            raise OptionError(name, f"{tolerance} is no tolerance: it is a number from 0 on")
+    return policy
 
 
 class Undecided(Exception):
@@ -78,7 +78,7 @@ class Prose(Undecided):
 
 
 class UnknownWords(Prose):
-    """Words beside the value that are not known to leave it as it is."""
+    """Words next to the value that are not known to leave it as it is."""
 
 
 class TooLarge(Undecided):

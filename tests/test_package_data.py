@@ -11,7 +11,7 @@ FILES = [
     ("atts.api", "pairs.toml"),
     ("atts.calibration", "guarantees.toml"),
     ("atts.evaluators.datasets", "benchmarks.toml"),
-    ("atts.evaluators.syntax", "answers.toml"),
+    ("atts.evaluators", "answers.toml"),
     ("atts.evaluators.syntax", "rewrites.toml"),
     ("atts.evaluators.syntax", "words.toml"),
     ("atts.evaluators.syntax", "units.toml"),

@@ -1,10 +1,7 @@
-"""Arithmetic word problems generated from a seed, with worked solutions: the embedded models'
-training and test set.
+"""Arithmetic word problems generated from a seed, with worked solutions, for the embedded models."""
 
-A problem's level is its number of steps: 2, 3, 4, 5-6, 7-8 for levels 1 to 5. The splits share no
-computation: a problem belongs to the split that a hash of its operations names, whatever its
-wording.
-"""
+# A problem's level is its number of steps: 2, 3, 4, 5-6, 7-8 for levels 1 to 5. The splits share no
+# computation: a problem belongs to the split that a hash of its operations names, in any wording.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,13 +43,11 @@ class Operation:
 
     @property
     def value(self) -> int:
-        """The result."""
+        """Return the result."""
         return _COMPUTED[self.operator](self.left, self.right)
 
     def middle(self) -> str:
-        """The intermediate form a careful person writes down; empty where the result is seen at
-        once.
-        """
+        """Return the intermediate form a careful person writes down; empty where none is needed."""
         tens = self.right // 10 * 10
         ones = self.right % 10
         match self.operator:
@@ -69,9 +64,10 @@ class Operation:
                 return ""
 
     def worked(self) -> str:
-        """The computation as the reference solutions write it."""
+        """Return the computation as the reference solutions write it."""
         middle = self.middle()
-        return f"{self.left} {self.operator} {self.right} = {f'{middle} = ' if middle else ''}{self.value}"
+        steps = [f"{self.left} {self.operator} {self.right}", middle, str(self.value)]
+        return " = ".join(step for step in steps if step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,7 @@ class Step:
 
     @property
     def text(self) -> str:
-        """The line, full stop included, delimiter left out."""
+        """Return the line with its full stop, without a delimiter."""
         return f"{self.before}{self.operation.worked()}{self.after}."
 
 
@@ -98,18 +94,19 @@ class Exercise:
 
     @property
     def answer(self) -> int:
-        """The value of the last step."""
+        """Return the value of the last step."""
         return self.steps[-1].operation.value
 
     @property
     def level(self) -> int:
-        """1 to 5, by the number of steps."""
+        """Return the level, 1 to 5, by the number of steps."""
         return next(level for level, lengths in LEVELS.items() if len(self.steps) in lengths)
 
     @property
     def chunks(self) -> tuple[str, ...]:
-        """The solution as a model should write it: a blank line ends each step, the last chunk
-        boxes the answer.
+        """Return the solution as a model should write it.
+
+        A blank line ends each step; the last chunk boxes the answer.
         """
         return (
             *(f"{step.text}\n\n" for step in self.steps),
@@ -118,27 +115,30 @@ class Exercise:
 
     @property
     def solution(self) -> str:
-        """The chunks joined by nothing."""
+        """Return the chunks as one text."""
         return "".join(self.chunks)
 
     @property
     def canonical(self) -> str:
-        """The operations alone: two wordings of one computation share it."""
+        """Return the operations alone: two wordings of one computation share them."""
         operations = (step.operation for step in self.steps)
         return "|".join(f"{item.left}{item.operator}{item.right}" for item in operations)
 
 
 def split_of(canonical: str) -> Split:
-    """The one split a computation belongs to: 80 % train, 10 % calibration, 10 % test."""
+    """Return the split of a computation: 80 % train, 10 % calibration, 10 % test."""
     bucket = int.from_bytes(blake2b(canonical.encode(), digest_size=8).digest(), "big") % _BUCKETS
-    return "test" if bucket == 0 else "calibration" if bucket == 1 else "train"
+    if bucket == 0:
+        return "test"
+    return "calibration" if bucket == 1 else "train"
 
 
 def problems(
     split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> list[Problem]:
-    """`count` distinct problems, the levels in turn; a longer call with the same seed starts with
-    the shorter one's.
+    """Return `count` distinct problems, the levels in turn.
+
+    A longer call with the same seed starts with the problems of a shorter one.
 
     :raises OptionError: an unknown split, an unknown level or a negative count.
 
@@ -162,23 +162,24 @@ def problems(
 def exercises(
     split: Split, count: int, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> list[Exercise]:
-    """The same problems with their worked solutions, in the same order."""
+    """Return the same problems with their worked solutions, in the same order."""
     if count < 0:
         raise OptionError("count", f"{count} is negative")
-    found = dict[str, Exercise]()
+    distinct = dict[str, Exercise]()
     source = stream(split, seed, levels)
-    while len(found) < count:
+    while len(distinct) < count:
         exercise = next(source)
-        if exercise.level == levels[len(found) % len(levels)]:
-            found.setdefault(exercise.canonical, exercise)
-    return [*found.values()]
+        if exercise.level == levels[len(distinct) % len(levels)]:
+            distinct.setdefault(exercise.canonical, exercise)
+    return [*distinct.values()]
 
 
 def stream(
     split: Split, seed: int = 0, levels: Sequence[int] = (1, 2, 3, 4, 5)
 ) -> Iterator[Exercise]:
-    """Endless exercises of one split, repeats possible: the bulk path for training. Give a level
-    twice for more of it.
+    """Generate endless exercises of one split, with repeats: the bulk path for training.
+
+    A level given twice is drawn twice as often.
 
     :raises OptionError: an unknown split or level.
     """
@@ -199,8 +200,9 @@ def stream(
 
 
 def _next_operation(random: Random, value: int) -> Operation:
-    """An operation on `value` that stays between 2 and the limit; all four kinds about equally
-    often.
+    """Draw an operation on `value` that stays between 2 and the limit.
+
+    All four kinds come about equally often.
     """
     divisors = [divisor for divisor in range(2, 10) if value % divisor == 0 and value > divisor]
     times = min(9, LIMIT // value) if value > 1 else 0
@@ -220,7 +222,7 @@ def _next_operation(random: Random, value: int) -> Operation:
 
 
 def _chain(random: Random, count: int) -> list[Operation]:
-    """Operations each of which works on the value before it."""
+    """Draw operations that each work on the value before."""
     operations = [_next_operation(random, random.randint(2, 99))]
     while len(operations) < count:
         operations.append(_next_operation(random, operations[-1].value))
@@ -228,25 +230,25 @@ def _chain(random: Random, count: int) -> list[Operation]:
 
 
 def _instructions(random: Random, count: int) -> Exercise:
-    """ "Start with 24. Multiply by 3. ..."."""
+    """Write "Start with 24. Multiply by 3. ..."."""
     operations = _chain(random, count)
-    told = [random.choice(_INSTRUCTIONS[item.operator]).format(item.right) for item in operations]
+    phrases = [
+        random.choice(_INSTRUCTIONS[item.operator]).format(item.right) for item in operations
+    ]
     question = random.choice(("What do you get?", "What is the result?"))
-    text = f"Start with {operations[0].left}. {'. '.join(told)}. {question}"
-    steps = (Step(f"{phrase}: ", item) for phrase, item in zip(told, operations, strict=True))
+    text = f"Start with {operations[0].left}. {'. '.join(phrases)}. {question}"
+    steps = (Step(f"{phrase}: ", item) for phrase, item in zip(phrases, operations, strict=True))
     return Exercise("instructions", text, tuple(steps))
 
 
 def _expression(random: Random, count: int) -> Exercise:
-    """ "Compute ((24 * 3) - 17) + 5."."""
+    """Write "Compute ((24 * 3) - 17) + 5."."""
     operations = _chain(random, count)
     written = str(operations[0].left)
     for index, item in enumerate(operations):
-        written = (
-            f"({written}) {item.operator} {item.right}"
-            if index
-            else f"{written} {item.operator} {item.right}"
-        )
+        if index:
+            written = f"({written})"
+        written = f"{written} {item.operator} {item.right}"
     text = random.choice(("Compute {}.", "What is {}?")).format(written)
     steps = (
         Step(random.choice(_OPENERS) if index else "", item)
@@ -256,35 +258,36 @@ def _expression(random: Random, count: int) -> Exercise:
 
 
 def _variables(random: Random, count: int) -> Exercise:
-    """ "Let a = 24. Let b = a * 3. Let c = b - a. ..."."""
+    """Write "Let a = 24. Let b = a * 3. Let c = b - a. ..."."""
     values = [random.randint(2, 99)]
     names = "abcdefghi"
-    told = [f"Let a = {values[0]}."]
+    sentences = [f"Let a = {values[0]}."]
     steps = list[Step]()
     for index in range(count):
         item = _next_operation(random, values[-1])
         right = str(item.right)
-        earlier = [place for place in range(index) if 2 <= values[place] <= LIMIT - values[-1]]
+        room = LIMIT - values[-1]
+        earlier = [at for at in range(index) if 2 <= values[at] <= room]
         if earlier and random.random() < 0.4:
-            place = random.choice(earlier)
+            earlier_index = random.choice(earlier)
             operator: Operator = (
-                "-" if values[place] < values[-1] and random.random() < 0.5 else "+"
+                "-" if values[earlier_index] < values[-1] and random.random() < 0.5 else "+"
             )
-            item = Operation(values[-1], operator, values[place])
-            right = names[place]
+            item = Operation(values[-1], operator, values[earlier_index])
+            right = names[earlier_index]
         formula = f"{names[index + 1]} = {names[index]} {item.operator} {right}"
-        told.append(f"Let {formula}.")
+        sentences.append(f"Let {formula}.")
         steps.append(Step(f"{formula} = ", item))
         values.append(item.value)
-    return Exercise("variables", f"{' '.join(told)} What is {names[count]}?", tuple(steps))
+    return Exercise("variables", f"{' '.join(sentences)} What is {names[count]}?", tuple(steps))
 
 
 def _story(random: Random, count: int) -> Exercise | None:
-    """One person's things, one event after another; an event takes one or two steps."""
+    """Tell of one person's things, event by event; an event takes one or two steps."""
     name = random.choice(_NAMES)
     item = random.choice(_ITEMS)
     value = random.randint(5, 99)
-    told = [f"{name} has {value} {item}s."]
+    sentences = [f"{name} has {value} {item}s."]
     steps = list[Step]()
     while len(steps) < count:
         if count - len(steps) >= 2 and random.random() < 0.4:
@@ -301,50 +304,50 @@ def _story(random: Random, count: int) -> Exercise | None:
             change = _next_operation(random, value)
             event = random.choice(_EVENTS[change.operator]).format(n=name, k=change.right, i=item)
             reason = f"{event}, so "
-        told.append(f"{event}.")
+        sentences.append(f"{event}.")
         steps.append(Step(f"{reason}{name} has ", change, f" {item}s"))
         value = change.value
         if value > LIMIT or steps[-2 if len(steps) > 1 else -1].operation.value > LIMIT:
             return None
     return Exercise(
-        "story", f"{' '.join(told)} How many {item}s does {name} have now?", tuple(steps)
+        "story", f"{' '.join(sentences)} How many {item}s does {name} have now?", tuple(steps)
     )
 
 
 def _comparison(random: Random, count: int) -> Exercise | None:
-    """Several people, each compared with an earlier one; asked for the last one's number or for all
-    together.
-    """
+    """Compare several people, each with an earlier one; ask for the last one or the total."""
     together = count % 2 == 0 and random.random() < 0.5
     relations = count // 2 if together else count
     item = random.choice(_ITEMS)
     names = random.sample(_NAMES, relations + 1)
     values = [random.randint(2, 40 if together else 99)]
-    told = [f"{names[0]} has {values[0]} {item}s."]
+    sentences = [f"{names[0]} has {values[0]} {item}s."]
     steps = list[Step]()
     for index, name in enumerate(names[1:]):
         # asked for the last one, every step must matter
-        place = index if not together else random.randint(0, index)
-        change = _next_operation(random, values[place])
-        other = names[place]
+        earlier_index = index if not together else random.randint(0, index)
+        change = _next_operation(random, values[earlier_index])
+        other = names[earlier_index]
         relation = _RELATIONS[change.operator].format(n=name, o=other, k=change.right, i=item)
-        told.append(f"{relation}.")
+        sentences.append(f"{relation}.")
         steps.append(Step(f"{relation}. {other} has {change.left}, so {name} has ", change))
         values.append(change.value)
     if not together:
         return Exercise(
-            "comparison", f"{' '.join(told)} How many {item}s does {names[-1]} have?", tuple(steps)
+            "comparison",
+            f"{' '.join(sentences)} How many {item}s does {names[-1]} have?",
+            tuple(steps),
         )
     if sum(values) > LIMIT:
         return None
     steps += _added([f"{names[0]} and {names[1]}", *(f"With {name}" for name in names[2:])], values)
     return Exercise(
-        "comparison", f"{' '.join(told)} How many {item}s do they have together?", tuple(steps)
+        "comparison", f"{' '.join(sentences)} How many {item}s do they have together?", tuple(steps)
     )
 
 
 def _shopping(random: Random, count: int) -> Exercise | None:
-    """Several goods at a price each; asked for the bill or for the change."""
+    """List several goods with their prices; ask for the bill or the change."""
     name = random.choice(_NAMES)
     goods = random.sample(_ITEMS, (count + 1) // 2)
     bills = [Operation(random.randint(2, 9), "*", random.randint(2, 30)) for _ in goods]
@@ -374,7 +377,7 @@ def _shopping(random: Random, count: int) -> Exercise | None:
 
 
 def _added(named: Sequence[str], values: Sequence[int]) -> Iterator[Step]:
-    """The values added up, one step for each after the first."""
+    """Yield the steps that add up the values."""
     for name, total, value in zip(named, accumulate(values), values[1:], strict=False):
         yield Step(f"{name}: ", Operation(total, "+", value))
 

@@ -1,6 +1,4 @@
-"""Catalogue of benchmarks, from their data file: copies on the hub, columns, and what a caller may
-change.
-"""
+"""Catalogue of benchmarks, from their data file, and the options for loading them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,13 +11,10 @@ from atts.evaluators.syntax.vocabulary import Tables
 from atts.evaluators.verdict import STRICT, changed
 
 AnswerForm = Literal["plain", "integer", "final"]
-"""How a reference is written: as it is; as a whole number (025, 27.0, 336°); after the last "####"
-of a solution.
-"""
+"""How a reference is written: plain; as a whole number (025, 27.0, 336°); after the last "####"."""
 Answers = Literal["required", "optional"]
 Network = Literal["auto", "never"]
-"""auto: fetch what the cache lacks, unless HF_HUB_OFFLINE says otherwise; never: the cache alone.
-"""
+"""auto: fetch what the cache lacks, unless HF_HUB_OFFLINE forbids it; never: the cache alone."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 LISTED = Tables(Path(__file__).with_name("benchmarks.toml"))
@@ -28,11 +23,10 @@ ALIASES = LISTED.table("columns", dict[str, str])  # the usual names of each fie
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which column holds what; an empty name is guessed from the usual ones, whatever their case.
+    """The column of each field; an empty name is guessed from the usual ones, in any case.
 
-    `distractors` names the columns of wrong choices where `answer` holds the right one; `context` a
-    lead to the text; `unit` what the answer is in, `tolerance` by how much it may be off: neither
-    is guessed.
+    `distractors` names the columns of wrong choices where `answer` has the correct one; `context`
+    comes before the text. `unit` and `tolerance` belong to the answer and are never guessed.
     """
 
     text: str = ""
@@ -48,19 +42,19 @@ class Columns:
 
     @classmethod
     def of(cls, mapping: Mapping[str, str]) -> "Columns":
-        """From a plain mapping such as {"text": "Question"}; raises OptionError for a field that
-        does not exist.
+        """Return columns from a mapping such as {"text": "Question"}.
+
+        Raises OptionError for a field that does not exist.
         """
-        if unknown := [name for name in mapping if name not in ALIASES]:
+        unknown = [name for name in mapping if name not in ALIASES]
+        if unknown:
             raise OptionError("columns", f"there is no field {unknown[0]!r}", [*ALIASES])
         return cls(**mapping, distractors=())
 
 
 @dataclass(frozen=True, slots=True)
 class HubSource:
-    """One copy of a benchmark on the hub: its files in reading order, its columns, its quirks in
-    words.
-    """
+    """One copy of a benchmark on the hub: its files in reading order, its columns, its quirks."""
 
     repo: str
     files: tuple[str, ...]
@@ -87,7 +81,7 @@ class Benchmark:
 
     @classmethod
     def unknown(cls, source: str) -> "Benchmark":
-        """A source that is not in the catalogue, as a benchmark without copies."""
+        """Return a benchmark without copies, for a source that is not in the catalogue."""
         return cls(Path(source).stem, "", 0, kind=None)
 
 
@@ -97,12 +91,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def find_benchmark(name: str) -> Benchmark | None:
-    """The benchmark of that name or alias, whatever its case, hyphens or underscores; None when
-    there is none.
-    """
-    return next(
-        (it for it in BENCHMARKS.values() if _bare(name) in (_bare(it.name), *it.aliases)), None
-    )
+    """Return the benchmark of that name or alias, in any case, with or without hyphens."""
+    for benchmark in BENCHMARKS.values():
+        if _bare(name) in (_bare(benchmark.name), *benchmark.aliases):
+            return benchmark
+    return None
 
 
 def _bare(name: str) -> str:
@@ -111,10 +104,10 @@ def _bare(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What may be said about a source beyond its name; the defaults read every known benchmark.
+    """Options for a source beyond its name; the defaults read every known benchmark.
 
     `file` reads a known benchmark from that file instead of the hub; `seed` shuffles the choices of
-    multiple choice; `grading` says what of the benchmark's own policy is to be otherwise.
+    multiple choice; `grading` overrides fields of the benchmark's policy.
     """
 
     columns: Columns | Mapping[str, str] = Columns()
@@ -126,7 +119,7 @@ class LoadOptions:
     answers: Answers = "required"
     seed: int = 0
     grading: Mapping[str, float | str | None] = field(default_factory=dict[str, float | str | None])
-    shots: Path | None = None  # a file of problems with their solutions, said before every problem
+    shots: Path | None = None  # a file of problems with their solutions, put before every problem
     network: Network = "auto"
     cache: Path | None = None  # None: where huggingface_hub keeps it
 
@@ -139,6 +132,6 @@ class LoadOptions:
 
     @property
     def asked(self) -> Columns | None:
-        """The columns asked for; None where the source's own are to be read."""
+        """Return the columns asked for; None where the source's columns are to be read."""
         asked = self.columns if isinstance(self.columns, Columns) else Columns.of(self.columns)
         return None if asked == Columns() else asked

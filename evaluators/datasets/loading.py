@@ -1,6 +1,4 @@
-"""Dataset loader: a benchmark, the hub's cache or a file, with a digest of exactly which problems
-they are.
-"""
+"""Dataset loader: a benchmark, the hub's cache or a file, with a digest of the exact problems."""
 
 import json
 import random
@@ -26,16 +24,21 @@ from atts.evaluators.datasets.catalogue import (
     LoadOptions,
     find_benchmark,
 )
-from atts.evaluators.datasets.columns import Reader, cell, problems_of
-from atts.evaluators.datasets.rows import RowTable, kind_of, read_table
+from atts.evaluators.datasets.tables import (
+    Reader,
+    RowTable,
+    cell,
+    kind_of,
+    problems_of,
+    read_table,
+)
 
 DATA = ("*.jsonl", "*.json", "*.csv", "*.tsv", "*.parquet")
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which problems, applied in the order of the fields: by id, level and subject, then a draw,
-    then a slice.
+    """Which problems to take: by id, level and subject, then a draw, then a slice.
 
     `sample` draws that many with `random.Random(seed).sample`, in the order drawn; ids come in the
     order asked for.
@@ -51,7 +54,7 @@ class Selection:
     step: int | None = None
 
     def words(self) -> str:
-        """The selection in words; "" when everything is selected."""
+        """Return the selection in words; "" when everything is selected."""
         ends = ["" if end is None else str(end) for end in (self.start, self.stop, self.step)]
         parts = [
             f"{len(self.ids)} ids" if self.ids else "",
@@ -64,21 +67,22 @@ class Selection:
 
 
 def split_slice(name: str) -> tuple[str, Selection]:
-    """A name such as "math500[:100]" as the name and the slice."""
-    found = re.fullmatch(r"(.+?)\[(-?\d{0,18}):(-?\d{0,18})(?::(-?\d{0,18}))?\]", name)
-    if not found:
+    """Split a name such as "math500[:100]" into the name and the slice."""
+    match = re.fullmatch(r"(.+?)\[(-?\d{0,18}):(-?\d{0,18})(?::(-?\d{0,18}))?\]", name)
+    if not match:
         return name, Selection()
-    start, stop, step = (int(end) if end and end != "-" else None for end in found.groups()[1:])
+    start, stop, step = (int(end) if end and end != "-" else None for end in match.groups()[1:])
     if step == 0:
         raise OptionError("dataset", f"{name!r} has a step of 0")
-    return found[1], Selection(start=start, stop=stop, step=step)
+    return match[1], Selection(start=start, stop=stop, step=step)
 
 
 def select(
     problems: Sequence[Problem], selection: Selection, source: str = "selection"
 ) -> list[Problem]:
-    """The problems selected; raises DatasetError for an id, level or subject that none has, and for
-    an empty result.
+    """Return the problems selected.
+
+    Raises DatasetError for an id, level or subject that no problem has, and for an empty result.
     """
     chosen = list(problems)
     if selection.ids:
@@ -121,10 +125,11 @@ def _by(
     def folded(value: int | str | None) -> int | str | None:
         return value.casefold() if isinstance(value, str) else value
 
-    there = {folded(getattr(problem, field)): getattr(problem, field) for problem in problems}
+    values = {folded(getattr(problem, field)): getattr(problem, field) for problem in problems}
     asked = [folded(name) for name in wanted]
-    if unknown := [name for name in asked if name not in there]:
-        known = ", ".join(sorted(str(name) for name in there.values() if name not in (None, "")))
+    unknown = [name for name in asked if name not in values]
+    if unknown:
+        known = ", ".join(sorted(str(name) for name in values.values() if name not in (None, "")))
         raise DatasetError(
             source, f"no problem has {field} {unknown[0]!r}", f"Known: {known or 'it states none'}"
         )
@@ -139,32 +144,30 @@ class HubSnapshot:
     folder: Path
 
     def files(self, patterns: Sequence[str]) -> list[Path]:
-        """The files that match, in the order of the patterns, then by name; none while a shard or
-        file is missing.
-        """
+        """Return the files that match, by pattern, then by name; none while one is missing."""
         names = sorted(
             path.relative_to(self.folder).as_posix()
             for path in self.folder.rglob("*")
             if path.is_file()
         )
-        found = dict.fromkeys(
+        matching = dict.fromkeys(
             name for pattern in patterns for name in names if fnmatch(name, pattern)
         )
-        shards = [
-            match for name in found if (match := re.search(r"^(.*)-(\d{5})-of-(\d{5})", name))
-        ]
-        held = Counter(match[1] for match in shards)
         exact = {pattern for pattern in patterns if not re.search(r"[*?\[]", pattern)}
-        is_whole = exact <= {*found} and all(held[match[1]] >= int(match[3]) for match in shards)
-        return [self.folder / name for name in found] if is_whole else []
+        if not exact <= {*matching}:
+            return []
+        shards = [re.search(r"^(.*)-(\d{5})-of-(\d{5})", name) for name in matching]
+        present = Counter(shard[1] for shard in shards if shard)
+        if any(shard and present[shard[1]] < int(shard[3]) for shard in shards):
+            return []
+        return [self.folder / name for name in matching]
 
 
 def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSnapshot:
-    """The commit that the revision asked for names, with the files that match `patterns`: from the
-    cache, else fetched.
+    """Return the commit of the revision asked for, from the cache or fetched.
 
-    A cached branch is not moved: the commit found is the one recorded. Raises DatasetError saying
-    how to get the files.
+    A cached branch is not moved: the commit in the cache is the one recorded. Raises DatasetError
+    that says how to get the files.
     """
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -189,8 +192,8 @@ def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSna
         problem = f"the hub has no revision {revision!r} of it"
         raise DatasetError(repo, problem, "Name a branch, tag or commit") from None
     except (OSError, EntryNotFoundError, HfHubHTTPError, ValueError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise _absent(repo, revision, f"it could not be fetched ({said})") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise _absent(repo, revision, f"it could not be fetched ({reason})") from error
     if not here.files(patterns):
         raise DatasetError(
             repo,
@@ -203,7 +206,7 @@ def snapshot(repo: str, patterns: Sequence[str], options: LoadOptions) -> HubSna
 def cached_snapshot(
     repo: str, revision: str, patterns: Sequence[str], cache: Path | None
 ) -> HubSnapshot | None:
-    """The snapshot if it is on this machine with all files asked for; never uses the network."""
+    """Return the snapshot if this machine has all files asked for; never use the network."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
@@ -232,9 +235,9 @@ def _download(
 
 
 def split_files(here: HubSnapshot, split: str, config: str) -> list[Path]:
-    """The data files of one split of an unknown dataset, told by their names.
+    """Return the data files of one split of an unknown dataset, by their names.
 
-    Raises DatasetError naming what there is when the split or the configuration is not clear.
+    Raises DatasetError that lists the files when the split or the configuration is not clear.
     """
 
     def parted(name: str, word: str) -> bool:
@@ -265,8 +268,7 @@ def _absent(repo: str, revision: str, problem: str) -> DatasetError:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Problems, and where they came from: enough to load the very same ones again, and to see that
-    they are.
+    """Problems and their origin: enough to load the same ones again, and to check that they are.
 
     `revision` is the hub commit, the sha256 of the file, or the generator's arguments; `digest` is
     of the problems.
@@ -292,11 +294,10 @@ class Dataset:
 def load_dataset(
     name: str | Path, selection: Selection | None = None, options: LoadOptions | None = None
 ) -> Dataset:
-    """A benchmark by name ("math500", "aime24[:15]"), a file ("mine.csv"), or a hub dataset
-    ("hub:owner/name").
+    """Load a benchmark ("math500", "aime24[:15]"), a file ("mine.csv") or a hub dataset.
 
-    A slice in the name is applied after `selection`. Raises DatasetError for what cannot be read as
-    asked, and OptionError for a name that is nothing known.
+    Hub datasets are named "hub:owner/name". A slice in the name is applied after `selection`.
+    Raises DatasetError for what cannot be read as asked, and OptionError for an unknown name.
     """
     options = options or LoadOptions()
     selection = selection or Selection()
@@ -304,16 +305,18 @@ def load_dataset(
     whole = _load(bare, options, selection, cut)
     problems = whole.problems
     notes = [*whole.notes]
-    for part in () if whole.source == "generated" else (selection, cut):
-        if words := part.words():
+    # a generator has applied both already
+    parts = () if whole.source == "generated" else (selection, cut)
+    for part in parts:
+        words = part.words()
+        if words:
             problems = tuple(select(problems, part, str(name)))
             notes.append(f"selected: {words} ({len(problems)} of {len(whole)})")
     if options.shots:
         table = read_table([options.shots], str(options.shots))
-        worked, _ = problems_of(
-            Reader(table, Columns(answer="solution"), Benchmark.unknown("shot"), LoadOptions())
-        )
-        examples = tuple((shot.text, shot.answer or "") for shot in worked)
+        shot = Benchmark.unknown("shot")
+        worked, _ = problems_of(Reader(table, Columns(answer="solution"), shot, LoadOptions()))
+        examples = tuple((each.text, each.answer or "") for each in worked)
         problems = tuple(replace(it, examples=examples) for it in problems)
         notes.append(f"{len(worked)} worked examples before every problem")
     return replace(
@@ -322,43 +325,41 @@ def load_dataset(
 
 
 def digest(problems: Sequence[Problem]) -> str:
-    """sha256 of what the problems say and in which order, whatever file they came from."""
+    """Return the sha256 of the problems' contents in order, whatever file they came from."""
     state = sha256()
     for it in problems:
-        fields = [it.id, it.text, it.answer, it.kind, it.level, it.subject, list(it.choices)]
-        told = [*fields, *([asdict(it.grading)] if it.grading else ()), *it.examples]
-        state.update(json.dumps(told, ensure_ascii=True, separators=(",", ":")).encode() + b"\n")
+        fields: list[Any] = [it.id, it.text, it.answer, it.kind, it.level, it.subject]
+        fields.append(list(it.choices))
+        if it.grading:
+            fields.append(asdict(it.grading))
+        fields += it.examples
+        state.update(json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode() + b"\n")
     return state.hexdigest()
 
 
 def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
-    """The whole dataset, its digest still to be taken."""
+    """Load the whole dataset, without its digest."""
     benchmark = find_benchmark(name)
     if benchmark and benchmark.name == "arithmetic":
         return _arithmetic(options, selection, cut)
     if benchmark and options.file:
         return _file(options.file, options, benchmark)
     if benchmark:
-        there = (
-            it
-            for it in benchmark.hubs
-            if cached_snapshot(it.repo, options.revision, it.files, options.cache)
-        )
-        return _copy(benchmark, next(there, benchmark.hubs[0]), options)
+        for copy in benchmark.hubs:
+            if cached_snapshot(copy.repo, options.revision, copy.files, options.cache):
+                return _copy(benchmark, copy, options)
+        return _copy(benchmark, benchmark.hubs[0], options)
     repo = re.fullmatch(r"(?:hub:)?([\w.-]+/[\w.-]+?)(?:@([\w.\-/]+))?", name)
     path = Path(name)
     is_hub = name.startswith("hub:")
     if repo and (is_hub or not (kind_of(path) or path.exists())):
-        known = (
-            (it, copy)
-            for it in BENCHMARKS.values()
-            for copy in it.hubs
-            if copy.repo.lower() == repo[1].lower()
-        )
-        benchmark, copy = next(
-            known, (Benchmark.unknown(repo[1]), HubSource(repo[1], DATA, Columns()))
-        )
-        return _copy(benchmark, copy, replace(options, revision=repo[2] or options.revision))
+        options = replace(options, revision=repo[2] or options.revision)
+        for known in BENCHMARKS.values():
+            for copy in known.hubs:
+                if copy.repo.lower() == repo[1].lower():
+                    return _copy(known, copy, options)
+        copy = HubSource(repo[1], DATA, Columns())
+        return _copy(Benchmark.unknown(repo[1]), copy, options)
     # the reader says which kinds of file are read
     if path.exists() or (kind_of(path) and not is_hub):
         return _file(path, options, Benchmark.unknown(name))
@@ -368,12 +369,12 @@ def _load(name: str, options: LoadOptions, selection: Selection, cut: Selection)
 
 
 def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Dataset:
+    """Load one copy of a benchmark from the hub."""
     here = snapshot(copy.repo, copy.files, options)
-    files = (
-        here.files(copy.files)
-        if benchmark.hubs
-        else split_files(here, options.split, options.config)
-    )
+    if benchmark.hubs:
+        files = here.files(copy.files)
+    else:
+        files = split_files(here, options.split, options.config)
     table = read_table(files, copy.repo)
     if copy.keep:
         column, part = copy.keep
@@ -388,46 +389,41 @@ def _copy(benchmark: Benchmark, copy: HubSource, options: LoadOptions) -> Datase
             places=tuple(table.places[i] for i in kept),
         )
     # side columns that the copy has lost since: problems can do without them, not without a text
-    sides = {
-        **asdict(copy.columns),
-        **dict.fromkeys(("text", "answer", "choices", "distractors"), ""),
-    }
+    needed = ("text", "answer", "choices", "distractors")
     gone = {
         field: name
-        for field, name in sides.items()
-        if name and name not in table.columns and not options.asked
+        for field, name in asdict(copy.columns).items()
+        if field not in needed and name and name not in table.columns and not options.asked
     }
     columns = replace(copy.columns, **dict.fromkeys(gone, ""), distractors=copy.columns.distractors)
-    found = _dataset(benchmark, table, columns, options)
-    notes = (*found.notes, *(f"column {name!r} of this copy is gone" for name in gone.values()))
-    return replace(found, source=f"hub:{copy.repo}", revision=here.folder.name, notes=notes)
+    dataset = _dataset(benchmark, table, columns, options)
+    losses = [f"column {name!r} of this copy is gone" for name in gone.values()]
+    notes = (*dataset.notes, *losses)
+    return replace(dataset, source=f"hub:{copy.repo}", revision=here.folder.name, notes=notes)
 
 
 def _file(path: Path, options: LoadOptions, benchmark: Benchmark) -> Dataset:
-    """A file may be a hub copy saved under another name: then its columns are known, quirks and
-    all.
-    """
+    """Load a file; one that has the columns of a hub copy is read as that copy."""
     table = read_table([path], str(path))
     copies = [copy.columns for copy in benchmark.hubs] or [Columns()]
-    sides = {
-        field: name
-        for field in ("unit", "tolerance")
-        if (name := getattr(copies[0], field)) in table.columns
-    }
-    needs = ({it.text, it.answer, it.id, it.context, *it.distractors} - {""} for it in copies)
-    same = (
-        it for it, names in zip(copies, needs, strict=True) if names and names <= {*table.columns}
-    )
-    return _dataset(benchmark, table, next(same, Columns(**sides)), options)
+    for columns in copies:
+        names = {columns.text, columns.answer, columns.id, columns.context, *columns.distractors}
+        names -= {""}
+        if names and names <= {*table.columns}:
+            return _dataset(benchmark, table, columns, options)
+    sides = {field: getattr(copies[0], field) for field in ("unit", "tolerance")}
+    sides = {field: name for field, name in sides.items() if name in table.columns}
+    return _dataset(benchmark, table, Columns(**sides), options)
 
 
 def _dataset(
     benchmark: Benchmark, table: RowTable, columns: Columns, options: LoadOptions
 ) -> Dataset:
-    """The table's problems; by these columns where the caller asks for no others."""
+    """Return the table's problems, by these columns where the caller asks for no others."""
     problems, notes = problems_of(Reader(table, options.asked or columns, benchmark, options))
     if benchmark.sample:
-        if len(problems) != (whole := BENCHMARKS[benchmark.prefix].size):
+        whole = BENCHMARKS[benchmark.prefix].size
+        if len(problems) != whole:
             problem = f"{benchmark.name} is drawn from {whole} problems in order, this source has {len(problems)}"
             raise DatasetError(table.source, problem, f"Give the whole of {benchmark.prefix}")
         problems = select(
@@ -444,9 +440,7 @@ def _dataset(
 
 
 def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> Dataset:
-    """Generated, so that `selection` says how many, which seed and which levels instead of picking
-    from a file.
-    """
+    """Generate problems; `selection` gives their number, seed and levels."""
     name = "arithmetic"
     split = cast(arithmetic.Split, options.split)  # the generator refuses any other
     count = selection.sample or BENCHMARKS[name].size
@@ -457,21 +451,19 @@ def _arithmetic(options: LoadOptions, selection: Selection, cut: Selection) -> D
     rest = replace(selection, sample=None, levels=())
     wanted = range(count)[cut.start : cut.stop : cut.step]
     is_whole = rest.words() or not wanted
-    # a shorter call begins like a longer one: what the slice leaves out behind its end is not
-    # generated
-    found = _generated(split, count if is_whole else max(wanted) + 1, selection.seed, levels)
-    made = (
-        select(select(found, rest, name), cut, name)
-        if is_whole
-        else [found[index] for index in wanted]
-    )
-    notes = (f"selected: {cut.words()} ({len(made)} of {count})",) if cut.words() else ()
-    return Dataset(name, "generated", revision, "", tuple(made), notes)
+    # a shorter call begins like a longer one: what is after the slice is not generated
+    generated = _generated(split, count if is_whole else max(wanted) + 1, selection.seed, levels)
+    if is_whole:
+        problems = select(select(generated, rest, name), cut, name)
+    else:
+        problems = [generated[index] for index in wanted]
+    notes = (f"selected: {cut.words()} ({len(problems)} of {count})",) if cut.words() else ()
+    return Dataset(name, "generated", revision, "", tuple(problems), notes)
 
 
 @lru_cache(maxsize=16)
 def _generated(
     split: arithmetic.Split, count: int, seed: int, levels: tuple[int, ...]
 ) -> tuple[Problem, ...]:
-    """The first exercises of a seed: a millisecond each, so that a process makes them once."""
+    """Return the first exercises of a seed; they take a millisecond each, so they are kept."""
     return tuple(arithmetic.problems(split, count, seed=seed, levels=levels))

@@ -1,158 +1,31 @@
-"""Verdicts on answer texts: of two by their spelling, then by their trees; of many by keys of their
-values first.
-"""
+"""Classes of equal answers: keyed by their values, compared where keys meet."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
-from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import mpmath
 
-from atts.core import AnswerKind, Grading
-from atts.errors import OptionError
-from atts.evaluators.equivalence import views
-from atts.evaluators.equivalence.approx import NotRational
-from atts.evaluators.equivalence.compare import Comparer
-from atts.evaluators.equivalence.numeric import Value, exact
+from atts.core import AnswerKind
+from atts.evaluators.equivalence.compare import COLLECTIONS
+from atts.evaluators.equivalence.evaluation import NotRational, Value, exact
+from atts.evaluators.equivalence.pairs import equivalent
 from atts.evaluators.equivalence.probing import Point, Prober, generic, is_real, written
-from atts.evaluators.equivalence.sets import Line, speaks_of_reals
+from atts.evaluators.equivalence.regions import Line, speaks_of_reals
 from atts.evaluators.equivalence.views import (
     clock,
-    held_to,
     is_decimal,
     labelled,
     members,
     named,
     terminates,
 )
-from atts.evaluators.syntax.reading import Reading, read, spaceless
+from atts.evaluators.syntax.reading import Reading, read
 from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, variables
 from atts.evaluators.syntax.vocabulary import measure, squashed
-from atts.evaluators.verdict import (
-    LIMITS,
-    STRICT,
-    Limits,
-    Malformed,
-    Prose,
-    TooLarge,
-    Undecided,
-    Undefined,
-    Verdict,
-)
-
-_PHRASE = 4  # words
-
-
-def equivalent(
-    gold: str,
-    answer: str,
-    kind: AnswerKind = "math",
-    *,
-    limits: Limits = LIMITS,
-    grading: Grading = STRICT,
-) -> Verdict:
-    """Whether `answer` is the reference answer `gold`; symmetric, thread-safe, bounded in time and
-    memory.
-
-    `grading` says which numbers may be off and whether units may be missing. No text is evaluated
-    as code. What cannot be decided is "unscored". Raises OptionError for an unknown kind.
-
-    >>> equivalent(r"\\frac{1}{2}", "0.5").status
-    'equal'
-    >>> equivalent("12", "21").status
-    'different'
-    """
-    if kind not in get_args(AnswerKind):
-        raise OptionError(f"kind {kind}", "is not a kind of answer", get_args(AnswerKind))
-    if not gold.strip():
-        return Verdict("unscored", "no reference")
-    if not answer.strip():
-        return Verdict("different", "no answer")
-    if kind == "text":
-        return _verdict(squashed(gold) == squashed(answer) != "", "text")
-    if spaceless(gold) == spaceless(answer):
-        return Verdict("equal", "same text")
-    one = read(gold, limits)
-    two = read(answer, limits)
-    return _by_text(one, two, kind) or _by_trees(one, two, limits, grading)
-
-
-def _verdict(same: bool, rule: str) -> Verdict:
-    return Verdict("equal" if same else "different", rule)
-
-
-def _unscored(error: Undecided | Undefined) -> Verdict:
-    detail = f"no value: {error}" if isinstance(error, Undefined) else str(error)
-    return Verdict("unscored", "limits" if isinstance(error, TooLarge) else "undecided", detail)
-
-
-def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
-    """What the texts alone decide: the same spelling, and choices."""
-    if not one.text or not two.text:
-        return (
-            Verdict("unscored", "no reference")
-            if not one.text
-            else Verdict("different", "no answer")
-        )
-    if spaceless(one.text) == spaceless(two.text):
-        return Verdict("equal", "same text")
-    if one.choice and two.choice and (one.is_letter or two.is_letter or kind == "choice"):
-        return _verdict(one.choice == two.choice, "choice")
-    if kind == "choice" and (one.choice or two.choice):
-        first, second = (
-            reading.choice or reading.text.strip("(). ").upper() for reading in (one, two)
-        )
-        return _verdict(first == second, "choice")
-    return None
-
-
-def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> Verdict:
-    """Equal when any pair of readings is, else what the first pair says."""
-    first: Verdict | None = None
-    for gold, answer in product(one.trees, two.trees):
-        if has(gold, "call") or has(answer, "call"):
-            names = variables(gold) | variables(answer)
-            gold, answer = (views.unapplied(node, names) for node in (gold, answer))
-        comparison = Comparer(
-            limits, held_to(grading, gold), brackets="free" if first is None else "strict"
-        )
-        try:
-            found = _verdict(comparison.same(gold, answer), comparison.rule)
-        except (Undecided, Undefined) as error:
-            found = _unscored(error)
-        except RecursionError:  # little of the stack was left to us
-            found = _unscored(TooLarge("too deep for the stack at hand"))
-        if found.is_equal:
-            return found
-        first = first or found
-    return first or _unread(one, two)
-
-
-def _unread(one: Reading, two: Reading) -> Verdict:
-    """The verdict when a side is no expression: the same phrase, or an answer that cannot be the
-    reference.
-    """
-    if (
-        one.squashed
-        and one.squashed == two.squashed
-        and not isinstance(one.problem or two.problem, Malformed)
-    ):
-        return Verdict("equal", "text")
-    readable, problem = (two, one.problem) if one.problem else (one, two.problem)
-    assert problem is not None
-    if isinstance(problem, Malformed):
-        return Verdict("different", "malformed", str(problem))
-    if type(problem) is Prose and readable.trees:
-        return Verdict("different", "prose", str(problem))
-    # names and dates, no sentences
-    are_short = all(len(reading.squashed.split()) <= _PHRASE for reading in (one, two))
-    if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and are_short:
-        return Verdict("different", "text")
-    return _unscored(problem)
-
+from atts.evaluators.verdict import LIMITS, Limits, Undecided, Undefined
 
 _CROWD = 48  # answers under one loose key past which each is compared with the first few only
 
@@ -160,8 +33,9 @@ _CROWD = 48  # answers under one loose key past which each is compared with the 
 def group(
     answers: Sequence[str | None], kind: AnswerKind = "math", *, limits: Limits = LIMITS
 ) -> list[int]:
-    """The class of each answer, numbered by first appearance; -1 for None and for empty answers,
-    which abstain.
+    """Return the class of each answer, numbered by first appearance; -1 abstains.
+
+    None and empty answers abstain.
 
     Two answers in one class are equal under `equivalent`; equal ones share a class unless that
     would join answers that differ (10 and 0.1 stay apart when 10% comes too). The partition does
@@ -174,12 +48,13 @@ def group(
     texts = sorted({answer for answer in answers if answer is not None and answer.strip()})
     classes = _Classes(kind, limits).of(texts)
     numbers: dict[int, int] = {}
-    return [
-        numbers.setdefault(classes[answer], len(numbers))
-        if answer is not None and answer.strip()
-        else -1
-        for answer in answers
-    ]
+    labels = list[int]()
+    for answer in answers:
+        if answer is None or not answer.strip():
+            labels.append(-1)
+        else:
+            labels.append(numbers.setdefault(classes[answer], len(numbers)))
+    return labels
 
 
 class _Classes:
@@ -193,26 +68,25 @@ class _Classes:
         self.texts: list[str] = []  # one representative of each strong key, its least text
 
     def of(self, texts: Sequence[str]) -> dict[str, int]:
-        """A class number for each of the sorted, distinct texts."""
+        """Return a class number for each of the sorted, distinct texts."""
         strong: dict[str, int] = {}
-        owner: dict[str, int] = {}
+        index_of: dict[str, int] = {}
         loose: dict[str, list[int]] = defaultdict(list)
         for text in texts:
             reading = read(text, self.limits)
             key = squashed(reading.text) if self.kind == "text" else self.keys.strong(reading)
             if key not in strong:
                 strong[key] = len(self.texts)
-                for token in () if self.kind == "text" else sorted(self.keys.loose(reading)):
-                    loose[token].append(strong[key])
                 self.texts.append(text)
-            owner[text] = strong[key]
+                if self.kind != "text":
+                    for token in sorted(self.keys.loose(reading)):
+                        loose[token].append(strong[key])
+            index_of[text] = strong[key]
         merged = self.merge(loose)
-        return {text: merged[index] for text, index in owner.items()}
+        return {text: merged[index] for text, index in index_of.items()}
 
     def merge(self, loose: dict[str, list[int]]) -> list[int]:
-        """Join representatives whose loose keys meet and that are equal, keeping apart whatever
-        differs.
-        """
+        """Join representatives whose loose keys meet and that are equal; keep others apart."""
         parent = list(range(len(self.texts)))
         inside: dict[int, list[int]] = {index: [index] for index in parent}
         for left, right in sorted(_pairs(loose)):
@@ -227,6 +101,7 @@ class _Classes:
         return parent
 
     def verdict(self, left: int, right: int) -> str:
+        """Return the status of two representatives, computed once."""
         pair = (min(left, right), max(left, right))
         if pair not in self.verdicts:
             one = self.texts[pair[0]]
@@ -236,18 +111,18 @@ class _Classes:
 
 
 def _pairs(loose: dict[str, list[int]]) -> set[tuple[int, int]]:
-    """Answers to compare: those of one key; decimals with what they may round."""
-    found: set[tuple[int, int]] = set()
+    """Return the answers to compare: those of one key, and decimals with what they may round."""
+    pairs: set[tuple[int, int]] = set()
     for token, indices in loose.items():
         if token.endswith(">"):
             continue
         others = loose.get(f"{token[:-1]}>", []) if token.endswith("<") else indices
         hubs = indices if len(indices) * len(others) <= _CROWD**2 else indices[:4]
-        found |= {(min(a, b), max(a, b)) for a in hubs for b in others if a != b}
-    return found
+        pairs |= {(min(a, b), max(a, b)) for a in hubs for b in others if a != b}
+    return pairs
 
 
-_COLLECTIONS = ("list", "set", "tuple", "union", "matrix", "setminus", "builder")
+_COLLECTIONS = (*COLLECTIONS, "setminus", "builder")
 _NOT_VALUES = (*_COLLECTIONS, "word", "relation", "plusminus", "opaque", "huge", "ratio", "based", "quantity",
                "clock", "congruence", "cases", "aliases")  # fmt: skip
 
@@ -260,7 +135,7 @@ class Keys:
         self.values: dict[int, tuple[Node, Value]] = {}
 
     def value(self, node: Node) -> Value:
-        """The value at a whole point, computed once for each of the last few trees."""
+        """Return the value at a whole point, computed once for each of the last few trees."""
         if id(node) not in self.values:
             if len(self.values) > 60:
                 self.values.clear()
@@ -268,7 +143,7 @@ class Keys:
         return self.values[id(node)][1]
 
     def strong(self, reading: Reading) -> str:
-        """Answers with the same strong key are equal under the policy."""
+        """Return a key whose answers are all equal under the policy."""
         if not reading.trees:
             return "text:" + "".join(reading.text.split())
         node = reading.trees[0]
@@ -278,24 +153,24 @@ class Keys:
         return repr(node)
 
     def loose(self, reading: Reading) -> frozenset[str]:
-        """Answers that are equal under the policy share a loose key, or are both texts.
+        """Return keys of which equal answers share one, or are both texts.
 
         A key with "<" at its end belongs to a decimal that may be the rounding of what has the same
         key with ">".
         """
-        found = {"text:" + reading.squashed} if reading.squashed else set[str]()
+        keys = {"text:" + reading.squashed} if reading.squashed else set[str]()
         if reading.choice:
-            found.add("letter:" + reading.choice)
+            keys.add("letter:" + reading.choice)
         for tree in reading.trees:
-            found |= self.tokens(tree) | self.near(tree)
-        return frozenset(found)
+            keys |= self.tokens(tree) | self.near(tree)
+        return frozenset(keys)
 
     def tokens(self, node: Node) -> set[str]:
-        """The loose keys of one tree that can be worked out, save those of roundings."""
-        found = set[str]()
+        """Return the loose keys of one tree that can be computed, without those of roundings."""
+        keys = set[str]()
         with suppress(Undecided, Undefined):
-            found.update(self._tokens(node))
-        return found
+            keys.update(self._tokens(node))
+        return keys
 
     def _tokens(self, node: Node) -> Iterator[str]:
         if node.kind == "relation":
@@ -312,26 +187,25 @@ class Keys:
             yield from self.value_tokens(node)
 
     def value_tokens(self, node: Node) -> Iterator[str]:
-        """The value at a whole point, and those a sign, unit or base beside it may be passed over
-        for.
-        """
+        """Yield the value at a whole point, and those without a sign, unit or base."""
         if node.kind in ("percent", "degree", "quantity"):
             yield from self._tokens(node.args[0])
         if node.kind == "quantity" and (unit := measure(node.text)):
-            yield from (
-                "unit:" + token for token in self.tokens(Node("mul", (*node.args, number(unit[1]))))
-            )
+            scaled = Node("mul", (*node.args, number(unit[1])))
+            for token in self.tokens(scaled):
+                yield "unit:" + token
         if node.kind == "based" and node.text.isdigit():
             yield f"value:{int(node.text):x}/1"
         if node.kind == "cases":
             yield node.kind
         if node.kind == "ratio":
-            yield from (self.collected(node.args), f"clock:{clock(node)}")
+            yield self.collected(node.args)
+            yield f"clock:{clock(node)}"
         value = quotient(*node.args) if node.kind == "ratio" and len(node.args) == 2 else node
         yield "value:" + written(self.value(value))
 
     def near(self, node: Node) -> set[str]:
-        """Five digits of a decimal and of its neighbours, or of a value that decimals may round."""
+        """Return five digits of a decimal and its neighbours, or of a value that one may round."""
         value = named(node).value
         if value.kind in _COLLECTIONS and value.args:
             return self.nearly_all(_entries(value))
@@ -344,7 +218,7 @@ class Keys:
         return {f"near:{_digits(size + step * unit, 5)}<" for step in (-1, 0, 1)}
 
     def rounded(self, node: Node) -> Any | None:
-        """A decimal, or a value that one may round, to full precision; None for what is neither."""
+        """Return a decimal, or a value that one may round, to full precision; None for neither."""
         with suppress(Undecided, Undefined):
             value = None if variables(node) else self.value(node)
             has_end = isinstance(value, Fraction) and terminates(value)
@@ -353,18 +227,18 @@ class Keys:
         return None
 
     def nearly_all(self, nodes: list[Node]) -> set[str]:
-        """Three digits of each entry, where some entry may be a rounding or have one."""
-        found = [(node, self.rounded(node)) for node in nodes[:_MANY]]
-        if all(size is None for _, size in found):
+        """Return three digits of each entry, where some entry may be a rounding or have one."""
+        sizes = [(node, self.rounded(node)) for node in nodes[:_MANY]]
+        if all(size is None for _, size in sizes):
             return set()
         shown = sorted(
-            self.least(node) if size is None else _digits(size, 3) for node, size in found
+            self.least(node) if size is None else _digits(size, 3) for node, size in sizes
         )
-        has_decimals = any(size is not None and is_decimal(node) for node, size in found)
+        has_decimals = any(size is not None and is_decimal(node) for node, size in sizes)
         return {f"near:{';'.join(shown)}{'<' if has_decimals else '>'}"}
 
     def relation_tokens(self, node: Node) -> Iterator[str]:
-        """What a relation names, the set of reals it describes, and an equation up to a factor."""
+        """Yield the keys of what a relation names or describes, and of an equation up to a factor."""
         value = named(node).value
         if value.kind != "relation":
             yield from self.tokens(value)
@@ -378,14 +252,17 @@ class Keys:
             yield self.collected(node.args)
 
     def region_tokens(self, node: Node) -> Iterator[str]:
-        """The ends of the set of reals that an answer describes."""
-        if region := Line(Prober(self.limits)).region(node):
+        """Yield the key of the set of reals that an answer describes, by its ends."""
+        region = Line(Prober(self.limits)).region(node)
+        if region:
             yield self.collected(end.value for end in region)
 
     def collection_tokens(self, node: Node) -> Iterator[str]:
+        """Yield the keys of a collection: of its members, and of the only one where it is one."""
         inside = members(node) if node.kind in ("list", "set") else _entries(node)
         yield self.collected(inside)
-        if labels := labelled(node):
+        labels = labelled(node)
+        if labels:
             yield self.collected(labels.values())
         if len(inside) == 1 or node.text == "or":
             yield from (token for each in inside for token in self.tokens(each))
@@ -393,10 +270,11 @@ class Keys:
             yield from self.region_tokens(node)
 
     def collected(self, nodes: Iterable[Node]) -> str:
-        """One token for members in any order: the least token of each."""
+        """Return one key for members in any order, from the least key of each."""
         return "all:" + ";".join(sorted(set(map(self.least, nodes))))
 
     def least(self, node: Node) -> str:
+        """Return the least key of a member, "?" where none can be computed."""
         return min(self.tokens(named(node).value), default="?")
 
 
@@ -414,5 +292,5 @@ def _entries(node: Node) -> list[Node]:
 
 
 def _at(names: frozenset[str], index: int) -> Point:
-    """A point fixed by the names alone, whole, so that most functions have a value there."""
+    """Return a whole point fixed by the names alone; most functions have a value there."""
     return generic(dict.fromkeys(names, "natural"), index)

@@ -9,8 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from atts.core import Grading
-from atts.evaluators.equivalence.approx import NotRational, digits_in_base
-from atts.evaluators.equivalence.numeric import exact
+from atts.evaluators.equivalence.evaluation import NotRational, digits_in_base, exact
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.syntax.tree import (
     REALS,
@@ -32,6 +31,9 @@ _IMPLICATIONS = frozenset({"=>>", "<=>"})
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "~"}
 
 
+# ---- names
+
+
 class Named(NamedTuple):
     """A value with the name it was given, if any."""
 
@@ -40,7 +42,7 @@ class Named(NamedTuple):
 
 
 def unapplied(node: Node, names: frozenset[str]) -> Node:
-    """The tree with g(a+b) as a product where g is a variable elsewhere."""
+    """Return the tree with g(a+b) as a product where g is a variable elsewhere."""
     args = tuple(unapplied(arg, names) for arg in node.args)
     if node.kind == "call" and node.text in names and [arg.kind for arg in args] == ["add"]:
         return Node("mul", (symbol(node.text), *args))
@@ -48,7 +50,7 @@ def unapplied(node: Node, names: frozenset[str]) -> Node:
 
 
 def is_name(node: Node) -> bool:
-    """Whether a side of an equation only says what is being given, as x, f(x), AB or |AB| do."""
+    """Return whether a side of an equation only names what is given, as x, f(x), AB, |AB| do."""
     if node.kind in ("symbol", "word"):
         return True
     if node.kind == "call":
@@ -65,30 +67,27 @@ def is_name(node: Node) -> bool:
 
 
 def _is_point(node: Node) -> bool:
-    """A capital letter, as the end of a segment, or a product of them."""
-    return (
-        all(map(_is_point, node.args))
-        if node.kind == "mul"
-        else node.kind == "symbol" and node.text[0].isupper()
-    )
+    """Return whether a node is a capital letter, as the end of a segment, or a product of them."""
+    if node.kind == "mul":
+        return all(map(_is_point, node.args))
+    return node.kind == "symbol" and node.text[0].isupper()
 
 
 def named(node: Node) -> Named:
-    """x = 5 as 5 named x, 5 + 6 = 11 as 11, an equation between expressions as itself."""
+    """Return x = 5 as 5 named x, 5 + 6 = 11 as 11, any other equation as itself."""
     # A(1, 2)
     if [arg.kind for arg in node.args] == ["symbol", "tuple"] and _is_point(node.args[0]):
         return Named(*node.args)
     if node.kind != "relation":
         return Named(None, node)
     signs = node.text.split()
-    if _IMPLICATIONS.intersection(signs) and (
-        {*signs} - _IMPLICATIONS or not any(map(variables, node.args))
-    ):
+    has_conclusion = bool({*signs} - _IMPLICATIONS) or not any(map(variables, node.args))
+    if _IMPLICATIONS.intersection(signs) and has_conclusion:
         last = max(at for at, sign in enumerate(signs) if sign in _IMPLICATIONS) + 1
         rest = node.args[last:]
-        return named(
-            Node("relation", rest, " ".join(signs[last:])) if len(rest) > 1 else node.args[-1]
-        )
+        if len(rest) == 1:
+            return named(rest[0])
+        return named(Node("relation", rest, " ".join(signs[last:])))
     if signs == ["in"] and is_name(node.args[0]):
         return Named(node.args[0], node.args[1])
     if not _CHAIN.issuperset(signs):
@@ -96,57 +95,72 @@ def named(node: Node) -> Named:
     sides = list(node.args)
     if len(sides) == 2 and has(sides[0], "call") and not has(sides[1], "call", "symbol"):
         return Named(sides[0], sides[1])
-    while signs[-1] == "~" and len(sides) > 2 or (signs[-1] == "~" and not is_name(sides[0])):
+    # what a value is approximately is not the value, unless there is nothing else
+    while signs[-1] == "~" and (len(sides) > 2 or not is_name(sides[0])):
         signs.pop()
         sides.pop()
         if not signs:
             return Named(None, sides[0])
-    return _of_chain(sides, node)
+    return _of_chain(sides)
 
 
-def _of_chain(sides: list[Node], node: Node) -> Named:
+def _of_chain(sides: list[Node]) -> Named:
+    """Return the name and value of sides joined by equality signs."""
     last = variables(sides[-1])
-    between = [*filter(None, map(variables, sides[1:-1]))]
+    between = [names for names in map(variables, sides[1:-1]) if names]
     is_tied = last and any(not names & last for names in between)  # x = 2y = 3z
     if is_name(sides[0]) and not _mentions(sides[-1], sides[0]) and not is_tied:
         return Named(sides[0], sides[-1])
-    if (
-        len(sides) == 2
-        and sides[1].kind != "word"
-        and is_name(sides[1])
-        and not _mentions(sides[0], sides[1])
-    ):
-        return Named(sides[1], sides[0])
+    if len(sides) == 2 and sides[1].kind != "word" and is_name(sides[1]):
+        if not _mentions(sides[0], sides[1]):
+            return Named(sides[1], sides[0])
     # else an equation of its variables
-    is_result = len(sides) > 2 and variables(sides[-1]) <= variables(sides[0])
     is_result = (
-        is_result
+        (len(sides) > 2 and last <= variables(sides[0]))
         or not any(map(variables, sides))
         or all(side.kind == "quantity" for side in sides)
     )
-    return Named(
-        None,
-        sides[-1]
-        if is_result
-        else Node("relation", tuple(sides), " ".join("=" * (len(sides) - 1))),
-    )
+    if is_result:
+        return Named(None, sides[-1])
+    return Named(None, Node("relation", tuple(sides), " ".join("=" * (len(sides) - 1))))
 
 
 def _mentions(node: Node, name: Node) -> bool:
     return name.kind == "symbol" and name.text in variables(node)
 
 
+def may_name_one(one: Node, two: Node) -> bool:
+    """Return whether two names can be given to one thing."""
+    if one.kind != two.kind:  # save those of a variable and of a function's value at a point
+        call = one if one.kind == "call" else two
+        is_value_at_point = call.kind == "call" and call.args[0].kind == "number"
+        return not (is_value_at_point and "symbol" in (one.kind, two.kind))
+    if one.kind == "word":
+        few, many = sorted(({*name.text.split()} for name in (one, two)), key=len)
+        return few <= many
+    if one.kind == "call":
+        arguments = (*one.args, *two.args)
+        are_variables = all(arg.kind == "symbol" and arg.text.islower() for arg in arguments)
+        is_same_function = one.text == two.text and len(one.args) == len(two.args)
+        return one == two or (is_same_function and are_variables)
+    if one.kind == "mul":
+        return sorted(map(repr, one.args)) == sorted(map(repr, two.args))
+    return one.kind == "symbol"
+
+
+# ---- members and labels
+
+
 def signs_expanded(node: Node) -> tuple[Node, ...]:
-    """The values a +- stands for: both, or one alone when there is none; a -+ turns with its +-."""
+    """Return the values that +- signs are short for; the -+ of a pair turns with its +-."""
     signs = [each.text for each in node.walk() if each.kind == "plusminus"]
     if len(signs) > 4:
         raise TooLarge("too many double signs")
-    choices = (
-        [[one] * len(signs) for one in (1, -1)]
-        if "-" in signs
-        else product((1, -1), repeat=len(signs))
-    )
-    return tuple(_signed(node, list(choice)) for choice in choices)
+    if "-" in signs:
+        choices = [[one] * len(signs) for one in (1, -1)]
+    else:
+        choices = [[*choice] for choice in product((1, -1), repeat=len(signs))]
+    return tuple(_signed(node, choice) for choice in choices)
 
 
 def _signed(node: Node, choice: list[int]) -> Node:
@@ -160,90 +174,126 @@ def _signed(node: Node, choice: list[int]) -> Node:
 
 
 def labelled(node: Node) -> dict[Node, Node] | None:
-    """Several named values by their names: x=4, y=6 or (x,y)=(4,6); None for anything else."""
+    """Return several named values by their names, as in x=4, y=6 and (x,y)=(4,6)."""
     pairs: Sequence[tuple[Node | None, Node]] = [
         (each.args[0], each.args[1]) for each in equations(node)
     ]
     if node.kind == "list" and node.text != "or" and all(arg.text != "in" for arg in node.args):
         pairs = [(each.name, each.value) for each in map(named, node.args)]
-    elif (one := named(node)).name is not None and one.name.kind == one.value.kind == "tuple":
-        pairs = list(zip(one.name.args, one.value.args, strict=False))
-        pairs = pairs if len(one.name.args) == len(one.value.args) else []
+    else:
+        whole = named(node)
+        if whole.name is not None and whole.name.kind == whole.value.kind == "tuple":
+            names = whole.name.args
+            values = whole.value.args
+            pairs = list(zip(names, values, strict=True)) if len(names) == len(values) else []
     labels = {name: value for name, value in pairs if name is not None}
     return labels if labels and len(labels) == len(pairs) else None
 
 
 def equations(node: Node) -> tuple[Node, ...]:
-    """x=y=1 as x=1 and y=1; nothing for what is no such chain."""
+    """Return x=y=1 as x=1 and y=1; nothing for any other node."""
     *names, value = node.args or (node,)
-    is_chain = node.kind == "relation" and {*node.text.split()} == {"="} and not variables(value)
-    is_chain = is_chain and len(names) > 1 and all(name.kind == "symbol" for name in names)
-    return tuple(Node("relation", (name, value), "=") for name in names) if is_chain else ()
+    is_chain = node.kind == "relation" and {*node.text.split()} == {"="}
+    if not is_chain or variables(value) or len(names) < 2:
+        return ()
+    if any(name.kind != "symbol" for name in names):
+        return ()
+    return tuple(Node("relation", (name, value), "=") for name in names)
 
 
 def grouped(node: Node) -> Node:
-    """x=1, y=8 or x=2, y=7 as two points, each value with its name; any other node as it is."""
-    names = [named(arg).name for arg in node.args] if node.kind == "list" else []
-    size = (
-        names.index(names[0], 1) if None not in names and names.count((*names, None)[0]) > 1 else 1
-    )
-    parts = [*map(equations, node.args)] if names else [()]
-    if size > 1 and names == names[:size] * (len(names) // size):
-        parts = [node.args[at : at + size] for at in range(0, len(names), size)]
+    """Return x=1, y=8 or x=2, y=7 as two points of named values; other nodes as they are."""
+    if node.kind != "list":
+        return node
+    names = [named(arg).name for arg in node.args]
+    parts: list[tuple[Node, ...]] = [equations(arg) for arg in node.args]
+    if None not in names and names.count(names[0]) > 1:
+        size = names.index(names[0], 1)
+        if size > 1 and names == names[:size] * (len(names) // size):
+            parts = [node.args[at : at + size] for at in range(0, len(names), size)]
     if not all(parts):
         return node
     return Node("list", tuple(Node("tuple", tuple(sorted(part, key=repr)), "()") for part in parts))
 
 
 def free(node: Node, other: Node) -> Node:
-    """k pi, k in Z as k pi, beside an answer that does not say what k is."""
-    value, said = node.args if node.kind == "list" and len(node.args) == 2 else (node, node)
-    is_whole = said.kind == "relation" and said.text == "in" and said.args[1].text == "mathbb:Z"
-    is_free = is_whole and said.args[0].text in variables(value) and value.text in ("", "=")
-    return value if is_free and other.kind != "list" else node
+    """Return k pi, k in Z as k pi, if the other answer does not say what k is."""
+    if node.kind != "list" or len(node.args) != 2 or other.kind == "list":
+        return node
+    value, home = node.args
+    if home.kind != "relation" or home.text != "in" or home.args[1].text != "mathbb:Z":
+        return node
+    is_free = home.args[0].text in variables(value) and value.text in ("", "=")
+    return value if is_free else node
 
 
 def spelt(node: Node) -> str | None:
-    """A word, or letters side by side, as they are compared; None for anything else."""
+    """Return a word, or letters written together, as it is compared; None for anything else."""
+    if node.kind == "word":
+        return squashed(node.text)
     letters = [part.text for part in node.args if part.kind == "symbol" and len(part.text) == 1]
-    is_run = node.kind == "mul" and len(letters) == len(node.args)
-    return (
-        squashed("".join(letters) if is_run else node.text)
-        if is_run or node.kind == "word"
-        else None
-    )
+    if node.kind == "mul" and len(letters) == len(node.args):
+        return squashed("".join(letters))
+    return None
 
 
 def bound_alike(node: Node) -> Node:
-    """The tree with integer parameters such as k in "k pi, k in Z" named by their order."""
+    """Return the tree with integer parameters, as in "k pi, k in Z", named by their order."""
     if node.kind not in ("list", "builder"):
         return node
     inside = node.walk()
-    homes = [each.args for each in inside if each.kind == "relation" and each.text == "in"]
-    names = [
-        name.text
-        for name, home in homes
-        if name.kind == "symbol" and home != REALS and inside.count(name) > 1
-    ]
-    return substituted(
-        node, {name: symbol(f"#{index}") for index, name in enumerate(dict.fromkeys(names))}
-    )
+    names = list[str]()
+    for each in inside:
+        if each.kind != "relation" or each.text != "in":
+            continue
+        name, home = each.args
+        if name.kind == "symbol" and home != REALS and inside.count(name) > 1:
+            names.append(name.text)
+    order = enumerate(dict.fromkeys(names))
+    return substituted(node, {name: symbol(f"#{index}") for index, name in order})
+
+
+def members(node: Node) -> tuple[Node, ...]:
+    """Return the members of an unordered answer, double signs written out."""
+    inside = named(node).value if node.kind == "relation" else node
+    if inside.kind in ("list", "set"):
+        parts = list[Node]()
+        for arg in inside.args:
+            parts.extend((arg,) if arg.kind == "set" else members(arg))
+        return tuple(parts)
+    return signs_expanded(inside) if has(inside, "plusminus") else (node,)
+
+
+def counts_apart(nodes: tuple[Node, ...]) -> bool:
+    """Return whether members count different things or carry different names."""
+    kinds = list[object]()
+    for node in nodes:
+        unit = measure(node.text) if node.kind == "quantity" else None
+        kinds.append(named(node).name or unit)
+    return None not in kinds and len(set(kinds)) == len(kinds) > 1
+
+
+def variable_of(node: Node) -> str:
+    """Return the one variable a set of reals is about, empty when it is not named."""
+    names = [] if has(node, "builder") else list(variables(node))
+    return names[0] if len(names) == 1 else ""
+
+
+# ---- matrices
 
 
 def matrix(node: Node) -> Node | None:
-    """The matrix an expression of matrices works out to, entries left as expressions; None when it
-    is none.
+    """Return the matrix that an expression of matrices works out to; None when it is none.
 
-    Raises Undecided for what we do not work out, such as powers and large products.
+    Entries stay expressions. Raises Undecided for what is not worked out, such as powers and large
+    products.
     """
     if node.kind == "matrix":
         return node
     if all((each.kind, each.text) == ("tuple", "[]") for each in (node, *node.args)):
-        return (
-            grid(arg.args for arg in node.args)
-            if len({len(arg.args) for arg in node.args}) == 1
-            else None
-        )
+        if len({len(arg.args) for arg in node.args}) != 1:
+            return None
+        return grid(arg.args for arg in node.args)
     if node.kind == "pow" and node.args[1].text == "T" and node.args[0].kind in ("matrix", "tuple"):
         rows = node.args[0].args if node.args[0].kind == "matrix" else node.args[:1]
         return grid(zip(*(row.args for row in rows), strict=True))
@@ -261,22 +311,17 @@ def matrix(node: Node) -> Node | None:
 
 
 def _plus(left: Node | None, right: Node | None) -> Node:
-    if (
-        left is None
-        or right is None
-        or [len(row.args) for row in left.args] != [len(row.args) for row in right.args]
-    ):
+    if left is None or right is None:
+        raise Undecided("matrices that cannot be added")
+    if [len(row.args) for row in left.args] != [len(row.args) for row in right.args]:
         raise Undecided("matrices that cannot be added")
     return grid(_paired("add", *rows) for rows in zip(left.args, right.args, strict=True))
 
 
 def _times(left: Node | None, right: Node | None) -> Node:
-    if (
-        left is None
-        or right is None
-        or len(left.args[0].args) != len(right.args)
-        or len(left.args) > 8
-    ):
+    if left is None or right is None or len(left.args) > 8:
+        raise Undecided("a product of matrices")
+    if len(left.args[0].args) != len(right.args):
         raise Undecided("a product of matrices")
     columns = [
         Node("tuple", column) for column in zip(*(row.args for row in right.args), strict=True)
@@ -290,40 +335,24 @@ def _paired(kind: Kind, one: Node, two: Node) -> tuple[Node, ...]:
     return tuple(Node(kind, pair) for pair in zip(one.args, two.args, strict=True))
 
 
-def members(node: Node) -> tuple[Node, ...]:
-    """What an unordered answer holds, both signs written out."""
-    inner = named(node).value if node.kind == "relation" else node
-    if inner.kind in ("list", "set"):
-        return tuple(
-            each for arg in inner.args for each in ((arg,) if arg.kind == "set" else members(arg))
-        )
-    if inner is not node and not has(inner, "plusminus"):
-        return (node,)
-    return signs_expanded(inner) if has(inner, "plusminus") else (node,)
-
-
-def variable_of(node: Node) -> str:
-    """The one variable a set of reals is about, empty when it is not named."""
-    found = [] if has(node, "builder") else list(variables(node))
-    return found[0] if len(found) == 1 else ""
+# ---- signs, classes, times
 
 
 def infinity(node: Node) -> int:
+    """Return 1 or -1 for plus or minus infinity, 0 for anything else."""
     if node.kind == "constant" and node.text == "inf":
         return 1
-    if (
-        node.kind == "mul"
-        and len(node.args) == 2
-        and infinity(node.args[1])
-        and node.args[0].value is not None
-    ):
-        return 1 if node.args[0].value > 0 else -1
+    if node.kind == "mul" and len(node.args) == 2:
+        sign = node.args[0].value
+        if infinity(node.args[1]) and sign is not None:
+            return 1 if sign > 0 else -1
     if node.kind in ("percent", "quantity"):
         return infinity(node.args[0])
     return 0
 
 
 def same_numeral(gold: Node, answer: Node) -> bool:
+    """Return whether two numerals with a base are one; a bare number is compared by its digits."""
     if gold.kind == answer.kind:
         with suppress(Undefined):
             return digits_in_base(gold) == digits_in_base(answer)
@@ -333,12 +362,10 @@ def same_numeral(gold: Node, answer: Node) -> bool:
 
 
 def progression(node: Node) -> Node | None:
-    """8k+3, k perhaps said to be an integer, as the class of 3 modulo 8; None for what is no such
-    class.
-    """
-    value, *said = node.args if node.kind in ("list", "builder") else (node,)
+    """Return 8k+3, for an integer k, as the class of 3 modulo 8; None for anything else."""
+    value, *homes = node.args if node.kind in ("list", "builder") else (node,)
     names = variables(value)
-    are_whole = all(each.text == "in" and each.args[1].text == "mathbb:Z" for each in said)
+    are_whole = all(each.text == "in" and each.args[1].text == "mathbb:Z" for each in homes)
     if len(names) != 1 or has(value, "relation", "func", "call") or not are_whole:
         return None
     try:
@@ -347,14 +374,13 @@ def progression(node: Node) -> Node | None:
         )
     except (NotRational, Undefined, TooLarge):
         return None
-    is_linear = third - second == second - first != 0
-    return Node("congruence", (number(first), number(abs(second - first)))) if is_linear else None
+    if not third - second == second - first != 0:
+        return None
+    return Node("congruence", (number(first), number(abs(second - first))))
 
 
 def clock(node: Node) -> str | None:
-    """The time of day, in 24 hours, that a node is or, as a ratio, could be; None for anything
-    else.
-    """
+    """Return the time of day, in 24 hours, that a node is or, as a ratio, could be."""
     hours, *rest = [arg.text for arg in node.args] if node.kind == "ratio" else node.text.split(":")
     could_be = (
         node.kind == "ratio"
@@ -365,46 +391,54 @@ def clock(node: Node) -> str | None:
 
 
 def mark(node: Node) -> str:
-    """What a value is measured in, by its sign: percent, degrees, radians, another unit, or
-    nothing.
-    """
+    """Return the sign a value is measured by: percent, degree, rad, another unit, or nothing."""
     if node.kind in ("percent", "degree"):
         return node.kind
-    found = measure(node.text) if node.kind == "quantity" else None
-    if found is None or not found[0]:
+    unit = measure(node.text) if node.kind == "quantity" else None
+    if unit is None or not unit[0]:
         return ""
-    return "rad" if found[0] == (("rad", 1),) else "unit"
+    return "rad" if unit[0] == (("rad", 1),) else "unit"
 
 
-def counts_apart(nodes: tuple[Node, ...]) -> bool:
-    """Whether members count different things or carry different names."""
-    found = [
-        named(node).name or (measure(node.text) if node.kind == "quantity" else None)
-        for node in nodes
-    ]
-    return None not in found and len(set(found)) == len(found) > 1
+def is_unnamed(one: Dimension, two: Dimension) -> bool:
+    """Return whether one side is in square units of no name, the other in squares of a length.
+
+    The same holds for cubes.
+    """
+    pairs = ((one, two), (two, one))
+    return any(is_generic(a) and b == (("m", a[0][1]),) for a, b in pairs)
+
+
+def is_part(one: Dimension, two: Dimension) -> bool:
+    """Return whether one side counts more closely what the other does: marbles, red marbles."""
+    few, many = sorted((one, two), key=len)
+    return set(few) < set(many) and all(name.startswith("#") and size == 1 for name, size in many)
+
+
+# ---- decimals and tolerances
 
 
 def decimal_digits(node: Node) -> int:
-    """Significant digits of a decimal literal, zeros at its end left out; 0 for anything else."""
+    """Return the significant digits of a decimal literal, without final zeros; 0 for other nodes."""
     if node.kind != "number" or "." not in node.text or "e" in node.text.lower():
         return 0
     return len(node.text.replace(".", "").strip("-0"))
 
 
 def is_decimal(node: Node) -> bool:
-    """Whether a literal has digits enough to be the rounding of another value."""
+    """Return whether a literal has digits enough to be the rounding of another value."""
     return decimal_digits(node) >= 5
 
 
 def terminates(value: Fraction) -> bool:
-    """Whether the decimal expansion of a fraction ends."""
+    """Return whether the decimal expansion of a fraction ends."""
     return pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 
 def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
-    """Whether one is a decimal of enough digits and the other a value that no decimal of its kind
-    can be.
+    """Return whether one is a decimal of enough digits and the other a value it rounds.
+
+    The other must be a value that no decimal of its kind can be.
     """
     decimal, other = (gold, answer) if decimal_digits(gold) else (answer, gold)
     value = prober.known(other) if is_decimal(decimal) and not decimal_digits(other) else None
@@ -417,60 +451,22 @@ def rounds(prober: Prober, gold: Node, answer: Node) -> bool:
     return not hasattr(middle, "_mpc_") and bool(low < middle < high)
 
 
-def held_to(grading: Grading, gold: Node) -> Grading:
-    """The policy for one reference: only a decimal has a relative tolerance, what is exact has
-    nothing to tolerate.
-    """
+def policy_for(grading: Grading, gold: Node) -> Grading:
+    """Return the policy for one reference: only a decimal has a relative tolerance."""
     is_rounded = any(each.kind == "number" and set(each.text) & set(".eE") for each in gold.walk())
     return grading if is_rounded or not grading.relative else replace(grading, relative=0.0)
 
 
 def is_near(prober: Prober, gold: Node, answer: Node, grading: Grading) -> bool:
-    """Whether two numbers are no further apart than the policy tolerates, as in math.isclose."""
-    values = [
-        prober.known(node) if grading.relative or grading.absolute else None
-        for node in (gold, answer)
-    ]
-    one, two = (None if value is None else prober.approximate(value).value for value in values)
+    """Return whether two numbers are no further apart than the policy tolerates (math.isclose)."""
+    if not grading.relative and not grading.absolute:
+        return False
+    one = prober.known(gold)
+    two = prober.known(answer)
     if one is None or two is None:
         return False
-    gap = abs(one - two)
-    size = max(abs(one), abs(two))
+    first = prober.approximate(one).value
+    second = prober.approximate(two).value
+    gap = abs(first - second)
+    size = max(abs(first), abs(second))
     return bool(gap <= max(grading.absolute, size * grading.relative) * (1 + 1e-12))
-
-
-def is_unnamed(one: Dimension, two: Dimension) -> bool:
-    """Whether one side is of square units of no name, and the other of squares of a length, or the
-    same of cubes.
-    """
-    return any(is_generic(a) and b == (("m", a[0][1]),) for a, b in ((one, two), (two, one)))
-
-
-def is_part(one: Dimension, two: Dimension) -> bool:
-    """Whether what is counted on one side is said more closely on the other: marbles, red marbles."""
-    few, many = sorted((one, two), key=len)
-    return set(few) < set(many) and all(name.startswith("#") and size == 1 for name, size in many)
-
-
-def may_name_one(one: Node, two: Node) -> bool:
-    """Whether two names can be given to one thing."""
-    if one.kind != two.kind:  # save those of a variable and of a function's value at a point
-        call = one if one.kind == "call" else two
-        return not (
-            call.kind == "call"
-            and "symbol" in (one.kind, two.kind)
-            and call.args[0].kind == "number"
-        )
-    if one.kind == "word":
-        few, many = sorted(({*name.text.split()} for name in (one, two)), key=len)
-        return few <= many
-    if one.kind == "call":
-        variables_alone = all(
-            arg.kind == "symbol" and arg.text.islower() for arg in (*one.args, *two.args)
-        )
-        return one == two or (
-            one.text == two.text and len(one.args) == len(two.args) and variables_alone
-        )
-    return one.kind == "symbol" or (
-        one.kind == "mul" and sorted(map(repr, one.args)) == sorted(map(repr, two.args))
-    )

@@ -1,6 +1,4 @@
-"""Paired comparison of two runs on the same problems: at the end, or after every problem and at any
-of them.
-"""
+"""Paired comparison of two runs on the same problems, at the end or after every problem."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -28,9 +26,9 @@ EXACT_SIGNS = 14
 class Comparison:
     """The second run against the first, problem by problem.
 
-    `p_value` is of sign flips (two-sided): were the runs alike, either could have had either result
-    of each problem. `problems_needed` is how many problems like these would show a difference of
-    this size four times in five.
+    `p_value` is two-sided, from sign flips: if the runs were alike, each could have had the other's
+    result on every problem. `problems_needed` problems would show a difference of this size with
+    80 % power.
     """
 
     first: float
@@ -45,15 +43,14 @@ class Comparison:
     def __str__(self) -> str:
         need = f"; {self.problems_needed:,} problems would show it" if self.problems_needed else ""
         return (
-            f"{self.first:.3f} → {self.second:.3f}, difference {self.difference}, p = "
-            f"{self.p_value:.3g}; "
-            f"better on {self.better}, worse on {self.worse}, tied on {self.tied}{need}"
+            f"{self.first:.3f} → {self.second:.3f}, difference {self.difference}, "
+            f"p = {self.p_value:.3g}; better on {self.better}, worse on {self.worse}, tied on {self.tied}{need}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class McNemar:
-    """One answer per problem and run: only the problems on which the runs disagree speak."""
+    """One answer per problem and run: only problems on which the runs disagree count."""
 
     both: int
     first_only: int
@@ -66,7 +63,7 @@ class McNemar:
 def compare_runs(
     first: ArrayLike, second: ArrayLike, *, level: float = 0.95, seed: int = 0, n_samples: int = 0
 ) -> Comparison:
-    """Two values per problem, such as shares of right samples, in the same order of problems.
+    """Compare two values per problem, such as shares of correct samples, in the same order.
 
     The interval is of the mean difference over problems: Student's with half a problem won, half a
     one lost and one tied added to the variance (Agresti and Min), right also where few problems
@@ -84,14 +81,20 @@ def compare_runs(
     )
     better = int((delta > 0).sum())
     worse = int((delta < 0).sum())
-    told = {"better": better, "worse": worse, "tied": delta.size - better - worse}
-    means = (float(a.mean()), float(b.mean()))
-    p_value = sign_flip_p(delta, seed=seed)
-    return Comparison(*means, estimate, p_value, **told, problems_needed=needed)
+    return Comparison(
+        first=float(a.mean()),
+        second=float(b.mean()),
+        difference=estimate,
+        p_value=sign_flip_p(delta, seed=seed),
+        better=better,
+        worse=worse,
+        tied=delta.size - better - worse,
+        problems_needed=needed,
+    )
 
 
 def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
-    """Exact test on one verdict per problem and run.
+    """Return the exact test on one verdict per problem and run.
 
     >>> mcnemar([True, True, False, False], [True, False, True, True]).p_value
     1.0
@@ -107,8 +110,9 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
 
 
 def sign_flip_p(delta: Floats, *, draws: int = 9999, seed: int = 0) -> float:
-    """Two-sided permutation p of a mean difference: all sign patterns of up to 14 differences, else
-    seeded draws.
+    """Return the two-sided permutation p of a mean difference.
+
+    It takes all sign patterns of up to 14 differences, else seeded draws.
     """
     moved = delta[delta != 0]
     if moved.size == 0:
@@ -129,7 +133,7 @@ def sign_flip_p(delta: Floats, *, draws: int = 9999, seed: int = 0) -> float:
 def problems_needed(
     deviation: float, difference: float, *, power: float = 0.8, level: float = 0.95
 ) -> int:
-    """Problems for a paired two-sided t test at 1 - level to see `difference` with that power.
+    """Return the problems a paired two-sided t test needs to see `difference` with that power.
 
     `deviation` is the standard deviation over problems of the paired difference. Raises OptionError
     for 0.
@@ -155,7 +159,7 @@ def problems_needed(
 
 
 def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) -> Estimate:
-    """The mean of one difference per problem with its interval; see `compare_runs`."""
+    """Return the mean of one difference per problem with its interval; see `compare_runs`."""
     if delta.size < 2 or np.isnan(delta).any():
         note = "needs two problems" if delta.size < 2 else "undefined for some problem"
         return undefined_estimate(delta.size, n_samples, level, note)
@@ -184,14 +188,16 @@ def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) 
 
 
 def _no_spread(mean: float, problems: int, level: float) -> tuple[float, float]:
-    """Where a mean difference of shares may lie when all problems seen agree on it: others are
-    rare, not impossible.
+    """Return where a mean difference may lie when all problems agree on it.
+
+    Other problems are rare, not impossible.
     """
     rare = 1 - (1 - level) ** (1 / problems)  # a larger share of others would have shown itself
     return mean - rare * (1 + mean), mean + rare * (1 - mean)
 
 
 def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
+    """Return both as arrays; raise OptionError for lengths that differ."""
     a = np.asarray(first, dtype=np.float64)
     b = np.asarray(second, dtype=np.float64)
     if a.shape != b.shape or a.ndim != 1:
@@ -203,7 +209,7 @@ def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:
 
 
 Settled = Literal["better", "worse", "alike", "undecided"]
-"""Of the second run against the first; "alike": within so many points of each other."""
+"""The second run compared with the first; "alike" is within so many points of it."""
 
 _STEPS = 200  # candidate differences are this many to the unit
 _STAKES = np.arange(0.05, 1.0, 0.1)
@@ -211,23 +217,23 @@ _STAKES = np.arange(0.05, 1.0, 0.1)
 
 @dataclass(frozen=True, slots=True)
 class Sequential:
-    """What a comparison that looked after every problem came to."""
+    """The result of a comparison that looked after every problem."""
 
     settled: Settled
     problems: int  # until it was settled, or all there were
     low: float
     high: float
-    points: float  # differences within so many points count as alike; 0: none do
+    points: float  # differences within so many points count as alike
     level: float = 0.95
 
     def __str__(self) -> str:
         interval = f"difference in [{self.low:+.3f}, {self.high:+.3f}] ({self.level * 100:g} % after every problem)"
-        said = {"alike": f"within {self.points:g} points, decided", "undecided": "undecided"}
-        found = said.get(self.settled, f"{self.settled}, decided")
-        return f"{found} after {self.problems:,} problems; {interval}"
+        words = {"alike": f"within {self.points:g} points, decided", "undecided": "undecided"}
+        result = words.get(self.settled, f"{self.settled}, decided")
+        return f"{result} after {self.problems:,} problems; {interval}"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, with the same in words."""
+        """Return plain data, with the same in words."""
         return {**asdict(self), "words": str(self)}
 
 
@@ -242,7 +248,7 @@ class ConfidenceSequence:
     """
 
     def __init__(self, level: float = 0.95) -> None:
-        """Raises OptionError unless `level` is a probability."""
+        """Start before the first problem; raise OptionError unless `level` is a probability."""
         check_level(level)
         self.problems = 0
         self._bar = -math.log(1 - level)
@@ -253,7 +259,7 @@ class ConfidenceSequence:
         self._logs: Floats = np.zeros_like(self._bets)
 
     def add(self, difference: float) -> None:
-        """Take the next problem's difference.
+        """Add the next problem's difference.
 
         :raises OptionError: it is outside [-1, 1].
         """
@@ -261,8 +267,9 @@ class ConfidenceSequence:
             raise OptionError("difference", f"{difference!r} is outside [-1, 1]")
         self.problems += 1
         self._logs += np.log1p(self._bets * (difference - self._means))
+        # the log of the mean capital over the stakes, without overflow
         top = self._logs.max(axis=0, initial=-math.inf)
-        left = top + np.log(np.exp(self._logs - top).mean(axis=0)) < self._bar  # by their capital
+        left = top + np.log(np.exp(self._logs - top).mean(axis=0)) < self._bar
         if not left.all():
             self._means = self._means[left]
             self._bets = self._bets[:, left]
@@ -270,27 +277,30 @@ class ConfidenceSequence:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The candidates that are left, and the gap up to those next to them that are out."""
+        """Return the range of candidates left, up to the next ones that are excluded."""
         if not self._means.size:  # has probability 1 - level at most
             return math.nan, math.nan
-        return max(-1.0, float(self._means[0]) - 1 / _STEPS), min(
-            1.0, float(self._means[-1]) + 1 / _STEPS
-        )
+        low = max(-1.0, float(self._means[0]) - 1 / _STEPS)
+        high = min(1.0, float(self._means[-1]) + 1 / _STEPS)
+        return low, high
 
     def answer(self, points: float = 0.0) -> Sequential:
-        """Where the comparison stands."""
+        """Return the result so far."""
         low, high = self.interval
-        is_better = (self._means > 0).all()
-        is_worse = (self._means < 0).all()
-        alike: Settled = "alike" if max(-low, high) <= points / 100 else "undecided"
-        settled: Settled = "better" if is_better else "worse" if is_worse else alike
+        settled: Settled = "undecided"
+        if (self._means > 0).all():
+            settled = "better"
+        elif (self._means < 0).all():
+            settled = "worse"
+        elif max(-low, high) <= points / 100:
+            settled = "alike"
         return Sequential(settled, self.problems, low, high, points, level=-math.expm1(-self._bar))
 
 
 def compare_in_order(
     differences: Iterable[float], points: float = 0.0, level: float = 0.95
 ) -> Sequential:
-    """Look after every problem, and stop at the first at which it is settled.
+    """Look after every problem, and stop at the first that settles the comparison.
 
     >>> str(compare_in_order([1.0] * 20))
     'better, decided after 8 problems; difference in [+0.050, +1.000] (95 % after every problem)'
@@ -298,6 +308,7 @@ def compare_in_order(
     sequence = ConfidenceSequence(level)
     for difference in differences:
         sequence.add(difference)
-        if (found := sequence.answer(points)).settled != "undecided":
-            return found
+        result = sequence.answer(points)
+        if result.settled != "undecided":
+            return result
     return sequence.answer(points)

@@ -1,6 +1,4 @@
-"""Rates of graded samples, exact per problem: pass@k and its kin, votes by class, and a run's
-scorecard of them.
-"""
+"""Rates of graded samples, exact per problem: pass@k, votes by class, and a run's scorecard."""
 
 import math
 from collections import Counter, defaultdict
@@ -26,18 +24,19 @@ class Counts:
 
 
 def count(correct: Sequence[Sequence[bool | None]]) -> Counts:
-    """Samples and right ones per problem, ragged or not (None: not known); what is there, never
-    what was configured.
+    """Count the samples and the correct ones per problem; None is an unknown one.
+
+    Only samples that are present count, never the configured number.
     """
-    n = np.fromiter(map(len, correct), np.int64, len(correct))
-    return Counts(
-        n, np.fromiter((sum(bool(one) for one in row) for row in correct), np.int64, len(correct))
-    )
+    n = np.array([len(row) for row in correct], dtype=np.int64)
+    c = np.array([sum(bool(one) for one in row) for row in correct], dtype=np.int64)
+    return Counts(n, c)
 
 
 def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
-    """P(some of k samples drawn without replacement is right) per problem: unbiased; NaN where n <
-    k.
+    """Return the chance per problem that one of k samples is correct, unbiased; NaN where n < k.
+
+    Samples are drawn without replacement.
 
     >>> pass_at_k([4, 4, 1], [0, 2, 1], 2).round(4).tolist()
     [0.0, 0.8333, nan]
@@ -46,15 +45,15 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
 
 
 def pass_hat_k(n: ArrayLike, c: ArrayLike, k: int) -> Floats:
-    """pass^k: P(all of k samples drawn without replacement are right); NaN where n < k."""
+    """Return pass^k: the chance that all of k samples are correct; NaN where n < k."""
     return g_pass_at_k(n, c, k, 1.0)
 
 
 def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
-    """G-pass@k: P(at least the share tau of k samples is right, one at the least); NaN where n < k.
+    """Return G-pass@k: the chance that a share tau of k samples, at least one, is correct.
 
-    tau near 0 is pass@k, tau = 1 is pass^k. Raises OptionError for a tau outside [0, 1], and for
-    numbers that are none.
+    tau near 0 is pass@k, tau = 1 is pass^k; NaN where n < k. Raises OptionError for a tau outside
+    [0, 1], a k below 1 and impossible counts.
     """
     if not 0 <= tau <= 1:
         raise OptionError("tau", f"{tau!r} is not between 0 and 1")
@@ -70,31 +69,28 @@ def g_pass_at_k(n: ArrayLike, c: ArrayLike, k: int, tau: float) -> Floats:
 
 
 def avg_at_n(counts: Counts) -> Floats:
-    """The share of right samples per problem (pass@1); NaN where there is no sample."""
+    """Return the share of correct samples per problem (pass@1); NaN where there is no sample."""
     return np.where(counts.n > 0, counts.c / np.maximum(counts.n, 1), np.nan)
 
 
 def rate(values: ArrayLike, n: ArrayLike, *, level: float = 0.95) -> Estimate:
-    """The mean of per-problem values with its interval; `n` are the samples per problem.
+    """Return the mean of per-problem values with its interval; `n` are the samples per problem.
 
     Problems whose value is NaN (too few samples) make it undefined.
     """
     array = np.asarray(values, dtype=np.float64)
     counts = np.asarray(n, dtype=np.int64)
-    missing = int(np.isnan(array).sum())
     estimate = mean_estimate(array, int(counts.sum()), level=level)
-    return (
-        replace(estimate, note=f"too few samples in {missing} of {array.size} problems")
-        if missing
-        else estimate
-    )
+    missing = int(np.isnan(array).sum())
+    if missing:
+        note = f"too few samples in {missing} of {array.size} problems"
+        return replace(estimate, note=note)
+    return estimate
 
 
 @dataclass(frozen=True, slots=True)
 class Votes:
-    """One problem's samples as a vote sees them: sizes of the classes, how right each is, and the
-    silent ones.
-    """
+    """One problem's samples in a vote: sizes and values of the classes, and samples without one."""
 
     sizes: tuple[int, ...]
     values: tuple[float, ...]
@@ -102,13 +98,14 @@ class Votes:
 
     @property
     def samples(self) -> int:
-        """Samples, silent ones included."""
+        """Return the number of samples, those without an answer included."""
         return sum(self.sizes) + self.blanks
 
 
 def votes(labels: Sequence[Hashable | None], correct: Sequence[bool | float | None]) -> Votes:
-    """Classes with their value: the share of their members judged right (None counts as wrong); no
-    label, no vote.
+    """Return the classes with their value, the share of their members judged correct.
+
+    None counts as wrong; a sample without a label does not vote.
     """
     if len(labels) != len(correct):
         raise OptionError("labels", f"there are {len(labels)} labels for {len(correct)} verdicts")
@@ -124,11 +121,10 @@ def votes(labels: Sequence[Hashable | None], correct: Sequence[bool | float | No
 
 
 def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
-    """P(the majority of k samples drawn without replacement is right) per problem; NaN where there
-    are fewer than k.
+    """Return the chance per problem that the majority of k samples is correct; NaN for fewer.
 
-    A tie goes to each of the tied with equal chance; a draw without any answer is wrong. The order
-    in which samples finished does not matter.
+    Samples are drawn without replacement. A tie goes to each of the tied with equal chance; a draw
+    without any answer is wrong. The order in which samples finished does not matter.
     """
     if k < 1:
         raise OptionError("k", f"{k} is not at least 1")
@@ -142,7 +138,7 @@ def maj_at_k(problems: Sequence[Votes], k: int) -> Floats:
 
 
 def _whole(problem: Votes) -> float:
-    """k = n: the vote itself."""
+    """Return the value of the vote of all samples."""
     most = max(problem.sizes, default=0)
     winners = [
         value for size, value in zip(problem.sizes, problem.values, strict=True) if size == most
@@ -151,15 +147,15 @@ def _whole(problem: Votes) -> float:
 
 
 def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
-    """Sum over classes of value times P(win share), for problems that all have n > k samples."""
+    """Sum over classes the value times the chance to win, for problems with n > k samples each."""
     rows = [
-        (at, own)
+        (at, label)
         for at, problem in enumerate(group)
-        for own, value in enumerate(problem.values)
+        for label, value in enumerate(problem.values)
         if value > 0
     ]
     of = [group[at] for at, _ in rows]
-    sizes = np.array([group[at].sizes[own] for at, own in rows], dtype=np.int64)
+    sizes = np.array([group[at].sizes[label] for at, label in rows], dtype=np.int64)
     # how many rival classes have each size
     rivals = np.array(
         [np.bincount(problem.sizes, minlength=n + 1) for problem in of], np.float64
@@ -172,33 +168,35 @@ def _expected(group: Sequence[Votes], n: int, k: int) -> Floats:
     np.add.at(
         total,
         [at for at, _ in rows],
-        shares * np.array([group[at].values[own] for at, own in rows]),
+        shares * np.array([group[at].values[label] for at, label in rows]),
     )
     return np.clip(total, 0.0, 1.0)
 
 
-def _win_shares(own: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floats:
-    """Per row, E[1/(1 + rivals tied) if none has more] over k of n samples, the row's class having
-    `own` of them.
+def _win_shares(sizes: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floats:
+    """Return per row the expected share of a win over k of n samples.
+
+    The row's class has `sizes` of the n samples. The share is 1/(1 + rivals tied), 0 if one has
+    more.
 
     Exact, and no subset is enumerated: for the row's class drawn j times, the rivals' generating
     function is taken at roots of unity; 1/(ties + 1) is the integral of w^ties over [0, 1], which
     Gauss-Legendre nodes give exactly. Draws are binomial with chance k/n per sample, conditioned on
-    k in all: the same law, and no number overflows.
+    k in all: the same distribution, and no number overflows.
     """
     chance = k / n
     # a real polynomial of degree <= n is known from half of the n + 1 roots; the rest are
     # conjugates
     roots = np.exp(-2j * np.pi * np.arange((n + 1) // 2 + 1) / (n + 1))
-    sizes = np.flatnonzero(rivals.any(axis=0))
+    rival_sizes = np.flatnonzero(rivals.any(axis=0))
     # per rival size, of fewer than j draws
-    below = np.zeros((sizes.size, roots.size), dtype=np.complex128)
+    below = np.zeros((rival_sizes.size, roots.size), dtype=np.complex128)
     quiet = silent[:, None] * np.log(1 - chance + chance * roots)[None, :]
-    result = np.zeros(own.size)
-    for j in range(1, min(k, int(own.max(initial=0))) + 1):
-        below += binomial_pmf(j - 1, sizes, chance)[:, None] * roots ** (j - 1)
-        exactly = binomial_pmf(j, sizes, chance)[:, None] * roots**j
-        rows = np.flatnonzero(own >= j)
+    result = np.zeros(sizes.size)
+    for j in range(1, min(k, int(sizes.max(initial=0))) + 1):
+        below += binomial_pmf(j - 1, rival_sizes, chance)[:, None] * roots ** (j - 1)
+        exactly = binomial_pmf(j, rival_sizes, chance)[:, None] * roots**j
+        rows = np.flatnonzero(sizes >= j)
         nodes, weights = np.polynomial.legendre.leggauss((k - j) // j // 2 + 1)
         spectrum = np.zeros((rows.size, roots.size), dtype=np.complex128)
         for node, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
@@ -206,23 +204,21 @@ def _win_shares(own: Ints, rivals: Floats, silent: Ints, n: int, k: int) -> Floa
             # where a factor is 0 its product must be 0, but 0 of such factors must be 1: so not
             # minus infinity
             logs = np.log(np.where(np.abs(factors) < 1e-200, 1e-200, factors))
-            spectrum += weight * np.exp(rivals[np.ix_(rows, sizes)] @ logs + quiet[rows])
+            spectrum += weight * np.exp(rivals[np.ix_(rows, rival_sizes)] @ logs + quiet[rows])
         result[rows] += (
-            binomial_pmf(j, own[rows], chance) * np.fft.irfft(spectrum, n + 1, axis=1)[:, k - j]
+            binomial_pmf(j, sizes[rows], chance) * np.fft.irfft(spectrum, n + 1, axis=1)[:, k - j]
         )
     return result / float(binomial_pmf(k, n, chance))
 
 
 SampleStatus = Literal["graded", "cut", "no answer", "unscored", "timeout"]
-"""What became of a sample: graded; cut at a limit; ended with no answer; the grader cannot tell, or
-took too long.
-"""
+"""A sample was graded, cut at a limit, had no answer, is undecided, or its grader timed out."""
 
 
 def status_of(
     answer: str | None, finish: str | None, verdict: str | None, rule: str
 ) -> SampleStatus:
-    """What became of a sample that ended by `finish`; `rule` is what the grader went by."""
+    """Return the status of a sample that ended by `finish`; `rule` is the grader's."""
     if answer is None:
         return "cut" if finish in ("turns", "tokens") else "no answer"
     if verdict == "unscored":
@@ -232,8 +228,7 @@ def status_of(
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """One problem's samples, in any order: right or not (None: unknown), the class each votes for,
-    what became of it.
+    """One problem's samples: correct or not (None: unknown), class in the vote, status.
 
     `labels` come from grouping by equivalence, None where there is no answer; without them there is
     no vote. Raises OptionError when the lengths differ.
@@ -246,20 +241,20 @@ class Samples:
 
     def __post_init__(self) -> None:
         for name in ("labels", "statuses"):
-            held: tuple[object, ...] = getattr(self, name)
-            if held and len(held) != len(self.correct):
-                raise OptionError(
-                    name, f"{self.problem} has {len(held)} {name} for {len(self.correct)} samples"
-                )
-        if unknown := [status for status in self.statuses if status not in get_args(SampleStatus)]:
+            values: tuple[object, ...] = getattr(self, name)
+            if values and len(values) != len(self.correct):
+                problem = f"{self.problem} has {len(values)} {name} for {len(self.correct)} samples"
+                raise OptionError(name, problem)
+        unknown = [status for status in self.statuses if status not in get_args(SampleStatus)]
+        if unknown:
             raise OptionError("status", f"{unknown[0]!r} is not a status", get_args(SampleStatus))
 
 
 class GradedSample(Protocol):
     """A sample that ran to its end, as `samples_of` takes it.
 
-    Its answer (None without one), why it ended, its verdict ("correct", "wrong" or "unscored";
-    None: it was not graded) and the rule the grader went by.
+    It has an answer (or None), the reason it ended, a verdict ("correct", "wrong" or "unscored";
+    None if it was not graded) and the rule of the grader.
     """
 
     @property
@@ -277,7 +272,7 @@ Grouper = Callable[[Sequence[str]], Sequence[int]]
 
 
 def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) -> Samples | None:
-    """One problem's samples for `score`; None where there are none, or one of them was not graded."""
+    """Return one problem's samples for `score`; None without any, or with an ungraded one."""
     if not samples or any(one.verdict is None for one in samples):
         return None
     return Samples(
@@ -289,7 +284,7 @@ def samples_of(problem: str, samples: Sequence[GradedSample], group: Grouper) ->
 
 
 def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int | None, ...]:
-    """A class per answer, None where there is none; each different text is compared once."""
+    """Return a class per answer, None without one; each different text is compared once."""
     texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
     classes = dict(zip(texts, group(texts), strict=True))
     return tuple(None if answer is None else classes[answer] for answer in answers)
@@ -297,7 +292,7 @@ def answer_classes(answers: Sequence[str | None], group: Grouper) -> tuple[int |
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many samples stand behind a rate, and how many of them are not a plain right or wrong."""
+    """How many samples a rate is based on, and how many of them are not graded, and why."""
 
     problems: int
     samples: int
@@ -309,8 +304,8 @@ class Coverage:
     def __str__(self) -> str:
         return (
             f"{self.samples:,} samples of {self.problems:,} problems: {self.cut:,} cut, "
-            f"{self.no_answer:,} without "
-            f"answer, {self.unscored:,} unscored, {self.timed_out:,} timed out"
+            f"{self.no_answer:,} without answer, {self.unscored:,} unscored, "
+            f"{self.timed_out:,} timed out"
         )
 
 
@@ -323,14 +318,13 @@ class Scorecard:
 
 
 def coverage(problems: Sequence[Samples]) -> Coverage:
-    """Counts of each status; a sample without one counts as unscored when it is not known whether
-    it is right.
-    """
+    """Count each status; a sample without one is unscored if it has no verdict."""
     seen = Counter[SampleStatus]()
-    for held in problems:
-        seen.update(
-            held.statuses or ("unscored" if one is None else "graded" for one in held.correct)
-        )
+    for problem in problems:
+        if problem.statuses:
+            seen.update(problem.statuses)
+        else:
+            seen.update("unscored" if one is None else "graded" for one in problem.correct)
     return Coverage(
         len(problems),
         seen.total(),
@@ -344,28 +338,32 @@ def coverage(problems: Sequence[Samples]) -> Coverage:
 def score(
     problems: Sequence[Samples], *, ks: Sequence[int] | None = None, level: float = 0.95
 ) -> Scorecard:
-    """pass@1, and for every k pass@k, maj@k, pass^k and G-pass@k at one half: unbiased, with
-    intervals over problems.
+    """Return pass@1, and for every k pass@k, maj@k, pass^k and G-pass@k at one half.
 
-    `ks` are the powers of two up to the fewest samples of a problem, and that number itself, unless
-    told. Samples that could not be scored count as wrong, and the rate says what they may change.
+    All are unbiased, with intervals over problems. `ks` defaults to the powers of two up to the
+    fewest samples of a problem, and that number itself. Unscored samples count as wrong, and the
+    rate says what they could change.
     """
-    counts = count([held.correct for held in problems])
+    counts = count([problem.correct for problem in problems])
     fewest = int(counts.n.min(initial=10**9)) if problems else 0
     estimates = {"pass@1": rate(avg_at_n(counts), counts.n, level=level)}
-    if unknown := sum(one is None for held in problems for one in held.correct):
-        best = count([[one is None or one for one in held.correct] for held in problems])
+    unknown = sum(one is None for problem in problems for one in problem.correct)
+    if unknown:
+        best = count([[one is None or one for one in problem.correct] for problem in problems])
         estimates["pass@1"] = estimates["pass@1"].beside(
             rate(avg_at_n(best), best.n, level=level), unknown
         )
-    doubled = {1 << power for power in range(1, fewest.bit_length())}
-    for k in sorted(doubled | {fewest} - {0}) if ks is None else ks:
+    if ks is None:
+        doubled = {1 << power for power in range(1, fewest.bit_length())}
+        ks = sorted(doubled | {fewest} - {0})
+    for k in ks:
         for name, values in _at_k(problems, counts, k).items():
             estimates[name] = rate(values, counts.n, level=level)
     return Scorecard(estimates, coverage(problems))
 
 
 def _at_k(problems: Sequence[Samples], counts: Counts, k: int) -> dict[str, Floats]:
+    """Return the per-problem values of every rate at k, by name."""
     if k < 2:
         return {}
     named = {
@@ -373,6 +371,7 @@ def _at_k(problems: Sequence[Samples], counts: Counts, k: int) -> dict[str, Floa
         f"pass^{k}": pass_hat_k(counts.n, counts.c, k),
     }
     named[f"G-pass@{k}(1/2)"] = g_pass_at_k(counts.n, counts.c, k, 0.5)
-    if problems and all(held.labels for held in problems):
-        named[f"maj@{k}"] = maj_at_k([votes(held.labels, held.correct) for held in problems], k)
+    if problems and all(problem.labels for problem in problems):
+        classes = [votes(problem.labels, problem.correct) for problem in problems]
+        named[f"maj@{k}"] = maj_at_k(classes, k)
     return named

@@ -1,4 +1,4 @@
-"""Wilson's score interval, in plain floats: commands that only grade load no statistics."""
+"""Wilson's score interval in plain floats, so that commands that only grade load no numpy."""
 
 import math
 
@@ -6,7 +6,7 @@ NORMAL_95 = 1.959963984540054  # standard deviations to either side that hold 95
 
 
 def wilson_interval(mean: float, n: float, reach: float = NORMAL_95) -> tuple[float, float]:
-    """Of a rate over `n` independent draws, `reach` standard deviations to either side."""
+    """Return the interval of a rate over `n` independent draws, `reach` deviations to a side."""
     scale = 1 + reach * reach / n
     centre = (mean + reach * reach / (2 * n)) / scale
     half = reach / scale * math.sqrt(mean * (1 - mean) / n + reach * reach / (4 * n * n))

@@ -37,13 +37,14 @@ class Node:
     value: Fraction | None = None
 
     def walk(self) -> list["Node"]:
-        """This node and all below it; iterative, so depth does not matter."""
-        found = list[Node]()
+        """Return this node and all below it; iterative, so depth does not matter."""
+        nodes = list[Node]()
         stack: list[Node] = [self]
         while stack:
-            found.append(node := stack.pop())
+            node = stack.pop()
+            nodes.append(node)
             stack.extend(node.args)
-        return found
+        return nodes
 
 
 TWO = Node("number", text="2", value=Fraction(2))
@@ -60,26 +61,26 @@ COMMANDS = {
     "ldots": Node("symbol", text="…"),
     "mathbb:R": REALS,
 }
-"""What commands without arguments are."""
+"""Values of commands without arguments."""
 
 
 def number(value: Fraction | int, text: str = "") -> Node:
-    """A numeric leaf."""
+    """Return a numeric leaf."""
     return Node("number", text=text, value=Fraction(value))
 
 
 def symbol(name: str) -> Node:
-    """A free variable."""
+    """Return a free variable."""
     return Node("symbol", text=name)
 
 
 def joined(kind: Kind, parts: Sequence[Node]) -> Node:
-    """These parts under one node, or the only one itself."""
+    """Return these parts under one node, or the only one itself."""
     return parts[0] if len(parts) == 1 else Node(kind, tuple(parts))
 
 
 def negated(node: Node) -> Node:
-    """Minus the node, folded for literals so that -3 is one leaf."""
+    """Return minus the node, folded for literals so that -3 is one leaf."""
     if node.kind == "number" and node.value is not None:
         text = node.text[1:] if node.text.startswith("-") else "-" + node.text
         return Node("number", text=text, value=-node.value)
@@ -87,54 +88,54 @@ def negated(node: Node) -> Node:
 
 
 def minus(left: Node, right: Node) -> Node:
-    """left - right."""
+    """Return left - right."""
     return Node("add", (left, Node("mul", (MINUS_ONE, right))))
 
 
 def quotient(top: Node, bottom: Node) -> Node:
-    """top / bottom."""
+    """Return top / bottom."""
     return Node("mul", (top, Node("pow", (bottom, MINUS_ONE))))
 
 
 def function(name: str, *args: Node) -> Node:
-    """A known function applied."""
+    """Return a known function applied."""
     return Node("func", args, name)
 
 
 def grid(rows: Iterable[Iterable[Node]]) -> Node:
-    """A matrix of these rows."""
+    """Return a matrix of these rows."""
     return Node("matrix", tuple(Node("tuple", tuple(row), "[]") for row in rows))
 
 
 def variables(node: Node) -> frozenset[str]:
-    """Names of the free variables, those bound by a sum or product left out."""
+    """Return the names of the free variables; those bound by a sum or product are left out."""
     inside = node.walk()
     bound = {each.args[1].text for each in inside if each.kind == "sum"}
     return frozenset(each.text for each in inside if each.kind == "symbol") - bound
 
 
 def substituted(node: Node, values: Mapping[str, Node]) -> Node:
-    """The tree with variables replaced."""
+    """Return the tree with variables replaced."""
     if node.kind == "symbol":
         return values.get(node.text, node)
-    return (
-        replace(node, args=tuple(substituted(arg, values) for arg in node.args))
-        if node.args
-        else node
-    )
+    if not node.args:
+        return node
+    return replace(node, args=tuple(substituted(arg, values) for arg in node.args))
 
 
 def canonical(node: Node) -> Node:
-    """The tree with sums and products flattened and their parts in one order."""
+    """Return the tree with sums and products flattened and their parts in one order."""
     if not node.args:
         return node
     args = tuple(map(canonical, node.args))
     if node.kind in ("add", "mul"):
-        flat = (part for arg in args for part in (arg.args if arg.kind == node.kind else (arg,)))
+        flat = list[Node]()
+        for arg in args:
+            flat.extend(arg.args if arg.kind == node.kind else (arg,))
         args = tuple(sorted(flat, key=repr))
     return Node(node.kind, args, node.text, node.value)
 
 
 def has(node: Node, *kinds: str) -> bool:
-    """Whether a node of one of these kinds is anywhere in the tree."""
+    """Return whether a node of one of these kinds is anywhere in the tree."""
     return any(each.kind in kinds for each in node.walk())

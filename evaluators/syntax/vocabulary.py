@@ -1,6 +1,4 @@
-"""Vocabulary of answers, read from data files: number words, neutral words, phrases of one meaning,
-and units.
-"""
+"""Vocabulary of answers, read from data files: number words, phrases of one meaning, units."""
 
 import re
 import tomllib
@@ -20,31 +18,30 @@ class Tables:
     """One data file."""
 
     def __init__(self, name: str | Path) -> None:
-        """Read a file beside this module, or at a path of its own."""
-        self._entries = tomllib.loads((Path(__file__).parent / name).read_text(encoding="utf-8"))
+        """Read a file next to this module, or at an absolute path."""
+        path = Path(__file__).parent / name
+        self._entries = tomllib.loads(path.read_text(encoding="utf-8"))
 
     def words(self, name: str) -> frozenset[str]:
-        """A list of words as a set."""
+        """Return a list of words as a set."""
         return frozenset(self._entries[name].split())
 
     def patterns(self, part: str = "") -> dict[str, re.Pattern[str]]:
-        """The regular expressions of the file, or of a part: alternatives a line each, one in «»
-        put in where named.
+        """Compile the regular expressions of the file, or of a part of it.
+
+        Each line is an alternative; «name» is replaced by the expression of that name.
         """
-        forms = {
-            name: form
-            for name, form in (self._entries[part] if part else self._entries).items()
-            if form == str(form)
-        }
+        entries = self._entries[part] if part else self._entries
+        forms = {name: form for name, form in entries.items() if isinstance(form, str)}
 
         def written(name: str) -> str:
             lines = [line for line in forms[name].split("\n") if line]
-            return re.sub(r"«(\w+)»", lambda found: written(found[1]), "|".join(lines))
+            return re.sub(r"«(\w+)»", lambda match: written(match[1]), "|".join(lines))
 
         return {name: re.compile(written(name)) for name in forms}
 
     def table(self, name: str, kind: type[_Kind]) -> _Kind:
-        """An entry as a value of this type."""
+        """Return an entry as a value of this type."""
         return msgspec.convert(self._entries[name], kind)
 
 
@@ -55,7 +52,7 @@ FORMS = _WORDS.patterns("forms")
 
 
 def spelled(meanings: Mapping[str, str]) -> dict[str, str]:
-    """What each spelling means, from a table of the spellings of each meaning."""
+    """Return the meaning of each spelling, from the spellings of each meaning."""
     return {
         spelling: meaning
         for meaning, spellings in meanings.items()
@@ -85,35 +82,42 @@ MEANINGS = {fixed: re.compile(form) for fixed, form in table("meanings", dict[st
 
 
 def number_in_words(text: str) -> Fraction | None:
-    """The number a phrase such as "twenty-seven", "minus four" or "two thirds" spells, else None."""
+    """Return the number a phrase spells: "twenty-seven", "minus four", "two thirds"."""
     whole, _, rest = text.rpartition(" and ")
     if whole and (rest.startswith(("a ", "an ")) or " " in rest.strip()):  # one and a half
         one = number_in_words(whole)
         two = number_in_words(rest)
         return one + two if one and two and two < 1 else None
-    found = [word for word in re.findall(r"[a-z]+", text.lower()) if word != "and"]
-    sign = -1 if found[:1] in (["minus"], ["negative"]) else 1
-    found = found[sign < 0 :]
-    if found[:1] in (["a"], ["an"]) and {*found[1:2]} & LARGE.keys():
-        found[0] = "one"
-    if share := SHARES.get(found[-1], 0) if found else 0:
-        found = found[:-1] if found[:-1] not in ([], ["a"], ["an"]) else ["one"]
-    if not found or len(found) > 12 or not all(word in _VALUES or word in LARGE for word in found):
+    spelled_out = [word for word in re.findall(r"[a-z]+", text.lower()) if word != "and"]
+    sign = 1
+    if spelled_out[:1] in (["minus"], ["negative"]):
+        sign = -1
+        spelled_out = spelled_out[1:]
+    if spelled_out[:1] in (["a"], ["an"]) and {*spelled_out[1:2]} & LARGE.keys():
+        spelled_out[0] = "one"
+    share = SHARES.get(spelled_out[-1], 0) if spelled_out else 0
+    if share:
+        counted = spelled_out[:-1]
+        spelled_out = ["one"] if counted in ([], ["a"], ["an"]) else counted
+    if not spelled_out or len(spelled_out) > 12:
         return None
-    total = current = 0
-    for word in found:
+    total = 0
+    current = 0
+    for word in spelled_out:
         if word in _VALUES:
             current += _VALUES[word]
         elif word in ("hundred", "dozen"):
             current = max(current, 1) * LARGE[word]
-        else:
-            total = total + max(current, 1) * LARGE[word]
+        elif word in LARGE:
+            total += max(current, 1) * LARGE[word]
             current = 0
+        else:
+            return None
     return Fraction(sign * (total + current), share or 1)
 
 
 def base(name: str) -> Fraction | None:
-    """The base of a numeral by its digits or its name."""
+    """Return the base of a numeral by its digits or its name."""
     value = int(name) if name.isdigit() and len(name) < 3 else _BASES.get(name.lower())
     return None if value is None else Fraction(value)
 
@@ -126,23 +130,22 @@ _MONTHS = {
 
 
 def date_in_words(phrase: str) -> str:
-    """A date in one fixed form, its year left out where it is not said; empty for what is none."""
-    found = FORMS["date"].fullmatch(phrase.strip().lower())
-    if (
-        found is None
-        or not (day := found["d"] or found["d1"] or found["d2"])
-        or (found["d1"] and found["d2"])
-    ):
+    """Return a date in one fixed form, without a year where none is given; empty for no date."""
+    match = FORMS["date"].fullmatch(phrase.strip().lower())
+    if match is None:
         return ""
-    month = int(found["m"]) if found["m"] else _MONTHS[found["name"]]
-    return f"date {found['y'] or found['y1'] or ''} {month} {int(day)}"
+    day = match["d"] or match["d1"] or match["d2"]
+    if not day or (match["d1"] and match["d2"]):
+        return ""
+    month = int(match["m"]) if match["m"] else _MONTHS[match["name"]]
+    return f"date {match['y'] or match['y1'] or ''} {month} {int(day)}"
 
 
 _WORDS_OF_THREE = words("words_of_three")
 
 
 def is_word(letters: str) -> bool:
-    """Whether a run of letters in maths is more likely a word than a product of variables."""
+    """Return whether letters in maths are more likely a word than a product of variables."""
     lower = letters.lower()
     if len(letters) <= 2:
         return False
@@ -154,9 +157,7 @@ def is_word(letters: str) -> bool:
 
 
 def squashed(text: str) -> str:
-    """A phrase as it is compared: lower case, punctuation and a leading article dropped, operators
-    kept.
-    """
+    """Return a phrase as it is compared: lower case, without punctuation and leading article."""
     pieces = FORMS["piece"].findall(FORMS["hyphen"].sub(" ", text.lower()))
     if len(pieces) > 1 and pieces[0] in ("a", "an", "the") and pieces[1].isalnum():
         pieces = pieces[1:]
@@ -165,9 +166,10 @@ def squashed(text: str) -> str:
 
 _DATA = Tables("units.toml")
 _UNITS = _DATA.patterns("forms")
-_FILLERS, _NO_COUNTS, TAILS, _LINKS = (
-    _DATA.words(name) for name in ("fillers", "no_counts", "tails", "links")
-)
+_FILLERS = _DATA.words("fillers")
+_NO_COUNTS = _DATA.words("no_counts")
+TAILS = _DATA.words("tails")
+_LINKS = _DATA.words("links")
 _POWERS = _DATA.table("powers", dict[str, int])
 _SPELLED_OUT = _DATA.table("spelled_out", dict[str, str])
 _UNWEIGHED = _LINKS | _FILLERS
@@ -189,7 +191,7 @@ def _combined(parts: list[tuple[Measure, int]]) -> Measure:
 
 
 def _defined(text: str, known: dict[str, Measure]) -> Measure:
-    """A definition such as "1/1000 kg m^-1"."""
+    """Return what a definition such as "1/1000 kg m^-1" measures."""
     words = text.split()
     scale = Fraction(words.pop(0)) if text[0].isdigit() else Fraction(1)
     parts = [each.partition("^") for each in words]
@@ -199,7 +201,7 @@ def _defined(text: str, known: dict[str, Measure]) -> Measure:
 
 
 def _catalogue() -> tuple[dict[str, Measure], dict[str, Measure]]:
-    """Units by symbol, as written, and by name, in lower case and in the singular."""
+    """Return the units by symbol, as written, and by name, in lower case and singular."""
     symbols: dict[str, Measure] = {
         name: (((name, 1),), Fraction(1)) for name in _DATA.words("bases")
     }
@@ -218,7 +220,7 @@ def _catalogue() -> tuple[dict[str, Measure], dict[str, Measure]]:
             symbols.setdefault(prefix + symbol, larger)
             names |= {name + spelling: larger for spelling in spellings.split()}
     symbols = {
-        symbol: found for symbol, found in symbols.items() if symbol not in _DATA.words("products")
+        symbol: unit for symbol, unit in symbols.items() if symbol not in _DATA.words("products")
     }
     for spelling, definition in spelled(_DATA.table("fixed", dict[str, str])).items():
         symbols[spelling] = names[spelling] = _defined(definition, symbols)
@@ -231,9 +233,7 @@ _IRREGULAR = _DATA.table("irregular", dict[str, str])
 
 @lru_cache(maxsize=2048)
 def entry(word: str) -> Measure | None:
-    """What one word measures: a unit, nothing at all for what counts anything, or itself for a
-    known noun.
-    """
+    """Return what one word measures; a plural noun counts itself, a counter measures nothing."""
     if word in SYMBOLS:
         return SYMBOLS[word]
     lower = word.lower()
@@ -251,16 +251,13 @@ def entry(word: str) -> Measure | None:
 
 @lru_cache(maxsize=2048)
 def measure(unit: str) -> Measure | None:
-    """Dimension and scale of a unit phrase such as "square feet" or "cm^2", None when a word is
-    unknown.
-    """
+    """Return dimension and scale of a unit phrase such as "square feet"; None if unknown."""
     parts: list[tuple[Measure, int]] = []
     sign = 1
     power = 1
     tokens: list[str] = re.findall(r"[A-Za-z]+(?:-[a-z]+)?|\^-?\d+|/", unit)
-    for word in " ".join(
-        _SPELLED_OUT.get(token, token) for token in tokens
-    ).split():  # mph and the like spelled out
+    spelled_out = " ".join(_SPELLED_OUT.get(token, token) for token in tokens)  # mph and the like
+    for word in spelled_out.split():
         if word in ("per", "/"):
             sign = -1
         elif word[0] == "^":
@@ -271,21 +268,19 @@ def measure(unit: str) -> Measure | None:
         elif word in _POWERS:
             power = _POWERS[word]
         elif word not in _UNWEIGHED:
-            found = entry(word)
-            if found is None:
+            unit_of_word = entry(word)
+            if unit_of_word is None:
                 return None
-            parts.append((found, sign * power))
+            parts.append((unit_of_word, sign * power))
             power = 1
     dimension, scale = _combined(parts)
-    return (
-        dimension
-        if is_generic(dimension)
-        else tuple(each for each in dimension if each[0] != "unit")
-    ), scale
+    if not is_generic(dimension):
+        dimension = tuple(each for each in dimension if each[0] != "unit")
+    return dimension, scale
 
 
 def is_generic(dimension: Dimension) -> bool:
-    """Whether an amount is of squares or cubes of an unnamed length, as in "5 square units"."""
+    """Return whether an amount is of squares or cubes of an unnamed length: 5 square units."""
     return dimension in ((("unit", 2),), (("unit", 3),))
 
 
@@ -293,51 +288,53 @@ _GREEK = {"\\mu": "u", "\\Omega": "ohm"}
 
 
 def unit_at(text: str, start: int) -> tuple[str, int] | None:
-    """The longest unit phrase of known words that starts here, macros and braces passed over, and
-    where it ends.
+    """Return the longest unit phrase of known words that starts here, and the position after it.
+
+    Macros and braces are passed over.
     """
     position = start
     depth = 0
-    said = list[str]()
-    held = False
-    found: tuple[str, int] | None = None
+    phrase = list[str]()
+    has_unit = False  # in the current factor
+    longest: tuple[str, int] | None = None
     while True:
         step = _UNITS["step"].match(text, position)
         if step is None:
-            return found
+            return longest
         position = step.end()
         if step["skip"]:
             depth += (step["skip"] == "{") - (step["skip"] == "}")
             if depth < 0:
-                return found
+                return longest
         elif step["word"]:
             word = _GREEK.get(step["word"], step["word"])
-            if said and (said[-1] == "u" or (word == "ohm" and said[-1] in "kMmG")):
-                word = said.pop() + word
-            is_beside = word in _BESIDE or (
-                word in "kMmG" and _UNITS["ohm"].match(text, position) is not None
-            )
-            is_unit = word.lower() not in ("am", "pm") and (
-                word in _SPELLED_OUT or entry(word) is not None
-            )
-            is_preposition = word == "in" and (held or _UNITS["letter"].match(text, position))
-            if is_preposition or not (is_beside or is_unit) or (not said and word in _NEVER_FIRST):
-                return found
-            said.append(word)
+            if phrase and (phrase[-1] == "u" or (word == "ohm" and phrase[-1] in "kMmG")):
+                word = phrase.pop() + word
+            is_beside = word in _BESIDE
+            if word in "kMmG" and _UNITS["ohm"].match(text, position):
+                is_beside = True
+            is_unit = word in _SPELLED_OUT or entry(word) is not None
+            if word.lower() in ("am", "pm"):
+                is_unit = False
+            is_preposition = word == "in" and (has_unit or _UNITS["letter"].match(text, position))
+            if is_preposition or not (is_beside or is_unit):
+                return longest
+            if not phrase and word in _NEVER_FIRST:
+                return longest
+            phrase.append(word)
             if is_beside:
                 continue
-            held = True
-        elif not said or (step["power"] and not held):
-            return found
+            has_unit = True
+        elif not phrase or (step["power"] and not has_unit):
+            return longest
         elif step["power"]:
-            said.append("^" + step["power"].replace(" ", ""))
+            phrase.append("^" + step["power"].replace(" ", ""))
         else:
-            said += ["/"] if step["divide"] else []
-            held = False
+            if step["divide"]:
+                phrase.append("/")
+            has_unit = False
             continue
-        if (
-            depth == 0
-            and held
-            and (said[-1][0] == "^" or entry(said[-1]) or said[-1] in _SPELLED_OUT)
-        ):
-            found = " ".join(said), position
+        if depth == 0 and has_unit:
+            last = phrase[-1]
+            if last[0] == "^" or entry(last) or last in _SPELLED_OUT:
+                longest = " ".join(phrase), position

@@ -16,8 +16,8 @@ from atts.evaluators import (
     votes,
 )
 from atts.evaluators.datasets.arithmetic import Operation
-from atts.evaluators.datasets.columns import letter_order
 from atts.evaluators.datasets.loading import split_slice
+from atts.evaluators.datasets.tables import letter_order
 from atts.evaluators.metrics.intervals import Estimate, share_estimate
 from atts.evaluators.metrics.rates import Votes, status_of
 from atts.evaluators.metrics.wilson import wilson_interval

@@ -13,8 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from atts.evaluators import equivalent
-from atts.evaluators.equivalence.approx import Approx, NotRational
-from atts.evaluators.equivalence.numeric import Evaluator, exact
+from atts.evaluators.equivalence.evaluation import Approx, Evaluator, NotRational, exact
 from atts.evaluators.syntax.reading import read
 from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import Limits, TooLarge, Undefined

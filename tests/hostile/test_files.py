@@ -277,7 +277,7 @@ def test_arrays_that_lie_are_refused_and_never_allocated(tmp_path: Path) -> None
 
 def test_a_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inflation stops at a limit; a damaged archive is said to be one."""
-    monkeypatch.setattr("atts.evaluators.datasets.rows._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("atts.evaluators.datasets.tables._MOST_BYTES", 1 << 20)
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(b" " * (4 << 20)))
     with pytest.raises(DatasetError, match="more than 1 MiB"):
         load_dataset(str(tmp_path / "in.jsonl.gz"))
@@ -294,7 +294,7 @@ def test_a_parquet_bomb_is_no_dataset(tmp_path: Path, monkeypatch: pytest.Monkey
     """
     pyarrow: Any = pytest.importorskip("pyarrow")
     parquet: Any = pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr("atts.evaluators.datasets.rows._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("atts.evaluators.datasets.tables._MOST_BYTES", 1 << 20)
     path = tmp_path / "in.parquet"
     for text, rows in (
         ("x" * 4_000, 4_000),

@@ -1,6 +1,4 @@
-"""Sets of real numbers that answers describe, as their ends in order: intervals, inequalities,
-unions, set-builders.
-"""
+"""Sets of real numbers as their ends in order: intervals, inequalities, unions, set-builders."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,8 +7,7 @@ from functools import cmp_to_key
 from itertools import pairwise
 from typing import NamedTuple
 
-from atts.evaluators.equivalence.approx import NotRational
-from atts.evaluators.equivalence.numeric import exact
+from atts.evaluators.equivalence.evaluation import NotRational, exact
 from atts.evaluators.equivalence.probing import Prober
 from atts.evaluators.equivalence.views import FLIPPED, is_name
 from atts.evaluators.syntax.tree import (
@@ -47,14 +44,14 @@ _HIGHEST = End(INFINITY, False)
 
 
 def is_inequality(node: Node) -> bool:
-    """Whether an answer says where its variable lies."""
+    """Return whether an answer limits its variable by inequalities."""
     if node.kind == "list":
         return bool(node.args) and all(is_inequality(arg) for arg in node.args)
     return node.kind == "relation" and not set(node.text.split()) - {"<", ">", "<=", ">=", "!="}
 
 
 def speaks_of_reals(node: Node) -> bool:
-    """Whether an answer is a set of reals, said in more than a pair of brackets."""
+    """Return whether an answer is a set of reals written in more than a pair of brackets."""
     return is_inequality(node) or any(
         each.kind in _REAL_SETS or each.text == "cap" for each in node.walk()
     )
@@ -67,7 +64,7 @@ class Line:
     prober: Prober
 
     def region(self, node: Node) -> Region | None:
-        """The set of reals a node describes, None when it describes none that can be worked out."""
+        """Return the set of reals a node describes, None when none can be worked out."""
         try:
             return self._region(node)
         except Undefined:
@@ -85,13 +82,15 @@ class Line:
         return self.related(node) if node.kind == "relation" else None
 
     def combined(self, node: Node) -> Region | None:
-        parts = [part for arg in node.args if (part := self._region(arg)) is not None]
-        about = [variables(arg) for arg in node.args if arg.kind == "relation"]
-        if (
-            len(parts) < len(node.args)
-            or len(parts) > 100
-            or (about and not frozenset.intersection(*about))
-        ):
+        """Return what a union, list, difference or intersection of sets holds."""
+        parts = list[Region]()
+        for arg in node.args:
+            part = self._region(arg)
+            if part is None:
+                return None
+            parts.append(part)
+        subjects = [variables(arg) for arg in node.args if arg.kind == "relation"]
+        if len(parts) > 100 or (subjects and not frozenset.intersection(*subjects)):
             return None
         if node.kind == "setminus":
             return self.shared([parts[0], _rest(parts[1])], 2)
@@ -99,10 +98,11 @@ class Line:
         if node.kind == "union" or node.text == "or" or not (node.text or is_inequality(node)):
             return either
         both = self.shared(parts, len(parts))
+        # x < 1, x > 3 without "and" cannot mean both
         return either if not both and node.kind == "list" and not node.text else both
 
     def built(self, member: Node, condition: Node) -> Region | None:
-        """{x : condition}, x perhaps said to be real."""
+        """Return {x : condition}; x may be declared real."""
         if member.kind == "relation" and member.text == "in" and member.args[1] == REALS:
             member = member.args[0]
         if member.kind != "symbol" or variables(condition) != frozenset({member.text}):
@@ -110,45 +110,48 @@ class Line:
         return self._region(condition)
 
     def whole(self, node: Node) -> Node:
-        """The set of the integers that meet a condition, one by one; the node itself where they are
-        not few.
-        """
+        """Return the integers that meet a condition, listed; the node itself where they are many."""
         member, condition = node.args
-        if member.kind == "relation" and member.text == "in" and member.args[1].text == "mathbb:Z":
-            inside = self.built(member.args[0], condition) or ()
-            ends = [
-                end for each in inside if isinstance(end := self.prober.value(each.value), Fraction)
-            ]
-            if ends and len(ends) == len(inside) and all(abs(end) < 1_000 for end in ends):
-                near = range(int(min(ends)) - 1, int(max(ends)) + 2)
-                found = [x for x in near if self.shared([inside, _point(number(x))], 2)]
-                return Node("set", tuple(number(x, str(x)) for x in found))
-        return node
+        is_whole = member.kind == "relation" and member.text == "in"
+        if not is_whole or member.args[1].text != "mathbb:Z":
+            return node
+        inside = self.built(member.args[0], condition) or ()
+        ends = [self.prober.value(each.value) for each in inside]
+        exact_ends = [end for end in ends if isinstance(end, Fraction) and abs(end) < 1_000]
+        if not ends or len(exact_ends) < len(ends):
+            return node
+        near = range(int(min(exact_ends)) - 1, int(max(exact_ends)) + 2)
+        members = [x for x in near if self.shared([inside, _point(number(x))], 2)]
+        return Node("set", tuple(number(x, str(x)) for x in members))
 
     def related(self, node: Node) -> Region | None:
-        """Where a relation or a chain of them holds."""
+        """Return where a relation or a chain of them holds."""
         signs = node.text.split()
         sides = node.args
         if signs in (["in"], ["notin"]):
             inside = self._region(sides[1]) if is_name(sides[0]) else None
             return inside if inside is None or signs == ["in"] else _rest(inside)
-        links = list(zip(signs, sides, sides[1:], strict=False))
-        parts = [
-            part
-            for sign, left, right in links
-            if (part := self.solved(left, sign, right)) is not None
-        ]
-        about = [variables(left) | variables(right) for _, left, right in links]
-        if len(parts) < len(links) or not frozenset.intersection(*about):
+        parts = list[Region]()
+        subjects = list[frozenset[str]]()
+        for sign, left, right in zip(signs, sides, sides[1:], strict=False):
+            part = self.solved(left, sign, right)
+            if part is None:
+                return None
+            parts.append(part)
+            subjects.append(variables(left) | variables(right))
+        if not frozenset.intersection(*subjects):
             return None
         return parts[0] if len(parts) == 1 else self.shared(parts, len(parts))
 
     def solved(self, left: Node, sign: str, right: Node) -> Region | None:
-        """Where left < right, and its like, holds for the one variable on its sides."""
+        """Return where left < right, or another relation, holds for its one variable."""
         if sign in ("!=", "="):
-            signs, least = (("<", ">"), 1) if sign == "!=" else (("<=", ">="), 2)
-            below, above = (self.solved(left, sign, right) for sign in signs)
-            return None if below is None or above is None else self.shared([below, above], least)
+            suffix = "" if sign == "!=" else "="
+            below = self.solved(left, "<" + suffix, right)
+            above = self.solved(left, ">" + suffix, right)
+            if below is None or above is None:
+                return None
+            return self.shared([below, above], 1 if sign == "!=" else 2)
         if sign not in ("<", ">", "<=", ">="):
             return None
         if not variables(left) or (is_name(right) and not is_name(left)):
@@ -162,16 +165,15 @@ class Line:
         return self.polynomial(minus(left, right), sign)
 
     def absolute(self, inside: Node, sign: str, bound: Node) -> Region | None:
+        """Return where an absolute value is below or above a bound."""
         one = self.solved(inside, sign, bound)
         two = self.solved(inside, FLIPPED[sign], Node("mul", (MINUS_ONE, bound)))
-        return (
-            None
-            if one is None or two is None
-            else self.shared([one, two], 1 if sign in (">", ">=") else 2)
-        )
+        if one is None or two is None:
+            return None
+        return self.shared([one, two], 1 if sign in (">", ">=") else 2)
 
     def polynomial(self, node: Node, sign: str) -> Region | None:
-        """Where a polynomial of degree one or two in one variable is below zero, and its like."""
+        """Return where a polynomial of degree one or two is below zero, or another relation holds."""
         (name,) = variables(node)
         try:
             values = [
@@ -182,15 +184,17 @@ class Line:
         c = values[0]
         curve = (values[2] - 2 * values[1] + values[0]) / 2
         slope = values[1] - c - curve
-        if any(
-            curve * x * x + slope * x + c != y for x, y in zip((3, -5, 11), values[3:], strict=True)
-        ):
+        for x, y in zip((3, -5, 11), values[3:], strict=True):
+            if curve * x * x + slope * x + c != y:
+                return None  # no polynomial of degree two
+        if not curve and not slope:
             return None
         if not curve:
-            return _ray(sign if slope > 0 else FLIPPED[sign], number(-c / slope)) if slope else None
+            return _ray(sign if slope > 0 else FLIPPED[sign], number(-c / slope))
         is_between = (curve > 0) == (sign in ("<", "<="))
         between: Region = ()
-        if (apart := slope * slope - 4 * curve * c) >= 0:
+        apart = slope * slope - 4 * curve * c
+        if apart >= 0:
             root = Node("root", (number(apart / (4 * curve * curve)), number(2)))
             middle = number(-slope / (2 * curve))
             is_closed = (sign in ("<=", ">=")) == is_between
@@ -200,6 +204,7 @@ class Line:
         return between if is_between else _rest(between)
 
     def linear(self, node: Node, name: str, sign: str) -> Region | None:
+        """Return where a linear expression with irrational coefficients is below zero."""
         at = [substituted(node, {name: number(x)}) for x in range(3)]
         first, second = (minus(two, one) for one, two in pairwise(at))
         if not self.prober.equal(first, second):
@@ -209,8 +214,9 @@ class Line:
         return _ray(sign if direction > 0 else FLIPPED[sign], root) if direction else None
 
     def order(self, one: Node, two: Node) -> int:
-        """-1, 0 or 1 as one number lies below, at or above the other; raises Undecided for those
-        with variables.
+        """Return -1, 0 or 1 as one number is below, at or above the other.
+
+        Raises Undecided for ends with variables.
         """
         if one == two:
             return 0
@@ -222,40 +228,39 @@ class Line:
         if self.prober.equal(one, two):
             return 0
         gap = self.prober.value(minus(one, two))
-        return 1 if (gap > 0 if isinstance(gap, Fraction) else gap.value.real > 0) else -1
+        size = gap if isinstance(gap, Fraction) else gap.value.real
+        return 1 if size > 0 else -1
 
     def before(self, one: End, two: End) -> int:
+        """Return -1, 0 or 1 as one end is before, at or after the other."""
         return self.order(one.value, two.value) or one.after - two.after
 
     def shared(self, regions: Sequence[Region], least: int) -> Region:
-        """What at least so many of these sets hold: their union for one, their intersection for
-        all.
-        """
+        """Return what at least so many of these sets hold: 1 is their union, all their intersection."""
         stretches = [
             pair for region in regions for pair in zip(region[::2], region[1::2], strict=True)
         ]
+        # ends with variables cannot be put in order: a union of them is kept piece by piece
         if least == 1 and any(has(end.value, "symbol") for pair in stretches for end in pair):
             stretches.sort(key=lambda pair: (pair[0] != _LOWEST, pair[1] == _HIGHEST, repr(pair)))
             return tuple(end for pair in stretches for end in pair)
         if len(stretches) > 200:
             raise TooLarge("too many intervals")
-        turns = [
-            turn
-            for low, high in stretches
-            if self.before(low, high) < 0
-            for turn in ((low, 1), (high, -1))
-        ]
-        found = list[End]()
+        turns = list[tuple[End, int]]()
+        for low, high in stretches:
+            if self.before(low, high) < 0:
+                turns += [(low, 1), (high, -1)]
+        ends = list[End]()
         depth = 0
         before = cmp_to_key(self.before)
         for end, turn in sorted(turns, key=lambda turn: before(turn[0])):
             if (depth >= least) != (depth + turn >= least):
-                if found and self.before(found[-1], end) == 0:
-                    found.pop()
+                if ends and self.before(ends[-1], end) == 0:
+                    ends.pop()
                 else:
-                    found.append(end)
+                    ends.append(end)
             depth += turn
-        return tuple(found)
+        return tuple(ends)
 
 
 def _point(value: Node) -> Region:
@@ -269,6 +274,6 @@ def _ray(sign: str, end: Node) -> Region:
 
 
 def _rest(region: Region) -> Region:
-    """The complement."""
+    """Return the complement."""
     begun = region[1:] if region and region[0].value == BELOW else (_LOWEST, *region)
     return begun[:-1] if begun and begun[-1].value == INFINITY else (*begun, _HIGHEST)

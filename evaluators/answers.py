@@ -1,0 +1,348 @@
+"""Extraction of the final answer from a reasoning text, and of answers from boxes."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+from atts.core import AnswerKind
+from atts.errors import OptionError
+from atts.evaluators.syntax.vocabulary import Tables
+
+_DATA = Tables(Path(__file__).with_name("answers.toml"))
+PATTERNS = _DATA.patterns()  # regular expressions that answers are found by
+OPENING = re.compile(r"\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
+
+Fallback = Literal["none", "statement", "number"]
+Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
+_TAIL = 4_000  # characters at the end that are looked at for a statement
+_NUMBER = PATTERNS["number"]
+_MATHS = PATTERNS["span"]
+_RUN = PATTERNS["run"]
+_STATES = PATTERNS["states"]
+_CORRECTION = PATTERNS["correction"]
+_FOREIGN = PATTERNS["foreign"]
+_LETTER = PATTERNS["letter"]
+_CLOSINGS = {'"': r'(?<!\\)"', "'": "'", "[": r"\]"}
+
+
+# ---- boxes
+
+
+class Box(NamedTuple):
+    """A complete box: its content, and where its text begins and ends."""
+
+    content: str
+    start: int
+    end: int
+
+
+def closing(text: str, at: int) -> int | None:
+    """Return the position after the brace that closes the one open here; None if none does."""
+    depth = 1
+    while depth:
+        mark = _BRACE.search(text, at)
+        if mark is None:
+            return None
+        at = mark.end()
+        depth += (mark[0] == "{") - (mark[0] == "}")
+    return at
+
+
+def boxes(text: str) -> tuple[list[Box], int | None]:
+    """Return the boxes of a text, and where one begins that is never closed.
+
+    A box that contains boxes counts once.
+    """
+    complete: list[Box] = []
+    at = 0
+    while (start := PATTERNS["box"].search(text, at)) is not None:
+        at = start.end()
+        is_word_end = start.start() > 0 and text[start.start() - 1].isalpha()  # "unboxed"
+        if is_word_end and not start[0].startswith("\\"):
+            continue
+        brace = OPENING.match(text, at)
+        if brace is None:
+            bare = PATTERNS["bare"].match(text, at)
+            if bare:
+                complete.append(Box(bare[1], start.start(), bare.end()))
+                at = bare.end()
+            continue
+        end = closing(text, brace.end())
+        if end is None:
+            return complete, start.start()
+        at = end
+        complete.append(Box(text[brace.end() : at - 1], start.start(), at))
+    return complete, None
+
+
+def inner(content: str) -> str:
+    """Return the content of a box without further boxes around all of it."""
+    for _ in range(8):
+        stripped = content.strip()
+        inside, open_at = boxes(stripped)
+        if open_at is not None or [(box.start, box.end) for box in inside] != [(0, len(stripped))]:
+            break
+        content = inside[0].content
+    return PATTERNS["box_in_box"].sub("", content).strip()
+
+
+def last_group(complete: list[Box], text: str) -> list[str]:
+    """Return the contents of the last box with an answer, or of the last few that the text joins.
+
+    Repeats are left out.
+    """
+    group: list[str] = []
+    begins = 0
+    for box in reversed(complete):
+        content = inner(box.content) if "box" in box.content else box.content.strip()
+        before = text[max(0, box.start - 24) : box.start]
+        if content.lower() in _PLACEHOLDERS or PATTERNS["denied_box"].search(before):
+            continue
+        gap = text[box.end : begins]  # a comma or "and" joins two boxes
+        plain = " ".join(PATTERNS["gap_noise"].sub(" ", gap[:81]).split())
+        if group and (len(gap) > 80 or not PATTERNS["gap"].fullmatch(plain)):
+            break
+        group.insert(0, content)
+        begins = box.start
+    return list(dict.fromkeys(group))
+
+
+# ---- texts
+
+
+@dataclass(frozen=True, slots=True)
+class Extraction:
+    """An answer and the rule that found it.
+
+    The answer is None with the rule "cut" when a box was begun and never closed.
+    """
+
+    answer: str | None
+    rule: Rule
+
+
+def extract(
+    text: str, kind: AnswerKind = "math", *, fallback: Fallback = "statement"
+) -> str | None:
+    """Return the final answer of a reasoning text, None when it gives none.
+
+    The last box that is not empty counts, or the last few when the text joins them ("\\boxed{3} and
+    \\boxed{5}"). Without a box an explicit mark counts ("Answer: 5", "#### 5"), then with the
+    default fallback a last sentence that states a value, and with fallback="number" the last number
+    anywhere. A cut box is no answer.
+
+    >>> extract(r"So $x = \\boxed{\\frac{1}{2}}$.")
+    '\\\\frac{1}{2}'
+    """
+    return extraction(text, kind, fallback=fallback).answer
+
+
+def extraction(
+    text: str, kind: AnswerKind = "math", *, fallback: Fallback = "statement"
+) -> Extraction:
+    """Return the answer as extract does, with the rule that found it.
+
+    Boxes come first, then marks, then what `fallback` allows. Raises OptionError for an unknown
+    kind or fallback.
+    """
+    for name, asked, known in (("kind", kind, AnswerKind), ("fallback", fallback, Fallback)):
+        if asked not in get_args(known):
+            raise OptionError(f"{name} {asked}", f"is not a {name}", get_args(known))
+    text = _first_turn(text)
+    firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
+    # a question that is asked after an answer
+    again = PATTERNS["again"].search(text, min(firsts)) if firsts else None
+    if again:
+        text = text[: again.start()]
+    complete, open_at = boxes(text) if firsts else ([], None)
+    group = last_group(complete, text)
+    if group:
+        after = text[complete[-1].end :]  # which may name another value as the final answer
+        final = marked(after, kind) if PATTERNS["final"].search(after) else None
+        if final is not None:
+            return Extraction(final, "marker")
+        return Extraction(", ".join(group), "box")
+    whole = PATTERNS["cut_box"].sub("", text) if open_at is None else text[:open_at]
+    answer = marked(whole, kind) if firsts else None
+    if answer is not None:
+        return Extraction(answer, "marker")
+    if len(whole) < len(text):
+        return Extraction(None, "cut")
+    if fallback != "none":
+        answer = stated(text, kind)
+        if answer is not None:
+            return Extraction(answer, "statement")
+    if fallback == "number":
+        answer = _last_number(text[-_TAIL:])
+        if answer is not None:
+            return Extraction(answer, "number")
+    return Extraction(None, "none")
+
+
+def _first_turn(text: str) -> str:
+    """Return the text up to where another speaker begins."""
+    for speaker in PATTERNS["turn"].finditer(text):
+        if not PATTERNS["opening"].match(text[: speaker.start()]):
+            return text[: speaker.start()]
+    return text
+
+
+def unmarked(text: str) -> int:
+    """Return how much of a growing text needs no second look, however it continues.
+
+    These are whole lines, ending 400 characters before any turn, mark or box.
+    """
+    starts = [len(text)]
+    for name in ("turn", "marks", "box"):
+        match = PATTERNS[name].search(text)
+        if match:
+            starts.append(match.start())
+    return text.rfind("\n", 0, max(0, min(starts) - 400)) + 1
+
+
+def marked(text: str, kind: AnswerKind) -> str | None:
+    """Return the value after the last explicit mark, such as "Answer:", that has one."""
+    for mark in [*PATTERNS["marks"].finditer(text)][:-21:-1]:
+        sign = mark[0].rstrip()
+        following = text[mark.end() : mark.end() + _TAIL]
+        following = PATTERNS["closed"].split(following, maxsplit=1)[0]
+        if end_of_value := _CLOSINGS.get(sign[-1:]):
+            following = re.split(end_of_value, following, maxsplit=1)[0]
+            if sign[-1] == '"':
+                following = following.replace("\\\\", "\\")
+        elif sign[:1] in ("'", '"'):
+            following = re.split(r"[,}\n]", following, maxsplit=1)[0]
+        answer = _value(following.lstrip(), kind)
+        if answer:
+            return answer
+    return None
+
+
+def _value(following: str, kind: AnswerKind) -> str | None:
+    """Return the value at the start of what follows a mark, or in its first sentence."""
+    if kind == "choice":
+        return _choice(following[:200], first=True)
+    following = PATTERNS["leading"].sub("", following.lstrip("*: \n"))
+    if run := _RUN.match(following):
+        return _listed(run[0])
+    if maths := _MATHS.match(following):
+        return _inside(maths)
+    sentence = PATTERNS["sentence_end"].split(following, maxsplit=1)[0]
+    sentence = _CORRECTION.sub("", sentence.strip().strip("*").strip())
+    if not sentence:
+        return None
+    if kind == "text":
+        return sentence
+    if not _has_words(sentence):
+        return _trimmed(sentence)
+    answer = _stated_in(sentence)
+    if not answer and len(sentence.split()) <= 4 and len(sentence) < 60:
+        return _trimmed(sentence)
+    return answer or None
+
+
+def _listed(run: str) -> str:
+    """Return several values, each out of its dollar signs, as one answer."""
+    items = [_MATHS.sub(_inside, item[0]) for item in PATTERNS["item"].finditer(run)]
+    return (" or " if re.search(r"\bor\b", run) else ", ").join(items)
+
+
+def _inside(match: re.Match[str]) -> str:
+    """Return the maths between the signs that set it off."""
+    if match[0][:2] in ("$$", "\\(", "\\["):
+        return match[0][2:-2].strip()
+    return match[0][1:-1].strip()
+
+
+def _has_words(sentence: str) -> bool:
+    return len(PATTERNS["wordy"].findall(sentence)) > 1 or bool(_FOREIGN.search(sentence))
+
+
+def _trimmed(sentence: str) -> str:
+    sentence = sentence.strip().rstrip(".,;`").strip().lstrip("`")
+    if sentence.count("$") == 1 and not sentence.endswith("$"):
+        return sentence.lstrip("$ ")
+    return sentence
+
+
+def _stated_in(sentence: str) -> str | None:
+    """Return the values a sentence states: after its last "is" or "=", else its last ones."""
+    corrected = _CORRECTION.sub("", sentence)
+    if _NUMBER.search(corrected):
+        sentence = corrected
+    states = list(_STATES.finditer(sentence))
+    *_, maths = [None, *_MATHS.finditer(sentence)]
+    *_, run = [None, *_RUN.finditer(sentence)]
+    if run and not _NUMBER.search(sentence[run.end() :]) and not _MATHS.search(sentence, run.end()):
+        return _listed(run[0])
+    if maths:
+        rest = sentence[maths.end() :]
+        if _inside(maths)[-1:] == "=":
+            return _last_number(rest)
+        if states and states[-1].start() >= maths.end() and _NUMBER.search(rest):
+            return _last_number(rest)
+        return _inside(maths)
+    *_, bold = ["", *re.findall(r"\*\*([^*]+)\*\*", sentence)]
+    return _last_number(bold if _NUMBER.search(bold) else sentence)
+
+
+def _last_number(text: str) -> str | None:
+    numbers = _NUMBER.findall(text)
+    return _trimmed(numbers[-1]).lstrip("\\$").rstrip(",") if numbers else None
+
+
+def stated(text: str, kind: AnswerKind) -> str | None:
+    """Return the value of the last sentence that states one, or of a last line without words."""
+    text = text[-_TAIL:].rstrip("` \n")
+    if kind == "choice":
+        return _choice(text)
+    sentences = [each for each in PATTERNS["sentence_end"].split(text) if each.strip(" .\n*")]
+    for sentence in map(str.strip, sentences[:-4:-1]):
+        if PATTERNS["aside"].match(sentence):
+            continue
+        if not _has_words(sentence) and _NUMBER.search(sentence) and len(sentence) < 200:
+            return _bare(sentence.splitlines()[-1])
+        if _STATES.search(sentence) or _FOREIGN.search(sentence):
+            return _stated_in(sentence)
+        return None
+    return None
+
+
+def _bare(line: str) -> str | None:
+    """Return the value of a line without words: its maths, its values, or after its last =."""
+    if run := _RUN.search(line):
+        return _listed(run[0])
+    if maths := _MATHS.search(line):
+        return _inside(maths)
+    value = line.rpartition("=")[2]
+    if value.isascii() and not re.search(r"\*\*|\]", value):
+        return _trimmed(value)
+    return _last_number(value)
+
+
+def _choice(text: str, first: bool = False) -> str | None:
+    """Return the letter a text settles on, without those it rules out.
+
+    With `first` the letter at its start counts before any other.
+    """
+    plain = " ".join(PATTERNS["typesetting"].sub(" ", text).split())
+    only = plain.strip("().: ")
+    if len(only) == 1:
+        return only.upper() if only.upper() in "ABCDEFGHIJ" else None
+    if first and (leading := PATTERNS["first_letter"].match(plain)):
+        return leading[1]
+    rest = PATTERNS["denied"].sub(" ", plain)
+    settled = [*PATTERNS["settled"].finditer(rest)]
+    if not settled:
+        settled = [*PATTERNS["leading_letter"].finditer(text)][:1]
+    if not settled:
+        settled = [*_LETTER.finditer(rest)]
+        if len(plain.split()) >= 13:  # letters alone settle nothing in a long text
+            return None
+    if not settled:
+        return None
+    letter: str = next(filter(None, settled[-1].groups()))
+    return letter.upper()

@@ -1,1 +1,0 @@
-"""Answer extraction from reasoning texts, whole or still growing."""

@@ -1,0 +1,467 @@
+"""Tables of rows from JSONL, JSON, CSV and Parquet files, and the problems their columns hold."""
+
+import csv
+import gzip
+import importlib
+import io
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import cast
+
+from atts.core import Grading, Problem
+from atts.errors import DatasetError
+from atts.evaluators.datasets.catalogue import (
+    ALIASES,
+    LETTERS,
+    AnswerForm,
+    Answers,
+    Benchmark,
+    Columns,
+    LoadOptions,
+)
+from atts.evaluators.verdict import STRICT, changed
+from atts.files import from_json, open_ordinary
+
+# ---- rows
+
+Row = Mapping[str, object]
+_MOST_BYTES = 1 << 30  # inflated: the largest benchmark has a hundredth of that
+_ROW_BYTES = 256  # of a row in addition to its values
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class RowTable:
+    """Rows of one or more files; `places` has the origin of each, such as "data.jsonl: line 7"."""
+
+    source: str
+    rows: tuple[Row, ...]
+    places: tuple[str, ...]
+    digest: str  # sha256 of the files' bytes, in order
+
+    def place(self, index: int) -> str:
+        """Return the origin of a row, for a message that names the source already."""
+        return self.places[index].removeprefix(f"{self.source}: ")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return every column of any row, in order of first appearance."""
+        return tuple(dict.fromkeys(name for row in self.rows for name in row))
+
+
+def read_table(paths: Sequence[Path], source: str) -> RowTable:
+    """Return the rows of these files, one after the other.
+
+    Raises DatasetError for a file that is missing, empty, of an unknown kind, not UTF-8, or that
+    has a line which is no row.
+    """
+    digest = sha256()
+    rows = list[Row]()
+    places = list[str]()
+    for path in paths:
+        data = _bytes(path, source)
+        digest.update(data)
+        word = "row" if kind_of(path) in (".json", ".parquet") else "line"
+        for number, row in _parse(path, data, source):
+            rows.append(_row(row, f"{path.name} {word} {number}", source))
+            file = "" if path.name in source else f"{path.name} "
+            places.append(f"{source}: {file}{word} {number}")
+    if not rows:
+        raise DatasetError(source, "it holds no rows", "Check that this is the file you meant")
+    return RowTable(source, tuple(rows), tuple(places), digest.hexdigest())
+
+
+def kind_of(path: Path) -> str:
+    """Return the suffix that says how to read the file, without `.gz`; "" for an unknown one."""
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    return suffix.lower() if suffix.lower() in SUFFIXES else ""
+
+
+def json_lines(lines: Iterable[str], source: str, place: str = "") -> Iterator[tuple[int, Row]]:
+    """Yield the object on each line, with the line's number; blank lines are skipped.
+
+    `place` comes before the number in messages, for a source of several files. Raises DatasetError
+    for a line that is no JSON object.
+    """
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = from_json(line)
+        except ValueError as error:
+            problem = f"{place}line {number} is not JSON ({error})"
+            raise DatasetError(source, problem, "Each line must be one JSON object") from None
+        yield number, _row(value, f"{place}line {number}", source)
+
+
+def _bytes(path: Path, source: str) -> bytes:
+    try:
+        with open_ordinary(path) as file:
+            data = (gzip.open(file) if path.suffix == ".gz" else file).read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        near = sorted(other.name for other in path.parent.glob("*") if kind_of(other))
+        hint = f"Its folder holds {', '.join(near[:8])}" if near else "Check the path"
+        raise DatasetError(source, f"there is no file {path}", hint) from None
+    except (OSError, EOFError, zlib.error) as error:
+        problem = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise DatasetError(source, problem, "Check the path and its permissions") from error
+    if len(data) > _MOST_BYTES:
+        raise _too_large(path, source)
+    return data
+
+
+def _too_large(path: Path, source: str) -> DatasetError:
+    problem = f"{path} holds more than {_MOST_BYTES >> 20:,} MiB"
+    return DatasetError(source, problem, "Split it, or filter it before")
+
+
+def _parse(path: Path, data: bytes, source: str) -> Iterable[tuple[int, object]]:
+    """Return the values that should be rows, each with its line or row number."""
+    match kind_of(path):
+        case ".parquet":
+            return enumerate(_parquet(path, data, source), 1)
+        case ".jsonl" | ".ndjson":
+            # not splitlines: U+2028 may stand inside a string
+            lines = _text(path, data, source).split("\n")
+            return json_lines(lines, source, f"{path.name} ")
+        case ".json":
+            return enumerate(_json_list(_text(path, data, source), path, source), 1)
+        case ".csv" | ".tsv" as kind:
+            return _csv(_text(path, data, source), path, "\t" if kind == ".tsv" else ",", source)
+        case _:
+            problem = f"{path.name} is not a kind of file that is read"
+            raise DatasetError(source, problem, f"Known: {', '.join(SUFFIXES)}, each also .gz")
+
+
+def _text(path: Path, data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8-sig")  # a byte order mark is common in exported CSV
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        problem = f"{path.name} line {line} is not UTF-8 (byte {data[error.start]:#04x} at offset {error.start})"
+        raise DatasetError(
+            source, problem, "Convert it, for example: iconv -f latin1 -t utf-8"
+        ) from None
+
+
+def _json_list(text: str, path: Path, source: str) -> list[object]:
+    try:
+        value = from_json(text)
+    except ValueError as error:
+        raise DatasetError(
+            source, f"{path.name} is not JSON ({error})", "Or name it .jsonl if it is one"
+        ) from None
+    if isinstance(value, dict):  # {"data": [...]} is a common wrapping
+        lists = [part for part in cast(dict[str, object], value).values() if isinstance(part, list)]
+        value = lists[0] if len(lists) == 1 else value
+    if not isinstance(value, list):
+        raise DatasetError(
+            source, f"{path.name} holds no list of rows", "Use a list of objects, or JSON Lines"
+        )
+    return cast(list[object], value)
+
+
+def _row(value: object, place: str, source: str) -> Row:
+    if not isinstance(value, dict):
+        raise DatasetError(
+            source, f"{place} is a {type(value).__name__}, not an object", "Name its columns: {...}"
+        )
+    return cast(dict[str, object], value)
+
+
+def _csv(text: str, path: Path, delimiter: str, source: str) -> Iterator[tuple[int, Row]]:
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    try:
+        for row in reader:
+            if None in row:  # where DictReader puts what no header names
+                problem = f"{path.name} line {reader.line_num} has more fields than the header's {len(row) - 1}"
+                raise DatasetError(source, problem, "Quote fields that contain the delimiter")
+            yield reader.line_num, dict(row)
+    except csv.Error as error:
+        raise DatasetError(
+            source, f"{path.name} line {reader.line_num}: {error}", "Check its quoting"
+        ) from None
+
+
+def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
+    try:  # by name: pyarrow is optional and ships no types
+        pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
+    except ImportError:
+        advice = "Install it: pip install 'atts[parquet]'"
+        raise DatasetError(
+            source, f"{path.name} needs pyarrow to be read, which is not installed", advice
+        ) from None
+    rows = list[Row]()
+    bytes_read = 0
+    try:
+        file = parquet.ParquetFile(pyarrow.BufferReader(data))
+        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+        # a value can be as large as its chunk, and a few bytes can repeat it in every row
+        rows_at_once = _MOST_BYTES // max((group.total_byte_size for group in groups), default=1)
+        for batch in file.iter_batches(batch_size=max(1, min(1024, rows_at_once))):
+            bytes_read += batch.nbytes + _ROW_BYTES * len(batch)
+            if bytes_read > _MOST_BYTES:
+                raise _too_large(path, source)
+            rows += batch.to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise DatasetError(
+            source, f"{path.name} is not a Parquet file ({error})", "Fetch it again"
+        ) from None
+    return rows
+
+
+# ---- problems
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Turns the rows of a table into problems, one row at a time."""
+
+    table: RowTable
+    columns: Columns
+    benchmark: Benchmark
+    options: LoadOptions
+
+    def problem(self, index: int) -> Problem:
+        """Return the problem in that row; raise DatasetError without its text or reference."""
+        names = self.columns
+        text = self.text(index, names.text)
+        if not text:
+            raise self.error(index, f"has no text in column {names.text!r}")
+        name = self.text(index, names.id).removeprefix("test/").removesuffix(".json") or str(index)
+        prefix = f"{self.benchmark.prefix or self.benchmark.name}/"
+        name = prefix + name.removeprefix(prefix)
+        answer = FORMS[self.benchmark.form](self.text(index, names.answer))
+        if not answer and self.options.answers == "required":
+            raise self.error(index, f"has no answer in column {names.answer!r}")
+        choices, answer = self.choices(index, name, answer)
+        answer += _unit(self.text(index, names.unit)) if "," not in answer else ""
+        lettered = zip(LETTERS, choices, strict=False)
+        listed = "\n".join(f"({letter}) {choice}" for letter, choice in lettered)
+        parts = (self.text(index, names.context), text, listed)
+        return Problem(
+            id=name,
+            text="\n\n".join(part for part in parts if part),
+            answer=answer or None,
+            kind=self.options.kind or self.benchmark.kind or ("choice" if choices else "math"),
+            level=_level(self.text(index, names.level)),
+            subject=self.text(index, names.subject),
+            choices=choices,
+            source=self.table.places[index],
+            grading=self.grading(index),
+        )
+
+    def text(self, index: int, column: str) -> str:
+        """Return the text a row has in a column; nothing where no column is named."""
+        return cell(self.table.rows[index].get(column)).strip() if column else ""
+
+    def grading(self, index: int) -> Grading | None:
+        """Return the policy for that row, with its tolerance; None for the default policy."""
+        stated = self.text(index, self.columns.tolerance)
+        absolute = self.options.grading.get("absolute")
+        if stated:
+            try:  # a tuple's entries have one each: the largest holds for all
+                absolute = max(map(float, stated.strip("()").split(",")))
+            except ValueError:
+                problem = f"has the tolerance {stated!r}, which is no number"
+                raise self.error(index, problem) from None
+        policy = changed(self.benchmark.grading, {**self.options.grading, "absolute": absolute})
+        return policy if policy != STRICT else None
+
+    def choices(self, index: int, name: str, answer: str) -> tuple[tuple[str, ...], str]:
+        """Return the choices in their final order, and the letter of the correct one."""
+        listed = self.columns.choices and self.table.rows[index].get(self.columns.choices)
+        if self.columns.distractors:
+            texts = (answer, *(self.text(index, column) for column in self.columns.distractors))
+            choices = [choice for choice in texts if choice]
+            correct = 0
+        elif listed:
+            choices = _choice_texts(listed)
+            correct = self.position(index, answer, choices)
+        else:
+            return (), answer
+        if not 2 <= len(choices) <= len(LETTERS):
+            raise self.error(index, f"has {len(choices)} choices")
+        order: Sequence[int] = range(len(choices))
+        if self.columns.distractors:  # where the correct one would always come first
+            order = letter_order(self.options.seed, name, len(choices))
+        letter = LETTERS[order.index(correct)] if answer else ""
+        return tuple(choices[at] for at in order), letter
+
+    def position(self, index: int, answer: str, choices: Sequence[str]) -> int:
+        """Return the index of the correct choice, given as index, letter or text."""
+        raw = self.table.rows[index].get(self.columns.answer)
+        if isinstance(raw, int) and 0 <= raw < len(choices):
+            return raw
+        letter = answer.strip("(). ").upper()
+        if len(letter) == 1 and letter in LETTERS[: len(choices)]:
+            return LETTERS.index(letter)
+        if choices.count(answer) == 1:
+            return choices.index(answer)
+        if not answer:
+            return 0
+        raise self.error(
+            index, f"has the answer {answer!r}, which is no letter, position or text of its choices"
+        )
+
+    def error(self, index: int, problem: str) -> DatasetError:
+        """Return an error that names the row and the columns it fills."""
+        filled = [name for name, value in self.table.rows[index].items() if cell(value).strip()]
+        advice = (
+            f"That row fills {', '.join(filled) or 'no column'}; "
+            "map columns with --column text=NAME --column answer=NAME"
+        )
+        return DatasetError(self.table.source, f"{self.table.place(index)} {problem}", advice)
+
+
+def problems_of(reader: Reader) -> tuple[list[Problem], list[str]]:
+    """Return every row as a problem, and notes for readers of the numbers.
+
+    Raises DatasetError for a missing column, a row without text or reference, and a repeated id.
+    """
+    table = reader.table
+    reader = replace(reader, columns=find_columns(table, reader.columns, reader.options.answers))
+    problems = [reader.problem(index) for index in range(len(table.rows))]
+    uses = Counter(problem.id for problem in problems)
+    repeated = [name for name, count in uses.items() if count > 1]
+    if repeated:
+        places = [
+            table.place(index)
+            for index, problem in enumerate(problems)
+            if problem.id == repeated[0]
+        ]
+        detail = f"{' and '.join(places[:2])} have the same id {repeated[0]!r} ({len(repeated)} ids are not unique)"
+        raise DatasetError(
+            table.source, detail, "Map another column to 'id', or drop the repeated rows"
+        )
+    return problems, _notes(reader, problems)
+
+
+def find_columns(table: RowTable, asked: Columns, answers: Answers) -> Columns:
+    """Return the columns to read: those asked for, and the usual names for the rest.
+
+    Raises DatasetError for a column that is missing.
+    """
+    named = {field: cast(str, getattr(asked, field)) for field in ALIASES}
+    for name in filter(None, (*named.values(), *asked.distractors)):
+        if name not in table.columns:
+            raise _missing(table, f"column {name!r} is not there", name)
+    lower = {name.lower().replace(" ", "_"): name for name in reversed(table.columns)}
+    for field, aliases in ALIASES.items():
+        named[field] = named[field] or next(
+            (lower[alias] for alias in aliases.split() if alias in lower), ""
+        )
+    if not named["text"]:
+        raise _missing(
+            table,
+            "no column holds the problem's text",
+            "problem",
+            "Say which one with --column text=NAME",
+        )
+    if not named["answer"] and answers == "required":
+        advice = "Say which one with --column answer=NAME, or take problems without one with --answers optional"
+        raise _missing(table, "no column holds the reference answer", "answer", advice)
+    return Columns(**named, distractors=asked.distractors)
+
+
+def cell(value: object) -> str:
+    """Return a cell as text: whole floats lose their ".0", lists are joined by commas."""
+    if value is None or value != value:  # NaN stands for nothing in Parquet made from data frames
+        return ""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, list | tuple):
+        return ", ".join(cell(part).strip() for part in cast(Sequence[object], value))
+    return str(value)
+
+
+def letter_order(seed: int, name: str, count: int) -> tuple[int, ...]:
+    """Return the seeded order of a question's choices: the same on every machine."""
+
+    def key(at: int) -> bytes:
+        return blake2b(f"{seed}\x1f{name}\x1f{at}".encode(), digest_size=8).digest()
+
+    return tuple(sorted(range(count), key=key))
+
+
+def _missing(table: RowTable, problem: str, wanted: str, advice: str = "") -> DatasetError:
+    columns = {name.lower(): name for name in reversed(table.columns)}
+    near = get_close_matches(wanted.lower(), columns, n=1, cutoff=0.6)
+    hint = f"; did you mean {columns[near[0]]!r}?" if near else ""
+    return DatasetError(
+        table.source, problem, f"Columns found: {', '.join(table.columns)}{hint} {advice}".rstrip()
+    )
+
+
+def _level(text: str) -> int | None:
+    number = re.fullmatch(r"(?:level\s*)?(\d{1,3})", text, re.IGNORECASE)
+    return int(number[1]) if number else None
+
+
+def _choice_texts(value: object) -> list[str]:
+    if isinstance(value, Mapping):  # {"text": [...], "label": [...]}, or {"A": ..., "B": ...}
+        choices = cast(Mapping[str, object], value)
+        if isinstance(choices.get("text"), list):
+            value = choices["text"]
+        else:
+            value = [choices[key] for key in sorted(choices)]
+    if not isinstance(value, list | tuple):
+        return [part for part in re.split(r"\s*\n\s*", cell(value).strip()) if part]
+    return [cell(part).strip() for part in cast(Sequence[object], value)]
+
+
+def _plain(answer: str) -> str:
+    """Return the answer without dollar signs around it, or around each part of a list."""
+    if re.fullmatch(r"\$[^$]+\$(\s*,\s*\$[^$]+\$)*", answer):
+        return ", ".join(part.strip() for part in re.findall(r"\$([^$]+)\$", answer))
+    return answer
+
+
+def _integer(answer: str) -> str:
+    bare = re.sub(r"\^\{?\\circ\}?|°|(?<=\d),(?=\d{3})|\$", "", answer).strip()
+    whole = re.fullmatch(r"([+-]?\d+)(?:\.0+)?", bare)
+    return str(int(whole[1])) if whole else _plain(answer)
+
+
+FORMS: Mapping[AnswerForm, Callable[[str], str]] = {
+    "plain": _plain,
+    "integer": _integer,
+    "final": lambda answer: _integer(answer.rsplit("####", 1)[-1].strip()),
+}
+
+
+def _unit(text: str) -> str:
+    r"""Return a unit as it is written after a number."""
+    if not text:
+        return ""
+    if text == "%":
+        return "\\%"
+    name, power, size = text.strip("$ ").partition("^")
+    label = f"\\text{{ {name.lstrip(chr(92))}}}" if name else ""
+    return label + power + size
+
+
+def _notes(reader: Reader, problems: Sequence[Problem]) -> list[str]:
+    notes = list[str]()
+    texts = Counter(" ".join(problem.text.split()).casefold() for problem in problems)
+    repeated = sum(count - 1 for count in texts.values())
+    if repeated:
+        notes.append(f"{repeated} problems repeat another's text")
+    unanswered = sum(problem.answer is None for problem in problems)
+    if unanswered:
+        of = f"{unanswered} of {len(problems)} problems"
+        notes.append(f"{of} have no reference answer and cannot be graded")
+    level = reader.columns.level
+    stated = [reader.text(index, level) for index in range(len(problems))]
+    unread = sum(bool(text) and _level(text) is None for text in stated)
+    if unread:
+        notes.append(f"column {level!r} is no level number in {unread} rows")
+    if reader.columns.distractors:
+        notes.append(f"choices shuffled per question with seed {reader.options.seed}")
+    return notes

@@ -1,0 +1,686 @@
+"""Evaluation of a tree: exact while numbers stay rational, else with a running error bound."""
+
+import hashlib
+import math
+import operator
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypeGuard
+
+import mpmath
+
+from atts.evaluators.syntax.tree import OTHERWISE, PI, Node, minus, number, variables
+from atts.evaluators.verdict import Limits, Outside, TooLarge, Undecided, Undefined
+
+# ---- exact arithmetic
+
+
+class NotRational(Exception):
+    """The value is not rational as far as these rules see; it can still be approximated."""
+
+
+def digits_in_base(node: Node) -> int:
+    """Return the integer that a numeral denotes; raise Undefined for a digit its base lacks."""
+    assert node.value is not None
+    try:
+        return int(node.text, int(node.value))
+    except ValueError as error:
+        raise Undefined(f"{node.text!r} in base {node.value}") from error
+
+
+def rational_power(base: Fraction, exponent: Fraction, limits: Limits) -> Fraction:
+    """Return base ** exponent when rational; odd roots of negative numbers are the real ones.
+
+    Raises Undefined for zero to a negative power, NotRational for irrational roots, TooLarge past
+    the bit cap.
+    """
+    if base == 0 and exponent < 0:
+        raise Undefined("a division by zero")
+    if exponent.denominator != 1:
+        base = _rational_root(base, exponent.denominator)
+    if abs(base) == 1:
+        return base ** (exponent.numerator % 2)
+    size = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if base and size * abs(exponent.numerator) > limits.bits + size:
+        raise TooLarge(f"a power past {limits.bits} bits")
+    return base**exponent.numerator
+
+
+def _rational_root(base: Fraction, index: int) -> Fraction:
+    if index > 200 or (base < 0 and index % 2 == 0):
+        raise NotRational("a root")
+    if base < 0:
+        return -_rational_root(-base, index)
+    return Fraction(_integer_root(base.numerator, index), _integer_root(base.denominator, index))
+
+
+def _integer_root(value: int, index: int) -> int:
+    """Return the exact integer root; raise NotRational when there is none."""
+    if index == 2 or value < 2:
+        root = math.isqrt(value)
+    else:
+        root = 1 << -(-value.bit_length() // index)
+        while True:  # Newton from above
+            better = ((index - 1) * root + value // root ** (index - 1)) // index
+            if better >= root:
+                break
+            root = better
+    if root**index != value:
+        raise NotRational("an irrational root")
+    return root
+
+
+def _whole(value: Fraction) -> int:
+    if value.denominator != 1:
+        raise NotRational("not an integer")
+    return int(value)
+
+
+def _factorial(args: list[Fraction], limits: Limits) -> Fraction:
+    n = _whole(args[0])
+    if n < 0:
+        raise Undefined("the factorial of a negative integer")
+    if n > 20 and n * n.bit_length() > 2 * limits.bits:
+        raise TooLarge("a factorial past the bit cap")
+    return Fraction(math.factorial(n))
+
+
+def _double_factorial(args: list[Fraction], limits: Limits) -> Fraction:
+    if not 0 <= args[0] <= 2000:
+        raise NotRational("a double factorial")
+    return Fraction(math.prod(range(_whole(args[0]), 0, -2)))
+
+
+def _binom(args: list[Fraction], limits: Limits) -> Fraction:
+    n, k = args
+    is_whole = n.denominator == 1
+    if k.denominator != 1 or (k < 0 and not is_whole):
+        raise NotRational("a generalised binomial")
+    if k < 0 or (is_whole and 0 <= n < k):
+        return Fraction(0)
+    if is_whole and n >= 0:
+        if min(k, n - k) * n.numerator.bit_length() > limits.bits:
+            raise TooLarge("a binomial past the bit cap")
+        return Fraction(math.comb(int(n), int(k)))
+    if k > 200:
+        raise TooLarge("a generalised binomial")
+    return math.prod((n - i for i in range(int(k))), start=Fraction(1)) / math.factorial(int(k))
+
+
+def _lcm(args: list[Fraction], limits: Limits) -> Fraction:
+    if sum(int(arg).bit_length() for arg in args) > limits.bits:
+        raise TooLarge("a least common multiple")
+    return Fraction(math.lcm(*map(_whole, args)))
+
+
+def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
+    """Return the rule of a function rational at one point alone; a logarithm has none at 0."""
+
+    def rule(args: list[Fraction], limits: Limits) -> Fraction:
+        if args[0] == at:
+            return Fraction(value)
+        if at and not args[0]:
+            raise Undefined("the logarithm of zero")
+        raise NotRational("transcendental")
+
+    return rule
+
+
+EXACT: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
+    "factorial": _factorial,
+    "double_factorial": _double_factorial,
+    "binom": _binom,
+    "abs": lambda args, limits: abs(args[0]),
+    "floor": lambda args, limits: Fraction(math.floor(args[0])),
+    "ceil": lambda args, limits: Fraction(math.ceil(args[0])),
+    "max": lambda args, limits: max(args),
+    "min": lambda args, limits: min(args),
+    "gcd": lambda args, limits: Fraction(math.gcd(*map(_whole, args))),
+    "lcm": _lcm,
+    "sign": lambda args, limits: Fraction((args[0] > 0) - (args[0] < 0)),
+    "re": lambda args, limits: args[0],
+    "im": lambda args, limits: Fraction(0),
+    "cos": _only(0, 1),
+    **dict.fromkeys(("sin", "tan", "arctan", "arcsin"), _only(0, 0)),
+    **dict.fromkeys(("ln", "log"), _only(1, 0)),
+}
+
+
+# ---- approximation
+
+
+Number = Any  # an mpf or mpc of the thread's context; mpmath has no types
+NOTHING = -(10**9)  # the magnitude of zero
+MAX_MAGNITUDE = 1 << 24  # bits of exponent past which a value is not computed
+
+_local = threading.local()
+
+
+def context(bits: int) -> Any:
+    """Return this thread's arithmetic at `bits` of precision."""
+    arithmetic = getattr(_local, "context", None)
+    if arithmetic is None:
+        arithmetic = _local.context = mpmath.MPContext()
+    arithmetic.prec = bits
+    return arithmetic
+
+
+# mpmath's cache of constants, shared by all threads, is filled without a lock: once, here, past any
+# precision used
+_CONSTANTS = [+getattr(context(6_500), name) for name in ("pi", "e", "ln2", "ln10")]
+
+
+@dataclass(frozen=True, slots=True)
+class Approx:
+    """A value whose absolute error is below 2**error."""
+
+    value: Number
+    error: int
+
+    @property
+    def magnitude(self) -> int:
+        """Return the exponent m with |value| < 2**m, at most two too large."""
+        return magnitude(self.value)
+
+    @property
+    def is_complex(self) -> bool:
+        """Return whether the value has an imaginary part."""
+        return hasattr(self.value, "_mpc_") and bool(self.value.imag)
+
+    @property
+    def is_negative(self) -> bool:
+        """Return whether the value is a negative real number, or close to one."""
+        return not self.is_complex and bool(self.value.real < 0)
+
+    @property
+    def may_vanish(self) -> bool:
+        """Return whether the value is zero, or cannot be told from zero."""
+        return self.magnitude == NOTHING or self.magnitude <= self.error + 4
+
+
+def magnitude(value: Number) -> int:
+    """Return the exponent m with |value| < 2**m, at most two too large; NOTHING for zero."""
+    parts = getattr(value, "_mpc_", None)
+    if parts is None:
+        _, mantissa, exponent, bits = value._mpf_
+        return int(exponent + bits) if mantissa else NOTHING
+    sizes = [(exponent + bits if mantissa else NOTHING) for _, mantissa, exponent, bits in parts]
+    return max(sizes) + 1
+
+
+class Arithmetic:
+    """Arithmetic at one precision; every result carries the error it has gathered.
+
+    `spread` is the precision the computation asks for, in bits between the largest and the smallest
+    term. `has_left_reals` says that some intermediate value is not a real number.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self.mp: Any = context(bits) if bits else None
+        self.spread = 0
+        self.has_left_reals = False
+
+    def widen(self, bits: int) -> None:
+        """Note how many bits lie between the largest and the smallest magnitude that meet."""
+        if bits > 32:
+            self.spread = max(self.spread, bits)
+
+    def rounded(self, value: Number, error: int) -> Approx:
+        """Return a value whose inputs' errors amount to `error`, with the rounding added."""
+        return Approx(value, max(error, magnitude(value) - self.bits) + 1)
+
+    def rational(self, value: Fraction) -> Approx:
+        """Return an exact rational as an approximation."""
+        number = self.mp.mpf(value.numerator) / value.denominator
+        self.widen(max(value.numerator.bit_length(), value.denominator.bit_length()))
+        return Approx(number, magnitude(number) - self.bits + 1)
+
+    def times(self, left: Approx, right: Approx) -> Approx:
+        """Return the product."""
+        error = max(left.error + max(right.magnitude, right.error), right.error + left.magnitude)
+        return self.rounded(left.value * right.value, error + 1)
+
+    def inverse(self, item: Approx) -> Approx:
+        """Return the reciprocal; raise Undefined for what may be zero at this precision."""
+        if item.may_vanish:
+            raise Undefined("a division by zero")
+        value = 1 / item.value
+        return self.rounded(value, item.error + 2 * magnitude(value) + 2)
+
+    def rational_power(self, base: Approx, power: Fraction) -> Approx:
+        """Return base ** (p/q), the real root where q is odd."""
+        if base.may_vanish and power < 0:
+            raise Undefined("a division by zero")
+        if base.may_vanish and power == 0:
+            return self.rational(Fraction(1))
+        if base.may_vanish:
+            error = int(power * base.error) if power < 1 else base.error
+            return Approx(self.mp.mpf(0), max(error + 2, NOTHING))
+        if power.denominator == 1 and abs(power) < 1 << 16:
+            value = base.value ** int(power)
+        elif power.denominator % 2 and power.denominator < 1 << 16 and base.is_negative:
+            value = (-1) ** power.numerator * self.mp.power(
+                -base.value, self.mp.mpf(power.numerator) / power.denominator
+            )
+        else:
+            if abs(power) * max(abs(base.magnitude), 1) > MAX_MAGNITUDE:
+                raise TooLarge("a power of enormous size")
+            value = self.mp.power(base.value, self.mp.mpf(power.numerator) / power.denominator)
+        growth = abs(power.numerator).bit_length() - power.denominator.bit_length() + 2
+        relative = max(
+            base.error - base.magnitude + 2, -self.bits + max(abs(base.magnitude), 1).bit_length()
+        )
+        return self.rounded(value, magnitude(value) + relative + growth)
+
+    def exp(self, item: Approx) -> Approx:
+        """Return e to the power of the item."""
+        if item.magnitude > 22:
+            raise TooLarge("an exponential of enormous size")
+        value = self.mp.exp(item.value)
+        return self.rounded(
+            value, magnitude(value) + max(item.error, item.magnitude - self.bits) + 2
+        )
+
+    def by_direction(self, name: str, item: Approx) -> Approx:
+        """Return a function whose slope is 1/x: the logarithm, or its imaginary part."""
+        if item.may_vanish:
+            raise Undefined(f"the {name} of zero")
+        return self.rounded(getattr(self.mp, name)(item.value), item.error - item.magnitude + 3)
+
+    def sign(self, item: Approx) -> Approx:
+        """Return the sign; raise Undecided where rounding hides it."""
+        if item.may_vanish:
+            raise Undecided("a sign too close to call")
+        return Approx(self.mp.sign(item.value), NOTHING)
+
+
+def _smooth(
+    name: str, slope: Callable[[Any, Number], Number]
+) -> Callable[[Arithmetic, Approx], Approx]:
+    """Return a rule for a function of mpmath, with the derivative its error grows by."""
+
+    def rule(arithmetic: Arithmetic, item: Approx) -> Approx:
+        if item.magnitude > 100:
+            raise TooLarge("a function of a huge number")
+        value = getattr(arithmetic.mp, name)(item.value)
+        growth = magnitude(slope(arithmetic.mp, item.value))
+        if growth > arithmetic.bits // 2:
+            raise Undefined(f"a pole of {name}")
+        return arithmetic.rounded(
+            value, max(item.error, item.magnitude - arithmetic.bits) + max(growth, 0) + 3
+        )
+
+    return rule
+
+
+def _root_slope(sign: int, one: int) -> Callable[[Any, Number], Number]:
+    def slope(mp: Any, x: Number) -> Number:
+        inside = abs(one + sign * x * x)
+        return 1 / mp.sqrt(inside) if magnitude(inside) > -mp.prec // 2 else mp.mpf(1)
+
+    return slope
+
+
+_SLOPES: dict[str, Callable[[Any, Number], Number]] = {
+    "sin cos": lambda mp, x: mp.cosh(mp.im(x)),
+    "tan sec": lambda mp, x: 1 / mp.cos(x) ** 2,
+    "cot csc": lambda mp, x: 1 / mp.sin(x) ** 2,
+    "sinh cosh": lambda mp, x: mp.cosh(mp.re(x)),
+    "coth csch": lambda mp, x: 1 / mp.sinh(x) ** 2,
+    "tanh sech arctan arccot": lambda mp, x: mp.mpf(1),
+    "erf": lambda mp, x: mp.mpf(2),
+    "arcsec arccsc": lambda mp, x: mp.mpf(4),
+    "arcsin arccos": _root_slope(-1, 1),
+    "arcsinh": _root_slope(1, 1),
+    "arccosh": _root_slope(1, -1),
+    "arctanh": lambda mp, x: 1 / (1 - x * x),
+}
+FUNCTIONS: dict[str, Callable[[Arithmetic, Approx], Approx]] = {
+    "ln": lambda arithmetic, item: arithmetic.by_direction("log", item),
+    "log": lambda arithmetic, item: arithmetic.by_direction("log10", item),
+    "abs": lambda arithmetic, item: Approx(abs(item.value), item.error + 1),
+    "sign": Arithmetic.sign,
+    "re": lambda arithmetic, item: Approx(arithmetic.mp.re(item.value), item.error),
+    "im": lambda arithmetic, item: Approx(arithmetic.mp.im(item.value), item.error),
+    "arg": lambda arithmetic, item: arithmetic.by_direction("arg", item),
+    **{
+        name: _smooth(name.replace("arc", "a"), slope)
+        for names, slope in _SLOPES.items()
+        for name in names.split()
+    },
+}
+
+
+# ---- evaluation of trees
+
+Value = Fraction | Approx
+Environment = Mapping[str, Fraction]
+NOWHERE: Environment = {}
+
+
+class Clock:
+    """Processor time for one pair; read seldom, because a reading costs as much as a comparison."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.thread_time() + seconds
+        self.ticks = 0
+
+    def look(self) -> None:
+        """Raise TooLarge when the time is over."""
+        if time.thread_time() > self.end:
+            raise TooLarge("evaluation takes too long")
+
+
+def exact(node: Node, limits: Limits, env: Environment = NOWHERE) -> Fraction:
+    """Return the value of the tree with its variables bound by `env`.
+
+    Raises NotRational when rationals do not suffice, Undefined for a division by zero, TooLarge
+    past a cap.
+    """
+    value = Evaluator(0, limits, env).value(node)
+    assert isinstance(value, Fraction)
+    return value
+
+
+class Evaluator(Arithmetic):
+    """Evaluates trees under one environment, exactly as far as numbers stay rational, else at one
+    precision.
+
+    At a precision of 0 bits an irrational value raises NotRational. Raises Undecided where there is
+    no number.
+    """
+
+    def __init__(
+        self, bits: int, limits: Limits, env: Environment = NOWHERE, clock: Clock | None = None
+    ) -> None:
+        super().__init__(bits)
+        self.limits = limits
+        self.env = env
+        self.clock = clock
+        self.steps = 0
+
+    def value(self, node: Node) -> Value:
+        """Return the value of a tree, with its error bound where it is not exact."""
+        self.steps += 1
+        if self.steps > self.limits.steps:
+            raise TooLarge("evaluation takes too long")
+        if self.clock:
+            self.clock.ticks += 1
+            if not self.clock.ticks % 128:
+                self.clock.look()
+        rule = _RULES.get(node.kind)
+        if rule is None:
+            raise self.lacking(f"no number for a {node.kind}")
+        try:
+            result = rule(self, node)
+            if node.kind in _SMALL and isinstance(result, Fraction):
+                return result
+            return self.checked(result)
+        except (ZeroDivisionError, ValueError) as error:  # mpmath's words for a pole
+            raise Undefined(f"no value: {error}") from error
+
+    def lacking(self, why: str) -> Exception:
+        """Return the error for what has no number: at a precision, or in rational numbers."""
+        return Undecided(why) if self.bits else NotRational(why)
+
+    def checked(self, result: Value) -> Value:
+        """Return the value, approximated when too long; raise for one that is not finite."""
+        if isinstance(result, Fraction):
+            return result if self.fits(result) else self.approximate(result)
+        if not self.mp.isfinite(result.value):
+            raise Undefined("not finite")
+        if abs(result.magnitude) > MAX_MAGNITUDE and result.magnitude != NOTHING:
+            raise TooLarge("a number of enormous size")
+        self.has_left_reals |= hasattr(result.value, "_mpc_")
+        return result
+
+    def fits(self, value: Fraction) -> bool:
+        """Return whether a fraction is small enough for exact arithmetic."""
+        return max(value.numerator.bit_length(), value.denominator.bit_length()) <= self.limits.bits
+
+    def approximate(self, value: Value) -> Approx:
+        """Return a value as an approximation; raise where everything has to be exact."""
+        if isinstance(value, Approx):
+            return value
+        if not self.bits and self.fits(value):
+            raise NotRational("a function")
+        if not self.bits:
+            raise TooLarge(f"past {self.limits.bits} bits")
+        return self.rational(value)
+
+    def symbol(self, node: Node) -> Value:
+        """Return the value that the environment gives a variable."""
+        bound = self.env.get(node.text)
+        if bound is None:
+            raise self.lacking(f"no value for {node.text}")
+        return bound
+
+    def constant(self, node: Node) -> Value:
+        """Return pi, e or i; they have no rational value."""
+        if not self.bits:
+            raise NotRational(node.text)
+        if node.text == "i":
+            return Approx(self.mp.mpc(0, 1), NOTHING)
+        if node.text == "inf":
+            raise Undecided("infinity in an expression")
+        return Approx(+(self.mp.pi if node.text == "pi" else self.mp.e), 3 - self.bits)
+
+    def add(self, node: Node) -> Value:
+        """Return a sum, its rational terms added exactly."""
+        whole, terms = self.split(node, operator.add, Fraction(0))
+        if not terms:
+            return whole
+        terms += [self.approximate(whole)] if whole else []
+        total = self.mp.mpf(0)
+        error = NOTHING
+        for index, term in enumerate(terms):
+            total += term.value
+            error = max(error, term.error, magnitude(total) - self.bits)
+            if index < 8 or index % 8 == 0:
+                error += 1
+        sizes = {term.magnitude for term in terms} - {NOTHING}
+        if sizes:
+            self.widen(max(sizes) - min(sizes))
+        return Approx(total, error)
+
+    def mul(self, node: Node) -> Value:
+        """Return a product, its rational factors multiplied exactly."""
+        whole, factors = self.split(node, operator.mul, Fraction(1))
+        total: Value = whole
+        for factor in factors if whole else ():
+            total = factor if total == 1 else self.times(self.approximate(total), factor)
+        return total
+
+    def split(
+        self, node: Node, operation: Callable[[Fraction, Fraction], Fraction], start: Fraction
+    ) -> tuple[Fraction, list[Approx]]:
+        """Combine the exact arguments; return the result and the other arguments."""
+        whole = start
+        others = list[Approx]()
+        for arg in node.args:
+            value = self.value(arg)
+            if isinstance(value, Fraction):
+                together = operation(whole, value)
+                if self.fits(together):
+                    whole = together
+                    continue
+            others.append(self.approximate(value))
+        return whole, others
+
+    def pow(self, node: Node) -> Value:
+        """Return a power; raise Undefined for a varying power of a negative number."""
+        base, exponent = node.args
+        power = self.value(exponent)
+        left = self.value(base)
+        below = left < 0 if isinstance(left, Fraction) else left.is_negative and not left.may_vanish
+        if below and not _is_whole(power) and variables(exponent):
+            raise Undefined("a varying power of a negative number")
+        return self.power(left, power)
+
+    def power(self, base: Value, power: Value) -> Value:
+        """Return base to any power, exact where that is rational."""
+        if isinstance(base, Fraction) and isinstance(power, Fraction):
+            try:
+                return rational_power(base, power, self.limits)
+            except (NotRational, TooLarge):
+                if not self.bits:
+                    raise
+        left = self.approximate(base)
+        if isinstance(power, Fraction):
+            self.widen(power.denominator.bit_length())
+            return self.rational_power(left, power)
+        self.widen(-power.magnitude)
+        if left.magnitude == NOTHING:
+            raise Undefined("a power of zero")
+        return self.exp(self.times(power, self.by_direction("log", left)))
+
+    def root(self, node: Node) -> Value:
+        """Return a root of any index."""
+        index = self.value(node.args[1])
+        base = self.value(node.args[0])
+        if isinstance(index, Approx):
+            return self.exp(
+                self.times(self.inverse(index), self.by_direction("log", self.approximate(base)))
+            )
+        if index == 0:
+            raise Undefined("a root of index zero")
+        return self.power(base, 1 / index)
+
+    def scaled(self, node: Node) -> Value:
+        """Return what a percent or degree sign makes of a value."""
+        return self.value(Node("mul", (*node.args, *_SCALES[node.kind])))
+
+    def sum(self, node: Node) -> Value:
+        """Return a sum or product written out, term by term."""
+        body, variable, lower, upper = node.args
+        low = self.value(lower)
+        high = self.value(upper)
+        if not _is_whole(low) or not _is_whole(high):
+            raise self.lacking("bounds of a sum")
+        first = int(low)
+        last = int(high)
+        if last - first >= self.limits.terms:
+            raise TooLarge(f"more than {self.limits.terms} terms")
+        total = Fraction(int(node.text == "prod"))
+        outer = self.env
+        for index in range(first, last + 1):
+            self.env = {**outer, variable.text: Fraction(index)}
+            term = self.value(body)
+            if not isinstance(term, Fraction):
+                raise Undecided("a sum of what is not rational")
+            total = total + term if node.text == "sum" else total * term
+            if not self.fits(total):
+                raise TooLarge(f"an integer past {self.limits.bits} bits")
+        self.env = outer
+        return total
+
+    def cases(self, node: Node) -> Value:
+        """Return the value of the first case that applies."""
+        for value, condition in zip(node.args[::2], node.args[1::2], strict=True):
+            if self.holds(condition):
+                return self.value(value)
+        raise Outside("no case applies")
+
+    def holds(self, condition: Node) -> bool:
+        """Return whether a condition is true here; raise Undecided for one not in numbers."""
+        if condition.kind == "list" and condition.text != "mixed":
+            parts = (self.holds(part) for part in condition.args)
+            return any(parts) if condition.text == "or" else all(parts)
+        if condition == OTHERWISE:
+            return True
+        if condition.kind != "relation":
+            raise Undecided("a condition in words")
+        signs = condition.text.split()
+        return all(
+            self.compare(a, s, b)
+            for a, s, b in zip(condition.args, signs, condition.args[1:], strict=False)
+        )
+
+    def compare(self, left: Node, sign: str, right: Node) -> bool:
+        """Return whether two sides stand in this relation; a congruence by its modulus."""
+        if right.kind == "congruence" and sign in ("=", "!="):
+            turns = self.difference(left, right.args[0]) / self.difference(right.args[1], number(0))
+            return (turns.denominator == 1) == (sign == "=")
+        if sign not in _ORDERS:
+            raise Undecided(f"the condition {sign}")
+        return _ORDERS[sign](self.difference(left, right), 0)
+
+    def difference(self, left: Node, right: Node) -> Fraction:
+        """Return a difference as a fraction; an irrational one as its sign alone."""
+        gap = self.value(minus(left, right))
+        if isinstance(gap, Fraction):
+            return gap
+        if gap.may_vanish or gap.is_complex:
+            raise Undecided("a condition too close to call")
+        return Fraction(1 if gap.value.real > 0 else -1)
+
+    def call(self, node: Node) -> Value:
+        """Return a reproducible arbitrary number for each unknown function and argument."""
+        parts = [self.approximate(self.value(arg)) for arg in node.args]
+        key = node.text + "".join("/" + self.mp.nstr(part.value, 40) for part in parts)
+        digest = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+        return self.rational(Fraction(digest, 1 << 62))
+
+    def func(self, node: Node) -> Value:
+        """Return a known function's value, exact for rational arguments where it can be."""
+        args = [self.value(arg) for arg in node.args]
+        known = [arg for arg in args if isinstance(arg, Fraction)]
+        if len(known) == len(args) and node.text in EXACT:
+            try:
+                return EXACT[node.text](known, self.limits)
+            except NotRational:
+                if not self.bits:
+                    raise
+        near = [self.approximate(arg) for arg in args]
+        if node.text not in FUNCTIONS and max(item.magnitude for item in near) > self.limits.bits:
+            raise TooLarge(f"{node.text} of a number past {self.limits.bits} bits")
+        if node.text in ("floor", "ceil"):
+            return self.stepped(node.text, near[0])
+        if node.text == "max":
+            return max(near, key=lambda item: self.mp.re(item.value))
+        if node.text == "min":
+            return min(near, key=lambda item: self.mp.re(item.value))
+        rule = FUNCTIONS.get(node.text)
+        if rule is None:
+            raise Undecided(f"the function {node.text}")
+        size = near[0].magnitude
+        if size != NOTHING:
+            # tanh and its like come as near to 1 as 2**-(3 << 2 size): so many bits tell them apart
+            is_flat = node.text in ("tanh", "coth", "erf") and size > 0
+            self.widen(3 << min(2 * size, 20) if is_flat else 2 * abs(size))
+        return rule(self, near[0])
+
+    def stepped(self, name: str, item: Approx) -> Approx:
+        """Return floor or ceiling; what is within its error of an integer is that integer."""
+        if item.is_complex:
+            raise Undecided("a step of a complex number")
+        nearest = self.mp.nint(item.value)
+        if magnitude(nearest - item.value) <= item.error + 8:
+            if item.error > 16 - self.bits + max(item.magnitude, 0):
+                raise Undecided("a step too close to call")
+            return Approx(nearest, NOTHING)
+        step = self.mp.floor if name == "floor" else self.mp.ceil
+        return Approx(step(item.value), NOTHING)
+
+
+def _is_whole(value: Value) -> TypeGuard[Fraction]:
+    return isinstance(value, Fraction) and value.denominator == 1
+
+
+# exact values are bounded where they are made
+_SMALL = frozenset({"number", "symbol", "add", "mul"})
+_SCALES = {"percent": (number(Fraction(1, 100)),), "degree": (number(Fraction(1, 180)), PI)}
+_ORDERS: dict[str, Callable[[Fraction, int], bool]] = {
+    "<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+_KINDS = "symbol constant add mul pow root cases call func sum".split()
+_RULES: dict[str, Callable[[Evaluator, Node], Value]] = {
+    "number": lambda evaluator, node: node.value or Fraction(),
+    "based": lambda evaluator, node: Fraction(digits_in_base(node)),
+    **dict.fromkeys(_SCALES, Evaluator.scaled),
+    **{kind: getattr(Evaluator, kind) for kind in _KINDS},
+}

@@ -1,0 +1,127 @@
+"""Verdicts on two answer texts: by their spelling, then by their trees."""
+
+from itertools import product
+from typing import get_args
+
+from atts.core import AnswerKind, Grading
+from atts.errors import OptionError
+from atts.evaluators.equivalence import views
+from atts.evaluators.equivalence.compare import Comparer
+from atts.evaluators.syntax.reading import Reading, read, spaceless
+from atts.evaluators.syntax.tree import has, variables
+from atts.evaluators.syntax.vocabulary import squashed
+from atts.evaluators.verdict import (
+    LIMITS,
+    STRICT,
+    Limits,
+    Malformed,
+    Prose,
+    TooLarge,
+    Undecided,
+    Undefined,
+    Verdict,
+)
+
+_PHRASE = 4  # words
+
+
+def equivalent(
+    gold: str,
+    answer: str,
+    kind: AnswerKind = "math",
+    *,
+    limits: Limits = LIMITS,
+    grading: Grading = STRICT,
+) -> Verdict:
+    """Return whether `answer` is the reference answer `gold`.
+
+    The verdict is symmetric; the comparison is thread-safe, and bounded in time and memory.
+    `grading` says which numbers may be off and whether units may be missing. No text is evaluated
+    as code. What cannot be decided is "unscored". Raises OptionError for an unknown kind.
+
+    >>> equivalent(r"\\frac{1}{2}", "0.5").status
+    'equal'
+    >>> equivalent("12", "21").status
+    'different'
+    """
+    if kind not in get_args(AnswerKind):
+        raise OptionError(f"kind {kind}", "is not a kind of answer", get_args(AnswerKind))
+    if not gold.strip():
+        return Verdict("unscored", "no reference")
+    if not answer.strip():
+        return Verdict("different", "no answer")
+    if kind == "text":
+        return _verdict(squashed(gold) == squashed(answer) != "", "text")
+    if spaceless(gold) == spaceless(answer):
+        return Verdict("equal", "same text")
+    one = read(gold, limits)
+    two = read(answer, limits)
+    return _by_text(one, two, kind) or _by_trees(one, two, limits, grading)
+
+
+def _verdict(same: bool, rule: str) -> Verdict:
+    return Verdict("equal" if same else "different", rule)
+
+
+def _unscored(error: Undecided | Undefined) -> Verdict:
+    detail = f"no value: {error}" if isinstance(error, Undefined) else str(error)
+    return Verdict("unscored", "limits" if isinstance(error, TooLarge) else "undecided", detail)
+
+
+def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
+    """Return what the texts alone decide: the same spelling, and choices."""
+    if not one.text:
+        return Verdict("unscored", "no reference")
+    if not two.text:
+        return Verdict("different", "no answer")
+    if spaceless(one.text) == spaceless(two.text):
+        return Verdict("equal", "same text")
+    if one.choice and two.choice and (one.is_letter or two.is_letter or kind == "choice"):
+        return _verdict(one.choice == two.choice, "choice")
+    if kind == "choice" and (one.choice or two.choice):
+        first = one.choice or one.text.strip("(). ").upper()
+        second = two.choice or two.text.strip("(). ").upper()
+        return _verdict(first == second, "choice")
+    return None
+
+
+def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> Verdict:
+    """Return equal when any pair of readings is, else what the first pair gives."""
+    first: Verdict | None = None
+    for gold, answer in product(one.trees, two.trees):
+        if has(gold, "call") or has(answer, "call"):
+            names = variables(gold) | variables(answer)
+            gold, answer = (views.unapplied(node, names) for node in (gold, answer))
+        policy = views.policy_for(grading, gold)
+        comparison = Comparer(limits, policy, brackets="free" if first is None else "strict")
+        try:
+            verdict = _verdict(comparison.same(gold, answer), comparison.rule)
+        except (Undecided, Undefined) as error:
+            verdict = _unscored(error)
+        except RecursionError:  # little of the stack was left to us
+            verdict = _unscored(TooLarge("too deep for the stack at hand"))
+        if verdict.is_equal:
+            return verdict
+        first = first or verdict
+    return first or _unread(one, two)
+
+
+def _unread(one: Reading, two: Reading) -> Verdict:
+    """Return the verdict when a side is no expression.
+
+    That is the same phrase, or an answer that cannot be the reference.
+    """
+    problem = one.problem or two.problem
+    assert problem is not None
+    if one.squashed and one.squashed == two.squashed and not isinstance(problem, Malformed):
+        return Verdict("equal", "text")
+    readable = two if one.problem else one
+    if isinstance(problem, Malformed):
+        return Verdict("different", "malformed", str(problem))
+    if type(problem) is Prose and readable.trees:
+        return Verdict("different", "prose", str(problem))
+    # names and dates, no sentences
+    are_short = all(len(reading.squashed.split()) <= _PHRASE for reading in (one, two))
+    if isinstance(one.problem, Prose) and isinstance(two.problem, Prose) and are_short:
+        return Verdict("different", "text")
+    return _unscored(problem)

@@ -1,0 +1,982 @@
+"""Parser of answers: recursive descent over tokens, bounded in depth and linear in length."""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from atts.evaluators.syntax import vocabulary
+from atts.evaluators.syntax.lexer import END, SIGNS, STARTS, Token, paired_bars
+from atts.evaluators.syntax.tree import (
+    COMMANDS,
+    EMPTY_SET,
+    MINUS_ONE,
+    OTHERWISE,
+    TWO,
+    Node,
+    function,
+    grid,
+    joined,
+    negated,
+    number,
+    quotient,
+    symbol,
+)
+from atts.evaluators.syntax.vocabulary import TAILS, measure, words
+from atts.evaluators.verdict import Limits, Malformed, Prose, TooLarge, Undecided, UnknownWords
+
+_RELATIONS = frozenset(
+    "= < > <= >= != ~ == in -> =>> <=> =< <> := => notin subset subseteq supset supseteq mid &".split()
+)
+_RELATION_SPELLINGS = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
+_MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
+"""What ^ may raise without being an exponent."""
+_CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",)}
+_INFIX: dict[str, Callable[[Node, Node], Node]] = {
+    "over": quotient,
+    "choose": lambda n, k: function("binom", n, k),
+}
+_BLOCK_ENDS = frozenset({"rfloor", "rceil"})
+
+_CALLABLE = frozenset("fghFGH")
+_MAYBE_CALLABLE = frozenset("pquPQRSTVNMIABCDEKLXYZW")
+_INVERSES = {
+    name: f"arc{name}"
+    for name in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
+}
+_MANY_ARGUMENTS = frozenset({"max", "min", "gcd", "lcm"})
+_MAX_LITERAL = 4000  # digits; Python refuses to convert much longer ones
+_E = Node("constant", text="e")
+_I = Node("constant", text="i")
+
+_PROPERTIES = words("properties")
+_CONDITIONS = words("conditions")
+_REST = words("rest")
+_LEANING = words("leaning")
+_ROUGH = words("rough") | {"~"}
+_PASSED_OVER = {"-", "=", "~", "or"} | vocabulary.NEUTRAL | vocabulary.APPROXIMATE
+_RAISED = {"squared": TWO, "cubed": number(3, "3")}
+
+
+class Stream:
+    """A token list with a position; nesting is counted against the limits."""
+
+    def __init__(self, tokens: list[Token], limits: Limits) -> None:
+        self.tokens = paired_bars(tokens)
+        self.limits = limits
+        self.at = 0
+        self.depth = 0
+
+    @property
+    def here(self) -> Token:
+        """Return the next token."""
+        if self.at < len(self.tokens):
+            return self.tokens[self.at]
+        return END
+
+    def ahead(self, distance: int = 1) -> Token:
+        """Return the token that many positions after the next one."""
+        index = self.at + distance
+        if index < len(self.tokens):
+            return self.tokens[index]
+        return END
+
+    def take(self) -> Token:
+        """Return the next token and move past it."""
+        token = self.here
+        self.at += 1
+        return token
+
+    def is_op(self, *texts: str) -> bool:
+        """Return whether one of these signs is next."""
+        token = self.here
+        return token.kind == "op" and token.text in texts
+
+    def is_kind(self, *kinds: str) -> bool:
+        """Return whether a token of one of these kinds is next."""
+        return self.here.kind in kinds
+
+    def took(self, *texts: str) -> str:
+        """Move past one of these signs and return it; return nothing where none is next."""
+        if self.is_op(*texts):
+            return self.take().text
+        return ""
+
+    def signed(self, read: Callable[[], Node]) -> Node:
+        """Read the signs here, then what `read` finds; raise TooLarge past the nesting limit."""
+        self.depth += 1
+        self.within(self.depth, "nested too deeply", self.limits.depth)
+        signs = list[str]()
+        while sign := self.took(*SIGNS):
+            signs.append(sign)
+        node = read()
+        self.depth -= 1
+        for sign in signs:
+            if sign == "pm":
+                node = Node("plusminus", (node,), "+")
+            elif sign == "mp":
+                node = Node("plusminus", (node,), "-")
+        return negated(node) if signs.count("-") % 2 else node
+
+    def expect(self, kind: str, text: str) -> None:
+        """Move past this token; raise Malformed when another is next."""
+        token = self.take()
+        if token.kind != kind or token.text != text:
+            raise Malformed(f"expected {text!r}, found {token.text or 'the end'!r}")
+
+    def within(self, count: int, what: str, most: int | None = None) -> None:
+        """Raise TooLarge for more than `most` of something, by default what a list may hold."""
+        if count > (most or self.limits.items):
+            raise TooLarge(what)
+
+    def subscript(self) -> str:
+        """Return the text of a subscript, its braces dropped."""
+        start = self.at
+        level = 0
+        while level or self.at == start:
+            kind = self.take().kind
+            if kind == "end" or (not level and kind in ("close", "sep")):
+                raise Malformed("a subscript without its text or its end")
+            level += (kind == "open") - (kind == "close")
+        texts = [token.text for token in self.tokens[start : self.at]]
+        if len(texts) > 1:
+            texts = texts[1:-1]
+        return "".join(texts)
+
+
+class Parser(Stream):
+    """Recursive descent from lists down to atoms; every method consumes what it reads."""
+
+    def __init__(self, tokens: list[Token], limits: Limits) -> None:
+        super().__init__(tokens, limits)
+        self.integrals = 0  # open ones: inside them "dx" is no product
+        self.sums_over_i = 0  # open ones: inside them "i" is no imaginary unit
+        self.in_set = False
+        self.currencies: set[str] = set()  # signs seen before the amount that is being read
+
+    # ---- lists and relations
+
+    def answer(self) -> Node:
+        """Parse the whole answer; raise Malformed when something is left over."""
+        node = self.items()
+        if self.here.kind != "end":
+            raise Malformed(f"{self.here.text!r} does not belong here")
+        return node
+
+    def items(self) -> Node:
+        """Parse relations between separators; one alone is returned as itself."""
+        items: list[Node] = []
+        links: set[str] = set()
+        while True:
+            link = ""
+            while self.is_kind("sep"):
+                link = self.take().text
+                links.add(link)
+            if self.is_kind("end", "close") or self.is_op("&", "\\\\"):
+                break
+            item = self.relation()
+            *value, condition = item.args or (item,)
+            if item.kind == "mul" and condition.kind == "relation":  # its condition in brackets
+                items.append(joined("mul", value))
+                item = condition
+            whole = self.taken_together(items[-1], link, item) if items else None
+            if whole:
+                items[-1] = whole
+            else:
+                items.append(item)
+            self.within(len(items), f"more than {self.limits.items} items")
+            if not self.is_kind("sep"):
+                break
+        if not items:
+            raise Malformed("nothing where a value should be")
+        if len(items) == 1:
+            return items[0]
+        if all(item.kind == "cases" for item in items):
+            return Node("cases", tuple(part for item in items for part in item.args))
+        if {"and", "or"} <= links:
+            link = "mixed"
+        elif "or" in links:
+            link = "or"
+        else:
+            link = "and" if "and" in links else ""
+        return Node("list", tuple(items), link)
+
+    def taken_together(self, before: Node, link: str, item: Node) -> Node | None:
+        """Join a value with its condition, or two amounts; return None for two separate items."""
+        is_statement = item.kind in ("relation", "word")
+        if item.kind == "symbol" and link in ("if", "when"):
+            is_statement = True
+        if link in _CONDITIONS and is_statement and item.text != "in":
+            return Node("cases", (before, item))
+        if link != "and":
+            return None
+        continues_condition = before.kind == "cases" and item.kind == "relation"
+        if continues_condition and self.here.text not in _CONDITIONS:
+            value, condition = before.args[0], before.args[1]
+            return Node("cases", (value, Node("list", (condition, item), "and")))
+        return joined_quantities(before, item)
+
+    def relation(self) -> Node:
+        """Parse sides joined by relation signs, such as 0 < x <= 1."""
+        sides = [self.side()]
+        signs: list[str] = []
+        while self.is_op(*_RELATIONS) and not (self.in_set and self.here.text == "mid"):
+            sign = self.take().text
+            if sign == "&":
+                continue
+            signs.append(_RELATION_SPELLINGS.get(sign, sign))
+            while self.took("&", "="):
+                pass
+            sides.append(self.side())
+        if signs == ["="] and sides[1].kind == "word":
+            sides[1] = stated_property(sides[1].text)
+        return sides[0] if not signs else Node("relation", tuple(sides), " ".join(signs))
+
+    def side(self) -> Node:
+        """Parse one side of a relation: sets joined by union signs, or an expression."""
+        parts = [self.quantity()]
+        while sign := self.took("cup", "cap", "setminus", "wedge", "vee"):
+            if sign in ("cup", "vee"):
+                parts.append(self.quantity())
+                continue
+            both = (joined("union", parts), self.quantity())
+            if sign == "setminus":
+                parts = [Node("setminus", both)]
+            else:
+                parts = [Node("opaque", both, "cap")]
+        return joined("union", parts)
+
+    # ---- amounts
+
+    def quantity(self) -> Node:
+        """Parse an expression, then perhaps its unit or a remark."""
+        if not self.in_set:
+            self.took(":")
+        if self.here.kind == "word":
+            label = self.phrase_before()
+            if label is not None:
+                return label
+        outer = self.currencies
+        self.currencies = set()
+        node = self.expression()
+        if self.is_op(":") and not self.in_set:
+            node = self.ratio(node)
+        if self.currencies:
+            node = self.priced(node)
+        self.currencies = outer
+        if self.is_kind("word", "open", "unit", "currency", "op"):
+            return self.phrase_after(node)
+        return node
+
+    def priced(self, node: Node) -> Node:
+        """Give an amount the currency before it; what follows may be its rate, as in $8 per hour."""
+        if len(self.currencies) > 1:
+            raise Undecided("several currencies")
+        unit = " ".join(self.currencies)
+        while self.is_kind("word") and self.here.text.lower() in vocabulary.LARGE:
+            node = Node("mul", (node, number(vocabulary.LARGE[self.take().text.lower()])))
+        if self.here.text in ("per", "/") and self.ahead().kind == "word":
+            self.take()
+            unit += f" per {self.take().text}"
+        elif self.is_kind("unit"):
+            other = self.take().text
+            if measure(other) != measure(unit):
+                unit = f"{unit} {other}"
+        if measure(unit) is None:
+            raise Undecided(f"the unit {unit}")
+        return Node("quantity", (node,), unit)
+
+    def ratio(self, first: Node) -> Node:
+        """Parse the further parts of a ratio."""
+        parts = [first]
+        while self.ahead().kind in STARTS and self.took(":"):
+            parts.append(self.expression())
+        if self.is_op(":"):
+            raise Malformed("a ratio without its second part")
+        return Node("ratio", tuple(parts))
+
+    # ---- words around a value: neutral ones are skipped, units and counts bind to it
+
+    def phrase_after(self, node: Node) -> Node:
+        """Parse what follows a value: unit, modulus, base, remarks, and words that change it."""
+        unit = ""
+        while True:
+            token = self.here
+            if token.kind in ("unit", "currency") and not unit:
+                unit = self.take().text
+                node = self.compound(node, unit.lstrip("~"))
+            elif token.kind == "word":
+                node = self.word_after(node, self.take().text)
+            elif self.is_op("pmod", "mod"):
+                node = self.modulo(node)
+            elif token.text == "(" and self.ahead().text in ("mod", "base"):
+                self.take()
+                node = self.modulo(node) if self.is_op("mod") else self.in_base(node)
+                self.expect("close", ")")
+            elif token.text == "(" and self.remark():
+                node = self.remarked(node)
+            elif not unit:
+                return node
+            else:
+                # a unit that the lexer only guessed is marked by a value of 1
+                guess = Fraction(1) if unit[0] == "~" else None
+                return Node("quantity", (node,), unit.lstrip("~"), guess)
+
+    def word_after(self, node: Node, word: str) -> Node:
+        """Return the value as a word after it changes it; raise for an unknown word."""
+        lower = word.lower()
+        if lower == "base" or (lower == "in" and self.here.text == "base"):
+            return self.in_base(node)
+        if lower in vocabulary.LARGE:
+            return Node("mul", (node, number(vocabulary.LARGE[lower])))
+        if lower in _REST:
+            return Node("cases", (node, OTHERWISE))
+        if lower in _RAISED:
+            return Node("pow", (node, _RAISED[lower]))
+        if lower in vocabulary.SHARES and node.kind == "number":
+            return Node("mul", (node, number(Fraction(1, vocabulary.SHARES[lower]))))
+        if lower in ("am", "pm"):
+            return _clock(node, lower)
+        if lower in _PROPERTIES and node.kind == "symbol":
+            return Node("relation", (node, stated_property(lower)), "=")
+        is_in_all = lower == "in" and self.here.text.lower() in ("total", "all")
+        if lower in TAILS or word in (".", "all") or is_in_all:
+            return node
+        raise unknown([word])
+
+    def modulo(self, node: Node) -> Node:
+        """Return the class of a value by the modulus written after it."""
+        modulus = self.factor() if self.take().text == "pmod" else self.expression()
+        return Node("congruence", (node, modulus))
+
+    def in_base(self, node: Node) -> Node:
+        """Return the value as a numeral of the base written after it."""
+        if self.here.text == "base":
+            self.take()
+        base = vocabulary.base(self.take().text)
+        if node.kind != "number" or base is None:
+            raise Prose("a base in words")
+        return Node("based", text=node.text, value=base)
+
+    def remarked(self, node: Node) -> Node:
+        """Read a bracketed remark: an approximation is skipped, another form must be equal."""
+        self.take()
+        remark: list[str] = []
+        while (
+            self.is_kind("word", "sep")
+            or self.is_op("~", "=")
+            or (self.is_op("-") and self.ahead().kind == "word")
+        ):
+            remark.append(self.take().text.lower())
+        value = None
+        if self.here.text != ")":
+            if not {*remark} <= _PASSED_OVER:
+                raise unknown(remark)
+            value = self.items()
+        elif (count := vocabulary.number_in_words(" ".join(remark))) is not None:
+            value = number(count, str(count))
+        elif not {*remark} <= _PASSED_OVER:
+            raise unknown(remark)
+        self.expect("close", ")")
+        if value is None or not _ROUGH.isdisjoint(remark):
+            return node
+        return Node("aliases", (node, value))
+
+    def compound(self, node: Node, unit: str) -> Node:
+        """Add up the parts of 5 feet 3 inches in the unit of the first."""
+        if self.here.kind != "number":
+            return node
+        whole = joined_quantities(Node("quantity", (node,), unit), self.quantity())
+        if whole is None:
+            raise UnknownWords("words between values")
+        return whole.args[0]
+
+    def phrase_before(self) -> Node | None:
+        """Read the words before a value: neutral ones are skipped, labels become its name."""
+        phrase: list[str] = []
+        while self.is_kind("word", "unit"):
+            phrase.append(self.take().text)
+        if phrase and phrase[-1].lower() == "from" and self.is_kind("number"):
+            raise UnknownWords("a stretch between two values")
+        end = self.end_of_label()
+        if end is not None:
+            label = self.tokens[self.at : end]
+            names = [token.text for token in label if token.kind != "word"]
+            further = [token.text for token in label if token.kind == "word"]
+            return self.label([*phrase, *further], names, end)
+        ends_here = self.is_kind("end", "sep", "close")
+        if ends_here or self.here.text.startswith(("end:", "\\\\", "&")):
+            if " ".join(phrase).lower() in _REST:
+                return OTHERWISE
+            return Node("word", text=" ".join(phrase))
+        lower = {word.lower() for word in phrase}
+        if len(phrase) > 12 or not lower <= vocabulary.NEUTRAL | vocabulary.LABELS:
+            raise unknown(phrase)
+        if lower <= vocabulary.NEUTRAL:
+            return None
+        if phrase[-1].lower() in _LEANING:
+            raise UnknownWords(f"the words {' '.join(phrase)!r}")
+        self.tokens.insert(self.at, Token("op", "="))
+        return self.label(phrase, [], self.at)
+
+    def end_of_label(self) -> int | None:
+        """Return the position of the sign between a name in words and its value."""
+        kinds = ("word", "symbol", "command", "open", "close", "number")
+        for at in range(self.at, min(self.at + 12, len(self.tokens))):
+            token = self.tokens[at]
+            if token.kind == "op" and token.text in ("=", ":"):
+                return at
+            if token.kind not in kinds or token.text == "frac":
+                break
+        return None
+
+    def label(self, words: list[str], names: list[str], end: int) -> Node | None:
+        """Return the name that words and symbols give a value; None when they only announce it."""
+        names += [word for word in words if len(word) > 1 and word.isupper()]  # of figures
+        words = [word.lower() for word in words if word not in names]
+        known = vocabulary.NEUTRAL | vocabulary.LABELS
+        if any(word not in known and measure(word) is None for word in words):
+            raise unknown(words)
+        telling = sorted({*words} - vocabulary.NEUTRAL)
+        self.at = end
+        if telling:
+            self.tokens[end] = Token("op", "=")
+            return Node("word", text=" ".join([*telling, *names]))
+        if names:
+            self.tokens[end] = Token("op", "=")
+            return symbol("".join(names))
+        self.take()
+        return None if self.here is not END else Node("word")
+
+    # ---- sums, products, powers
+
+    def expression(self) -> Node:
+        """Parse terms joined by + and -."""
+        terms = [self.signed(self.term)]
+        while self.is_op(*SIGNS):
+            terms.append(self.signed(self.term))
+            self.within(len(terms), "too many terms")
+        return joined("add", terms)
+
+    def term(self) -> Node:
+        """Parse factors joined by multiplication and division signs, or by nothing."""
+        factors = [self.factor()]
+        while True:
+            if self.took("*"):
+                factors.append(self.signed(self.factor))
+            elif self.is_op("/"):
+                if self.currencies and self.ahead().kind == "word" and measure(self.ahead().text):
+                    break  # $9/hour
+                self.take()
+                factors.append(Node("pow", (self.signed(self.factor), MINUS_ONE)))
+            elif self.starts_factor():
+                factors[-1:] = self.beside(factors[-1])
+            else:
+                break
+            self.within(len(factors), "too many factors")
+        return joined("mul", factors)
+
+    def starts_factor(self) -> bool:
+        """Return whether a factor begins here."""
+        token = self.here
+        if token.kind == "op":
+            return False
+        ends_integral = token.kind == "symbol" and token.text == "d"
+        if self.integrals and ends_integral and self.ahead().kind == "symbol":
+            return False
+        if token.kind == "open" and self.remark():
+            return False
+        if token.text in _BLOCK_ENDS or token.text.startswith("end:"):
+            return False
+        return token.kind in STARTS
+
+    def remark(self) -> bool:
+        """Return whether a bracket here holds words, such as (approximately 0.5)."""
+        inside = self.ahead()
+        return self.here.text == "(" and (
+            inside.kind == "word" or inside.text in ("mod", "or", "~")
+        )
+
+    def beside(self, before: Node) -> tuple[Node, ...]:
+        """Read a factor right after another: two factors, or one mixed number.
+
+        What follows is read once: to try it as a fraction and then read it again would double the
+        work at every level of nesting.
+        """
+        is_whole = before.kind == "number" and before.value is not None and "." not in before.text
+        if self.here.kind == "number":
+            if is_whole and not self.here.tight:
+                fraction = self.slash_fraction()
+                if fraction:
+                    return (Node("add", (before, fraction)),)
+            if before.kind in ("number", "huge"):
+                raise Malformed("two numbers side by side")
+            return before, self.factor()
+        is_fraction = is_whole and self.here.text == "frac"
+        after = self.factor()
+        if is_fraction and _is_proper(after):
+            return (Node("add", (before, after)),)
+        return before, after
+
+    def slash_fraction(self) -> Node | None:
+        """Read a/b of plain integers, if that is next and below one."""
+        top = self.here
+        bottom = self.ahead(2)
+        if self.ahead().text != "/" or bottom.kind != "number":
+            return None
+        if not (top.text.isdigit() and bottom.text.isdigit()):
+            return None
+        if len(top.text) > 18 or len(bottom.text) > 18:
+            return None
+        if not 0 < int(top.text) < int(bottom.text):
+            return None
+        self.at += 3
+        return quotient(number(int(top.text), top.text), number(int(bottom.text), bottom.text))
+
+    def factor(self) -> Node:
+        """Parse an atom with everything raised, lowered or written after it."""
+        node = self.atom()
+        while self.here.kind == "op":
+            text = self.here.text
+            if text in ("^", "**"):
+                node = self.raised(node)
+            elif text == "!":
+                node = self.factorial(node)
+            elif text == "%":
+                self.take()
+                node = Node("percent", (node,))
+            elif text in ("degree", "circ"):
+                self.take()
+                node = Node("degree", (node,))
+            elif text == "'" and node.kind in ("degree", "number"):
+                raise Undecided("minutes of arc")
+            elif text == "_":
+                node = self.lowered(node)
+            else:
+                break
+        return node
+
+    def factorial(self, node: Node) -> Node:
+        """Read the factorial signs after an atom; two of them are the double factorial."""
+        count = 0
+        while self.took("!"):
+            count += 1
+        if count == 2:
+            return function("double_factorial", node)
+        self.within(count, "too many factorials", self.limits.depth)
+        for _ in range(count):
+            node = function("factorial", node)
+        return node
+
+    def raised(self, base: Node) -> Node:
+        """Read what follows ^: an exponent, degree sign, prime, or the end of an ordinal."""
+        self.take()
+        mark = self.here.text.lower()
+        length = 1
+        if self.here.text == "{":
+            inside = [token.text.lower() for token in self.tokens[self.at + 1 : self.at + 5]]
+            length = inside.index("}") + 2 if "}" in inside else 0
+            mark = "".join(inside[: length - 2]) if length else ""
+        if mark not in _MARKS:
+            return Node("pow", (base, self.signed(self.tower)))
+        self.at += length
+        if mark in ("circ", "degree"):
+            return Node("degree", (base,))
+        if mark[0] in "'*" and base.kind == "symbol":
+            return self.called(f"{base.text}{mark}")
+        if base.kind != "number" and mark != "'":
+            raise Undecided(f"the mark {mark}")
+        return base
+
+    def tower(self) -> Node:
+        """Parse an exponent: an atom with its own exponents, so that towers group to the right."""
+        node = self.atom()
+        if self.is_op("^", "**"):
+            return self.raised(node)
+        return self.factorial(node) if self.is_op("!") else node
+
+    def lowered(self, node: Node) -> Node:
+        """Read a subscript: the base of a numeral, or part of a variable's name."""
+        self.take()
+        name = self.subscript()
+        if node.kind in ("number", "huge"):
+            base = vocabulary.base(name)
+            if base is None or not 2 <= base <= 36:
+                raise Undecided(f"the base {name!r}")
+            return Node("based", text=node.text, value=base)
+        if node.kind in ("symbol", "call"):
+            return Node(node.kind, node.args, f"{node.text}_{name}")
+        if node.kind in ("add", "mul"):
+            raise Undecided("a subscript on an expression")
+        return node
+
+    # ---- atoms
+
+    def bracketed(self) -> Node:
+        """Parse ( … ), [ … ], { … } or \\{ … \\}: a group, tuple, interval or set."""
+        opening = self.take().text
+        if (opening, self.here.text) == ("\\{", "\\}"):
+            self.take()
+            return EMPTY_SET
+        outer = self.in_set
+        self.in_set = opening == "\\{"
+        inside = self.items()
+        if sign := self.took(*_INFIX):
+            inside = _INFIX[sign](inside, self.relation())
+        if self.in_set and self.took("mid", ":"):
+            inside = Node("builder", (inside, self.items()))
+        self.in_set = outer
+        token = self.take()
+        if token.kind != "close" or token.text not in _CLOSING[opening]:
+            raise Malformed(f"{opening!r} closed by {token.text or 'nothing'!r}")
+        members = inside.args if inside.kind == "list" else (inside,)
+        if opening == "|":
+            return function("abs", inside)
+        if opening == "\\{":
+            return inside if inside.kind == "builder" else Node("set", members)
+        if opening == "{":
+            return inside
+        if len(members) == 1:
+            if (opening, token.text) in (("(", "]"), ("[", ")")):
+                raise Malformed("an interval with one end")
+            return inside
+        return Node("tuple", members, opening + token.text)
+
+    def atom(self) -> Node:
+        """Parse one atom; raise Malformed where none begins."""
+        token = self.here
+        if token.kind == "open":
+            return self.bracketed()
+        self.take()
+        if token.kind == "number":
+            return literal(token.text)
+        if token.kind == "symbol":
+            return self.variable(token.text)
+        if token.kind == "command":
+            return self.command(token.text)
+        if token.kind == "function":
+            return self.function(token.text)
+        if token.kind == "word" and token.text.lower() == "inf":
+            return COMMANDS["infty"]
+        if token.kind == "word":
+            raise UnknownWords(f"the word {token.text!r}")
+        if token.kind != "currency":
+            raise Malformed(f"{token.text or 'the end'!r} where a value should be")
+        self.currencies.add(token.text)
+        return self.factor()
+
+    def variable(self, name: str) -> Node:
+        """Parse a variable with its subscript and primes, or a constant of one letter."""
+        is_index = name == "i" and self.sums_over_i
+        if name in ("e", "i") and self.here.text != "_" and not is_index:
+            return _E if name == "e" else _I
+        if self.is_op("_"):
+            name = self.lowered(symbol(name)).text
+        while prime := self.took("'", "''"):
+            name += prime
+        return self.called(name)
+
+    def called(self, name: str) -> Node:
+        """Return the variable of this name, or the function applied to the bracket after it."""
+        following = [token.text for token in self.tokens[self.at : self.at + 6]]
+        is_function = name[0] in _CALLABLE
+        if name in _CALLABLE and following == ["^", "{", "-", "1", "}", "("]:
+            self.at += 5
+            name += "^-1"
+        # a capital before a bracket with one variable or number names a function too
+        is_simple = self.ahead().kind in ("symbol", "number") and self.ahead(2).text == ")"
+        is_given = is_simple and self.ahead(3).text == "="  # x(t) = 5t
+        is_braced = self.here.text == "{" and self.ahead().text == "("
+        is_applied = self.here.text == "(" and (
+            is_function or is_given or (name[0] in _MAYBE_CALLABLE and is_simple)
+        )
+        if not is_applied and not (is_function and is_braced):
+            return symbol(name)
+        inside = self.bracketed()
+        arguments = inside.args if inside.kind in ("tuple", "list") else (inside,)
+        return Node("call", arguments, name)
+
+    def command(self, name: str) -> Node:
+        """Parse a command with its arguments."""
+        kind, _, rest = name.partition(":")
+        if name in COMMANDS:
+            return COMMANDS[name]
+        match kind:
+            case "frac":
+                top = self.argument()
+                return quotient(top, self.argument())
+            case "binom":
+                top = self.argument()
+                return function("binom", top, self.argument())
+            case "sqrt":
+                return self.root()
+            case "int":
+                return self.integral()
+            case "begin":
+                return self.environment(rest)
+            case "accent":
+                return _accented(rest, self.argument())
+            case "mathbb":
+                return symbol(f"mathbb:{rest}")
+            case "based":
+                digits, _, base = rest.partition("_")
+                return Node("based", text=digits, value=Fraction(base))
+            case "lfloor" | "lceil":
+                return self.stepped(kind)
+            case "angle" | "triangle":
+                return self.figure(kind)
+            case "sum" | "prod" | "lim":
+                return self.big_operator(kind)
+            case _:
+                raise Undecided(f"the command \\{name}")
+
+    def stepped(self, name: str) -> Node:
+        """Parse what is between the signs of a floor or a ceiling."""
+        inside = self.items()
+        self.expect("command", "r" + name[1:])
+        return function(name[1:], inside)
+
+    def argument(self, is_whole: bool = False) -> Node:
+        """Parse a macro's argument: a group, or a single digit, letter or macro.
+
+        With `is_whole` a number is taken with all its digits.
+        """
+        token = self.here
+        if token.kind == "number" and is_whole:
+            return literal(self.take().text)
+        if token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
+            # TeX takes one digit: \frac12 is a half
+            self.tokens[self.at] = token._replace(text=token.text[1:], tight=True)
+            return literal(token.text[0])
+        if token.kind in STARTS:
+            return self.atom()
+        raise Malformed(f"{token.text or 'the end'!r} where an argument should be")
+
+    def root(self) -> Node:
+        """Parse a root with its index."""
+        index = TWO
+        if self.here.text == "[":
+            self.take()
+            index = self.expression()
+            self.expect("close", "]")
+        if self.here.kind not in STARTS:
+            raise Malformed("a root of nothing")
+        return Node("root", (self.argument(is_whole=True), index))
+
+    def figure(self, name: str) -> Node:
+        """Parse an angle or triangle by its letters.
+
+        An angle in numbers is that of a complex number, after its size.
+        """
+        if name == "angle" and self.here.kind == "number":
+            return _applied("cis", (self.factor(),), None)
+        letters: list[str] = []
+        while self.is_kind("symbol", "word") or self.is_op("_"):
+            letters.append(self.subscript() if self.took("_") else self.take().text)
+        return symbol(f"{name} {''.join(letters)}")
+
+    def function(self, name: str) -> Node:
+        """Parse a function by name with its power and base, applied to what follows."""
+        power: Node | None = None
+        base: Node | None = None
+        while sign := self.took("^", "_"):
+            if sign == "^":
+                power = self.signed(self.tower)
+            else:
+                base = self.argument(is_whole=True)
+        if power is not None and power.value == -1 and name in _INVERSES:
+            name = _INVERSES[name]
+            power = None
+        arguments = self.arguments(name)
+        if name in _MANY_ARGUMENTS and len(arguments) == 1:
+            raise UnknownWords(f"{name} of 1 values")
+        if name not in _MANY_ARGUMENTS and len(arguments) != 1:
+            raise Malformed(f"{name} of {len(arguments)} values")
+        node = _applied(name, arguments, base)
+        return node if power is None else Node("pow", (node, power))
+
+    def arguments(self, name: str) -> tuple[Node, ...]:
+        """Parse what a function is applied to.
+
+        That is a bracket, or the product of what follows up to the next function or sign.
+        """
+        token = self.here
+        if token.kind != "open":
+            return (self.signed(self.argument_in_line),)
+        inside = self.bracketed()
+        is_several = inside.kind == "tuple" or (inside.kind == "set" and name in _MANY_ARGUMENTS)
+        return inside.args if is_several and token.text != "|" else (inside,)
+
+    def argument_in_line(self) -> Node:
+        """Parse the factors that a function without brackets is applied to."""
+        factors = [self.factor()]
+        while (
+            self.starts_factor()
+            and self.is_kind("symbol", "command", "number")
+            and factors[-1].kind != "func"
+        ):
+            factors.append(self.factor())
+            self.within(len(factors), "too many factors")
+        return joined("mul", factors)
+
+    def environment(self, name: str) -> Node:
+        """Parse a matrix, the lines of an alignment, or the cases of a system."""
+        rows = [list[Node]()]
+        cells = 0
+        while not self.here.text.startswith("end:"):
+            if self.is_kind("end"):
+                raise Malformed(f"{name} that is never ended")
+            if sign := self.took("\\\\", "&"):
+                if sign == "\\\\":
+                    rows.append([])
+                continue
+            rows[-1].append(self.items())
+            cells += 1
+            self.within(cells, "a matrix too large")
+        self.take()
+        return _arranged(name, [row for row in rows if row])
+
+    def bounds(self) -> dict[str, Node]:
+        """Parse what is below a big operator, after "_", and above it, after "^"."""
+        bounds = dict[str, Node]()
+        while sign := self.took("_", "^"):
+            bounds[sign] = self.argument(is_whole=True)
+        return bounds
+
+    def big_operator(self, name: str) -> Node:
+        """Parse a sum or product with its bounds, or a limit, which is kept as it is."""
+        is_over_i = "{i=" in "".join(token.text for token in self.tokens[self.at : self.at + 9])
+        self.sums_over_i += is_over_i
+        bounds = self.bounds()
+        lower = bounds.get("_", EMPTY_SET)
+        upper = bounds.get("^")
+        if name == "lim" and "_" not in bounds:
+            raise Malformed("a limit without its point")
+        if name == "lim" and lower.text == "->":
+            return Node("opaque", (self.term(), *lower.args), name)
+        if name == "lim" or lower.text != "=" or lower.args[0].kind != "symbol" or upper is None:
+            raise Undecided(f"a {name} over a condition")
+        body = self.term()
+        self.sums_over_i -= is_over_i
+        return Node("sum", (body, *lower.args, upper), name)
+
+    def integral(self) -> Node:
+        """Parse an integral, which is kept as it is."""
+        bounds = self.bounds()
+        self.integrals += 1
+        body = self.expression()
+        self.integrals -= 1
+        if self.take().text != "d":
+            raise Undecided("an integral without its variable")
+        return Node("opaque", (body, symbol(self.take().text), *bounds.values()), "int")
+
+
+def literal(text: str) -> Node:
+    """Return a number token as a leaf; longer ones than can be computed with stay text."""
+    mantissa, _, exponent = text.lower().rstrip(".").partition("e")
+    if len(mantissa) > _MAX_LITERAL:
+        return Node("huge", text=mantissa.lstrip("0") or "0")
+    if mantissa.isdigit() and not exponent:
+        return Node("number", text=text, value=Fraction(int(mantissa)))
+    if abs(int(exponent or 0)) > 20_000:
+        raise TooLarge("an exponent past 20000")
+    return Node("number", text=text, value=Fraction(mantissa) * Fraction(10) ** int(exponent or 0))
+
+
+def unknown(words: Sequence[str]) -> Prose:
+    """Return the error for words that leave no value: denials, or words that are not known."""
+    denials = [word for word in words if word.lower() in vocabulary.NEGATIONS]
+    if denials:
+        return Prose(f"the word {denials[0]!r}")
+    return UnknownWords(f"the words {' '.join(words)!r}")
+
+
+def stated_property(word: str) -> Node:
+    """Return what a number that is even, odd or prime is equal to."""
+    if word in ("even", "odd"):
+        return Node("congruence", (number(int(word == "odd")), TWO))
+    return Node("word", text=word)
+
+
+def joined_quantities(first: Node, second: Node) -> Node | None:
+    """Add two amounts of one kind, the first in the larger unit; return None for other pairs."""
+    if first.kind != "quantity" or second.kind != "quantity":
+        return None
+    one = measure(first.text)
+    two = measure(second.text)
+    if one is None or two is None or one[0] != two[0] or not one[0] or one[1] <= two[1]:
+        return None
+    rest = Node("mul", (*second.args, number(two[1] / one[1])))
+    return Node("quantity", (Node("add", (*first.args, rest)),), first.text)
+
+
+def _clock(node: Node, half: str) -> Node:
+    parts = [arg.text for arg in node.args] if node.kind == "ratio" else [node.text, "00"]
+    if not all(part.isdigit() for part in parts) or not 0 < int(parts[0]) < 13:
+        raise UnknownWords(f"the word {half!r}")
+    hour = int(parts[0]) % 12 + 12 * (half == "pm")
+    return Node("clock", text=":".join([str(hour), *parts[1:]]))
+
+
+def _is_proper(node: Node) -> bool:
+    """Return whether a fraction is of plain integers and below one, as in a mixed number."""
+    match node:
+        case Node("mul", (Node(value=Fraction() as top), Node("pow", (bottom, power)))):
+            if power is not MINUS_ONE or not isinstance(bottom.value, Fraction):
+                return False
+            return top.denominator == bottom.value.denominator == 1 and 0 < top < bottom.value
+        case _:
+            return False
+
+
+def _arranged(name: str, rows: list[list[Node]]) -> Node:
+    """Return what the cells of an environment are together."""
+    if not rows:
+        raise Malformed(f"{name} of nothing")
+    kind = name.rstrip("*")
+    if kind in ("cases", "dcases", "rcases"):
+        cases = [_case(row) for row in rows]
+        if all(len(case) == 2 for case in cases):
+            return Node("cases", tuple(part for case in cases for part in case))
+    if kind in ("cases", "aligned", "align", "gathered", "split"):
+        return joined("list", [cell for row in rows for cell in row])
+    if len({len(row) for row in rows}) != 1:
+        raise Malformed("rows of different lengths")
+    if len(rows) == 1 and len(rows[0]) == 1:
+        return rows[0][0]
+    return function("det", grid(rows)) if name == "vmatrix" else grid(rows)
+
+
+def _case(row: list[Node]) -> list[Node]:
+    """Return the value of a case and its condition, which may be in one cell."""
+    parts = row
+    if len(row) == 1 and row[0].kind in ("cases", "list"):
+        parts = list(row[0].args)
+    if len(parts) == 2 and parts[1].kind in ("relation", "word", "list", "symbol"):
+        return parts
+    return []
+
+
+def _accented(accent: str, node: Node) -> Node:
+    """Return a marked letter as a variable; a bar over two points is their segment."""
+    if accent == "bar" and node.kind == "mul" and all(part.text.isupper() for part in node.args):
+        return node
+    letters = node.args if node.kind == "mul" else (node,)
+    if all(part.kind == "symbol" for part in letters):
+        return symbol(f"{accent} " + "".join(part.text for part in letters))
+    return Node("call", (node,), accent)
+
+
+def _applied(name: str, arguments: tuple[Node, ...], base: Node | None) -> Node:
+    """Return a function of its arguments, spelled by the functions that are computed."""
+    if name in ("log", "lg", "ln"):
+        if base is None:
+            return function("ln" if name == "ln" else "log", *arguments)
+        return quotient(function("ln", *arguments), function("ln", base))
+    if name == "sqrt":
+        return Node("root", (*arguments, TWO))
+    if name == "cbrt":
+        return Node("root", (*arguments, number(3, "3")))
+    if name == "exp":
+        return Node("pow", (_E, *arguments))
+    if name == "cis":
+        return Node("pow", (_E, Node("mul", (_I, *arguments))))
+    return function(name, *arguments)

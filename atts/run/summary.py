@@ -78,4 +78,4 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
         ]
         return mean_estimate(shares, n)
 
-    return right("correct").beside(right("correct", "unscored"), unscored)
+    return right("correct").with_best_case(right("correct", "unscored"), unscored)

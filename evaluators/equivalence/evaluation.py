@@ -197,7 +197,7 @@ class Approx:
 
     @property
     def may_vanish(self) -> bool:
-        """Return whether the value is zero, or cannot be told from zero."""
+        """Return whether the value is zero, or cannot be distinguished from zero."""
         return self.magnitude == NOTHING or self.magnitude <= self.error + 4
 
 

@@ -63,7 +63,7 @@ class Estimate:
         """Return a difference with its interval, each end with its sign."""
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
-    def beside(self, best: "Estimate", unscored: int) -> "Estimate":
+    def with_best_case(self, best: "Estimate", unscored: int) -> "Estimate":
         """Return this estimate with the one that counts the unscored as correct."""
         if not unscored:
             return self
@@ -100,7 +100,7 @@ def accuracy_estimate(right: Iterable[bool | float | None]) -> Estimate:
     n = len(verdicts)
     worst = mean_estimate([float(one or 0) for one in verdicts], n)
     best = mean_estimate([1.0 if one is None else float(one) for one in verdicts], n)
-    return worst.beside(best, verdicts.count(None))
+    return worst.with_best_case(best, verdicts.count(None))
 
 
 def share_estimate(counts: Iterable[tuple[int, int]], *, level: float = 0.95) -> Estimate:

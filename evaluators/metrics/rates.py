@@ -350,7 +350,7 @@ def score(
     unknown = sum(one is None for problem in problems for one in problem.correct)
     if unknown:
         best = count([[one is None or one for one in problem.correct] for problem in problems])
-        estimates["pass@1"] = estimates["pass@1"].beside(
+        estimates["pass@1"] = estimates["pass@1"].with_best_case(
             rate(avg_at_n(best), best.n, level=level), unknown
         )
     if ks is None:

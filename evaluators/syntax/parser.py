@@ -468,7 +468,7 @@ class Parser(Stream):
                 self.take()
                 factors.append(Node("pow", (self.signed(self.factor), MINUS_ONE)))
             elif self.starts_factor():
-                factors[-1:] = self.beside(factors[-1])
+                factors[-1:] = self.adjacent(factors[-1])
             else:
                 break
             self.within(len(factors), "too many factors")
@@ -495,7 +495,7 @@ class Parser(Stream):
             inside.kind == "word" or inside.text in ("mod", "or", "~")
         )
 
-    def beside(self, before: Node) -> tuple[Node, ...]:
+    def adjacent(self, before: Node) -> tuple[Node, ...]:
         """Read a factor right after another: two factors, or one mixed number.
 
         What follows is read once: to try it as a fraction and then read it again would double the

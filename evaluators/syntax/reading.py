@@ -304,7 +304,7 @@ def _as_binomial(match: re.Match[str]) -> str:
 def _in_words(plain: str, limits: Limits) -> Node | None:
     """Return the meaning of an answer in words: a number, set, date, quotient with remainder."""
     if FORMS["date"].fullmatch(plain):
-        raise UnknownWords("a date whose day and month are not told apart")
+        raise UnknownWords("a date whose day and month are not distinguished")
     phrase = FORMS["braces"].sub(" ", _MACRO.sub(" ", plain))
     divided = FORMS["division"].fullmatch(phrase) or FORMS["remainder"].fullmatch(plain)
     if divided:

@@ -17,7 +17,7 @@ Kind = Literal[
     "based",  # a numeral's digits, and as value its base
     "sum",  # text: sum or prod; args: body, variable, lower, upper
     "opaque",  # integrals, limits: kept, and not decided on; text: which
-    # a tuple's text: its brackets, such as "(]"; a list's: "and" or "or" where it is said
+    # a tuple's text: its brackets, such as "(]"; a list's: "and" or "or" where it is written
     "tuple", "list", "set",
     "union", "setminus", "builder",  # a builder has a member of a set and its conditions
     "matrix",  # rows, each a tuple

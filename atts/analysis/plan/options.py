@@ -89,7 +89,7 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
         rate=data.rate,
         samples=samples,
         turns=turns,
-        accuracy=accuracy(False).beside(
+        accuracy=accuracy(False).with_best_case(
             accuracy(True), sum(right is None for pairs in cut for _, right in pairs)
         ),
         draft_tokens=spent("draft_tokens"),

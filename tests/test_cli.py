@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atts.cli.app import run
-from atts.cli.registry import COMMANDS
+from atts.cli.app import COMMANDS, run
 
 
 def atts(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,4 @@
-"""The entry point of the command line: parsing, exit codes, and only the asked command's module
-imported.
-"""
+"""The entry point of the command line: the table of commands, parsing and exit codes."""
 
 from __future__ import annotations
 
@@ -13,11 +11,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from atts.cli.registry import COMMANDS
 from atts.cli.terminal import say, tell, warnings_on_stderr
 from atts.errors import ATTSError
 
@@ -195,3 +192,67 @@ def _root(
     ] = False,
 ) -> None:
     pass
+
+
+class Command(NamedTuple):
+    """A command or group of commands; `module` is imported only when it is called, `attribute`
+    found in it.
+    """
+
+    module: str
+    attribute: str
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "calibration": Command(
+        "atts.cli.calibration", "app", "Fit, check, import and replay calibrations."
+    ),
+    "certify": Command("atts.cli.comparisons", "certify", "Certify runs against the target alone."),
+    "compare": Command(
+        "atts.cli.comparisons", "compare", "Compare two runs problem by problem, costs as ratios."
+    ),
+    "config": Command(
+        "atts.cli.preparation", "config_app", "Show the configuration, and who set what."
+    ),
+    "datasets": Command(
+        "atts.cli.datasets", "datasets_app", "List datasets, or show what is in one."
+    ),
+    "doctor": Command(
+        "atts.cli.preparation", "doctor", "Look at everything a long run depends on."
+    ),
+    "eval": Command(
+        "atts.cli.evaluations", "evaluate", "Evaluate a method on a dataset: the main job."
+    ),
+    "grade": Command("atts.cli.datasets", "grade", "Grade answers against references."),
+    "journal": Command(
+        "atts.cli.recorded_runs",
+        "journal_app",
+        "Check whether a run is whole, and save what is of one that is not.",
+    ),
+    "merge": Command(
+        "atts.cli.recorded_runs", "merge", "Make one run of the shards of an evaluation."
+    ),
+    "pairs": Command(
+        "atts.cli.preparation", "pairs", "List pairs of models, and the GPUs that hold them."
+    ),
+    "plan": Command(
+        "atts.cli.comparisons", "plan", "Advise what to spend on a problem, from recorded runs."
+    ),
+    "probe": Command("atts.cli.preparation", "probe", "Say what a server can do for a run."),
+    "replay": Command(
+        "atts.cli.comparisons", "replay", "Run another policy over a recorded run, without a model."
+    ),
+    "report": Command("atts.cli.recorded_runs", "report", "Write the report of a run."),
+    "runs": Command("atts.cli.recorded_runs", "runs", "List runs with their status and headline."),
+    "solve": Command("atts.cli.solving", "solve", "Solve one problem and show the reasoning."),
+    "sweep": Command(
+        "atts.cli.evaluations",
+        "sweep",
+        "Evaluate under many settings, and draw what accuracy costs.",
+    ),
+    "trace": Command(
+        "atts.cli.recorded_runs", "trace", "Write a run's task graph as a trace for Perfetto."
+    ),
+    "zoo": Command("atts.cli.zoo", "app", "Store many models by the blocks they share."),
+}

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 import anyio
 
 from atts import concurrency
-from atts.cli.output import json_line
-from atts.cli.terminal import sanitized
+from atts.cli.terminal import json_line, sanitized
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
+    from atts.core import Role
     from atts.run import Progress, ProgressSnapshot
 
 FILE = "progress.json"
@@ -209,7 +209,7 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
 def _models(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
     tokens = snapshot.tokens
     models = snapshot.models
-    rows = [
+    rows: list[tuple[Role, str]] = [
         ("draft", f"{models['draft']}: {tokens['draft']:,} tokens"),
         ("target", f"{models['target']}: {tokens['target']:,} tokens, {tokens['scored']:,} scored"),
     ]

@@ -1,16 +1,20 @@
-"""Terminal output: everything printed passes one escaping function, the package's log warnings too."""
+"""Printing on a terminal: one escaping function for every word, JSON lines and tables."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
+
+from atts.files import jsonable
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 """Everything that makes a terminal do something else than show a letter, line ends and tabs left
@@ -98,3 +102,34 @@ def _tell_unraised(found: Any) -> None:
             traceback.format_exception(found.exc_type, found.exc_value, found.exc_traceback)
         ).rstrip()
     )
+
+
+T = TypeVar("T")
+
+
+def json_line(value: Any) -> str:
+    """The value as strict JSON; dataclasses are objects, what is not finite is null or its word."""
+    return json.dumps(jsonable(value), allow_nan=False)
+
+
+def write_scores(out: Path, state: Mapping[str, Any]) -> Callable[[object], None]:
+    """Write scores or a calibrator to the file or, for "-", on standard output; how to say what was
+    written.
+    """
+    from atts.calibration import state_text, write_state
+
+    if str(out) == "-":
+        hand_out(state_text(state))
+        return tell
+    write_state(out, state)
+    return say
+
+
+def print_json(value: Any) -> None:
+    """Print the value as one line of strict JSON, at once."""
+    say(json_line(value), flush=True)
+
+
+def print_result(result: T, as_json: bool, table: Callable[[T], Iterable[str]]) -> None:
+    """Print what a command found: as one JSON object, or as the lines that `table` makes of it."""
+    say(json_line(result) if as_json else "\n".join(table(result)))

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atts.cli.options import Json
-from atts.cli.output import print_json, print_result
-from atts.cli.terminal import say
+from atts.cli.terminal import print_json, print_result, say
 from atts.errors import CheckFailed
 
 if TYPE_CHECKING:

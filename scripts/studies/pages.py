@@ -17,8 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from atts.api import config_keys
-from atts.cli.app import EXIT_CODES, build
-from atts.cli.registry import COMMANDS
+from atts.cli.app import COMMANDS, EXIT_CODES, build
 
 ROOT = Path(__file__).resolve().parents[2]
 

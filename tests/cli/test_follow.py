@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atts.cli.follow import follow
+from atts.cli.recorded_runs import follow
 from atts.errors import JournalError
 from atts.journal import JOURNAL, LOCK, locked
 

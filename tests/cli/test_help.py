@@ -14,8 +14,7 @@ import pytest
 import typer
 
 from atts import errors
-from atts.cli.app import EXIT_CODES
-from atts.cli.registry import COMMANDS
+from atts.cli.app import COMMANDS, EXIT_CODES
 
 
 def commands() -> Iterator[tuple[str, ...]]:

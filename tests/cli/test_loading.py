@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from atts.api import Setup, configure, evaluate
-from atts.cli.eval import result_table
+from atts.cli.evaluations import result_table
 from atts.cli.progress import PlainLines, line, progress_display, table
 from atts.engine import EngineSpec
 from atts.journal import open_run

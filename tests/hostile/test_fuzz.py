@@ -26,8 +26,7 @@ from typer.testing import CliRunner
 from atts.api.keys import keys_of
 from atts.api.setup import Setup
 from atts.calibration import MODES, Calibrator
-from atts.cli.app import EXIT_CODES, build, run
-from atts.cli.registry import COMMANDS
+from atts.cli.app import COMMANDS, EXIT_CODES, build, run
 from atts.errors import CalibrationInputError, EngineError
 from atts.journal import JOURNAL
 from atts.local.model_config import read_model_config

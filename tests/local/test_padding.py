@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atts.api import dry_run
 from atts.api.engines import build_engine
-from atts.cli.eval import dry_run_lines
+from atts.cli.evaluations import dry_run_lines
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.errors import OptionError, OutOfMemory
 from atts.local import LocalEngine, LocalOptions

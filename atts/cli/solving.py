@@ -1,4 +1,4 @@
-"""`atts solve`: one problem, with the reasoning of each model as it is written."""
+"""The command `atts solve`: one problem, with each model's reasoning as it is written."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import typer
 
 from atts.cli import options
 from atts.cli.interrupts import run_async
-from atts.cli.output import print_json
-from atts.cli.terminal import sanitized, tell
+from atts.cli.terminal import print_json, sanitized, tell
 from atts.errors import OptionError, UsageError
 
 if TYPE_CHECKING:

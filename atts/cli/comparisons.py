@@ -1,0 +1,460 @@
+"""The commands that weigh recorded runs: compare, certify, replay and plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from atts.cli.options import Json, RunDirectory
+from atts.cli.terminal import json_line, print_result, say, tell
+from atts.errors import CheckFailed, OptionError
+
+if TYPE_CHECKING:
+    from atts.analysis import Advice, ChunkAdvice, Compared, Option, Replay, ReplaySide
+    from atts.calibration import Certificate
+    from atts.evaluators import Comparison
+
+
+Run = Annotated[
+    Path, typer.Argument(help="A run directory, or results as `atts eval --json` prints them.")
+]
+_MANY = 100_000  # problems: more than any benchmark has
+
+
+def compare(
+    first: Run,
+    second: Run,
+    sequential: Annotated[
+        bool,
+        typer.Option(
+            "--sequential", help="Also one by one: after how many problems they are told apart."
+        ),
+    ] = False,
+    points: Annotated[
+        float,
+        typer.Option(help="With --sequential: differences within so many points count as alike."),
+    ] = 0.0,
+    seed: Annotated[
+        int, typer.Option(help="Of the order in which --sequential takes the problems.")
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Compare two runs problem by problem: accuracy, its difference with an interval, costs as
+    ratios.
+
+    Intervals and p-values are clustered by problem: a problem's rollouts stay together.
+
+    --sequential takes the problems in an order drawn by the seed, and its interval holds after
+    every one of them: one may look as often as one likes. `atts eval --against RUN --stop-when
+    decided` ends a run by it.
+
+    Example: atts compare runs/target-only runs/first
+    """
+    from atts.api import compare as compared
+
+    if points and not sequential:
+        raise OptionError("points", "they belong to --sequential")
+    found = compared(first, second, points=points if sequential else None, seed=seed)
+    left_out = found.only_first + found.only_second
+    if left_out:
+        tell(
+            f"atts: {found.only_first} problems are only in {found.first}, {found.only_second} "
+            f"only in {found.second}: "
+            "left out",
+        )
+    print_result(found, as_json, _comparison_lines)
+
+
+def _comparison_lines(found: Compared) -> list[str]:
+    names = [
+        f"{run} ({method})" if method else run
+        for run, method in zip((found.first, found.second), found.methods, strict=True)
+    ]
+    common = "1 problem" if found.problems == 1 else f"{found.problems:,} problems"
+    lines = [f"{names[0]} → {names[1]}", f"{common} in common", ""]
+    lines += _accuracy_lines("vote", found.vote)
+    if found.if_right is not None:
+        first, second = found.unscored
+        between = found.if_right.difference.signed()
+        lines.append(
+            f"{'':16}unscored, counted wrong: {first} and {second}; were they right: difference "
+            f"{between}"
+        )
+    if found.mcnemar is not None:
+        pairs = found.mcnemar
+        lines.append(
+            f"{'':16}right by both {pairs.both}, first alone {pairs.first_only}, second alone "
+            f"{pairs.second_only}, "
+            f"neither {pairs.neither}; exact McNemar p = {pairs.p_value:.3g}"
+        )
+    if found.sequential is not None:
+        lines.append(f"{'one by one':16}second {found.sequential}")
+    if found.single is not None:
+        lines += _accuracy_lines("one rollout", found.single)
+    if found.costs:
+        lines += ["", f"{'per problem':<16}{'first':>12}{'second':>12}   second / first"]
+    for cost in found.costs:
+        ratio = (
+            "first took none"
+            if math.isinf(cost.ratio)
+            else "none in either"
+            if math.isnan(cost.ratio)
+            else ""
+        )
+        ratio = ratio or f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
+        name = "seconds it took" if cost.name == "seconds" else cost.name.replace("_", " ")
+        lines.append(f"{name:<16}{cost.first:>12,.1f}{cost.second:>12,.1f}   {ratio}")
+    if any(cost.name == "seconds" for cost in found.costs):
+        lines.append(
+            "Seconds a problem took are its latency: problems run side by side, a run is shorter "
+            "than their sum."
+        )
+    return [*lines, "Brackets are 95 % intervals over problems."]
+
+
+def _accuracy_lines(name: str, found: Comparison) -> list[str]:
+    between = found.difference
+    ends = "" if math.isnan(between.low) else f" [{between.low:+.3f}, {between.high:+.3f}]"
+    lines = [
+        f"{name:<16}{found.first:.3f} → {found.second:.3f}   difference "
+        f"{found.second - found.first:+.3f}{ends}, "
+        f"p = {found.p_value:.3g}",
+        f"{'':16}better on {found.better}, worse on {found.worse}, equal on {found.tied}",
+    ]
+    if found.problems_needed:
+        needed = (
+            f"{found.problems_needed:,}"
+            if found.problems_needed <= _MANY
+            else f"more than {_MANY:,}"
+        )
+        lines.append(
+            f"{'':16}{needed} problems like these would show such a difference 4 times in 5"
+        )
+    return lines
+
+
+def certify(
+    target: Annotated[
+        Path, typer.Argument(help="The run directory of the target alone on labelled problems.")
+    ],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run directories of policies on the same problems.")
+    ],
+    epsilon: Annotated[
+        float, typer.Option(help="How much less often right a policy may be.")
+    ] = 0.02,
+    delta: Annotated[
+        float, typer.Option(help="The probability with which the certificate may be wrong.")
+    ] = 0.1,
+    lost: Annotated[
+        bool,
+        typer.Option(
+            "--lost",
+            help="Bound the answers lost, those lost by sampling included, not the net loss.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Certify the cheapest policy that is right at most epsilon less often than the target alone on
+    new problems.
+
+    Runs of one method and mode are tested from the highest rate down until one fails. Net losses
+    are counted: answers that the policy loses, less those that it wins, so that two runs of the
+    same models may be certified against each other. Exit code 5 where no policy is certified; the
+    words then say how many problems it would take.
+
+    Example: atts certify runs/target-only runs/first --epsilon 0.02
+    """
+    from atts.api import certify as certified
+
+    found = certified(target, runs, epsilon=epsilon, delta=delta, net=not lost)
+    print_result(found, as_json, _certificate_lines)
+    if found.chosen is None:
+        raise CheckFailed(found.guarantee)
+
+
+def _certificate_lines(found: Certificate) -> list[str]:
+    lines = [f"{'policy':<28}{'rate':>6}{'loss':>10}{'p':>10}{'target tokens':>16}   certified"]
+    for row in found.tested:
+        p = "-" if row.p is None else f"{row.p:.2g}"
+        verdict = "yes" if row.certified else "no"
+        lines.append(
+            f"{row.gate:<28}{row.rate:>6g}{row.loss:>+10.2%}{p:>10}{row.cost:>16,.1f}   {verdict}"
+        )
+    return [*lines, "", f"guarantee  {found.guarantee}", f"voided by  {found.voided_by}"]
+
+
+def replay(
+    directory: RunDirectory,
+    method: Annotated[
+        str | None, typer.Option(help="The gate of another method.", show_default="as recorded")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Another share for the target.", show_default="as recorded")
+    ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="What the rate is held for.", show_default="as recorded")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(help="Only the first rollouts of each problem.")
+    ] = None,
+    turns: Annotated[
+        int | None, typer.Option(help="Only the first rounds of each rollout.")
+    ] = None,
+    vote: Annotated[str | None, typer.Option(help="majority or confidence.")] = None,
+    budget: Annotated[int | None, typer.Option(help="Takeovers per problem, at most.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of the gate's coins.", show_default="as recorded")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Decide anew on the recorded scores under another gate, rate, budget, number of rollouts or
+    turns, or vote.
+
+    Decisions that come out otherwise lead where the record does not: they are counted, and flagged
+    in --json; the answers of their rollouts are the recorded ones, and tokens are estimates.
+    Rollouts that were stopped before they could answer count neither as right nor as wrong:
+    --samples takes others first.
+
+    Where the run left decisions to chance (--set explore=0.2), what single rollouts would be worth
+    is estimated with an interval (doubly robust).
+
+    Example: atts replay runs/first --rate 0.4 --samples 4
+    """
+    from atts.api import replay as again
+
+    words: Any = {"mode": mode, "vote": vote}  # checked there
+    found = again(
+        directory,
+        method=method,
+        rate=rate,
+        samples=samples,
+        turns=turns,
+        budget=budget,
+        seed=seed,
+        **words,
+    )
+    say("\n".join(_replay_objects(found) if as_json else _replay_lines(found)))
+
+
+def _replay_objects(found: Replay) -> list[str]:
+    """One object per decision and per problem, then the summary."""
+    decisions = (
+        {
+            "type": "decision",
+            "problem": pair.decision.question,
+            **{
+                name: getattr(pair.decision, name)
+                for name in ("sample", "turn", "score", "p", "action", "why")
+            },
+            "recorded": pair.recorded.action,
+            "off_policy": pair.off_policy,
+        }
+        for pair in found.decisions
+    )
+    problems = (
+        {"type": "problem", "problem": name, "answer": new, "recorded": old}
+        for name, (old, new) in found.answers.items()
+    )
+    rest = {name: getattr(found, name) for name in ("nominal", "changed", "off_policy", "censored")}
+    sides = {
+        name: asdict(getattr(found, name))
+        for name in ("recorded", "replayed", "on_policy_accuracy")
+    }
+    estimated = None if found.estimated is None else asdict(found.estimated)
+    summary = {"type": "summary", **rest, **sides, "estimated": estimated}
+    return [json_line(line) for line in (*decisions, *problems, summary)]
+
+
+def _replay_lines(found: Replay) -> list[str]:
+    """How far the numbers can be believed, then the two side by side."""
+    old = found.recorded
+    new = found.replayed
+    rows = [
+        ("", "recorded", "replayed"),
+        ("chunks handed over", old.rate.brief("-"), new.rate.brief("-")),
+        ("answers right", old.accuracy.brief("-"), new.accuracy.brief("-")),
+        ("decisions", f"{old.decisions:,}", f"{new.decisions:,}"),
+        ("tokens, draft", *(_replay_tokens(side, side.draft_tokens) for side in (old, new))),
+        ("tokens, target", *(_replay_tokens(side, side.target_tokens) for side in (old, new))),
+        ("tokens, scored", *(_replay_tokens(side, side.scored_tokens) for side in (old, new))),
+    ]
+    asked = "" if found.nominal is None else f" (asked for: {found.nominal:g})"
+    table = [
+        f"{name:<20}{one:<24}{other}{asked if name.startswith('chunks') else ''}"
+        for name, one, other in rows
+    ]
+    if found.estimated is not None:
+        one = found.estimated
+        worth = f"worth {one.effective:,.0f} of {one.rollouts:,} rollouts drawn by it"
+        table.append(
+            f"{'one rollout right':<44}{one.accuracy.brief()}, estimated from what was left to "
+            f"chance; {worth}"
+        )
+    changed = f"{found.changed:,} of {new.decisions:,} decisions came out otherwise."
+    return [*_off_policy_lines(found), *table, "", changed]
+
+
+def _replay_tokens(side: ReplaySide, count: int | None) -> str:
+    if count is None:
+        return "unknown"
+    return f"about {count:,}" if side.tokens == "estimated" else f"{count:,}"
+
+
+def _off_policy_lines(found: Replay) -> Iterator[str]:
+    """What the numbers below rest on, where that is not the record alone."""
+    if found.off_policy > 0:
+        yield (
+            f"{found.off_policy:.1%} of the rollouts left the recorded path: what they would have "
+            f"written is unknown. "
+            "Below, their recorded answers vote; tokens are estimates, with as many by the target "
+            "for each takeover "
+            "as it wrote in the record."
+        )
+        clean = found.on_policy_accuracy
+        if clean.n_problems:
+            yield f"Problems without such rollouts: {clean.n_problems}, right {clean.brief()}."
+        else:
+            yield "No problem is without such rollouts: the accuracy replayed is that of the recorded texts."
+    if found.censored:
+        yield f"{found.censored:,} problems are left out: their rollouts were stopped before any could answer."
+    if found.off_policy > 0 or found.censored:
+        yield ""
+
+
+def plan(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Run directories on the same problems, such as at several rates."),
+    ],
+    target_tokens: Annotated[
+        float | None, typer.Option(help="Cap: written by the target, per problem.")
+    ] = None,
+    tokens: Annotated[float | None, typer.Option(help="Cap: written by both, per problem.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Cap: until a problem's last rollout ends.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Plan from recorded runs: which rate, samples, turns and chunk length, when a problem may take
+    only so much.
+
+    Only what was recorded is vouched for: subsets of its rollouts, and its rollouts cut short. A
+    rate nobody ran gets bounds. The output says how everything was estimated.
+
+    Example: atts plan runs/first --target-tokens 300
+
+    Example: atts plan runs/rate-0.1 runs/rate-0.2 runs/rate-0.4 --seconds 20
+    """
+    from atts.api import plan as planned
+
+    found = planned(runs, target_tokens=target_tokens, tokens=tokens, seconds=seconds)
+    print_result(found, as_json, _advice_lines)
+
+
+def _advice_lines(found: Advice) -> list[str]:
+    lines = [
+        f"From {', '.join(found.runs)}: {found.problems} problems, {found.rollouts} whole rollouts",
+        "",
+    ]
+    lines += _best_lines(found)
+    lines += ["", "Ways that nothing cheaper equals, per problem:", _option_head()]
+    lines += [_option_row(option) for option in found.options]
+    if found.other_rates:
+        lines += ["", "Rates nobody ran, by deciding again on the recorded scores:"]
+        lines.append(
+            f"  {'rate':>5}{'realised':>10}{'target tokens':>15}   vote right between   rollouts "
+            f"unknown"
+        )
+        for guess in found.other_rates:
+            between = f"{guess.low:.3f} and {guess.high:.3f}"
+            lines.append(
+                f"  {guess.rate:>5g}{guess.realised:>10.3f}{guess.target_tokens:>15,.0f}   "
+                f"{between:<21}"
+                f"{guess.off_policy:>16.1%}"
+            )
+        lines.append("  Run one of them (--limit 20) and plan from both runs to know more.")
+    if found.chunks is not None:
+        lines += ["", *_chunk_lines(found.chunks)]
+    lines += ["", "Measured speeds:"]
+    for speed in found.speeds:
+        scored = f", {speed.scored_per_second:,.0f} scored" if speed.scored_per_second else ""
+        lines.append(
+            f"  {speed.engine:<8}{speed.written_per_second:,.0f} tokens a second written{scored}, "
+            f"while busy "
+            f"({speed.busy_seconds:,.1f} s, {speed.calls:,} calls of "
+            f"{speed.seconds_per_call * 1000:,.0f} ms)"
+        )
+    return [*lines, "", *found.notes]
+
+
+def _best_lines(found: Advice) -> list[str]:
+    caps = " and ".join(f"{value:g} {name.replace('_', ' ')}" for name, value in found.cap.given)
+    under = f"Under {caps} per problem" if caps else "Without a cap"
+    if found.best is None:
+        cheapest = found.options[0]
+        return [
+            f"{under}: nothing recorded stays below that.",
+            f"The cheapest way takes {cheapest.target_tokens:,.0f} target tokens, "
+            f"{cheapest.tokens:,.0f} tokens, "
+            f"{cheapest.seconds:,.1f} s and is right on {cheapest.accuracy.value:.3f}.",
+        ]
+    best = found.best
+    return [
+        f"{under}: {best.method} at rate {best.rate:g}, {best.samples} samples, {best.turns} turns "
+        f"(from {best.run})",
+        f"  vote right  {best.accuracy}",
+        f"  per problem {best.draft_tokens:,.0f} draft, {best.scored_tokens:,.0f} scored, "
+        f"{best.target_tokens:,.0f} target tokens; {best.seconds:,.2f} s",
+        f"  flags       --method {best.method} --rate {best.rate:g} --samples {best.samples} "
+        f"--turns {best.turns}",
+    ]
+
+
+def _option_head() -> str:
+    return _option_columns(
+        (
+            "method",
+            "rate",
+            "samples",
+            "turns",
+            "target tokens",
+            "all tokens",
+            "seconds",
+            "vote right",
+        )
+    )
+
+
+def _option_row(option: Option) -> str:
+    numbers = (f"{option.target_tokens:,.0f}", f"{option.tokens:,.0f}", f"{option.seconds:,.2f}")
+    chosen = (option.method, f"{option.rate:g}", str(option.samples), str(option.turns))
+    return _option_columns((*chosen, *numbers, option.accuracy.brief("-")))
+
+
+def _option_columns(cells: tuple[str, ...]) -> str:
+    """Words to the left at both ends, numbers to the right between."""
+    between = "".join(
+        f"{cell:>{width}}" for cell, width in zip(cells[1:-1], (6, 9, 7, 15, 12, 10), strict=True)
+    )
+    return f"  {cells[0]:<14}{between}   {cells[-1]}"
+
+
+def _chunk_lines(found: ChunkAdvice) -> list[str]:
+    lines = [
+        f"Chunks: the draft's limit of {found.limit} tokens ended {found.cut:.1%} of them; "
+        f"{found.fixed:.0%} of a rollout's time is paid per turn (fit {found.fit:.2f})."
+    ]
+    for choice in found.choices:
+        lines.append(
+            f"  limit {choice.limit:>5}: turns x {choice.turns:.2f}, seconds x {choice.seconds:.2f}"
+        )
+    return [
+        *lines,
+        "  What that does to accuracy only a run can tell (--set chunking.draft_tokens=...).",
+    ]

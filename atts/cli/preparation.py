@@ -1,0 +1,275 @@
+"""The commands that look ahead of a run: config, pairs, doctor and probe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from atts.cli import options
+from atts.cli.interrupts import run_async
+from atts.cli.options import ConfigFile, Json, ObjectJson, Pairs
+from atts.cli.terminal import json_line, print_json, say
+from atts.errors import CheckFailed
+from atts.files import jsonable
+
+if TYPE_CHECKING:
+    from atts.api import Pair, Placement
+
+
+config_app = typer.Typer(no_args_is_help=True)
+
+
+@config_app.callback()
+def config() -> None:
+    """Show the configuration, and who set what.
+
+    Example: atts config show
+    """
+
+
+@config_app.command("show")
+def show(
+    key: str = typer.Argument("", help="Only keys that contain this.", show_default="all"),
+    config: ConfigFile = None,
+    pairs: Pairs = None,
+    as_json: Json = False,
+) -> None:
+    """Show every key, its value, and where that came from: default, a file, a variable, or the
+    method.
+
+    Flags of other commands come last and win: defaults < atts.toml < ATTS_* < flags.
+
+    Example: ATTS_RATE=0.3 atts config show rate
+    """
+    from atts.api import config_keys, configure
+    from atts.errors import OptionError
+
+    found = configure({}, pairs or (), file=config).settings
+    shown = {name: known for name, known in config_keys().items() if key in name}
+    if not shown:
+        raise OptionError("config", f"no key contains {key!r}; `atts config show` lists them all")
+    for name, known in shown.items():
+        value = jsonable(found[name].value)
+        origin = found[name].origin
+        if as_json:
+            facts = {"key": name, "value": value, "origin": origin, "default": known.default}
+            print_json({**facts, "variable": known.variable, "help": known.help})
+        else:
+            say(f"{name:<28}{_word(value):<34}{origin}")
+
+
+def _word(value: Any) -> str:
+    """As it would stand in a file, shortened to a column."""
+    words = "none" if value is None else json.dumps(value, ensure_ascii=False)
+    return words if len(words) <= 32 else words[:31] + "…"
+
+
+def pairs(
+    name: Annotated[
+        str,
+        typer.Argument(help="Only this pair, with all that is known of it.", show_default="all"),
+    ] = "",
+    card: Annotated[
+        str | None,
+        typer.Option(
+            help="Of which GPU: rtx4090, rtx5090, l40s, a100, h100, h200, b200.", metavar="CARD"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per pair.")] = False,
+) -> None:
+    """List the pairs that `--pair` knows: models, lengths, prompts, and how many GPUs hold them.
+
+    With a name and --card, print the two commands that serve the pair on the fewest such cards.
+
+    Example: atts pairs; atts pairs r1-1.5b/r1-70b --card h100
+    """
+    from atts.api import USUAL_CARDS, find_pair, known_pairs
+
+    chosen = [find_pair(name)] if name else list(known_pairs().values())
+    placed = {
+        pair.name: {kind: _placed(pair, kind) for kind in ([card] if card else USUAL_CARDS)}
+        for pair in chosen
+    }
+    if as_json:
+        say("\n".join(json_line(_facts(pair, placed[pair.name])) for pair in chosen))
+    elif name:
+        say("\n".join(_details(chosen[0], placed[name], card)))
+    else:
+        say("\n".join(_table(chosen, placed)))
+
+
+def _placed(pair: Pair, card: str) -> Placement | None:
+    from atts.api import place
+
+    return place(pair, card, int(str(pair.settings.get("max_tokens", 0))))
+
+
+def _facts(pair: Pair, placed: dict[str, Placement | None]) -> dict[str, Any]:
+    sizes = {role: asdict(pair.size(role)) for role in ("draft", "target")}
+    cards = {
+        card: None if found is None else _placement(pair, found) for card, found in placed.items()
+    }
+    published = {benchmark: asdict(row) for benchmark, row in pair.published.items()}
+    own = {"name": pair.name, "draft": pair.draft, "target": pair.target, "note": pair.note}
+    return {
+        **own,
+        "settings": dict(pair.settings),
+        "sizes": sizes,
+        "cards": cards,
+        "published": published,
+    }
+
+
+def _placement(pair: Pair, found: Placement) -> dict[str, Any]:
+    return {**asdict(found), "commands": list(found.commands(pair))}
+
+
+def _table(chosen: list[Pair], placed: dict[str, dict[str, Placement | None]]) -> Iterator[str]:
+    yield f"{'pair':<26}{'GB':>12}{'tokens':>8}{'chunk':>7}  {'system':<8}" + "".join(
+        f"{card:<10}" for card in next(iter(placed.values()))
+    )
+    for pair in chosen:
+        sizes = f"{pair.size('draft').weights:g} + {pair.size('target').weights:g}"
+        settings = pair.settings
+        tokens = settings.get("max_tokens", "512")
+        chunk = settings.get("chunking.draft_tokens", "64")
+        system = "none" if settings.get("system") == "" else "yes"
+        cards = "".join(f"{_count(found):<10}" for found in placed[pair.name].values())
+        yield f"{pair.name:<26}{sizes:>12}{tokens:>8}{chunk:>7}  {system:<8}{cards}".rstrip()
+    yield "GB of weights; cards: the fewest that hold both (* target in fp8). Sizes are computed and not yet run."
+
+
+def _without(pair: Pair, card: str) -> str:
+    return f"not even eight {card} hold it" if pair.size("target").layers else "no GPU is needed"
+
+
+def _count(found: Placement | None) -> str:
+    return "-" if found is None else f"x {found.count}{'*' if found.target.is_quantized else ''}"
+
+
+def _details(pair: Pair, placed: dict[str, Placement | None], card: str | None) -> Iterator[str]:
+    yield f"{pair.name}: {pair.note}"
+    for role in ("draft", "target"):
+        size = pair.size(role)
+        yield f"  {role:<9} {pair.model(role)}: {size.weights:g} GB, {size.context:,} tokens of context"
+    for key, value in pair.settings.items():
+        yield f"  {key:<24} {json_line(value)}"
+    for benchmark, row in pair.published.items():
+        speeds = f"{row.marginal:g}x marginal, {row.conditional:g}x conditional"
+        yield f"  published {benchmark}: right in any of 16 {row.accuracy:.1%}, speed-up {speeds}"
+    for kind, found in placed.items():
+        yield f"  memory    {found or _without(pair, kind)}"
+        if card and found:
+            yield from found.commands(pair)
+
+
+@options.with_keys(
+    "pair at method rate samples turns max_tokens draft target card out config pairs as_json"
+)
+def doctor(
+    context: typer.Context,
+    card: Annotated[
+        str | None,
+        typer.Option(
+            help="GPU to fit the pair to: rtx4090, l40s, a100, h100, h200, ...",
+            show_default="those here",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the settings here, for `atts eval --config`.", metavar="FILE"),
+    ] = None,
+    config: options.ConfigFile = None,
+    pairs: options.Pairs = None,
+    as_json: options.ObjectJson = False,
+) -> None:
+    """Look at both engines, their tokenizers and templates, lengths, memory and disk, and say what
+    to do.
+
+    Each line is ok, warn or fail; one that fails makes the exit code 5. One short chunk is drafted
+    and scored.
+
+    Example: atts doctor --pair r1-1.5b/r1-70b --card h100 --out pair.toml
+    """
+    from atts.api import diagnose, write_settings
+
+    configuration = options.configured(context, config, pairs, without="out")
+
+    async def main() -> None:
+        found = await diagnose(configuration, card)
+        if out is not None:
+            write_settings(out, configuration, found)
+        if as_json:
+            print_json({**found.as_json(), "out": None if out is None else str(out)})
+        else:
+            say("\n".join(map(str, found.checks)))
+        if found.failed:
+            raise CheckFailed(f"{found.failed} of {len(found.checks)} checks failed")
+
+    run_async(main)
+
+
+Dialect = Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "chat"]
+
+
+def probe(
+    url: Annotated[
+        str,
+        typer.Argument(help="Such as http://127.0.0.1:8000, or as a run names it: vllm:URL/MODEL."),
+    ],
+    model: Annotated[str, typer.Option(help="Of several that are served.")] = "",
+    tokenizer: Annotated[
+        str, typer.Option(help="Folder or hub id; by default what the server names.")
+    ] = "",
+    dialect: Annotated[
+        Dialect,
+        typer.Option(
+            help="What the server speaks: auto, vllm, sglang, llamacpp, ollama or chat.",
+            metavar="DIALECT",
+        ),
+    ] = "auto",
+    need: Annotated[
+        Literal["nothing", "sample", "score", "rate"], typer.Option(help="Fail (5) unless it can.")
+    ] = "nothing",
+    key_file: Annotated[
+        Path | None, typer.Option(help="With the API key; else ATTS_API_KEY.")
+    ] = None,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for a server that is loading.", min=0.0)
+    ] = 60.0,
+    proxy: Annotated[
+        Literal["never", "environment"] | None,
+        typer.Option(help="Whether HTTP_PROXY counts.", show_default="never"),
+    ] = None,
+    as_json: ObjectJson = False,
+) -> None:
+    """Say what a server can do for a run: its engine, tokenizer, stops, scores, log-prob
+    convention, cancelling.
+
+    Example: atts probe http://127.0.0.1:8000 --need score
+    """
+    from atts.servers import ApiKey, probe, read_server
+
+    server = read_server(url)
+    options = replace(server.options, wait_seconds=wait, proxy=proxy or server.options.proxy)
+    if key_file is not None:
+        options = replace(options, key=ApiKey(file=key_file))
+
+    async def main() -> None:
+        report = await probe(
+            server.url,
+            dialect=server.dialect if dialect == "auto" else dialect,
+            model=model or server.model,
+            tokenizer=tokenizer or server.tokenizer,
+            options=options,
+        )
+        say(json_line(report.as_json()) if as_json else report)
+        if need != "nothing" and need not in report.can:
+            raise CheckFailed(f"{url} cannot {need}")
+
+    run_async(main)

@@ -1,0 +1,342 @@
+"""The commands that show and keep recorded runs: runs, report, trace, merge, journal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from atts.cli.options import Json, RunDirectory
+from atts.cli.terminal import hand_out, json_line, print_json, print_result, say, tell
+from atts.errors import CheckFailed, JournalCorrupt, JournalError, OptionError
+
+if TYPE_CHECKING:
+    from atts.analysis import BuiltReport, RunLine
+    from atts.journal import JournalCheck
+
+
+def runs(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Folders of runs, or runs.", show_default="runs", metavar="[FOLDER]..."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
+) -> None:
+    """List runs, the latest last: status, problems done, accuracy with its interval, rate, tokens,
+    method and models.
+
+    A run whose journal cannot be read is listed with the reason.
+
+    Example: atts runs; atts runs runs/sweep-1 --json
+    """
+    from dataclasses import asdict
+
+    from atts.analysis import list_runs
+
+    named = folders or [Path("runs")]
+    found = list_runs(named)
+    if as_json:
+        say("\n".join(json_line(asdict(line)) for line in found)) if found else None
+    elif found:
+        say("\n".join(_table(found)))
+    if not found:
+        tell(f"atts: no run in {', '.join(map(str, named))}; `atts eval` makes one")
+
+
+def _table(found: Sequence[RunLine]) -> Iterator[str]:
+    wide = max(len("run"), *(len(line.directory) for line in found))
+    yield (
+        f"{'run':<{wide}}  {'begun':<16}  {'status':<11}  {'problems':>11}  {'accuracy':<20}  "
+        f"{'rate':>5}  "
+        f"{'target tokens':>13}  {'method':<12}  models"
+    )
+    for line in found:
+        yield _row(line, wide).rstrip()
+    yield f"{len(found)} run{'s' * (len(found) != 1)}. Brackets are 95 % intervals over problems."
+
+
+def _row(line: RunLine, wide: int) -> str:
+    when = datetime.fromtimestamp(line.begun).strftime("%Y-%m-%d %H:%M") if line.begun else ""
+    if line.standing is None or line.accuracy is None or line.rate is None:
+        return f"{line.directory:<{wide}}  {when:<16}  {'unreadable':<11}  {line.problem}"
+    of = "?" if line.problems is None else f"{line.problems:,}"
+    rate = line.rate.value
+    return (
+        f"{line.directory:<{wide}}  {when:<16}  {line.standing:<11}  {f'{line.done:,}/{of}':>11}  "
+        f"{line.accuracy.brief('-'):<20}  {'-' if rate != rate else f'{rate:.3f}':>5}  "
+        f"{line.target_tokens:>13,}  "
+        f"{line.method:<12}  {line.models}"
+    )
+
+
+_DAY = 86_400.0
+
+
+def report(
+    directory: RunDirectory,
+    format: Annotated[str, typer.Option(help="html, markdown or json.")] = "html",
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where to write; - is stdout. Unless told: report.html, .md or .json in the run."
+        ),
+    ] = None,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="Another run to compare with; repeatable.")
+    ] = None,
+    following: Annotated[
+        bool,
+        typer.Option(
+            "--follow", help="Write it anew while the run goes on; it ends when the run does."
+        ),
+    ] = False,
+    every: Annotated[
+        float | None, typer.Option(help="Seconds between, with --follow.", show_default="10")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object: where the report is, and its verdict.")
+    ] = (False),
+) -> None:
+    """Write the report of a run, finished or not: one self-contained HTML file, Markdown or JSON.
+
+    The file is replaced whole: a reader sees the old one or the new one, never half of one.
+
+    Example: atts report runs/first --against runs/target-only
+
+    Example: atts report runs/first --follow
+    """
+    from atts.analysis import FORMATS, as_format, build_report, render, save_report
+
+    named = as_format(format, FORMATS)
+    if every is not None and not (following and 0 < every <= _DAY):
+        raise OptionError(
+            "--every", f"{every:g}: give seconds, up to a day, together with --follow"
+        )
+    if out is not None and str(out) == "-":
+        if following:
+            raise OptionError(
+                "--follow", "standard output cannot be written anew; name a file with --out"
+            )
+        hand_out(render(build_report(directory, against or ()), named))
+        return
+
+    def write() -> tuple[BuiltReport, Path]:
+        built = build_report(directory, against or ())
+        return built, save_report(built, named, out)
+
+    if following:
+        tell(
+            "atts: the report is written anew as long as the run goes on; Ctrl-C ends that, and "
+            "not the run"
+        )
+        built, path = follow(directory, write, EVERY_SECONDS if every is None else every)
+    else:
+        built, path = write()
+    verdict = built.report.verdict
+    sentence = built.report.headline.sentence
+    if as_json:
+        print_json(
+            {
+                "report": str(path),
+                "standing": verdict.standing,
+                "sentence": sentence,
+                "verdict": verdict.line,
+            }
+        )
+    else:
+        say(path)
+        tell(sentence)
+        tell(verdict.line)
+
+
+T = TypeVar("T")
+EVERY_SECONDS = 10.0
+LOOK_SECONDS = 0.5
+
+
+def follow(
+    directory: Path,
+    write: Callable[[], T],
+    every: float = EVERY_SECONDS,
+    wait: Callable[[float], None] = time.sleep,
+) -> T:
+    """Call `write` now, then every so many seconds in which the run went on, and once more when it
+    has ended.
+
+    What the last call returned. A line that is being written while it is read is no damage: it is
+    read again.
+
+    :raises JournalError: there is no run, or it is over and cannot be read.
+    """
+    from atts.analysis import is_running
+    from atts.journal import JOURNAL
+
+    left = 0.0
+    seen = -1
+    while True:
+        goes_on = is_running(directory)
+        size = _size(directory / JOURNAL)
+        if not goes_on:
+            return write()
+        if size != seen and left <= 0:
+            with suppress(JournalCorrupt):
+                write()
+                left = every
+                seen = size
+        wait(LOOK_SECONDS)
+        left -= LOOK_SECONDS
+
+
+def _size(journal: Path) -> int:
+    try:
+        return journal.stat().st_size
+    except OSError as error:
+        raise JournalError(
+            journal.parent, "there is no run here", "Give the directory of `atts eval --out`"
+        ) from error
+
+
+def trace(
+    directory: RunDirectory,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write; - is stdout.", show_default="trace.json in the run"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a run's engine calls as a trace: open it at https://ui.perfetto.dev or
+    chrome://tracing.
+
+    Each engine is a process whose threads are its slots; one more holds the rollouts, with what
+    they waited for.
+
+    Example: atts trace runs/first
+    """
+    if out is not None and str(out) == "-":
+        from atts.graph import write_trace
+        from atts.journal import open_run
+
+        write_trace(list(open_run(directory).nodes()), sys.stdout)
+        return
+    from atts.api import trace as write
+
+    path = write(directory, out)
+    say(json_line({"trace": str(path), "bytes": path.stat().st_size}) if as_json else path)
+    if not as_json:
+        tell("Open it at https://ui.perfetto.dev or chrome://tracing.")
+
+
+CALIBRATOR = "calibrator.json"
+
+
+def merge(
+    directories: Annotated[
+        list[Path], typer.Argument(help="The runs: directories given to `atts eval --out`.")
+    ],
+    out: Annotated[Path, typer.Option(help="A new directory, for the union.")],
+    as_json: Json = False,
+) -> None:
+    """Make one run of the shards of an evaluation; `atts report`, `compare`, `replay` and `trace`
+    read it as any other.
+
+    With a gate that learns nothing the union is what one process would have come to. Gates that
+    learn have each learnt from their own shard: what they saw together is saved beside, as
+    calibrator.json.
+
+    Example: atts merge runs/part-1 runs/part-2 runs/part-3 --out runs/whole
+    """
+    from atts.api import calibrator_of
+    from atts.api import merge as merge_runs
+    from atts.errors import CalibrationInputError, OptionError
+
+    if str(out) == "-":
+        raise OptionError("--out", "'-' names no directory, and a run is kept in one")
+    made = merge_runs(directories, out)
+    facts: dict[str, object] = {
+        "run": str(out),
+        "runs": len(made.parts),
+        "problems": made.problems,
+        "calibrator": None,
+    }
+    try:
+        calibrator = calibrator_of(out)
+    except CalibrationInputError as none:
+        facts["why"] = str(none)
+    else:
+        calibrator.save(out / CALIBRATOR)
+        facts |= {"calibrator": str(out / CALIBRATOR), "decisions": calibrator.decided}
+        facts |= {"escalated": calibrator.escalated, "guarantee": calibrator.guarantee}
+    if as_json:
+        print_json(facts)
+        return
+    say(out)
+    tell(f"{made.problems} problems of {len(made.parts)} runs. Next: atts report {out}")
+    if facts["calibrator"] is None:
+        tell(f"No calibrator: {facts['why']}")
+    else:
+        tell(f"Their calibrators together: {facts['calibrator']}")
+
+
+journal_app = typer.Typer(no_args_is_help=True)
+
+
+@journal_app.command()
+def check(run: RunDirectory, as_json: Json = False) -> None:
+    """Read every line of a run; fail (exit code 5) if one is damaged, missing, doubled or
+    contradicts those before it.
+
+    Example: atts journal check runs/first
+    """
+    from atts.journal import check_journal
+
+    found = check_journal(run)
+    print_result(found.as_json(), as_json, lambda _: _journal_lines(found))
+    if found.damage:
+        raise CheckFailed(found.damage)
+
+
+@journal_app.command()
+def salvage(
+    run: RunDirectory,
+    out: Annotated[
+        Path, typer.Option(help="A new directory for what is saved.", metavar="DIRECTORY")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Copy everything before the first damaged line into a new directory; the run's own command
+    goes on there.
+
+    The damaged run is left as it is. What followed the damage is done again.
+
+    Example: atts journal salvage runs/first --out runs/saved
+    """
+    from atts.journal import salvage as save
+
+    found = save(run, out)
+    print_result(
+        {**found.as_json(), "out": str(out)},
+        as_json,
+        lambda _: [
+            *_journal_lines(found),
+            f"Saved in {out}: run the same command with --out {out}",
+        ],
+    )
+
+
+def _journal_lines(found: JournalCheck) -> list[str]:
+    """What was found, in lines for people."""
+    after = "damaged" if found.damage else "a torn last line"
+    return [
+        f"{found.directory}: {found.lines:,} whole lines of {found.sessions:,} sessions; "
+        f"{found.complete:,} problems "
+        f"complete, {found.open:,} open",
+        *([f"{found.lost:,} bytes after them are {after}"] if found.lost else []),
+    ]

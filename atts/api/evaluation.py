@@ -274,7 +274,7 @@ class Session:
         if options.directory is not None:
             plan = self.setup.plan(plan.draft, plan.target)
         return replace(plan, answers=answers_for(kind)), replace(
-            options, engines="are open", beside=self._shared
+            options, engines="are open", shared_graph=self._shared
         )
 
     async def __aenter__(self) -> Self:

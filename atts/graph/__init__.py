@@ -31,30 +31,26 @@ and `write_trace` read nodes (`CallSpan`), live ones or out of a journal.
 """
 
 from atts.core import CallSpan
-from atts.graph.calls import Caller
 from atts.graph.graph import Graph, ProblemResult
-from atts.graph.graph_state import Sink
-from atts.graph.groups import Admit, RolloutResult, RolloutScope
-from atts.graph.limits import Limit
-from atts.graph.retries import RetryPolicy
-from atts.graph.scopes import ProblemScope
-from atts.graph.timing import Timing, measure, sibling_edges
-from atts.graph.trace import write_trace
+from atts.graph.limits import Limit, RetryPolicy
+from atts.graph.rollouts import Admit, Caller, ProblemScope, RolloutResult, RolloutScope, Sink
+from atts.graph.timing import Timing, measure, sibling_edges, trace_events, write_trace
 
 __all__ = [
     "Admit",
+    "CallSpan",
     "Caller",
     "Graph",
     "Limit",
-    "CallSpan",
-    "RetryPolicy",
     "ProblemResult",
     "ProblemScope",
+    "RetryPolicy",
     "RolloutResult",
     "RolloutScope",
     "Sink",
     "Timing",
     "measure",
     "sibling_edges",
+    "trace_events",
     "write_trace",
 ]

@@ -1,9 +1,8 @@
-"""The task graph: problems in, results out, with everything between them bounded, timed and
-reported.
-"""
+"""The task graph: problems in, results out, everything between them bounded, timed and reported."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -14,11 +13,8 @@ import anyio
 
 from atts.concurrency import TaskGroup, task_group
 from atts.core import ProblemStatus
-from atts.graph.admission import Admission, Run
-from atts.graph.graph_state import EngineUse, GraphState, GraphStats, Sink
-from atts.graph.limits import Limit, Pool
-from atts.graph.retries import RetryPolicy
-from atts.graph.scopes import ProblemScope
+from atts.graph.limits import Admission, Limit, Pool, RetryPolicy
+from atts.graph.rollouts import GraphState, ProblemScope, Run, Sink
 
 T = TypeVar("T")
 
@@ -28,7 +24,7 @@ class HasId(Protocol):
 
     @property
     def id(self) -> str:
-        """The name."""
+        """Return the name."""
         ...
 
 
@@ -37,6 +33,47 @@ P = TypeVar("P", bound=HasId)
 # How long the opening of problems waits for one that neither calls nor submits: only such problems
 # ever meet it.
 OPENING_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """One engine's pool: now (`in_use`, `tokens_in_use`, `waiting`) and so far (the seconds, summed
+    over slots).
+    """
+
+    slots: int | None
+    tokens: int | None
+    in_use: int
+    tokens_in_use: int
+    waiting: int
+    busy_seconds: float
+    queue_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GraphStats:
+    """A snapshot of a graph; counts since it was made."""
+
+    seconds: float  # with a run in progress
+    problems_open: int
+    problems_done: int
+    rollouts_waiting: int
+    rollouts_in_flight: int
+    rollouts: Mapping[str, int]  # ended, by status
+    nodes: int
+    sibling_seconds: float  # Ts, summed over rollouts
+    engines: Mapping[str, EngineUse]
+
+    def busy_share(self, engine: str) -> float:
+        """Return the share of the engine's slot-seconds that was used.
+
+        nan where slots are not bounded or no time passed.
+        """
+        use = self.engines[engine]
+        if not use.slots or not self.seconds:
+            return math.nan
+        return use.busy_seconds / (use.slots * self.seconds)
+
 
 _use = attrgetter(*(field.name for field in fields(EngineUse)))
 
@@ -58,7 +95,7 @@ class Graph:
 
     `rollouts` bounds how many are in flight over all problems, `limits` what each engine takes at
     once. `sink` gets every `CallSpan`, `RolloutSpan` and `ProblemSpan` as it ends. A graph may run
-    again, and runs may share it. `beside` another graph it uses that one's places and limits, and
+    again, and runs may share it. With a `shared_graph` it uses that graph's places and limits, and
     keeps its own sink, node numbers and ending.
 
     :raises OptionError: a limit below 1.
@@ -72,18 +109,20 @@ class Graph:
         policy: RetryPolicy | None = None,
         sink: Sink | None = None,
         first_node: int = 0,
-        beside: Graph | None = None,
+        shared_graph: Graph | None = None,
     ) -> None:
-        pools = (
-            beside._state.pools
-            if beside
-            else {name: Pool(name, limit) for name, limit in (limits or {}).items()}
-        )
-        is_strict = beside._state.strict if beside else bool(pools)
+        if shared_graph is None:
+            pools = {name: Pool(name, limit) for name, limit in (limits or {}).items()}
+            is_strict = bool(pools)
+            admission = Admission(rollouts)
+        else:
+            pools = shared_graph._state.pools
+            is_strict = shared_graph._state.strict
+            admission = shared_graph._admission
         self._state: GraphState = GraphState(
             pools, is_strict, policy or RetryPolicy(), sink, first_node - 1
         )
-        self._admission: Admission = beside._admission if beside else Admission(rollouts)
+        self._admission: Admission = admission
         self._runs: list[Run] = []
         self._seconds = 0.0
         self._began = 0.0
@@ -153,7 +192,7 @@ class Graph:
             run.cancel(why)
 
     def stats(self) -> GraphStats:
-        """Where the graph stands."""
+        """Return a snapshot of the graph's counts."""
         state = self._state
         admission = self._admission
         return GraphStats(

@@ -1,14 +1,21 @@
-"""Where the time went: busy shares, the critical path, time lost to siblings, arithmetic intensity."""
+"""The time of a run, taken apart: busy shares, the critical path, lost time, a Chrome trace."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from heapq import heappop, heappush
 from types import MappingProxyType
+from typing import Any, TextIO, TypeVar
 
 from atts.core import CallSpan
+
+T = TypeVar("T")
+Event = dict[str, Any]
+_ROLLOUTS = 1  # the process that stands for the rollouts in a trace; engines follow
 
 COMPUTE_BOUND = frozenset({"score"})
 """Stages that are one prefill: their time is arithmetic. Decoding moves every weight for every
@@ -48,9 +55,7 @@ class Timing:
 
     @property
     def intensity(self) -> float:
-        """r = Tc / (Tm + Ts): arithmetic done per second of moving weights or of waiting for
-        siblings.
-        """
+        """Return r = Tc / (Tm + Ts), the arithmetic per second of moving weights or waiting for siblings."""
         rest = self.memory_seconds + self.sibling_seconds
         if not rest:
             return math.inf if self.arithmetic_seconds else math.nan
@@ -62,14 +67,14 @@ def measure(nodes: Iterable[CallSpan], *, compute_bound: Collection[str] = COMPU
 
     >>> draft = CallSpan(0, "draft", "draft", "p", 0, 0, ready=0.0, queued=0.0, started=0.0, ended=2.0)
     >>> score = CallSpan(1, "score", "target", "p", 0, 0, ready=2.0, queued=2.0, started=3.0, ended=4.0, after=(0,))
-    >>> found = measure([score, draft])
-    >>> found.seconds, found.critical_path.seconds, found.intensity, found.sibling_seconds
+    >>> timing = measure([score, draft])
+    >>> timing.seconds, timing.critical_path.seconds, timing.intensity, timing.sibling_seconds
     (4.0, 3.0, 0.5, 0.0)
     """
-    found = sorted(nodes, key=lambda node: node.node)
+    ordered = sorted(nodes, key=lambda node: node.node)
     stages: defaultdict[str, StageTime] = defaultdict(StageTime)
     busy: defaultdict[str, float] = defaultdict(float)
-    for node in found:
+    for node in ordered:
         stage = stages[node.stage]
         compute = node.ended - node.started
         stage.nodes += 1
@@ -79,12 +84,13 @@ def measure(nodes: Iterable[CallSpan], *, compute_bound: Collection[str] = COMPU
         if node.engine:
             busy[node.engine] += compute
     arithmetic = math.fsum(time.compute for stage, time in stages.items() if stage in compute_bound)
+    began = min((node.ready for node in ordered), default=0.0)
+    ended = max((node.ended for node in ordered), default=0.0)
     return Timing(
-        seconds=max((n.ended for n in found), default=0.0)
-        - min((n.ready for n in found), default=0.0),
+        seconds=ended - began,
         stages=MappingProxyType(dict(stages)),
         busy_seconds=MappingProxyType(dict(busy)),
-        critical_path=_longest_chain(found),
+        critical_path=_longest_chain(ordered),
         arithmetic_seconds=arithmetic,
         memory_seconds=math.fsum(time.compute for time in stages.values()) - arithmetic,
         sibling_seconds=math.fsum(time.wait for time in stages.values()),
@@ -95,14 +101,12 @@ def _longest_chain(nodes: list[CallSpan]) -> Path:
     ends: dict[int, float] = {}
     before: dict[int, int] = {}
     for node in nodes:
+        ends[node.node] = node.ended - node.started
         known = [other for other in node.after if other in ends]
         if known:
-            before[node.node] = last = (
-                known[0] if len(known) == 1 else max(known, key=ends.__getitem__)
-            )
-            ends[node.node] = node.ended - node.started + ends[last]
-        else:
-            ends[node.node] = node.ended - node.started
+            last = max(known, key=ends.__getitem__)
+            before[node.node] = last
+            ends[node.node] += ends[last]
     if not ends:
         return Path(0.0, ())
     chain = [max(ends, key=ends.__getitem__)]
@@ -112,11 +116,139 @@ def _longest_chain(nodes: list[CallSpan]) -> Path:
 
 
 def sibling_edges(nodes: Iterable[CallSpan]) -> set[tuple[int, int]]:
-    """The edges between different rollouts of one problem; none in a run without barriers."""
-    found = {node.node: node for node in nodes}
-    pairs = (
-        (found[other], node) for node in found.values() for other in node.after if other in found
+    """Return the edges between different rollouts of one problem; none in a run without barriers."""
+    by_number = {node.node: node for node in nodes}
+    edges: set[tuple[int, int]] = set()
+    for node in by_number.values():
+        for number in node.after:
+            other = by_number.get(number)
+            # sample -1 is the problem itself, which may wait for its rollouts
+            if other is None or other.sample == node.sample or min(other.sample, node.sample) < 0:
+                continue
+            edges.add((other.node, node.node))
+    return edges
+
+
+def write_trace(nodes: Iterable[CallSpan], out: TextIO) -> None:
+    """Write the nodes as one JSON object.
+
+    Each engine is a process whose threads are its slots; one more process holds the rollouts, one
+    row for each place, with what they waited for between the calls. Arrows join nodes of different
+    rollouts.
+    """
+    out.write('{"displayTimeUnit": "ms", "traceEvents": [')
+    separator = "\n"
+    for event in trace_events(nodes):
+        out.write(separator + json.dumps(event, separators=(",", ":")))
+        separator = ",\n"
+    out.write("\n]}\n")
+
+
+def trace_events(nodes: Iterable[CallSpan]) -> Iterator[Event]:
+    """Yield the events of the trace; times are microseconds since the first node was ready."""
+    ordered = sorted(nodes, key=lambda node: (node.ready, node.node))
+    zero = ordered[0].ready if ordered else 0.0
+    yield from _engine_events(ordered, zero)
+    yield from _rollout_events(ordered, zero)
+
+
+def _engine_events(nodes: list[CallSpan], zero: float) -> Iterator[Event]:
+    engines = sorted({node.engine for node in nodes if node.engine})
+    for process, engine in enumerate(engines, _ROLLOUTS + 1):
+        yield _name("process_name", process, 0, f"engine {engine}")
+        calls = sorted(
+            (n for n in nodes if n.engine == engine and n.ended > n.started),
+            key=lambda n: n.started,
+        )
+        named = 0
+        for lane, node in _lanes([(n.started, n.ended, n) for n in calls]):
+            while named <= lane:
+                yield _name("thread_name", process, named, f"slot {named}")
+                named += 1
+            yield _slice(process, lane, _label(node), node.started - zero, node.compute, node)
+
+
+def _rollout_events(nodes: list[CallSpan], zero: float) -> Iterator[Event]:
+    yield _name("process_name", _ROLLOUTS, 0, "rollouts")
+    by_rollout: dict[tuple[str, int], list[CallSpan]] = {}
+    for node in nodes:
+        by_rollout.setdefault((node.problem, node.sample), []).append(node)
+    spans: list[tuple[float, float, list[CallSpan]]] = []
+    for calls in by_rollout.values():
+        began = min(node.ready for node in calls)
+        ended = max(node.ended for node in calls)
+        spans.append((began, ended, calls))
+    spans.sort(key=lambda span: span[:2])
+    rows: dict[int, tuple[int, CallSpan]] = {}
+    for lane, calls in _lanes(spans):
+        for node in calls:
+            rows[node.node] = (lane, node)
+            yield from _steps(node, lane, zero)
+    for row, node in rows.values():
+        for lane, other in (rows[number] for number in node.after if number in rows):
+            if other.sample != node.sample:
+                yield from _arrow(
+                    f"{other.node}-{node.node}",
+                    (lane, other.ended - zero),
+                    (row, node.queued - zero),
+                )
+
+
+def _steps(node: CallSpan, lane: int, zero: float) -> Iterator[Event]:
+    parts = (
+        ("wait for siblings", node.ready, node.wait),
+        (f"queue {node.engine}", node.queued, node.queue),
     )
-    return {
-        (a.node, b.node) for a, b in pairs if a.sample != b.sample and min(a.sample, b.sample) >= 0
+    for name, start, seconds in parts:
+        if seconds > 0:
+            yield _slice(_ROLLOUTS, lane, name, start - zero, seconds, None)
+    if node.compute > 0:
+        yield _slice(_ROLLOUTS, lane, _label(node), node.started - zero, node.compute, node)
+
+
+def _lanes(spans: Iterable[tuple[float, float, T]]) -> Iterator[tuple[int, T]]:
+    """Give each span (in the order of their starts) the lowest row that is free."""
+    busy: list[tuple[float, int]] = []
+    free: list[int] = []
+    rows = 0
+    for start, end, what in spans:
+        while busy and busy[0][0] <= start:
+            heappush(free, heappop(busy)[1])
+        if free:
+            lane = heappop(free)
+        else:
+            lane = rows
+            rows += 1
+        heappush(busy, (end, lane))
+        yield lane, what
+
+
+def _label(node: CallSpan) -> str:
+    return f"{node.stage} {node.problem}/{node.sample} turn {node.turn}"
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _slice(
+    process: int, thread: int, name: str, start: float, seconds: float, node: CallSpan | None
+) -> Event:
+    event: Event = {
+        "ph": "X",
+        "name": name,
+        "pid": process,
+        "tid": thread,
+        "ts": start * 1e6,
+        "dur": seconds * 1e6,
     }
+    if node is not None:
+        event["cat"] = node.stage
+        event["args"] = asdict(node)
+    return event
+
+
+def _arrow(name: str, start: tuple[int, float], end: tuple[int, float]) -> Iterator[Event]:
+    common = {"name": "waited for", "cat": "edge", "id": name, "pid": _ROLLOUTS}
+    yield {"ph": "s", **common, "tid": start[0], "ts": start[1] * 1e6}
+    yield {"ph": "f", "bp": "e", **common, "tid": end[0], "ts": end[1] * 1e6}

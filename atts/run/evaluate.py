@@ -88,7 +88,7 @@ class RunOptions:
     stop: Stop = field(default_factory=Stop)
     keep: Keep = "lines"
     dataset: str | None = None  # the digest of problems that stream in
-    beside: Graph | None = None  # whose places and engine limits this run shares with others
+    shared_graph: Graph | None = None  # whose places and engine limits this run shares with others
 
     def __post_init__(self) -> None:
         for name, kinds in _CHOICES.items():
@@ -129,7 +129,7 @@ async def evaluate(
         )
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
         # else others ask its gate as well
-        is_alone = options.beside is None or options.directory is not None
+        is_alone = options.shared_graph is None or options.directory is not None
         counts = (
             EscalationCounter(),
             DecisionsLeft(manifest.problems if is_alone else None, plan.policy.samples),
@@ -195,7 +195,7 @@ class _Run:
             policy=plan.retries,
             sink=self._recorder.on_graph,
             first_node=state.last_node + 1,
-            beside=options.beside,
+            shared_graph=options.shared_graph,
         )
         self._left = left
         if plan.recall == "instant":

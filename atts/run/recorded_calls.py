@@ -131,7 +131,7 @@ class RecordedEngine(AdmittedEngine):
         else:
             reply = await self._scope.call(
                 stage, self._once, key, stage, ask, request,
-                engine=self._role, turn=turn, tokens=tokens, priority=request.priority, keep=self._keep,
+                engine=self._role, turn=turn, tokens=tokens, priority=request.priority, record=self._keep,
             )  # fmt: skip
         return reply.result
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from atts.core import CallSpan
 from atts.graph import measure, sibling_edges, write_trace
-from atts.graph.trace import trace_events
+from atts.graph import trace_events
 
 
 def node(

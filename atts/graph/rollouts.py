@@ -1,0 +1,662 @@
+"""Problems and their rollouts as nested scopes: what they call, how they wait, settle and end."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, TypeVar, TypeVarTuple, Unpack, get_args
+
+import anyio
+
+from atts.concurrency import TaskGroup, clock, task_group
+from atts.core import (
+    HOLD,
+    RELEASE,
+    CallSpan,
+    ProblemSpan,
+    ProblemStatus,
+    RolloutSpan,
+    RolloutStatus,
+)
+from atts.errors import OptionError
+from atts.graph.limits import Admission, AdmissionGroup, Limit, Pool, RetryPolicy
+
+T = TypeVar("T")
+V = TypeVar("V")
+Args = TypeVarTuple("Args")
+Admit = Literal["each", "together"]
+Sink = Callable[[object], object]
+"""Receives every event the moment it happens; it must not block, and its result is ignored."""
+_UNKNOWN = -1.0  # a time that has not come yet
+
+
+def _no_clock() -> float:
+    raise AssertionError("a graph has a clock only while it runs")
+
+
+@dataclass(slots=True, eq=False)
+class GraphState:
+    """The state that all scopes of one graph share: its clock, its pools, its sink, its totals."""
+
+    pools: dict[str, Pool]
+    strict: bool  # engines without a pool are refused
+    policy: RetryPolicy
+    sink: Sink | None
+    last_id: int
+    now: Callable[[], float] = _no_clock
+    nodes: int = 0
+    problems_done: int = 0
+    rollouts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(get_args(RolloutStatus), 0)
+    )
+    failures_in_row: int = 0
+    sibling_seconds: float = 0.0
+
+    def pool(self, engine: str) -> Pool:
+        """Return the engine's pool; without any limits given, every engine has an unbounded one.
+
+        :raises OptionError: limits were given, and none for this engine.
+        """
+        if engine not in self.pools:
+            if self.strict:
+                raise OptionError(
+                    engine, "the graph has no limit for this engine", list(self.pools)
+                )
+            # an unbounded pool never queues, so it need not know the loop
+            self.pools[engine] = Pool(engine, Limit())
+        return self.pools[engine]
+
+    def enter_loop(self) -> None:
+        """Prepare for the event loop that is running."""
+        self.now = clock()
+        for pool in self.pools.values():
+            pool.enter_loop()
+
+    def emit(self, event: object) -> None:
+        """Pass an event to the sink."""
+        if self.sink is not None:
+            self.sink(event)
+
+    def close_rollout(self, span: RolloutSpan) -> None:
+        """Count a rollout that ended, and report it."""
+        self.rollouts[span.status] += 1
+        self.sibling_seconds += span.waited
+        self.emit(span)
+
+    def has_given_up(self, status: RolloutStatus) -> bool:
+        """Count how a rollout ended; return whether too many in a row have failed to continue."""
+        if status == "failed":
+            self.failures_in_row += 1
+        elif status == "done":
+            self.failures_in_row = 0
+        limit = self.policy.give_up_after
+        return limit is not None and self.failures_in_row >= limit
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """The state of one call of `Graph.run`; `cancel_scope` contains everything the run started."""
+
+    state: GraphState
+    admission: Admission
+    cancel_scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    # contains the opening of problems alone
+    intake: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    # open groups, in the order of opening
+    groups: dict[AdmissionGroup, None] = field(default_factory=dict[AdmissionGroup, None])
+    error: Exception | None = None  # the first that was fatal
+    stopped: str = ""
+    why: str = ""
+
+    def fail(self, error: Exception) -> None:
+        """End everything; the run raises this error, unless another came first."""
+        if self.error is None:
+            self.error = error
+            self.cancel("failed")
+
+    def cancel(self, why: str) -> None:
+        """End everything."""
+        self.why = self.why or why
+        self.stopped = self.stopped or why
+        self.cancel_scope.cancel()
+
+    def stop(self, why: str) -> None:
+        """Open no more problems, end all rollouts, let the problems conclude from what they have."""
+        self.stopped = self.stopped or why
+        self.intake.cancel()
+        for group in list(self.groups):
+            group.close(why)
+
+
+class Caller:
+    """A rollout or a problem, as what calls engines. Calls may run side by side within one caller."""
+
+    __slots__ = ("_declared", "_ready", "_state", "frontier", "problem", "sample")
+
+    def __init__(
+        self, state: GraphState, problem: str, sample: int, frontier: tuple[int, ...]
+    ) -> None:
+        self.problem = problem
+        self.sample = sample
+        self._state = state
+        # numbers of the finished calls that the next one will have waited for
+        self.frontier = frontier
+        # set by a problem's first call: the next problem may be opened
+        self._declared: anyio.Event | None = None
+        # when it began to wait for siblings, if that is what came last
+        self._ready: float | None = None
+
+    def emit(self, event: object) -> None:
+        """Put an event of the caller's into the graph's stream."""
+        self._state.emit(event)
+
+    async def call(
+        self,
+        stage: str,
+        function: Callable[[Unpack[Args]], Awaitable[T]],
+        *args: *Args,
+        engine: str = "",
+        turn: int = 0,
+        tokens: int = 0,
+        priority: int = 0,
+        record: Callable[[CallSpan, T], Awaitable[object]] | None = None,
+    ) -> T:
+        """Call `function(*args)` as a node of the graph, when the engine has a slot and `tokens` of
+        KV room.
+
+        `engine` names the limit, by default the stage's own name. The function must not call into
+        the graph again. With `record`, a call that succeeded is handed to it, with its result,
+        instead of to the sink; the slot is given back when `record` returns.
+
+        :raises Exception: what the function raised last, after the attempts the policy allows; what
+            `record` raised.
+        :raises OptionError: the graph has no such engine.
+        :raises OutOfMemory: more tokens than the engine's limit will ever hold.
+        """
+        if self._declared is not None:
+            self._declared.set()
+        state = self._state
+        now = state.now
+        engine = engine or stage
+        pool = state.pools.get(engine) or state.pool(engine)
+        attempt = 0
+        while True:
+            state.last_id = node = state.last_id + 1
+            queued = now()
+            ready = queued if self._ready is None else self._ready
+            self._ready = None
+            span = CallSpan(
+                node,
+                stage,
+                engine,
+                self.problem,
+                self.sample,
+                turn,
+                ready=ready,
+                queued=queued,
+                started=queued,
+                ended=_UNKNOWN,
+                after=self.frontier,
+                attempt=attempt,
+                tokens=tokens,
+            )
+            has_slot = pool.take_nowait(tokens)
+            is_recorded = False
+            try:
+                if not has_slot:
+                    await pool.take(tokens, priority)
+                    has_slot = True
+                    span.started = now()
+                result = await function(*args)
+                if record is not None:
+                    # the node ends here: waiting for the disk is no work of the engine's
+                    is_recorded = True
+                    span.ended = now()
+                    await record(span, result)
+                return result
+            except Exception as error:
+                span.status = "failed"
+                # a call whose result is on record must not be made a second time
+                if is_recorded or not state.policy.retries(error, attempt, state.policy.calls):
+                    raise
+            except BaseException:
+                span.status = "cancelled"
+                raise
+            finally:
+                self._close(span, pool, has_slot, is_recorded)
+            await anyio.sleep(state.policy.delay(attempt, node))
+            attempt += 1
+
+    def _close(self, span: CallSpan, pool: Pool, has_slot: bool, is_recorded: bool) -> None:
+        """Give a call's slot back, count what it took, and report the call unless it is on record."""
+        state = self._state
+        if span.ended == _UNKNOWN:
+            span.ended = state.now()
+        if has_slot:
+            pool.give(span.tokens)
+            pool.busy_seconds += span.ended - span.started
+        else:
+            span.started = span.ended
+        pool.queue_seconds += span.started - span.queued
+        state.nodes += 1
+        if span.status != "cancelled":
+            self._advance(span)
+        if state.sink is not None and not is_recorded:
+            state.sink(span)
+
+    def _advance(self, span: CallSpan) -> None:
+        """Make the next call wait for this one."""
+        if self.frontier is span.after:
+            # in straight-line code nothing else finished meanwhile
+            self.frontier = (span.node,)
+            return
+        # a call beside this one finished: the next one waits for both
+        others = [node for node in self.frontier if node not in span.after]
+        self.frontier = (*others, span.node)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult(Generic[T]):
+    """What came of one rollout.
+
+    `value` is what its function returned, or what it had saved last when it failed or was
+    cancelled.
+    """
+
+    sample: int
+    status: RolloutStatus
+    value: T | None = None
+    error: Exception | None = None
+    why: str = ""
+
+
+class RolloutScope(Caller, Generic[T]):
+    """What a rollout's function is given: its name in the run, and the way to the engines."""
+
+    __slots__ = ("_group", "attempt", "saved", "waited")
+
+    def __init__(self, group: Group[T], sample: int) -> None:
+        super().__init__(group.run.state, group.problem, sample, group.frontier)
+        self._group = group
+        self.attempt = 0
+        # survives an attempt that failed: the next one may continue from it
+        self.saved: T | None = None
+        self.waited = 0.0  # seconds
+
+    def save(self, value: T) -> None:
+        """Leave what there is so far, for the result of a rollout that will not come to its end."""
+        self.saved = value
+
+    async def meet(self, value: V) -> Mapping[int, V]:
+        """Wait until every sibling still running has met too; return this round's values by sample.
+
+        This is a barrier, for rollouts admitted "together" only. The next node waits for all nodes
+        of the round.
+
+        :raises OptionError: the rollouts are not admitted together.
+        """
+        if self._group.admit != "together":
+            raise OptionError(
+                "admit",
+                "rollouts admitted one by one must not wait for each other; admit them together",
+            )
+        since = self._state.now()
+        current = self._group.round
+        current.values[self.sample] = value
+        current.nodes.extend(self.frontier)
+        try:
+            if not self._group.close_round():
+                await current.closed.wait()
+        finally:
+            self.waited += self._state.now() - since
+        self.frontier = current.frontier
+        self._ready = since
+        return current.values
+
+    async def wait(self, event: anyio.Event, turn: int) -> None:
+        """Wait for what a sibling is about to know, as a node without compute."""
+        since = self._state.now()
+        try:
+            await event.wait()
+        finally:
+            until = self._state.now()
+            self.waited += until - since
+            self._emit_wait(HOLD, turn, since, until, self.frontier)
+
+    def emit_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
+        """Report how long this finished rollout kept its place for its siblings."""
+        since = ended if self._ready is None else self._ready
+        self._emit_wait(RELEASE, -1, since, released, after)
+
+    def _emit_wait(
+        self, stage: str, turn: int, since: float, until: float, after: tuple[int, ...]
+    ) -> None:
+        """Report a wait for siblings as a node without compute."""
+        state = self._state
+        state.last_id = node = state.last_id + 1
+        span = CallSpan(
+            node,
+            stage,
+            "",
+            self.problem,
+            self.sample,
+            turn,
+            ready=since,
+            queued=until,
+            started=until,
+            ended=until,
+            after=after,
+            attempt=self.attempt,
+        )
+        state.emit(span)
+
+
+@dataclass(slots=True)
+class Round:
+    """One meeting; once closed, `values` is complete and `frontier` has every node it waited for."""
+
+    opened_with: tuple[int, ...]
+    values: dict[int, Any] = field(default_factory=dict[int, Any])
+    nodes: list[int] = field(default_factory=list[int])
+    frontier: tuple[int, ...] = ()
+    closed: anyio.Event = field(default_factory=anyio.Event)
+
+
+@dataclass(slots=True, eq=False)
+class Group(Generic[T]):
+    """The rollouts of one problem that were asked for together: started, settled, cancelled and
+    gathered as one. Their starter waits for `done` inside `tasks`.
+    """
+
+    run: Run
+    problem: str
+    frontier: tuple[int, ...]  # of the problem, when it asked for them
+    function: Callable[[RolloutScope[T]], Awaitable[T]]
+    samples: range
+    admit: Admit
+    settle: Callable[[RolloutResult[T]], bool] | None
+    why: str = field(init=False)  # not empty: nothing more is started
+    queued: float = field(init=False)
+    tasks: TaskGroup | None = None
+    results: dict[int, RolloutResult[T]] = field(default_factory=dict[int, RolloutResult[Any]])
+    last_nodes: list[int] = field(default_factory=list[int])
+    done: anyio.Event = field(default_factory=anyio.Event)
+    round: Round = field(init=False)
+    _context: Context = field(default_factory=copy_context)
+    _next: int = 0
+    _ended: list[tuple[RolloutScope[T], RolloutSpan]] = field(default_factory=list[Any])
+
+    def __post_init__(self) -> None:
+        self.why = self.run.stopped
+        self.queued = self.run.state.now()
+        self.round = Round(self.frontier)
+
+    @property
+    def unit(self) -> int:
+        """Return the places one start takes: all at once when admitted together, else one."""
+        return len(self.samples) if self.admit == "together" else 1
+
+    @property
+    def unstarted(self) -> int:
+        """Return how many rollouts have not started; none once closed."""
+        return 0 if self.why else len(self.samples) - self._next
+
+    def start(self) -> None:
+        """Start one rollout, or all when admitted together."""
+        assert self.tasks is not None, "submitted outside its task group"
+        for _ in range(self.unit):
+            sample = self.samples[self._next]
+            self._next += 1
+            # the place may have been given back by another problem, whose context variables are not
+            # ours
+            self._context.run(self.tasks.start_soon, self._rollout, sample)
+
+    def close(self, why: str) -> None:
+        """Start nothing more and cancel what runs; the first reason stays."""
+        if not self.why:
+            self.why = why
+            if self.tasks is not None:
+                self.tasks.cancel_scope.cancel()
+
+    def is_cut_short(self) -> bool:
+        """Return whether a rollout has not ended, or was cancelled."""
+        if len(self.results) < len(self.samples):
+            return True
+        return any(result.status == "cancelled" for result in self.results.values())
+
+    def gathered(self) -> list[RolloutResult[T]]:
+        """Return every result in the order of the samples, those that never started included."""
+        results: list[RolloutResult[T]] = []
+        for sample in self.samples:
+            result = self.results.get(sample) or RolloutResult(sample, self._interruption())
+            if result.status in ("settled", "cancelled"):
+                result = replace(result, why=self.why)
+            results.append(result)
+        return results
+
+    def _interruption(self) -> RolloutStatus:
+        return "settled" if self.why == "settled" else "cancelled"
+
+    async def _rollout(self, sample: int) -> None:
+        started = self.run.state.now()
+        scope = RolloutScope(self, sample)
+        status: RolloutStatus = "cancelled"
+        value: T | None = None
+        error: Exception | None = None
+        try:
+            value = await self._attempts(scope)
+            status = "done"
+        except Exception as failure:  # noqa: BLE001 - whatever it is, it is this rollout's and not its siblings'
+            status = "failed"
+            error = failure
+        except BaseException:
+            status = self._interruption()
+            raise
+        finally:
+            value = scope.saved if value is None else value
+            self._end(scope, RolloutResult(sample, status, value, error), started)
+
+    async def _attempts(self, scope: RolloutScope[T]) -> T:
+        policy = self.run.state.policy
+        while True:
+            try:
+                return await self.function(scope)
+            except Exception as error:
+                if policy.is_fatal(error):
+                    raise
+                if not policy.retries(error, scope.attempt, policy.rollouts):
+                    raise
+            await anyio.sleep(policy.delay(scope.attempt, scope.sample))
+            scope.attempt += 1
+
+    def _end(self, scope: RolloutScope[T], result: RolloutResult[T], started: float) -> None:
+        now = self.run.state.now()
+        error = result.error
+        span = RolloutSpan(
+            scope.problem,
+            scope.sample,
+            result.status,
+            queued=self.queued,
+            started=started,
+            ended=now,
+            released=now,
+            attempts=scope.attempt + 1,
+            waited=scope.waited,
+            error="" if error is None else f"{type(error).__name__}: {error}",
+        )
+        self.results[result.sample] = result
+        self.last_nodes.extend(scope.frontier)
+        try:
+            self._judge(result)
+        finally:
+            if self.admit == "together":
+                self._ended.append((scope, span))
+                self._leave_round(scope)
+            else:
+                self.run.admission.release(1)
+                self.run.state.close_rollout(span)
+            if len(self.results) == len(self.samples):
+                self.done.set()
+
+    def _judge(self, result: RolloutResult[T]) -> None:
+        """Fail the run, or settle the group, if this result is a reason to."""
+        error = result.error
+        state = self.run.state
+        has_given_up = state.has_given_up(result.status)
+        if error is not None and (has_given_up or state.policy.is_fatal(error)):
+            if has_given_up:
+                error.add_note(
+                    f"the run was given up after {state.failures_in_row} failed rollouts in a row"
+                )
+            self.run.fail(error)
+            return
+        if self.settle is None or self.why:
+            return
+        if result.status in ("done", "failed") and self.settle(result):
+            self.close("settled")
+
+    # admitted together: rounds, and places that are given back together
+
+    def close_round(self) -> bool:
+        """Close the round if no member is missing; those that wait in it continue."""
+        current = self.round
+        if not current.values or len(current.values) < len(self.samples) - len(self.results):
+            return False
+        current.values = dict(sorted(current.values.items()))
+        current.frontier = tuple(dict.fromkeys(current.nodes))
+        current.closed.set()
+        self.round = Round(current.frontier)
+        return True
+
+    def _leave_round(self, scope: RolloutScope[T]) -> None:
+        current = self.round
+        current.values.pop(scope.sample, None)
+        if scope.frontier is not current.opened_with:
+            # it did something in this round: the round waited for it
+            current.nodes.extend(scope.frontier)
+        self.close_round()
+
+    def release(self) -> None:
+        """Give back the places that were taken together.
+
+        Until now every finished rollout waited for its siblings.
+        """
+        if self.admit != "together" or not self._next:
+            return
+        released = self.run.state.now()
+        self.run.admission.release(len(self.samples))
+        after = tuple(dict.fromkeys(self.last_nodes))
+        for scope, span in self._ended:
+            if span.status in ("done", "failed"):
+                span.waited += released - span.ended
+                scope.emit_release(span.ended, released, after)
+            span.released = released
+            self.run.state.close_rollout(span)
+
+
+class ProblemScope(Caller):
+    """One open problem. Everything it started ends before its function returns."""
+
+    __slots__ = ("cancel_scope", "declared", "index", "is_opening", "order", "run", "why")
+
+    def __init__(self, run: Run, problem: str, index: int, order: int) -> None:
+        super().__init__(run.state, problem, -1, ())
+        self.index = index
+        self.order = order  # of opening, over all runs of the graph: older problems come first
+        self.why = ""
+        self.cancel_scope = anyio.CancelScope()
+        self.is_opening = True  # until it submits rollouts: counted as one itself
+        self._declared = self.declared = anyio.Event()
+        self.run = run
+
+    def cancel(self, why: str) -> None:
+        """End this problem: its function, its rollouts, their calls; nothing of any other."""
+        self.why = self.why or why
+        self.cancel_scope.cancel()
+
+    @contextmanager
+    def concluding(self, rollouts: int) -> Generator[None]:
+        """Count so many ended rollouts as waiting for something slower than engines, such as a
+        grader.
+
+        No problem is opened while more of them wait, over all problems, than a few for every place:
+        what cannot be concluded at the speed of the engines is not piled up.
+        """
+        admission = self.run.admission
+        admission.concluding += rollouts
+        try:
+            yield
+        finally:
+            admission.concluding -= rollouts
+            admission.dispatch()
+
+    async def rollouts(
+        self,
+        function: Callable[[RolloutScope[T]], Awaitable[T]],
+        samples: int | range,
+        *,
+        settle: Callable[[RolloutResult[T]], bool] | None = None,
+        timeout_seconds: float | None = None,
+        admit: Admit = "each",
+        priority: int = 0,
+    ) -> list[RolloutResult[T]]:
+        """Run `function` once per sample and return every result in the order of the samples.
+
+        They start when places are free, earlier problems first. `settle` sees each rollout that
+        ended by itself, as it ends; once it returns true the others are cancelled ("settled").
+        `timeout_seconds` counts from now. Admitted "together" they start at once, may `meet` in
+        rounds, and keep their places until the last has ended.
+
+        :raises OptionError: no samples, or more together than there are places.
+        :raises Exception: what `settle` raised.
+        """
+        wanted = range(samples) if isinstance(samples, int) else samples
+        if not wanted:
+            raise OptionError("samples", f"{samples!r} asks for no rollout")
+        group = Group(
+            self.run, self.problem, self.frontier, function, wanted, admit=admit, settle=settle
+        )
+        try:
+            await self._gather(group, timeout_seconds, priority)
+        finally:
+            group.release()
+        self.frontier = tuple(dict.fromkeys(group.last_nodes)) or self.frontier
+        return group.gathered()
+
+    async def _gather(self, group: Group[T], timeout_seconds: float | None, priority: int) -> None:
+        run = self.run
+        async with task_group() as tasks:
+            group.tasks = tasks
+            if timeout_seconds is not None:
+                tasks.cancel_scope.deadline = anyio.current_time() + timeout_seconds
+            run.groups[group] = None
+            try:
+                if not group.why:
+                    self._declare()
+                    run.admission.submit(group, priority, self.order)
+                    await group.done.wait()
+            finally:
+                del run.groups[group]
+                if group.is_cut_short():
+                    # the cause is known only here: `close` was not called, or it has its reason
+                    is_late = anyio.current_time() >= tasks.cancel_scope.deadline
+                    group.close("deadline" if is_late else "cancelled")
+
+    def end(self, status: ProblemStatus, started: float, error: Exception | None) -> None:
+        """Report the end of the problem; the next one may be opened."""
+        admission = self.run.admission
+        state = self.run.state
+        self._declare()
+        admission.open -= 1
+        admission.dispatch()
+        state.problems_done += 1
+        words = "" if error is None else f"{type(error).__name__}: {error}"
+        state.emit(ProblemSpan(self.problem, self.index, status, started, state.now(), words))
+
+    def _declare(self) -> None:
+        if self.is_opening:
+            self.is_opening = False
+            self.run.admission.opening -= 1
+        self.declared.set()

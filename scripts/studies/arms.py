@@ -25,8 +25,7 @@ from atts.models import info
 from atts.models import path as model_path
 from atts.pipelines import Gate, RoundGate
 from atts.run import Plan, RunOptions, evaluate
-from scripts.studies.harness import Spread, say, tree_seconds
-from scripts.studies.parts import Parts
+from scripts.studies.harness import Parts, Spread, say, tree_seconds
 
 RATE = Setup().rate
 CONTEXT = 128

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.studies.harness import Effort, Options, Spent, Table, emit, say
-from scripts.studies.machine import look
-from scripts.studies.parts import Parts
+import anyio
+
+from scripts.studies.harness import Effort, Options, Parts, Spent, Table, emit, look, say
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What a study is about, and about how many seconds `quick` and `all` give it: 0 where they
-    leave it out.
+    """A study's subject, its function, and about how many seconds it takes.
+
+    `quick` and `all` leave out a study with 0 seconds at their effort.
     """
 
     what: str
+    function: str  # MODULE:NAME below scripts.studies; it may be a coroutine function
     quick: int = 0
     default: int = 0
     # `all` runs its quick grids: the default ones take longest, and decide no more
@@ -29,70 +32,140 @@ class Study:
 
 
 STUDIES = {
-    "graph": Study("overhead and scaling of the task graph", 30, 200),
-    "calibration": Study("rate control and drift alarms on recorded scores", 30, 320),
+    "graph": Study("overhead and scaling of the task graph", "graph:study", 30, 200),
+    "calibration": Study(
+        "rate control and drift alarms on recorded scores", "calibration:study_calibration", 30, 320
+    ),
     "statistics": Study(
-        "what intervals cover, and where runs of few problems land on their rate", 0, 60
+        "what intervals cover, and where runs of few problems land on their rate",
+        "statistics:study_statistics",
+        0,
+        60,
     ),
     "small": Study(
-        "runs of few problems, live: rate, worst chunks, accuracy", 0, 90, smallest=True
+        "runs of few problems, live: rate, worst chunks, accuracy",
+        "statistics:study_small_runs",
+        0,
+        90,
+        smallest=True,
     ),
-    "grading": Study("answer checkers beside each other", 0, 100),
-    "local": Study("the local engine beside transformers", 0, 300),
+    "grading": Study("answer checkers beside each other", "grading:study", 0, 100),
+    "local": Study("the local engine beside transformers", "local:study", 0, 300),
     "local-scores": Study(
-        "scores in bfloat16 beside float32: time, and what a gate decides", 0, 15, smallest=True
+        "scores in bfloat16 beside float32: time, and what a gate decides",
+        "local:study_scores",
+        0,
+        15,
+        smallest=True,
     ),
     "speculation": Study(
-        "proposed tokens: every length, the controller, weaker drafts, assisted generation", 20, 300
+        "proposed tokens: every length, the controller, weaker drafts, assisted generation",
+        "speculation:study",
+        20,
+        300,
     ),
-    "overlap": Study("draft and target at the same time, live", 0, 120),
+    "overlap": Study("draft and target at the same time, live", "overlap:study", 0, 120),
     "overlap-virtual": Study(
-        "the same on virtual devices, at published costs and on recorded acceptances", 0, 60
+        "the same on virtual devices, at published costs and on recorded acceptances",
+        "overlap:study_virtual",
+        0,
+        60,
     ),
-    "blocks": Study("a zoo's one loop beside an engine for each of four tenants"),
+    "blocks": Study("a zoo's one loop beside an engine for each of four tenants", "blocks:study"),
     "blocks-simulated": Study(
-        "blocks on 12 to 64 virtual GPUs beside a whole model for each tenant", 0, 160
+        "blocks on 12 to 64 virtual GPUs beside a whole model for each tenant",
+        "blocks_simulated:study",
+        0,
+        160,
     ),
-    "blocks-memory": Study("what the processes of a family take, in one zoo and apart", 0, 60),
-    "models": Study("the embedded pair: accuracy, voting, recovery, cost", 30, 150),
-    "pipelines": Study("accuracy, tokens and time of every policy, in the parts that follow"),
-    "pipelines-claim": Study("of these the claim alone: the policy beside the target", 20, 80),
-    "pipelines-rates": Study("how the rate is kept, live, by three gates", 0, 75),
-    "pipelines-methods": Study("every baseline", 0, 170),
-    "pipelines-axes": Study("votes against samples, turns and tokens", 0, 40, smallest=True),
-    "pipelines-time": Study("latency and throughput beside the target alone", 0, 60),
+    "blocks-memory": Study(
+        "what the processes of a family take, in one zoo and apart", "blocks:memory", 0, 60
+    ),
+    "models": Study("the embedded pair: accuracy, voting, recovery, cost", "models:study", 30, 150),
+    "pipelines": Study(
+        "accuracy, tokens and time of every policy, in the parts that follow", "pipelines:study"
+    ),
+    "pipelines-claim": Study(
+        "of these the claim alone: the policy beside the target", "pipelines:claim", 20, 80
+    ),
+    "pipelines-rates": Study(
+        "how the rate is kept, live, by three gates", "pipelines:rates", 0, 75
+    ),
+    "pipelines-methods": Study("every baseline", "pipelines:every_method", 0, 170),
+    "pipelines-axes": Study(
+        "votes against samples, turns and tokens", "pipelines:axes", 0, 40, smallest=True
+    ),
+    "pipelines-time": Study(
+        "latency and throughput beside the target alone", "pipelines:timed", 0, 60
+    ),
     "pipelines-exact": Study(
-        "method exact beside the target alone, transcript by transcript", 0, 90
+        "method exact beside the target alone, transcript by transcript",
+        "pipelines:same_transcripts",
+        0,
+        90,
     ),
-    "pipelines-ordinal": Study("the gate of ordered levels", 0, 40, smallest=True),
-    "pipelines-certified": Study("a certificate, earned and kept", 0, 30, smallest=True),
+    "pipelines-ordinal": Study(
+        "the gate of ordered levels", "pipelines:ordinal", 0, 40, smallest=True
+    ),
+    "pipelines-certified": Study(
+        "a certificate, earned and kept", "pipelines:certified", 0, 30, smallest=True
+    ),
     "speed": Study(
         "where it pays on real clocks, by the target's cost and the number of rollouts",
+        "speed:study",
         0,
         120,
         smallest=True,
     ),
-    "paced": Study("methods over HTTP on servers that keep a GPU's times", 0, 60, smallest=True),
-    "remote": Study("requests a second to servers, beside a bare aiohttp loop", 0, 90),
-    "against": Study("the published implementation and other methods, same work", 40, 120),
-    "frontier": Study(
-        "accuracy against arithmetic, live, for methods, rates and numbers of samples", 0, 110
+    "paced": Study(
+        "methods over HTTP on servers that keep a GPU's times",
+        "servers:study_paced",
+        0,
+        60,
+        smallest=True,
     ),
-    "ablations": Study("one choice at a time: which defaults win", 0, 190, smallest=True),
+    "remote": Study(
+        "requests a second to servers, beside a bare aiohttp loop", "servers:study_remote", 0, 90
+    ),
+    "against": Study(
+        "the published implementation and other methods, same work",
+        "methods:study_against",
+        40,
+        120,
+    ),
+    "frontier": Study(
+        "accuracy against arithmetic, live, for methods, rates and numbers of samples",
+        "methods:study_frontier",
+        0,
+        110,
+    ),
+    "ablations": Study(
+        "one choice at a time: which defaults win", "methods:study_ablations", 0, 190, smallest=True
+    ),
     "scale": Study(
-        "virtual time: engines with fitted costs, up to 256 samples and 64 replicas", 60, 200
+        "virtual time: engines with fitted costs, up to 256 samples and 64 replicas",
+        "scale:study",
+        60,
+        200,
     ),
     "gpu": Study(
         "a GPU: what it computes, how fast, where a draft pays; alone, as docs/benchmarks/gpu.md "
-        "says"
+        "says",
+        "gpu:study",
     ),
     "soak": Study(
         "solving without end under faults, cancels and drift: nothing may grow",
+        "reliability:study_soak",
         0,
         120,
         smallest=True,
     ),
-    "crash": Study("runs killed again and again, two hundred times with --full", 0, 60),
+    "crash": Study(
+        "runs killed again and again, two hundred times with --full",
+        "reliability:study_crash",
+        0,
+        60,
+    ),
 }
 
 
@@ -136,10 +209,14 @@ def run(name: str, options: Options) -> None:
     say(f"study {name} ({options.effort}): {STUDIES[name].what}")
     machine = look()
     say("\n".join(f"  {line}" for line in machine.words()))
-    (study, _, part) = name.partition("-")
+    module, _, attribute = STUDIES[name].function.partition(":")
+    function = getattr(importlib.import_module(f"scripts.studies.{module}"), attribute)
     began = Spent()
-    module = importlib.import_module(f"scripts.studies.{study}")
-    tables: list[Table] = module.part(part, options) if part else module.study(options)
+    tables: list[Table]
+    if inspect.iscoroutinefunction(function):
+        tables = anyio.run(function, options)
+    else:
+        tables = function(options)
     emit(name, tables, options, machine, began.seconds())
     say(f"study {name}: {began}")
 

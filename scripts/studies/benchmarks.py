@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.studies.charts import draw
-from scripts.studies.harness import EFFORTS, Row, Table
-from scripts.studies.machine import pair_mark
+from scripts.studies.harness import EFFORTS, Row, Table, pair_mark
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "benchmarks"

@@ -40,7 +40,6 @@ from atts.local.messages import AddChain, LoopReport, SampleReply, Submit, Worke
 from atts.local.native_model import NativeModel
 from atts.models import path
 from atts.sampling import Seed
-from scripts.studies import blocks_simulated
 from scripts.studies.harness import Options, Row, Table, children, say
 
 TENANTS = ("base", "adapter-1", "adapter-2", "tuned")
@@ -279,11 +278,6 @@ def study(options: Options) -> list[Table]:
             f"The zoos take {'; '.join(disk_words)}.",
         ),
     ]
-
-
-def part(name: str, options: Options) -> list[Table]:
-    """The study on virtual GPUs, or that of memory."""
-    return {"simulated": blocks_simulated.study, "memory": memory}[name](options)
 
 
 def _at_once(one: Arm, four: Arm, rounds: int) -> tuple[list[Row], float]:

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, get_args
 
 from atts.placement import Demand, Instance, dispatched, placed
 from scripts.studies.harness import Options, Row, Table, say
-from scripts.studies.scale_costs import DRAFT_8B as COST
+from scripts.studies.modelled import DRAFT_8B as COST
 
 TENANTS = 20
 BASES = 3

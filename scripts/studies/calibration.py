@@ -20,8 +20,7 @@ from atts.calibration.exact_rate import exact_rate
 from atts.calibration.metrics import Floats, rate_metrics, sorted_decisions
 from atts.calibration.stored import read_scores
 from atts.calibration.two_sample import QuestionSample, features
-from scripts.studies.harness import Options, Row, Table, say
-from scripts.studies.machine import shared_data
+from scripts.studies.harness import Options, Row, Table, say, shared_data
 from tests.calibration.live_scores import noticed_after
 
 Records = list[dict[str, Any]]
@@ -30,7 +29,7 @@ ARRAY = "ec846181"
 """The array that the recorded run was calibrated with."""
 
 
-def study(options: Options) -> list[Table]:
+def study_calibration(options: Options) -> list[Table]:
     """Rates by mode, alarms, and what arrays are told apart; nothing where the traces are absent."""
     folder = traces()
     if folder is None:

@@ -29,8 +29,7 @@ from scripts.studies.gpu_lab import TINY, Lab, OutOfTime, Sizes
 from scripts.studies.gpu_loops import RandomModel, TheirModel, decoding, scoring
 from scripts.studies.gpu_pairs import pair_cells, speculation_cells
 from scripts.studies.gpu_tables import tables
-from scripts.studies.machine import look
-from scripts.studies.parts import Parts
+from scripts.studies.harness import Parts, look
 
 Job = Callable[[Lab], None]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from scripts.studies.parts import Parts
+from scripts.studies.harness import Parts
 
 _COPIED = 1 << 32
 _MATRIX = 8192  # bytes and rows: larger than a device's caches

@@ -1,6 +1,4 @@
-"""Answer checkers beside each other on the same pairs: right verdicts, time, hostile answers,
-grouping.
-"""
+"""Compare answer checkers on the same pairs of answers, and write the page of disputed pairs."""
 
 from __future__ import annotations
 
@@ -19,12 +17,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
-from atts.evaluators import equivalent, group
-from scripts.studies.harness import Options, Row, Table, say
-from scripts.studies.machine import rows_of
+from atts.core import AnswerKind
+from atts.evaluators import equivalent, extract, group, reference
+from scripts.studies.harness import Options, Row, Table, rows_of, say
 from tests.evaluators.mutants import BUILT_IN, mutants
 
 _PATIENCE = 10.0  # seconds for one pair; a timer of processor time would make its clock coarse
@@ -255,3 +254,69 @@ def _peak_megabytes() -> float | None:
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
     return int(found[1]) / 1024 if found else None
+
+
+TARGET = Path(__file__).resolve().parents[2] / "docs" / "grading_policies.md"
+_MARK = "a test compares it where the pairs are at hand.\n"
+"""What comes before this in the page, and the mark, is written by hand."""
+
+
+def document() -> str | None:
+    """The document, None where the pairs are not at hand."""
+    rows = [row for row in rows_of("equivalence/cases.jsonl") if row["tag"] != "core"]
+    if not rows:
+        return None
+    rows.sort(key=lambda row: (row["tag"], row["id"]))
+    parts = ["".join(TARGET.read_text(encoding="utf-8").partition(_MARK)[:2])]
+    for tag, tagged in groupby(rows, key=lambda row: str(row["tag"])):
+        found = [_row(row) for row in tagged]
+        agreed = sum(row[-1] for row in found)
+        parts.append(
+            f"## {tag.removeprefix('policy:')}\n\n{agreed} of {len(found)} as the reader.\n"
+        )
+        parts.append("| | reference | answer | reader | ours | rule |\n|---|---|---|---|---|---|")
+        parts += ["| " + " | ".join(row[:-1]) + " |" for row in found]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _row(row: dict[str, Any]) -> tuple[Any, ...]:
+    gold = row["gold"]
+    answer = row["pred"]
+    kind: AnswerKind = "choice" if "choice" in row["tag"] else "math"
+    if row["kind"] == "text" and kind == "choice":
+        gold = extract(gold, kind) or gold
+        answer = extract(answer, kind) or answer
+    elif row["kind"] == "text":
+        gold = reference(gold)
+        answer = extract(answer) or ""
+    verdict = equivalent(gold, answer, kind)
+    reader = "equal" if row["expected"] else "different"
+    mark = "" if verdict.is_equal == row["expected"] else "≠"
+    shown = [_cell(row["gold"]), _cell(row["pred"])]
+    return (
+        row["id"].removeprefix("eq") + mark,
+        *shown,
+        reader,
+        verdict.status,
+        verdict.rule,
+        not mark,
+    )
+
+
+def _cell(text: str) -> str:
+    plain = "".join(char if char.isprintable() else "␤" for char in " ".join(text.split()))
+    plain = plain if len(plain) <= 90 else plain[:44] + " … " + plain[-40:]
+    return "`" + plain.replace("`", "'").replace("|", "∣") + "`"
+
+
+def main() -> None:
+    """Write the document, or say what is missing."""
+    text = document()
+    if text is None:
+        raise SystemExit("no shared data: set ATTS_SHARED_DATA to its folder")
+    TARGET.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -30,6 +30,7 @@ from scripts.studies.harness import (
     Spread,
     Table,
     interleaved,
+    look,
     ratio,
     say,
     wall_seconds,
@@ -45,7 +46,6 @@ from scripts.studies.local_subjects import (
     texts,
     unending,
 )
-from scripts.studies.machine import look
 
 RATES = (0.1, 0.2, 0.4)
 _ROUND = 100  # problems whose chunks are scored at once
@@ -74,11 +74,8 @@ def study(options: Options) -> list[Table]:
         ]
 
 
-def part(name: str, options: Options) -> list[Table]:
-    """The study of rounded scores: chunks of the embedded draft, scored by the target in both ways,
-    in turn.
-    """
-    assert name == "scores", "there is one part"
+def study_scores(options: Options) -> list[Table]:
+    """Compare scores in bfloat16 with scores in float32, on the same chunks of the embedded draft."""
     torch.set_num_threads(1)
     questions = [
         problem.text

@@ -15,6 +15,7 @@ import torch
 from atts.core import ScoreRequest
 from atts.local import LocalEngine
 from scripts.studies.harness import (
+    Machine,
     Row,
     Spent,
     Spread,
@@ -34,7 +35,6 @@ from scripts.studies.local_subjects import (
     send_all,
     unending,
 )
-from scripts.studies.machine import Machine
 
 CHUNK = 32
 PREFIX = 128

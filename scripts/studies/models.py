@@ -1,31 +1,131 @@
-"""The embedded pair measured: accuracy by level, voting, recovery, scores as evidence, early exits,
-cost.
-"""
+"""Measure the embedded pair: accuracy by level, voting, recovery from errors, and scores as evidence."""
 
 from __future__ import annotations
 
+import argparse
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from random import Random
 
+import anyio
 import torch
 
-from atts.evaluators import Estimate, Samples, score
-from atts.evaluators.datasets.arithmetic import Exercise, exercises
+from atts.api import Setup, calibrate
+from atts.calibration import StoredScores, write_state
+from atts.concurrency import collect
+from atts.core import SampleRequest, Sampling
+from atts.evaluators import Estimate, Samples, mean_estimate, score
+from atts.evaluators.datasets.arithmetic import Exercise, exercises, problems
+from atts.local import LocalEngine, LocalOptions
 from atts.models import EMBEDDED, Embedded, info, path
+from atts.sampling import Seed
 from scripts.studies.harness import Cell, Options, Row, Table, say
-from scripts.studies.train_data import ALARM, Encoder, prompt
-from scripts.studies.train_eval import (
-    answer,
-    chunked,
-    drafted_starts,
-    first_wrong,
-    generate,
-    planted_starts,
-    rate,
-    recovery,
-)
+from scripts.studies.train_data import ALARM, Encoder, prompt, wrong_chunk
 from scripts.studies.train_model import Llama, load
+
+BOX = re.compile(r"\\boxed\{(-?\d+)\}")
+EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (?:\d+ [-+] \d+ = )?(\d+)")
+
+
+def generate(
+    folder: Path, prompts: Sequence[str], *, temperature: float, seed: int, max_tokens: int = 400
+) -> list[str]:
+    """What a saved model goes on with after each rendered prompt, until its end or `max_tokens`."""
+    encoder = Encoder.open(folder)
+    law = Sampling(temperature)
+    requests = [
+        SampleRequest(tuple(ids), max_tokens, law, Seed(seed, sample=n))
+        for n, ids in enumerate(encoder.ids(prompts))
+    ]
+
+    async def write() -> list[str]:
+        async with LocalEngine(folder, options=LocalOptions(worker="thread", threads=1)) as engine:
+            return [
+                encoder.text(one.ids)
+                for one in await collect([partial(engine.sample, ask) for ask in requests])
+            ]
+
+    return anyio.run(write)
+
+
+def answer(text: str) -> int | None:
+    """The last boxed integer."""
+    found = BOX.findall(text)
+    return int(found[-1]) if found else None
+
+
+def rate(marks: Sequence[Sequence[bool]]) -> Estimate:
+    """The share of right samples, with an interval over problems."""
+    return mean_estimate([sum(row) / len(row) for row in marks], sum(map(len, marks)))
+
+
+def chunked(text: str) -> list[str]:
+    """A solution cut after every blank line, nothing lost."""
+    parts = text.split("\n\n")
+    return [part + "\n\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
+
+
+def first_wrong(exercise: Exercise, text: str) -> int | None:
+    """The first chunk whose computation or answer differs from the reference's; None when all
+    agree.
+
+    Wording is free; an order of steps other than the reference's counts as wrong.
+    """
+    chunks = chunked(text)
+    for place, chunk in enumerate(chunks):
+        if place < len(exercise.steps):
+            wanted = exercise.steps[place].operation
+            found = EQUATION.search(chunk)
+            told = (str(wanted.left), wanted.operator, str(wanted.right), str(wanted.value))
+            if found is None or found.groups() != told or BOX.search(chunk):
+                return place
+        elif place > len(exercise.steps) or answer(chunk) != exercise.answer:
+            return place
+    return None
+
+
+def recovery(
+    folder: Path, starts: Sequence[tuple[Exercise, str]], *, temperature: float, seed: int
+) -> Estimate:
+    """How often the model still reaches the right answer after a solution that starts with a wrong
+    chunk.
+    """
+    prompts = [prompt(item.text) + begun for item, begun in starts]
+    texts = generate(folder, prompts, temperature=temperature, seed=seed)
+    pairs = zip(texts, starts, strict=True)
+    return rate(
+        [
+            [answer(begun + text) == item.answer and answer(text) is not None]
+            for text, (item, begun) in pairs
+        ]
+    )
+
+
+def planted_starts(tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise, str]]:
+    """Each exercise right up to a random step and wrong in it, as in training."""
+    random = Random(seed)
+    starts: list[tuple[Exercise, str]] = []
+    for item in tests:
+        place = random.randrange(len(item.steps))
+        starts.append((item, "".join(item.chunks[:place]) + wrong_chunk(random, item, place)))
+    return starts
+
+
+def drafted_starts(draft: Path, tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise, str]]:
+    """The draft's own solutions up to and with its first wrong chunk, where it makes one."""
+    texts = generate(draft, [prompt(item.text) for item in tests], temperature=0.7, seed=seed)
+    starts: list[tuple[Exercise, str]] = []
+    for item, text in zip(tests, texts, strict=True):
+        place = first_wrong(item, text)
+        if place is not None:
+            starts.append((item, "".join(chunked(text)[: place + 1])))
+    return starts
+
 
 TEMPERATURE = 0.7
 
@@ -223,3 +323,41 @@ def _cost() -> Table:
 
 def _cells(found: Estimate) -> tuple[Cell, ...]:
     return round(found.value, 4), round(found.low, 4), round(found.high, 4), found.n_problems
+
+
+PROBLEMS = 200
+SEED = 77
+"""Of the split that neither training nor the benchmark draws from."""
+_LASTING = ("model", "tokenizer", "weights")
+
+
+def main() -> None:
+    """Make them, and write the file that the package ships."""
+    parser = argparse.ArgumentParser(prog="embedded_scores", description=__doc__)
+    parser.add_argument("--problems", type=int, default=PROBLEMS)
+    parser.add_argument("--out", type=Path, default=Path(str(files("atts.models"))) / "scores.json")
+    asked = parser.parse_args()
+    setup = Setup(seed=SEED, policy=replace(Setup().policy, samples=1))
+    found = anyio.run(calibrate, problems("calibration", asked.problems, SEED), setup)
+    write_state(asked.out, compact(found).state())
+    print(f"{asked.out}: {len(found)} scores of {len(set(found.questions))} problems")
+
+
+def compact(found: StoredScores) -> StoredScores:
+    """With short names, five digits, and only such conditions as the package itself settles."""
+    names = {name: f"{number}" for number, name in enumerate(dict.fromkeys(found.questions))}
+    conditions = {
+        name: value
+        for name, value in found.fingerprint.items()
+        if name.partition(".")[0] not in ("draft", "target") or name.partition(".")[2] in _LASTING
+    }
+    return replace(
+        found,
+        scores=tuple(float(f"{score:.5g}") for score in found.scores),
+        questions=tuple(names[name] for name in found.questions),
+        fingerprint=conditions,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -79,9 +79,8 @@ def study(options: Options) -> list[Table]:
     return [*live(options), groups(options)]
 
 
-def part(name: str, options: Options) -> list[Table]:
-    """Those in virtual time, which no machine's load changes."""
-    assert name == "virtual", "there is one part"
+def study_virtual(options: Options) -> list[Table]:
+    """Return the tables in virtual time, which no machine's load changes."""
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out.parent / "acceleration.svg").write_text(drawn(schemes()))

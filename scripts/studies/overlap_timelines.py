@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from scripts.studies.charts import page
-from scripts.studies.virtual_devices import (
+from scripts.studies.overlap_virtual import (
     AcceptanceTrace,
     Costs,
     Timeline,

@@ -1,12 +1,15 @@
-"""Overlapped schemes on virtual devices: closed forms, published settings, recorded acceptances."""
+"""Run overlapped speculative schemes on virtual devices, beside their closed forms and published settings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from math import ceil
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,19 +21,324 @@ from atts.local.exits import ExitAdapter
 from atts.local.logit_sampling import batch_sampling, inverse_cdf, probabilities
 from atts.models import path
 from atts.sampling import Seed, uniforms
-from scripts.studies import closed_forms as theory
+from atts.speculation.outcomes import OutcomeCache
+from atts.speculation.verifying import standing
 from scripts.studies.harness import Options, Row, Table, interval, say
 from scripts.studies.local_subjects import written
-from scripts.studies.train_heads import Reader, Text
-from scripts.studies.virtual_devices import (
-    AcceptanceTrace,
-    Costs,
-    Timeline,
-    ahead,
-    fuzzy_devices,
-    mirror,
-    serial,
-)
+from scripts.studies.train_proposers import Reader, Text
+
+
+def expected_tokens(accepted: float, proposed: int) -> float:
+    """Of one step: those that stand, and the one after them.
+
+    >>> expected_tokens(0.5, 2)
+    1.75
+    """
+    return proposed + 1.0 if accepted == 1 else (1 - accepted ** (proposed + 1)) / (1 - accepted)
+
+
+def serial_speedup(accepted: float, proposed: int, ratio: float) -> float:
+    """Draft, then verify."""
+    return expected_tokens(accepted, proposed) / (1 + proposed / ratio)
+
+
+def best_serial(accepted: float, ratio: float, most: int = 64) -> tuple[float, int]:
+    """The best fixed length of serial speculation: speed-up and tokens proposed."""
+    return max(
+        (serial_speedup(accepted, proposed, ratio), proposed) for proposed in range(most + 1)
+    )
+
+
+def hit_rate(accepted: float, ranked: float, proposed: int) -> float:
+    """That the outcome of a step was guessed, where each place has its own next token and some more
+    for a difference.
+
+    `ranked` is the probability that the target's token is among those more: 0 is PEARL's one guess.
+    """
+    return ranked * expected_tokens(accepted, proposed) + accepted ** (proposed + 1)
+
+
+def overlapped_tokens(accepted: float, ranked: float, proposed: int) -> float:
+    """Tokens a step when drafting hides behind it: after a miss the target steps without a
+    proposal.
+
+    With `ranked` = 0 and windows of `proposed` + 1 tokens this is PEARL's (1-a^G) / ((1-a)
+    (1+a-a^G)).
+    """
+    alone = accepted + ranked
+    hit = hit_rate(accepted, ranked, proposed)
+    share = alone / (1 + alone - hit)  # of steps that have a proposal
+    return 1 - share + share * expected_tokens(accepted, proposed)
+
+
+def pearl_speedup(accepted: float, window: int, ratio: float) -> float:
+    """Pre- and post-verification, `window` draft steps a tick."""
+    return overlapped_tokens(accepted, 0.0, window - 1) / max(1.0, window / ratio)
+
+
+def mirror_seconds(depth: float, rendezvous: float, drafting: float) -> float:
+    """Mirror's equation (10): up to the early exit, a message, the rest beside the drafter, a
+    message.
+    """
+    return depth + rendezvous + max(1 - depth, drafting) + rendezvous
+
+
+def grouped_drafting(layers: int, group: int, attention: float, mlp: float) -> float:
+    """EasySpec's time of a draft step: first and last layer exact, the attentions of each group
+    between at once.
+    """
+    return (min(2, layers) + ceil(max(0, layers - 2) / group)) * attention + layers * mlp
+
+
+_WIDTH = 1 << 16  # ranks told apart at one place
+
+
+class Work(NamedTuple):
+    """A piece of work on a device, as it is drawn on a timeline."""
+
+    device: str
+    begin: float
+    end: float
+    what: str
+
+
+@dataclass(slots=True)
+class Device:
+    """Does one piece of work at a time, in the order asked."""
+
+    name: str
+    free_at: float = 0.0
+    work: list[Work] = field(default_factory=list[Work])
+
+    def run(self, ready: float, seconds: float, what: str) -> float:
+        """When a piece of work that may begin at `ready` is done."""
+        begin = max(ready, self.free_at)
+        self.free_at = begin + seconds
+        self.work.append(Work(self.name, begin, self.free_at, what))
+        return self.free_at
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceTrace:
+    """Along a text of the target: the rank that the draft gives its token, and the rank that its
+    early exit gives it.
+
+    Rank 0 is the token the draft draws itself, which then stands. As a proposed token is tested
+    only where all before it are the target's, ranks along the target's own text say all there is to
+    know.
+    """
+
+    ranks: Sequence[int]
+    exit_ranks: Sequence[int] = ()
+
+    @classmethod
+    def drawn(
+        cls, law: Sequence[float], places: int, seed: int, exit_law: Sequence[float] = ()
+    ) -> AcceptanceTrace:
+        """Ranks in random order: a share `law[r]` of them is r, what is missing to 1 lies beyond
+        all that are asked.
+        """
+        random = np.random.default_rng(seed)
+        ranks = list[list[int]]()
+        for each in filter(None, (law, exit_law)):
+            even = (
+                random.permutation(places) + 0.5
+            ) / places  # exact shares: less noise than independent draws
+            found: list[int] = np.searchsorted(np.cumsum(each), even, side="right").tolist()
+            ranks.append([rank if rank < len(each) else _WIDTH for rank in found])
+        return cls(*ranks)
+
+    def drafted(self, place: int, count: int) -> list[int]:
+        """What the draft writes from a right prefix, where the target's token at each place is the
+        place's number.
+        """
+        return [at if self.ranks[at] == 0 else _other(at, 0) for at in range(place, place + count)]
+
+    def candidates(self, place: int, first: int, stop: int, *, at_exit: bool = False) -> list[int]:
+        """The tokens of these ranks at a place whose prefix is right."""
+        ranks = self.exit_ranks if at_exit else self.ranks
+        return [
+            place if ranks[place] == rank else _other(place, rank) for rank in range(first, stop)
+        ]
+
+
+def _other(place: int, rank: int) -> int:
+    """A token that is not the target's."""
+    return ~(place * _WIDTH + rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds of a target step by its rows, of a draft step by its branches, and of a message
+    between the two.
+    """
+
+    draft: Callable[[int], float]
+    target: Callable[[int], float] = lambda rows: 1.0  # however many it feeds
+    message: float = 0.0
+
+
+DraftDevices = tuple[list[Device], Callable[[float, int], float]]
+"""Devices, and when so many tokens are drafted that may be begun at a time."""
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What a scheme came to."""
+
+    devices: list[Device]
+    tokens: int = 0
+    written: list[int] = field(default_factory=list[int])  # tokens, by step of the target
+    hits: int = 0
+    guessed: int = 0  # steps before which outcomes were guessed
+    wasted: int = 0  # branches that were not needed
+    seconds: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Of the target."""
+        return len(self.written)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second: the speed-up, where plain decoding takes a second a token."""
+        return self.tokens / self.seconds
+
+
+def serial(
+    trace: AcceptanceTrace, costs: Costs, proposed: int, drafter: DraftDevices | None = None
+) -> Timeline:
+    """Draft, verify, draft: one side always waits. `drafter` stands in for a device with the costs
+    of the draft.
+    """
+    draft = Device("draft")
+    target = Device("target")
+    devices, run = drafter or (
+        [draft],
+        lambda ready, count: draft.run(ready, count * costs.draft(1), "draft"),
+    )
+    line = Timeline([*devices, target])
+    while line.tokens + proposed < len(trace.ranks):
+        ready = run(line.seconds, proposed) + costs.message
+        line.seconds = target.run(ready, costs.target(proposed + 1), "verify") + costs.message
+        _verified(line, trace.drafted(line.tokens, proposed))
+    return line
+
+
+def fuzzy_devices(layers: int, group: int, attention: float, mlp: float) -> DraftDevices:
+    """EasySpec's drafter on `group` devices: one exact pass, then steps whose grouped attentions
+    run at once.
+    """
+    devices = [Device(f"draft {number}") for number in range(group)]
+
+    def step(ready: float, size: int) -> float:
+        for first in [0, *range(1, layers - 1, size), layers - 1]:
+            count = 1 if first in (0, layers - 1) else min(size, layers - 1 - first)
+            ready = max(devices[at].run(ready, attention, "attention") for at in range(count))
+            for _ in range(count):
+                ready = devices[0].run(ready, mlp, "mlp")
+        return ready
+
+    def run(ready: float, count: int) -> float:
+        for number in range(count):
+            ready = step(ready, 1 if number == 0 else group)
+        return ready
+
+    return devices, run
+
+
+def ahead(
+    trace: AcceptanceTrace, costs: Costs, proposed: int, more: int = 0, *, waits: bool = False
+) -> Timeline:
+    """While the target verifies, the drafter continues guesses of what comes of it.
+
+    The guess that all stands and the draft's own token follows is one (with `more` = 0 this is
+    PEARL, whose windows have `proposed` + 1 tokens); `more` tokens of the draft's ranking at every
+    place are others. After a miss the target steps without a proposal, or with `waits` waits for a
+    new one.
+    """
+    draft = Device("draft")
+    target = Device("target")
+    line = Timeline([draft, target])
+    cache = OutcomeCache[int]()
+    proposal = list[int]()
+    while line.tokens + 2 * proposed + 2 < len(trace.ranks):
+        begin = line.seconds
+        place = line.tokens
+        count = len(proposal)
+        outcomes = [(count, trace.drafted(place + count, 1)[0])]
+        outcomes += [
+            (at, v) for at in range(count + 1) for v in trace.candidates(place + at, 1, more + 1)
+        ]
+        for accepted, token in outcomes:
+            cache.put(accepted, token, place + accepted + 1)
+        drafted = draft.run(begin, costs.draft(1), "draft")
+        drafted = draft.run(drafted, proposed * costs.draft(len(outcomes)), "branches")
+        checked = target.run(begin, costs.target(count + 1), "verify")
+        line.seconds = max(drafted, checked) + costs.message
+        proposal = _selected(line, trace, cache, (proposal, proposed))
+        if not proposal and waits:
+            line.seconds = (
+                draft.run(line.seconds, proposed * costs.draft(1), "draft") + costs.message
+            )
+            proposal = trace.drafted(line.tokens, proposed)
+    return line
+
+
+def mirror(
+    trace: AcceptanceTrace, costs: Costs, proposed: int, top: int, depth: float = 0.5
+) -> Timeline:
+    """The target's early exit at a share `depth` of its layers names outcomes; the drafter
+    continues all meanwhile.
+    """
+    draft = Device("draft")
+    target = Device("target")
+    line = Timeline([draft, target])
+    cache = OutcomeCache[int]()
+    proposal = trace.drafted(0, proposed)
+    line.seconds = draft.run(0.0, proposed * costs.draft(1), "draft") + costs.message
+    while line.tokens + 2 * proposed + 2 < len(trace.ranks):
+        place = line.tokens
+        whole = costs.target(proposed + 1)
+        told = target.run(line.seconds, depth * whole, "to the exit") + costs.message
+        for at in range(proposed + 1):
+            for token in trace.candidates(place + at, 0, top, at_exit=True):
+                if at == proposed or token != proposal[at]:
+                    cache.put(at, token, place + at + 1)
+        drafted = draft.run(told, proposed * costs.draft(len(cache)), "branches")
+        checked = target.run(told, (1 - depth) * whole, "to the end")
+        line.seconds = max(drafted, checked) + costs.message
+        proposal = _selected(line, trace, cache, (proposal, proposed))
+        if not proposal:
+            line.seconds = draft.run(line.seconds, proposed * costs.draft(1), "draft")
+            proposal = trace.drafted(line.tokens, proposed)
+    return line
+
+
+def _selected(
+    line: Timeline,
+    trace: AcceptanceTrace,
+    cache: OutcomeCache[int],
+    proposal: tuple[list[int], int],
+) -> list[int]:
+    """Verify a proposal; the next one, of the given length, where its outcome was guessed."""
+    tokens, length = proposal
+    stood = _verified(line, tokens)
+    chosen, others = cache.select(stood, line.tokens - 1)
+    line.guessed = line.guessed + 1
+    line.wasted = line.wasted + len(others)
+    if chosen is None:
+        return []
+    line.hits += 1
+    return trace.drafted(chosen, length)
+
+
+def _verified(line: Timeline, proposal: Sequence[int]) -> int:
+    stood = standing(proposal, range(line.tokens, line.tokens + len(proposal) + 1))
+    line.tokens += stood + 1
+    line.written.append(stood + 1)
+    return stood
+
 
 Speedup = Callable[[float], float]
 Run = Callable[[AcceptanceTrace], Timeline]
@@ -55,14 +363,14 @@ def closed_forms(options: Options) -> Table:
         )
         costs = Costs(partial(_even, ratio))
         ranked = (1 - accepted) / 2
-        best, proposed = theory.best_serial(accepted, ratio)
+        best, proposed = best_serial(accepted, ratio)
         found = (
             (f"serial, k={proposed}", serial(trace, costs, proposed), best),
-            ("PEARL", ahead(trace, costs, ratio - 1), theory.pearl_speedup(accepted, ratio, ratio)),
+            ("PEARL", ahead(trace, costs, ratio - 1), pearl_speedup(accepted, ratio, ratio)),
             (
                 "fan-out of 1",
                 ahead(trace, costs, ratio - 1, 1),
-                theory.overlapped_tokens(accepted, ranked, ratio - 1),
+                overlapped_tokens(accepted, ranked, ratio - 1),
             ),
         )
         rows += [
@@ -89,7 +397,7 @@ class Headline:
 
 def _pearl(costs: Costs, window: int, ratio: float) -> tuple[Speedup, Run, float]:
     return (
-        partial(theory.pearl_speedup, window=window, ratio=ratio),
+        partial(pearl_speedup, window=window, ratio=ratio),
         lambda trace: ahead(trace, costs, window - 1),
         ratio,
     )
@@ -99,8 +407,8 @@ def _mirror(hit: float) -> tuple[Speedup, Run, float]:
     """A window of 7 from an exit at half depth; drafting takes the other half."""
 
     def speedup(accepted: float) -> float:
-        seconds = theory.mirror_seconds(0.5, _MESSAGE, 0.5) + (1 - hit) * 7 / _MIRROR_RATIO
-        return theory.expected_tokens(accepted, 7) / seconds
+        seconds = mirror_seconds(0.5, _MESSAGE, 0.5) + (1 - hit) * 7 / _MIRROR_RATIO
+        return expected_tokens(accepted, 7) / seconds
 
     costs = Costs(partial(_even, _MIRROR_RATIO), message=_MESSAGE)
     return speedup, lambda trace: mirror(trace, costs, _WINDOW, _TOP), _MIRROR_RATIO
@@ -111,10 +419,10 @@ def _easy(ratio: float) -> tuple[Speedup, Run, float]:
     gives 1.62x.
     """
     attention, mlp = (share / ratio / 32 for share in (1.256 / 2.256, 1 / 2.256))
-    exact, grouped = (theory.grouped_drafting(32, group, attention, mlp) for group in (1, 4))
+    exact, grouped = (grouped_drafting(32, group, attention, mlp) for group in (1, 4))
 
     def speedup(accepted: float) -> float:
-        return theory.expected_tokens(accepted, 7) / (1 + exact + 6 * grouped)
+        return expected_tokens(accepted, 7) / (1 + exact + 6 * grouped)
 
     costs = Costs(partial(_even, ratio))
     return (
@@ -183,7 +491,7 @@ def published(options: Options) -> Table:
             law, options.pick(4000, 20_000, 100_000), options.seed, (0.6, *[0.05] * 7)
         )
         rate = each.run(trace).rate
-        alone = theory.best_serial(needs, each.ratio)[0]
+        alone = best_serial(needs, each.ratio)[0]
         verdict = f"follows from acceptance {needs:.2f}"
         rows.append(
             (

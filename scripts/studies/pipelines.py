@@ -1,21 +1,30 @@
-"""Every method from the same command on the embedded pair: accuracy, tokens and time, compared
-problem by problem.
-"""
+"""Compare every method with the target alone on the embedded pair: accuracy, tokens, time and transcripts."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+import time
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from itertools import accumulate, takewhile
 from statistics import fmean
+from typing import Any, Literal
 
-import anyio
+import torch
 
 from atts.api import Setup, calibrate
 from atts.calibration import Calibrator
-from atts.core import Outcome, Problem
+from atts.concurrency import collect
+from atts.core import Outcome, Problem, Rollout, ScoreRequest, Turn
+from atts.engine import Engine
+from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
+from atts.local.compiling import native_library
+from atts.local.logit_sampling import batch_sampling, inverse_cdf, probabilities
+from atts.local.model_config import read_model_config
 from atts.methods import (
     PRESETS,
     LabelledRun,
@@ -25,13 +34,17 @@ from atts.methods import (
     certify_runs,
     frozen_gate,
 )
+from atts.models import path
+from atts.models import path as model_path
 from atts.pipelines import Gate
+from atts.sampling import Seed, uniforms
 from scripts.studies.arms import (
     RATE,
     Arm,
     Grid,
     Ledger,
     Pair,
+    Schedule,
     Sum,
     arm,
     right,
@@ -40,10 +53,325 @@ from scripts.studies.arms import (
     scores_of,
     share,
 )
-from scripts.studies.harness import Cell, Chart, Options, Row, Table, interval, points, say
-from scripts.studies.machine import pair_name
-from scripts.studies.pipelines_exact import same_transcripts
-from scripts.studies.pipelines_time import timed
+from scripts.studies.harness import (
+    Cell,
+    Chart,
+    Options,
+    Parts,
+    Row,
+    Table,
+    interval,
+    pair_name,
+    points,
+    say,
+)
+
+EXACT_SAMPLES = 8
+BLOCK = 20
+NEAR = 1e-4
+"""How far a draw may lie from the border between two tokens for rounding to decide which of them it
+is.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """The first place at which two rollouts differ, and how far the draw there lies from the border
+    of both tokens.
+    """
+
+    problem: str
+    sample: int
+    place: int
+    margin: float  # of the uniform number; inf where the two tokens are not neighbours at all
+
+
+async def same_transcripts(options: Options) -> list[Table]:
+    """Both methods with the same seed on the same problems, each on engines of its own, so that no
+    cache is shared.
+    """
+    count = options.pick(4, 100, 500)
+    parts = Parts(
+        options.file(f"pipelines-exact-{options.effort}-{options.seed}-{pair_name()}.jsonl")
+    )
+    arms = [
+        arm(method, samples=EXACT_SAMPLES, early_stop="none", first_wave=0)
+        for method in ("exact", "target-only")
+    ]
+    problems = arithmetic("test", count)
+    async with Pair() as one, Pair() as other:
+        for start in range(0, count, BLOCK):
+            if str(start) not in parts:
+                say(f"pipelines-exact: problems from {start} of {count}")
+                block = problems[start : start + BLOCK]
+                exact = await _run(arms[0], block, one, options.seed)
+                alone = await _run(arms[1], block, other, options.seed)
+                parts.keep(str(start), _compared(exact, alone, options.seed))
+    return [_table(list(parts.values()))]
+
+
+async def _run(method: Arm, problems: Sequence[Problem], pair: Pair, seed: int) -> list[Outcome]:
+    plan = replace(method.setup, seed=seed).plan(pair.draft, pair.targets[1])
+    return list((await run_block(problems, plan))[0])
+
+
+def _compared(exact: Sequence[Outcome], alone: Sequence[Outcome], seed: int) -> dict[str, Any]:
+    """What a block came to, in numbers."""
+    pairs = [
+        pair
+        for a, b in zip(exact, alone, strict=True)
+        for pair in zip(a.rollouts, b.rollouts, strict=True)
+    ]
+    kinds = ("drawn_tokens", "target_tokens", "draft_tokens", "wasted_tokens")
+    return {
+        "problems": len(exact),
+        "rollouts": len(pairs),
+        "same_votes": sum(a.answer == b.answer for a, b in zip(exact, alone, strict=True)),
+        **{name: sum(getattr(one.usage, name) for one in exact) for name in kinds},
+        "flips": [
+            asdict(_flip(mine, theirs, seed))
+            for mine, theirs in pairs
+            if _written(mine) != _written(theirs)
+        ],
+    }
+
+
+def _written(line: Rollout) -> tuple[object, ...]:
+    """All that a rollout wrote, and how it ended."""
+    return line.ids("target"), line.finish, line.answer
+
+
+def _flip(mine: Rollout, theirs: Rollout, seed: int) -> Flip:
+    left = mine.ids("target")
+    right = theirs.ids("target")
+    place = sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False))
+    )
+    margin = _margin(theirs, place, {*left[place : place + 1], *right[place : place + 1]}, seed)
+    return Flip(mine.problem, mine.sample, place - len(mine.prompt.target_ids), margin)
+
+
+def _margin(line: Rollout, place: int, tokens: set[int], seed: int) -> float:
+    """How far the uniform of a place must be moved for the draw there to change between these
+    tokens.
+    """
+    ends = [
+        *accumulate((_length(turn) for turn in line.turns), initial=len(line.prompt.target_ids))
+    ]
+    # the end itself is drawn in the last turn
+    at = min(bisect_right(ends, place), len(line.turns)) - 1
+    draw = Seed(seed, line.problem, line.sample, line.turns[at].index, "target")
+    uniform = float(uniforms(draw, place - ends[at] + 1)[-1])
+    with torch.inference_mode():
+        logits = _reference()(torch.tensor([line.ids("target")[:place]])).logits[:, -1]
+    law = probabilities(
+        logits, batch_sampling([Setup().run_policy.sampling_of("target")], logits.shape[-1])
+    )
+    margin = float((law.cumsum(-1)[0] - uniform).abs().min())
+    moved = [uniform, max(0.0, uniform - 1.01 * margin), min(1.0, uniform + 1.01 * margin)]
+    drawn = inverse_cdf(law.expand(3, -1), torch.tensor(moved, dtype=torch.float64))
+    return margin if tokens <= set(drawn.tolist()) else math.inf
+
+
+def _length(turn: Turn) -> int:
+    return sum(len(chunk.target_ids) for chunk in turn.chunks)
+
+
+@cache
+def _reference() -> Any:
+    """The target in transformers, loaded when the first difference is met."""
+    from transformers import AutoModelForCausalLM
+
+    loader: Any = AutoModelForCausalLM
+    return loader.from_pretrained(model_path("target"), dtype=torch.float32).eval()
+
+
+def _table(blocks: Sequence[dict[str, Any]]) -> Table:
+    total = {name: sum(block[name] for block in blocks) for name in blocks[0] if name != "flips"}
+    flips = [Flip(**flip) for block in blocks for flip in block["flips"]]
+    by_problem = Counter(flip.problem for flip in flips)
+    counts = [*by_problem.values(), *[0] * (total["problems"] - len(by_problem))]
+    differing = share_estimate((count, EXACT_SAMPLES) for count in counts)
+    near = sum(flip.margin <= NEAR for flip in flips)
+    rows: list[Row] = [
+        ("problems x samples", f"{total['problems']} x {EXACT_SAMPLES}"),
+        (
+            "rollouts identical to the target's alone",
+            f"{total['rollouts'] - len(flips)} of {total['rollouts']}",
+        ),
+        ("rollouts that differ", interval(differing)),
+        (
+            f"of these, first at a draw within {NEAR:g} of the border of both tokens",
+            f"{near} of {len(flips)}",
+        ),
+        ("votes identical", f"{total['same_votes']} of {total['problems']}"),
+        ("tokens of the target", f"{total['target_tokens']:,}"),
+        ("of these drawn while it scored", f"{total['drawn_tokens']:,}"),
+        ("tokens of the draft", f"{total['draft_tokens']:,}"),
+        ("of these thrown away", f"{total['wasted_tokens']:,}"),
+    ]
+    rows += [
+        (f"flip: {one.problem}/{one.sample} at token {one.place}", f"{one.margin:.2g}")
+        for one in flips[:20]
+    ]
+    return Table.of(
+        "Method exact beside target-only: the same seed, engines of its own for each",
+        "what | number",
+        rows,
+        "A draw takes the token in whose share of the law a uniform number falls. Scoring reads a "
+        "chunk in one piece, "
+        "decoding token by token: log-probabilities differ by some 1e-5, and a number so near a "
+        "border may fall on its "
+        "other side. The law at a flip is computed by `transformers`; inf: both tokens are not "
+        "neighbours there.",
+        headline=f"method exact wrote {total['rollouts'] - len(flips):,} of {total['rollouts']:,} "
+        f"rollouts token for "
+        f"token as the target alone; the others part at a draw on a border ({near} of "
+        f"{len(flips)})",
+    )
+
+
+TIMED_SAMPLES = 8
+TIMED_ROUNDS = 5
+Rates = Mapping[Literal["draft", "scored", "target"], float]
+"""Seconds a token."""
+
+
+async def timed(options: Options) -> list[Table]:
+    """The target alone with either number of threads, the policy plain, drafting on, and skipping
+    scores.
+    """
+    count = options.pick(4, 20, 100)
+    seed = options.seed
+    return [
+        await _timed("latency: one problem at a time", "one by one", count, seed),
+        await _timed(
+            "throughput: all problems at once, 64 rollouts in flight", "together", count, seed
+        ),
+    ]
+
+
+async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
+    make = partial(arm, samples=TIMED_SAMPLES, schedule=schedule)
+    arms = [
+        make("target-only"),
+        make("target-only, 2 threads", "target-only", threads=2),
+        make("target-only, proposed to", "target-only", variant="proposed to"),
+        make("exact"),
+        make("atts"),
+        make("atts, proposed to", "atts", variant="proposed to"),
+        make("atts, drafting on", "atts", optimistic=True),
+        *([make("atts, scores in bfloat16", "atts", variant="rounding")] if _can_round() else []),
+        make("ordinal"),
+        make("draft-only", early_stop="none"),
+    ]
+    name, _, words = how.partition(": ")
+    ledger = Ledger()
+    scoring = Rescoring()
+    async with Pair((1, 2), {one.variant for one in arms if one.variant != "plain"}) as pair:
+        rescore = partial(scoring.rescore, schedule=schedule, target=pair.targets[1])
+        await run_grid(
+            arms,
+            Grid(count * TIMED_ROUNDS, (seed,), count * TIMED_ROUNDS, count),
+            ledger,
+            pair,
+            name,
+            rescore,
+        )
+    found = {one.name: ledger.of(one.name) for one in arms}
+    base = min(
+        (found[name] for name in ("target-only", "target-only, 2 threads")),
+        key=lambda one: one.seconds,
+    )
+    rates: Rates = {
+        "draft": found["draft-only"].seconds / max(1, found["draft-only"].total("draft")),
+        "scored": scoring.seconds / max(1, scoring.tokens),
+        "target": base.seconds / max(1, base.total("target")),
+    }
+    d, s, t = rates.values()
+    return Table.of(
+        f"Time, {how}, {count * TIMED_ROUNDS} problems x {TIMED_SAMPLES} samples, the same vote and early stop "
+        f"everywhere",
+        "method | right | seconds | speed-up | processor time | d | s | g | bound d + s + g | "
+        "measured part | "
+        "deviation | draft tokens | scored | target tokens | of these drawn while scoring",
+        [_time_row(name, one, base, (found["target-only"], rates)) for name, one in found.items()],
+        "Blocks interleaved in one run. Base: the faster target-only without proposals. Processor "
+        "time: that of this "
+        f"process and its engines, against target-only with one thread. {t * 1e6:.0f} us per "
+        f"target token, "
+        f"{s * 1e6:.0f} us per scored token ({s / t:.2f} of it), {d * 1e6:.0f} us per draft token "
+        f"({d / t:.2f}), "
+        "measured in this run on the work alone.",
+        headline=f"**{found['atts'].speed_up(base)}** times its speed, {words.split(',')[0]}",
+    )
+
+
+def _can_round() -> bool:
+    """Whether this processor has products of pairs of bfloat16 numbers."""
+    library = native_library("target", read_model_config(path("target"), "target"))[0]
+    return bool(library.atts_has_pairs())
+
+
+def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
+    alone, rates = plain
+    decoded = {
+        kind: one.total(kind) - (one.total("drawn") if kind == "target" else 0) for kind in rates
+    }
+    parts = [decoded[kind] * rate / base.seconds for kind, rate in rates.items()]
+    measured = one.seconds / base.seconds
+    bound = sum(parts)
+    spread = one.speed_up(base)
+    used = alone.speed_up(one, "processor")
+    assert spread, "they ran side by side"
+    assert used, "so did these"
+    return (
+        name,
+        interval(one.estimate(right)),
+        round(one.seconds, 2),
+        spread.fixed(),
+        used.fixed(),
+        *(round(part, 3) for part in (*parts, bound, measured)),
+        f"{measured / bound - 1:+.0%}" if bound else "-",
+        *(one.total(kind) for kind in rates),
+        one.total("drawn"),
+    )
+
+
+class Rescoring:
+    """What scoring alone costs: every chunk of the draft's texts, which the target has not seen,
+    chunk after chunk.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds = 0.0
+        self.tokens = 0
+        self._now = now
+
+    async def rescore(
+        self, name: str, outcomes: Sequence[Outcome], *, schedule: Schedule, target: Engine
+    ) -> None:
+        """Score the rollouts of the draft alone as the policy would, and nothing else."""
+        if name != "draft-only":
+            return
+        began = self._now()
+        for group in [[one] for one in outcomes] if schedule == "one by one" else [list(outcomes)]:
+            lines = [line for outcome in group for line in outcome.rollouts]
+            for wave in range(0, len(lines), 64):
+                await collect(
+                    [partial(self._score, line, target) for line in lines[wave : wave + 64]]
+                )
+        self.seconds += self._now() - began
+
+    async def _score(self, line: Rollout, target: Engine) -> None:
+        prefix = line.prompt.target_ids
+        for chunk in (chunk for turn in line.turns for chunk in turn.chunks if chunk.target_ids):
+            await target.score(
+                ScoreRequest(prefix, chunk.target_ids, f"{line.problem}/{line.sample}")
+            )
+            prefix += chunk.target_ids
+            self.tokens += len(chunk.target_ids)
+
 
 CLAIMED = {"target-only": RATE, "atts": 0.19}
 """The default policy, its rate such that what the target writes stays below a fifth: at 0.2 it is
@@ -60,17 +388,16 @@ by any number.
 """
 
 
-def study(options: Options) -> list[Table]:
-    """All parts, one after the other; with --full and an output folder each goes on where an
-    earlier try was killed.
+async def study(options: Options) -> list[Table]:
+    """Return the tables of all parts, one part after the other.
+
+    With --full and an output folder each part continues where an earlier run was killed.
     """
-    return [table for name in PARTS for table in part(name, options)]
-
-
-def part(name: str, options: Options) -> list[Table]:
-    """One part's tables."""
-    say(f"pipelines: {name}")
-    return anyio.run(PARTS[name], options)
+    tables = list[Table]()
+    for part in (claim, rates, every_method, axes, timed, same_transcripts, ordinal, certified):
+        say(f"pipelines: {part.__name__}")
+        tables += await part(options)
+    return tables
 
 
 def _ledger(options: Options, name: str) -> Ledger:
@@ -309,18 +636,6 @@ def _certified(name: str, outcomes: Sequence[Outcome], rate: float, *tested: Cel
         *tested,
         round(found.each("target"), 1),
     )
-
-
-PARTS: dict[str, Callable[[Options], Awaitable[list[Table]]]] = {
-    "claim": claim,
-    "rates": rates,
-    "methods": every_method,
-    "axes": axes,
-    "time": timed,
-    "exact": same_transcripts,
-    "ordinal": ordinal,
-    "certified": certified,
-}
 
 
 def methods(

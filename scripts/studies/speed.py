@@ -26,10 +26,8 @@ from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path as model_path
 from scripts.studies.arms import Schedule, Solved, run_block, scores_of
-from scripts.studies.harness import Options, Table, say, tree_seconds
-from scripts.studies.machine import pair_name
-from scripts.studies.parts import Parts
-from scripts.studies.pipelines_time import Rescoring
+from scripts.studies.harness import Options, Parts, Table, pair_name, say, tree_seconds
+from scripts.studies.pipelines import Rescoring
 from scripts.studies.speed_draft import agreement, weakened
 from scripts.studies.speed_map import ALONE, METHODS, Cell, Clock, Figures, Measured, tables
 

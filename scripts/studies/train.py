@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from atts.evaluators.datasets.arithmetic import exercises
-from scripts.studies import train_drafter, train_heads
+from scripts.studies.models import answer, chunked, first_wrong, generate
 from scripts.studies.train_data import (
     Batch,
     Cursor,
@@ -30,11 +30,13 @@ from scripts.studies.train_data import (
     build_tokenizer,
     prompt,
 )
-from scripts.studies.train_drafter import DrafterRecipe
-from scripts.studies.train_eval import answer, chunked, first_wrong, generate
-from scripts.studies.train_heads import HeadsRecipe
-from scripts.studies.train_model import Descent, Llama, ModelConfig, save
-from scripts.studies.train_workers import Workers
+from scripts.studies.train_model import Descent, Llama, ModelConfig, Workers, save
+from scripts.studies.train_proposers import (
+    DrafterRecipe,
+    HeadsRecipe,
+    train_deep_drafter,
+    train_exit_and_streams,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 _REPORT_EVERY = 20
@@ -313,9 +315,9 @@ def main() -> None:
         elif part == "heads":
             target = found.target or models / "target"
             drafter = found.drafter or models / "draft"
-            train_heads.main(HeadsRecipe(target, drafter, found.prompts))
+            train_exit_and_streams(HeadsRecipe(target, drafter, found.prompts))
         elif part == "deep":
-            train_drafter.main(DrafterRecipe(models / "target", models / "draft", models / "deep"))
+            train_deep_drafter(DrafterRecipe(models / "target", models / "draft", models / "deep"))
         else:
             recipe = RECIPES[part]
             train(

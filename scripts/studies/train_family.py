@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from atts.evaluators.datasets.arithmetic import LEVELS, Exercise, Operation, Step, split_of, stream
+from scripts.studies.models import answer, generate
 from scripts.studies.train_data import (
     LEVEL_MIX,
     Encoder,
@@ -33,7 +34,6 @@ from scripts.studies.train_data import (
     packed,
     prompt,
 )
-from scripts.studies.train_eval import answer, generate
 from scripts.studies.train_model import Descent, Linear, Llama, ModelConfig, descend, load, save
 
 MODELS = Path(__file__).resolve().parents[2] / "atts" / "models"

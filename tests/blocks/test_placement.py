@@ -19,7 +19,7 @@ from scripts.studies.blocks_simulated import (
     capacity,
     compared,
 )
-from scripts.studies.scale_costs import DRAFT_8B as COST
+from scripts.studies.modelled import DRAFT_8B as COST
 
 SECONDS = st.floats(0, 10)
 

@@ -32,7 +32,7 @@ CHOICES = ("nucleus", "mitochondria", "ribosome")
 
 def test_the_examples_of_policies_hold() -> None:
     """Three for each that can be set, both ways, and the page shows them."""
-    from scripts.studies.grading_policy import TARGET
+    from scripts.studies.grading import TARGET
 
     page = TARGET.read_text(encoding="utf-8")
     assert Counter(row[0] for row in EXAMPLES) == dict.fromkeys(
@@ -52,7 +52,7 @@ def test_the_examples_of_policies_hold() -> None:
 
 def test_the_examples_of_what_is_not_set_hold() -> None:
     """Domains, repeats and counts as the page shows them, whichever side is the reference."""
-    from scripts.studies.grading_policy import TARGET
+    from scripts.studies.grading import TARGET
 
     section = (
         TARGET.read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ def test_the_examples_of_what_is_not_set_hold() -> None:
 
 def test_the_page_is_current(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regenerating it changes nothing; every disputed pair has its row."""
-    from scripts.studies.grading_policy import TARGET, document
+    from scripts.studies.grading import TARGET, document
 
     monkeypatch.setenv("ATTS_SHARED_DATA", str(shared_data))
     assert document() == TARGET.read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ import anyio
 from atts.concurrency import background, clock
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, Tokenizer, check_sample, check_score
-from scripts.studies.scale_costs import Cost
+from scripts.studies.modelled import Cost
 
 
 class Law(Protocol):

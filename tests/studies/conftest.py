@@ -6,8 +6,8 @@ from typing import Any
 import anyio
 import pytest
 
-work = pytest.importorskip("scripts.studies.scale_work", reason="needs a checkout")
-soak = pytest.importorskip("scripts.studies.soak", reason="needs a checkout")
+work = pytest.importorskip("scripts.studies.modelled", reason="needs a checkout")
+soak = pytest.importorskip("scripts.studies.reliability", reason="needs a checkout")
 
 
 @pytest.fixture(scope="session")

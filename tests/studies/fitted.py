@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scripts.studies.scale_costs import Cost
+from scripts.studies.modelled import Cost
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import anyio
 from atts.graph import Admit, Graph, Limit, ProblemScope, RolloutScope, Timing, measure
 from atts.testing import run_virtual
 from scripts.studies.harness import Row, Table, say
-from scripts.studies.scale_work import recorded_rollouts
+from scripts.studies.modelled import recorded_rollouts
 from tests.studies.recording import Recording
 
 SLOTS = {"draft": 16, "target": 4}

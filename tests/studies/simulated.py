@@ -15,9 +15,8 @@ import torch
 
 from atts.core import Role
 from atts.testing import run_virtual
-from scripts.studies.harness import Options, Row, Table, say
-from scripts.studies.machine import pair_mark
-from scripts.studies.scale_costs import Cost
+from scripts.studies.harness import Options, Row, Table, pair_mark, say
+from scripts.studies.modelled import Cost
 from tests.studies.batched_engine import BatchedEngine, Host
 from tests.studies.fitted import Observation, fit
 from tests.studies.measured import ROLES, THREADS, Live, Run, Seen, Taken, measure, pieces_of, run

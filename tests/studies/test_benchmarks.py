@@ -13,11 +13,11 @@ import pytest
 bench = pytest.importorskip("scripts.studies.bench", reason="needs a checkout")
 charts = pytest.importorskip("scripts.studies.charts", reason="needs a checkout")
 harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
-machine = pytest.importorskip("scripts.studies.machine", reason="needs a checkout")
+machine = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 pages = pytest.importorskip("scripts.studies.benchmarks", reason="needs a checkout")
 scale = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
-cells = pytest.importorskip("scripts.studies.scale_cells", reason="needs a checkout")
-soak = pytest.importorskip("scripts.studies.soak", reason="needs a checkout")
+cells = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
+soak = pytest.importorskip("scripts.studies.reliability", reason="needs a checkout")
 
 LIMITS = {
     "copy_gib_per_second": 8.0,

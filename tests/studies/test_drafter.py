@@ -15,10 +15,10 @@ from atts.local.model_config import read_model_config
 from atts.models import path
 from atts.models.tokenizers import ModelTokenizer
 from atts.sampling import Seed
-from scripts.studies import train_drafter
+from scripts.studies import train_proposers
 from scripts.studies.harness import Options
 from scripts.studies.overlap import groups
-from scripts.studies.train_drafter import DrafterRecipe
+from scripts.studies.train_proposers import DrafterRecipe
 from tests.local.speculating import Driven, counts, run, same
 
 pytestmark = pytest.mark.checkout
@@ -48,7 +48,9 @@ def test_training_makes_a_folder_that_drafts(
     change nothing.
     """
     out = tmp_path / "deep"
-    train_drafter.main(DrafterRecipe(path("target"), path("draft"), out, texts=6, steps=6))
+    train_proposers.train_deep_drafter(
+        DrafterRecipe(path("target"), path("draft"), out, texts=6, steps=6)
+    )
     told = capsys.readouterr().out
     assert "deep: likeliest token agrees" in told
     config = read_model_config(out, "deep")

@@ -20,7 +20,7 @@ import pytest
 gpu = pytest.importorskip("scripts.studies.gpu", reason="needs a checkout")
 lab_module = pytest.importorskip("scripts.studies.gpu_lab", reason="needs a checkout")
 loops = pytest.importorskip("scripts.studies.gpu_loops", reason="needs a checkout")
-parts_module = pytest.importorskip("scripts.studies.parts", reason="needs a checkout")
+parts_module = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 table_module = pytest.importorskip("scripts.studies.gpu_tables", reason="needs a checkout")
 
 ALLOWED = {"torch", "transformers", "safetensors", "numpy", "scipy", "anyio", "triton"}

@@ -14,9 +14,9 @@ import pytest
 from atts.local.exits import EXIT_FILE
 from atts.local.streams import STREAM_FILE
 from atts.models import path
-from scripts.studies import train_heads
+from scripts.studies import train_proposers
 from scripts.studies.overlap_virtual import Recorder, record
-from scripts.studies.train_heads import HeadsRecipe
+from scripts.studies.train_proposers import HeadsRecipe
 
 pytestmark = pytest.mark.checkout
 
@@ -37,7 +37,9 @@ def test_training_makes_an_exit_and_heads_that_know_more(
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"What is {n} + {3 * n}?\n" for n in range(11, 35)))
     target, drafter = (copied(name, tmp_path / name) for name in ("target", "draft"))
-    train_heads.main(HeadsRecipe(target, drafter, prompts, texts=24, steps=60))
+    train_proposers.train_exit_and_streams(
+        HeadsRecipe(target, drafter, prompts, texts=24, steps=60)
+    )
     assert (target / EXIT_FILE).is_file()
     assert (drafter / STREAM_FILE).is_file()
     untrained, trained = (

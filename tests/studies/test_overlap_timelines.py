@@ -35,5 +35,5 @@ def test_virtual_time_needs_no_folder_made_before(
         monkeypatch.setattr(overlap, name, lambda *args: None)
     monkeypatch.setattr(overlap, "recorded", lambda *args: [])
     monkeypatch.setattr(overlap.anyio, "run", lambda *args: None)
-    overlap.part("virtual", overlap.Options("quick", 0, tmp_path / "runs" / "overlap"))
+    overlap.study_virtual(overlap.Options("quick", 0, tmp_path / "runs" / "overlap"))
     assert (tmp_path / "runs" / "acceleration.svg").is_file()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.studies.closed_forms import pearl_speedup
-from scripts.studies.overlap_virtual import needed
+from scripts.studies.overlap_virtual import needed, pearl_speedup
 
 pytestmark = pytest.mark.checkout
 

@@ -15,7 +15,7 @@ from atts.core import SampleRequest, ScoreRequest
 from atts.evaluators.datasets.arithmetic import problems
 from atts.testing import run_virtual
 
-paced = pytest.importorskip("scripts.studies.paced", reason="needs a checkout")
+paced = pytest.importorskip("scripts.studies.servers", reason="needs a checkout")
 PAIR = paced.PAIRS["8B/70B"]
 
 

@@ -12,7 +12,7 @@ from atts.graph import measure, sibling_edges
 from atts.testing import Backend, run_virtual
 
 work = pytest.importorskip("tests.studies.recorded_work", reason="needs a checkout")
-library = pytest.importorskip("scripts.studies.scale_work", reason="needs a checkout")
+library = pytest.importorskip("scripts.studies.modelled", reason="needs a checkout")
 
 
 @pytest.fixture(scope="session")

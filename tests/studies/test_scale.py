@@ -18,9 +18,9 @@ from atts.core import SampleRequest, ScoreRequest
 from atts.sampling import Seed
 from atts.testing import run_virtual
 
-costs = pytest.importorskip("scripts.studies.scale_costs", reason="needs a checkout")
+costs = pytest.importorskip("scripts.studies.modelled", reason="needs a checkout")
 fitted = pytest.importorskip("tests.studies.fitted", reason="needs a checkout")
-cells = pytest.importorskip("scripts.studies.scale_cells", reason="needs a checkout")
+cells = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
 engines = pytest.importorskip("tests.studies.batched_engine", reason="needs a checkout")
 
 COST = costs.Cost(step=0.01, sequence=0.001, cached=1e-5, prefilled=1e-4)

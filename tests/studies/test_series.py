@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 bench = pytest.importorskip("scripts.studies.bench", reason="needs a checkout")
-parts = pytest.importorskip("scripts.studies.parts", reason="needs a checkout")
+parts = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 
 STEPS = [bench.Step(name, "quick", 60.0) for name in ("a", "b", "c")]
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.studies.closed_forms import (
-    best_serial,
-    expected_tokens,
-    grouped_drafting,
-    hit_rate,
-    mirror_seconds,
-    overlapped_tokens,
-    pearl_speedup,
-    serial_speedup,
-)
-from scripts.studies.virtual_devices import (
+from scripts.studies.overlap_virtual import (
     AcceptanceTrace,
     Costs,
     ahead,
+    best_serial,
+    expected_tokens,
     fuzzy_devices,
+    grouped_drafting,
+    hit_rate,
     mirror,
+    mirror_seconds,
+    overlapped_tokens,
+    pearl_speedup,
     serial,
+    serial_speedup,
 )
 
 pytestmark = pytest.mark.checkout

@@ -1,17 +1,18 @@
-"""Solving without end under faults, cancels and drift: nothing may grow, nothing may be left, the
-journal tells all.
-"""
+"""Show that long runs leak nothing, and that killed runs lose nothing."""
 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 
 import anyio
 
-from scripts.studies.harness import Chart, Options, Row, Table
+from atts.journal import JOURNAL
+from scripts.studies.harness import Chart, Options, Row, Table, say
+from tests.run import crashing
 from tests.run.soaking import Kind, Level, Tally, soak
 
 _NOISE = 0.02  # share by which memory and objects may rise and still be called flat
@@ -19,7 +20,7 @@ _NOISE = 0.02  # share by which memory and objects may rise and still be called 
 _WARM_UP = 30
 
 
-def study(options: Options) -> list[Table]:
+def study_soak(options: Options) -> list[Table]:
     """Two minutes, four, or an hour; the table of levels, and what was found."""
     seconds = options.pick(120.0, 240.0, 3600.0)
     with tempfile.TemporaryDirectory() as folder:
@@ -121,3 +122,42 @@ def _episodes(tally: Tally) -> Table:
     }
     rows = [(kind, count, what[kind]) for kind, count in tally.episodes.items()]
     return Table.of("Soak: what was run", "kind | runs | what", rows)
+
+
+def study_crash(options: Options) -> list[Table]:
+    """Runs killed ten times each; `crash` raises when anything recorded was changed or done again."""
+    kills = options.pick(20, 60, 200)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder, crashing.nursery() as children:
+        whole = Path(folder) / "whole"
+        assert children.run(crashing.Order(str(whole))) == 0
+        size = (whole / JOURNAL).stat().st_size
+        since = time.perf_counter()
+        for directory, crashes in crashing.crash_runs(
+            children, Path(folder), size, kills, options.seed
+        ):
+            words = [
+                "identical" if find(directory) == find(whole) else "DIFFERENT"
+                for find in (crashing.decisions, crashing.outcomes)
+            ]
+            counts = (
+                crashes.kills,
+                crashes.full_disks,
+                crashes.sessions,
+                crashes.recalled,
+                crashes.repeated,
+            )
+            rows.append((directory.name, *counts, *words, round(time.perf_counter() - since, 1)))
+            since = time.perf_counter()
+            say(f"crash: {rows[-1][0]}: {crashes.kills} kills, {crashes.full_disks} full disks")
+    full = sum(int(row[2] or 0) for row in rows)
+    notes = (
+        f"{kills} SIGKILLs in {len(rows)} runs, about half of them in the middle of a write, and "
+        f"{full} full disks.",
+        f"A call repeated is one that was in flight when its process ended; at most "
+        f"{crashing.SLOTS} can be at a time.",
+    )
+    same = sum(row[6] == row[7] == "identical" for row in rows)
+    headline = f"{same} of {len(rows)} runs end with identical decisions and outcomes. {notes[0]}"
+    header = "run | kills | full disks | sessions | calls recalled | calls repeated | decisions | outcomes | seconds"
+    return [Table.of("Runs killed again and again", header, rows, *notes, headline=headline)]

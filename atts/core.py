@@ -108,8 +108,6 @@ class SampleRequest:
     begun: int = 0  # of the last ids; `max_tokens` counts those to come
     # text that may be like the answer: an engine may be faster for it, and answers the same
     draft: TokenIds = ()
-    # of proposed tokens; ratio keeps the law, not the tokens
-    acceptance: Literal["replay", "ratio"] = "replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +157,6 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
         )
         text = f"{role} {said!r}{request.begun or ''}"
         ids = request.ids
-        text += "" if request.acceptance == "replay" else request.acceptance
     else:
         draw = request.draw
         drawn = (

@@ -145,7 +145,7 @@ def speculation_words(
     :raises OptionError: `speculate` asks for what these engines cannot do.
 
     >>> speculation_words("embedded", "vllm:http://a:8000/M")
-    'nothing: that takes a draft and a target of this machine, the draft not padded'
+    'nothing: that takes a draft and a target of this machine'
     """
     options, lent = _speculation(draft, target, speculate)
     _, _, settings = str(target).partition("?")
@@ -157,9 +157,7 @@ def speculation_words(
         return "the draft, if both models share a tokenizer and the target is computed on a CPU"
     if speculate == "auto" and _is_one_loop(draft, target):
         return "nothing: draft and target share the blocks of a zoo, and a step loop"
-    return "nothing" + ": that takes a draft and a target of this machine, the draft not padded" * (
-        speculate == "auto"
-    )
+    return "nothing" + ": that takes a draft and a target of this machine" * (speculate == "auto")
 
 
 def _speculation(
@@ -170,10 +168,10 @@ def _speculation(
     """
     from atts.local import LocalOptions
 
-    (drafter, pad) = _drafter_words(draft)
-    is_local = bool(_drafter_words(target)[0])
+    drafter = _drafter_words(draft)
+    is_local = bool(_drafter_words(target))
     if speculate == "auto":
-        return None, drafter if is_local and not pad and not _is_one_loop(draft, target) else ""
+        return None, drafter if is_local and not _is_one_loop(draft, target) else ""
     if speculate == "off":
         return None, ""
     if not is_local:
@@ -191,7 +189,7 @@ def _speculation(
         raise OptionError(
             "speculate", f"{speculate} {problem}; take another draft, or leave speculate out"
         )
-    return LocalOptions(speculate=speculate, drafter=drafter, drafter_pad=pad), ""
+    return LocalOptions(speculate=speculate, drafter=drafter), ""
 
 
 def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
@@ -213,13 +211,12 @@ def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
     return share_blocks(Path(one.folder), Path(other.folder), as_deep="stages=" in one.settings)
 
 
-def _drafter_words(engine: str | Engine) -> tuple[str, str]:
-    """The model of this machine that these words name, without settings, and its padding; nothing
-    for any other.
+def _drafter_words(engine: str | Engine) -> str:
+    """Return the model of this machine that these words name, without settings; nothing for any
+    other.
     """
-    words, _, settings = engine.partition("?") if isinstance(engine, str) else ("", "", "")
-    is_local = words.partition(":")[0] in _LOCAL
-    return (words, dict(parse_qsl(settings)).get("pad", "")) if is_local else ("", "")
+    words = engine.partition("?")[0] if isinstance(engine, str) else ""
+    return words if words.partition(":")[0] in _LOCAL else ""
 
 
 def check_engine_words(name: str) -> tuple[str, str]:

@@ -143,10 +143,7 @@ def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:
     return [
         f"{found.dataset}: {found.problems} problems x {configuration['samples']} rollouts, method "
         f"{configuration['method']}, rate {configuration['rate']:g}",
-        *(
-            f"  {role:<9} {configuration[role]}{_padded(configuration[role])}"
-            for role in ("draft", "target")
-        ),
+        *(f"  {role:<9} {configuration[role]}" for role in ("draft", "target")),
         f"  proposed  by {found.proposes} (speculate {configuration['speculate']})",
         f"  output    {found.directory} ({output})",
         *(_budget_line(configuration, key, words) for key, words in _BUDGET.items()),
@@ -156,16 +153,6 @@ def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:
         *(f"  warning   {text}" for text in found.warnings),
         "Nothing was run.",
     ]
-
-
-def _padded(engine: str) -> str:
-    """What a dry run adds to the words of an engine that pretends to be larger."""
-    settings = engine.partition("?")[2].split("&")
-    return (
-        "  (padded: its words, a larger model's cost)"
-        if any("pad=" in setting for setting in settings)
-        else ""
-    )
 
 
 _BUDGET = {

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import Model, StepBatch
-from atts.local.devices import own_stream
 from atts.local.draft_branches import BranchWriter, DraftBranch, DraftJob, DraftLine
 from atts.local.drafting import DraftedRows, ModelDrafter, fed_rows
 from atts.local.exits import ExitGuesses, ExitListener, Exits
@@ -81,7 +80,6 @@ class AheadDrafter(ModelDrafter):
         self._transport = transport
         self._most = most
         self._all_exits = exits
-        self._stream = own_stream(cache.device)
         rows, width = scheduler.table.shape
         self._table = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
         self._first_row, self._last = rows, min(width, self._context)
@@ -112,7 +110,7 @@ class AheadDrafter(ModelDrafter):
             branch = branches.get(ask.key)
             if branch is not None:
                 job.lent.append(branch.slots)
-            if self._can_follow(ask) and not ask.wants_laws:
+            if self._can_follow(ask):
                 proposals[place] = self._begin(job, ask, branch)
         self._post(job)
         return proposals
@@ -294,8 +292,7 @@ class AheadDrafter(ModelDrafter):
         """
         try:
             if job.error is None:
-                with self._stream:
-                    work(job)
+                work(job)
         except BaseException as error:  # noqa: BLE001  raised again where it is collected
             job.error = error
 

@@ -38,14 +38,6 @@ class PrefillChunk(NamedTuple):
     logits_from: int
 
 
-class Branch(NamedTuple):
-    """Another token for a place of a proposal, and the row of the slot table that ends with it."""
-
-    place: int
-    token: int
-    row: int
-
-
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes: `decoding` feed their newest token, `prefills` some given ones,
@@ -58,8 +50,6 @@ class StepPlan:
     ready: list[Sequence]
     # what may follow each decoding sequence's newest token; empty when nothing is proposed
     proposals: list[TokenIds]
-    # of each proposal; empty when none has any
-    branches: list[list[Branch]] = field(default_factory=list[list[Branch]])
 
     @property
     def size(self) -> int:
@@ -89,27 +79,20 @@ class StepPlan:
         """How many tokens its decoding sequences feed: their newest, and what is proposed to
         follow.
         """
-        return len(self.decoding) + sum(map(len, self.proposals)) + sum(map(len, self.branches))
+        return len(self.decoding) + sum(map(len, self.proposals))
 
     def widths(self) -> list[int]:
         """At how many places each sequence that is sampled is computed: those ready, decoding and
         started.
         """
         spans = [1 + len(proposal) for proposal in self.proposals] or [1] * len(self.decoding)
-        if self.branches:
-            spans = [width + len(own) for width, own in zip(spans, self.branches, strict=True)]
         return [1] * len(self.ready) + spans + [1] * len(self.started())
 
-    def spans(self) -> Iterator[tuple[Sequence, int, int, int]]:
-        """Every token that a decoding sequence feeds: its row of the table and its position;
-        branches come last.
-        """
-        branches = self.branches or [list[Branch]()] * len(self.decoding)
-        for sequence, proposal, own in zip(self.decoding, self.proposals, branches, strict=True):
+    def spans(self) -> Iterator[tuple[Sequence, int, int]]:
+        """Every token that a decoding sequence feeds, with its position."""
+        for sequence, proposal in zip(self.decoding, self.proposals, strict=True):
             for position, token in enumerate((sequence.ids[-1], *proposal), sequence.num_computed):
-                yield sequence, sequence.row, position, token
-            for place, token, row in own:
-                yield sequence, row, sequence.num_computed + 1 + place, token
+                yield sequence, position, token
 
     def started(self) -> list[Sequence]:
         """Sampling sequences whose last given token is fed now."""
@@ -284,7 +267,7 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     ids = chain(
         [token for *_, token in fed], *[s.ids[start:stop] for s, start, stop, _ in plan.prefills]
     )
-    numbers = [(row, at, at + 1, at, False, s.rope_row, s.chain, 0) for s, row, at, _ in fed]
+    numbers = [(s.row, at, at + 1, at, False, s.rope_row, s.chain, 0) for s, at, _ in fed]
     numbers += [
         (
             s.row,
@@ -362,20 +345,18 @@ def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
     return batch, np.arange(len(batch.tokens)), np.arange(len(batch.logit_rows))
 
 
-_Fed = tuple[Sequence, int, int, int]
-"""Of a row that decodes: sequence, row of the table, position and token."""
+_Fed = tuple[Sequence, int, int]
+"""Of a row that decodes: sequence, position and token."""
 
 
 def _newest(sequences: list[Sequence]) -> list[_Fed]:
     """Rows that feed nothing but the last token there is."""
-    return [
-        (sequence, sequence.row, sequence.num_computed, sequence.ids[-1]) for sequence in sequences
-    ]
+    return [(sequence, sequence.num_computed, sequence.ids[-1]) for sequence in sequences]
 
 
 def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
     """The common case, one token each, without the bookkeeping of chunks."""
-    numbers = [(row, s.rope_row, position, token, s.chain, 0) for s, row, position, token in fed]
+    numbers = [(s.row, s.rope_row, position, token, s.chain, 0) for s, position, token in fed]
     rows, ropes, positions, tokens, chains, units = np.array(numbers, dtype=np.int64).T.copy()
     plain = single_rows(tokens, positions, rows, table)
     return replace(plain, positions=positions + ropes, chains=chains, units=units)

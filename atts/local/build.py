@@ -16,7 +16,7 @@ from atts.concurrency import usable_cores
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.ahead import BRANCH_SLOTS, AheadDrafter
 from atts.local.batch import Model, TappedModel
-from atts.local.cache import SPARE_SLOTS, allocate_cache, default_tokens, free_room
+from atts.local.cache import SPARE_SLOTS, allocate_cache, default_tokens
 from atts.local.chains import ChainModel, shared_kernels
 from atts.local.compiling import native_library
 from atts.local.cuda_model import cuda_model
@@ -31,9 +31,8 @@ from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
 from atts.local.model_config import rope_rows
 from atts.local.native_model import NativeModel, unknown_parts
 from atts.local.options import MOST_PROPOSED, OVERLAPPED
-from atts.local.padding import PaddedModel, padding_weights
 from atts.local.prefix import PrefixTree
-from atts.local.scheduler import MOST_BRANCHES, Scheduler, SchedulerConfig
+from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.scheme_drafting import GUESSING, SchemeDrafting
 from atts.local.sequence import TokenTable
 from atts.local.slot_ledger import SlotLedger
@@ -43,15 +42,13 @@ from atts.local.staged_loop import StagedLoop, StagedModel
 from atts.local.stages import HeldLayers, SharedLayers, StageSetup, stage_setups
 from atts.local.streams import StreamHeads
 from atts.local.torch_model import TorchModel
-from atts.local.transport import InlineTransport, ThreadTransport
+from atts.local.transport import InlineTransport
 from atts.speculation import BestProposer, HintProposer, Proposer, SuffixProposer
 
 # before a small model sets its own: what is set counts for new threads too
 _MOST_THREADS = torch.get_num_threads()
 _LOGITS_BYTES = 64 << 20  # most kept in remembered logits
 _MOST_LOGITS = 4096
-_K_BY_RATIO = 8
-"""Tokens proposed at a time for requests that are tested by ratio, where no number is given."""
 _K_AHEAD = 16
 """Most tokens drafted beside a step, where no number is given: drafting ends with the step."""
 
@@ -122,7 +119,6 @@ def _build(
         model.context_length,
         model.long_after,
         rope_rows(model, models.cache.shape[2]),
-        branches=MOST_BRANCHES if options.tree or config.proposer else 0,
     )
     tree = PrefixTree(max(1, min(_MOST_LOGITS, _LOGITS_BYTES // (4 * model.vocabulary))))
     scheduler = Scheduler(limits, tree, models.ledger)
@@ -149,20 +145,19 @@ def _shared_models(config: WorkerConfig, device: torch.device, kernels: ctypes.C
 
 
 def _models(config: WorkerConfig, device: torch.device, make_model: MakeModel | None) -> _Models:
-    """A model on its own, its padding beside it."""
+    """A model on its own."""
     dtype = getattr(torch, config.options.dtype)
     weights = load_weights(config.folder, config.model, dtype, device, config.name)
-    is_here = config.options.beside == "thread" or config.options.speculate not in OVERLAPPED
+    is_here = config.options.beside == "inline" or config.options.speculate not in OVERLAPPED
     drafter = _drafter_weights(config) if is_here else None
     cache = allocate_cache(config, dtype, device)
     inner, trouble = (
         (make_model(config, weights, cache), "") if make_model else _model(config, weights, cache)
     )
-    target = _padded(config, inner, cache)
     may_hear = _may_learn(config, device) and (config.folder / EXIT_FILE).is_file()
     hears = config.options.speculate == "mirror" or may_hear
-    exits = _with_exit(config, target, inner, weights) if hears else None
-    return _Models(exits or target, cache, None, drafter, exits, trouble)
+    exits = _with_exit(config, inner, weights) if hears else None
+    return _Models(exits or inner, cache, None, drafter, exits, trouble)
 
 
 def _staged(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL | None) -> _Models:
@@ -194,7 +189,8 @@ def _staged(config: WorkerConfig, device: torch.device, kernels: ctypes.CDLL | N
             homes=[[line.start(str(setup)) for _ in range(setup.replicas)] for setup in others],
         )
         cache, model, trouble = _stage(first)
-        drafter = None if options.beside == "process" else _drafter_weights(config)
+        is_here = options.beside == "inline" or options.speculate not in OVERLAPPED
+        drafter = _drafter_weights(config) if is_here else None
         line.load()
         target = StagedModel(
             lambda _: Chain(model, ("", "")), line, plain, cache, HeldLayers(first, model, cache)
@@ -240,7 +236,7 @@ def _speculation(
     options = config.options
     device = models.cache.device
     lengths: Lengths = (
-        GoodputLengths(MOST_PROPOSED, _K_BY_RATIO) if options.k is None else FixedLength(options.k)
+        GoodputLengths(MOST_PROPOSED) if options.k is None else FixedLength(options.k)
     )
     if config.proposer:
         proposer = config.proposer()
@@ -301,9 +297,7 @@ def _drafter_config(config: WorkerConfig, slots: int, *, captures: bool) -> Work
     return replace(drafter, options=own if captures else replace(own, graphs="off"))
 
 
-def _with_exit(
-    config: WorkerConfig, model: TappedModel, inner: Model, weights: Weights
-) -> ExitModel:
+def _with_exit(config: WorkerConfig, model: TappedModel, weights: Weights) -> ExitModel:
     """The target, which can be heard half-way down its layers.
 
     :raises UnsupportedByEngine: it has but one.
@@ -312,7 +306,7 @@ def _with_exit(
         problem = "speculate=mirror hears the target between its layers, and it has one"
         raise UnsupportedByEngine(config.name, problem, "Write speculate=ssd")
     adapter = ExitAdapter.read(config.folder, config.model, weights, config.name)
-    return ExitModel(model, inner, adapter, config.model.norm_eps)
+    return ExitModel(model, adapter, config.model.norm_eps)
 
 
 def _drafter(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> ModelDrafter | None:
@@ -327,17 +321,13 @@ def _drafter(config: WorkerConfig, models: _Models, scheduler: Scheduler) -> Mod
     model = _model(own, weights, own_cache, options.fuzzy)[0]
     if options.fuzzy > 1:
         return FuzzyDrafter(model, own.model, scheduler, config.model.vocabulary)
-    drafter = ModelDrafter(
-        _padded(own, model, own_cache), own.model, scheduler, config.model.vocabulary
-    )
-    drafter.tree = options.tree
-    return drafter
+    return ModelDrafter(model, own.model, scheduler, config.model.vocabulary)
 
 
 def _drafter_beside(
     config: WorkerConfig, models: _Models, scheduler: Scheduler
 ) -> AheadDrafter | DrafterProcess:
-    """The draft model at work while the target verifies, in a thread or a process of its own."""
+    """The draft model at work while the target verifies, in a process of its own."""
     exits = models.exits
     slots = models.slots
     (rows, width) = scheduler.table.shape
@@ -346,7 +336,7 @@ def _drafter_beside(
             DraftSetup(config, slots, rows, width, exits is not None), scheduler, exits
         )
     return ahead_drafter(
-        config, scheduler, ThreadTransport(), exits, slots=slots, weights=models.drafter
+        config, scheduler, InlineTransport(), exits, slots=slots, weights=models.drafter
     )
 
 
@@ -377,7 +367,7 @@ def ahead_drafter(
         StreamHeads.read(own.folder, own.model, weights, own.name) if exits is not None else None
     )
     return AheadDrafter(
-        _padded(own, _model(own, weights, cache)[0], cache),
+        _model(own, weights, cache)[0],
         own.model,
         rows,
         config.model.vocabulary,
@@ -388,43 +378,6 @@ def ahead_drafter(
         exits=exits,
         heads=heads,
     )
-
-
-def _padded(config: WorkerConfig, model: TappedModel, cache: Tensor) -> TappedModel:
-    """The model beside its padding, which has a cache of as many slots; or alone where it has none.
-
-    :raises OutOfMemory: the padding does not fit.
-    """
-    stack = config.padding
-    if stack is None:
-        return model
-    slots = cache.shape[2] - SPARE_SLOTS
-    options = replace(config.options, kv_tokens=slots, threads=_threads(config))
-    own = replace(config, model=stack, options=options, padding=None, drafter=None)
-    bits = 16 if isinstance(model, NativeModel) else 8 * cache.dtype.itemsize
-    weights = stack.matrix_weights * bits // 8
-    if weights > (room := free_room(cache.device)):
-        raise _too_large(
-            config, f"its padding takes {weights / 1e9:.1f} GB, {room / 1e9:.1f} are free"
-        )
-    try:
-        numbers = padding_weights(stack, cache.dtype, cache.device)
-        other, _ = _model(own, numbers, allocate_cache(own, cache.dtype, cache.device, slots))
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise _too_large(
-            config, f"its padding does not fit into memory on {cache.device}"
-        ) from error
-    return PaddedModel(
-        model,
-        other,
-        config.model.hidden_size,
-        config.model.vocabulary,
-        max(1, stack.num_layers // 2),
-    )
-
-
-def _too_large(config: WorkerConfig, problem: str) -> OutOfMemory:
-    return OutOfMemory(config.name, problem, "Write a smaller pad=, or lower kv_tokens")
 
 
 def _proposer(way: str, drafter: Proposer | None) -> Proposer:

@@ -52,12 +52,7 @@ def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.devic
     """Tokens that a cache holds where no number is given."""
     budget = _CPU_CACHE_BYTES
     if device.type == "cuda":
-        later = sum(
-            part.padding.matrix_weights
-            for part in (config, config.drafter)
-            if part and part.padding
-        )
-        budget = int((free_room(device) - later * dtype.itemsize) * _GPU_CACHE_SHARE)
+        budget = int(free_room(device) * _GPU_CACHE_SHARE)
     return max(config.model.context_length, budget // (config.kv_floats_per_token * dtype.itemsize))
 
 

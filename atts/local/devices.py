@@ -1,11 +1,6 @@
-"""Where models are computed: the device of an engine, that of its drafter, and the drafter's stream
-on a GPU.
-"""
+"""Devices that models are computed on: that of an engine, and that of its drafter."""
 
 from __future__ import annotations
-
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 
@@ -34,16 +29,6 @@ def drafter_device(config: WorkerConfig) -> torch.device:
     :raises ModelLoadError: it is not there.
     """
     return device_of(config, config.options.drafter_device)
-
-
-def own_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """What is computed within goes to a stream of its own where that is a GPU; all that was begun
-    there is done now.
-    """
-    if device.type != "cuda":
-        return nullcontext()
-    torch.cuda.synchronize(device)
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 
 def is_out_of_memory(error: Exception) -> bool:

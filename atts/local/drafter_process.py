@@ -103,7 +103,7 @@ class DrafterProcess(Proposer):
                 raise
             name = setup.config.name
             problem = "its drafter's process died while loading"
-            raise EngineError(name, problem, "Write beside=thread") from error
+            raise EngineError(name, problem, "Write speculate=draft") from error
         weakref.finalize(self, _end, process, self._orders)
         Thread(target=_pass_on, args=(self._orders, process.stdin), daemon=True).start()
         Thread(target=_read, args=(process.stdout, self._answers), daemon=True).start()
@@ -123,9 +123,8 @@ class DrafterProcess(Proposer):
             self.stats.late += len(asks)
             return [NOTHING] * len(asks)
         proposals = [self._served(ask) for ask in asks]
-        told = [ask for ask in asks if not ask.wants_laws]
-        if told:
-            self._tell(told)
+        if asks:
+            self._tell(list(asks))
         return proposals
 
     def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
@@ -179,7 +178,7 @@ class DrafterProcess(Proposer):
     def _served(self, ask: Ask) -> TokenProposal:
         """The rest of the branch that the text took."""
         line = self._lines.get(ask.key)
-        if line is None or ask.wants_laws:
+        if line is None:
             return NOTHING
         written = tuple(ask.ids[line.base :])
         stood = standing(line.proposal, (*written, -1))

@@ -8,14 +8,11 @@ or evicted there is so here; all it keeps of its own is how far it has come in e
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import replace
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn.functional import pad
 
 from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import (
@@ -33,8 +30,6 @@ from atts.local.logit_sampling import (
     batch_sampling,
     filtered_rows,
     first_rows,
-    inverse_cdf,
-    probabilities,
 )
 from atts.local.model_config import ModelConfig
 from atts.local.native_model import AheadBatch, NativeModel
@@ -70,10 +65,6 @@ class DraftedRows(Protocol):
 
 class ModelDrafter(Proposer):
     """Proposes what a smaller model draws in the target's place."""
-
-    tree = 0  # first places of a proposal at which the likeliest other token is proposed as well
-    # [turns, sequences, vocabulary] what tokens were drawn from, where that is wanted
-    _kept: Tensor | None = None
 
     def __init__(
         self, model: Model, config: ModelConfig, scheduler: DraftedRows, vocabulary: int
@@ -123,30 +114,11 @@ class ModelDrafter(Proposer):
         sequences = [self._scheduler.sequence(ask.key) for ask in asks]
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
         following = np.array([len(sequence.ids) for sequence in sequences], dtype=np.int64)
-        wants_laws = any(ask.wants_laws for ask in asks)
         first = self._catch_up(sequences)
-        if self.tree:
-            self._kept = torch.empty(asks[0].room, len(asks), self._config.vocabulary)
-        proposals = self._drawn_after(asks, first, (rows, following), wants_laws)
-        if self._kept is not None and not wants_laws:
-            near = (
-                self._kept[: self.tree, :, : self._vocabulary]
-                .topk(2, -1)
-                .indices.transpose(0, 1)
-                .tolist()
-            )
-            proposals = [
-                _with_others(own, pairs) for own, pairs in zip(proposals, near, strict=True)
-            ]
-        return proposals
-
-    def _drawn_after(
-        self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints], wants_laws: bool
-    ) -> list[TokenProposal]:
-        """A chain each; `places` are rows, and the positions after the newest."""
-        if self._native is None or wants_laws or self._filters(asks):
-            return self._draft_in_turns(asks, first, places, wants_laws)
-        drawn = self._drawn_ahead(asks, [ask.uniforms[: ask.room] for ask in asks], first, places)
+        if self._native is None or self._filters(asks):
+            return self._draft_in_turns(asks, first, (rows, following))
+        uniforms = [ask.uniforms[: ask.room] for ask in asks]
+        drawn = self._drawn_ahead(asks, uniforms, first, (rows, following))
         return [TokenProposal(tuple(own), _CONFIDENCE) for own in drawn]
 
     def _drawn_ahead(
@@ -172,15 +144,14 @@ class ModelDrafter(Proposer):
             temperatures=self._sampling_batch(asks).temperature,
             uniforms=numbers,
         )
-        drawn = self._native.draw_ahead(ahead, self._table, self._kept).T.tolist()
+        drawn = self._native.draw_ahead(ahead, self._table).T.tolist()
         return [own[:count] for own, count in zip(drawn, counts, strict=True)]
 
     def _draft_in_turns(
-        self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints], wants_laws: bool
+        self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints]
     ) -> list[TokenProposal]:
         """The same with a step of the model for every turn."""
         drafted: list[list[int]] = [[] for _ in asks]
-        laws: list[list[Tensor]] = [[] for _ in asks]
         count = len(asks)
         batch = first
         (rows, following) = places
@@ -190,38 +161,20 @@ class ModelDrafter(Proposer):
             if turn:
                 tokens = np.array([own[-1] for own in drafted[:count]], dtype=np.int64)
                 batch = single_rows(tokens, following[:count] + turn - 1, rows[:count], self._table)
-            tokens_drawn, drawn_from = self._draw(batch, asks[:count], turn, wants_laws)
-            for place, token in enumerate(tokens_drawn):
+            for place, token in enumerate(self._draw(batch, asks[:count], turn)):
                 drafted[place].append(token)
-                if drawn_from is not None:
-                    laws[place].append(drawn_from[place])
-        return [
-            TokenProposal(
-                tuple(own),
-                _CONFIDENCE,
-                torch.stack(law).numpy(force=True) if ask.wants_laws else None,
-            )
-            for ask, own, law in zip(asks, drafted, laws, strict=True)
-        ]
+        return [TokenProposal(tuple(own), _CONFIDENCE) for own in drafted]
 
-    def _draw(
-        self, batch: StepBatch, asks: list[Ask], turn: int, wants_laws: bool
-    ) -> tuple[list[int], Tensor | None]:
-        """A token for each, and the laws they come from where one of them is asked for."""
-        logits = self._model.compute_logits(self._model.forward(batch, self._table))[
-            :, : self._vocabulary
-        ]
-        if self._kept is not None:
-            self._kept[turn, : len(logits), : self._vocabulary] = logits
+    def _draw(self, batch: StepBatch, asks: list[Ask], turn: int) -> list[int]:
+        """A token for each."""
+        hidden = self._model.forward(batch, self._table)
+        logits = self._model.compute_logits(hidden)[:, : self._vocabulary]
         uniforms = [float(ask.uniforms[turn]) for ask in asks]
         sampling = self._sampling_batch(asks, logits.device)
-        tokens: list[int]
-        if not wants_laws:
-            tokens = self._model.sample(logits.contiguous(), sampling, uniforms).tokens.tolist()
-            return tokens, None
-        laws = probabilities(logits, sampling)
-        tokens = inverse_cdf(laws, torch.tensor(uniforms, dtype=torch.float64)).tolist()
-        return tokens, pad(laws, (0, self._target_vocabulary - laws.shape[-1]))
+        tokens: list[int] = self._model.sample(
+            logits.contiguous(), sampling, uniforms
+        ).tokens.tolist()
+        return tokens
 
     def _filters(self, asks: list[Ask]) -> bool:
         """Whether a token may be drawn from less than its whole law."""
@@ -285,15 +238,6 @@ class ModelDrafter(Proposer):
         self._scheduler.allocator.drafted[slots] = True
 
 
-def _with_others(proposal: TokenProposal, near: list[list[int]]) -> TokenProposal:
-    """And of the two likeliest tokens of each place the one that is not proposed there."""
-    pairs = enumerate(zip(proposal.tokens, near, strict=False))
-    return replace(
-        proposal,
-        others=tuple([(at, two if one == token else one) for at, (token, (one, two)) in pairs]),
-    )
-
-
 class FuzzyDrafter(ModelDrafter):
     """EasySpec's: drafts with attentions of a group that read one input, first and last layer
     apart.
@@ -316,11 +260,9 @@ class FuzzyDrafter(ModelDrafter):
         if self.calibration == "none":
             super().settled(key, proposal, stood)
 
-    def _draw(
-        self, batch: StepBatch, asks: list[Ask], turn: int, wants_laws: bool
-    ) -> tuple[list[int], Tensor | None]:
+    def _draw(self, batch: StepBatch, asks: list[Ask], turn: int) -> list[int]:
         self._groups.is_grouped = turn > 0
         try:
-            return super()._draw(batch, asks, turn, wants_laws)
+            return super()._draw(batch, asks, turn)
         finally:
             self._groups.is_grouped = False

@@ -30,9 +30,8 @@ from atts.local.messages import (
     WorkerConfig,
     WorkerReady,
 )
-from atts.local.model_config import ModelConfig, read_model_config
+from atts.local.model_config import read_model_config
 from atts.local.options import LocalOptions
-from atts.local.padding_shape import padding_shape, read_size
 from atts.local.shared_worker import SharedWorker
 from atts.local.worker import LoopWorker, new_worker
 from atts.models.folders import (
@@ -218,7 +217,7 @@ class LocalEngine:
         options = self._options
         folder = Path(self.model).expanduser()
         drafts = options.speculates or self._proposer or (self._lent and options.takes_lent)
-        is_alone = drafts or options.pad or options.scores == "bfloat16"
+        is_alone = drafts or options.scores == "bfloat16"
         if not is_alone and options.kernel != "torch" and (folder / MANIFEST).is_file():
             return SharedWorker(folder.resolve().parent.parent, self._replica)
         return new_worker(options.worker)
@@ -366,24 +365,12 @@ def _prepare(
     config, tokenizer = check_model(folder, name)
     marks = stored.marks if stored else weights_marks(weight_files(folder, name))
     label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{marks[0]}"
-    padding, words = _padding(config, options)
-    worker = WorkerConfig(
-        name, folder, config, tokenizer.pieces, options, proposer=proposer, padding=padding
-    )
+    worker = WorkerConfig(name, folder, config, tokenizer.pieces, options, proposer=proposer)
     if options.speculates and options.drafter:
         worker = replace(worker, drafter=_prepare_drafter(name, options, tokenizer))
     elif lent and proposer is None and options.takes_lent:
         worker = _with_lent(worker, replace(options, drafter=lent), tokenizer)
-    return worker, tokenizer, (label + words, marks[1])
-
-
-def _padding(model: ModelConfig, options: LocalOptions) -> tuple[ModelConfig | None, str]:
-    """The shape of what is computed beside a model for its cost, and how the model is named then."""
-    if not options.pad:
-        return None, ""
-    tokens = options.pad_vocabulary
-    words = f", padded to {options.pad}" + (f" and {tokens:,} tokens" if tokens else "")
-    return padding_shape(model, read_size(options.pad), tokens), words
+    return worker, tokenizer, (label, marks[1])
 
 
 def _with_lent(
@@ -411,9 +398,7 @@ def _prepare_drafter(name: str, options: LocalOptions, tokenizer: ModelTokenizer
     if pieces[:shared] != tokenizer.pieces[:shared]:
         problem = f"{options.drafter} has another tokenizer than {name}'s model: its proposals would mean nothing"
         raise OptionError("drafter", f"{problem}. Name a smaller model of the same family")
-    options = replace(options, pad=options.drafter_pad, pad_vocabulary=0)
-    model = read_model_config(folder, own)
-    return WorkerConfig(own, folder, model, pieces, options, padding=_padding(model, options)[0])
+    return WorkerConfig(own, folder, read_model_config(folder, own), pieces, options)
 
 
 @cache

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atts.core import Sampling
 from atts.local.allocator import SlotIds
-from atts.local.batch import Model, ModelAround, StepBatch, Tap, TappedModel
+from atts.local.batch import ModelAround, StepBatch, Tap, TappedModel
 from atts.local.loader import Weights, read_trained, unusable_heads
 from atts.local.logit_sampling import batch_sampling, probabilities
 from atts.local.model_config import ModelConfig
@@ -100,12 +100,8 @@ class ExitModel(ModelAround):
     unheard.
     """
 
-    def __init__(self, model: TappedModel, inner: Model, adapter: ExitAdapter, eps: float) -> None:
-        """`inner` has the output matrix: the model itself, or the one beside which padding is
-        computed.
-        """
+    def __init__(self, model: TappedModel, adapter: ExitAdapter, eps: float) -> None:
         super().__init__(model)
-        self._inner = inner
         self._adapter = adapter
         self._eps = eps
         self._listener: ExitListener | None = None
@@ -145,7 +141,7 @@ class ExitModel(ModelAround):
         told: dict[int, list[tuple[list[int], list[float]]]] = {key: [] for _, key, _ in found}
         if found:
             adapted = self._adapter(x[[at for at, _, _ in found]], self._eps)
-            logits = self._inner.compute_logits(adapted.contiguous())
+            logits = self._model.compute_logits(adapted.contiguous())
             settings = batch_sampling(
                 [sampling for _, _, sampling in found], logits.shape[-1], logits.device
             )

@@ -19,7 +19,7 @@ from atts.errors import EngineUnavailable
 from atts.local.batch import Draws, Model, PrefillChunk, StepBatches, StepPlan
 from atts.local.devices import is_out_of_memory
 from atts.local.draws_while_scoring import DrawnTokens, beginning, draw_scored, extend_drawn
-from atts.local.logit_sampling import SamplingBatch, batch_sampling, probabilities, spread_rows
+from atts.local.logit_sampling import SamplingBatch, batch_sampling, spread_rows
 from atts.local.many_models import ManyModels
 from atts.local.messages import (
     AddChain,
@@ -40,7 +40,7 @@ from atts.local.messages import (
 from atts.local.multi_step import MultiStep
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, TokenTable, ending, new_sequence
-from atts.local.speculating import Speculation, is_ratio
+from atts.local.speculating import Speculation
 
 _NOT_NUMBERS = (
     "the model's logits are not numbers (NaN)",
@@ -281,41 +281,19 @@ class StepLoop:
             return [
                 (s, [token], [value]) for s, token, value in zip(sequences, drawn, raw, strict=True)
             ]
-        sampling = spread_rows(
-            sampling, torch.from_numpy(np.repeat(np.arange(len(sequences)), widths))
-        )
-        uniforms = [
-            float(sequence.uniforms[len(sequence.logprobs) + place])
-            for sequence, width in zip(sequences, widths, strict=True)
-            if sequence.uniforms is not None
-            for place in (
-                self._speculation.places(sequence, width)
-                if self._speculation and width > 1
-                else range(width)
-            )
-        ]
-        drawn, raw = self._model.sample(logits, sampling, uniforms).lists()
+        rows = torch.from_numpy(np.repeat(np.arange(len(sequences)), widths))
+        uniforms = list[float]()
+        for sequence, width in zip(sequences, widths, strict=True):
+            assert sequence.uniforms is not None, "only sampled sequences are drawn for"
+            written = len(sequence.logprobs)
+            uniforms += sequence.uniforms[written : written + width].tolist()
+        drawn, raw = self._model.sample(logits, spread_rows(sampling, rows), uniforms).lists()
         tokens = iter(drawn)
         values = iter(raw)
-        draws = [
+        return [
             (s, list(islice(tokens, n)), list(islice(values, n)))
             for s, n in zip(sequences, widths, strict=True)
         ]
-        return self._redrawn(draws, sampling, logits)
-
-    def _redrawn(self, draws: list[Draws], sampling: SamplingBatch, logits: Tensor) -> list[Draws]:
-        """The same, but for sequences whose proposals are to be tested by ratio."""
-        first = 0
-        found = list[Draws]()
-        for sequence, tokens, logprobs in draws:
-            rows = torch.arange(first, first + len(tokens))
-            first += len(tokens)
-            if self._speculation is not None and len(tokens) > 1 and is_ratio(sequence):
-                laws = probabilities(logits[rows], spread_rows(sampling, rows)).numpy(force=True)
-                tokens = self._speculation.redrawn(sequence, laws, tokens)
-                logprobs = self._model.logprobs(logits[rows], tokens)
-            found.append((sequence, tokens, logprobs))
-        return found
 
     def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
         """Settings as tensors, made anew only when the batch changed."""
@@ -355,14 +333,12 @@ class StepLoop:
         """
         if started is not None and not math.isnan(logprobs[0]):
             self._cache(sequence, started)
-        path = (
-            self._speculation.settle(sequence, tokens)
-            if self._speculation and len(tokens) > 1
-            else None
-        )
-        for place, row in enumerate(range(len(tokens)) if path is None else path):
-            sequence.num_computed += place > 0  # a proposed token that stands was fed
-            if not self._append(sequence, tokens[row], logprobs[row]):
+        accepted = len(tokens) - 1
+        if self._speculation is not None and len(tokens) > 1:
+            accepted = self._speculation.settle(sequence, tokens)
+        for place in range(accepted + 1):
+            sequence.num_computed += place > 0  # an accepted token was fed
+            if not self._append(sequence, tokens[place], logprobs[place]):
                 break
 
     def _append(self, sequence: Sequence, token: int, logprob: float) -> bool:

@@ -40,8 +40,6 @@ class WorkerConfig:
     proposer: type[Proposer] | None = None  # of one's own: found by name in a process
     shares: bool = False  # whether other models of its zoo may be run in the same loop
     depth: int = 0  # layers of the deepest of these, where that is deeper
-    # the stack of layers computed beside the model, for their cost alone
-    padding: ModelConfig | None = None
     # it was lent: what hinders it is told, and the model works without
     may_lack_drafter: bool = False
     sharers: int = 1  # loops of the same process that divide the cores, this one included
@@ -59,15 +57,15 @@ class WorkerConfig:
 
     @property
     def matrix_weights(self) -> int:
-        """Weights one token is multiplied with, those of the padding included."""
-        return self.model.matrix_weights + (self.padding.matrix_weights if self.padding else 0)
+        """Weights one token is multiplied with."""
+        return self.model.matrix_weights
 
     @property
     def kv_floats_per_token(self) -> int:
         """Numbers that all caches keep per token."""
-        parts = (self.drafter, self.padding)
         deepest = replace(self.model, num_layers=self.num_layers)
-        return deepest.kv_floats_per_token + sum(part.kv_floats_per_token for part in parts if part)
+        drafted = self.drafter.kv_floats_per_token if self.drafter else 0
+        return deepest.kv_floats_per_token + drafted
 
     @property
     def num_layers(self) -> int:
@@ -184,7 +182,6 @@ class SpeculationStats:
     tested_at: list[int] = field(default_factory=list[int])
     # of them, those in which the one at this place did as well
     stood_at: list[int] = field(default_factory=list[int])
-    branched: int = 0  # rounds in which another token stood in place of one that did not
     seconds: float = 0.0  # spent on proposing
     trouble: str = ""  # why nothing is proposed any more
     choices: int = 0  # of a length: sequences summed over steps

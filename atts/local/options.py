@@ -7,20 +7,18 @@ from re import ASCII, fullmatch
 from typing import Literal, get_args
 
 from atts.errors import OptionError
-from atts.local.padding_shape import read_size
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 Kernel = Literal["auto", "torch", "native"]
 Graphs = Literal["auto", "off"]
 WorkerKind = Literal["thread", "process"]
-Beside = Literal["thread", "process"]
+Beside = Literal["process", "inline"]
 StageWorker = Literal["process", "ray"]
 SPECULATE = ("auto", "draft", "suffix", "pearl", "ssd", "mirror", "off")
 OVERLAPPED = ("pearl", "ssd", "mirror")
 MOST_PROPOSED = 32
 MOST_REPLICAS = 64
-MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +51,10 @@ class LocalOptions:
     # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
     drafter: str = ""
     speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
-    beside: Beside = "thread"  # where a drafter works that does so while the target verifies
+    # where an overlapped drafter works: inline it does so while the target waits, the same way each time
+    beside: Beside = "process"
     fuzzy: int = 1  # attentions of the drafter that read one input; 1: exact
-    # first places of a proposal at which the drafter's next choice is proposed as well
-    tree: int = 0
     k: int | None = None  # tokens proposed at a time; None: chosen here, 0: none
-    pad: str = ""  # the cost of a model of so many weights, as 20M or 8B, at the model's own words
-    # tokens the padding's output matrix is made for; 0: as many as the model knows
-    pad_vocabulary: int = 0
-    drafter_pad: str = ""  # the same for the drafter
     # cpu, cuda or cuda:1, where the drafter is computed; empty: where the target is
     drafter_device: str = ""
 
@@ -101,60 +94,32 @@ class LocalOptions:
             )
         if self.k is not None and not 0 <= self.k <= MOST_PROPOSED:
             raise OptionError("k", f"is {self.k}, expected 0 to {MOST_PROPOSED}, or auto")
-        if not 0 <= self.tree <= (self.k or 0) or (
-            self.tree and (self.speculate != "draft" or self.fuzzy > 1)
-        ):
-            problem = "places of a proposal of k tokens that is drafted before a step, exactly: write speculate=draft&k=8"
-            raise OptionError("tree", f"is {self.tree}: {problem}")
         if self.speculate is not None and self.speculate not in SPECULATE:
             raise OptionError(
                 "speculate", f"{self.speculate!r} is no way to speculate", SPECULATE, self.speculate
-            )
-        if not 0 <= self.pad_vocabulary <= MOST_TOKENS:
-            raise OptionError(
-                "pad_vocabulary", f"is {self.pad_vocabulary}, expected 0 to {MOST_TOKENS:,}"
-            )
-        if self.pad_vocabulary and not self.pad:
-            raise OptionError(
-                "pad_vocabulary", "needs a padded model: write pad=20M as well, or another size"
             )
         if not fullmatch(r"(cpu|cuda(:\d+)?)?", self.drafter_device, ASCII):
             raise OptionError(
                 self.drafter_device, "no such drafter_device", ("cpu", "cuda", "cuda:1")
             )
-        for option in ("drafter_pad", "drafter_device"):
-            if getattr(self, option) and not self.drafter:
-                raise OptionError(
-                    option, "needs a draft model: write drafter=embedded:draft, or another's name"
-                )
+        if self.drafter_device and not self.drafter:
+            raise OptionError(
+                "drafter_device",
+                "needs a draft model: write drafter=embedded:draft, or another's name",
+            )
         counts = self.replicas_of_stages
         if len(counts) != self.stages - 1 or not all(
             1 <= count <= MOST_REPLICAS for count in counts
         ):
             problem = f"{self.stage_replicas!r} is no number from 1 to {MOST_REPLICAS}, or one for each stage but the first"
             raise OptionError("stage_replicas", problem)
-        if self.stages > 1 and (self.pad or self.speculate == "mirror"):
-            raise OptionError(
-                "stages",
-                "are of a model that is not padded, and not heard between its layers (mirror)",
-            )
-        for words in (self.pad, self.drafter_pad):
-            read_size(words or "0")
+        if self.stages > 1 and self.speculate == "mirror":
+            raise OptionError("stages", "are not heard between their layers (mirror)")
         if self.fuzzy < 1 or (
-            self.fuzzy > 1
-            and (not self.drafter or self.speculate in OVERLAPPED or self.drafter_pad)
+            self.fuzzy > 1 and (not self.drafter or self.speculate in OVERLAPPED)
         ):
-            problem = f"is {self.fuzzy}: a number from 1 on, for a draft model that is neither padded nor beside the target"
+            problem = f"is {self.fuzzy}: a number from 1 on, for a draft model that takes turns with the target"
             raise OptionError("fuzzy", problem)
-        is_open = (
-            bool(self.drafter)
-            and self.speculate in (None, "auto")
-            and self.k is None
-            and self.fuzzy == 1
-        )
-        if self.beside == "process" and self.speculate not in OVERLAPPED and not is_open:
-            problem = f"process is for a drafter beside the target: write speculate={OVERLAPPED[0]}, or auto without k"
-            raise OptionError("beside", problem)
         if self.speculate in ("draft", *OVERLAPPED) and not self.drafter:
             advice = "write drafter=embedded:draft, or another's name"
             raise OptionError("speculate", f"{self.speculate} needs a draft model: {advice}")

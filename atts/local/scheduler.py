@@ -21,7 +21,6 @@ from atts.local.slot_ledger import SlotLedger
 # slots taken at a time while decoding: neighbours in memory are read faster, and calls are few
 _SLOT_RUN = 32
 _HEADROOM = 16  # slots kept free per running sequence when another is admitted
-MOST_BRANCHES = 128  # of a step: rows beside the chains of its proposals, where these may be trees
 CacheAction = Literal["keep", "drop"]
 
 
@@ -36,7 +35,6 @@ class SchedulerConfig:
     # tokens beyond which a request is computed with frequencies of its own
     long_after: int | None = None
     rope_rows: int = 0  # where those begin in the tables of angles
-    branches: int = 0  # further rows of the slot table, for proposals that are trees
 
 
 class Scheduler:
@@ -60,9 +58,7 @@ class Scheduler:
         self._free_rows = list(range(config.max_batch - 1, -1, -1))
         width = min(config.context_length, config.kv_tokens) + 1
         # one of each column of layers
-        self.tables: SlotIds = np.zeros(
-            (1, config.max_batch + config.branches, width), dtype=np.int32
-        )
+        self.tables: SlotIds = np.zeros((1, config.max_batch, width), dtype=np.int32)
         self.table: SlotIds = self.tables[0]
         if ledger is not None:
             self.divide([0])
@@ -196,26 +192,6 @@ class Scheduler:
         if most > sequence.capacity and self._has_plenty():
             self._reserve(sequence, most)
         return min(most, sequence.capacity) - sequence.num_computed - 1
-
-    def branch(self, sequence: Sequence, place: int, spare: int, number: int) -> int | None:
-        """A row that has the slot of a spare place of the sequence's span at another; None where
-        there is none left.
-        """
-        if number >= self._config.branches:
-            return None
-        row = self._config.max_batch + number
-        first = sequence.num_computed + 1
-        self.table[row, : first + place] = self.table[sequence.row, : first + place]
-        self.table[row, first + place] = self.table[sequence.row, first + spare]
-        return row
-
-    def take_branch(self, sequence: Sequence, place: int, spare: int) -> None:
-        """What was computed of a branch is the sequence's, whose newest token is computed: two
-        slots are swapped.
-        """
-        row = self.table[sequence.row]
-        first = sequence.num_computed
-        row[[first + place, first + spare]] = row[[first + spare, first + place]]
 
     def cache_prefix(self, sequence: Sequence) -> PrefixNode:
         """Hand what is computed of this sequence over to the prefix tree, and read from it what is

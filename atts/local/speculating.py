@@ -7,15 +7,11 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from atts.core import SampleRequest
-from atts.local.batch import Branch, StepPlan
+from atts.local.batch import StepPlan
 from atts.local.messages import SpeculationStats
 from atts.local.scheduler import Scheduler
 from atts.local.sequence import Sequence, TokenTable, going_on
-from atts.sampling import uniforms
 from atts.speculation import (
     NOTHING,
     Ask,
@@ -24,7 +20,6 @@ from atts.speculation import (
     Proposer,
     StepShape,
     TokenProposal,
-    ratio_walk,
     standing,
 )
 
@@ -80,54 +75,32 @@ class FixedLength(Lengths):
 
 
 class GoodputLengths(Lengths):
-    """Lengths by goodput; a proposal tested by ratio has a fixed length, or its text would depend
-    on timings.
-    """
+    """Lengths by goodput."""
 
-    def __init__(self, most: int, tokens_by_ratio: int) -> None:
+    def __init__(self, most: int) -> None:
         self._control = GoodputControl(most)
-        self._by_ratio = tokens_by_ratio
         self._shape = StepShape((), 0, 0.0)  # of the step that lengths were chosen for last
-        # sequences, and whether a proposal is tested by ratio
-        self._seen: tuple[list[Sequence], bool] = (
-            [],
-            False,
-        )
 
     def rests(self, plan: StepPlan) -> bool:
         """As long as nothing pays."""
-        if plan.decoding != self._seen[0]:
-            self._seen = [*plan.decoding], any(map(is_ratio, plan.decoding))
-        return not self._seen[1] and self._control.rests(len(plan.decoding))
+        return self._control.rests(len(plan.decoding))
 
     def choose(self, plan: StepPlan) -> Many[int]:
-        """As many as pay, by what is known of times and of what stood."""
-        keys = [sequence.request_id for sequence in plan.decoding if not is_ratio(sequence)]
+        """As many as pay, by what is known of times and of what was accepted."""
+        keys = [sequence.request_id for sequence in plan.decoding]
         others = sum([chunk.stop - chunk.start for chunk in plan.prefills])
-        others += (len(plan.decoding) - len(keys)) * (1 + self._by_ratio)
         context = sum([sequence.num_computed for sequence in plan.decoding]) / len(plan.decoding)
         self._shape = StepShape(keys, others, context)
-        lengths = self._control.choose(self._shape) if keys else []
-        if len(keys) == len(plan.decoding):
-            return lengths
-        chosen = dict(zip(keys, lengths, strict=True))
-        return [chosen.get(sequence.request_id, self._by_ratio) for sequence in plan.decoding]
+        return self._control.choose(self._shape)
 
     def observed(
         self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Survival and times are learnt."""
-        shape = self._shape
+        """Learn survival and times."""
         outcomes = [(each.request_id, each.guessed, each.stood) for each in rounds]
-        if len(shape.keys) < len(plan.decoding):
-            own = set(shape.keys)
-            outcomes = [outcome for outcome in outcomes if outcome[0] in own]
-        # who took the time to propose cannot be told
-        if not shape.keys or len(outcomes) < len(rounds):
-            return None
         rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
-        forecast = self._control.observed(shape, outcomes, rows, seconds)
-        return forecast._replace(tokens=forecast.tokens - shape.others) if forecast else None
+        forecast = self._control.observed(self._shape, outcomes, rows, seconds)
+        return forecast._replace(tokens=forecast.tokens - self._shape.others) if forecast else None
 
 
 class Speculation:
@@ -158,7 +131,6 @@ class Speculation:
         self._asked = dict[
             int, tuple[TokenProposal, int]
         ]()  # by sequence; with how many tokens there were at first
-        self._branches = dict[int, list[Branch]]()  # by sequence
         self._rounds: list[SpeculationRound] = []
         self._began = self._proposing = 0.0
         # the last step; negative where it was not timed; the first one after a wait never is
@@ -176,7 +148,6 @@ class Speculation:
         if self._asked:
             self._rounds.clear()
             self._asked.clear()
-            self._branches.clear()
         if self._stats.trouble or not plan.decoding:
             return
         self._stats.choices += len(plan.decoding)
@@ -209,51 +180,18 @@ class Speculation:
             )
             if not any(plan.proposals):
                 plan.proposals.clear()
-            elif any(proposal.others for proposal, _ in self._asked.values()):
-                self._branch(plan)
         self._proposing = self._clock() - self._began
         self._stats.seconds += self._proposing
 
-    def places(self, sequence: Sequence, width: int) -> list[int]:
-        """Of the rows of a sequence, which of the next tokens each draws: one after a token that is
-        proposed first.
-        """
-        branches = self._branches.get(sequence.request_id, ())
-        return [*range(width - len(branches)), *[branch.place + 1 for branch in branches]]
-
-    def settle(self, sequence: Sequence, drawn: list[int]) -> list[int]:
-        """The rows whose draws are written, as far as what is proposed stands; all rows of the
-        sequence drew these.
-        """
+    def settle(self, sequence: Sequence, drawn: list[int]) -> int:
+        """Return how many tokens of a sequence's proposal are accepted, where its rows drew these."""
         proposal, guessed = self._asked[sequence.request_id]
-        length = len(proposal.tokens)
         stood = standing(proposal.tokens, drawn)
         self._proposer.settled(sequence.request_id, proposal, stood)
-        self._rounds.append(SpeculationRound(sequence.request_id, length, stood, guessed))
-        path = list(range(stood + 1))
-        for number, branch in enumerate(self._branches.get(sequence.request_id, ())):
-            if (branch.place, branch.token) == (stood, drawn[stood]):
-                self._scheduler.take_branch(sequence, stood, length + number)
-                self._stats.branched += 1
-                return [*path, length + 1 + number]
-        return path
-
-    def redrawn(self, sequence: Sequence, laws: NDArray[np.float64], drawn: list[int]) -> list[int]:
-        """What the ratio test writes at a sequence's places, where the target has these laws."""
-        proposal = self._asked[sequence.request_id][0]
-        request = sequence.request
-        assert isinstance(request, SampleRequest), "only sampled sequences decode"
-        first = request.begun + len(sequence.logprobs)
-        last = first + len(proposal.tokens)
-        accepts, residuals = (
-            uniforms(replace(request.seed, purpose=f"{request.seed.purpose} {kind}"), last)[first:]
-            for kind in ("accept", "residual")
+        self._rounds.append(
+            SpeculationRound(sequence.request_id, len(proposal.tokens), stood, guessed)
         )
-        stood, instead = ratio_walk(proposal.tokens, laws, proposal.laws, accepts, residuals)
-        tokens = [*proposal.tokens[:stood], *drawn[stood:]]
-        if instead is not None:
-            tokens[stood] = instead
-        return tokens
+        return stood
 
     def observed(self, plan: StepPlan) -> None:
         """Tell who decides about lengths what came of the step, and how long it took."""
@@ -284,37 +222,7 @@ class Speculation:
         if shorten:
             self._most = min(self._most, max(map(len, plan.proposals)) // 2)
         plan.proposals.clear()
-        plan.branches.clear()
         self._rounds.clear()
-        self._branches.clear()
-
-    def _branch(self, plan: StepPlan) -> None:
-        """Give what else may stand at a place a row, as far as the sequence has slots behind its
-        proposal.
-        """
-        count = 0
-        for sequence, tokens in zip(plan.decoding, plan.proposals, strict=True):
-            others = (
-                () if is_ratio(sequence) else self._asked.get(sequence.request_id, _NONE)[0].others
-            )
-            fit = [
-                (at, token)
-                for at, token in others
-                if at < len(tokens) and 0 <= token < self._vocabulary
-            ]
-            room = (
-                self._scheduler.widen(sequence, len(tokens) + len(fit)) - len(tokens) if fit else 0
-            )
-            own = list[Branch]()
-            for spare, (place, token) in enumerate(fit[:room], len(tokens)):
-                row = self._scheduler.branch(sequence, place, spare, count)
-                if row is not None:
-                    own.append(Branch(place, token, row))
-                    count += 1
-            plan.branches.append(own)
-            self._branches[sequence.request_id] = own
-        if not count:
-            plan.branches.clear()
 
     def _ask(self, asks: list[Ask]) -> None:
         self._known.update(ask.key for ask in asks)
@@ -342,8 +250,6 @@ class Speculation:
         to write.
         """
         tokens = proposal.tokens[: ask.room]
-        if proposal.laws is not None:  # what is drawn must not be dropped for what it is
-            return replace(proposal, tokens=tuple(tokens), laws=proposal.laws[: ask.room])
         known = next(
             (at for at, token in enumerate(tokens) if not 0 <= token < self._vocabulary),
             len(tokens),
@@ -375,10 +281,4 @@ def ask_of(sequence: Sequence, room: int) -> Ask:
         sampling=request.sampling,
         rollout=request.rollout,
         hint=request.draft,
-        wants_laws=is_ratio(sequence),
     )
-
-
-def is_ratio(sequence: Sequence) -> bool:
-    """Whether its proposals are tested by ratio."""
-    return isinstance(sequence.request, SampleRequest) and sequence.request.acceptance == "ratio"

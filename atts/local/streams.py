@@ -64,11 +64,9 @@ class StreamHeads:
     def __call__(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """States that the output matrix reads what follows `tokens` [rows, 1 or more] from, shaped
         as `hidden`.
-
-        What a padded model has behind its own states stays as it is.
         """
         (down, up) = self.streams[tokens.shape[1] - 1]
         width = self.embedding.shape[1]
         known = F.rms_norm(self.embedding[tokens], (width,)).flatten(1)
-        added = F.linear(F.silu(F.linear(torch.cat([hidden[:, :width], known], 1), down)), up)
-        return hidden + F.pad(added, (0, hidden.shape[1] - width))
+        added = F.linear(F.silu(F.linear(torch.cat([hidden, known], 1), down)), up)
+        return hidden + added

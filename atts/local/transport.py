@@ -1,12 +1,8 @@
-"""Transports of a drafter that works beside the target: in the same thread, or in a thread of its
-own.
-"""
+"""Transport of work to a drafter that continues guesses while its target verifies a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from time import perf_counter
 
 Work = Callable[[], None]
@@ -33,23 +29,3 @@ class InlineTransport:
     def elapsed(self, began: float) -> float:
         """Seconds of the target's step, which began then."""
         return perf_counter() - began
-
-
-class ThreadTransport(InlineTransport):
-    """Works in a thread that ends with this object; native kernels and torch let both threads
-    compute at once.
-    """
-
-    is_beside = True
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "atts-drafter")
-        self._last = list[Future[None]]()
-
-    def post(self, work: Work) -> None:
-        """Begins when the thread wakes, after what was posted before."""
-        self._last = [self._thread.submit(work)]
-
-    def wait(self, seconds: float) -> bool:
-        """Sleep until it is over, or for so long."""
-        return not wait_for(self._last, seconds).not_done

@@ -23,7 +23,7 @@ from atts.speculation.proposals import (
 )
 from atts.speculation.schemes import SchemeControl
 from atts.speculation.suffix import SuffixProposer
-from atts.speculation.verifying import ratio_walk, standing
+from atts.speculation.verifying import standing
 
 __all__ = [
     "NOTHING",
@@ -46,6 +46,5 @@ __all__ = [
     "TokenProposal",
     "most_worthwhile",
     "ranked_outcomes",
-    "ratio_walk",
     "standing",
 ]

@@ -24,7 +24,6 @@ class Ask:
     sampling: Sampling
     rollout: str = ""  # "PROBLEM/SAMPLE" where the request says so
     hint: TokenIds = ()  # text that came with the request
-    wants_laws: bool = False  # the ratio test needs the law each token was drawn from
 
     @property
     def group(self) -> str:
@@ -38,10 +37,6 @@ class TokenProposal:
 
     tokens: TokenIds = ()
     confidence: float = 0.0
-    # [tokens, vocabulary] they were drawn from; None: not drawn, but looked up
-    laws: NDArray[np.float64] | None = None
-    # place and token: what may stand there instead, nothing proposed behind it
-    others: tuple[tuple[int, int], ...] = ()
 
 
 NOTHING = TokenProposal()

@@ -21,7 +21,6 @@ from atts.local.build import MakeModel, build_loop
 from atts.local.cuda_model import disagreement, paged_attention
 from atts.local.messages import FailureReply, LoopReport, WorkerConfig
 from atts.local.model_config import read_model_config
-from atts.local.padding_shape import padding_shape, read_size
 from atts.local.torch_model import TorchModel
 from atts.models import path
 from atts.models.tokenizers import ModelTokenizer
@@ -29,6 +28,7 @@ from atts.pipelines import Policy, prompt_of
 from atts.sampling import Seed
 from scripts.studies.gpu_lab import Lab
 from scripts.studies.gpu_loops import Script
+from scripts.studies.padded import read_size, shape_of_size
 
 LAWS = (Sampling(0.0), Sampling(0.7), Sampling(1.0, top_p=0.9), Sampling(0.9, top_k=20, min_p=0.02))
 _ARMS: Mapping[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ def kernel(lab: Lab) -> list[dict[str, Any]]:
     base = read_model_config(path("target"), "target")
     shapes = {
         "embedded target": base,
-        **{s: padding_shape(base, read_size(s)) for s in lab.sizes.shapes},
+        **{s: shape_of_size(base, read_size(s)) for s in lab.sizes.shapes},
     }
     for name, config in shapes.items():
         # a kernel is compiled for each type, width and window: large models need but one type

@@ -18,8 +18,6 @@ from atts.local.loop import StepLoop
 from atts.local.messages import Close, Command, LoopReport, Submit
 from atts.local.model_config import ModelConfig, read_model_config, rope_rows
 from atts.local.options import Graphs
-from atts.local.padding import padding_weights
-from atts.local.padding_shape import padding_shape, read_size
 from atts.local.prefix import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.sequence import TokenTable
@@ -27,6 +25,7 @@ from atts.local.torch_model import TorchModel
 from atts.models import path
 from atts.sampling import Seed
 from scripts.studies.gpu_lab import Lab
+from scripts.studies.padded import random_weights, read_size, shape_of_size
 from scripts.studies.theirs import generated, random_model
 
 _STEP_TOKENS = 2048  # of prompts and chunks in one step
@@ -51,7 +50,7 @@ class Script:
 
 def shape_of(lab: Lab, size: str) -> ModelConfig:
     """A published model's sizes."""
-    return padding_shape(
+    return shape_of_size(
         read_model_config(path("draft"), "draft"), read_size(size), lab.sizes.vocabulary
     )
 
@@ -63,7 +62,7 @@ class RandomModel:
         sizes = lab.sizes
         config = shape_of(lab, size)
         self.config = config
-        weights = padding_weights(config, lab.half, lab.device)
+        weights = random_weights(config, lab.half, lab.device)
         # a head of zeros would draw tokens at random, and its numbers would be easier on the device
         # than others
         weights = replace(weights, head=weights.embedding * config.hidden_size**-0.5)

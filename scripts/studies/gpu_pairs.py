@@ -8,7 +8,8 @@ import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import anyio
 
@@ -34,18 +35,24 @@ from atts.pipelines import (
 )
 from atts.sampling import Seed
 from scripts.studies.gpu_lab import Lab, OutOfTime
+from scripts.studies.padded import padded_folder
 
 ARMS = ("target-only", "atts", "exact", "draft-only")
 RATE = 0.2
 _BLOCK = 6  # questions under one number of rollouts before the next
 
 
-def options(lab: Lab, pad: str, **changes: Any) -> LocalOptions:
-    """Of an engine on the device, padded to that size; a process of its own on a GPU."""
-    settings: dict[str, Any] = {"device": lab.device.type, "kv_tokens": lab.sizes.cache, "pad": pad}
+def folder_of(model: Literal["draft", "target"], pad: str) -> Path:
+    """Return the embedded model's folder, padded to that size where one is named."""
+    folder = Path(path(model))
+    return padded_folder(folder, pad) if pad else folder
+
+
+def options(lab: Lab, **changes: Any) -> LocalOptions:
+    """Return the options of an engine on the device; a process of its own on a GPU."""
+    settings: dict[str, Any] = {"device": lab.device.type, "kv_tokens": lab.sizes.cache}
     settings |= {"worker": "process" if lab.is_cuda else "thread", "chunk_tokens": 2048}
     settings |= {"kernel": "torch", "dtype": str(lab.half).removeprefix("torch.")}
-    settings |= {"pad_vocabulary": lab.sizes.vocabulary} if pad else {}
     return LocalOptions(**{**settings, **changes})
 
 
@@ -119,8 +126,8 @@ def _stored() -> StoredScores:
 @asynccontextmanager
 async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
     """The pair padded to these sizes."""
-    small = LocalEngine(path("draft"), name="draft", options=options(lab, draft))
-    large = LocalEngine(path("target"), name="target", options=options(lab, target))
+    small = LocalEngine(folder_of("draft", draft), name="draft", options=options(lab))
+    large = LocalEngine(folder_of("target", target), name="target", options=options(lab))
     async with large, small:  # the large one first: what it needs is known, the other takes little
         yield Pair(small, large)
 
@@ -176,13 +183,16 @@ def speculation_cells(lab: Lab, draft: str, target: str) -> None:
             for count in lab.sizes.rollouts
         }
         if missing := lab.missing(cells, 30.0):
-            lent = {"drafter": str(path("draft")), "drafter_pad": draft} if changes else {}
-            own = options(lab, target, **lent, **changes)
-            anyio.run(_write_all, lab, own, {name: cells[name] for name in missing})
+            lent = {"drafter": str(folder_of("draft", draft))} if changes else {}
+            own = options(lab, **lent, **changes)
+            todo = {name: cells[name] for name in missing}
+            anyio.run(_write_all, lab, folder_of("target", target), own, todo)
 
 
-async def _write_all(lab: Lab, options: LocalOptions, cells: Mapping[str, int]) -> None:
-    async with LocalEngine(path("target"), name="target", options=options) as engine:
+async def _write_all(
+    lab: Lab, folder: Path, options: LocalOptions, cells: Mapping[str, int]
+) -> None:
+    async with LocalEngine(folder, name="target", options=options) as engine:
         prompts = [
             engine.tokenizer.render(prompt_of(problem, Policy())) for problem in problems("test", 8)
         ]

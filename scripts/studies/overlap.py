@@ -44,6 +44,7 @@ from scripts.studies.harness import (
 from scripts.studies.local_subjects import Lab, asked, send_all
 from scripts.studies.overlap_timelines import drawn, schemes
 from scripts.studies.overlap_virtual import closed_forms, published, record, recorded
+from scripts.studies.padded import padded_folder
 
 _PAIR = {"drafter": str(path("draft"))}
 _DEEP = {"drafter": str(path("deep")), "speculate": "draft", "k": 8}
@@ -128,6 +129,10 @@ def live(options: Options) -> list[Table]:
     return tables
 
 
+def _padded(folder: Path, pad: str) -> Path:
+    return padded_folder(folder, pad) if pad else folder
+
+
 def _table(options: Options, pad: str, spent: Spent) -> Table:
     count, rounds = (2, 3) if pad == "200M" else (options.pick(2, 4, 8), options.pick(2, 5, 9))
     with start_blocking_portal() as portal, ExitStack() as stack:
@@ -137,7 +142,7 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
         for name, changes in _ARMS.items():
             with _exit(name):
                 engines[name] = stack.enter_context(
-                    lab.engine(_folder(name, Path(bare)), **{"pad": pad, **changes})
+                    lab.engine(_padded(_folder(name, Path(bare)), pad), **changes)
                 )
         requests = asked(
             engines["plain"], [one.text for one in arithmetic("test", count)], 160, options.seed

@@ -27,6 +27,7 @@ from atts.local import LocalEngine, LocalOptions
 from atts.models import path as model_path
 from scripts.studies.arms import Schedule, Solved, run_block, scores_of
 from scripts.studies.harness import Options, Parts, Table, pair_name, say, tree_seconds
+from scripts.studies.padded import padded_folder
 from scripts.studies.pipelines import Rescoring
 from scripts.studies.speed_draft import agreement, weakened
 from scripts.studies.speed_map import ALONE, METHODS, Cell, Clock, Figures, Measured, tables
@@ -135,15 +136,17 @@ async def _targets(
     """
     cores = (os.cpu_count() or 1) if clock == "wall" else 1
     pad = TARGETS[name]
-    own: dict[str, Any] = {"pad": pad, "threads": cores if pad else 1}
+    own: dict[str, Any] = {"threads": cores if pad else 1}
     changes = {
         ALONE: own,
         **{each: {**own, "drafter": str(draft.folder)} for each, draft in drafts.items()},
     }
     if own["threads"] < cores:
-        changes[_ALL_CORES] = {"pad": pad, "threads": cores}
+        changes[_ALL_CORES] = {"threads": cores}
     async with AsyncExitStack() as stack:
-        target = model_path("target")
+        target = Path(model_path("target"))
+        if pad:
+            target = padded_folder(target, pad)
         yield {
             each: await stack.enter_async_context(_engine(target, **how))
             for each, how in changes.items()

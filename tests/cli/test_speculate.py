@@ -196,9 +196,7 @@ def test_a_dry_run_says_who_proposes(atts: Callable[..., Any]) -> None:
     ]
     server = atts("eval", "arithmetic[:1]", "--target", "vllm:http://h:1/M", "--dry-run")
     assert "nothing: that takes a draft and a target of this machine" in server.out
-    padded = ("--draft", "embedded?pad=1M", "--target", "embedded?pad=2M")
-    assert "nothing: that takes" in atts("eval", "arithmetic[:1]", *padded, "--dry-run").out
-    named = atts("eval", "arithmetic[:1]", *padded, "--set", "speculate=pearl", "--dry-run")
+    named = atts("eval", "arithmetic[:1]", "--set", "speculate=pearl", "--dry-run")
     assert "by the draft (speculate pearl)" in named.out
     own = atts("eval", "arithmetic[:1]", "--target", "embedded?k=3", "--dry-run")
     assert "as the target's own words say" in own.out

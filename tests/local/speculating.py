@@ -163,16 +163,11 @@ def run(
     )
     ways: dict[str, Any] = {}
     if drafter is not None:
-        ways = {"speculate": "draft"}
+        ways = {"speculate": "draft", "beside": "inline"}
     options = replace(
         options, drafter=str(drafter or ""), k=lengths if isinstance(lengths, int) else None, **ways
     )
-    padding = changes.pop("padding", None)
-    config = replace(
-        config_of(folder, drafter), options=replace(options, **changes), padding=padding
-    )
-    if padding and config.drafter:
-        config = replace(config, drafter=replace(config.drafter, padding=padding))
+    config = replace(config_of(folder, drafter), options=replace(options, **changes))
     if proposer is not None:
         config = replace(config, proposer=cast(Any, lambda: proposer))
     driven = Driven({}, LoopStats())

@@ -1,11 +1,8 @@
-"""A drafter on a device of its own: the option reaches its model, and on a GPU its work goes to a
-stream of its own.
-"""
+"""A drafter on a device of its own: the option reaches its model."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from threading import current_thread
 from typing import Any
 
 import pytest
@@ -15,10 +12,7 @@ from atts.core import Sampling
 from atts.errors import ModelLoadError, OptionError
 from atts.local import LocalOptions
 from atts.local.cache import allocate_cache
-from atts.local.devices import own_stream
 from atts.local.loader import load_weights
-from atts.local.native_model import NativeModel
-from atts.local.transport import ThreadTransport
 from tests.local.speculating import Make, counts, requests, run, same
 
 HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
@@ -26,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("way", "beside"), [("draft", "thread"), ("pearl", "thread"), ("ssd", "process")]
+    ("way", "beside"), [("draft", "inline"), ("pearl", "inline"), ("ssd", "process")]
 )
 def test_a_drafter_on_the_processor_changes_no_token(
     way: str, beside: str, make_model: Make, near: Path
@@ -40,7 +34,7 @@ def test_a_drafter_on_the_processor_changes_no_token(
 
 
 @pytest.mark.parametrize(
-    ("way", "beside"), [("draft", "thread"), ("pearl", "thread"), ("pearl", "process")]
+    ("way", "beside"), [("draft", "inline"), ("pearl", "inline"), ("pearl", "process")]
 )
 def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
     way: str, beside: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
@@ -76,13 +70,8 @@ def test_what_is_no_device_is_refused(words: str) -> None:
 def test_the_option_reaches_the_drafters_model(
     way: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its weights and its cache, and nothing of the target; beside it, all its forwards are within
-    its stream.
-    """
+    """Its weights and its cache, and nothing of the target."""
     asked = list[torch.device]()
-    streams = list[torch.device]()
-    entered = list[str]()
-    outside = list[str]()
 
     def weights(folder: Path, config: Any, dtype: Any, device: torch.device, name: str) -> Any:
         asked.append(device)
@@ -92,33 +81,10 @@ def test_the_option_reaches_the_drafters_model(
         asked.append(device)
         return allocate_cache(config, dtype, CPU, **least)
 
-    class Patient(ThreadTransport):
-        def wait(self, seconds: float) -> bool:
-            return super().wait(60.0)
-
-    class Stream:
-        def __init__(self, device: torch.device) -> None:
-            streams.append(device)
-
-        def __enter__(self) -> None:
-            entered.append(current_thread().name)
-
-        def __exit__(self, *args: object) -> None:
-            entered.pop()
-
-    def drawn(model: NativeModel, *args: Any) -> Any:
-        if entered != ["atts-drafter_0"] and streams:
-            outside.append(current_thread().name)
-        return ahead(model, *args)
-
-    ahead = NativeModel.draw_ahead
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("atts.local.build.load_weights", weights)
     monkeypatch.setattr("atts.local.build.allocate_cache", cache)
-    monkeypatch.setattr("atts.local.ahead.own_stream", Stream)
-    monkeypatch.setattr("atts.local.build.ThreadTransport", Patient)
-    monkeypatch.setattr(NativeModel, "draw_ahead", drawn)
     done = run(
         make_model("llama"),
         [requests(2, 24, HOT[:2])],
@@ -133,24 +99,3 @@ def test_the_option_reaches_the_drafters_model(
     )
     assert asked[1] == asked[3] == torch.device("cuda:1")
     assert counts(done).proposed > 0
-    assert (len(streams), outside) == (way == "pearl", [])
-
-
-def test_a_stream_is_made_once_all_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU; elsewhere there is nothing to enter, and no GPU is looked for."""
-    said = list[tuple[str, Any]]()
-
-    def say(name: str) -> Any:
-        def found(about: Any) -> Any:
-            said.append((name, about))
-            return about
-
-        return found
-
-    for name in ("synchronize", "Stream", "stream"):
-        monkeypatch.setattr(f"torch.cuda.{name}", say(name))
-    with own_stream(CPU):
-        assert said == []
-    device = torch.device("cuda:1")
-    own_stream(device)
-    assert said == [("synchronize", device), ("Stream", device), ("stream", device)]

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from typing import Any
 import pytest
 
 from atts.core import SampleRequest, Sampling, TokenIds
-from atts.errors import ModelLoadError, OptionError
-from atts.local import LocalOptions
+from atts.errors import ModelLoadError
 from atts.local.drafter_child import DraftRows
 from atts.local.drafter_process import DrafterProcess, DraftStep
 from atts.sampling import Seed
@@ -174,20 +172,3 @@ def test_sequences_without_room_are_not_drafted_for(rows: DraftRows) -> None:
     assert [(ask.key, ask.written, len(ask.ids)) for ask in found] == [(1, 1, 21), (3, 1, 21)]
     rows.follow(step({}, ended=[1, 3]))
     assert rows.allocator.num_used == 0
-
-
-def test_a_process_is_for_what_drafts_beside(make_model: Make) -> None:
-    """Elsewhere it is refused; what is left open may come to that."""
-    open_one = LocalOptions(drafter="embedded:draft", beside="process")
-    open_one.check()
-    for wrong in (
-        {"speculate": "draft"},
-        {"speculate": "suffix"},
-        {"k": 4},
-        {"fuzzy": 2},
-        {"drafter": ""},
-    ):
-        with pytest.raises(OptionError, match="beside"):
-            replace(open_one, **wrong).check()
-    with pytest.raises(OptionError, match="no such beside"):
-        LocalOptions(beside="elsewhere").check()  # type: ignore[arg-type]

@@ -23,8 +23,6 @@ from atts.local.exits import EXIT_FILE, ExitAdapter
 from atts.local.loader import Weights, load_weights
 from atts.local.model_config import ModelConfig, read_model_config
 from atts.local.native_model import NativeModel
-from atts.local.padding import PaddedModel, padding_weights
-from atts.local.padding_shape import padding_shape
 from atts.local.sequence import new_sequence
 from atts.local.torch_model import TorchModel
 from tests.local.speculating import Make, counts, ids_of, requests, run, same, texts
@@ -63,10 +61,7 @@ def a_step(table: np.ndarray[Any, Any]) -> StepBatch:
 
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
-@pytest.mark.parametrize("pad", [False, True])
-def test_who_hears_of_a_step_changes_nothing_of_it(
-    kernel: str, pad: bool, make_model: Make
-) -> None:
+def test_who_hears_of_a_step_changes_nothing_of_it(kernel: str, make_model: Make) -> None:
     """Final states to the bit; what is heard is what a model that ended there would hand to its
     last norm.
     """
@@ -75,16 +70,8 @@ def test_who_hears_of_a_step_changes_nothing_of_it(
     table = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
     config, weights = loaded(folder, 4)
 
-    def model() -> TappedModel:
-        own = built(config, weights, kernel)
-        if not pad:
-            return own
-        shape = padding_shape(config, 1_200_000, 0)
-        stack = built(shape, padding_weights(shape, torch.float32, CPU), kernel)
-        return PaddedModel(own, stack, config.hidden_size, config.vocabulary, shape.num_layers // 2)
-
-    plain = model().forward(a_step(table), table)
-    whole = model().forward(a_step(table), table, Tap(2, heard.append))
+    plain = built(config, weights, kernel).forward(a_step(table), table)
+    whole = built(config, weights, kernel).forward(a_step(table), table, Tap(2, heard.append))
     assert torch.equal(plain, whole)
     assert [len(rows) for rows in heard] == [2]
     cut = built(*loaded(folder, 2), kernel).forward(a_step(table), table)

@@ -164,6 +164,6 @@ def test_groups_need_a_drafter_of_its_own_size_that_takes_turns() -> None:
     """What cannot be is refused."""
     good = LocalOptions(drafter="embedded:draft", fuzzy=2)
     good.check()
-    for wrong in ({"fuzzy": 0}, {"drafter": ""}, {"speculate": "pearl"}, {"drafter_pad": "20M"}):
+    for wrong in ({"fuzzy": 0}, {"drafter": ""}, {"speculate": "pearl"}):
         with pytest.raises(OptionError, match="fuzzy"):
             replace(good, **wrong).check()

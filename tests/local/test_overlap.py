@@ -24,7 +24,7 @@ from atts.local.exits import ExitModel
 from atts.local.loop import StepLoop
 from atts.local.messages import Cancel, Command
 from atts.local.native_model import NativeModel
-from atts.local.transport import InlineTransport, ThreadTransport, Work
+from atts.local.transport import InlineTransport, Work
 from atts.sampling import Seed
 from atts.speculation import OverlapStats, PlaceLaw
 from tests.local.speculating import Driven, Make, counts, ids_of, requests, run, same, texts
@@ -56,7 +56,7 @@ class Made:
 
     def __init__(self, patch: pytest.MonkeyPatch, transport: Callable[[], Any]) -> None:
         self.drafters: list[AheadDrafter] = []
-        patch.setattr("atts.local.build.ThreadTransport", transport)
+        patch.setattr("atts.local.build.InlineTransport", transport)
         patch.setattr("atts.local.build.AheadDrafter", self._make)
 
     def _make(self, *args: Any, **changes: Any) -> AheadDrafter:
@@ -80,28 +80,23 @@ def overlap(done: Driven) -> OverlapStats:
     return found
 
 
-@pytest.mark.parametrize("transport", [InlineTransport, Slow, ThreadTransport])
+@pytest.mark.parametrize("transport", [InlineTransport, Slow])
 @pytest.mark.parametrize("way", WAYS)
 def test_drafting_beside_the_target_changes_no_token(
     way: str, transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids, ends and log-probabilities to the bit, at once, late at random, and in a thread; slots
-    are given back.
-    """
+    """Ids, ends and log-probabilities to the bit, at once and late at random; slots are given back."""
     folder = make_model("llama")
     orders = requests(7, 24)
     plain = run(folder, [orders])
     made = Made(monkeypatch, transport)
-    done = run(
-        folder, [orders], None, 5 if transport is not ThreadTransport else None, near, speculate=way
-    )
+    done = run(folder, [orders], None, 5, near, speculate=way)
     assert same(plain, done)
     found = overlap(done)
-    if transport is not ThreadTransport:  # how much that drafts depends on the machine
-        assert min(found.hits, found.misses, counts(done).accepted) > 0
-        assert (found.late > 0) == (transport is Slow)
-        used, held = made.spare()
-        assert used == held
+    assert min(found.hits, found.misses, counts(done).accepted) > 0
+    assert (found.late > 0) == (transport is Slow)
+    used, held = made.spare()
+    assert used == held
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -235,9 +230,8 @@ def test_nothing_is_lost_when_sequences_come_and_go(
     assert counts(done).trouble == ""
 
 
-@pytest.mark.parametrize("transport", [InlineTransport, ThreadTransport])
 def test_a_drafter_that_dies_is_a_miss(
-    transport: Any, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
+    make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of its work, even by being told to exit: the texts are what they are, and it is
     said.
@@ -246,7 +240,7 @@ def test_a_drafter_that_dies_is_a_miss(
     orders = requests(3, 20)
     calls = [0]
     plain = run(folder, [orders])
-    _ = Made(monkeypatch, transport)
+    _ = Made(monkeypatch, InlineTransport)
     branch = AheadDrafter._branch  # pyright: ignore[reportPrivateUsage]
 
     def dying(self: AheadDrafter, *args: Any) -> Any:
@@ -258,15 +252,14 @@ def test_a_drafter_that_dies_is_a_miss(
     monkeypatch.setattr(AheadDrafter, "_branch", dying)
     done = run(folder, [orders], None, 4, near, speculate="pearl")
     assert same(plain, done)
-    assert calls[0] > 5 or transport is ThreadTransport
-    if transport is InlineTransport:
-        assert (
-            counts(done).trouble
-            == "speculation is off: AheadDrafter failed (RuntimeError: SystemExit: killed)"
-        )
+    assert calls[0] > 5
+    assert (
+        counts(done).trouble
+        == "speculation is off: AheadDrafter failed (RuntimeError: SystemExit: killed)"
+    )
 
 
-def test_a_thread_that_is_gone_is_a_miss(
+def test_a_drafter_that_never_answers_is_a_miss(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never answers: every step is one without a proposal."""
@@ -343,13 +336,13 @@ def served_another(select: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def tail_returned(settle: Callable[..., list[int]]) -> Callable[..., list[int]]:
+def tail_returned(settle: Callable[..., int]) -> Callable[..., int]:
     """As PEARL was released: what is pending where a request ends is returned as it is."""
 
-    def found(self: Any, sequence: Any, drawn: list[int]) -> list[int]:
-        path = settle(self, sequence, drawn)
+    def found(self: Any, sequence: Any, drawn: list[int]) -> int:
+        accepted = settle(self, sequence, drawn)
         left = sequence.request.max_tokens - len(sequence.logprobs)
-        return path if left > len(drawn) else list(range(len(drawn)))
+        return accepted if left > len(drawn) else len(drawn) - 1
 
     return found
 

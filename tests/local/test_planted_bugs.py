@@ -13,12 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atts.core import SampleRequest
 from atts.local.batch import StepPlan
 from atts.local.loop import StepLoop
 from atts.models.tokenizers import StopMatcher
-from atts.sampling import Seed, uniforms
-from atts.speculation import ratio_walk
 from tests.local.speculating import Driven, Knowing, Make, requests, run, same, texts
 from tests.local.test_speculation import begun, ended_within, is_always_right
 
@@ -31,9 +28,9 @@ def wrong_rows(spread: Callable[..., Any]) -> Callable[..., Any]:
 def shifted(spans: Callable[..., Any]) -> Callable[..., Any]:
     """Proposed tokens one place too far."""
 
-    def found(plan: StepPlan) -> Iterator[tuple[Any, int, int, int]]:
-        for sequence, row, position, token in spans(plan):
-            yield sequence, row, position + (position > sequence.num_computed), token
+    def found(plan: StepPlan) -> Iterator[tuple[Any, int, int]]:
+        for sequence, position, token in spans(plan):
+            yield sequence, position + (position > sequence.num_computed), token
 
     return found
 
@@ -89,7 +86,7 @@ def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
         loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any
     ) -> None:
         own = loop._speculation  # pyright: ignore[reportPrivateUsage]
-        stood = len(own.settle(sequence, tokens)) - 1 if own and len(tokens) > 1 else 0
+        stood = own.settle(sequence, tokens) if own and len(tokens) > 1 else 0
         sequence.ids += tokens[:stood]
         sequence.logprobs += logprobs[:stood]
         sequence.num_computed += stood
@@ -153,57 +150,6 @@ def greedy_alone(draw: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def numbers_are_used_once(folder: Path, drafter: Path) -> bool:
-    """Whether draws, tests and residuals of requests that are tested by ratio have numbers of their
-    own, once each.
-    """
-    orders = [
-        replace(each, request=replace(each.request, acceptance="ratio"))
-        for each in requests(6, 40)
-        if isinstance(each.request, SampleRequest)
-    ]
-    used = [
-        number for seed in (Seed(5, sample=n) for n in range(6)) for number in uniforms(seed, 40)
-    ]
-    walk = ratio_walk
-
-    def watched(
-        proposal: Any, laws: Any, proposed: Any, accepts: Any, residuals: Any
-    ) -> tuple[int, int | None]:
-        stood, instead = walk(proposal, laws, proposed, accepts, residuals)
-        used.extend(accepts[: min(stood + 1, len(proposal))])
-        used.extend([] if instead is None else [residuals[stood]])
-        return stood, instead
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("atts.local.speculating.ratio_walk", watched)
-        done = run(folder, [[*orders]], None, 4, drafter)
-    assert done.stats.speculation is not None
-    assert done.stats.speculation.proposed > done.stats.speculation.accepted > 0
-    return len(set(used)) == len(used) > 6 * 60
-
-
-RATIO_BUGS: dict[str, Callable[[str], str]] = {
-    "draws used again by tests": lambda purpose: purpose.removesuffix(" accept"),
-    "draws used again by residuals": lambda purpose: purpose.removesuffix(" residual"),
-    "tests used again by residuals": lambda purpose: purpose.replace(" residual", " accept"),
-}
-
-
-@pytest.mark.parametrize("bug", ["none", *RATIO_BUGS])
-def test_numbers_of_the_ratio_test_that_are_used_again_are_found(
-    bug: str, make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A law that is off by little is hard to see in samples; a number that was used before is not."""
-    if bug in RATIO_BUGS:
-        change = RATIO_BUGS[bug]
-        monkeypatch.setattr(
-            "atts.local.speculating.uniforms",
-            lambda seed, count: uniforms(replace(seed, purpose=change(seed.purpose)), count),
-        )
-    assert numbers_are_used_once(make_model("llama"), near) == (bug == "none")
-
-
 MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "tokens after a wrong one stand": (
         "atts.local.speculating.standing", lambda f: lambda p, d: min(len(p), f(p, d) + 1), "text",
@@ -221,7 +167,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "token after a proposal written twice": ("atts.local.loop.StepLoop._commit_sampled", doubled, "text"),
     "proposed tokens not stored": (
         "atts.local.batch.StepPlan.spans",
-        lambda f: lambda plan: [(s, row, at, token + (at > s.num_computed)) for s, row, at, token in f(plan)], "text",
+        lambda f: lambda plan: [(s, at, token + (at > s.num_computed)) for s, at, token in f(plan)], "text",
     ),
     "drafter at another temperature": (
         "atts.local.drafting.batch_sampling",

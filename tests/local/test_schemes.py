@@ -17,7 +17,7 @@ from atts.local.batch import StepPlan
 from atts.local.drafter_process import DrafterProcess
 from atts.local.scheme_drafting import GUESSING, SchemeDrafting
 from atts.local.speculating import FixedLength, SpeculationRound
-from atts.local.transport import PATIENCE, InlineTransport, ThreadTransport
+from atts.local.transport import PATIENCE, InlineTransport
 from atts.speculation import Forecast, Guessing
 from tests.local.speculating import Make, counts, requests, run, same
 from tests.local.test_exits import trained
@@ -48,7 +48,7 @@ class Changing:
 
 
 @pytest.mark.parametrize("has_exit", [False, True])
-@pytest.mark.parametrize("transport", [InlineTransport, ThreadTransport, DrafterProcess])
+@pytest.mark.parametrize("transport", [InlineTransport, DrafterProcess])
 def test_schemes_that_change_change_no_token(
     transport: Any,
     has_exit: bool,
@@ -57,8 +57,8 @@ def test_schemes_that_change_change_no_token(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ids, ends and log-probabilities to the bit; every scheme has its turn, in a thread or in
-    another process.
+    """Ids, ends and log-probabilities to the bit; every scheme has its turn, inline or in another
+    process.
 
     Mirror is among them where the target has a trained exit; the drafter has heads, which it alone
     uses.
@@ -75,20 +75,19 @@ def test_schemes_that_change_change_no_token(
         fans.add(guessing)
         begin(self, guessing)
 
-    if transport is not DrafterProcess:
-        monkeypatch.setattr("atts.local.build.ThreadTransport", transport)
     monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
     monkeypatch.setattr(drafter, "begin_anew", seen)
     plain = run(folder, [orders])
-    beside = "process" if transport is DrafterProcess else "thread"
+    beside = "process" if transport is DrafterProcess else "inline"
     done = run(folder, [orders], None, None, near, speculate="auto", beside=beside)
     assert same(plain, done)
     assert counts(done).trouble == ""
     assert fans == {way for way in GUESSING.values() if has_exit or not way.is_told}
     assert counts(done).accepted > 0
     assert (found := counts(done).overlap) is not None
-    assert found.hits + found.misses > 0
+    # a process may be late each time where the machine is busy
+    assert found.hits + found.misses + found.late * (transport is DrafterProcess) > 0
 
 
 def test_only_what_is_left_open_is_learned(
@@ -122,7 +121,7 @@ def test_a_drafter_that_does_not_end_is_left(
         def wait(self, seconds: float) -> bool:
             return False
 
-    monkeypatch.setattr("atts.local.build.ThreadTransport", Stuck)
+    monkeypatch.setattr("atts.local.build.InlineTransport", Stuck)
     monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
     folder = make_model("llama")
@@ -143,7 +142,7 @@ def test_a_late_job_makes_no_other_scheme_late(
             waits.append(seconds)
             return seconds == PATIENCE
 
-    monkeypatch.setattr("atts.local.build.ThreadTransport", Late)
+    monkeypatch.setattr("atts.local.build.InlineTransport", Late)
     monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
     run(make_model("llama"), [requests(2, 40, HOT)], None, None, near, speculate="auto")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
@@ -92,22 +91,6 @@ def test_lengths_chosen_by_goodput_change_no_token(
         assert 0 < found.came_tokens <= done.stats.sampled_tokens + found.accepted
         assert found.expected_tokens > 0
         assert found.expected_seconds > 0
-
-
-def test_lengths_of_requests_tested_by_ratio_do_not_depend_on_timings(
-    make_model: Make, near: Path
-) -> None:
-    """What they write depends on what is proposed, so `k=auto` is a fixed number for them, whatever
-    runs beside.
-    """
-    orders = [
-        replace(each, request=replace(each.request, acceptance="ratio"))
-        for each in requests(4, 40)
-        if isinstance(each.request, SampleRequest)
-    ]
-    fixed, chosen = (run(make_model("llama"), [[*orders]], None, k, near) for k in (8, None))
-    assert same(fixed, chosen)
-    assert counts(chosen).chosen == counts(fixed).chosen > 0
 
 
 @pytest.mark.slow
@@ -394,26 +377,6 @@ def test_a_proposal_cut_to_nothing_is_learnt_of(make_model: Make) -> None:
     assert {(each.proposed, each.stood) for each in lengths.rounds} == {(0, 0)}
     assert max(each.guessed for each in lengths.rounds) == 3
     assert (counts(done).rounds, counts(done).proposed) == (0, 0)
-
-
-def test_laws_beyond_the_room_are_cut_with_their_tokens(make_model: Make) -> None:
-    """A proposal tested by ratio feeds no more tokens than slots were taken for."""
-
-    class Lavish(Proposer):
-        def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-            laws = np.eye(320)[[7] * 40]
-            return [TokenProposal((7,) * 40, laws=laws) for _ in asks]
-
-    orders = [
-        replace(each, request=replace(each.request, acceptance="ratio"))
-        for each in requests(2, 30)
-        if isinstance(each.request, SampleRequest)
-    ]
-    lengths = Learning(4)
-    done = run(make_model("llama"), [[*orders]], Lavish(), lengths)
-    assert not counts(done).trouble
-    assert {each.proposed for each in lengths.rounds} <= set(range(1, 5))
-    assert lengths.rounds
 
 
 def text_of(pieces: tuple[bytes, ...], ids: TokenIds) -> str:

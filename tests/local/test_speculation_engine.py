@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from atts.api.engines import build_engine
@@ -65,62 +63,6 @@ def test_in_torch_only_near_ties_may_differ(
             assert isinstance(reply, SampleReply)
             assert isinstance(other, SampleReply)
             assert reply.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-
-
-def test_the_ratio_test_keeps_the_law(make_model: Make, near: Path) -> None:
-    """Two tokens that were proposed, in many samples: as often as in plain decoding; the tokens are
-    other ones.
-    """
-    law = Sampling(1.0, top_k=3)
-    found = list[Counter[tuple[int, ...]]]()
-    for shift, drafter in ((0, None), (1000, near)):
-        asked = [
-            SampleRequest(ids_of(1, 12), 3, law, Seed(shift + n), acceptance="ratio")
-            for n in range(500)
-        ]
-        done = run(
-            make_model("llama"),
-            [[Submit(n + 1, each) for n, each in enumerate(asked)]],
-            None,
-            2,
-            drafter,
-            max_batch=128,
-        )
-        found.append(Counter(ids[:3] for ids in texts(done).values()))
-    frequent = [key for key in found[0] | found[1] if found[0][key] + found[1][key] >= 10]
-    squares = [
-        (found[0][key] - found[1][key]) ** 2 / (found[0][key] + found[1][key]) for key in frequent
-    ]
-    assert 0.1 < counts(done).accepted / counts(done).proposed < 1
-    assert len(frequent) > 5
-    assert (sum(squares) - len(squares)) / np.sqrt(2 * len(squares)) < 4
-
-
-def test_ratio_and_replay_stand_side_by_side(make_model: Make, near: Path) -> None:
-    """Those that replay are untouched by those that do not; without proposals, ratio is plain
-    decoding.
-    """
-    folder = make_model("llama")
-    orders = requests(6)
-    mixed = [
-        replace(
-            order,
-            request=replace(
-                order.request, acceptance="ratio" if order.request_id % 2 else "replay"
-            ),
-        )
-        for order in orders
-        if isinstance(order.request, SampleRequest)
-    ]
-    plain = run(folder, [orders])
-    assert same(plain, run(folder, [mixed]))
-    done, again = (run(folder, [mixed], None, 4, near) for _ in range(2))
-    assert same(done, again)
-    for key, reply in plain.replies.items():
-        if key % 2 == 0:
-            assert done.replies[key] == reply
-    looked_up = run(folder, [mixed], Knowing(texts(plain), "right"), 4)
-    assert counts(looked_up).proposed > counts(looked_up).accepted > 0
 
 
 @pytest.mark.anyio

@@ -279,7 +279,6 @@ async def test_what_cannot_be_loaded_or_divided_is_told(
         ).__aenter__()
     counts = [replace(HERE, stage_replicas=said) for said in ("0", "2,2,2", "", "1,x", "65")]
     others = (
-        replace(HERE, pad="1M"),
         replace(HERE, stages=0),
         replace(HERE, speculate="mirror", drafter="d"),
     )

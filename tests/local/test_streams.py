@@ -17,9 +17,7 @@ from atts.evaluators.datasets.arithmetic import problems
 from atts.local import LocalEngine, LocalOptions
 from atts.local.draft_branches import BranchWriter
 from atts.local.model_config import read_model_config
-from atts.local.padding_shape import padding_shape
 from atts.local.streams import STREAM_FILE
-from atts.local.transport import InlineTransport
 from atts.models import path
 from atts.sampling import Seed
 from atts.speculation import OverlapStats
@@ -47,7 +45,6 @@ def test_streams_cost_passes_and_never_a_token(
     """
     folder = with_heads(make_model("llama", vocab_size=320, num_hidden_layers=2))
     orders = requests(2, 40, HOT)
-    monkeypatch.setattr("atts.local.build.ThreadTransport", InlineTransport)
     plain = run(folder, [orders])
     known = texts(plain)
     drawn = BranchWriter._streamed  # pyright: ignore[reportPrivateUsage]
@@ -81,26 +78,6 @@ def test_streams_cost_passes_and_never_a_token(
         assert share < 1.0
 
 
-def test_a_padded_drafter_streams_as_well(
-    make_model: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its heads read the model's own states, and the padding's go along: the same tokens in as many
-    passes.
-    """
-    folder = with_heads(make_model("llama", vocab_size=322, num_hidden_layers=2))
-    orders = requests(2, 24, HOT)
-    stack = padding_shape(read_model_config(folder, "tiny"), 2_000_000)
-    monkeypatch.setattr("atts.local.build.ThreadTransport", InlineTransport)
-    monkeypatch.setattr("atts.local.draft_branches._CONFIDENT", 0.0)
-    alone, padded = (
-        run(folder, [orders], None, 6, folder, speculate="mirror", padding=padding)
-        for padding in (None, stack)
-    )
-    assert counts(padded).trouble == ""
-    assert same(alone, padded)
-    assert counts(padded).overlap == counts(alone).overlap
-
-
 @pytest.mark.parametrize("changes", [{"down.0": torch.ones(5, 7)}, {"up.1": torch.ones(3, 4)}])
 def test_heads_of_another_model_are_refused(changes: dict[str, Any], make_model: Make) -> None:
     """With their file's name, and what to do."""
@@ -121,9 +98,13 @@ async def test_the_shipped_heads_save_passes_and_keep_what_stands(
     """Of the embedded pair: the same texts, at most .6 passes a token, and .97 of what stands
     without them.
     """
-    monkeypatch.setattr("atts.local.build.ThreadTransport", InlineTransport)
     options = LocalOptions(
-        worker="thread", threads=1, drafter=str(path("draft")), speculate="mirror", k=7
+        worker="thread",
+        threads=1,
+        drafter=str(path("draft")),
+        speculate="mirror",
+        k=7,
+        beside="inline",
     )
     written = list[Any]()
     shares = list[float]()

@@ -13,12 +13,18 @@ from atts.api.calibrating import (
     stored_scores,
 )
 from atts.api.config import Configuration, Job, config_keys, configure
-from atts.api.doctor import Check, Diagnosis, diagnose, write_settings
 from atts.api.engines import SCHEMES, build_engine, build_engines
-from atts.api.estimate import DryRun, Tokens, dry_run
 from atts.api.evaluation import Session, SyncSession, evaluate, evaluate_sync, solve, solve_sync
-from atts.api.pairs import Pair, find_pair, known_pairs
-from atts.api.placement import CARDS, USUAL_CARDS, Placement, place
+from atts.api.pairs import (
+    CARDS,
+    USUAL_CARDS,
+    GpuPlacement,
+    Pair,
+    find_pair,
+    gpu_placement,
+    known_pairs,
+)
+from atts.api.preflight import Check, Diagnosis, DryRun, Tokens, diagnose, dry_run, write_settings
 from atts.api.recorded import certify, compare, merge, plan, replay, report, trace
 from atts.api.setup import Setup, answers_for, load_problems
 from atts.concurrency import import_lock
@@ -42,10 +48,10 @@ __all__ = [
     "Configuration",
     "Diagnosis",
     "DryRun",
+    "GpuPlacement",
     "Job",
     "MeasuredPair",
     "Pair",
-    "Placement",
     "RATE_OF_FILES",
     "SCHEMES",
     "Session",
@@ -73,10 +79,10 @@ __all__ = [
     "evaluate",
     "evaluate_sync",
     "find_pair",
+    "gpu_placement",
     "known_pairs",
     "load_problems",
     "merge",
-    "place",
     "plan",
     "plan_sweep",
     "replay",

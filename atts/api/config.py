@@ -1,15 +1,15 @@
-"""The typed configuration of command line and code: defaults < atts.toml < ATTS_* < flags, with
-origins.
-"""
+"""The configuration of a run: a value for every key from defaults, atts.toml, ATTS_* and flags."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+import tomllib
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from hashlib import blake2b
 from itertools import chain
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import msgspec
 
-from atts.api.budgets import budget_of
-from atts.api.keys import Key, flat, keys_of, nested
-from atts.api.layers import CONFIG_VARIABLE, FILE, from_environment, from_file, from_flags
+from atts.api.engines import budget_of
+from atts.api.keys import KINDS, PREFIX, Key, flat, keys_of, nested
 from atts.api.pairs import PAIR, Pair, PairChoice, find_pair
 from atts.api.setup import Setup, setup_keys
 from atts.core import Role
 from atts.errors import DatasetError, OptionError
+from atts.files import read_ordinary
 from atts.graph import Limit
 from atts.journal import Json, Setting
 from atts.methods import preset
@@ -34,6 +34,105 @@ from atts.run import Shard
 
 if TYPE_CHECKING:
     from atts.evaluators import Dataset
+
+
+FILE = "atts.toml"
+"""Read from the working directory when it is there and no other file is named."""
+CONFIG_VARIABLE = "ATTS_CONFIG"
+ELSEWHERE = (CONFIG_VARIABLE, "ATTS_API_KEY", "ATTS_CHROMIUM", "ATTS_SHARED_DATA")
+"""Variables of ours that are no part of the configuration: the file's name, a secret, what tests
+look for.
+"""
+
+Said = tuple[Key, object, str, str]
+"""A key, what was said about it, who said so, and what an error calls that."""
+
+
+def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
+    """A TOML file's values; tables are dotted names.
+
+    :raises OptionError: it cannot be read, is not TOML, or has an unknown key.
+    """
+    for name, value in flat(_file_tables(path)):
+        key = _known_key(name, keys, str(path))
+        label = f"{name} ({path})"
+        if (
+            key.kind in (int, float, bool)
+            and isinstance(value, str)
+            and value.lower() not in ("none", "null")
+        ):
+            raise OptionError(
+                label,
+                f"{value!r} is not {KINDS[key.kind]} but a text: leave out the quotation marks",
+            )
+        yield key, value, str(path), label
+
+
+def from_environment(environment: Mapping[str, str], keys: Mapping[str, Key]) -> Iterator[Said]:
+    """The values of ATTS_* variables.
+
+    :raises OptionError: one is unknown.
+    """
+    by_variable = {key.variable: key for key in keys.values()}
+    for variable, words in environment.items():
+        if variable.startswith(PREFIX) and variable not in ELSEWHERE:
+            if variable not in by_variable:
+                raise OptionError(
+                    "environment",
+                    f"unknown variable {variable!r}{_nearest_key(variable, [*by_variable])}",
+                )
+            key = by_variable[variable]
+            yield key, words, variable, f"{key.name} ({variable})"
+
+
+def from_flags(
+    flags: Mapping[str, object], pairs: Sequence[str], keys: Mapping[str, Key]
+) -> Iterator[Said]:
+    """Values that flags or a call's arguments gave, None being not given; then those given as
+    "key=value".
+
+    :raises OptionError: a key is unknown, or a pair is none.
+    """
+    for name, value in flags.items():
+        if value is not None:
+            origin = "--" + name.replace("_", "-")
+            yield _known_key(name, keys, "flags"), value, origin, origin
+    for pair in pairs:
+        name, mark, words = (part.strip() for part in pair.partition("="))
+        if not (mark and name):
+            raise OptionError(
+                "--set", f"{pair!r} is not KEY=VALUE, such as sampling.temperature=0.6"
+            )
+        yield _known_key(name, keys, "--set"), words, "--set", f"--set {name}"
+
+
+def _file_tables(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_ordinary(path).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise OptionError(str(path), f"is not UTF-8 text (byte {error.start})") from error
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        raise OptionError(str(path), f"is not TOML: {error}") from error
+    except OSError as error:
+        raise OptionError(str(path), f"cannot be read: {error.strerror}") from error
+
+
+def _known_key(name: str, keys: Mapping[str, Key], source: str) -> Key:
+    if name not in keys:
+        raise OptionError(source, f"unknown key {name!r}{_nearest_key(name, [*keys])}")
+    return keys[name]
+
+
+def _nearest_key(name: str, known: Sequence[str]) -> str:
+    """The nearest name, a table's own key counting as near to its dotted name; else where to find
+    them all.
+    """
+    short = {each.rpartition(".")[2]: each for each in known} | {each: each for each in known}
+    near = get_close_matches(name, short, n=1) or get_close_matches(
+        name.rpartition(".")[2], short, n=1
+    )
+    return f"; did you mean {short[near[0]]!r}?" if near else "; `atts config show` lists them all"
+
 
 ReportKind = Literal["html", "markdown", "json", "none"]
 

@@ -1,6 +1,4 @@
-"""Solving and evaluating: the verbs `solve` and `evaluate`, and `Session`, which keeps engines and
-gate for many.
-"""
+"""Evaluations, one problem's solution, sessions whose engines stay open, and their synchronous twins."""
 
 from __future__ import annotations
 
@@ -22,13 +20,70 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from atts import concurrency
 from atts.api.setup import Setup, answers_for, load_problems
-from atts.api.stop_when import common, comparison_setting, read_stop_when
 from atts.core import AnswerKind, Outcome, Problem
-from atts.errors import EngineUnavailable, OptionError, UsageError
+from atts.errors import DatasetError, EngineUnavailable, OptionError, UsageError
 from atts.graph import Graph
 from atts.journal import Event, Setting
-from atts.run import Notice, Plan, RunOptions, RunResult, Shard
+from atts.run import Notice, Plan, RunOptions, RunResult, Shard, StopWhen
 from atts.run import evaluate as run_evaluation
+from atts.sampling import Seed, generator
+
+
+def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
+    """The problems in an order that depends on the seed and on nothing else of theirs than how many
+    they are.
+    """
+    places = generator(Seed(run=seed, purpose="order of problems")).permutation(len(problems))
+    return tuple(problems[place] for place in places)
+
+
+def read_stop_when(against: str | Path, stop_when: str) -> StopWhen:
+    """What a run is compared with, and how near counts as alike.
+
+    :raises OptionError: `stop_when` is not "decided" or "decided=POINTS".
+    :raises JournalError: `against` holds no run.
+    :raises DatasetError: it holds no graded results.
+    """
+    word, mark, points = stop_when.partition("=")
+    try:
+        near = float(points) if mark else 0.0
+    except ValueError:
+        near = -1.0
+    if word != "decided" or not (0 < near <= 100 or not mark):
+        raise OptionError(
+            "stop_when", f"{stop_when!r} is not decided or decided=POINTS, such as decided=2"
+        )
+    from atts.analysis import read_results
+
+    run = read_results(Path(against))
+    return StopWhen(run.name, {name: one.vote for name, one in run.problems.items()}, near)
+
+
+def common_problems(problems: Sequence[Problem], found: StopWhen, seed: int) -> tuple[Problem, ...]:
+    """The problems that can be compared, in the order in which they are taken.
+
+    :raises DatasetError: there are none.
+    """
+    both = [problem for problem in problems if problem.id in found.votes]
+    if not both:
+        raise DatasetError(
+            found.against,
+            "it has graded none of the problems to be run",
+            "Compare on the same problems",
+        )
+    return drawn_order(both, seed)
+
+
+def comparison_setting(found: StopWhen) -> dict[str, Setting]:
+    """What a resume must find unchanged of it."""
+    votes = repr(sorted(found.votes.items())).encode()
+    digest = blake2b(votes, digest_size=8).hexdigest()
+    return {
+        "until": Setting(
+            {"against": digest, "points": found.points, "order": "drawn by seed"}, "--stop-when"
+        )
+    }
+
 
 _REMEMBERED = 10_000  # questions of a session whose askings are counted one by one
 P = ParamSpec("P")
@@ -148,7 +203,7 @@ class evaluate:
     async def _run(self) -> RunResult:
         problems = load_problems(self._dataset, self._limit)
         if self._stop_when is not None:
-            problems = common(problems, self._stop_when, self._setup.seed)
+            problems = common_problems(problems, self._stop_when, self._setup.seed)
         if self._shard is not None:
             problems = self._shard.take(problems)
         setup = self._setup

@@ -1,24 +1,31 @@
-"""`Setup`, the settings of a run in short form, and the run plan that is made of them."""
+"""`Setup`, the settings of a run in short form, which are turned into what is run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-from atts.api.abstaining import read_abstain
-from atts.api.budgets import budget_of, budget_warnings
-from atts.api.engines import Speculate, build_engines
+from atts.api.engines import Speculate, budget_of, budget_warnings, build_engines
 from atts.api.keys import Key, flat, keys_of
 from atts.api.pairs import PAIR
-from atts.calibration import HOLD, Calibrator, Domain, StoredScores, Tuning, read_scores
+from atts.calibration import (
+    HOLD,
+    Calibrator,
+    Domain,
+    StoredScores,
+    Tuning,
+    certify_abstention,
+    read_scores,
+)
 from atts.core import AnswerKind, Problem, Role
 from atts.engine import Engine
 from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
-from atts.journal import Json, Manifest, Setting
+from atts.journal import Json, Manifest, Setting, open_run
 from atts.methods import GateInputs, asked_roles, preset, reads_chunks
 from atts.pipelines import (
     Answers,
@@ -32,10 +39,67 @@ from atts.pipelines import (
     SparingGate,
     let_go,
 )
-from atts.run import Conditions, Plan, conditions_of
+from atts.run import Abstain, Conditions, Plan, conditions_of
 
 if TYPE_CHECKING:
     from atts.evaluators import Verdict
+
+
+_RISK_FORM = (
+    "RISK@PROBABILITY, such as .1@.9: answers wrong at most .1 of the time with probability .9"
+)
+
+
+def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | None:
+    """The threshold of agreement that a labelled run certifies; None where nothing is asked for.
+
+    :raises OptionError: a text that is none, one without the other, a run that is not over, has no
+        graded problem or abstained itself, or one that certifies nothing; the words say how many
+        problems it would take.
+    :raises JournalError: there is no run.
+    """
+    if abstain is None and labelled is None:
+        return None
+    if abstain is None or labelled is None:
+        raise OptionError(
+            "abstain", "abstain and labelled need each other: how seldom wrong, and by which run"
+        )
+    risk, kept = _parsed_risk(abstain)
+    run = open_run(Path(labelled))
+    state = run.state()
+    if run.setting("abstain") is not None:
+        raise OptionError(
+            "labelled",
+            f"the run in {labelled} withheld answers itself; label problems without abstain",
+        )
+    undone = (run.manifest.problems or 0) - state.done
+    if undone > 0:
+        raise OptionError(
+            "labelled",
+            f"{undone} problems of {labelled} are not over: those that are were the quick ones",
+        )
+    graded = state.graded.values()
+    if not graded:
+        raise OptionError(
+            "labelled", f"no problem of {labelled} was graded; problems need reference answers"
+        )
+    confidence = [one.agreement if one.answer is not None else math.nan for one in graded]
+    found = certify_abstention(confidence, [not one.is_correct for one in graded], risk, kept)
+    if found.threshold is None:
+        raise OptionError("abstain", found.guarantee)
+    return Abstain(found, run.manifest)
+
+
+def _parsed_risk(text: str) -> tuple[float, float]:
+    risk, mark, kept = text.partition("@")
+    try:
+        found = float(risk), float(kept) if mark else 0.9
+    except ValueError:
+        found = math.nan, math.nan
+    if not all(0 < part < 1 for part in found):
+        raise OptionError("abstain", f"{text!r} is not {_RISK_FORM}")
+    return found
+
 
 CalibrationMode = Literal[
     "split", "marginal", "aci", "tracking", "turn", "question", "question-turn"

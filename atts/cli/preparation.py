@@ -18,7 +18,7 @@ from atts.errors import CheckFailed
 from atts.files import jsonable
 
 if TYPE_CHECKING:
-    from atts.api import Pair, Placement
+    from atts.api import GpuPlacement, Pair
 
 
 config_app = typer.Typer(no_args_is_help=True)
@@ -103,13 +103,13 @@ def pairs(
         say("\n".join(_table(chosen, placed)))
 
 
-def _placed(pair: Pair, card: str) -> Placement | None:
-    from atts.api import place
+def _placed(pair: Pair, card: str) -> GpuPlacement | None:
+    from atts.api import gpu_placement
 
-    return place(pair, card, int(str(pair.settings.get("max_tokens", 0))))
+    return gpu_placement(pair, card, int(str(pair.settings.get("max_tokens", 0))))
 
 
-def _facts(pair: Pair, placed: dict[str, Placement | None]) -> dict[str, Any]:
+def _facts(pair: Pair, placed: dict[str, GpuPlacement | None]) -> dict[str, Any]:
     sizes = {role: asdict(pair.size(role)) for role in ("draft", "target")}
     cards = {
         card: None if found is None else _placement(pair, found) for card, found in placed.items()
@@ -125,11 +125,11 @@ def _facts(pair: Pair, placed: dict[str, Placement | None]) -> dict[str, Any]:
     }
 
 
-def _placement(pair: Pair, found: Placement) -> dict[str, Any]:
+def _placement(pair: Pair, found: GpuPlacement) -> dict[str, Any]:
     return {**asdict(found), "commands": list(found.commands(pair))}
 
 
-def _table(chosen: list[Pair], placed: dict[str, dict[str, Placement | None]]) -> Iterator[str]:
+def _table(chosen: list[Pair], placed: dict[str, dict[str, GpuPlacement | None]]) -> Iterator[str]:
     yield f"{'pair':<26}{'GB':>12}{'tokens':>8}{'chunk':>7}  {'system':<8}" + "".join(
         f"{card:<10}" for card in next(iter(placed.values()))
     )
@@ -148,11 +148,11 @@ def _without(pair: Pair, card: str) -> str:
     return f"not even eight {card} hold it" if pair.size("target").layers else "no GPU is needed"
 
 
-def _count(found: Placement | None) -> str:
+def _count(found: GpuPlacement | None) -> str:
     return "-" if found is None else f"x {found.count}{'*' if found.target.is_quantized else ''}"
 
 
-def _details(pair: Pair, placed: dict[str, Placement | None], card: str | None) -> Iterator[str]:
+def _details(pair: Pair, placed: dict[str, GpuPlacement | None], card: str | None) -> Iterator[str]:
     yield f"{pair.name}: {pair.note}"
     for role in ("draft", "target"):
         size = pair.size(role)

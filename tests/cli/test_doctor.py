@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from atts.api import CARDS, Setup, config_keys, configure, evaluate_sync, known_pairs, place
+from atts.api import CARDS, Setup, config_keys, configure, evaluate_sync, gpu_placement, known_pairs
 from atts.engine import Engine
 from atts.journal import Warned, open_run
 from atts.local import LocalEngine, LocalOptions
@@ -132,7 +132,7 @@ def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None
     cards would do.
     """
     for pair in known_pairs().values():
-        found = place(pair, card, 16_000)
+        found = gpu_placement(pair, card, 16_000)
         if pair.name == "embedded":
             assert found is None
             continue
@@ -150,7 +150,10 @@ def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None
                 + found.context * size.cache_bytes / 1e9
             )
             assert held <= share.utilization * CARDS[card] * len(share.cards)
-        assert place(pair, card, 16_000, tuple(n for n in (1, 2, 4, 8) if n < found.count)) is None
+        assert (
+            gpu_placement(pair, card, 16_000, tuple(n for n in (1, 2, 4, 8) if n < found.count))
+            is None
+        )
         commands = list(found.commands(pair))
         assert pair.target in commands[0]
         assert f"--gpu-memory-utilization {found.draft.utilization:.2f}" in commands[1]

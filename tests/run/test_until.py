@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from atts.api import compare, evaluate_sync, report
+from atts.api.evaluation import drawn_order
 from atts.api.setup import Setup
-from atts.api.stop_when import drawn_order
 from atts.core import Outcome
 from atts.errors import DatasetError, FingerprintError, OptionError
 from atts.journal import COMPARED, JOURNAL, Warned

@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """Return a hash of vocabulary, merges, special tokens and chat template."""
+        """Return a hash of vocabulary, merges and special tokens: equal digests read ids alike."""
         ...
 
     def encode(self, text: str) -> TokenIds:
@@ -65,7 +65,7 @@ class EngineSpec:
 
     name: str
     model: str
-    tokenizer: str  # digest
+    tokenizer: str  # digest of what turns text into ids
     context_length: int
     end_ids: TokenIds
     vocabulary: int
@@ -79,6 +79,7 @@ class EngineSpec:
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
     flops_per_token: float = 0.0  # for one decoded token; 0 if unknown
     weights: str = ""  # digest of the weight files, if they are local
+    chat_template: str = ""  # digest, if the engine renders conversations
     # results of the probe, such as ("scores", "yes: 12 finite scores, ...")
     findings: tuple[tuple[str, str], ...] = ()
 
@@ -91,8 +92,9 @@ class EngineSpec:
         for name, finding in self.findings:
             if name in _LASTING:
                 fields_to_match[f"probe.{name}"] = finding.split(":")[0]
-        if self.weights:
-            fields_to_match["weights"] = self.weights
+        for name in ("weights", "chat_template"):
+            if values[name]:
+                fields_to_match[name] = values[name]
         return fields_to_match
 
 

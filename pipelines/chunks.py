@@ -20,16 +20,15 @@ from atts.pipelines.policy import Policy
 
 
 def render(problem: Problem, policy: Policy, draft: Engine, target: Engine) -> Prompt:
-    """The problem as each model's chat template wants it; one tuple for both when they share a
-    tokenizer.
+    """Render the problem with each model's own chat template.
 
+    Models that share a tokenizer may still have different templates, so both are always rendered.
     The text of a multiple-choice problem holds its lettered choices already.
     """
     messages = prompt_of(problem, policy)
     draft_ids = draft.tokenizer.render(messages)
-    return Prompt(
-        draft_ids, draft_ids if shared(draft, target) else target.tokenizer.render(messages)
-    )
+    target_ids = target.tokenizer.render(messages)
+    return Prompt(draft_ids, draft_ids if draft_ids == target_ids else target_ids)
 
 
 def prompt_of(problem: Problem, policy: Policy) -> list[Message]:

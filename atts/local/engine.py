@@ -265,7 +265,7 @@ class _OpenEngine:
         self.tokenizer = tokenizer
         self.kv_tokens = ready.kv_tokens
         self.kernel = ready.kernel
-        self.spec = _spec(marks, config, ready, tokenizer.digest)
+        self.spec = _spec(marks, config, ready, tokenizer)
         self._context = config.model.context_length
 
     async def ask(self, request: SampleRequest | ScoreRequest) -> Reply:
@@ -409,7 +409,7 @@ def warn_once(trouble: str) -> None:
 
 
 def _spec(
-    marks: tuple[str, str], config: WorkerConfig, ready: WorkerReady, digest: str
+    marks: tuple[str, str], config: WorkerConfig, ready: WorkerReady, tokenizer: ModelTokenizer
 ) -> EngineSpec:
     model = config.model
     rounds_scores = config.options.scores == "bfloat16"
@@ -417,7 +417,8 @@ def _spec(
         name=config.name,
         model=marks[0],
         weights=marks[1],
-        tokenizer=digest,
+        tokenizer=tokenizer.digest,
+        chat_template=tokenizer.template_digest,
         context_length=min(model.context_length, ready.kv_tokens),
         end_ids=model.end_ids,
         vocabulary=model.vocabulary,

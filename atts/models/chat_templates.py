@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
@@ -23,10 +24,85 @@ _CHARACTERS = 4 << 20
 _TOO_LARGE = f"it takes more than {_BYTES >> 30} GiB of memory, or writes more than {_CHARACTERS >> 20} Mi characters"
 _KEPT = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TMPDIR")
 """The environment variables that the child inherits."""
+_MARK = "CONTINUE-FROM-HERE "
+"""Appended to a message that is left open, to find where the template puts the message's end.
+
+The mark ends in a space, which shows whether the template trims messages.
+"""
+
+Rows = Sequence[Mapping[str, str]]
+"""Messages as templates read them: mappings with `role` and `content`."""
 
 
 class TemplateError(Exception):
     """The template raised an error or exceeded a limit; the message says which."""
+
+
+def render(
+    template: str, messages: Rows, special_tokens: Mapping[str, str], *, is_open: bool
+) -> str:
+    """Return the text of a conversation in this process; only for templates known to be harmless.
+
+    With `is_open` the last message is left open to be continued; otherwise the text ends where the
+    assistant's turn begins.
+
+    :raises Exception: whatever the template raises.
+    """
+    rows = [dict(message) for message in messages]
+    if is_open:
+        rows[-1]["content"] += _MARK
+    text = str(
+        _compiled(template).render(
+            messages=rows,
+            tools=None,
+            documents=None,
+            add_generation_prompt=not is_open,
+            **special_tokens,
+        )
+    )
+    if not is_open:
+        return text
+    before, mark, after = text.rpartition(_MARK.rstrip())
+    if not mark:
+        raise TemplateError("it drops the last message, which was to be continued")
+    # A template that trimmed the mark would have trimmed the message itself, as transformers does.
+    return before if after.startswith(" ") else before.rstrip()
+
+
+@lru_cache(maxsize=16)
+def _compiled(template: str) -> Any:
+    """Compile a template in the dialect of Jinja that Hugging Face models are published with."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Write what `{% generation %}` blocks contain: the blocks only mark the assistant's text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+        # unlike Jinja's own filter, it does not escape HTML
+        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+    def now(layout: str) -> str:
+        return datetime.now().strftime(layout)
+
+    environment: Any = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = now
+    return environment.from_string(template)
 
 
 class TemplateProcess:
@@ -47,19 +123,29 @@ class TemplateProcess:
         weakref.finalize(self, _end, self.child)
         return self.child
 
-    def render(self, request: Mapping[str, Any]) -> str:
-        """Return what transformers' renderer makes of these keyword arguments.
+    def render(
+        self, template: str, messages: Rows, special_tokens: Mapping[str, str], *, is_open: bool
+    ) -> str:
+        """Return what `render` returns, computed by the child.
 
         :raises TemplateError: the template raises, or exceeds the limits on time, memory or text.
         """
+        request = {
+            "template": template,
+            "messages": [dict(message) for message in messages],
+            "special_tokens": dict(special_tokens),
+            "is_open": is_open,
+        }
         with self._lock:
-            reply = self._answer(json.dumps(request, default=str).encode() + b"\n")
+            reply = self._answer(json.dumps(request).encode() + b"\n")
         if "text" in reply:
             return reply["text"]
         raise TemplateError(reply["error"])
 
     def _answer(self, request: bytes) -> Mapping[str, str]:
-        child = self.child if self.child is not None and self.child.poll() is None else self.start()
+        child = self.child
+        if child is None or child.poll() is not None:
+            child = self.start()
         assert child.stdin is not None
         assert child.stdout is not None
         line = b""
@@ -117,9 +203,7 @@ def is_plain(template: str) -> bool:
 
 
 def _started(seconds: float) -> subprocess.Popen[bytes]:
-    environment = {name: os.environ[name] for name in _KEPT if name in os.environ} | {
-        "USE_TORCH": "0"
-    }
+    environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
     command = python_command("atts.models.chat_templates", str(seconds))
     pipe = subprocess.PIPE
     return subprocess.Popen(
@@ -130,15 +214,15 @@ def _started(seconds: float) -> subprocess.Popen[bytes]:
 def _end(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     for pipe in (child.stdin, child.stdout):
-        with suppress(OSError):
-            pipe.close() if pipe is not None else None
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
     child.wait()
 
 
 def _serve(seconds: float) -> None:
     """Answer every line of standard input with one line, until the input ends."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+    _compiled("")  # the imports of Jinja happen before the limits
     if sys.platform != "win32":
         import resource
 
@@ -147,20 +231,25 @@ def _serve(seconds: float) -> None:
     for line in sys.stdin.buffer:
         if sys.platform != "win32":
             signal.setitimer(signal.ITIMER_PROF, seconds)
-        reply = _rendered(render_jinja_template, json.loads(line))
+        reply = _rendered(json.loads(line))
         if sys.platform != "win32":
             signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _rendered(render: Any, request: dict[str, Any]) -> dict[str, str]:
+def _rendered(request: dict[str, Any]) -> dict[str, str]:
     try:
-        text = str(render(**request)[0][0])
+        text = render(
+            request["template"],
+            request["messages"],
+            request["special_tokens"],
+            is_open=request["is_open"],
+        )
     except MemoryError:
         return {"error": _TOO_LARGE}
     except Exception as error:  # noqa: BLE001  # a template is a program: it may raise anything
-        return {"error": str(error)[:1_000]}
+        return {"error": (str(error) or type(error).__name__)[:1_000]}
     if len(text) > _CHARACTERS:
         return {"error": _TOO_LARGE}
     return {"text": text}

@@ -12,6 +12,7 @@ from atts.concurrency import import_lock
 from atts.core import Message, TokenIds
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.models.chat_templates import TemplateProcess, is_plain
+from atts.models.chat_templates import render as render_here
 from atts.models.folders import NO_TEMPLATE, read_end_ids, read_object, refuse_code, refuse_ids
 
 
@@ -25,29 +26,38 @@ class ModelTokenizer:
     def __init__(self, folder: Path, name: str) -> None:
         """Open the tokenizer in a folder, with or without a model.
 
-        :raises ModelLoadError: the folder has no tokenizer, has only a slow one, or brings code.
+        :raises ModelLoadError: the folder has no tokenizer, or a damaged one, or brings code.
         """
         self._name = name
         self._folder = folder
-        self._inner = _open(folder, name)
+        refuse_code(folder, name)
+        refuse_ids(folder, name)
+        self._backend = _open(folder, name)
+        settings = _settings(folder, name)
+        self._special_tokens = _special_tokens(settings)
+        self._template = _chat_template(folder, settings)
         self._templates = TemplateProcess()
-        self._state: dict[str, Any] = json.loads(self._inner.backend_tokenizer.to_str())
-        # covers vocabulary, merges, special tokens and template: equal digests read ids alike
-        self.digest = self._hash()
+        state: dict[str, Any] = json.loads(self._backend.to_str())
+        # Two models whose digests are equal read ids alike, so one can continue the other's ids.
+        # Pairs often differ in their chat templates only, so the template has its own digest.
+        self.digest = _digest(
+            {key: state[key] for key in state if key not in ("truncation", "padding", "version")}
+        )
+        self.template_digest = _digest([self._template, self._special_tokens])
         try:
             # the bytes of each id; empty for special tokens
-            self.pieces = _pieces(self._inner, self._state)
+            self.pieces = _pieces(self._backend.get_vocab(), state)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ModelLoadError(
                 name, f"the tokenizer in {folder} cannot be read ({error})"
             ) from error
         self.vocabulary = len(self.pieces)  # the highest id plus one
-        # the ids that end a text
-        self.end_ids = read_end_ids(folder, name, self._inner.eos_token_id)
+        eos = self._special_tokens.get("eos_token", "")
+        self.end_ids = read_end_ids(folder, name, self._backend.token_to_id(eos) if eos else None)
 
     def encode(self, text: str) -> TokenIds:
         """Return the ids of `text` without adding special tokens."""
-        return tuple(self._inner.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens."""
@@ -64,50 +74,30 @@ class ModelTokenizer:
         :raises UnsupportedByEngine: the model has no chat template, or its template refuses these
             messages.
         """
-        if not self._inner.chat_template:
+        if not self._template:
             advice = f"{NO_TEMPLATE}, or encode a plain prompt yourself"
             raise UnsupportedByEngine(self._name, "the tokenizer has no chat template", advice)
         rows = [{"role": message.role, "content": message.content} for message in messages]
         is_open = bool(rows) and rows[-1]["role"] == "assistant"
         try:
-            text = self._template(rows, is_open)
+            text = self._render(rows, is_open)
         except UnsupportedByEngine:
             if [row["role"] for row in rows[:2]] != ["system", "user"]:
                 raise
             # The template knows no system messages (Gemma 2's is one): put the system text before
             # the question.
             first = {"role": "user", "content": f"{rows[0]['content']}\n\n{rows[1]['content']}"}
-            text = self._template([first, *rows[2:]], is_open)
+            text = self._render([first, *rows[2:]], is_open)
         return self.encode(text)
 
-    def _template(self, rows: list[dict[str, str]], is_open: bool) -> str:
-        options: dict[str, Any] = (
-            {"continue_final_message": True} if is_open else {"add_generation_prompt": True}
-        )
-        template = self._inner.chat_template
+    def _render(self, rows: list[dict[str, str]], is_open: bool) -> str:
+        render = render_here if is_plain(self._template) else self._templates.render
         try:
-            if isinstance(template, str) and is_plain(template):
-                return str(self._inner.apply_chat_template(rows, tokenize=False, **options))
-            options |= {
-                "chat_template": self._inner.get_chat_template(),
-                **self._inner.special_tokens_map,
-            }
-            return self._templates.render({"conversations": [rows], **options})
+            return render(self._template, rows, self._special_tokens, is_open=is_open)
         except Exception as error:
             # a template is a program: it may divide by zero or ask for a petabyte
             problem = f"the chat template refuses these messages ({error})"
             raise UnsupportedByEngine(self._name, problem, f"It is in {self._folder}") from error
-
-    def _hash(self) -> str:
-        parts = {
-            key: self._state[key]
-            for key in self._state
-            if key not in ("truncation", "padding", "version")
-        }
-        template = self._inner.chat_template
-        ends = [self._inner.bos_token, self._inner.eos_token]
-        text = json.dumps([parts, template, ends], sort_keys=True, ensure_ascii=False)
-        return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class StopMatcher:
@@ -145,57 +135,88 @@ class StopMatcher:
         return len(pieces)
 
 
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
 def _open(folder: Path, name: str) -> Any:
-    if not any(
-        (folder / file).is_file()
-        for file in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    ):
+    """Open tokenizer.json with the tokenizers library, or convert an older tokenizer to it."""
+    path = folder / "tokenizer.json"
+    is_older = any((folder / file).is_file() for file in ("tokenizer.model", "vocab.json"))
+    if not path.is_file() and not is_older:
         raise ModelLoadError(
             name, f"{folder} holds no tokenizer", "Copy the model's tokenizer files into its folder"
         )
-    refuse_code(folder, name)
-    refuse_ids(folder, name)
     with import_lock:
         try:
-            kind = _tokenizer_class(folder, name)
-            tokenizer = kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            if path.is_file():
+                from tokenizers import Tokenizer
+
+                return Tokenizer.from_file(str(path))
+            return _converted(folder, name)
+        except ModelLoadError:
+            raise
         except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
             raise ModelLoadError(
                 name, f"the tokenizer in {folder} cannot be read ({error})"
             ) from error
+
+
+def _converted(folder: Path, name: str) -> Any:
+    """Convert a tokenizer without tokenizer.json, which transformers can do."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        problem = f"{folder} has no tokenizer.json, and converting its tokenizer needs transformers"
+        raise ModelLoadError(name, problem, "Install it: pip install 'atts-llm[local]'") from error
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     if not getattr(tokenizer, "is_fast", False):
-        raise ModelLoadError(
-            name, "its tokenizer has no fast version", "Convert it to tokenizer.json"
-        )
-    return tokenizer
+        problem = "its tokenizer cannot be converted to tokenizer.json"
+        raise ModelLoadError(name, problem, "Convert it where it was made")
+    return tokenizer.backend_tokenizer
 
 
-def _tokenizer_class(folder: Path, name: str) -> Any:
-    """Return the transformers class that opens this tokenizer.
-
-    AutoTokenizer imports torch to find the class, so the common case is decided here.
-    """
-    settings = dict[str, dict[str, Any]]()
-    for file in ("config.json", "tokenizer_config.json"):
-        settings[file] = read_object(folder / file, name) if (folder / file).is_file() else {}
-    is_llama = settings["config.json"].get("model_type") == "llama"
-    declared = settings["tokenizer_config.json"].get("tokenizer_class")
-    is_fast_class = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    if is_llama and is_fast_class and (folder / "tokenizer.json").is_file():
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
+def _settings(folder: Path, name: str) -> dict[str, Any]:
+    """Read tokenizer_config.json; special_tokens_map.json, an older file, fills the gaps."""
+    settings = dict[str, Any]()
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / file).is_file():
+            settings |= read_object(folder / file, name)
+    return settings
 
 
-def _pieces(tokenizer: Any, state: dict[str, Any]) -> tuple[bytes, ...]:
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens that chat templates may name, such as `bos_token`."""
+    tokens = dict[str, str]()
+    for role in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"):
+        token = settings.get(role)
+        if isinstance(token, dict):  # an added token with its flags
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[role] = token
+    return tokens
+
+
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str:
+    """Return the model's chat template, or "" if it has none."""
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except (FileNotFoundError, UnicodeDecodeError):
+        template = settings.get("chat_template")
+    if isinstance(template, list):  # several templates by name
+        named = {str(entry.get("name")): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else ""
+
+
+def _pieces(vocabulary: dict[str, int], state: dict[str, Any]) -> tuple[bytes, ...]:
     """Return the bytes that each id writes.
 
     Decoding is concatenating these pieces, so stop strings are found without decoding a text twice.
     """
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
     kinds = _decoder_kinds(state.get("decoder"))
     pieces = [b""] * (max(vocabulary.values(), default=0) + 1)
     letters = {letter: byte for byte, letter in enumerate(_byte_letters())}

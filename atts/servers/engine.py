@@ -165,6 +165,7 @@ def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokeniz
         name=name,
         model=identity.model,
         tokenizer=tokenizer.digest,
+        chat_template=getattr(tokenizer, "template_digest", ""),
         context_length=identity.context_length - dialect.spare,
         end_ids=tuple(getattr(tokenizer, "end_ids", () if end is None else (end,))),
         vocabulary=vocabulary_of(tokenizer),

@@ -69,8 +69,8 @@ def test_a_template_that_breaks_is_refused_in_words(folder: Path, process: Templ
     refused = 0
     tokenizer = ModelTokenizer(folder, "mine")
     tokenizer._templates = process  # pyright: ignore[reportPrivateUsage]
-    inner: Any = tokenizer._inner  # pyright: ignore[reportPrivateUsage]
-    for inner.chat_template in TEMPLATES:
+    for template in TEMPLATES:
+        tokenizer._template = template  # pyright: ignore[reportPrivateUsage]
         try:
             tokenizer.render([Message("user", "1 + 1?")])
         except UnsupportedByEngine as error:
@@ -84,13 +84,13 @@ def test_a_template_that_would_take_all_memory_is_refused(
     """What can compute is rendered in a child with limits; the message names the folder."""
     tokenizer = ModelTokenizer(folder, "mine")
     tokenizer._templates = process  # pyright: ignore[reportPrivateUsage]
-    inner: Any = tokenizer._inner  # pyright: ignore[reportPrivateUsage]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for inner.chat_template in BOMBS:
+    for template in BOMBS:
+        tokenizer._template = template  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(UnsupportedByEngine, match=f"it takes more than .* in {folder}"):
             tokenizer.render([Message("user", "1 + 1?")])
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
-    inner.chat_template = "{% set said = messages[0].content %}{{ said }}"
+    tokenizer._template = "{% set said = messages[0].content %}{{ said }}"  # pyright: ignore[reportPrivateUsage]
     assert tokenizer.decode(tokenizer.render([Message("user", "1 + 1?")])) == "1 + 1?"
 
 
@@ -99,10 +99,10 @@ def test_a_template_that_would_take_all_memory_is_refused(
 def test_a_template_that_runs_on_is_ended(template: str) -> None:
     """The child's processor time is limited; the next template has a new child."""
     process = TemplateProcess(0.5)
-    request = {"conversations": [[{"role": "user", "content": "1"}]], "chat_template": template}
+    rows = [{"role": "user", "content": "1"}]
     with pytest.raises(TemplateError, match="it takes more than"):
-        process.render(request)
-    assert process.render({**request, "chat_template": "{% set x = 3 %}{{ x }}"}) == "3"
+        process.render(template, rows, {}, is_open=False)
+    assert process.render("{% set x = 3 %}{{ x }}", rows, {}, is_open=False) == "3"
 
 
 def test_a_templates_process_sees_no_secrets_and_ends_with_its_owner(

@@ -4,6 +4,7 @@ documented.
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atts.core import Message
 from atts.errors import ModelLoadError, OptionError
 from atts.evaluators.datasets.arithmetic import problems
 from atts.local import model_config
 from atts.local.model_config import read_model_config
-from atts.models import EMBEDDED, Embedded, info, path, tokenizers
+from atts.models import EMBEDDED, Embedded, info, path
 from atts.models.tokenizers import ModelTokenizer
 
 
@@ -45,10 +47,34 @@ def test_what_is_read_without_torch_is_what_transformers_reads(
     assert "transformers" not in type(model_config.read_hf_config(folder, name)).__module__
     monkeypatch.setattr(model_config, "_whole_config", lambda *_: None)
     assert "transformers" in type(model_config.read_hf_config(folder, name)).__module__
+    assert read_model_config(folder, name) == found[0]
+
+
+TALKS = (
+    [Message("user", "What is 2 + 2?")],
+    [Message("system", "Be brief."), Message("user", " a  b \n")],
+    [Message("user", "1 + 1?"), Message("assistant", "It is ")],
+    [Message("user", "a"), Message("assistant", "b"), Message("user", "c")],
+)
+WORDS = ("Hello  world\n\n", "3 \u2264 x\u00b2, \u4e2d\u6587 \u2713", "<|end|> 12,345", "")
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_tokenizers_read_as_transformers_does(name: Embedded) -> None:
+    """Ids, texts and rendered conversations equal those of AutoTokenizer, which we do not need."""
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr(tokenizers, "_tokenizer_class", lambda *_: AutoTokenizer)
-    assert (read_model_config(folder, name), ModelTokenizer(folder, name).digest) == found
+    ours = ModelTokenizer(path(name), name)
+    theirs: Any = AutoTokenizer.from_pretrained(path(name))
+    for text in WORDS:
+        assert list(ours.encode(text)) == theirs.encode(text, add_special_tokens=False)
+    for talk in TALKS:
+        rows = [{"role": message.role, "content": message.content} for message in talk]
+        is_open = rows[-1]["role"] == "assistant"
+        wanted = theirs.apply_chat_template(
+            rows, tokenize=False, add_generation_prompt=not is_open, continue_final_message=is_open
+        )
+        assert ours.render(talk) == ours.encode(wanted)
 
 
 def test_a_parent_of_engines_loads_no_torch() -> None:
@@ -161,6 +187,18 @@ def test_an_unknown_model_is_refused_with_the_known_ones() -> None:
 
 
 def test_missing_files_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("atts.models.resources.files", lambda _: tmp_path)
+    monkeypatch.setattr("atts.models.embedded.resources.files", lambda _: tmp_path)
     with pytest.raises(ModelLoadError, match="scripts/train"):
         path("draft")
+
+
+def test_a_pair_whose_templates_differ_still_shares_its_tokenizer(tmp_path: Path) -> None:
+    """Real pairs often differ in their chat templates only; their ids can still be exchanged."""
+    folder = tmp_path / "other"
+    shutil.copytree(path("target"), folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (folder / "chat_template.jinja").write_text(settings["chat_template"] + "{# a comment #}")
+    one = ModelTokenizer(path("draft"), "draft")
+    other = ModelTokenizer(folder, "other")
+    assert one.digest == other.digest
+    assert one.template_digest != other.template_digest

@@ -19,12 +19,10 @@ Ending = Literal["delimiter", "length", "end"]
 TurnKey = tuple[str, int, int]
 """Names a turn of a run: problem, sample, turn."""
 Action = Literal["accept", "verify", "escalate"]
-Origin = Literal[
-    "gate", "evidence", "forced", "warm-up", "budget", "exploration", "certificate", "recalled"
-]  # fmt: skip
+Origin = Literal["gate", "evidence", "forced", "warm-up", "budget", "certificate", "recalled"]
 """What a decision rests on: the gate's rule; the draft's evidence alone, unscored; a score that is
-missing; a warm-up that stores and does not act; a cap without a slot left; a chunk scored to learn
-from; a certified policy's gate; or a decision of an earlier session that stands.
+missing; a warm-up that stores and does not act; a cap without a slot left; a
+certified policy's gate; or a decision of an earlier session that stands.
 """
 AnswerKind = Literal["math", "choice", "text"]
 Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
@@ -223,7 +221,6 @@ class Decision:
     levels: tuple[str, ...] = ()
     why: str = ""  # for people; nothing reads it
     origin: Origin = "gate"
-    propensity: float | None = None  # how likely the action was, where a gate leaves some to chance
     length: float | None = None  # of the chunk, where the gate ranks by length
 
     @property

@@ -13,13 +13,10 @@
 # can promise
 
 from atts.calibration.abstention import Abstention, certify_abstention
-from atts.calibration.budget import GroupBudget, TokenBucket, capped
 from atts.calibration.certificate import Candidate, Certificate, certify, certify_net
 from atts.calibration.clusters import (
     ClusterSummary,
     by_cluster,
-    hierarchical_p_value,
-    hierarchical_threshold,
     summarise,
 )
 from atts.calibration.domain import Domain
@@ -28,7 +25,7 @@ from atts.calibration.health import Health, examine, first_alarm
 from atts.calibration.metrics import pooled_auroc, rate_metrics
 from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.online import Calibrator
-from atts.calibration.ordinal_gate import OrdinalGate, OrdinalLearner, feature_row
+from atts.calibration.ordinal_fit import FEATURES, OrdinalFit, feature_row
 from atts.calibration.rate_check import RateCheck, check_rate, coin_band
 from atts.calibration.reorder_buffer import HOLD
 from atts.calibration.replay import ReplayResult, replay
@@ -46,10 +43,10 @@ from atts.calibration.stored import (
 
 __all__ = [
     "Abstention", "Calibrator", "Candidate", "Certificate", "ClusterSummary", "DEFAULTS", "Domain", "DriftEvent",
-    "DriftMonitor", "GroupBudget", "HOLD", "Health", "LOG_PROB", "MODES", "Mode", "OrdinalGate", "OrdinalLearner",
-    "PERPLEXITY", "REAL", "RateCheck", "ReplayResult", "Scale", "SimpleJumper", "StoredScores", "TokenBucket", "Tuning",
-    "by_cluster", "capped", "certify", "certify_abstention", "certify_net", "check_fingerprint", "check_rate",
-    "coin_band", "examine", "feature_row", "first_alarm", "hierarchical_p_value", "hierarchical_threshold", "is_state",
+    "DriftMonitor", "FEATURES", "HOLD", "Health", "LOG_PROB", "MODES", "Mode", "OrdinalFit",
+    "PERPLEXITY", "REAL", "RateCheck", "ReplayResult", "Scale", "SimpleJumper", "StoredScores", "Tuning",
+    "by_cluster", "certify", "certify_abstention", "certify_net", "check_fingerprint", "check_rate",
+    "coin_band", "examine", "feature_row", "first_alarm", "is_state",
     "labels_of", "lost_answers", "net_losses", "parse_lines", "pooled_auroc", "rate_metrics", "read_scores", "replay",
     "scale_named", "state_text", "summarise", "write_state",
 ]  # fmt: skip

@@ -1,6 +1,4 @@
-"""Clustered scores: intraclass correlation, effective sample size, conformal p-values with the
-question as unit.
-"""
+"""Clustered scores: intraclass correlation and effective sample size."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.calibration.conformal import Scores
-from atts.calibration.exact_rate import Rate, exact_rate
 from atts.errors import CalibrationInputError
 
 Clusters = Mapping[Any, Scores]
@@ -88,35 +85,3 @@ def _icc(clusters: list[NDArray[np.float64]]) -> float:
     k = (total - (sizes**2).sum() / total) / (groups - 1)
     spread = between + (k - 1) * within
     return float((between - within) / spread) if spread > 0 else math.nan
-
-
-def hierarchical_p_value(clusters: Clusters, score: float, theta: float = 1.0) -> float:
-    """The p-value of a score of a new cluster, near 1 for a worse one: (theta + sum over clusters
-    of their share) / (K + 1).
-
-    Valid when the K + 1 clusters are exchangeable, however their members depend on each other: P(p
-    <= a) <= a with theta 1. A cluster counts once, so it takes K >= 1/a - 1 questions, not scores,
-    to say anything at level a.
-    """
-    if math.isnan(score):
-        raise CalibrationInputError("score", score, "a number")
-    shares = [
-        float(np.mean(np.asarray(scores) <= score)) for scores in clusters.values() if len(scores)
-    ]
-    return (theta + math.fsum(shares)) / (len(shares) + 1)
-
-
-def hierarchical_threshold(clusters: Clusters, rate: Rate) -> float:
-    """The threshold that a score of a new, exchangeable question exceeds with probability at most
-    `rate`.
-    """
-    kept = [np.asarray(scores, float) for scores in clusters.values() if len(scores)]
-    values = np.concatenate(kept) if kept else np.empty(0)
-    weights = (
-        np.concatenate([np.full(len(s), 1 / (len(s) * (len(kept) + 1))) for s in kept])
-        if kept
-        else values
-    )
-    order = np.argsort(values, kind="stable")
-    reached = np.cumsum(weights[order]) >= float(1 - exact_rate(rate)) - 1e-12
-    return float(values[order][int(np.argmax(reached))]) if reached.any() else math.inf

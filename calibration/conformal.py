@@ -1,5 +1,5 @@
-"""Split-conformal and PAC thresholds on a fixed set of stored scores, with their exact
-finite-sample guarantees.
+"""Split-conformal thresholds on a fixed set of stored scores, with their exact finite-sample
+guarantees.
 
 Everywhere a larger score is worse, and `rate` is the fraction to escalate (the paper's alpha is 1 -
 rate).
@@ -40,29 +40,6 @@ def split_threshold(stored: Scores, rate: Rate) -> float:
     :raises CalibrationInputError: if a score is NaN, or they are not one list of numbers.
     """
     return _kth(stored, split_rank(len(stored), rate))
-
-
-def pac_rank(n: int, rate: Rate, delta: float) -> int | None:
-    """The smallest k whose threshold escalates at most `rate` with probability 1 - delta over the
-    stored scores.
-
-    None where no rank of n scores can promise it, which needs n >= ln(delta) / ln(1 - rate).
-    """
-    allowed = float(exact_rate(rate))
-    check_fraction("delta", delta)
-    ranks = np.arange(1, n + 1)
-    good = np.flatnonzero(beta_quantile(delta, ranks, n + 1 - ranks) >= 1 - allowed)
-    return int(ranks[good[0]]) if len(good) else None
-
-
-def pac_threshold(stored: Scores, rate: Rate, delta: float) -> float:
-    """The threshold that escalates at most `rate` of fresh exchangeable scores, with probability 1
-    - delta.
-
-    +inf, which escalates nothing, where the stored scores are too few to promise more.
-    """
-    rank = pac_rank(len(stored), rate, delta)
-    return _kth(stored, len(stored) + 1 if rank is None else rank)
 
 
 def coverage_interval(n: int, k: int, confidence: float = 0.9) -> tuple[float, float]:

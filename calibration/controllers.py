@@ -1,11 +1,8 @@
-"""Rate controllers: adaptive conformal inference, quantile tracking, and feedback on the logit
-scale.
-"""
+"""Rate controllers: adaptive conformal inference, and feedback on the logit scale."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +64,7 @@ def _checked(step: float) -> float:
 
 
 class Adaptive(Controller):
-    """Adaptive conformal inference on the escalation rate, overall or for each turn by itself.
+    """Adaptive conformal inference on the escalation rate.
 
     After a decision the rate moves by step * (rate - escalated), unclamped: at or below 0 nothing
     escalates, at or above 1 everything does, so for any sequence |realised - rate| <= (max(rate, 1
@@ -80,115 +77,35 @@ class Adaptive(Controller):
     that adds at most max(rate, 1 - rate).
     """
 
-    __slots__ = ("_by_turn", "_levels", "_step")
-    saved = ("_levels",)
+    __slots__ = ("_level", "_step")
+    saved = ("_level",)
 
-    def __init__(self, rate: float, step: float, by_turn: bool = False) -> None:
+    def __init__(self, rate: float, step: float) -> None:
         super().__init__(rate)
-        self._step = _checked(step)
-        self._by_turn = by_turn
-        self._levels = StateTable(int, float)
+        if not 0 < step < math.inf:
+            raise CalibrationInputError("step", step, "a positive number")
+        self._step = step
+        self._level = rate
 
     def current_rate(
         self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
     ) -> float:
-        level = self._levels.get(turn if self._by_turn else 0, self._rate)
-        if self._by_turn:
-            return level
-        lead = level - self._rate
+        lead = self._level - self._rate
         paced = _HASTE * max(0.0, abs(lead) / self._step - end.slack) / max(_HASTE, end.left)
-        return level if paced <= abs(lead) else self._rate + math.copysign(paced, lead)
+        return self._level if paced <= abs(lead) else self._rate + math.copysign(paced, lead)
 
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
     ) -> None:
-        group = turn if self._by_turn else 0
-        self._levels[group] = self._levels.get(group, self._rate) + self._step * (
-            self._rate - escalated
-        )
+        self._level += self._step * (self._rate - escalated)
 
     def merge(self, state: Any) -> None:
-        for group, level in state["levels"].items():
-            mine = self._levels.get(int(group))
-            self._levels[int(group)] = float(level) if mine is None else mine + (level - self._rate)
-
-
-class Tracking(Controller):
-    """A threshold on the score itself that follows its own (1 - rate) quantile: quantile tracking
-    with an integral term.
-
-    After a decision it moves by step * scale * (escalated - rate), and `integral` leans it against
-    the sum of all errors, saturating with it. It starts from the first `warm` scores: at their
-    quantile, with their mean distance from the median as scale; before, the nominal rate decides.
-    Once the mean distance of all scores is over twice the scale (first turns may score much alike),
-    it becomes the scale. While one scale counts, for scores that stay within b of each other, the
-    sum of errors moves by at most b / (step * scale) + 1.
-    """
-
-    __slots__ = ("_distance", "_integral", "_last", "_middle", "_owed", "_scale", "_seen", "_step", "_threshold",
-                 "_warm")  # fmt: skip
-    saved = ("_last", "_threshold", "_scale", "_owed", "_middle", "_distance", "_seen")
-
-    def __init__(self, rate: float, step: float, integral: float = 0.0, warm: int = 20) -> None:
-        super().__init__(rate)
-        self._step = _checked(step)
-        self._integral = integral
-        self._warm = warm
-        self._last = deque[float](maxlen=warm)
-        self._threshold = self._scale = self._owed = 0.0
-        # the first median, and the sum of all distances from it
-        self._middle = self._distance = 0.0
-        self._seen = 0
-
-    def current_rate(
-        self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
-    ) -> float:
-        if not self._scale or not 0 < self._rate < 1:
-            return self._rate
-        lean = self._integral * self._scale * math.tanh(self._owed / 25) if self._integral else 0.0
-        return 1.0 if nonconformity > self._threshold - lean else 0.0
-
-    def update(
-        self, nonconformity: float | None, question: str, turn: int, escalated: bool
-    ) -> None:
-        self._owed += self._rate - escalated
-        if self._scale:
-            self._threshold += self._step * self._scale * (escalated - self._rate)
-        if nonconformity is None or not math.isfinite(nonconformity):
-            return
-        self._last.append(nonconformity)
-        self._seen += 1
-        if self._scale:
-            self._distance += abs(nonconformity - self._middle)
-            if self._distance > 2 * self._scale * self._seen:
-                self._scale = self._distance / self._seen
-        elif len(self._last) == self._warm:  # as long as they are all equal, wait for another
-            self._start()
-
-    def _start(self) -> None:
-        ordered = sorted(self._last)
-        self._middle = ordered[self._warm // 2]
-        self._scale = math.fsum(abs(score - self._middle) for score in ordered) / self._warm
-        self._distance = self._scale * self._seen
-        self._threshold = ordered[min(self._warm - 1, int((1 - self._rate) * self._warm))]
-
-    def merge(self, state: Any) -> None:
-        owed = self._owed + state["owed"]
-        if not self._scale:
-            before = list(self._last)
-            self._last = deque(map(float, state["last"]), maxlen=self._warm)
-            self._last.extendleft(reversed(before[: self._warm - len(self._last)]))
-            self._threshold = float(state["threshold"])
-            self._scale = float(state["scale"])
-            self._middle = float(state["middle"])
-            self._distance = float(state["distance"])
-            self._seen = int(state["seen"])
-        elif state["scale"]:
-            self._threshold = (self._threshold + state["threshold"]) / 2
-            self._scale = max(self._scale, float(state["scale"]))
-            self._distance += state["distance"]
-            self._seen += int(state["seen"])
-        self._owed = owed
+        # Both levels started at the rate, so it is their distances from the rate that add up. A
+        # fresh controller takes the other's level over, so that a restored one is bit-identical.
+        if self._level == self._rate:
+            self._level = float(state["level"])
+        else:
+            self._level += state["level"] - self._rate
 
 
 class Feedback(Controller):

@@ -106,19 +106,9 @@ class Facts:
         return f"{_reach(spread) / self.decisions:.4f} of {self.rate:g} over {self.decisions:,} decisions"
 
     @property
-    def turn_bound(self) -> float:
-        """What the sum of errors of each turn stays within."""
-        return self._bound(self.tuning.turn_step_at(self.rate))
-
-    @property
     def question_bound(self) -> float:
         """What the sum of errors of each question stays within."""
         return self.tuning.limit_at(self.rate) + 1
-
-    @property
-    def lean(self) -> float:
-        """What the integral term and the warm-up add to the bound of quantile tracking."""
-        return 2 * self.tuning.tracking_integral / self.tuning.tracking_step + 21
 
     @property
     def draw(self) -> str:

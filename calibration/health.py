@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
-from atts.calibration.conformal import long_run, pac_threshold, split_threshold
+from atts.calibration.conformal import long_run, split_threshold
 from atts.calibration.drift import DriftMonitor
 from atts.calibration.duplicate_scores import DuplicateScores
 from atts.calibration.exact_rate import Rate, exact_rate
@@ -41,8 +41,6 @@ class Health:
     infinite: int
     repeats: DuplicateScores
     threshold: float  # split conformal: escalate above it
-    # PAC: at most the rate with probability 0.9 over the scores, were they independent
-    careful_threshold: float
     # where the long-run rate of the threshold is, were the scores independent (90 %)
     long_run: tuple[float, float]
     long_run_clustered: tuple[float, float]  # the same for the effective number of scores
@@ -76,8 +74,8 @@ class Health:
             )
         if len(self.turns) == 1 and self.scores:
             found.append(
-                f"only turn {self.turns[0].turn} is here: later turns have other scores, use a "
-                f"mode by turn"
+                f"only turn {self.turns[0].turn} is here: later turns have other scores, use "
+                f"mode question-turn"
             )
         return tuple(found)
 
@@ -100,7 +98,6 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
         infinite=int(np.isinf(nonconformity).sum()),
         repeats=DuplicateScores.of(stored),
         threshold=_score_at(stored, split_threshold(nonconformity, rate)),
-        careful_threshold=_score_at(stored, pac_threshold(nonconformity, rate, 0.1)),
         long_run=long_run(len(stored), rate),
         long_run_clustered=long_run(max(1, int(summary.effective)), rate),
         half_split=_half_split(list(clusters.values()), rate, seed),

@@ -4,14 +4,12 @@ constants.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from atts.calibration.controllers import Adaptive, Controller, Feedback, Tracking
+from atts.calibration.controllers import Adaptive, Controller, Feedback
 from atts.calibration.pools import (
     MINIMUM,
-    ByTurn,
     Frozen,
     Pooled,
     Residuals,
@@ -21,7 +19,7 @@ from atts.calibration.pools import (
 from atts.calibration.score_history import Fading, ScoreHistory, Window
 from atts.errors import OptionError
 
-Mode = Literal["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"]
+Mode = Literal["split", "marginal", "aci", "question", "question-turn"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
@@ -38,9 +36,6 @@ class Tuning:
     """
 
     aci_step: float = 0.002  # for 8 rollouts a problem; see `for_rollouts`
-    turn_step: float = 0.02  # at rate one half; see `turn_step_at`
-    tracking_step: float = 0.05  # in mean distances from the median
-    tracking_integral: float = 0.5
     # Pull per decision owed on the logit scale, times the variance rate * (1 - rate).
     question_gain: float = 0.23
     turn_gain: float = 0.035
@@ -61,12 +56,6 @@ class Tuning:
         without what the score says it needs.
         """
         return cls(aci_step=_PROBLEM_STEP / max(1, samples))
-
-    def turn_step_at(self, rate: float) -> float:
-        """The step of mode "turn": as many standard deviations of a decision at every rate, half of
-        it at the least.
-        """
-        return self.turn_step * max(0.5, 2 * math.sqrt(rate * (1 - rate)))
 
     def limit_at(self, rate: float) -> float:
         """What a question may be owed at this rate: of few escalations, one too many is a larger
@@ -103,10 +92,6 @@ def build(
         return Pooled(remember), Controller(rate)
     if mode == "aci":
         return Pooled(remember), Adaptive(rate, tuning.aci_step)
-    if mode == "tracking":
-        return Pooled(remember), Tracking(rate, tuning.tracking_step, tuning.tracking_integral)
-    if mode == "turn":
-        return ByTurn(remember), Adaptive(rate, tuning.turn_step_at(rate), by_turn=True)
     if mode not in MODES:
         raise OptionError(str(mode), "is not a calibration mode", MODES)
     by_turn = mode == "question-turn"

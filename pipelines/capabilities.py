@@ -18,7 +18,7 @@ from atts.pipelines.gates import (
 )
 from atts.pipelines.policy import Policy
 from atts.pipelines.scores import ScoreRule, resolved
-from atts.pipelines.wrappers import CappedGate, RandomisedGate, SparingGate
+from atts.pipelines.wrappers import CappedGate, SparingGate
 
 _BLIND = (FixedGate, RandomGate, CueGate)  # they never look at a score
 # of the draft's own evidence they look at nothing
@@ -76,7 +76,7 @@ def needed_logprobs(
 
 
 def _innermost(gate: Gate | RoundGate) -> Gate | RoundGate:
-    while isinstance(gate, CappedGate | RandomisedGate | SparingGate):
+    while isinstance(gate, CappedGate | SparingGate):
         gate = gate.inner
     return gate
 

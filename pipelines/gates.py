@@ -47,19 +47,6 @@ class RoundGate(Protocol):
 
 
 @runtime_checkable
-class Learning(Protocol):
-    """A gate that also learns from how problems ended, as the ordinal gate of `atts.calibration`
-    does.
-    """
-
-    def learn(self, features: Features, p: float | None, level: str) -> None:
-        """Take the label of a chunk whose rollout is over: "accept", "verify" or "escalate" would
-        have been due.
-        """
-        ...
-
-
-@runtime_checkable
 class Forgetting(Protocol):
     """A gate or a calibrator that keeps something of each problem, and lets go of it."""
 
@@ -75,17 +62,6 @@ def let_go(kept: object, question: str) -> None:
     inner = getattr(kept, "inner", None)
     if inner is not None:
         let_go(inner, question)
-
-
-def level_of(right: bool, escalated: bool) -> Action:
-    """The label of a chunk whose rollout is over: the level that would have been due.
-
-    Kept and right: the draft sufficed, "accept". Escalated and right: the target wrote on, needed
-    or not, "verify". Wrong: "escalate", if the target had it then it was not too much.
-    """
-    if not right:
-        return "escalate"
-    return "verify" if escalated else "accept"
 
 
 class Calibrating(Protocol):

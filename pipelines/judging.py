@@ -34,7 +34,6 @@ class ChunkJudge:
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
-        self.judged: list[tuple[Features, Decision]] = []  # in that order
 
     async def judge(self, builder: RolloutBuilder, proposal: Proposal) -> tuple[Decision, Proposal]:
         """The gate's decision, which it is told will be carried out. What cannot be judged is
@@ -42,7 +41,6 @@ class ChunkJudge:
         """
         known = features(builder, proposal)
         decision, proposal = await self._decide(builder, proposal, known)
-        self.judged.append((known, decision))
         self._gate.observe(decision, decision.action == "escalate")
         if proposal.is_recalled and builder.draws and decision.escalate:
             return decision, await _drawn_beside(builder, proposal)

@@ -11,19 +11,17 @@ from operator import add
 from typing import Literal
 
 from atts.concurrency import task_group
-from atts.core import Decision, Features, Outcome, Problem, Prompt, Rollout, Usage
+from atts.core import Decision, Outcome, Problem, Prompt, Rollout, Usage
 from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
 from atts.pipelines.builder import Proposal, RolloutBuilder
 from atts.pipelines.chunks import render
 from atts.pipelines.context import Context
 from atts.pipelines.exact import write_exactly
-from atts.pipelines.gates import Learning, level_of
-from atts.pipelines.judging import ChunkJudge, Judge, make_judge
+from atts.pipelines.judging import Judge, make_judge
 from atts.pipelines.policy import Policy
 from atts.pipelines.running_vote import RunningVote
 from atts.pipelines.siblings import Siblings
 from atts.pipelines.takeover import take_over
-from atts.pipelines.votes import Grouper, classes
 
 
 async def solve(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
@@ -50,36 +48,7 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
         results += await scope.rollouts(rollout, samples, admit=admit, settle=vote.add_result)
         if vote.can_stop():
             break
-    outcome = conclude(problem, prompt, results, vote)
-    if isinstance(judge, ChunkJudge) and isinstance(context.gate, Learning) and outcome.is_complete:
-        teach(context.gate, outcome, judge.judged, context.answers.group)
-    return outcome
-
-
-def teach(
-    gate: Learning, outcome: Outcome, judged: Sequence[tuple[Features, Decision]], group: Grouper
-) -> None:
-    """Label every judged chunk by the settled vote: was its rollout among those that agreed with
-    the answer?
-
-    Rollouts that were cancelled say nothing; without an answer it is unknown what was right.
-    """
-    if outcome.answer is None:
-        return
-    ended = {
-        line.sample: line
-        for line in outcome.rollouts
-        if line.finish in ("answer", "end", "turns", "tokens")
-    }
-    answers = [line.answer or "" for line in ended.values()]
-    labels = classes([outcome.answer, *answers], group)
-    right = {
-        sample: line.answer is not None and label == labels[0]
-        for (sample, line), label in zip(ended.items(), labels[1:], strict=True)
-    }
-    for features, decision in judged:
-        if features.sample in right:
-            gate.learn(features, decision.p, level_of(right[features.sample], decision.escalate))
+    return conclude(problem, prompt, results, vote)
 
 
 async def build(builder: RolloutBuilder, judge: Judge) -> Rollout:

@@ -1,4 +1,4 @@
-"""Gate wrappers: a hard cap, exploration, a warm-up from the run's own first scores, a certificate."""
+"""Gate wrappers: a hard cap, a warm-up from the run's own first scores, a certificate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 from atts.core import Action, Decision, Features, Origin
 from atts.errors import CalibrationInputError, OptionError
-from atts.pipelines.gates import Gate, Learning, let_go
+from atts.pipelines.gates import Gate, let_go
 
 Meanwhile = Literal["accept", "escalate"]
 
@@ -44,49 +44,6 @@ class CappedGate:
                 decision, "accept", "budget", f"{decision.why}; capped: no target slot left"
             )
         return decision
-
-
-@dataclass(frozen=True, slots=True)
-class ExploringGate:
-    """A seeded fraction of chunks is scored and logged but never acted on, which keeps replay and
-    labels honest.
-
-    A gate inside that learns how chunks turned out is told of these alone: they were kept whatever
-    it thought, so their labels say nothing of what it decides.
-    """
-
-    inner: Gate
-    fraction: float
-    seed: int = 0
-
-    def preview(self, features: Features) -> Decision:
-        """An explored chunk is always scored."""
-        decision = self.inner.preview(features)
-        if self._explored(features):
-            return _overruled(
-                decision, "verify", "exploration", "exploration: scored whatever the evidence"
-            )
-        return decision
-
-    def decide(self, features: Features, score: float) -> Decision:
-        """What the inner gate said stays in the words; the action becomes accept."""
-        decision = self.inner.decide(features, score)
-        if not self._explored(features):
-            return decision
-        why = f"exploration, not acted on; would {decision.action}: {decision.why}"
-        return _overruled(decision, "accept", "exploration", why)
-
-    def observe(self, decision: Decision, escalated: bool) -> None:
-        """Pass it on."""
-        self.inner.observe(decision, escalated)
-
-    def learn(self, features: Features, p: float | None, level: str) -> None:
-        """Pass on what became of explored chunks."""
-        if self._explored(features) and isinstance(self.inner, Learning):
-            self.inner.learn(features, p, level)
-
-    def _explored(self, features: Features) -> bool:
-        return features.uniform(self.seed, "explore") < self.fraction
 
 
 _SIBLINGS = 3  # with an answer, before their agreement counts
@@ -127,46 +84,6 @@ class SparingGate:
                 decision, "accept", "budget", f"{decision.why}; spared: siblings agree"
             )
         return decision
-
-
-@dataclass(frozen=True, slots=True)
-class RandomisedGate:
-    """Another gate, but for a seeded fraction of chunks, where a coin of the rate decides.
-
-    Every decision about a scored chunk says how likely its action was, so that what other policies
-    would have led to can be estimated from the run.
-    """
-
-    inner: Gate
-    fraction: float
-    rate: float
-    seed: int = 0
-
-    def preview(self, features: Features) -> Decision:
-        """Every chunk is scored: one that is not has no score for another policy to decide by."""
-        decision = self.inner.preview(features)
-        return (
-            decision
-            if decision.action == "verify"
-            else _overruled(decision, "verify", "exploration", decision.why)
-        )
-
-    def decide(self, features: Features, score: float) -> Decision:
-        """As the inner gate, or as the coin."""
-        said = self.inner.decide(features, score)
-        chance = self.fraction * self.rate + (1 - self.fraction) * said.escalate
-        if features.uniform(self.seed, "explore") < self.fraction:
-            action: Action = (
-                "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
-            )
-            said = _overruled(
-                said, action, "exploration", f"left to a coin; would {said.action}: {said.why}"
-            )
-        return replace(said, propensity=chance if said.escalate else 1 - chance)
-
-    def observe(self, decision: Decision, escalated: bool) -> None:
-        """Pass it on."""
-        self.inner.observe(decision, escalated)
 
 
 @dataclass(frozen=True, slots=True)

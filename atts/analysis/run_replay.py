@@ -7,10 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import Literal
 
-from atts.analysis.doubly_robust import LoggedRollout, LoggedTurn, Valued, doubly_robust
 from atts.analysis.policy_replay import Replayed, ReplayedRollout, replay_policy
 from atts.analysis.turns import was_cut_short
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
@@ -68,7 +66,6 @@ class Replay:
     decisions: tuple[ReplayedDecision, ...]
     answers: Mapping[str, tuple[str | None, str | None]]  # by problem: recorded, replayed
     # single rollouts under the other policy, where the run left decisions to chance
-    estimated: Valued | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,41 +242,7 @@ def _compare(recorded: _Recorded, again: Replayed) -> Replay:
         censored=len(after) - len(known),
         decisions=pairs,
         answers={name: (before[name], after[name]) for name in before},
-        estimated=_estimated(recorded, again, pairs),
     )
-
-
-def _estimated(
-    recorded: _Recorded, again: Replayed, pairs: Sequence[ReplayedDecision]
-) -> Valued | None:
-    """Of graded rollouts that ran to their end; None unless every decision says how likely it was."""
-    turns: dict[tuple[str, int], list[LoggedTurn]] = {}
-    for pair in pairs:
-        done = pair.recorded
-        wanted = pair.decision
-        if done.propensity is None and done.origin != "forced":
-            return None
-        if done.propensity is not None:
-            turn = LoggedTurn(done.turn, done.escalate, done.propensity, wanted.escalate)
-            turns.setdefault((done.question, done.sample), []).append(turn)
-    asked = {
-        outcome.problem.id: outcome.problem
-        for outcome in recorded.outcomes
-        if outcome.problem.answer is not None
-    }
-    logged = list[LoggedRollout]()
-    ended = (one for problem in again.problems for one in problem.rollouts if not one.is_censored)
-    for one in (rollout for rollout in ended if rollout.problem in asked):
-        right = recorded.right(asked[one.problem], one.answer)
-        if right is not None:
-            logged.append(
-                LoggedRollout(
-                    one.problem,
-                    sorted(turns.get((one.problem, one.sample), ()), key=attrgetter("turn")),
-                    right,
-                )
-            )
-    return doubly_robust(logged) if turns else None
 
 
 def _with_takeovers(recorded: _Recorded, tokens: int | None, more: int) -> int | None:

@@ -35,7 +35,6 @@ from atts.journal import (
     Observed,
     RecordedRun,
     SessionOpened,
-    Taught,
     check_exists,
     open_run,
 )
@@ -233,7 +232,7 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
 def _parts(run: RecordedRun) -> Iterator[list[Entry]]:
     """The gate's calls of each run that was merged, or of the one run there is."""
     part = list[Entry]()
-    for entry in run.entries((Decided, Observed, Taught)):
+    for entry in run.entries((Decided, Observed)):
         if isinstance(entry.event, SessionOpened) and entry.session in run.part_starts:
             yield part
             part = []
@@ -249,7 +248,7 @@ def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
             "the method", method and method.value, "one with a calibrator, such as atts"
         )
     for entry in entries:
-        if isinstance(entry.event, Decided | Observed | Taught):
+        if isinstance(entry.event, Decided | Observed):
             replay_event(gate, entry.event)
     calibrator.settle()
     return calibrator

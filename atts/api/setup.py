@@ -34,7 +34,6 @@ from atts.pipelines import (
     FixedGate,
     Gate,
     Policy,
-    RandomisedGate,
     RoundGate,
     SparingGate,
     let_go,
@@ -101,9 +100,7 @@ def _parsed_risk(text: str) -> tuple[float, float]:
     return found
 
 
-CalibrationMode = Literal[
-    "split", "marginal", "aci", "tracking", "turn", "question", "question-turn"
-]
+CalibrationMode = Literal["split", "marginal", "aci", "question", "question-turn"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +152,6 @@ class Setup:
         "keep chunks where such a share of the answered siblings agrees, and spend the rate "
         "elsewhere",
     ] = None
-    explore: Annotated[
-        float,
-        "share of chunks that a coin of the rate decides, for `atts replay` to estimate other "
-        "rates by",
-    ] = 0.0
     speculate: Annotated[  # the text is the same in any case
         Speculate,
         "what proposes tokens to a local target: the draft where it fits (auto), always, other "
@@ -180,12 +172,6 @@ class Setup:
             )
         if self.cap is not None and not 0 <= self.cap <= 1:
             raise OptionError("cap", f"{self.cap} is outside [0, 1]: it is a fraction of chunks")
-
-        if not 0 <= self.explore <= 1:
-            raise OptionError(
-                "explore",
-                f"{self.explore} is outside [0, 1]: it is the share of chunks left to coins",
-            )
 
     @property
     def run_policy(self) -> Policy:
@@ -391,7 +377,7 @@ class Setup:
             raise OptionError("cap", f"the gate of method {self.method!r} here keeps none; methods "
                                      f"atts and paper do, "
                               "without a warm-up")  # fmt: skip
-        return self._exploring(self._sparing(gate)), calibrator
+        return self._sparing(gate), calibrator
 
     def _sparing(self, gate: Gate | RoundGate) -> Gate | RoundGate:
         if self.spare is None:
@@ -408,18 +394,6 @@ class Setup:
             )
         return SparingGate(gate, self.spare)
 
-    def _exploring(self, gate: Gate | RoundGate) -> Gate | RoundGate:
-        if not self.explore:
-            return gate
-        if isinstance(gate, RoundGate):
-            raise OptionError(
-                "explore",
-                f"the method {self.method} ranks whole rounds and leaves nothing to chance",
-            )
-        if self.cap is not None:
-            raise OptionError("explore", "coins know no cap; leave one of them out")
-        return RandomisedGate(gate, self.explore, self.rate, self.seed)
-
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
         """What decides the gate's behaviour: a resume must find it unchanged."""
         words: dict[str, Json] = {
@@ -430,7 +404,6 @@ class Setup:
             **({"aci_step": calibrator.tuning.aci_step} if self.mode == "aci" else {}),
             **({"warmup": self.warmup} if self.warmup else {}),
             **({"cap": self.cap} if self.cap is not None else {}),
-            **({"explore": self.explore} if self.explore else {}),
             **({"spare": self.spare} if self.spare is not None else {}),
             **(
                 {"by_length": True, "stored_lengths": list(calibrator.stored.lengths)}

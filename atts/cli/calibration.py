@@ -28,7 +28,7 @@ OwnRate = Annotated[
     ),
 ]
 Mode = Annotated[
-    str, typer.Option(help="split, marginal, aci, tracking, turn, question or question-turn.")
+    str, typer.Option(help="split, marginal, aci, question or question-turn.")
 ]
 Scale = Annotated[str, typer.Option(help="What the scores are: perplexity, logprob or real.")]
 PerQuestion = Annotated[
@@ -208,7 +208,7 @@ def fit(
 
     `atts eval --scores` starts from it as from the scores themselves.
 
-    Example: atts calibration fit scores.jsonl --mode turn --condition target.model=QwQ-32B --out
+    Example: atts calibration fit scores.jsonl --mode question-turn --condition target.model=QwQ-32B --out
     calibrator.json
     """
     from atts.calibration import Calibrator
@@ -451,10 +451,6 @@ def _print_health(health: Health) -> None:
     )
     say(f"  repeats in another one      {health.repeats.across:.1%}")
     say(f"  escalate above              {_threshold(health.threshold)} (rate {health.rate:g})")
-    say(
-        f"  ... at most, 90 % sure      {_threshold(health.careful_threshold)} (were scores "
-        f"independent)"
-    )
     for words, (low, high) in (
         ("long-run rate, independent", health.long_run),
         ("long-run rate, clustered", health.long_run_clustered),

@@ -221,9 +221,6 @@ def replay(
     Rollouts that were stopped before they could answer count neither as right nor as wrong:
     --samples takes others first.
 
-    Where the run left decisions to chance (--set explore=0.2), what single rollouts would be worth
-    is estimated with an interval (doubly robust).
-
     Example: atts replay runs/first --rate 0.4 --samples 4
     """
     from atts.api import replay as again
@@ -266,8 +263,7 @@ def _replay_objects(found: Replay) -> list[str]:
         name: asdict(getattr(found, name))
         for name in ("recorded", "replayed", "on_policy_accuracy")
     }
-    estimated = None if found.estimated is None else asdict(found.estimated)
-    summary = {"type": "summary", **rest, **sides, "estimated": estimated}
+    summary = {"type": "summary", **rest, **sides}
     return [json_line(line) for line in (*decisions, *problems, summary)]
 
 
@@ -289,13 +285,6 @@ def _replay_lines(found: Replay) -> list[str]:
         f"{name:<20}{one:<24}{other}{asked if name.startswith('chunks') else ''}"
         for name, one, other in rows
     ]
-    if found.estimated is not None:
-        one = found.estimated
-        worth = f"worth {one.effective:,.0f} of {one.rollouts:,} rollouts drawn by it"
-        table.append(
-            f"{'one rollout right':<44}{one.accuracy.brief()}, estimated from what was left to "
-            f"chance; {worth}"
-        )
     changed = f"{found.changed:,} of {new.decisions:,} decisions came out otherwise."
     return [*_off_policy_lines(found), *table, "", changed]
 

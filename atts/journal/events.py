@@ -3,7 +3,7 @@
 The order of the lines is the order in which things happened. Three families:
 
 * *steps*, from which an interrupted run goes on: `Sampled`, `Scored`, `CallFailed` (what engine calls came to, found
-  again by `key`), `Decided`, `Observed`, `Taught` (calls of the gate, replayed in order to rebuild its state);
+  again by `key`), `Decided`, `Observed` (calls of the gate, replayed in order to rebuild its state);
 * *facts*, from which results and reports are made: problems, rollouts, turns, outcomes, verdicts;
 * *remarks*: sessions, the task graph's nodes and spans, warnings, drift.
 """
@@ -209,21 +209,6 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
-    """A learning gate was told which level would have been due for a chunk; `features` as it was
-    told them.
-    """
-
-    problem: str
-    sample: int
-    turn: int
-    attempt: int
-    level: str
-    p: float | None = None
-    features: Mapping[str, float] = field(default_factory=dict[str, float])
-
-
-@dataclass(frozen=True, slots=True)
 class Warned:
     """Something a reader of the results should know; `code` is stable, `text` is for people."""
 
@@ -264,7 +249,6 @@ Event = (
     | CallFailed
     | Decided
     | Observed
-    | Taught
     | CallSpan
     | RolloutSpan
     | ProblemSpan

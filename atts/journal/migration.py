@@ -65,8 +65,6 @@ def _origin(why: str) -> Origin:
         return "forced"
     if why.startswith("warm-up"):
         return "warm-up"
-    if why.startswith("exploration"):
-        return "exploration"
     if why.endswith("no target slot left"):
         return "budget"
     if why.endswith("certified policy"):

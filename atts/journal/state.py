@@ -27,7 +27,6 @@ from atts.journal.events import (
     Scored,
     SessionClosed,
     SessionOpened,
-    Taught,
     TurnFinished,
     Warned,
 )
@@ -57,8 +56,6 @@ class OpenProblem:
         default_factory=dict[tuple[int, int], deque[Decided | Observed]]
     )
     turns: dict[int, deque[Turn]] = field(default_factory=dict[int, deque[Turn]])
-    # sample, turn, attempt
-    taught: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
     graded: list[Graded] = field(default_factory=list[Graded])
     judged: int = 0  # chunks a gate decided on
     escalated: int = 0  # of them, continued by the target
@@ -115,8 +112,6 @@ class OpenProblem:
                 for _, is_escalated in judged(event):
                     self.judged += 1
                     self.escalated += is_escalated
-            case Taught():
-                self.taught.add((event.sample, event.turn, event.attempt))
             case Graded():
                 self.graded.append(event)
             case _:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from atts.calibration import Calibrator, OrdinalLearner, feature_row
+from atts.calibration import FEATURES, Calibrator, OrdinalFit, feature_row
 from atts.core import Action, Decision
 from atts.errors import CalibrationInputError
 from atts.pipelines import ConformalGate, Features
@@ -38,7 +38,7 @@ class SkippingGate(ConformalGate):
                 "audit", audit, "a fraction above 0: without it nothing is learnt"
             )
         super().__init__(calibrator)
-        self.learner = OrdinalLearner(alpha, "score")
+        self.fit = OrdinalFit(FEATURES, alpha)
         self._stored = calibrator
         self._audit = audit
         # evidence of chunks whose score may teach
@@ -57,8 +57,8 @@ class SkippingGate(ConformalGate):
         if self._teaches(features):
             self._asked[features.question, features.sample, features.turn, decision.issue] = row
             return decision
-        levels = self.learner.levels(row)
-        action = self.learner.action(row)
+        levels = self.fit.levels(row)
+        action = self.fit.action(row)
         if action == "verify":
             return replace(decision, level=action, levels=levels)
         why = f"{action} by the draft's evidence, not scored"
@@ -78,7 +78,7 @@ class SkippingGate(ConformalGate):
             )
             decision = replace(decision, score=best if decision.level == "accept" else worst)
         elif row is not None and decision.p is not None:
-            self.learner.before.learn(row[1:], self._level(decision), decision.question)
+            self.fit.learn(row, self._level(decision), decision.question)
         super().observe(decision, escalated)
 
     def forget(self, question: str) -> None:
@@ -90,8 +90,7 @@ class SkippingGate(ConformalGate):
 
     def _teaches(self, features: Features) -> bool:
         """Every chunk until something may be done unseen, then an audit that no evidence decides."""
-        stage = self.learner.before
-        if not math.isfinite(min(stage.accept.threshold, stage.escalate.threshold)):
+        if math.isinf(self.fit.accept.threshold) and math.isinf(self.fit.escalate.threshold):
             return True
         return features.uniform(self._stored.seed, "audit") < self._audit
 

@@ -33,14 +33,13 @@ from atts.journal import (
     ProblemStarted,
     RunState,
     SessionClosed,
-    Taught,
     VerdictStatus,
     Warned,
     check_directory,
     judged,
     open_journal,
 )
-from atts.pipelines import Context, DraftLength, Learning, RoundGate, WriterChoice, needed_logprobs
+from atts.pipelines import Context, DraftLength, RoundGate, WriterChoice, needed_logprobs
 from atts.run.conditions import check_conditions
 from atts.run.engine_warnings import engine_warnings
 from atts.run.plan import Plan, verdict_by
@@ -48,7 +47,6 @@ from atts.run.recorded_calls import RecordedEngine, RecordedSteps
 from atts.run.recorded_gates import (
     AlarmWatch,
     RecordedGate,
-    RecordedLearningGate,
     RecordedRoundGate,
     replay_event,
 )
@@ -157,7 +155,7 @@ async def _journal(
     def recall(entry: Entry) -> None:
         event = entry.event
         state.apply(entry)
-        if isinstance(event, Decided | Observed | Taught) and not isinstance(plan.gate, RoundGate):
+        if isinstance(event, Decided | Observed) and not isinstance(plan.gate, RoundGate):
             replay_event(plan.gate, event)
         if isinstance(event, OutcomeReached) and state.is_over(event.problem):
             plan.forget(event.problem)
@@ -324,8 +322,7 @@ class _Run:
         if isinstance(plan.gate, RoundGate):
             gate: RecordedGate | RecordedRoundGate = RecordedRoundGate(plan.gate, steps)
         else:
-            wrapper = RecordedLearningGate if isinstance(plan.gate, Learning) else RecordedGate
-            gate = wrapper(plan.gate, steps, self._alarms)
+            gate = RecordedGate(plan.gate, steps, self._alarms)
 
         def bind(
             engine: Engine, role: Role, scope: Caller | None, timeout_seconds: float

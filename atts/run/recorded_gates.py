@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from atts.calibration import DriftEvent
 from atts.core import Decision
-from atts.journal import Decided, Drifted, Observed, Taught, feature_numbers, recorded_features
-from atts.pipelines import Features, Gate, Learning, RoundGate
+from atts.journal import Decided, Drifted, Observed, feature_numbers, recorded_features
+from atts.pipelines import Features, Gate, RoundGate
 from atts.run.recorded_calls import RecordedSteps
 from atts.run.recorder import Recorder
 
@@ -83,25 +83,6 @@ class RecordedGate:
         self._alarms.look()
 
 
-class RecordedLearningGate(RecordedGate):
-    """A gate that also learns how chunks turned out; every lesson is recorded, and given once."""
-
-    def __init__(self, gate: Gate, steps: RecordedSteps, alarms: AlarmWatch) -> None:
-        super().__init__(gate, steps, alarms)
-        assert isinstance(gate, Learning), "chosen for gates that learn"
-        self._learning = gate
-
-    def learn(self, features: Features, p: float | None, level: str) -> None:
-        """Teach the gate, unless an earlier session did; see `atts.pipelines.Learning`."""
-        place = (features.sample, features.turn, features.attempt)
-        if place in self._steps.recorded.taught:
-            return
-        self._learning.learn(features, p, level)
-        self._steps.recorder.record(
-            Taught(self._steps.recorded.problem.id, *place, level, p, feature_numbers(features))
-        )
-
-
 class RecordedRoundGate:
     """The same for rounds: the real gate ranks every round anew, for what it carries over; recorded
     decisions stand.
@@ -125,18 +106,10 @@ class RecordedRoundGate:
         return decisions
 
 
-def replay_event(gate: Gate, event: Decided | Observed | Taught) -> None:
+def replay_event(gate: Gate, event: Decided | Observed) -> None:
     """Let a gate live through a recorded call again: called in the recorded order, it is then what
     it was.
     """
-    if isinstance(event, Taught):
-        if isinstance(gate, Learning):
-            gate.learn(
-                recorded_features(event.problem, event.turn, event.sample, event.features),
-                event.p,
-                event.level,
-            )
-        return
     decision = event.decision
     if isinstance(event, Observed):
         gate.observe(decision, event.escalated)

@@ -13,13 +13,13 @@ import anyio
 import torch
 
 from atts.api import evaluate
-from atts.calibration import MODES, Calibrator
+from atts.calibration import MODES
 from atts.calibration.metrics import rate_metrics
 from atts.core import Outcome, Problem
 from atts.errors import UsageError
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.graph import Limit
-from atts.pipelines import Chunking, ConformalGate, ExploringGate, RandomGate, ScoreRule
+from atts.pipelines import Chunking, RandomGate, ScoreRule
 from atts.pipelines.policy import Takeover
 from atts.testing import Latency, ScriptedEngine, run_virtual, toy_problems
 from scripts.studies.arms import (
@@ -256,12 +256,6 @@ def choices(seed: int = 0) -> dict[str, list[Arm]]:
         "speculative": ScoreRule("speculative"),
     }
 
-    def explored(fraction: float) -> Arm:
-        gate = ExploringGate(
-            ConformalGate(Calibrator(RATE, atts.setup.mode, seed=seed)), fraction, seed
-        )
-        return arm(f"explored: {fraction:g}", "atts", gate=gate)
-
     return {
         "score": [atts.but(f"score: {name}", score=rule) for name, rule in scores.items()],
         "mode": [arm(f"mode: {mode}", "atts", mode=mode) for mode in MODES if mode != "split"],
@@ -285,7 +279,6 @@ def choices(seed: int = 0) -> dict[str, list[Arm]]:
             atts.but("stop: likely .8", early_stop="likely", confidence=0.8),
         ],
         "optimistic": [atts.but("optimistic: on", optimistic=True)],
-        "explored": [explored(0.05), explored(0.2)],
     }
 
 

@@ -45,7 +45,7 @@ def test_a_failed_problem_is_an_error_not_an_empty_answer() -> None:
         ({"sampels": 4}, "did you mean 'samples'"),
         ({"rate": "2"}, "rate"),
         ({"draft": "scripted"}, "give draft and target, or neither"),
-        ({"mode": "turns"}, "turn"),
+        ({"mode": "questions"}, "question"),
     ],
 )
 def test_options_are_those_of_the_configuration(options: dict[str, object], said: str) -> None:

@@ -107,10 +107,10 @@ def test_a_calibrator_brings_its_rate_and_its_mode(tmp_path: Path) -> None:
     """What is fitted is reported as it is, and states its own promise; another rate makes it scores
     again.
     """
-    made = Calibrator(0.15, "turn", stored=_scores())
+    made = Calibrator(0.15, "question", stored=_scores())
     made.save(tmp_path / "calibrator.json")
     found = calibration_report(tmp_path / "calibrator.json")
-    assert (found.kind, found.rate, found.mode) == ("calibrator", 0.15, "turn")
+    assert (found.kind, found.rate, found.mode) == ("calibrator", 0.15, "question")
     assert found.promise.guarantee == made.guarantee
     assert calibration_report(tmp_path / "calibrator.json", rate=0.5).kind == "scores"
 
@@ -190,9 +190,7 @@ def test_scores_without_questions_are_told_as_such(tmp_path: Path) -> None:
     assert "not known" in render_calibration(found, "markdown")
 
 
-@pytest.mark.parametrize(
-    "mode", ["split", "marginal", "aci", "tracking", "turn", "question", "question-turn"]
-)
+@pytest.mark.parametrize("mode", ["split", "marginal", "aci", "question", "question-turn"])
 def test_every_mode_has_a_report(mode: Any) -> None:
     """Each with its own promise."""
     found = calibration_of_scores("mine", _scores(5, 8), 0.3, mode)

@@ -145,7 +145,7 @@ def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
     assert f"{seen // 20} did not" in forged.promise.audit
 
 
-@pytest.mark.parametrize("mode", ["split", "marginal", "turn", "aci"])
+@pytest.mark.parametrize("mode", ["split", "marginal", "question-turn", "aci"])
 def test_stored_scores_are_part_of_the_audit(evaluate_into: Any, tmp_path: Path, mode: str) -> None:
     """A run that started from scores of another one is rebuilt with them."""
     stored = tuple(1 + n / 40 for n in range(1, 60))

@@ -17,7 +17,7 @@ import pytest
 
 from atts.calibration.actions import ActionRule
 from atts.calibration.ordinal import LEVELS, fit_ordinal
-from atts.calibration.ordinal_gate import OrdinalStage
+from atts.calibration.ordinal_fit import OrdinalFit
 from atts.errors import CalibrationInputError
 from atts.evaluators import share_estimate
 
@@ -102,8 +102,8 @@ def test_on_recorded_rollouts_sets_err_where_they_act_and_tested_actions_do_not(
     for split in range(3):
         order = random.Random(split).sample(sorted(rollouts), len(rollouts))
         stage = (
-            OrdinalStage(("score", "share"), alpha=0.1),
-            OrdinalStage(("score", "share"), alpha=0.2),
+            OrdinalFit(("score", "share"), alpha=0.1),
+            OrdinalFit(("score", "share"), alpha=0.2),
         )
         for name in order[:45]:
             for score, share, right in rollouts[name]:

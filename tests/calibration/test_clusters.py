@@ -2,50 +2,13 @@
 
 import math
 from collections.abc import Callable
-from fractions import Fraction
-from itertools import permutations
 
 import numpy as np
 import pytest
 
-from atts.calibration.clusters import (
-    by_cluster,
-    hierarchical_p_value,
-    hierarchical_threshold,
-    summarise,
-)
+from atts.calibration.clusters import by_cluster, summarise
 from atts.calibration.stored import StoredScores
 from atts.errors import CalibrationInputError
-
-
-def test_hierarchical_p_values_are_super_uniform_over_all_orders_of_clusters() -> None:
-    """Clusters of unequal sizes: whichever comes last, and whichever of its members is asked, P(p
-    <= a) <= a.
-    """
-    clusters = [(0.0, 5.0, 9.0), (1.0,), (2.0, 3.0), (4.0, 4.0, 6.0, 7.0)]
-    for level in [Fraction(k, 20) for k in range(21)]:
-        chance = Fraction(0)
-        for order in permutations(range(4)):
-            stored = {at: clusters[at] for at in order[:-1]}
-            new = clusters[order[-1]]
-            low = sum(hierarchical_p_value(stored, score) <= level + 1e-12 for score in new)
-            chance += Fraction(low, len(new) * 24)
-        assert chance <= level
-
-
-def test_hierarchical_threshold_covers_a_new_question() -> None:
-    """Over all orders of clusters a member of the new one exceeds the threshold with probability at
-    most the rate.
-    """
-    clusters = [(0.0, 5.0, 9.0), (1.0, 8.0), (2.0, 3.0), (4.0, 6.0, 7.0), (2.5,)]
-    for rate in (0.2, 0.4, 0.6):
-        over = 0.0
-        orders = list(permutations(range(5)))
-        for order in orders:
-            threshold = hierarchical_threshold({at: clusters[at] for at in order[:-1]}, rate)
-            new = clusters[order[-1]]
-            over += sum(score > threshold for score in new) / len(new) / len(orders)
-        assert over <= rate + 1e-9
 
 
 def test_pooled_thresholds_are_overconfident_and_the_effective_size_says_so() -> None:

@@ -146,7 +146,7 @@ def test_a_calibrator_restored_half_way_goes_on_alike_in_every_mode(mode: Mode) 
 
 def test_states_without_lengths_are_still_read() -> None:
     """As they were written: no lengths among the options, none with the scores that wait."""
-    calibrator = Calibrator(0.3, "turn")
+    calibrator = Calibrator(0.3, "question-turn")
     calibrator.observe(calibrator.decide(1.5, "q", 0, 0, issue=3))
     state = json.loads(json.dumps(calibrator.state()))
     assert "lengths" not in state

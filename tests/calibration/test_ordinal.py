@@ -1,4 +1,4 @@
-"""Ordered levels: the model, its conformal sets, the gate that uses them."""
+"""Ordered levels: the model, its conformal sets, what may be done on its word."""
 
 import gzip
 import json
@@ -13,10 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize
 
-from atts.calibration import Calibrator
-from atts.calibration.modes import Tuning
 from atts.calibration.ordinal import LEVELS, fit_ordinal
-from atts.calibration.ordinal_gate import FEATURES, OrdinalGate, OrdinalLearner, feature_row
+from atts.calibration.ordinal_fit import FEATURES, OrdinalFit, feature_row
 from atts.calibration.ordinal_sets import LevelSets, entry_mass, nested_windows
 from atts.core import Features
 from atts.errors import CalibrationInputError
@@ -176,98 +174,46 @@ def test_bad_probabilities_are_refused() -> None:
 def test_features_are_missing_until_a_sibling_has_answered() -> None:
     """Not a made-up zero; support carries the sign of whether this chunk agrees."""
     row = dict(zip(FEATURES, feature_row(chunk_evidence()), strict=True))
-    assert (row["rank"], row["agreement"], row["support"]) == (None, None, None)
+    assert (row["agreement"], row["support"]) == (None, None)
     for agrees, sign in ((True, 1), (False, -1)):
         seen = chunk_evidence(has_answer=True, answered=3, agreement=0.75, agrees=agrees)
-        assert dict(zip(FEATURES, feature_row(seen, 0.3), strict=True))["support"] == sign * 0.75
+        assert dict(zip(FEATURES, feature_row(seen), strict=True))["support"] == sign * 0.75
     assert len(feature_row(chunk_evidence())) == len(FEATURES)
 
 
-def learned(agreeing: float = 0.98) -> OrdinalLearner:
-    """A learner that has seen agreement decide everything."""
+def learned(agreeing: float = 0.98) -> OrdinalFit:
+    """Return a fit that has seen agreement decide everything."""
     draw = random.Random(0)
-    learner = OrdinalLearner(alpha=0.1, source="gold")
+    fit = OrdinalFit(FEATURES, alpha=0.1)
     for k in range(900):
         agrees = draw.random() < 0.5
         evidence = chunk_evidence(
             f"q{k}", has_answer=True, answered=8, agreement=0.9, agrees=agrees
         )
         right = draw.random() < (agreeing if agrees else 1 - agreeing)
-        learner.learn(
-            feature_row(evidence, draw.random()),
-            "accept" if right else "escalate",
-            evidence.question,
-        )
-    return learner
+        fit.learn(feature_row(evidence), "accept" if right else "escalate", evidence.question)
+    return fit
 
 
-def test_the_gate_skips_verifies_or_hands_over() -> None:
-    """Sure it suffices: accept unscored. Hopeless: escalate unscored. Otherwise the score and the
-    calibrator decide.
-    """
-    calibrator = Calibrator(0.4, "aci")
-    gate = OrdinalGate(calibrator, learned())
-    sure = chunk_evidence(has_answer=True, answered=8, agreement=0.9, agrees=True)
-    lost = chunk_evidence(has_answer=True, answered=8, agreement=0.9, agrees=False)
-    assert (gate.preview(sure).action, gate.preview(sure).levels) == ("accept", ("accept",))
-    assert (gate.preview(lost).action, gate.preview(lost).levels) == ("escalate", ("escalate",))
-    blank = OrdinalGate(calibrator, OrdinalLearner())
-    assert (blank.preview(sure).action, blank.preview(sure).levels) == ("verify", LEVELS)
-    said = blank.decide(sure, 1.5)
-    assert said.action == calibrator.decide(1.5, "q", 0, 0).action
-    assert said.score == 1.5
-    assert "levels" in said.why
-
-
-def test_the_gate_tells_its_calibrator_lengths_and_questions_that_are_over() -> None:
-    """Ranks by length work behind it, what served one question only is let go, and a cap is
-    refused.
-    """
-    calibrator = Calibrator(0.3, "question-turn", by_length=True)
-    gate = OrdinalGate(calibrator, OrdinalLearner())
-    for k in range(40):
-        decision = gate.decide(chunk_evidence(f"q{k % 2}", 0, k), 1.5 + k / 40)
-        assert decision.length == 100
-        gate.observe(decision, decision.escalate)
-    assert set(calibrator.state()["controller"]["questions"]) == {"q0", "q1"}
-    gate.forget("q0")
-    assert set(calibrator.state()["controller"]["questions"]) == {"q1"}
-    with pytest.raises(CalibrationInputError, match="cap"):
-        OrdinalGate(Calibrator(0.3, cap=0.5), OrdinalLearner())
-
-
-def test_every_decision_of_the_gate_counts_for_the_rate() -> None:
-    """Half of the chunks skip verification, and the realised rate still comes to .3 by the others."""
-    calibrator = Calibrator(0.3, "aci", tuning=Tuning(aci_step=0.02))
-    draw = random.Random(1)
-    gate = OrdinalGate(calibrator, learned())
-    for k in range(3000):
-        unclear = draw.random() < 0.5
-        chunk = chunk_evidence(
-            f"q{k % 9}",
-            0,
-            k,
-            answered=0 if unclear else 8,
-            has_answer=True,
-            agreement=0.9,
-            agrees=True,
-        )
-        decision = gate.preview(chunk)
-        if decision.action == "verify":
-            decision = gate.decide(chunk, 1 + draw.random())
-        gate.observe(decision, decision.escalate)
-    assert calibrator.decided == 3000
-    assert calibrator.realised == pytest.approx(0.3, abs=0.015)
+def test_a_fit_accepts_verifies_or_escalates() -> None:
+    """Sure it suffices: accept. Hopeless: escalate. Nothing learnt: every level, and verify."""
+    fit = learned()
+    sure = feature_row(chunk_evidence(has_answer=True, answered=8, agreement=0.9, agrees=True))
+    lost = feature_row(chunk_evidence(has_answer=True, answered=8, agreement=0.9, agrees=False))
+    assert (fit.action(sure), fit.levels(sure)) == ("accept", ("accept",))
+    assert (fit.action(lost), fit.levels(lost)) == ("escalate", ("escalate",))
+    blank = OrdinalFit(FEATURES, alpha=0.1)
+    assert (blank.action(sure), blank.levels(sure)) == ("verify", LEVELS)
 
 
 def test_a_chunk_unlike_any_labelled_one_is_not_judged() -> None:
-    """Features missing that never were: every level stays possible, before and after the score."""
-    learner = learned()
-    for p in (None, 0.5):
-        assert learner.levels(feature_row(chunk_evidence(), p)) == LEVELS
-    with pytest.raises(CalibrationInputError):
-        learner.learn(feature_row(chunk_evidence()), "perhaps")
-    assert "labels by gold" in learner.guarantee
+    """Features missing that never were: every level stays possible. Wrong labels are refused."""
+    fit = learned()
+    row = feature_row(chunk_evidence())
+    assert (fit.action(row), fit.levels(row)) == ("verify", LEVELS)
+    for bad, level in ((row, "perhaps"), (row[1:], "accept")):
+        with pytest.raises(CalibrationInputError, match="label or features"):
+            fit.learn(bad, level, "q")
 
 
 def within_question_auroc(rows: list[tuple[int, float, bool]]) -> float:

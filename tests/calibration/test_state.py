@@ -63,7 +63,7 @@ def test_a_saved_calibrator_goes_on_as_if_never_stopped(
     assert "Infinity" not in (tmp_path / "half.json").read_text()
 
 
-@pytest.mark.parametrize("mode", ["marginal", "aci", "turn", "question", "question-turn"])
+@pytest.mark.parametrize("mode", ["marginal", "aci", "question", "question-turn"])
 def test_shards_merge_into_one(mode: Mode) -> None:
     """Pools and counts of two shards add up to those of both streams, and the result goes on
     deciding.
@@ -79,7 +79,7 @@ def test_shards_merge_into_one(mode: Mode) -> None:
             calibrator.observe(calibrator.decide(score, question, turn, place))
     left.merge(json.loads(json.dumps(strict(right.state()))))
     assert left.decided == both.decided == 200
-    if mode in ("marginal", "aci", "turn"):
+    if mode in ("marginal", "aci"):
         for score in (1.1, 1.25, 1.8, 9.0):
             assert left.p_value(score) == both.p_value(score)
             assert left.p_value(score, 1) == both.p_value(score, 1)
@@ -97,7 +97,7 @@ def test_only_like_calibrators_merge() -> None:
     other = StoredScores.of([1.5] * 32, 16, fingerprint=STORED.fingerprint)
     for strange, words in (
         (Calibrator(0.3, "marginal", stored=STORED), "rate"),
-        (Calibrator(0.4, "turn", stored=STORED), "mode"),
+        (Calibrator(0.4, "question", stored=STORED), "mode"),
         (Calibrator(0.4, "marginal", stored=other), "stored"),
     ):
         with pytest.raises(CalibrationInputError, match=words):

@@ -416,25 +416,12 @@ CASES = [
         ("other.jsonl", "line 1 is not JSON"),
         text("other.jsonl", "x"),
     ),
-    Case("more chance than there is", f"eval {RUN} --set explore=2", USAGE, ("explore", "[0, 1]")),
-    Case(
-        "chance in rounds",
-        f"eval {RUN} --method top-b --set explore=0.1",
-        USAGE,
-        ("explore", "top-b"),
-    ),
     Case("agreement of none", f"eval {RUN} --set spare=0", USAGE, ("spare", "0.0")),
     Case(
         "sparing without a rate",
         f"eval {RUN} --method draft-only --set spare=0.9",
         USAGE,
         ("spare", "draft-only"),
-    ),
-    Case(
-        "chance under a cap",
-        f"eval {RUN} --set explore=0.1 --set cap=0.3",
-        USAGE,
-        ("explore", "cap"),
     ),
     Case("promise without labels", f"eval {RUN} --abstain .1@.9", USAGE, ("abstain", "labelled")),
     Case(

@@ -24,7 +24,6 @@ WORDS = {
     "answered": "forced",
     "warm-up, 3 of 9: stored, not acted on": "warm-up",
     "p 0.9000 > 0.8000; capped: no target slot left": "budget",
-    "exploration, not acted on; would escalate: p 0.9000 > 0.8000": "exploration",
     "p 0.9000 > 0.8000; certified policy": "certificate",
 }
 

@@ -30,7 +30,6 @@ from atts.pipelines import (
     StaticRankGate,
     ThresholdGate,
     TopGate,
-    level_of,
 )
 from atts.pipelines.scores import ScoreRule, evidence, score_of
 
@@ -188,12 +187,6 @@ def test_the_speculative_score_is_one_over_the_chance_to_be_accepted(
     assert score_of(ScoreRule("mean"), target, chunk) == pytest.approx(
         ScoreRule("mean")(target, chunk.text), rel=1e-4
     )
-
-
-def test_labels_say_which_level_would_have_been_due() -> None:
-    """Kept and right, kept and wrong, escalated and right, escalated and wrong."""
-    found = [level_of(right, escalated) for right in (True, False) for escalated in (False, True)]
-    assert found == ["accept", "verify", "escalate", "escalate"]
 
 
 @pytest.mark.parametrize("kind", ["mean", "byte", "speculative"])

@@ -102,13 +102,13 @@ def _replayed(
     checked = same = 0
     for place, step in enumerate(steps):
         decision = step.decision
-        explored = step.decision.origin in ("exploration", "budget")
+        overruled = step.decision.origin == "budget"
         try:
             if step.kind == "observed":
                 calibrator.observe(decision, step.escalated)
             elif (
                 place < audit
-                and not explored
+                and not overruled
                 and decision.score is not None
                 and decision.p is not None
             ):

@@ -249,10 +249,6 @@ def health_table(health: Health) -> ReportTable:
         ("scores that another question has too", cell(health.repeats.across, ".1%")),
         ("infinite scores", health.infinite),
         ("threshold: hand over above", health.threshold),
-        (
-            "threshold that keeps the rate with 90 %, were scores independent",
-            health.careful_threshold,
-        ),
         ("long-run rate of the threshold, were scores independent (90 %)", _range(health.long_run)),
         ("long-run rate of the threshold, as they are (90 %)", _range(health.long_run_clustered)),
         ("SD of the rate when half the questions judge the other half", health.half_split),

@@ -17,7 +17,7 @@ from atts.pipelines.builder import Proposal, RolloutBuilder
 from atts.pipelines.chunks import render
 from atts.pipelines.context import Context
 from atts.pipelines.exact import write_exactly
-from atts.pipelines.judging import Judge, make_judge
+from atts.pipelines.judging import ChunkJudge, Judge, make_judge
 from atts.pipelines.policy import Policy
 from atts.pipelines.running_vote import RunningVote
 from atts.pipelines.siblings import Siblings

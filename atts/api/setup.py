@@ -208,7 +208,7 @@ class Setup:
         """Return whether a gate may hand a chunk to the target."""
         if self.gate is not None:
             return self.gate != FixedGate("accept")
-        return preset(self.method).is_judged or self.explore > 0
+        return preset(self.method).is_judged
 
     def engines(self) -> tuple[Engine, Engine]:
         """Draft and target, not open yet; the draft model also proposes tokens to the target, as

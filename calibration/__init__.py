@@ -12,37 +12,45 @@
 # confidence no answer is given examine(stored, rate)                           what stored scores
 # can promise
 
-from atts.calibration.abstention import Abstention, certify_abstention
-from atts.calibration.certificate import Candidate, Certificate, certify, certify_net
-from atts.calibration.clusters import (
+from atts.calibration.certificates import (
+    Abstention,
+    Candidate,
+    Certificate,
+    certify,
+    certify_abstention,
+    certify_net,
+    lost_answers,
+    net_losses,
+)
+from atts.calibration.conformal import (
     ClusterSummary,
     by_cluster,
     summarise,
 )
-from atts.calibration.domain import Domain
-from atts.calibration.drift import DriftEvent, DriftMonitor, SimpleJumper
+from atts.calibration.controllers import DEFAULTS, MODES, Mode, Tuning
+from atts.calibration.drift import DomainCheck, DriftEvent, DriftMonitor, SimpleJumper
 from atts.calibration.health import Health, examine, first_alarm
-from atts.calibration.metrics import pooled_auroc, rate_metrics
-from atts.calibration.modes import DEFAULTS, MODES, Mode, Tuning
-from atts.calibration.online import Calibrator
-from atts.calibration.ordinal_fit import FEATURES, OrdinalFit, feature_row
-from atts.calibration.rate_check import RateCheck, check_rate, coin_band
-from atts.calibration.reorder_buffer import HOLD
-from atts.calibration.replay import ReplayResult, replay
-from atts.calibration.risk import lost_answers, net_losses
-from atts.calibration.scale import LOG_PROB, PERPLEXITY, REAL, Scale, scale_named
-from atts.calibration.state import state_text, write_state
-from atts.calibration.stored import (
+from atts.calibration.online import HOLD, Calibrator
+from atts.calibration.ordinal import FEATURES, OrdinalFit, feature_row
+from atts.calibration.rates import RateCheck, check_rate, coin_band
+from atts.calibration.score_replay import ReplayResult, pooled_auroc, rate_metrics, replay
+from atts.calibration.scores import (
+    LOG_PROB,
+    PERPLEXITY,
+    REAL,
+    Scale,
     StoredScores,
     check_fingerprint,
     is_state,
     labels_of,
     parse_lines,
     read_scores,
+    scale_named,
 )
+from atts.calibration.state import state_text, write_state
 
 __all__ = [
-    "Abstention", "Calibrator", "Candidate", "Certificate", "ClusterSummary", "DEFAULTS", "Domain", "DriftEvent",
+    "Abstention", "Calibrator", "Candidate", "Certificate", "ClusterSummary", "DEFAULTS", "DomainCheck", "DriftEvent",
     "DriftMonitor", "FEATURES", "HOLD", "Health", "LOG_PROB", "MODES", "Mode", "OrdinalFit",
     "PERPLEXITY", "REAL", "RateCheck", "ReplayResult", "Scale", "SimpleJumper", "StoredScores", "Tuning",
     "by_cluster", "certify", "certify_abstention", "certify_net", "check_fingerprint", "check_rate",

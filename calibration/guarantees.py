@@ -12,14 +12,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
-from atts.calibration.conformal import long_run
-from atts.calibration.controllers import SLACK
-from atts.calibration.modes import Mode, Tuning
+from atts.calibration.conformal import ClusterSummary, by_cluster, long_run, summarise
+from atts.calibration.controllers import SLACK, Mode, Tuning
 
 if TYPE_CHECKING:
     from atts.calibration.drift import DriftEvent
-    from atts.calibration.stored import StoredScores
+    from atts.calibration.scores import StoredScores
 
 _LAST = 20
 

@@ -10,12 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from atts.calibration.clusters import ClusterSummary, by_cluster, summarise
-from atts.calibration.conformal import long_run, split_threshold
-from atts.calibration.drift import DriftMonitor
-from atts.calibration.duplicate_scores import DuplicateScores
-from atts.calibration.exact_rate import Rate, exact_rate
-from atts.calibration.stored import StoredScores
+from atts.calibration.conformal import (
+    ClusterSummary,
+    by_cluster,
+    long_run,
+    split_threshold,
+    summarise,
+)
+from atts.calibration.drift import DriftMonitor, DuplicateScores
+from atts.calibration.rates import Rate, exact_rate
+from atts.calibration.scores import StoredScores
 from atts.errors import CalibrationInputError
 
 _HALVES = 400

@@ -1,6 +1,4 @@
-"""Partial proportional-odds regression: probabilities of ordered levels from features that may be
-missing.
-"""
+"""Ordered levels of chunks, predicted with conformal sets and tested actions."""
 
 from __future__ import annotations
 
@@ -13,7 +11,12 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from atts.core import Action
+from atts.calibration.certificates import betting_p_value
+from atts.calibration.conformal import split_rank
+from atts.calibration.guarantees import TEXTS
+from atts.calibration.pools import Ranks
+from atts.calibration.rates import check_fraction
+from atts.core import Action, Features
 from atts.errors import CalibrationInputError
 
 LEVELS: tuple[Action, ...] = ("accept", "verify", "escalate")
@@ -251,3 +254,305 @@ def _logistic(value: float) -> float:
         return 1 / (1 + math.exp(-min(value, 700.0)))
     grown = math.exp(max(value, -700.0))
     return grown / (1 + grown)
+
+
+Probabilities = Sequence[float]
+
+
+def nested_windows(probabilities: Probabilities) -> list[range]:
+    """Contiguous windows of levels from the most probable level to all, each with one level more
+    than the one before.
+
+    Each is the heaviest window of its length that contains the one before it, which is growing
+    towards the heavier neighbour. Shortest windows need not nest for other probabilities than
+    unimodal ones, and coverage needs nesting.
+
+    >>> [list(window) for window in nested_windows((0.35, 0.05, 0.30, 0.30))]
+    [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    """
+    _check(probabilities)
+    mode = max(range(len(probabilities)), key=lambda level: probabilities[level])
+    low = mode
+    high = mode + 1
+    windows = [range(low, high)]
+    while high - low < len(probabilities):
+        left = probabilities[low - 1] if low else -1.0
+        right = probabilities[high] if high < len(probabilities) else -1.0
+        low, high = (low - 1, high) if left > right else (low, high + 1)
+        windows.append(range(low, high))
+    return windows
+
+
+def entry_mass(probabilities: Probabilities, level: int) -> float:
+    """The conformity score of a level: the mass of the largest nested window without it, 0 for the
+    most probable.
+    """
+    inside = 0.0
+    for window in nested_windows(probabilities):
+        if level in window:
+            return inside
+        inside = math.fsum(probabilities[place] for place in window)
+    raise CalibrationInputError("level", level, f"a place among {len(probabilities)} levels")
+
+
+class LevelSets:
+    """Sets that hold the true level with probability at least 1 - alpha, calibrated on labelled
+    chunks.
+
+    The guarantee is over a new labelled chunk exchangeable with the calibration ones, which were
+    not used to fit the probabilities. Chunks of one question count as many only if questions are
+    many: see `guarantee`.
+    """
+
+    __slots__ = ("_alpha", "_questions", "_scores")
+
+    def __init__(self, alpha: float = 0.1) -> None:
+        """:raises CalibrationInputError: for alpha outside (0, 1)."""
+        check_fraction("alpha", alpha)
+        self._alpha = alpha
+        self._scores = Ranks()
+        self._questions = set[str]()
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def learn(self, probabilities: Probabilities, level: int, question: str = "") -> None:
+        """Store one labelled chunk."""
+        self._scores.add(entry_mass(probabilities, level))
+        self._questions.add(question)
+
+    def levels(self, probabilities: Probabilities) -> range:
+        """The set of a new chunk: all levels while there are too few labelled ones to promise less."""
+        rank = split_rank(len(self._scores), self._alpha)
+        threshold = self._scores.kth(rank) if rank <= len(self._scores) else math.inf
+        inside = 0.0
+        for window in nested_windows(probabilities):
+            inside = math.fsum(probabilities[place] for place in window)
+            if inside > threshold:
+                return window
+        return range(len(probabilities))
+
+    @property
+    def guarantee(self) -> str:
+        """What the sets promise, in words."""
+        questions = len(self._questions)
+        covered = 1 - self._alpha
+        return TEXTS["levels"]["guarantee"].format(
+            labelled=len(self), questions=questions, covered=covered
+        )
+
+    @property
+    def voided_by(self) -> str:
+        """What makes that promise empty, in words."""
+        return TEXTS["levels"]["voided_by"]
+
+
+def _check(probabilities: Probabilities) -> None:
+    total = math.fsum(probabilities)
+    if (
+        not probabilities
+        or not all(p >= 0 for p in probabilities)
+        or not math.isclose(total, 1, abs_tol=1e-6)
+    ):
+        raise CalibrationInputError(
+            "probabilities of levels", tuple(probabilities), "numbers from 0 that sum to 1"
+        )
+
+
+_LADDERS = ((0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5), (0.8, 0.7, 0.6, 0.5))
+"""Thresholds tried from the strictest down; each ladder has an equal part of what the test may be
+wrong.
+"""
+_GROWTH = 1.25
+_FIRST = 20
+_KEPT = 20_000
+
+
+class ActionRule:
+    """Acts where the probability of a level is at least a threshold, tested to be wrong at most
+    `alpha` of the time.
+
+    Learn-then-Test on labelled chunks: against "of the chunks acted on, more than alpha are wrong"
+    a capital is bet question by question, each question counting as one however many chunks it has,
+    for they move together. Labels must not depend on what was decided: they come from scores, from
+    exploration, or from a calibration run.
+    """
+
+    __slots__ = ("_alpha", "_chunks", "_count", "_kept", "_next", "threshold")
+
+    def __init__(self, alpha: float, kept: float = 0.9) -> None:
+        """:raises CalibrationInputError: for alpha or `kept` outside (0, 1)."""
+        check_fraction("alpha", alpha)
+        check_fraction("kept", kept)
+        self._alpha = alpha
+        self._kept = kept
+        self._chunks = dict[
+            str, list[tuple[float, bool]]
+        ]()  # by question, in the order in which they came
+        self._count = 0
+        self._next = _FIRST
+        self.threshold = math.inf
+
+    def learn(self, probability: float, wrong: bool, question: str) -> None:
+        """Take a labelled chunk, with the probability that a model which did not know its label
+        gave.
+        """
+        self._chunks.setdefault(question, []).append((probability, wrong))
+        self._count += 1
+        if self._count >= self._next:
+            self._next = math.ceil(self._count * _GROWTH)
+            self._test()
+
+    @property
+    def guarantee(self) -> str:
+        """What is promised, in words."""
+        kind = "acts" if math.isfinite(self.threshold) else "waits"
+        words = TEXTS["actions"][kind]
+        return words.format(
+            rule=self,
+            alpha=self._alpha,
+            kept=self._kept,
+            labelled=self._count,
+            questions=len(self._chunks),
+        )
+
+    def _test(self) -> None:
+        while self._count > _KEPT:  # whole questions, the oldest first
+            self._count -= len(self._chunks.pop(next(iter(self._chunks))))
+        ends = np.cumsum([0, *map(len, self._chunks.values())])
+        table = np.array([chunk for chunks in self._chunks.values() for chunk in chunks], float)
+        passed = [step for ladder in _LADDERS for step in self._passed(ladder, table, ends)]
+        self.threshold = min(passed, default=math.inf)
+
+    def _passed(
+        self, ladder: tuple[float, ...], table: NDArray[np.float64], ends: NDArray[np.int64]
+    ) -> list[float]:
+        found = list[float]()
+        for step in ladder:
+            gains = np.where(table[:, 0] >= step, table[:, 1] - self._alpha, 0.0)
+            losses = self._alpha + np.add.reduceat(gains, ends[:-1]) / np.diff(ends)
+            if betting_p_value(np.clip(losses, 0.0, 1.0), self._alpha) > (1 - self._kept) / len(
+                _LADDERS
+            ):
+                break
+            found.append(step)
+        return found
+
+
+FEATURES = ("draft_logprob", "length", "turn", "answered", "agreement", "support")
+"""What `feature_row` makes of a chunk's evidence, in this order."""
+
+_FIRST_FIT = 60
+_GROWTH = 1.25
+_KEPT = 20_000
+
+
+def feature_row(evidence: Features) -> Row:
+    """Return the features named in `FEATURES`.
+
+    "agreement" is the share of answered siblings behind the leading answer, "support" the same with
+    the sign of whether this chunk's own answer is that one. Both are missing until a sibling has
+    answered.
+    """
+    answered = evidence.answered > 0
+    sign = (1.0 if evidence.agrees else -1.0) if evidence.has_answer else 0.0
+    return (
+        evidence.draft_logprob if math.isfinite(evidence.draft_logprob) else None,
+        math.log1p(evidence.tokens),
+        math.log1p(evidence.turn),
+        math.log1p(evidence.answered),
+        evidence.agreement if answered else None,
+        sign * evidence.agreement if answered else None,
+    )
+
+
+class OrdinalFit:
+    """A cumulative-logit model, refitted as labels arrive; sets and actions are calibrated on
+    labels it had not seen.
+
+    A set holds the level of a chunk often enough over all chunks, the unclear ones included. What
+    is done on the model's word alone is tested by itself: see `ActionRule`. Every label first
+    enters both with the probabilities of a model that did not know it, then the data of the next
+    fit. Refits happen after 60 labels and whenever there are a quarter more.
+    """
+
+    __slots__ = (
+        "_features",
+        "_labels",
+        "_next_fit",
+        "_rows",
+        "accept",
+        "escalate",
+        "model",
+        "sets",
+    )
+
+    def __init__(self, features: Sequence[str], alpha: float) -> None:
+        """`alpha` is how often a set may miss the true level, and an action be wrong.
+
+        :raises CalibrationInputError: for alpha outside (0, 1).
+        """
+        self._features = tuple(features)
+        self._rows = list[Row]()
+        self._labels = list[str]()
+        self._next_fit = _FIRST_FIT
+        self.model: OrdinalModel | None = None
+        self.sets = LevelSets(alpha)
+        self.accept = ActionRule(alpha)
+        self.escalate = ActionRule(alpha)
+
+    def learn(self, row: Row, level: str, question: str) -> None:
+        """Take one labelled chunk.
+
+        :raises CalibrationInputError: for an unknown level, or a row of other features.
+        """
+        if level not in LEVELS or len(row) != len(self._features):
+            raise CalibrationInputError(
+                "label or features",
+                (level, len(row)),
+                f"one of {LEVELS} and {len(self._features)} features",
+            )
+        if law := self._law(row):
+            self.sets.learn(law, LEVELS.index(level), question)
+            self.accept.learn(law[0], level != "accept", question)
+            self.escalate.learn(law[-1], level != "escalate", question)
+        self._rows.append(tuple(row))
+        self._labels.append(level)
+        if len(self._rows) >= self._next_fit:
+            self._next_fit = math.ceil(len(self._rows) * _GROWTH)
+            del self._rows[:-_KEPT], self._labels[:-_KEPT]
+            self.model = fit_ordinal(self._rows, self._labels, self._features)
+
+    def levels(self, row: Row) -> tuple[Action, ...]:
+        """The conformal set of a chunk; every level while nothing was fitted, or the row lacks what
+        no row lacked.
+        """
+        law = self._law(row)
+        window = self.sets.levels(law) if law else range(len(LEVELS))
+        return LEVELS[window.start : window.stop]
+
+    def action(self, row: Row) -> Action:
+        """What may be done with a chunk on the model's word; "verify" where that was not found to
+        be safe.
+        """
+        law = self._law(row)
+        if law and law[0] >= self.accept.threshold:
+            return "accept"
+        return "escalate" if law and law[-1] >= self.escalate.threshold else "verify"
+
+    @property
+    def guarantee(self) -> str:
+        """What sets and actions promise, in words."""
+        return f"{self.sets.guarantee}; accepted so: {self.accept.guarantee}; handed over so: {self.escalate.guarantee}"
+
+    def _law(self, row: Row) -> tuple[float, ...]:
+        """The probability of each level; empty before a fit, and where a feature is missing that
+        never was in the fit.
+
+        A model cannot tell what it means that such a feature is missing.
+        """
+        if self.model is None:
+            return ()
+        known = self.model.sometimes_missing
+        is_familiar = all(value is not None or place in known for place, value in enumerate(row))
+        return self.model.probabilities(row) if is_familiar else ()

@@ -1,16 +1,361 @@
-"""Score pools: the scores a new one is ranked among, all together, by turn, or relative to their
-question.
-"""
+"""Score pools: the stored and live scores that a new one is ranked among."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from array import array
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple
 
-from atts.calibration.score_history import Ranks, ScoreHistory, WeightedRank, Window
-from atts.calibration.state import GroupTable, Part, StateTable
+import numpy as np
+
+from atts.calibration.rates import check_fraction
+from atts.calibration.state import DefaultTable, GroupTable, Persisted
+from atts.errors import CalibrationInputError
+
+_LOAD = 4096  # scores per block after a split; an insertion moves at most twice as many
+_TOP: Callable[[Any], float] = itemgetter(-1)
+
+
+class Ranks:
+    """Scores in order, eight bytes each, in blocks of bounded size, none of them empty.
+
+    Adding, counting and selecting cost O(log n) comparisons, one bounded move and a sum of n / 4096
+    sizes. Infinities and ties are ordinary values; NaN must be refused before.
+
+    >>> pool = Ranks([3.0, 1.0, 3.0])
+    >>> pool.add(2.0)
+    >>> pool.counts(3.0), pool.kth(2), len(pool)
+    ((2, 2), 2.0, 4)
+    """
+
+    __slots__ = ("_blocks", "_size")
+
+    def __init__(self, scores: Iterable[float] = ()) -> None:
+        ordered = sorted(scores)
+        self._size = len(ordered)
+        self._blocks = [
+            array("d", ordered[start : start + _LOAD]) for start in range(0, len(ordered), _LOAD)
+        ]
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[float]:
+        return chain.from_iterable(self._blocks)
+
+    def add(self, score: float) -> None:
+        """Store one score."""
+        self._size += 1
+        if not self._blocks:
+            self._blocks.append(array("d"))
+        at = bisect_right(self._blocks, score, hi=len(self._blocks) - 1, key=_TOP)
+        block = self._blocks[at]
+        insort(block, score)
+        if len(block) > 2 * _LOAD:
+            self._blocks[at : at + 1] = [block[:_LOAD], block[_LOAD:]]
+
+    def remove(self, score: float) -> None:
+        """Take one stored copy of `score` out.
+
+        :raises KeyError: if there is none.
+        """
+        at = bisect_left(self._blocks, score, key=_TOP)
+        block = self._blocks[at] if at < len(self._blocks) else []
+        place = bisect_left(block, score)
+        if not block or block[place] != score:
+            raise KeyError(score)
+        del block[place]
+        self._size -= 1
+        if not block:
+            del self._blocks[at]
+
+    def counts(self, score: float) -> tuple[int, int]:
+        """How many stored scores are below `score`, and how many equal it."""
+        blocks = self._blocks
+        at = bisect_left(blocks, score, key=_TOP)
+        if at == len(blocks):
+            return self._size, 0
+        left = bisect_left(blocks[at], score)
+        below = sum(map(len, blocks[:at])) + left
+        equal = bisect_right(blocks[at], score, left) - left
+        while blocks[at][-1] == score and at + 1 < len(blocks):  # a tie that may span blocks
+            at += 1
+            equal += bisect_right(blocks[at], score)
+        return below, equal
+
+    def kth(self, k: int) -> float:
+        """The k-th smallest stored score, counted from 1.
+
+        :raises IndexError: unless 1 <= k <= len.
+        """
+        at = k - 1
+        for block in self._blocks:
+            if 0 <= at < len(block):
+                return block[at]
+            at -= len(block)
+        raise IndexError(k)
+
+
+class WeightedRank(NamedTuple):
+    """The rank of a score: the weight of stored scores below it, equal to it, and of all; the score
+    itself weighs 1.
+    """
+
+    below: float
+    equal: float
+    size: float
+
+    def p(self, theta: float) -> float:
+        """The smoothed conformal p-value: exactly uniform if the scores are exchangeable; near 1 is
+        worse.
+        """
+        return (self.below + theta * (1 + self.equal)) / (self.size + 1)
+
+    def plus(self, other: WeightedRank) -> WeightedRank:
+        """The rank among both sets of scores."""
+        return WeightedRank(
+            self.below + other.below, self.equal + other.equal, self.size + other.size
+        )
+
+
+class Window:
+    """The last `width` scores, or all of them when the width is None."""
+
+    __slots__ = ("_order", "_ranks", "_width")
+
+    def __init__(self, width: int | None = None) -> None:
+        if width is not None and width < 1:
+            raise CalibrationInputError(
+                "window", width, "a positive number of scores, or None for all"
+            )
+        self._width = width
+        self._ranks = Ranks()
+        self._order = deque[float]()  # empty without a width
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def add(self, score: float) -> None:
+        self._ranks.add(score)
+        if self._width is not None:
+            self._order.append(score)
+            if len(self._order) > self._width:
+                self._ranks.remove(self._order.popleft())
+
+    def rank(self, score: float) -> WeightedRank:
+        below, equal = self._ranks.counts(score)
+        return WeightedRank(below, equal, len(self._ranks))
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._ranks if self._width is None else self._order)
+
+
+class Fading:
+    """All scores, each worth `decay` times less with every newer one: the weighted p-value for slow
+    drift.
+
+    Instead of fading the old, newer scores are given growing weights, scaled back before they
+    overflow. Scores worth less than a billionth of the newest are dropped, so about 21 / (1 -
+    decay) are kept.
+    """
+
+    __slots__ = ("_decay", "_kept", "_next", "_order", "_scores", "_weights")
+
+    def __init__(self, decay: float) -> None:
+        check_fraction("decay", decay)
+        self._decay = decay
+        self._kept = math.ceil(21 / -math.log(decay))
+        self._next = 1.0  # the weight of the score added next
+        self._order = deque[float]()  # oldest first
+        self._scores = array("d")
+        self._weights = array("d")  # ascending, equal scores oldest first
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._order)
+
+    def add(self, score: float) -> None:
+        self._order.append(score)
+        at = bisect_right(self._scores, score)
+        self._scores.insert(at, score)
+        self._weights.insert(at, self._next)
+        if len(self._order) > self._kept:
+            oldest = bisect_left(self._scores, self._order.popleft())
+            del self._scores[oldest], self._weights[oldest]
+        self._next /= self._decay
+        if self._next > 1e150:
+            self._weights = array("d", (weight / self._next for weight in self._weights))
+            self._next = 1.0
+
+    def rank(self, score: float) -> WeightedRank:
+        left = bisect_left(self._scores, score)
+        right = bisect_right(self._scores, score)
+        weights = np.asarray(self._weights) / self._next
+        return WeightedRank(
+            float(weights[:left].sum()), float(weights[left:right].sum()), float(weights.sum())
+        )
+
+
+ScoreHistory = Window | Fading
+"""Scores that can place a new one; adding what one iterates over to an empty one of its kind makes
+the same again.
+"""
+
+
+_LEAST = 30
+_SHARE = 16  # a stratum is split from so many scores on, and once it holds one in so many of all
+_RIDGE = 2.0  # scores by which a slope is drawn to 0
+
+Point = tuple[float, float]
+"""A chunk: the logarithm of its length, and its nonconformity."""
+Sums = list[float]
+"""Of points: how many, lengths, scores, squared lengths, products."""
+
+
+class _Stratum:
+    """Chunks of about one length; `split_from` is the size at which a split is tried next."""
+
+    __slots__ = ("flat", "ranks", "split_from", "sums")
+
+    def __init__(self, points: Iterable[Point] = (), split_from: int = _LEAST) -> None:
+        # length, score, length, score: as objects they would take eight times as much
+        self.flat = array("d")
+        self.ranks = Ranks()
+        self.split_from = split_from
+        self.sums: Sums = [0.0] * 5
+        for point in points:
+            self.add(point)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def points(self) -> list[Point]:
+        """All of them, in their order."""
+        return list(zip(self.flat[::2], self.flat[1::2], strict=True))
+
+    def add(self, point: Point) -> None:
+        length, score = point
+        self.flat.extend(point)
+        self.ranks.add(score)
+        terms = (1.0, length, score, length * length, length * score)
+        self.sums = [old + new for old, new in zip(self.sums, terms, strict=True)]
+
+    def halves(self) -> tuple[list[Point], list[Point]]:
+        """The shorter and the longer chunks, no length in both; one is empty where all are of one
+        length.
+        """
+        ordered = sorted(self.points)
+        middle = ordered[len(ordered) // 2][0]
+        below = bisect_left(ordered, (middle, -math.inf))
+        up_to = bisect_left(ordered, (middle, math.inf))
+        cut = (
+            below if len(ordered) - below - below <= abs(up_to - (len(ordered) - up_to)) else up_to
+        )
+        return ordered[:cut], ordered[cut:]
+
+
+class LengthStrata(Persisted):
+    """Scores by length: strata that are split at their median length as they fill, at most some
+    thirty of them.
+
+    While many chunks are in flight the short ones are known first, and within a stratum the shorter
+    ones. What a stratum leaves of that bias is taken out by the slope of the scores on log-length
+    in it and its neighbours, as it is now: so a rank costs two searches and never a pass over the
+    scores.
+
+    >>> strata = LengthStrata()
+    >>> strata.add(1.0, 200.0)
+    >>> strata.rank(2.0, 210.0).below
+    1
+    """
+
+    __slots__ = ("_bounds", "_count", "_strata")
+
+    def __init__(self) -> None:
+        self._bounds = list[float]()  # the greatest log-length of every stratum but the last
+        self._strata = [_Stratum()]
+        self._count = 0
+
+    def rank(self, nonconformity: float, length: float) -> WeightedRank:
+        """Where a finite score stands among chunks of about this length; nothing is stored."""
+        at, place = self._place(length)
+        stratum = self._strata[at]
+        if not len(stratum):
+            return WeightedRank(0, 0, 0)
+        usual = stratum.sums[1] / stratum.sums[0]
+        below, equal = stratum.ranks.counts(nonconformity - self._slope(at) * (place - usual))
+        return WeightedRank(below, equal, len(stratum))
+
+    def add(self, nonconformity: float, length: float) -> None:
+        """Store a finite score."""
+        at, place = self._place(length)
+        stratum = self._strata[at]
+        stratum.add((place, nonconformity))
+        self._count += 1
+        if len(stratum) >= max(stratum.split_from, self._count / _SHARE):
+            self._split(at)
+
+    def _place(self, length: float) -> tuple[int, float]:
+        place = math.log(length)
+        return bisect_left(self._bounds, place), place
+
+    def _slope(self, at: int) -> float:
+        """Of scores on log-length, here and in the strata beside this one."""
+        near = self._strata[max(0, at - 1) : at + 2]
+        count, lengths, scores, squares, products = map(
+            sum, zip(*(stratum.sums for stratum in near), strict=True)
+        )
+        spread = squares - lengths * lengths / count
+        if count < 3 or spread <= 1e-9 * squares:
+            return 0.0
+        return (products - lengths * scores / count) / (spread * (1 + _RIDGE / count))
+
+    def _split(self, at: int) -> None:
+        stratum = self._strata[at]
+        shorter, longer = stratum.halves()
+        # nearly all of one length, as where a limit cuts them
+        if min(len(shorter), len(longer)) < _LEAST // 4:
+            stratum.split_from = 2 * len(stratum)
+            return
+        self._bounds.insert(at, shorter[-1][0])
+        self._strata[at : at + 1] = [_Stratum(shorter), _Stratum(longer)]
+
+    def state(self) -> Any:
+        """Every stratum with its sums, which depend on the order of the scores."""
+        rows = [[one.split_from, one.sums, list(one.flat)] for one in self._strata]
+        return {"bounds": list(self._bounds), "strata": rows}
+
+    def merge(self, state: Any) -> None:
+        """Take over the strata of a state, or, where there are scores here, those of its scores
+        that are not here.
+        """
+        points = [list(zip(row[2][::2], row[2][1::2], strict=True)) for row in state["strata"]]
+        if self._count:
+            here = Counter(point for one in self._strata for point in one.points)
+            for length, score in (
+                Counter(point for each in points for point in each) - here
+            ).elements():
+                self.add(float(score), math.exp(length))
+            return
+        self._bounds = list(map(float, state["bounds"]))
+        self._strata = []
+        for (split_from, sums, _), each in zip(state["strata"], points, strict=True):
+            stratum = _Stratum(
+                [(float(length), float(score)) for length, score in each], int(split_from)
+            )
+            stratum.sums = list(map(float, sums))
+            self._strata.append(stratum)
+        self._count = sum(map(len, self._strata))
+
 
 MINIMUM = 20  # scores a turn's own pool needs before it answers in place of the pool of all turns
 
@@ -18,7 +363,7 @@ _FORGOTTEN = "\x1fforgotten"  # the name under which sums of questions that are 
 HistoryFactory = Callable[[], ScoreHistory]
 
 
-class ScorePool(Part, ABC):
+class ScorePool(Persisted, ABC):
     """Stored and live scores that can place a new one; `question` and `turn` None mean "of any".
 
     Its state is what it has seen live.
@@ -91,7 +436,7 @@ class ByTurn(ScorePool):
     def __init__(self, remember: HistoryFactory = Window, minimum: int = MINIMUM) -> None:
         self._minimum = minimum
         self._all = Pooled(remember)
-        self._turns = StateTable(int, lambda: Pooled(remember))
+        self._turns = DefaultTable(int, lambda: Pooled(remember))
 
     def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
         own = self._turns.get(turn) if turn is not None else None
@@ -174,7 +519,7 @@ class Residuals(ScorePool):
         self._prior = prior
         self._means = _Means()
         self._stored_means = _Means()
-        self._own = StateTable(str, Ranks)
+        self._own = DefaultTable(str, Ranks)
 
     def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
         if math.isinf(nonconformity):
@@ -220,7 +565,7 @@ class Residuals(ScorePool):
         return len(self._ranks)
 
 
-class _Means(Part):
+class _Means(Persisted):
     """Counts and sums, of each question and of all; those of forgotten questions are one entry."""
 
     __slots__ = ("_questions", "count", "total")

@@ -16,7 +16,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Part:
+class Persisted:
     """What has a state: the attributes that `saved` names, in the file without their leading
     underscore.
 
@@ -37,7 +37,7 @@ class Part:
             setattr(self, name, _merged(getattr(self, name), state[name.lstrip("_")]))
 
 
-class StateTable(dict[K, V], Part):
+class DefaultTable(dict[K, V], Persisted):
     """A dictionary that makes the value of a key it lacks, and reads its keys back from JSON with
     `key`.
     """
@@ -62,7 +62,7 @@ class StateTable(dict[K, V], Part):
             self[key] = _merged(self[key], value)
 
 
-class GroupTable(StateTable[tuple[str, int], tuple[V, ...]]):
+class GroupTable(DefaultTable[tuple[str, int], tuple[V, ...]]):
     """A table by (question, turn), several values each: rows of both and the values in the file."""
 
     def forget(self, question: str) -> None:
@@ -85,13 +85,13 @@ class GroupTable(StateTable[tuple[str, int], tuple[V, ...]]):
 
 
 def _as_json(value: Any) -> Any:
-    if isinstance(value, Part):
+    if isinstance(value, Persisted):
         return value.state()
     return value if isinstance(value, int | float) else list(value)
 
 
 def _merged(mine: Any, theirs: Any) -> Any:
-    if isinstance(mine, Part):
+    if isinstance(mine, Persisted):
         mine.merge(theirs)
     elif isinstance(mine, int | float):
         return mine + type(mine)(theirs)

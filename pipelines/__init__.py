@@ -4,10 +4,10 @@ from atts.core import Features
 from atts.pipelines.calls import AdmittedEngine, Stage, check_completion, check_scores
 from atts.pipelines.capabilities import check_engines, needed_logprobs
 from atts.pipelines.chunks import prompt_of
-from atts.pipelines.context import Answers, Context, NullListener, Remaining, RolloutListener
+from atts.pipelines.context import Answers, Context, NullListener, RolloutListener, RunLength
 from atts.pipelines.draft_length import DraftLength
 from atts.pipelines.gates import (
-    Calibrating,
+    CalibratorProtocol,
     ConformalGate,
     CueGate,
     FixedGate,
@@ -50,7 +50,7 @@ __all__ = [
     "Ballot",
     "Bounds",
     "Budget",
-    "Calibrating",
+    "CalibratorProtocol",
     "CappedGate",
     "CertifiedGate",
     "Chunking",
@@ -64,7 +64,7 @@ __all__ = [
     "FixedGate",
     "Gate",
     "Grouper",
-    "Remaining",
+    "RunLength",
     "RolloutListener",
     "Meanwhile",
     "Policy",

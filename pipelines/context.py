@@ -54,7 +54,7 @@ class NullListener:
         """Ignore it."""
 
 
-class Remaining:
+class RunLength:
     """What is left of a run: here of one whose size is not known."""
 
     @property
@@ -85,7 +85,7 @@ class Context:
     bind: EngineBinder = AdmittedEngine
     # whose own are used: see `needed_logprobs`
     logprobs: frozenset[Role] = frozenset({"draft", "target"})
-    left: Remaining = field(default_factory=Remaining)
+    left: RunLength = field(default_factory=RunLength)
     # of the run's drafts under method exact
     draft_length: DraftLength = field(default_factory=DraftLength)
     # of the run's pieces under method exact

@@ -64,7 +64,7 @@ def let_go(kept: object, question: str) -> None:
         let_go(inner, question)
 
 
-class Calibrating(Protocol):
+class CalibratorProtocol(Protocol):
     """What a conformal gate asks of a calibrator; `atts.calibration.Calibrator` is one."""
 
     @property
@@ -91,7 +91,7 @@ class ConformalGate:
     back: what comes back first is short. The order is counted here, at the preview.
     """
 
-    def __init__(self, calibrator: Calibrating) -> None:
+    def __init__(self, calibrator: CalibratorProtocol) -> None:
         self.calibrator = calibrator
         self._issued = 0
 

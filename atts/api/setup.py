@@ -15,7 +15,7 @@ from atts.api.pairs import PAIR
 from atts.calibration import (
     HOLD,
     Calibrator,
-    Domain,
+    DomainCheck,
     StoredScores,
     Tuning,
     certify_abstention,
@@ -351,7 +351,7 @@ class Setup:
             conditions=self.conditions,
             warnings=self.warnings,
             within=self.policy_within,
-            domain=Domain.of(
+            domain=DomainCheck.of(
                 calibrator.stored if len(calibrator.stored) else self._shipped or calibrator.stored
             ),
             abstain=read_abstain(self.abstain, self.labelled),

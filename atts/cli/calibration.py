@@ -27,9 +27,7 @@ OwnRate = Annotated[
         "0.4."
     ),
 ]
-Mode = Annotated[
-    str, typer.Option(help="split, marginal, aci, question or question-turn.")
-]
+Mode = Annotated[str, typer.Option(help="split, marginal, aci, question or question-turn.")]
 Scale = Annotated[str, typer.Option(help="What the scores are: perplexity, logprob or real.")]
 PerQuestion = Annotated[
     int | None, typer.Option(help="This many consecutive scores of an array are one question.")

@@ -23,7 +23,7 @@ class SkippingGate(ConformalGate):
     and no vote is waited for. A seeded fraction of all chunks (`audit`) is scored whatever the
     evidence says: these teach the levels. Of the chunks kept unseen, and of those handed over
     unseen, a score would have said otherwise of at most `alpha`. That is tested, question by
-    question, before the first is (`atts.calibration.actions`): it takes some 80 questions at .05
+    question, before the first is (`atts.calibration.ordinal`): it takes some 80 questions at .05
     where the evidence tells everything, and more where it does not. A chunk kept unseen joins the
     stored scores as a best one, one handed over as a worst: else the rate would be that of the
     unclear ones.

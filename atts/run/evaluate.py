@@ -51,12 +51,12 @@ from atts.run.recorded_gates import (
     replay_event,
 )
 from atts.run.recorder import (
-    DecisionsLeft,
     EscalationCounter,
     Listener,
     ProblemRecord,
     Recorder,
     RunBegun,
+    RunLengthEstimate,
 )
 from atts.run.result import Missing, RunResult, RunStatus
 from atts.run.stop_when import SequentialComparison
@@ -130,7 +130,7 @@ async def evaluate(
         is_alone = options.shared_graph is None or options.directory is not None
         counts = (
             EscalationCounter(),
-            DecisionsLeft(manifest.problems if is_alone else None, plan.policy.samples),
+            RunLengthEstimate(manifest.problems if is_alone else None, plan.policy.samples),
         )
         async with _journal(options, manifest, plan, state, *counts) as journal:
             return await _Run(plan, options, manifest, state, journal, *counts).drive(
@@ -145,7 +145,7 @@ async def _journal(
     plan: Plan,
     state: RunState,
     escalations: EscalationCounter,
-    left: DecisionsLeft,
+    left: RunLengthEstimate,
 ) -> AsyncGenerator[Journal | None, None]:
     """The journal, what it holds applied to the state, the gate and the listeners."""
     if options.directory is None:
@@ -178,7 +178,7 @@ class _Run:
         state: RunState,
         journal: Journal | None,
         escalations: EscalationCounter,
-        left: DecisionsLeft,
+        left: RunLengthEstimate,
     ) -> None:
         self._plan = plan
         self._options = options

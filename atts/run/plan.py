@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 from atts import graph
-from atts.calibration import Domain, DriftEvent
+from atts.calibration import DomainCheck, DriftEvent
 from atts.core import Outcome, Problem, Role
 from atts.engine import Engine, EngineSpec
 from atts.errors import OptionError
@@ -127,7 +127,7 @@ class Plan:
     stop_when: StopWhen | None = None
     # the policy for a context of so many tokens; None: `policy` as it is
     within: Callable[[int], Policy] | None = None
-    domain: Domain | None = None  # of stored scores: problems unlike theirs are told
+    domain: DomainCheck | None = None  # of stored scores: problems unlike theirs are told
     # of this session; open problems then conclude from what they have
     timeout_seconds: float | None = None
 
@@ -169,7 +169,7 @@ class Plan:
         turns = (turn for rollout in outcome.rollouts for turn in rollout.turns)
         return replace(
             outcome,
-            doubt=self.domain.doubt([turn.score for turn in turns if turn.score is not None]),
+            doubt=self.domain.warning([turn.score for turn in turns if turn.score is not None]),
         )
 
     def manifest(self, problems: Iterable[Problem], dataset: str | None) -> Manifest:

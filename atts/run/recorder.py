@@ -20,7 +20,7 @@ from atts.journal import (
     TurnFinished,
     Warned,
 )
-from atts.pipelines import Remaining, Stage
+from atts.pipelines import RunLength, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class EscalationCounter:
         return share_estimate(self._counts.values())
 
 
-class DecisionsLeft(Remaining):
+class RunLengthEstimate(RunLength):
     """What is left of a run of known size, from how many decisions its rollouts took before they
     ended.
 
@@ -193,7 +193,7 @@ class Recorder:
         journal: Journal | None,
         listeners: Sequence[Listener],
         escalations: EscalationCounter,
-        left: DecisionsLeft,
+        left: RunLengthEstimate,
     ) -> None:
         self._journal = journal
         self._left = left

@@ -15,11 +15,10 @@ import numpy as np
 from scipy import stats
 
 from atts.calibration import MODES, StoredScores, replay
-from atts.calibration.duplicate_scores import DuplicateScores
-from atts.calibration.exact_rate import exact_rate
-from atts.calibration.metrics import Floats, rate_metrics, sorted_decisions
-from atts.calibration.stored import read_scores
-from atts.calibration.two_sample import QuestionSample, features
+from atts.calibration.drift import DuplicateScores, QuestionSample, features
+from atts.calibration.rates import exact_rate
+from atts.calibration.score_replay import Floats, rate_metrics, sorted_decisions
+from atts.calibration.scores import read_scores
 from scripts.studies.harness import Options, Row, Table, say, shared_data
 from tests.calibration.live_scores import noticed_after
 

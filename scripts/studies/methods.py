@@ -14,7 +14,7 @@ import torch
 
 from atts.api import evaluate
 from atts.calibration import MODES
-from atts.calibration.metrics import rate_metrics
+from atts.calibration.score_replay import rate_metrics
 from atts.core import Outcome, Problem
 from atts.errors import UsageError
 from atts.evaluators.datasets.arithmetic import problems as arithmetic

@@ -19,15 +19,15 @@ from scipy import stats
 
 from atts.analysis.ratios import ratio_interval
 from atts.calibration import Calibrator, Candidate, Tuning, certify, certify_net, replay
-from atts.calibration.metrics import Floats
+from atts.calibration.score_replay import Floats
 from atts.core import Decision, Features, Outcome, Problem
 from atts.evaluators import compare_runs
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.evaluators.metrics.intervals import mean_estimate
 from atts.evaluators.metrics.paired import difference_estimate
 from atts.evaluators.metrics.rates import Votes, maj_at_k, pass_at_k
-from atts.pipelines import Calibrating, ConformalGate
-from atts.run.recorder import DecisionsLeft
+from atts.pipelines import CalibratorProtocol, ConformalGate
+from atts.run.recorder import RunLengthEstimate
 from scripts.studies.arms import Pair, arm, run_block
 from scripts.studies.calibration import traces
 from scripts.studies.harness import Options, Parts, Row, Table, interval, say
@@ -346,7 +346,7 @@ def _arrivals(
         line(n, s, turns) for n, rollouts in enumerate(chosen) for s, turns in enumerate(rollouts)
     )
     found = list[dict[str, Any]]()
-    left = DecisionsLeft(problems, samples)
+    left = RunLengthEstimate(problems, samples)
     for problem, sample, turn, turns in _as_they_end(lines, 64):
         place = {"question": problem, "sample": sample, "turn": turn}
         found.append({**place, "score": max(1.0, turns[turn][0]), "left": left.share})
@@ -380,7 +380,7 @@ class WatchedGate(ConformalGate):
     in no outcome.
     """
 
-    def __init__(self, calibrator: Calibrating, is_counted: bool) -> None:
+    def __init__(self, calibrator: CalibratorProtocol, is_counted: bool) -> None:
         super().__init__(calibrator)
         self._is_counted = is_counted
         self.made: list[tuple[float, bool]] = []  # score, and whether the target took over

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atts.calibration.stored import StoredScores, read_scores
+from atts.calibration.scores import StoredScores, read_scores
 
 Records = list[dict[str, Any]]
 MATH = "ppls_math500_qwq_32B_rllama_8B_s16_t500_temp0.8__ec846181.npy"

@@ -15,9 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atts.calibration.actions import ActionRule
-from atts.calibration.ordinal import LEVELS, fit_ordinal
-from atts.calibration.ordinal_fit import OrdinalFit
+from atts.calibration.ordinal import LEVELS, ActionRule, OrdinalFit, fit_ordinal
 from atts.errors import CalibrationInputError
 from atts.evaluators import share_estimate
 

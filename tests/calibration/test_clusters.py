@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from atts.calibration.clusters import by_cluster, summarise
-from atts.calibration.stored import StoredScores
+from atts.calibration.conformal import by_cluster, summarise
+from atts.calibration.scores import StoredScores
 from atts.errors import CalibrationInputError
 
 

@@ -8,8 +8,8 @@ from itertools import permutations
 import pytest
 
 from atts.calibration.conformal import coverage_interval, split_rank, split_threshold
-from atts.calibration.scale import PERPLEXITY, REAL
-from atts.calibration.score_history import Window
+from atts.calibration.pools import Window
+from atts.calibration.scores import PERPLEXITY, REAL
 from atts.errors import CalibrationInputError
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from atts.api import Setup, build_engines
 from atts.api.setup import embedded_scores
-from atts.calibration import PERPLEXITY, Domain, StoredScores
+from atts.calibration import PERPLEXITY, DomainCheck, StoredScores
 from atts.core import Sampling
 from atts.journal import Warned, open_run
 from atts.local import LocalEngine, LocalOptions
@@ -43,9 +43,9 @@ def test_questions_like_the_stored_ones_are_seldom_doubted() -> None:
     random = Random(0)
     doubted = 0
     for _ in range(1000):
-        domain = Domain.of(stored(random, 39))
+        domain = DomainCheck.of(stored(random, 39))
         assert domain is not None
-        doubted += bool(domain.doubt(question(random)))
+        doubted += bool(domain.warning(question(random)))
     assert doubted / 1000 < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)
 
 
@@ -53,19 +53,19 @@ def test_other_questions_are_doubted_with_their_numbers() -> None:
     """Infinite scores too; a single wild chunk is none, nor are questions that score better than
     any.
     """
-    domain = Domain.of(stored(Random(1), 100))
+    domain = DomainCheck.of(stored(Random(1), 100))
     assert domain is not None
-    assert "out of domain: its 4 chunks" in domain.doubt([math.inf, 1e300, 1e40, math.inf])
+    assert "out of domain: its 4 chunks" in domain.warning([math.inf, 1e300, 1e40, math.inf])
     assert domain.p_value([math.inf] * 4) == 1 / 101
-    assert domain.doubt([1.01] * 9 + [math.inf]) == ""
-    assert domain.doubt([1.0] * 9) == ""
-    assert domain.doubt([math.inf] * 2) == ""
+    assert domain.warning([1.01] * 9 + [math.inf]) == ""
+    assert domain.warning([1.0] * 9) == ""
+    assert domain.warning([math.inf] * 2) == ""
 
 
 def test_without_questions_nothing_is_said() -> None:
     """Scores whose questions are not known, or too few of them, cannot tell."""
-    assert Domain.of(StoredScores.of([1.0, 2.0] * 50)) is None
-    assert Domain.of(stored(Random(2), 18)) is None
+    assert DomainCheck.of(StoredScores.of([1.0, 2.0] * 50)) is None
+    assert DomainCheck.of(stored(Random(2), 18)) is None
 
 
 def test_the_embedded_pair_starts_informed() -> None:
@@ -106,7 +106,9 @@ def test_a_run_tells_it_in_its_outcomes_and_its_journal(
         draft="scripted", target="scripted", rate=0.0, policy=Policy(samples=2), stored=known
     )
     domain = (
-        Domain((0.0,) * 40, 100.0, PERPLEXITY) if doubts else Domain((1e6,) * 40, 1e7, PERPLEXITY)
+        DomainCheck((0.0,) * 40, 100.0, PERPLEXITY)
+        if doubts
+        else DomainCheck((1e6,) * 40, 1e7, PERPLEXITY)
     )
 
     async def main() -> RunResult:

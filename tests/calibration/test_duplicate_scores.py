@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from atts.calibration import StoredScores, examine
-from atts.calibration.drift import DriftMonitor
-from atts.calibration.duplicate_scores import DuplicateScores
+from atts.calibration.drift import DriftMonitor, DuplicateScores
 from atts.calibration.health import first_alarm
 
 ArrayOf = Callable[..., StoredScores]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay
-from atts.calibration.lengths import LengthStrata
+from atts.calibration.pools import LengthStrata
 from atts.errors import CalibrationInputError
 
 Records = list[dict[str, Any]]

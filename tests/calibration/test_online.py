@@ -26,8 +26,7 @@ from atts.calibration import (
     StoredScores,
     Tuning,
 )
-from atts.calibration.controllers import Adaptive
-from atts.calibration.modes import DEFAULTS
+from atts.calibration.controllers import DEFAULTS, Adaptive
 from atts.core import Decision
 from atts.errors import CalibrationInputError, FingerprintError, OptionError
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from atts.calibration.certificates import hoeffding_bentkus_p_value, rejected
 from atts.calibration.conformal import split_threshold
 from atts.calibration.drift import SimpleJumper
-from atts.calibration.risk import hoeffding_bentkus_p_value, rejected
-from atts.calibration.score_history import Window
+from atts.calibration.pools import Window
 
 
 def oracle(name: str) -> Any:

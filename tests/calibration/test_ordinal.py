@@ -13,9 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize
 
-from atts.calibration.ordinal import LEVELS, fit_ordinal
-from atts.calibration.ordinal_fit import FEATURES, OrdinalFit, feature_row
-from atts.calibration.ordinal_sets import LevelSets, entry_mass, nested_windows
+from atts.calibration.ordinal import (
+    FEATURES,
+    LEVELS,
+    LevelSets,
+    OrdinalFit,
+    entry_mass,
+    feature_row,
+    fit_ordinal,
+    nested_windows,
+)
 from atts.core import Features
 from atts.errors import CalibrationInputError
 

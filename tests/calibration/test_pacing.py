@@ -24,7 +24,7 @@ from atts.calibration import Calibrator, Tuning, replay
 from atts.calibration.controllers import Adaptive, RunEnd
 from atts.core import Decision
 from atts.errors import CalibrationInputError, OptionError
-from atts.run.recorder import DecisionsLeft
+from atts.run.recorder import RunLengthEstimate
 from atts.testing import toy_problems
 
 Records = list[dict[str, Any]]
@@ -40,7 +40,7 @@ def arrivals(problems: int, samples: int, order: str, seed: int, in_flight: int 
     waiting = [(problem, sample) for problem in range(problems) for sample in range(samples)][::-1]
     found = Records()
     going = list[tuple[float, int, int, int]]()
-    left = DecisionsLeft(problems, samples)
+    left = RunLengthEstimate(problems, samples)
 
     def begin(now: float) -> None:
         while waiting and len(going) < in_flight:

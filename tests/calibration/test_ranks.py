@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atts.calibration.score_history import Fading, Ranks, ScoreHistory, Window
+from atts.calibration.pools import Fading, Ranks, ScoreHistory, Window
 from atts.errors import CalibrationInputError
 
 VALUES = st.one_of(

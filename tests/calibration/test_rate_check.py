@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from atts.calibration.rate_check import check_rate
+from atts.calibration.rates import check_rate
 from atts.errors import CalibrationInputError
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay
+from atts.calibration.controllers import DEFAULTS
 from atts.calibration.health import examine
-from atts.calibration.metrics import METRICS
-from atts.calibration.modes import DEFAULTS
-from atts.calibration.stored import read_scores
+from atts.calibration.score_replay import METRICS
+from atts.calibration.scores import read_scores
 from atts.cli.app import run
 from atts.errors import CalibrationInputError
 

@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atts.calibration.certificate import Candidate, Certificate, certify, certify_net
-from atts.calibration.risk import (
+from atts.calibration.certificates import (
+    Candidate,
+    Certificate,
     betting_p_value,
     binomial_p_value,
+    certify,
+    certify_net,
     fewest_problems,
     hoeffding_bentkus_p_value,
     lost_answers,

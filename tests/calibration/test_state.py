@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 
 from atts.calibration import MODES, Calibrator, Mode, StoredScores
+from atts.calibration.scores import check_fingerprint, read_scores
 from atts.calibration.state import read_state, strict, write_state
-from atts.calibration.stored import check_fingerprint, read_scores
 from atts.errors import CalibrationInputError, FingerprintError, StorageError
 
 STORED = StoredScores.of(

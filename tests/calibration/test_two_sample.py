@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from atts.calibration import StoredScores
-from atts.calibration.two_sample import (
+from atts.calibration.drift import (
     Floats,
     QuestionSample,
     TwoSampleTest,

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.core import CallSpan
-from atts.graph import measure, sibling_edges, write_trace
-from atts.graph import trace_events
+from atts.graph import measure, sibling_edges, trace_events, write_trace
 
 
 def node(

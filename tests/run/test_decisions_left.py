@@ -8,17 +8,17 @@ import pytest
 
 from atts.core import Decision
 from atts.journal import Decided
-from atts.run.recorder import DecisionsLeft
+from atts.run.recorder import RunLengthEstimate
 
 
-def decide(left: DecisionsLeft, problem: str, sample: int, turn: int) -> None:
+def decide(left: RunLengthEstimate, problem: str, sample: int, turn: int) -> None:
     """One chunk was decided on."""
     left.count(Decision("accept", 0.2, problem, turn, sample))
 
 
 def test_rollouts_that_take_equally_many_decisions_are_known_once_one_has_ended() -> None:
     """Those under way are expected to take the rest of their own, and not a whole one again."""
-    left = DecisionsLeft(10, 2)
+    left = RunLengthEstimate(10, 2)
     for problem in range(4):
         for turn in range(5 if problem < 2 else 3):
             assert left.share == 1.0
@@ -39,7 +39,7 @@ def test_the_expected_number_is_near_the_truth_in_the_middle_of_a_run(in_flight:
     ratios = list[float]()
     for _ in range(20):
         lengths = {(str(p), s): 4 + draw.randrange(5) for p in range(40) for s in range(8)}
-        left = DecisionsLeft(40, 8)
+        left = RunLengthEstimate(40, 8)
         waiting = list(lengths)
         going = list[tuple[str, int, int]]()
         done = 0
@@ -62,7 +62,7 @@ def test_the_expected_number_is_near_the_truth_in_the_middle_of_a_run(in_flight:
 
 def test_a_concluded_problem_ends_what_it_never_began_and_what_was_cut_off() -> None:
     """A vote that settled: its rollouts went as far as they went."""
-    left = DecisionsLeft(4, 2)
+    left = RunLengthEstimate(4, 2)
     decide(left, "0", 0, 0)
     left.conclude("0")
     # of two rollouts one took a decision: three of six to come will
@@ -75,8 +75,8 @@ def test_a_concluded_problem_ends_what_it_never_began_and_what_was_cut_off() -> 
 
 def test_what_an_earlier_session_decided_is_recalled_once() -> None:
     """Asking for a score is no decision, and a turn that is decided on again counts once."""
-    whole = DecisionsLeft(3, 2)
-    resumed = DecisionsLeft(3, 2)
+    whole = RunLengthEstimate(3, 2)
+    resumed = RunLengthEstimate(3, 2)
     for turn in range(3):
         decide(whole, "0", 0, turn)
         for action in ("verify", "accept", "escalate"):
@@ -91,7 +91,7 @@ def test_a_run_of_unknown_size_or_one_that_began_without_goes_on_without(
     told: dict[str, float] | None,
 ) -> None:
     """Nothing is told of it."""
-    left = DecisionsLeft(None if told is None else 3, 2)
+    left = RunLengthEstimate(None if told is None else 3, 2)
     if told is not None:
         left.recall(Decided(Decision("accept", 0.2, "0", 0, 0), told))
     left.end("0", 0)

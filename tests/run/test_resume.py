@@ -34,7 +34,7 @@ from atts.journal import (
 from atts.pipelines import CappedGate, Chunking, Policy, TopGate
 from atts.run import RunResult
 from atts.run.recorded_calls import RecordedEngine, RecordedSteps
-from atts.run.recorder import DecisionsLeft, EscalationCounter, Recorder
+from atts.run.recorder import EscalationCounter, Recorder, RunLengthEstimate
 from atts.run.stopping import Stop
 from atts.sampling import Seed
 from atts.testing import Faults, Latency, ScriptedEngine, run_virtual, toy_problems
@@ -443,7 +443,7 @@ def test_a_score_recorded_before_targets_drew_is_not_asked_for_again() -> None:
         problem = OpenProblem(toy_problems(1, 1)[0])
         for key, scores in known.items():
             problem.calls[key] = deque([Scored(problem.problem.id, key, scores)])
-        recorder = Recorder(None, [], EscalationCounter(), DecisionsLeft(None, 1))
+        recorder = Recorder(None, [], EscalationCounter(), RunLengthEstimate(None, 1))
         steps = RecordedSteps(recorder, problem, Stop(), "instant")
         async with engine:
             recorded = RecordedEngine(engine, "target", None, 9.0, steps)

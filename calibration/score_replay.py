@@ -1,0 +1,227 @@
+"""Replay of recorded scores through a calibrator, with metrics of its rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atts.calibration.controllers import DEFAULTS, Mode, Tuning
+from atts.calibration.drift import DriftEvent, DriftPolicy
+from atts.calibration.online import Calibrator
+from atts.calibration.scores import PERPLEXITY, Scale, StoredScores, plain_number, whole_number
+from atts.core import Decision
+from atts.errors import CalibrationInputError
+
+TURN_BINS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (6, 9), (10, 14))
+"""Turns grouped so that each bin holds enough decisions; later turns than the last bin count in no
+bin.
+"""
+
+METRICS = (
+    "overall_error",
+    "turn_rms",
+    "question_rms",
+    "worst_rolling_500",
+    "auroc_within_question_turn",
+    "agreement_with_sorted",
+)
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def rate_metrics(
+    questions: Sequence[object],
+    turns: Sequence[int],
+    nonconformity: Sequence[float],
+    escalated: Sequence[bool],
+    rate: float,
+) -> dict[str, float]:
+    """The six numbers of rate control, on equal-length sequences in arrival order (nonconformity:
+    larger is worse).
+
+    A number that does not exist for the stream (no pair to rank, fewer than 500 decisions) is NaN;
+    an empty stream has only NaNs.
+    """
+    if not len(questions):
+        return dict.fromkeys(METRICS, math.nan)
+    q: Ints = np.unique(np.array([str(question) for question in questions]), return_inverse=True)[
+        1
+    ].astype(np.int64)
+    t: Ints = np.asarray(turns, np.int64)
+    x: Floats = np.asarray(nonconformity, float)
+    e: Floats = np.asarray(escalated, float)
+    per_question: Floats = np.bincount(q, e) / np.bincount(q)
+    return {
+        "overall_error": float(abs(e.mean() - rate)),
+        "turn_rms": turn_rms(t, e, rate),
+        "question_rms": float(np.sqrt(np.mean((per_question - rate) ** 2))),
+        "worst_rolling_500": worst_rolling(e, rate),
+        "auroc_within_question_turn": pooled_auroc(x, e, q * (int(t.max()) + 1) + t),
+        "agreement_with_sorted": float((e == sorted_decisions(q, t, x, rate)).mean()),
+    }
+
+
+def turn_rms(turns: Ints, escalated: Floats, rate: float) -> float:
+    """Root mean square over the turn bins of (realised - nominal), weighted by decisions."""
+    total = 0.0
+    for low, high in TURN_BINS:
+        inside = (turns >= low) & (turns <= high)
+        if inside.any():
+            total += float(inside.mean()) * (float(escalated[inside].mean()) - rate) ** 2
+    return math.sqrt(total)
+
+
+def worst_rolling(escalated: Floats, rate: float, width: int = 500) -> float:
+    """The largest |realised - nominal| over any `width` consecutive decisions; NaN for a shorter
+    stream.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(escalated)])
+    if len(sums) <= width:
+        return math.nan
+    return float(np.abs((sums[width:] - sums[:-width]) / width - rate).max())
+
+
+def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float:
+    """P(an escalated chunk is worse than a kept one) over all pairs inside a group, ties half; NaN
+    without a pair.
+    """
+    order = np.argsort(group, kind="stable")
+    bounds = np.flatnonzero(np.diff(group[order])) + 1
+    wins = pairs = 0.0
+    for members in np.split(order, bounds):
+        bad = nonconformity[members][escalated[members] == 1]
+        kept = np.sort(nonconformity[members][escalated[members] == 0])
+        below = np.searchsorted(kept, bad, "left")
+        up_to = np.searchsorted(kept, bad, "right")
+        wins += float((below + up_to).sum()) / 2
+        pairs += len(bad) * len(kept)
+    return wins / pairs if pairs else math.nan
+
+
+def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float) -> Floats:
+    """The synchronous rule: each (question, turn) group whole, the worst escalate, rounding carried
+    per question.
+    """
+    q = np.asarray(questions)
+    t = np.asarray(turns)
+    x = np.asarray(nonconformity, float)
+    order = np.lexsort((np.arange(len(q)), -x, t, q))
+    starts = np.flatnonzero(np.diff(q[order]) | np.diff(t[order])) + 1
+    decisions = np.zeros(len(q))
+    carry = dict[int, float]()
+    for members in np.split(order, starts):
+        key = int(q[members[0]])
+        want = rate * len(members) + carry.get(key, 0.0)
+        count = max(0, min(len(members), math.floor(want + 0.5)))
+        carry[key] = want - count
+        decisions[members[:count]] = 1
+    return decisions
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """Every decision in arrival order, and how well they held the rate."""
+
+    rate: float
+    mode: Mode
+    decisions: tuple[Decision, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    guarantee: str = ""
+    voided_by: str = ""
+    events: tuple[DriftEvent, ...] = ()
+
+    @property
+    def escalated(self) -> float:
+        """The realised rate; NaN for no decision."""
+        return (
+            sum(d.escalate for d in self.decisions) / len(self.decisions)
+            if self.decisions
+            else float("nan")
+        )
+
+
+def replay(
+    records: Iterable[Mapping[str, Any]],
+    rate: float | Fraction,
+    mode: Mode = "question-turn",
+    seed: int = 0,
+    *,
+    scale: Scale = PERPLEXITY,
+    stored: StoredScores | Sequence[float] = (),
+    drift: DriftPolicy = "recalibrate",
+    window: int | None = None,
+    decay: float | None = None,
+    tuning: Tuning = DEFAULTS,
+    by_length: bool = False,
+    cap: float | Fraction | None = None,
+) -> ReplayResult:
+    """Decide on records {"question", "turn", "score"} one by one in arrival order, each from those
+    before it.
+
+    "sample" is optional, "left" (the share of decisions expected to be left) too, and "issue" (the
+    place in the order of asking, from 0 without gaps) makes scores join the pools in that order
+    instead of the order of arrival; "length" is needed where ranks are by length. The options are
+    those of `Calibrator`.
+
+    :raises CalibrationInputError: if a record lacks a field, or its score is none.
+    :raises OptionError: for an unknown mode or drift policy.
+
+    >>> records = [{"question": 1, "turn": 0, "score": score} for score in (1.2, 1.4, 9.0)]
+    >>> [decision.escalate for decision in replay(records, rate=0.5, mode="marginal", seed=1).decisions]
+    [True, True, True]
+    """
+    calibrator = Calibrator(
+        rate, mode, seed=seed, scale=scale, stored=stored, drift=drift, window=window, decay=decay, tuning=tuning,
+        by_length=by_length, cap=cap,
+    )  # fmt: skip
+    decisions: list[Decision] = []
+    for number, record in enumerate(records, 1):
+        decision = _decide(calibrator, record, number)
+        calibrator.observe(decision)
+        decisions.append(decision)
+    metrics = rate_metrics(
+        [d.question for d in decisions],
+        [d.turn for d in decisions],
+        [calibrator.scale.nonconformity(d.score) for d in decisions],
+        [d.escalate for d in decisions],
+        float(calibrator.rate),
+    )
+    promise = (calibrator.guarantee, calibrator.voided_by)
+    return ReplayResult(
+        float(calibrator.rate), mode, tuple(decisions), metrics, *promise, calibrator.events
+    )
+
+
+def _decide(calibrator: Calibrator, record: Mapping[str, Any], number: int) -> Decision:
+    try:
+        question = record["question"]
+        turn = record["turn"]
+        score = record["score"]
+    except KeyError as missing:
+        raise CalibrationInputError(
+            f"record {number}", dict(record), f"a field {missing}"
+        ) from None
+    counts = {
+        name: record.get(name) for name in ("sample", "issue") if record.get(name) is not None
+    }
+    for name, value in {"turn": turn, **counts}.items():
+        whole_number(f"{name} of record {number}", value)
+    given = {name: record[name] for name in ("left", "length") if record.get(name) is not None}
+    numbers: dict[str, Any] = {
+        name: plain_number(f"{name} of record {number}", value) for name, value in given.items()
+    }
+    try:
+        return calibrator.decide(score, str(question), int(turn), **counts, **numbers)
+    except CalibrationInputError as problem:
+        if problem.what != "score":
+            raise
+        raise CalibrationInputError(
+            f"score of record {number}", score, calibrator.scale.domain
+        ) from None

@@ -1,138 +1,230 @@
-"""Parser of server URLs as written on a command line: SCHEME:URL[/MODEL][?SETTING=VALUE&...]."""
+"""Table of the known dialects, and the addresses that name a server: SCHEME:URL[/MODEL][?SETTING=VALUE&...]."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from atts.engine import Capability, Engine
 from atts.errors import OptionError
-from atts.servers.engine import RemoteEngine
-from atts.servers.options import KEY_VARIABLE, ApiKey, DialectName, RemoteOptions, is_url
-from atts.servers.pool import ReplicaPool
+from atts.servers.chat import ChatDialect
+from atts.servers.dialect import Dialect
+from atts.servers.llamacpp import LlamaCppDialect
+from atts.servers.ollama import OllamaDialect
+from atts.servers.options import KEY_VARIABLE, ApiKey, RemoteOptions, is_url
+from atts.servers.sglang import SglangDialect
+from atts.servers.vllm import VllmDialect
 
-_DIALECTS: dict[str, DialectName | Literal["auto"]] = {
-    "vllm": "vllm", "sglang": "sglang", "llamacpp": "llamacpp", "ollama": "ollama",
-    "openai": "chat", "chat": "chat", "server": "auto",
-}  # fmt: skip
-SCHEMES = tuple(_DIALECTS)
-_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {  # by the setting's name
-    "in_flight": ("in_flight", int), "timeout": ("timeout_seconds", float), "wait": ("wait_seconds", float),
-    "proxy": ("proxy", str), "priorities": ("priorities", str), "prefill": ("prefill", str),
-    "extras": ("extras", str), "context": ("context", int),
-}  # fmt: skip
-_KNOWN = ("tokenizer", "model", *_OPTIONS, "key", "key_file")
+# A new dialect is one file and one row here. The order is that in which a server is asked which of
+# them it speaks: SGLang comes first, because its servers answer some of vLLM's paths too.
+_CLASSES: tuple[type[Dialect], ...] = (
+    SglangDialect,
+    LlamaCppDialect,
+    VllmDialect,
+    OllamaDialect,
+    ChatDialect,
+)
+DIALECTS: Mapping[str, type[Dialect]] = {kind.name: kind for kind in _CLASSES}
+"""The classes of the known dialects by name."""
+
+AUTO = "auto"
+_SCHEMES: Mapping[str, str] = {
+    **{scheme: kind.name for kind in _CLASSES for scheme in kind.schemes},
+    "server": AUTO,
+}
+SCHEMES = tuple(_SCHEMES)
+"""The words with which an address of a server may begin."""
+
+# The option that each setting of an address sets, and how its value is read.
+_OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "in_flight": ("in_flight", int),
+    "timeout": ("timeout_seconds", float),
+    "wait": ("wait_seconds", float),
+    "give_up_after": ("give_up_after", float),
+    "proxy": ("proxy", str),
+    "priorities": ("priorities", str),
+    "prefill": ("prefill", str),
+    "extras": ("extras", str),
+    "context": ("context", int),
+}
+_SETTINGS = ("tokenizer", "model", *_OPTIONS, "key", "key_file")
 _VERSION = re.compile(r"v\d+\w*")
+_HOST_AND_PORT = re.compile(r"[^/?]+:\d+(?:[/?].*)?")
+OPENAI_URL = "https://api.openai.com/v1"
+OPENAI_URL_VARIABLE = "OPENAI_BASE_URL"
+OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
-class ServerWords:
-    """One server as named in words."""
+class ServerAddress:
+    """One server as an address names it."""
 
     url: str
-    dialect: DialectName | Literal["auto"] = "auto"
+    dialect: str = AUTO
     model: str = ""
     tokenizer: str | None = None
-    options: RemoteOptions = RemoteOptions()
+    options: RemoteOptions = field(default_factory=RemoteOptions)
 
 
-def read_server(words: str) -> ServerWords:
-    """A server given by its URL alone, or as an engine of a run; several URLs are no one server.
+def read_server(address: str) -> ServerAddress:
+    """Read the address of one server; a bare URL is accepted too.
 
-    >>> found = read_server("chat:https://api.openai.com/v1/gpt-4o")
-    >>> found.url, found.dialect, found.model
+    >>> server = read_server("chat:https://api.openai.com/v1/gpt-4o")
+    >>> server.url, server.dialect, server.model
     ('https://api.openai.com/v1', 'chat', 'gpt-4o')
 
-    :raises OptionError: no URL, or a setting that is unknown or impossible.
+    :raises OptionError: it holds no URL, several, or a setting that is unknown or impossible.
     """
-    scheme, _, rest = words.partition(":")
-    return _parse(rest, scheme) if scheme in _DIALECTS else ServerWords(words)
+    scheme, _, rest = address.partition(":")
+    if scheme not in _SCHEMES:
+        return ServerAddress(address)
+    return parse_address(scheme, rest)
 
 
-def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability]) -> Engine:
-    """The engine of "SCHEME:URL[/MODEL][?SETTING=VALUE&...]", not open yet; `docs/servers.md` lists
-    the settings.
+def read_servers(scheme: str, rest: str) -> list[ServerAddress]:
+    """Read the servers of an address, which are replicas where commas stand between their URLs.
 
-    Several URLs with commas between them are one pool. "server" finds the dialect out; "openai" and
-    "chat" are the chat API, whose URL goes on to its version:
-    "openai:https://api.openai.com/v1/MODEL?key=OPENAI_API_KEY", the key being in that variable.
-
-    >>> server_engine("vllm", "http://a:8000/Qwen/Qwen3-8B?in_flight=64", "target", frozenset({"score"})).url
-    'http://a:8000'
-
-    :raises OptionError: no URL, or a setting that is unknown or impossible.
+    :raises OptionError: an address holds no URL, or a setting that is unknown or impossible.
     """
-    dialect = _DIALECTS[scheme]
-    named = [_parse(url.strip(), scheme) for url in rest.split(",")]
-    engines = [
-        RemoteEngine(
-            server.url, dialect=dialect, model=server.model, name=name, tokenizer=server.tokenizer, needs=needs,
-            options=server.options,
+    return [parse_address(scheme, part.strip()) for part in rest.split(",")]
+
+
+def parse_address(scheme: str, rest: str) -> ServerAddress:
+    """Read the part of an address that follows its scheme.
+
+    "openai:MODEL" is complete: the URL is that of OPENAI_BASE_URL, else that of OpenAI.
+
+    >>> parse_address("vllm", "http://a:8000/Qwen/Qwen3-8B?in_flight=64").model
+    'Qwen/Qwen3-8B'
+
+    :raises OptionError: there is no URL, or a setting that is unknown or impossible.
+    """
+    dialect = _SCHEMES[scheme]
+    if scheme == "openai" and "://" not in rest.partition("?")[0]:
+        return _openai_model(rest)
+    if not is_url(rest):
+        # What may be a password or a key is never shown.
+        shown = rest.rsplit("@", 1)[-1].partition("?")[0]
+        raise OptionError(
+            "engine", f"{shown!r} is not a URL; write {scheme}:http://HOST:PORT/MODEL"
         )
-        for server in named
-    ]  # fmt: skip
-    if len(engines) == 1:
-        return engines[0]
-    return ReplicaPool([(engine.url, engine) for engine in engines], name=name)
-
-
-def _parse(text: str, scheme: str) -> ServerWords:
-    dialect = _DIALECTS[scheme]
-    if not is_url(text):
-        shown = text.rsplit("@", 1)[-1].partition("?")[0]  # without what may be a password or a key
-        raise OptionError("engine", f"{shown!r} is no URL; write {scheme}:http://HOST:PORT/MODEL")
-    parts = urlsplit(text)
+    parts = urlsplit(rest)
     if parts.username or parts.password:
         raise OptionError(
             "engine",
             "a URL must not hold a user or a password; put an API key into a variable or a file",
         )
-    settings = dict(parse_qsl(parts.query, keep_blank_values=True))
+    settings = _settings(parts.query)
+    if dialect == ChatDialect.name:
+        base, model = _chat_path(parts.path)
+    else:
+        base = ""
+        model = parts.path.strip("/")
+    return _server(f"{parts.scheme}://{parts.netloc}{base}", dialect, model, settings)
+
+
+def _openai_model(rest: str) -> ServerAddress:
+    """Read an address that names a model only."""
+    model, _, query = rest.partition("?")
+    settings = _settings(query)
+    if not model or _HOST_AND_PORT.fullmatch(rest):
+        # A URL whose scheme was forgotten must not become a model of another host.
+        raise OptionError(
+            "engine", f"{model!r} is not a URL or a model; write openai:http://HOST:PORT/MODEL"
+        )
+    url = os.environ.get(OPENAI_URL_VARIABLE, "").strip() or OPENAI_URL
+    parts = urlsplit(url)
+    if not is_url(url) or parts.username or parts.password or parts.query:
+        raise OptionError(
+            OPENAI_URL_VARIABLE, f"it must be a URL such as {OPENAI_URL}, without a password"
+        )
+    return _server(url.rstrip("/"), ChatDialect.name, model, settings)
+
+
+def _settings(query: str) -> dict[str, str]:
+    settings = dict(parse_qsl(query, keep_blank_values=True))
     for key in settings:
         if key in ("drafter", "speculate", "k"):
             problem = f"{key!r} is for models of this machine: whether a server speculates is set where it is started"
             raise OptionError("engine", f"{problem} (docs/servers.md)")
-        if key not in _KNOWN:
-            raise OptionError("engine", f"{key!r} is no setting of a server", _KNOWN, key)
-    base, model = _chat_path(parts.path) if dialect == "chat" else ("", parts.path.strip("/"))
-    return ServerWords(
-        f"{parts.scheme}://{parts.netloc}{base}",
+        if key not in _SETTINGS:
+            raise OptionError("engine", f"{key!r} is no setting of a server", _SETTINGS, key)
+    return settings
+
+
+def _server(url: str, dialect: str, model: str, settings: dict[str, str]) -> ServerAddress:
+    return ServerAddress(
+        url,
         dialect,
         settings.get("model") or model,
         settings.get("tokenizer") or None,
-        _options(settings),
+        _options(settings, url, dialect),
     )
 
 
 def _chat_path(path: str) -> tuple[str, str]:
-    """Where the chat API lives, and the model, which follows the version; without a version it is
-    "/v1".
+    """Divide a path into where the chat API lives and the model, which follows the version.
+
+    Without a version the API lives at "/v1".
 
     >>> _chat_path("/api/v1/deepseek/deepseek-r1"), _chat_path("/v1beta/openai/gemini"), _chat_path("/m")
     (('/api/v1', 'deepseek/deepseek-r1'), ('/v1beta/openai', 'gemini'), ('/v1', 'm'))
     """
     parts = path.strip("/").split("/")
-    for place, part in enumerate(parts, start=1):
+    for number, part in enumerate(parts, start=1):
         if _VERSION.fullmatch(part):
-            end = place + (parts[place : place + 1] == ["openai"])
+            # Google's path goes on after the version: /v1beta/openai
+            end = number + 1 if parts[number : number + 1] == ["openai"] else number
             return "/" + "/".join(parts[:end]), "/".join(parts[end:])
     return "/v1", path.strip("/")
 
 
-def _options(settings: dict[str, str]) -> RemoteOptions:
+def _options(settings: dict[str, str], url: str, dialect: str) -> RemoteOptions:
+    options: dict[str, Any] = {}
     try:
-        given = {
-            option: read(settings[key])
-            for key, (option, read) in _OPTIONS.items()
-            if key in settings
-        }
+        for setting, (option, read) in _OPTIONS.items():
+            if setting in settings:
+                options[option] = read(settings[setting])
     except ValueError as error:
         raise OptionError("engine", f"not a number: {error}") from error
+    return RemoteOptions(key=_key(settings, url, dialect), **options)
+
+
+def _key(settings: dict[str, str], url: str, dialect: str) -> ApiKey:
+    """Choose where the API key is read from.
+
+    OPENAI_API_KEY is sent only to OpenAI and to the host of OPENAI_BASE_URL: another host might
+    keep it.
+    """
     file = settings.get("key_file")
-    return RemoteOptions(
-        key=ApiKey(settings.get("key", KEY_VARIABLE), Path(file) if file else None), **given
-    )
+    if "key" in settings:
+        return ApiKey(settings["key"], Path(file) if file else None)
+    if file:
+        return ApiKey(file=Path(file))
+    if dialect != ChatDialect.name:
+        return ApiKey()
+    is_openai = _host(url) == _host(OPENAI_URL)
+    is_named = _host(url) == _host(os.environ.get(OPENAI_URL_VARIABLE, ""))
+    if (is_openai or is_named) and _is_set(OPENAI_KEY_VARIABLE):
+        return ApiKey(OPENAI_KEY_VARIABLE)
+    if is_openai and not _is_set(KEY_VARIABLE):
+        # OpenAI takes no call without a key: name the variable that is usual there when it is read.
+        return ApiKey(OPENAI_KEY_VARIABLE)
+    return ApiKey()
+
+
+def _is_set(variable: str) -> bool:
+    return bool(os.environ.get(variable, "").strip())
+
+
+def _host(url: str) -> tuple[str, str]:
+    """Return scheme and host with its port: a key for one must not go to another."""
+    try:
+        parts = urlsplit(url.strip())
+    except ValueError:
+        return "", ""
+    return parts.scheme, parts.netloc

@@ -1,4 +1,4 @@
-"""Options of a remote engine: time-outs, retries, concurrency, proxies, API keys."""
+"""Options of an engine on a server: patience, retries, concurrency, proxies and API keys."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from atts.files import open_ordinary
 
 KEY_VARIABLE = "ATTS_API_KEY"
 _LONGEST_KEY = 1 << 16
-_SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")  # and control characters
-# capitals with few digits: a key hardly looks so
+# Spaces and control characters, which no URL holds.
+_SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
+# Capitals with few digits: an API key hardly looks like this.
 _VARIABLE = re.compile(r"(?!(.*\d){4})[A-Z_][A-Z0-9_]*")
 Prefill = Literal["ask", "continue", "prefix", "trailing"]
-"""How a server that takes messages goes on with an answer: asked in words, by two flags (vLLM,
-SGLang, llama.cpp), by a mark on the message (DeepSeek, Mistral), or of itself."""
+"""How a server that takes messages is made to continue an answer: by a request in words ("ask"), by
+two flags (vLLM, SGLang, llama.cpp), by a mark on the message (DeepSeek, Mistral), or by the last
+message alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """Where an API key is read from when a connection opens; the key itself is never kept here, nor
-    shown anywhere.
+    """The place from which an API key is read when a connection opens; the key is never kept here.
 
     >>> ApiKey(variable="ATTS_NO_SUCH_KEY").read()
     Traceback (most recent call last):
     atts.errors.OptionError: key: the variable ATTS_NO_SUCH_KEY is not set; set it to the API key, or leave `key` out
 
-    :raises OptionError: what is given is no name of a variable: it may be the key itself. On
-        reading: a variable or file that is named and holds no key.
+    :raises OptionError: what is given is not the name of a variable: it may be the key itself. On
+        reading: a variable or file that is named holds no key.
     """
 
     variable: str = KEY_VARIABLE
@@ -50,14 +51,19 @@ class ApiKey:
             )
 
     def read(self) -> str:
-        """The key: from the file when one is named, else from the environment; empty without the
-        usual variable.
+        """Return the key of the file, if one is named, else that of the variable.
+
+        The key is empty where only the usual variable was meant, and it is not set.
         """
-        key = self._from_file(self.file) if self.file else os.environ.get(self.variable, "").strip()
+        if self.file:
+            key = self._read_file(self.file)
+        else:
+            key = os.environ.get(self.variable, "").strip()
         if not key and (self.file or self.variable != KEY_VARIABLE):
-            problem = (
-                f"{self.file} is empty" if self.file else f"the variable {self.variable} is not set"
-            )
+            if self.file:
+                problem = f"{self.file} is empty"
+            else:
+                problem = f"the variable {self.variable} is not set"
             raise OptionError("key", f"{problem}; set it to the API key, or leave `key` out")
         if not re.fullmatch(r"[!-~]*", key):
             where = self.file or self.variable
@@ -67,7 +73,7 @@ class ApiKey:
             )
         return key
 
-    def _from_file(self, file: Path) -> str:
+    def _read_file(self, file: Path) -> str:
         try:
             with open_ordinary(file) as stream:
                 return stream.read(_LONGEST_KEY).decode("utf-8").strip()
@@ -83,28 +89,34 @@ class RemoteOptions:
 
     `timeout_seconds` bounds a call with all its retries; `attempts` counts the first try. At most
     `in_flight` requests are under way at once, fewer after the server says that it is too many.
-    `wait_seconds` is how long a server that is still loading, or was lost in mid-run, is waited
-    for. Every `recheck_seconds`, after a lost connection or a reply under another model's name or
-    fingerprint, and after `idle_seconds` of silence, in which a server might have been replaced,
-    the engine is asked again who it is. `proxy` "environment" goes through HTTP_PROXY and its kin;
-    otherwise they are not looked at. `priorities` "send" is for servers started with priority
-    scheduling; others refuse them.
+    `wait_seconds` is how long a server that is loading is waited for when it is opened,
+    `give_up_after` how many seconds a server that was lost in mid-run is waited for; after that its
+    calls fail, and the run is kept and can be resumed.
 
-    For servers that take messages: `prefill` is how they go on with an answer, `extras` "send" says
+    The server is asked again who it is every `recheck_seconds`, after a lost connection, after a
+    reply under another model's name or fingerprint, and after `idle_seconds` of silence, in which
+    it might have been replaced. `proxy` "environment" uses HTTP_PROXY and its kin, "never" ignores
+    them. `priorities` "send" is for servers that were started with priority scheduling; others
+    refuse priorities.
+
+    For servers that take messages: `prefill` is how they continue an answer, `extras` "send" says
     that they know top_k and min_p, `context` how many tokens they hold where they do not say (0: a
     usual number).
 
-    :raises OptionError: a value no server can be spoken to with.
+    :raises OptionError: a value with which no server can be used.
     """
 
     timeout_seconds: float = 600.0
     attempts: int = 3
-    delay_seconds: float = 0.25  # before the second attempt; doubles
+    # Before the second attempt; it doubles with each further one.
+    delay_seconds: float = 0.25
     in_flight: int = 4096
-    # thousands of connections at once take a busy machine some seconds
+    # Thousands of connections at once take a busy machine some seconds.
     connect_seconds: float = 10.0
     wait_seconds: float = 600.0
-    cancel_seconds: float = 2.0  # for telling the server to free a request
+    give_up_after: float = 3600.0
+    # For asking the server to free a request.
+    cancel_seconds: float = 2.0
     recheck_seconds: float = 15.0
     idle_seconds: float = 2.0
     proxy: Literal["never", "environment"] = "never"
@@ -113,7 +125,7 @@ class RemoteOptions:
     extras: Literal["refuse", "send"] = "refuse"
     context: int = 0
     key: ApiKey = field(default_factory=ApiKey)
-    # certificates to trust instead of the system's; they are always verified
+    # Certificates to trust instead of the system's; they are always verified.
     ca_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -123,10 +135,10 @@ class RemoteOptions:
         for name in ("timeout_seconds", "connect_seconds", "cancel_seconds", "recheck_seconds"):
             if not getattr(self, name) > 0:
                 raise OptionError(name, f"{getattr(self, name)} is not positive")
-        if not 0 <= self.wait_seconds < math.inf:
-            raise OptionError(
-                "wait_seconds", f"{self.wait_seconds} is no number of seconds to wait"
-            )
+        for name in ("wait_seconds", "give_up_after"):
+            seconds = getattr(self, name)
+            if not 0 <= seconds < math.inf:
+                raise OptionError(name, f"{seconds} is no number of seconds to wait")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise OptionError(name, f"{getattr(self, name)!r} is unknown", known)
@@ -138,13 +150,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "prefill": get_args(Prefill),
     "extras": ("refuse", "send"),
 }
-DialectName = Literal["vllm", "sglang", "llamacpp", "ollama", "chat"]
-DIALECTS: tuple[str, ...] = get_args(DialectName)
 
 
 def is_url(text: str) -> bool:
-    """Whether a server could be there: a host, a port that is one, nothing that is no part of a
-    URL.
+    """Return whether a server could be reached there: a host, a possible port, no spaces.
 
     >>> is_url("http://[::1]:8000/m"), is_url("http://[::1"), is_url("http://h:99999"), is_url("h:8000")
     (True, False, False, False)
@@ -153,5 +162,6 @@ def is_url(text: str) -> bool:
         parts = urlsplit(text)
         reachable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         return reachable and _SPACES.search(text) is None
-    except ValueError:  # a bracket that is never closed, a port that is none
+    except ValueError:
+        # A bracket that is never closed, or a port that is not a number.
         return False

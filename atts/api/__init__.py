@@ -13,7 +13,7 @@ from atts.api.calibrating import (
     stored_scores,
 )
 from atts.api.config import Configuration, Job, config_keys, configure
-from atts.api.engines import SCHEMES, build_engine, build_engines
+from atts.api.engines import build_engine, build_engines
 from atts.api.evaluation import Session, SyncSession, evaluate, evaluate_sync, solve, solve_sync
 from atts.api.pairs import (
     CARDS,
@@ -53,7 +53,6 @@ __all__ = [
     "MeasuredPair",
     "Pair",
     "RATE_OF_FILES",
-    "SCHEMES",
     "Session",
     "Setup",
     "Sweep",

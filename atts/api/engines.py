@@ -28,14 +28,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _log = logging.getLogger("atts.engines")
 
-SCHEMES = (
-    *("embedded", "hf", "zoo", "scripted"),
-    *("vllm", "sglang", "llamacpp", "ollama", "openai", "chat", "server"),
-    "ray",
-)
 Speculate = Literal["auto", "draft", "suffix", "pearl", "ssd", "mirror", "off"]
-_SERVERS = SCHEMES[4:-1]
-_LOCAL = SCHEMES[:3]
+_LOCAL = ("embedded", "hf", "zoo")
+_NO_SERVERS = (*_LOCAL, "scripted", "ray")
 _MOST_REPLICAS = 64
 _WRITTEN = "{}:http://HOST:PORT/MODEL"
 _MODELS = {"hf": "hf:OWNER/NAME or hf:./FOLDER", "zoo": "zoo:DIR/NAME"}
@@ -81,7 +76,7 @@ def build_engine(
         return ScriptedEngine("target" if (rest or role) == "target" else "draft")
     if scheme == "ray":
         return _on_ray(rest, role, chat)
-    if scheme in _SERVERS:
+    if scheme not in _LOCAL:
         from atts.servers import server_engine
 
         # what else is needed, a run checks
@@ -181,7 +176,10 @@ def _speculation(
     if speculate == "off":
         return None, ""
     if not is_local:
-        is_server = isinstance(target, str) and target.partition(":")[0] in _SERVERS
+        is_server = (
+            isinstance(target, str)
+            and target.partition(":")[0].partition("?")[0] not in _NO_SERVERS
+        )
         advice = "a server has flags of its own for it (docs/servers.md); leave speculate out"
         advice = advice if is_server else "say it in the engine's own options; leave speculate out"
         raise OptionError(
@@ -234,10 +232,15 @@ def check_engine_words(name: str) -> tuple[str, str]:
     if "?" in scheme:  # "embedded?threads=1"
         scheme, _, rest = name.partition("?")
         rest = f"?{rest}"
-    if scheme not in SCHEMES:
-        raise OptionError(
-            "engine", f"{name!r} names no engine; give SCHEME or SCHEME:MODEL", SCHEMES, scheme
-        )
+    if scheme not in _NO_SERVERS:
+        # imported where it is needed: most runs have no server
+        from atts.servers import SCHEMES
+
+        if scheme not in SCHEMES:
+            known = (*_LOCAL, "scripted", *SCHEMES, "ray")
+            raise OptionError(
+                "engine", f"{name!r} names no engine; give SCHEME or SCHEME:MODEL", known, scheme
+            )
     if scheme in ("embedded", "scripted"):
         if rest.partition("?")[0] not in ("", "draft", "target"):
             raise OptionError(
@@ -246,7 +249,7 @@ def check_engine_words(name: str) -> tuple[str, str]:
             )
     elif scheme == "ray" and rest.partition(":")[0] != "ray":
         check_engine_words(_ray_words(rest)[0])
-    elif scheme in _SERVERS and rest:
+    elif scheme not in _NO_SERVERS and rest:
         from atts.servers import server_engine
 
         server_engine(scheme, rest, scheme, frozenset())

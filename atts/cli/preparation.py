@@ -214,9 +214,6 @@ def doctor(
     run_async(main)
 
 
-Dialect = Literal["auto", "vllm", "sglang", "llamacpp", "ollama", "chat"]
-
-
 def probe(
     url: Annotated[
         str,
@@ -227,7 +224,7 @@ def probe(
         str, typer.Option(help="Folder or hub id; by default what the server names.")
     ] = "",
     dialect: Annotated[
-        Dialect,
+        str,
         typer.Option(
             help="What the server speaks: auto, vllm, sglang, llamacpp, ollama or chat.",
             metavar="DIALECT",

@@ -1,10 +1,8 @@
-"""Engines on HTTP servers of any known dialect or in the actors of a Ray cluster, alone or as a
-pool of replicas.
-"""
+"""Engines on HTTP servers of any known dialect or in the actors of a Ray cluster, alone or as replicas."""
 
-from atts.servers.addresses import SCHEMES, ServerWords, read_server, server_engine
-from atts.servers.engine import ProbeReport, RemoteEngine, probe
-from atts.servers.options import DIALECTS, ApiKey, DialectName, Prefill, RemoteOptions
+from atts.servers.addresses import DIALECTS, SCHEMES, ServerAddress, read_server
+from atts.servers.engine import ProbeReport, RemoteEngine, probe, server_engine
+from atts.servers.options import ApiKey, Prefill, RemoteOptions
 from atts.servers.pool import Replica, ReplicaLoad, ReplicaPool
 from atts.servers.probing import Finding
 from atts.servers.ray import RayEngine, RayOptions
@@ -13,7 +11,6 @@ __all__ = [
     "DIALECTS",
     "SCHEMES",
     "ApiKey",
-    "DialectName",
     "Finding",
     "Prefill",
     "ProbeReport",
@@ -24,7 +21,7 @@ __all__ = [
     "Replica",
     "ReplicaLoad",
     "ReplicaPool",
-    "ServerWords",
+    "ServerAddress",
     "probe",
     "read_server",
     "server_engine",

@@ -33,17 +33,30 @@ Speaker = Literal["system", "user", "assistant"]
 END, SYSTEM, USER, ASSISTANT = range(4)
 _ROLES: dict[Speaker, int] = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 _NAMES: dict[int, Speaker] = {number: name for name, number in _ROLES.items()}
-_LONGEST = 64  # bytes an id may stand for
-# about as long as the tokens of common models
+# The most bytes that an id may stand for.
+_LONGEST = 64
+# Pieces about as long as the tokens of common models.
 _WORD = re.compile(r" ?[^\W\d_]{1,8}|\d{1,3}|\n+| +|.", re.DOTALL)
+
+# Assumed where the server does not say; an overflow that only the server sees is an error too.
+CONTEXT = 131_072
+# The most alternatives that servers give for a token.
+ALTERNATIVES = 20
+THINK = "<think>\n"
+THINK_END = "\n</think>\n\n"
+_CONTINUE = (
+    "\n\nHere is the beginning of the answer:\n\n{text}\n\n"
+    "Continue it from exactly where it stops. Write nothing but the continuation, and repeat "
+    "nothing."
+)
 
 
 class TextTokenizer:
-    """Text in pieces of about a token each; the exact tokens are the server's secret.
+    """Text in pieces of about a token each; the exact tokens are known to the server only.
 
-    Any piece is an id and any bytes are a text, so what a server wrote is kept as it was. A
-    conversation keeps its roles: `messages` takes it apart again, which servers want that render it
-    themselves.
+    Any piece is an id and any bytes are a text, so what a server wrote is kept as it was. An id is
+    the number that the piece's bytes make. A conversation keeps its roles: `messages` takes it
+    apart again, for servers that render it themselves.
 
     >>> tokenizer = TextTokenizer()
     >>> tokenizer.decode(tokenizer.encode("So x = 12345.\\n\\nça va"))
@@ -57,80 +70,155 @@ class TextTokenizer:
     digest = blake2b(_WORD.pattern.encode(), digest_size=16).hexdigest()
 
     def encode(self, text: str) -> TokenIds:
-        """The ids of `text`."""
-        return tuple(map(_number, _cut(text)))
+        """Return the ids of `text`."""
+        return tuple(map(_id_of, _pieces(text)))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, ends and roles left out."""
-        return b"".join(_bytes(index) for index in ids if index >= 256).decode("utf-8", "replace")
+        """Return the text of `ids`, with ends and roles left out."""
+        return b"".join([_bytes_of(token) for token in ids if token >= 256]).decode(
+            "utf-8", "replace"
+        )
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """The ids of a conversation, ready for the assistant to go on; a last assistant message
-        stays open.
+        """Return the ids of a conversation, ready for the assistant to continue.
+
+        A last assistant message stays open.
         """
         ids: list[int] = []
         for message in messages:
             ids += [_ROLES[message.role], *self.encode(message.content)]
-        return tuple(ids) if messages and messages[-1].role == "assistant" else (*ids, ASSISTANT)
+        if not messages or messages[-1].role != "assistant":
+            ids.append(ASSISTANT)
+        return tuple(ids)
 
     def messages(self, ids: TokenIds) -> list[Message]:
-        """The conversation again; the last message is the assistant's so far, and may be empty."""
-        starts = [place for place, index in enumerate(ids) if index in _NAMES]
-        if not starts or starts[0]:
-            return self.messages((USER, *ids))  # a text without roles is a question
-        found = [
+        """Return the conversation again.
+
+        The last message is the assistant's so far, and may be empty.
+        """
+        starts = [position for position, token in enumerate(ids) if token in _NAMES]
+        if not starts or starts[0] != 0:
+            # A text without roles is a question.
+            return self.messages((USER, *ids))
+        messages = [
             Message(_NAMES[ids[start]], self.decode(ids[start + 1 : end]))
             for start, end in zip(starts, [*starts[1:], len(ids)], strict=True)
         ]
-        return found if found[-1].role == "assistant" else [*found, Message("assistant", "")]
+        if messages[-1].role != "assistant":
+            messages.append(Message("assistant", ""))
+        return messages
 
     def pieces(self, text: str, count: int) -> TokenIds:
-        """The ids of a text that is said to have `count` tokens: that many, as far as its length
-        allows.
+        """Return the ids of a text that is said to have `count` tokens.
+
+        They are that many, as far as the text's length allows.
 
         :raises ValueError: it is longer than that many ids can be.
         """
-        whole = text.encode()
-        ends = np.cumsum([0, *map(len, _cut(text))])
-        while len(ends) > count + 1:  # the two that make the shortest one are joined
+        data = text.encode()
+        ends = np.cumsum([0, *map(len, _pieces(text))])
+        while len(ends) > count + 1:
+            # Join the two neighbours that make the shortest piece.
             ends = np.delete(ends, 1 + (ends[2:] - ends[:-2]).argmin())
-        while len(ends) <= min(count, len(whole)):  # the longest is halved
+        while len(ends) <= min(count, len(data)):
+            # Halve the longest piece.
             sizes = np.diff(ends)
-            place = sizes.argmax()
-            ends = np.insert(ends, place + 1, ends[place] + sizes[place] // 2)
+            longest = sizes.argmax()
+            ends = np.insert(ends, longest + 1, ends[longest] + sizes[longest] // 2)
         if np.diff(ends).max(initial=0) > _LONGEST:
             raise ValueError(f"{len(text)} characters in {count} tokens")
-        return tuple(_number(whole[start:end]) for start, end in pairwise(ends.tolist()))
+        return tuple(_id_of(data[start:end]) for start, end in pairwise(ends.tolist()))
 
 
-def _cut(text: str) -> Iterator[bytes]:
-    """The bytes of the pieces of a text, none longer than an id can stand for."""
-    for piece in _WORD.findall(text):
-        data: bytes = piece.encode()
-        yield from (data[at : at + _LONGEST] for at in range(0, len(data), _LONGEST))
+def _pieces(text: str) -> Iterator[bytes]:
+    """Yield the bytes of the pieces of a text, none longer than an id can stand for."""
+    for word in _WORD.findall(text):
+        data: bytes = word.encode()
+        for start in range(0, len(data), _LONGEST):
+            yield data[start : start + _LONGEST]
 
 
-def _number(piece: bytes) -> int:
+def _id_of(piece: bytes) -> int:
+    # The leading byte keeps zeros, and keeps every id above those of ends and roles.
     return int.from_bytes(b"\x01" + piece)
 
 
-def _bytes(index: int) -> bytes:
-    """What an id stands for; the leading byte only keeps zeros."""
-    return index.to_bytes((index.bit_length() + 7) // 8)[1:]
+def _bytes_of(token: int) -> bytes:
+    return token.to_bytes((token.bit_length() + 7) // 8)[1:]
 
 
-# where the server does not say; an overflow that only the server sees is one all the same
-CONTEXT = 131_072
-ALTERNATIVES = 20  # the most that servers tell
-_GO_ON = (
-    "\n\nHere is the beginning of the answer:\n\n{text}\n\n"
-    "Continue it from exactly where it stops. Write nothing but the continuation, and repeat "
-    "nothing."
-)
+class TextDialect(Dialect):
+    """A dialect that takes messages and gives text: no ids, no log-probs, nothing to abort."""
+
+    speaks: Literal["ids", "text"] = "text"
+    spare = 0
+    logprobs: LogProbs = "none"
+
+    def __init__(self, options: RemoteOptions) -> None:
+        super().__init__(options)
+        self._text = TextTokenizer()
+        # Whether a reply has separated its reasoning from its content.
+        self._separates = False
+
+    def _written(
+        self,
+        request: SampleRequest,
+        reasoning: object,
+        content: str,
+        finish: Literal["stop", "length"],
+        tokens: int,
+        cached: int = 0,
+    ) -> RawCompletion:
+        """Return a reply as a completion: as many ids as the server counted tokens.
+
+        An end is added where the model ended. Reasoning that came in a field of its own is put
+        before the content as "<think>\\n…\\n</think>\\n\\n", the way models write it that have no
+        such field; what continues such a text continues its reasoning. A reply without any text,
+        whose model reasoned unseen up to its limit, has no ids.
+        """
+        thought = reasoning if isinstance(reasoning, str) else ""
+        if thought:
+            self._separates = True
+        text = content
+        if self._separates:
+            so_far = self._text.messages(request.ids)[-1].content
+            text = with_reasoning(so_far, thought, content)
+        if not text and finish == "length":
+            return RawCompletion((), (), finish, cached)
+        if finish == "length":
+            ids = self._text.pieces(text, request.max_tokens)
+            return RawCompletion(ids, (), finish, cached)
+        # One of the tokens that were asked for is the end.
+        most = max(1, request.max_tokens - 1)
+        count = min(tokens, most) or min(len(self._text.encode(text)), most)
+        ids = (*self._text.pieces(text, count), END)
+        return RawCompletion(ids[: request.max_tokens], (), finish, cached)
+
+
+def with_reasoning(so_far: str, reasoning: str, content: str) -> str:
+    """Return a reply whose reasoning came apart from its content as one text.
+
+    >>> with_reasoning("", "2 and 2", "4")
+    '<think>\\n2 and 2\\n</think>\\n\\n4'
+    >>> with_reasoning("<think>\\n2 and", " 2", "")
+    ' 2'
+    """
+    is_open = so_far.rfind(THINK.strip()) > so_far.rfind(THINK_END.strip())
+    text = ""
+    if reasoning:
+        text = reasoning if is_open else THINK + reasoning
+        is_open = True
+    if content:
+        text += THINK_END + content if is_open else content
+    return text
 
 
 class _Message(Struct):
     content: str | None = None
+    # vLLM's name, OpenRouter's and Ollama's, and before it DeepSeek's, which others took over.
+    # Untyped: a server may put something else there, and its content counts all the same.
+    reasoning: Any = None
+    reasoning_content: Any = None
 
 
 class _Alternative(Struct):
@@ -138,12 +226,12 @@ class _Alternative(Struct):
     logprob: float
 
 
-class _Place(Struct):
+class _Position(Struct):
     top_logprobs: tuple[_Alternative, ...]
 
 
 class _LogProbs(Struct):
-    content: tuple[_Place, ...]
+    content: tuple[_Position, ...]
 
 
 class _Choice(Struct):
@@ -157,47 +245,31 @@ class _Completion(Struct):
     usage: TokenCounts | None = None
 
 
-class TextDialect(Dialect):
-    """What the dialects that take messages and give text have in common: no ids, no log-probs,
-    nothing to abort.
-    """
-
-    speaks: Literal["ids", "text"] = "text"
-    spare = 0
-    logprobs: LogProbs = "none"
-
-    def __init__(self, options: RemoteOptions) -> None:
-        super().__init__(options)
-        self._text = TextTokenizer()
-
-
 class ChatDialect(TextDialect, Rater):
-    """Any server with /chat/completions; its URL ends where that path begins
-    (https://api.openai.com/v1).
+    """Any server with /chat/completions; its URL ends where that path begins.
 
-    Stop strings are not sent: these servers do not tell a stop from the model's own end. They are
-    looked for here.
+    Stop strings are not sent: these servers do not separate a stop from the model's own end. They
+    are looked for here.
     """
 
     name = "chat"
+    schemes = ("openai", "chat")
 
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
-        self._limit = "max_tokens"
+        self._is_openai = False
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`; a server that lists no models is believed to have the one that is named."""
         reply = await client.look("/models")
         host = urlsplit(client.url).hostname or ""
-        if host.endswith("openai.com"):
-            # its newer models refuse the older word, others know no other
-            self._limit = "max_completion_tokens"
+        self._is_openai = host.endswith("openai.com")
         row = ModelRow(model)
         if reply.status not in (404, 405) or not model:
             row = choose_model(client, json_of(client, reply, ModelRows).data, model)
         self._model = row.id
-        told = row.max_model_len or row.context_length or row.context_window or CONTEXT
-        return Identity(f"chat {host}", "", self._model, self._options.context or told)
+        context = row.max_model_len or row.context_length or row.context_window or CONTEXT
+        return Identity(f"chat {host}", "", self._model, self._options.context or context)
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`.
@@ -206,51 +278,65 @@ class ChatDialect(TextDialect, Rater):
             allow more.
         """
         sampling = request.sampling
-        body: dict[str, Any] = {
-            **self._head(request.ids),
-            self._limit: request.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "seed": seed_of(request, 31),
-        }
+        body = self._head(request.ids)
+        body[self._limit] = request.max_tokens
+        body["seed"] = seed_of(request, 31)
+        # Where nothing is sent, other servers sample as the model's authors advise, and OpenAI at
+        # 1; its reasoning models refuse these fields.
+        if sampling.temperature != 1.0 or not self._is_openai:
+            body["temperature"] = sampling.temperature
+        if sampling.top_p != 1.0 or not self._is_openai:
+            body["top_p"] = sampling.top_p
         if sampling.top_k or sampling.min_p:
             if self._options.extras != "send":
                 advice = "Leave them out, or say extras=send if this server knows them"
                 raise UnsupportedByEngine(
                     self._model, "the chat API has neither top_k nor min_p", advice
                 )
-            body |= {"top_k": sampling.top_k or -1, "min_p": sampling.min_p}
+            body["top_k"] = sampling.top_k or -1
+            body["min_p"] = sampling.min_p
         return Call("/chat/completions", body)
 
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
-        found: _Completion = decode(reply, _Completion)
-        (choice,) = found.choices
-        usage = found.usage or TokenCounts()
-        text = choice.message.content or ""
+        completion: _Completion = decode(reply, _Completion)
+        (choice,) = completion.choices
+        message = choice.message
+        usage = completion.usage or TokenCounts()
+        reasoning = message.reasoning or message.reasoning_content
         finish = finish_of(choice.finish_reason)
-        return written(
-            self._text, text, finish, request, usage.completion_tokens or 0, usage.cached
+        is_silent = message.content is None and not reasoning and not usage.reasoning
+        if is_silent and finish == "length":
+            raise ValueError("neither text nor reasoning came")
+        return self._written(
+            request,
+            reasoning,
+            message.content or "",
+            finish,
+            usage.completion_tokens or 0,
+            usage.cached,
         )
 
     def rating(self, ids: TokenIds, rid: str) -> Call:
         """See `Rater`."""
-        body = {
+        body = self._head(ids) | {
             self._limit: 1,
             "temperature": 1.0,
             "top_p": 1.0,
             "logprobs": True,
             "top_logprobs": ALTERNATIVES,
         }
-        return Call("/chat/completions", self._head(ids) | body)
+        return Call("/chat/completions", body)
 
     def rated(self, reply: bytes) -> dict[str, float]:
         """See `Rater`; a word with and without a space before it is one word."""
-        found: _Completion = decode(reply, _Completion)
-        (choice,) = found.choices
-        places = choice.logprobs.content if choice.logprobs else ()
+        completion: _Completion = decode(reply, _Completion)
+        (choice,) = completion.choices
+        positions = choice.logprobs.content if choice.logprobs else ()
+        if not positions:
+            return {}
         masses: dict[str, float] = {}
-        for row in places[0].top_logprobs if places else ():
+        for row in positions[0].top_logprobs:
             if not is_score(row.logprob):
                 raise ValueError(f"a log-probability of {row.logprob}")
             word = row.token.strip()
@@ -260,16 +346,22 @@ class ChatDialect(TextDialect, Rater):
             for word, mass in masses.items()
         }
 
+    @property
+    def _limit(self) -> str:
+        # OpenAI's newer models refuse the older word, and other servers know no other.
+        return "max_completion_tokens" if self._is_openai else "max_tokens"
+
     def _head(self, ids: TokenIds) -> dict[str, Any]:
-        messages, fields = opened(self._text.messages(ids), self._options.prefill)
+        messages, fields = left_open(self._text.messages(ids), self._options.prefill)
         return {"model": self._model, "messages": messages, **fields}
 
 
-def opened(
+def left_open(
     messages: list[Message], prefill: Prefill
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A conversation whose last message is to be gone on with, in words or as the server wants it,
-    and its flags.
+    """Return a conversation whose last message is to be continued, as the server wants it.
+
+    Beside the messages there are flags for the whole request.
     """
     begun = messages[-1].content
     rows: list[dict[str, Any]] = [
@@ -278,36 +370,14 @@ def opened(
     if not begun:
         return rows, {}
     if prefill == "ask":
-        question = rows.pop()["content"] if rows and rows[-1]["role"] == "user" else ""
-        return [*rows, {"role": "user", "content": question + _GO_ON.format(text=begun)}], {}
-    last = {"role": "assistant", "content": begun}
+        question = ""
+        if rows and rows[-1]["role"] == "user":
+            question = rows.pop()["content"]
+        return [*rows, {"role": "user", "content": question + _CONTINUE.format(text=begun)}], {}
+    last: dict[str, Any] = {"role": "assistant", "content": begun}
     if prefill == "prefix":
-        return [*rows, last | {"prefix": True}], {}
-    flags = (
-        {"continue_final_message": True, "add_generation_prompt": False}
-        if prefill == "continue"
-        else {}
-    )
+        return [*rows, {**last, "prefix": True}], {}
+    flags: dict[str, Any] = {}
+    if prefill == "continue":
+        flags = {"continue_final_message": True, "add_generation_prompt": False}
     return [*rows, last], flags
-
-
-def written(
-    tokenizer: TextTokenizer,
-    text: str,
-    finish: Literal["stop", "length"],
-    request: SampleRequest,
-    tokens: int,
-    cached: int = 0,
-) -> RawCompletion:
-    """A text as a completion: as many ids as the server counted tokens, and an end where the model
-    ended.
-
-    :raises ValueError: nothing was written, though the model did not end.
-    """
-    if not text and finish == "length":
-        raise ValueError("no text came: every token was spent on hidden reasoning, or was none")
-    ends = finish == "stop"
-    most = max(1, request.max_tokens - ends)
-    counted = request.max_tokens if not ends else min(tokens, most) or len(tokenizer.encode(text))
-    ids = tokenizer.pieces(text, min(counted, most) if ends else counted)
-    return RawCompletion((*ids, END)[: request.max_tokens] if ends else ids, (), finish, cached)

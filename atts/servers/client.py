@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import uuid
@@ -25,11 +26,18 @@ from atts.errors import (
     UnsupportedByEngine,
 )
 from atts.servers.options import RemoteOptions
-from atts.servers.replies import said
-from atts.servers.transport import HttpReply, Lost, Unacceptable, open_transport, proxy_hint
+from atts.servers.replies import error_text
+from atts.servers.transport import (
+    ConnectionLost,
+    HttpReply,
+    ReplyRejected,
+    open_transport,
+    proxy_hint,
+)
 
 T = TypeVar("T")
 _RETRIED = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
+_OVERLOADED = frozenset({429, 503, 529})
 _OVERFLOW = (
     "context length",
     "maximum context",
@@ -38,23 +46,27 @@ _OVERFLOW = (
     "max_model_len",
     "too long",
 )
-_LOOK_SECONDS = 10.0  # for a question about the server, which takes it no work
+# A question about the server costs it no work, so it answers soon or not at all.
+_LOOK_SECONDS = 10.0
 _LOOK_BYTES = 16 << 20
+# A reply to a call may have so many bytes in all, and for each token that it is about.
 _BASE_BYTES = 1 << 18
-_TOKEN_BYTES = 1 << 10  # of a reply to a call: in all, and for each token of it
+_TOKEN_BYTES = 1 << 10
 _MARK = re.compile(rb'"(?:model|system_fingerprint|weight_version)"\s*:\s*(?:"[^"\\]*"|\d+)')
-_MARK_BYTES = 2048  # of a reply's beginning and end, where servers put these
-_MOST_MARKS = 64  # a server that says another name each time says nothing
-_LONGEST_WAIT = 30.0  # a Retry-After beyond this is for people, not for a call
-SHRINK = 0.8
-GROW = 1.05
-COOL_SECONDS = 15.0  # one burst of refusals counts once
-CLEAN_SECONDS = 1.0  # without trouble, before the limit grows again
+# Servers put those names near the beginning or the end of a reply.
+_MARK_BYTES = 2048
+# A server that has another name in every reply says nothing by it.
+_MOST_MARKS = 64
+# A Retry-After beyond this is for people, not for a call.
+_LONGEST_WAIT = 30.0
+HIDDEN = b"[API key]"
+# A shorter secret may be a word that replies are made of.
+_SHORTEST_SECRET = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to be sent: where, what, and under which id."""
+    """One request to be sent."""
 
     path: str
     body: dict[str, Any]
@@ -71,10 +83,10 @@ class Refused(EngineUnavailable):
 
 @dataclass(slots=True)
 class Traffic:
-    """What went over the wire, failures included; `uncached` scores had to be asked for again past
-    the cache.
+    """Counts of what went over the wire, failures included.
 
-    `renamed` replies bore another model or fingerprint than any before them.
+    `renamed` replies bore another model or fingerprint than any before them; `uncached` scores had
+    to be asked for a second time, past the server's cache.
     """
 
     attempts: int = 0
@@ -87,44 +99,84 @@ class Traffic:
 
     @property
     def doubts(self) -> int:
-        """How often there was reason to ask who answers."""
+        """Return how often there was reason to ask who answers."""
         return self.lost + self.renamed
 
 
 class AdaptiveLimit(SlotQueue):
-    """Slots (AIMD): a refusal shrinks their number, a server error stops its growth, quiet lets it
-    grow.
+    """Slots whose number a refusal shrinks, and quiet lets grow back to what was set.
+
+    A stray refusal is forgotten within seconds: growth begins after a second, and doubles the limit
+    every second. Refusals that keep coming mean a real limit: each makes the pause longer and the
+    growth slower, down to 15 seconds and 5 %, so that a busy server is not asked too much all the
+    time. A server error stops growth for a moment, and shrinks nothing.
     """
 
-    __slots__ = ("_clock", "_grow_after", "_limit", "_most", "_shrink_after")
+    SHRINK = 0.8
+    FASTEST_GROWTH = 2.0
+    SLOWEST_GROWTH = 1.05
+    STEP_SECONDS = 1.0
+    LONGEST_PAUSE = 15.0
+    # Without a refusal for so long, the next one counts as stray again. It is longer than the
+    # longest pause and the growth that follows it, so that a real limit stays known.
+    MEMORY_SECONDS = 40.0
+
+    __slots__ = (
+        "_clock",
+        "_grow_at",
+        "_growth",
+        "_limit",
+        "_most",
+        "_pause",
+        "_refused_at",
+        "_shrunk_at",
+    )
 
     def __init__(self, most: int, clock: Callable[[], float]) -> None:
         super().__init__(most)
         self._most = most
         self._clock = clock
         self._limit = float(most)
-        self._shrink_after = self._grow_after = 0.0
+        self._growth = self.FASTEST_GROWTH
+        self._pause = self.STEP_SECONDS
+        self._refused_at = -math.inf
+        self._shrunk_at = -math.inf
+        self._grow_at = -math.inf
 
-    def refused(self) -> None:
-        """The server said that it was too much."""
+    def refused(self, sent_at: float, retry_after: float = 0.0) -> None:
+        """Shrink: a request that was sent then was too much for the server.
+
+        Requests that were under way when the limit last shrank say nothing new: a burst of refusals
+        counts once.
+        """
         now = self._clock()
-        if now >= self._shrink_after:
-            self._set(max(1, min(self._limit, max(self.in_use, 1)) * SHRINK))
-            self._shrink_after = now + COOL_SECONDS
-        self._grow_after = now + COOL_SECONDS
+        if sent_at >= self._shrunk_at:
+            if now - self._refused_at >= self.MEMORY_SECONDS:
+                self._growth = self.FASTEST_GROWTH
+                self._pause = self.STEP_SECONDS
+            else:
+                self._growth = max(self.SLOWEST_GROWTH, math.sqrt(self._growth))
+                self._pause = min(self.LONGEST_PAUSE, 2 * self._pause)
+            # What is in flight may be far below the limit, which then says nothing.
+            was_too_much = min(self._limit, max(self.in_use, 1))
+            self._set(max(1.0, was_too_much * self.SHRINK))
+            self._shrunk_at = now
+        self._refused_at = now
+        self._grow_at = max(self._grow_at, now + max(self._pause, retry_after))
 
     def erred(self) -> None:
-        """The server failed: no reason to send less, none to send more."""
-        self._grow_after = max(self._grow_after, self._clock() + COOL_SECONDS)
+        """Stop growth for a moment: the server failed, which is no reason to send less."""
+        self._grow_at = max(self._grow_at, self._clock() + self._pause)
 
     def answered(self) -> None:
-        """The server answered well."""
+        """Let the limit grow if it is time: the server answered well."""
         if self._limit >= self._most:
             return
         now = self._clock()
-        if now >= self._grow_after:
-            self._set(min(self._most, max(self._limit * GROW, self._limit + 1)))
-            self._grow_after = now + CLEAN_SECONDS
+        if now >= self._grow_at:
+            grown = max(self._limit * self._growth, self._limit + 1)
+            self._set(min(float(self._most), grown))
+            self._grow_at = now + self.STEP_SECONDS
 
     def _set(self, limit: float) -> None:
         self._limit = limit
@@ -141,23 +193,26 @@ class Client:
         self.traffic = Traffic()
         self._clock = clock()
         self.limit = AdaptiveLimit(options.in_flight, self._clock)
-        self._prefix = uuid.uuid4().hex[:16]  # of every request id of this client
+        # Every request id of this client begins with it.
+        self._prefix = uuid.uuid4().hex[:16]
         self._made = 0
-        key = options.key.read()
         self._marks = set[bytes]()
+        key = options.key.read()
+        self._has_key = bool(key)
         self._hide = redactor(key, options)
         self._transport = open_transport(options)
-        head = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-        self._headers = head | ({"Authorization": f"Bearer {key}"} if key else {})
-        self._has_key = bool(key)
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
 
     async def aclose(self) -> None:
         """Close every connection."""
         await self._transport.aclose()
 
     async def look(self, path: str, body: dict[str, Any] | None = None) -> HttpReply:
-        """One short question about the server itself, posted where it has a body, not retried; any
-        status is an answer.
+        """Ask one short question about the server itself, without retries; any status is an answer.
+
+        It is posted where it has a body.
 
         :raises EngineUnavailable: no whole reply came.
         :raises EngineTimeout: none came in time.
@@ -166,7 +221,7 @@ class Client:
         try:
             with anyio.fail_after(min(_LOOK_SECONDS, self.options.timeout_seconds)):
                 return await self._send(self.url + path, data, self._headers, _LOOK_BYTES)
-        except Lost as lost:
+        except ConnectionLost as lost:
             raise self._unreachable(lost) from lost
         except TimeoutError as late:
             raise EngineTimeout(self.name, f"{self.url}{path} does not answer") from late
@@ -178,52 +233,52 @@ class Client:
         abort: Callable[[str], Call | None],
         tokens: int,
     ) -> T:
-        """Send a request under a fresh id until its reply can be read; one deadline holds for all
-        attempts.
+        """Send a request under a fresh id until its reply can be read.
 
-        An attempt that was given up, or whose reply was lost on the way, is aborted on the server.
-        `tokens` is how many the request is about, given and wanted: a reply that is longer than
-        they can account for is not read to its end.
+        One deadline holds for all attempts. An attempt that was given up, or whose reply was lost
+        on the way, is aborted on the server. `tokens` is how many the request is about, given and
+        wanted: a reply longer than they can account for is not read to its end.
 
         :raises EngineTimeout: the deadline passed.
         :raises EngineError: every attempt failed, or the server refused the request for good.
         """
         attempt = 1
         last = ""
+        most_bytes = _BASE_BYTES + _TOKEN_BYTES * tokens
         with anyio.CancelScope(deadline=self._clock() + self.options.timeout_seconds):
             while True:
                 try:
-                    return read(
-                        self._judge(
-                            await self._once(make, abort, _BASE_BYTES + _TOKEN_BYTES * tokens)
-                        )
-                    )
+                    return read(await self._attempt(make, abort, most_bytes))
                 except EngineError as error:
                     if not error.retryable or attempt == self.options.attempts:
                         raise
-                    wait = error.wait if isinstance(error, Refused) else 0.0
+                    asked_wait = error.wait if isinstance(error, Refused) else 0.0
                     last = f"; the attempt before failed: {error.problem}"
                 self.traffic.retries += 1
                 salt = int(self._prefix, 16) + self._made
-                await anyio.sleep(
-                    max(wait, backoff(attempt, self.options.delay_seconds, salt=salt))
-                )
+                own_wait = backoff(attempt, self.options.delay_seconds, salt=salt)
+                await anyio.sleep(max(asked_wait, own_wait))
                 attempt += 1
         raise EngineTimeout(self.name, f"no answer within {self.options.timeout_seconds:g} s{last}")
 
-    async def _once(
-        self, make: Callable[[str], Call], abort: Callable[[str], Call | None], most: int
-    ) -> HttpReply:
+    async def _attempt(
+        self, make: Callable[[str], Call], abort: Callable[[str], Call | None], most_bytes: int
+    ) -> bytes:
+        """Send once; return the body of a reply with status 200.
+
+        :raises EngineError: another status, or no whole reply.
+        """
         self._made += 1
-        # of one length: SGLang aborts every id that begins like the one named
+        # Ids are of one length: SGLang aborts every request whose id begins with the one named.
         rid = f"{self._prefix}{self._made:016x}"
         url, body, headers = self._packed(make(rid))
         if not self.limit.take_nowait():
             await self.limit.take()
+        sent_at = self._clock()
         try:
             self.traffic.attempts += 1
-            return await self._send(url, body, headers, most)
-        except Lost as lost:
+            reply = await self._send(url, body, headers, most_bytes)
+        except ConnectionLost as lost:
             self.traffic.lost += 1
             if lost.sent:
                 await self._abort(abort(rid))
@@ -233,76 +288,74 @@ class Client:
             raise
         finally:
             self.limit.give()
+        return self._judge(reply, sent_at)
 
     async def _send(
-        self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
+        self, url: str, body: bytes | None, headers: Mapping[str, str], most_bytes: int
     ) -> HttpReply:
-        """A reply in which no secret of ours is left, whatever the server echoes."""
+        """Return a reply in which no secret of ours is left, whatever the server echoes."""
         try:
-            reply = await self._transport.send(url, body, headers, most)
-        except Lost as lost:
+            reply = await self._transport.send(url, body, headers, most_bytes)
+        except ConnectionLost as lost:
             lost.args = (self._hide(str(lost).encode(errors="replace")).decode(),)
             raise
         return HttpReply(reply.status, self._hide(reply.body), reply.retry_after)
 
     def _packed(self, call: Call) -> tuple[str, bytes, dict[str, str]]:
-        """The call as bytes: thousands wait at once, and what they keep alive the garbage collector
-        visits.
+        """Return URL, body and headers of a call.
+
+        The body is bytes before the call waits for a slot: thousands wait at once, and the garbage
+        collector visits every object that they keep alive.
         """
         headers = {**self._headers, **call.headers} if call.headers else self._headers
         return self.url + call.path, msgspec.json.encode(call.body), headers
 
     async def _abort(self, call: Call | None) -> None:
-        """Tell the server, briefly, to free a request; the connection is closed already."""
+        """Ask the server, briefly, to free a request; the connection is closed already."""
         if call is None:
             return
         self.traffic.aborts += 1
-        done = False
+        is_done = False
         with shielded(self.options.cancel_seconds):
-            with suppress(Lost):  # counted below: a server that is gone has nothing left to abort
+            # A server that is gone has nothing left to abort; the failure is counted below.
+            with suppress(ConnectionLost):
                 data = msgspec.json.encode(call.body)
                 reply = await self._send(self.url + call.path, data, self._headers, _BASE_BYTES)
-                done = reply.status == 200
-        self.traffic.aborts_failed += not done
+                is_done = reply.status == 200
+        if not is_done:
+            self.traffic.aborts_failed += 1
 
-    def _judge(self, reply: HttpReply) -> bytes:
-        """The reply's body, or the error its status stands for."""
+    def _judge(self, reply: HttpReply, sent_at: float) -> bytes:
+        """Return the reply's body, or raise the error that its status stands for."""
         if reply.status == 200:
             self.limit.answered()
             self._recognise(reply.body)
             return reply.body
-        if reply.status in _RETRIED:
-            (self.limit.refused if reply.status in (429, 503, 529) else self.limit.erred)()
-            raise Refused(
-                self.name, f"status {reply.status}: {said(reply.body)}", _seconds(reply.retry_after)
-            )
-        raise self.refusal(reply)
+        if reply.status not in _RETRIED:
+            raise self.refusal(reply)
+        wait = _seconds(reply.retry_after)
+        if reply.status in _OVERLOADED:
+            self.limit.refused(sent_at, wait)
+        else:
+            self.limit.erred()
+        raise Refused(self.name, f"status {reply.status}: {error_text(reply.body)}", wait)
 
     def _recognise(self, body: bytes) -> None:
         """Count a reply under another name: the server may be another, though no connection broke."""
-        ends = (
-            body
-            if len(body) <= 2 * _MARK_BYTES
-            else body[:_MARK_BYTES] + b"\n" + body[-_MARK_BYTES:]
-        )
+        ends = body
+        if len(body) > 2 * _MARK_BYTES:
+            ends = body[:_MARK_BYTES] + b"\n" + body[-_MARK_BYTES:]
         marks = b",".join(_MARK.findall(ends))
         if marks not in self._marks and len(self._marks) < _MOST_MARKS:
-            self.traffic.renamed += bool(self._marks)
+            if self._marks:
+                self.traffic.renamed += 1
             self._marks.add(marks)
 
     def refusal(self, reply: HttpReply) -> EngineError:
-        """The error of a status that another attempt would meet again."""
-        words = said(reply.body)
+        """Return the error of a status that another attempt would meet again."""
+        words = error_text(reply.body)
         if reply.status in (401, 403):
-            source = self.options.key
-            where = str(source.file) if source.file else source.variable
-            problem = "it refused the API key" if self._has_key else "it wants an API key"
-            advice = (
-                f"Put a valid key into {where}" if source.file else f"Set {where} to a valid key"
-            )
-            return UnsupportedByEngine(
-                self.name, f"{problem} (status {reply.status}: {words})", advice
-            )
+            return self._key_refused(reply.status, words)
         if reply.status in (400, 413, 422) and any(sign in words.lower() for sign in _OVERFLOW):
             overflow = ContextOverflow(self.name, 0, 0)
             overflow.args = (
@@ -315,8 +368,17 @@ class Client:
             )
         return EngineError(self.name, f"it refused the request (status {reply.status}: {words})")
 
-    def _unreachable(self, lost: Lost) -> EngineError:
-        if isinstance(lost, Unacceptable):
+    def _key_refused(self, status: int, words: str) -> EngineError:
+        source = self.options.key
+        problem = "it refused the API key" if self._has_key else "it wants an API key"
+        if source.file:
+            advice = f"Put a valid key into {source.file}"
+        else:
+            advice = f"Set {source.variable} to a valid key"
+        return UnsupportedByEngine(self.name, f"{problem} (status {status}: {words})", advice)
+
+    def _unreachable(self, lost: ConnectionLost) -> EngineError:
+        if isinstance(lost, ReplyRejected):
             return BadReply(self.name, str(lost))
         what = "lost the connection to" if lost.sent else "cannot reach"
         return EngineUnavailable(
@@ -325,35 +387,37 @@ class Client:
 
 
 def _seconds(words: str) -> float:
-    """A Retry-After in seconds; dates and nonsense count as none."""
+    """Return a Retry-After in seconds; dates and nonsense count as none."""
     try:
         return min(_LONGEST_WAIT, max(0.0, float(words)))
     except ValueError:
         return 0.0
 
 
-HIDDEN = b"[API key]"
-_SHORTEST = 8  # a shorter one is no secret, and may be a word that replies are made of
-
-
 def redactor(key: str, options: RemoteOptions) -> Callable[[bytes], bytes]:
-    r"""Takes the API key and the passwords of the proxies in use out of a text, also as JSON or
-    URLs escape them.
+    r"""Return a function that takes the API key and the proxies' passwords out of a text.
+
+    They are found as they are, and as JSON or URLs escape them.
 
     >>> redactor("sk-12/3456", RemoteOptions())(rb'{"error": "Bearer sk-12\/3456, sk-12%2F3456"}')
     b'{"error": "Bearer [API key], [API key]"}'
     """
-    proxies = [value for name, value in os.environ.items() if name.lower().endswith("_proxy")]
-    passwords = [
-        urlsplit(proxy).password or "" for proxy in proxies if options.proxy == "environment"
-    ]
+    secrets = [key]
+    if options.proxy == "environment":
+        for name, value in os.environ.items():
+            if name.lower().endswith("_proxy"):
+                secrets.append(urlsplit(value).password or "")
     patterns = [
-        "".join(map(_forms, secret)) for secret in (key, *passwords) if len(secret) >= _SHORTEST
+        "".join(map(_escaped_forms, secret))
+        for secret in secrets
+        if len(secret) >= _SHORTEST_SECRET
     ]
-    return partial(re.compile("|".join(patterns).encode()).sub, HIDDEN) if patterns else bytes
+    if not patterns:
+        return bytes
+    return partial(re.compile("|".join(patterns).encode()).sub, HIDDEN)
 
 
-def _forms(letter: str) -> str:
+def _escaped_forms(letter: str) -> str:
     if letter.isalnum():
         return letter
     code = ord(letter)

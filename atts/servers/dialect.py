@@ -23,13 +23,15 @@ from atts.core import (
     TokenIds,
 )
 from atts.engine import EngineSpec, Tokenizer
-from atts.errors import BadReply, UnsupportedByEngine
+from atts.errors import BadReply, EngineError, UnsupportedByEngine
 from atts.servers.client import Call, Client
 from atts.servers.options import RemoteOptions
-from atts.servers.replies import ModelRow, ModelRows, Tokenized, decode, is_logprob, is_score
+from atts.servers.replies import ModelRow, ModelRows, Tokenized, are_logprobs, are_scores, decode
 from atts.servers.transport import HttpReply
 
+T = TypeVar("T")
 LogProbs = Literal["raw", "processed", "none"]
+_KEPT_RATINGS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,9 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class RawCompletion:
-    """A server's completion before it was checked; a log-prob is None where the raw one was not
-    sent.
+    """A server's completion before it was checked.
+
+    A log-prob is None where the server did not send the raw one.
     """
 
     ids: TokenIds
@@ -56,19 +59,38 @@ class RawCompletion:
     cached_tokens: int = 0
 
 
+class NoVisibleText(EngineError):
+    """A model spent all its tokens on reasoning that its server does not show."""
+
+    def __init__(self, engine: str, tokens: int) -> None:
+        super().__init__(
+            engine,
+            f"all {tokens} tokens were spent on reasoning that the server does not show",
+            "Let a chunk have more tokens, or use a server that shows its reasoning",
+        )
+
+
 class Dialect(ABC):
     """How one kind of server is spoken to.
 
-    Reading raises ValueError on a reply of another shape; the engine makes it a BadReply. What only
-    some servers can do is in `Scorer`, `Forcer` and `Rater`.
+    Methods that read raise ValueError on a reply of another shape, which the engine makes a
+    BadReply. What only some servers can do is in `Scorer`, `Forcer` and `Rater`.
     """
 
     name: str
+    schemes: tuple[str, ...]
+    """The words with which addresses of such servers begin."""
+    found_at: str = ""
+    """A path that only such servers answer with 200; empty where there is none."""
     speaks: Literal["ids", "text"] = "ids"
-    spare: int = 1  # places of the context that the server needs for itself
-    logprobs: LogProbs = "raw"  # what comes with sampled tokens, unless the probe finds otherwise
-    cuts_logprobs = False  # whether processed ones are of what top-k, top-p and min-p leave
-    priority_sign = 1  # -1 where a higher number means sooner
+    spare: int = 1
+    """Positions of the context that the server needs for itself."""
+    logprobs: LogProbs = "raw"
+    """What comes with sampled tokens, unless the probe sees something else."""
+    cuts_logprobs = False
+    """Whether processed log-probs are of what top-k, top-p and min-p leave."""
+    priority_sign = 1
+    """-1 where a higher number means sooner."""
 
     def __init__(self, options: RemoteOptions) -> None:
         self._options = options
@@ -76,41 +98,43 @@ class Dialect(ABC):
 
     @abstractmethod
     async def identify(self, client: Client, model: str) -> Identity:
-        """Ask who is there; remembers model and routes for the calls to come.
+        """Ask who is there; remember model and routes for the calls to come.
 
         :raises UnsupportedByEngine: another kind of server, or it does not have that model.
         """
 
     @abstractmethod
     def sampling(self, request: SampleRequest, rid: str) -> Call:
-        """The call that continues these ids."""
+        """Return the call that continues these ids."""
 
     @abstractmethod
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """Its reply."""
+        """Read the reply to `sampling`."""
 
     def abort(self, rid: str) -> Call | None:
-        """The call that frees a request; None where closing the connection is all there is."""
+        """Return the call that frees a request; None where only closing the connection does."""
         return None
 
     async def tokenize(self, client: Client, text: str) -> TokenIds:
-        """The server's own ids of a text, no special token added; never asked where text is spoken."""
+        """Ask for the server's own ids of a text, without special tokens.
+
+        It is never asked where text is spoken.
+        """
         raise AssertionError("no ids are spoken")
 
     async def running(self, client: Client) -> int | None:
-        """How many requests the server is working on; None when it does not say."""
+        """Ask how many requests the server is working on; None when it does not say."""
         return None
 
     async def speculation(self, client: Client) -> str | None:
-        """How the server speculates, in words: "" where it does not, None where it does not say."""
+        """Ask how the server speculates: "" where it does not, None where it does not say."""
         return None
 
     def _priority(self, request: SampleRequest | ScoreRequest) -> dict[str, int]:
-        """The field for a request's priority, in the server's direction; nothing where priorities
-        are not sent.
-        """
-        priority = request.priority if self._options.priorities == "send" else 0
-        return {"priority": self.priority_sign * priority} if priority else {}
+        """Return the field for a request's priority, which may be none, in the server's direction."""
+        if self._options.priorities != "send" or not request.priority:
+            return {}
+        return {"priority": self.priority_sign * request.priority}
 
 
 class Scorer(Dialect):
@@ -118,63 +142,60 @@ class Scorer(Dialect):
 
     @abstractmethod
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """The call that scores the suffix."""
+        """Return the call that scores the suffix."""
 
     @abstractmethod
     def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
-        """Its reply; None when scores are missing because they were cached, and skipping the cache
-        would help.
+        """Read the reply to `scoring`.
+
+        None means that scores are missing because they were cached, and skipping the cache helps.
         """
 
 
 class Forcer(Dialect):
-    """A dialect without scores that can be made to write a given token, which tells its
-    log-probability.
-    """
+    """A dialect without scores that can be made to write a token, which shows its log-probability."""
 
     @abstractmethod
     def forcing(self, ids: TokenIds, token: int) -> Call:
-        """The call that writes this very token."""
+        """Return the call that writes this very token."""
 
     @abstractmethod
     def forced(self, reply: bytes, token: int) -> float:
-        """Its reply."""
+        """Read the reply to `forcing`."""
 
 
 class Rater(Dialect):
-    """A dialect that tells the likeliest next tokens with their log-probabilities: enough for a
-    rating of one digit.
-    """
+    """A dialect that shows the likeliest next tokens: enough for a rating of one digit."""
 
     @abstractmethod
     def rating(self, ids: TokenIds, rid: str) -> Call:
-        """The call for one token and its alternatives."""
+        """Return the call for one token and its alternatives."""
 
     @abstractmethod
     def rated(self, reply: bytes) -> dict[str, float]:
-        """Its reply: log-probability by text."""
+        """Read the reply to `rating`: log-probability by text."""
 
 
 def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float]:
-    """The sampling distribution in the names all servers share; every field is sent, for defaults
-    differ.
+    """Return the sampling distribution in the names that all servers share.
+
+    Every field is sent, because the defaults of servers differ.
     """
-    top_k = sampling.top_k or no_top_k
     return {
         "temperature": sampling.temperature,
-        "top_k": top_k,
+        "top_k": sampling.top_k or no_top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
     }
 
 
 def seed_of(request: SampleRequest, bits: int) -> int:
-    """The request's seed as the server takes it."""
+    """Return the request's seed as the server takes it."""
     return request.seed.key() & ((1 << bits) - 1)
 
 
 def json_of(client: Client, reply: HttpReply, kind: Any) -> Any:
-    """What a 200 says, as a value of that type.
+    """Read a 200 as a value of that type.
 
     :raises ValueError: it is no such value.
     :raises EngineError: any other status.
@@ -185,12 +206,12 @@ def json_of(client: Client, reply: HttpReply, kind: Any) -> Any:
 
 
 async def json_at(client: Client, path: str, kind: Any, body: dict[str, Any] | None = None) -> Any:
-    """The JSON at a path."""
+    """Ask for the JSON at a path, with a POST where there is a body."""
     return json_of(client, await client.look(path, body), kind)
 
 
 def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> ModelRow:
-    """The row of /v1/models that is meant; the only one when none is named.
+    """Return the row of /v1/models that is meant; the only one when none is named.
 
     :raises UnsupportedByEngine: it is not there, or several are and none is named.
     """
@@ -202,6 +223,7 @@ def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> Mod
         raise UnsupportedByEngine(
             client.name, f"{client.url} has no model {wanted!r}", f"It has {', '.join(names)}"
         )
+    # Adapters name their base model as their parent.
     base = [row for row in models if not row.parent]
     if len(base) != 1:
         raise UnsupportedByEngine(
@@ -210,47 +232,52 @@ def choose_model(client: Client, models: Sequence[ModelRow], wanted: str) -> Mod
     return base[0]
 
 
-def short(version: str) -> str:
-    """major.minor of a version."""
+def short_version(version: str) -> str:
+    """Return major.minor of a version."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-async def served(client: Client, model: str) -> ModelRow:
-    """The row of /v1/models that is meant; see `choose_model`."""
-    return choose_model(client, (await json_at(client, "/v1/models", ModelRows)).data, model)
+async def served_model(client: Client, model: str) -> ModelRow:
+    """Ask for the row of /v1/models that is meant; see `choose_model`."""
+    models: ModelRows = await json_at(client, "/v1/models", ModelRows)
+    return choose_model(client, models.data, model)
 
 
 async def tokens_of(client: Client, body: dict[str, Any]) -> TokenIds:
-    """What /tokenize makes of a text."""
-    found: Tokenized = await json_at(client, "/tokenize", Tokenized, body)
-    return found.tokens
+    """Ask for what /tokenize makes of a text."""
+    tokenized: Tokenized = await json_at(client, "/tokenize", Tokenized, body)
+    return tokenized.tokens
 
 
 async def in_queue(client: Client, running: str, waiting: str = "") -> int | None:
-    """Requests at work and waiting, from the gauges of that name at /metrics; None when they are
-    not there.
+    """Ask for the requests at work and waiting, by the gauges of that name at /metrics.
+
+    None means that the server has no such gauges.
     """
     text = (await client.look("/metrics")).body.decode(errors="replace")
-    found = metric(text, running)
-    return None if found is None else found + (metric(text, waiting) or 0 if waiting else 0)
+    at_work = metric(text, running)
+    if at_work is None or not waiting:
+        return at_work
+    return at_work + (metric(text, waiting) or 0)
 
 
 def metric(text: str, name: str) -> int | None:
-    """The sum of one gauge or counter in Prometheus' text format; None when it is not there."""
+    """Return the sum of one gauge or counter in Prometheus' text format; None when it is not there."""
     lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
-    counts = [
-        re.fullmatch(r"\d{1,15}(\.\d{0,15})?(e\+0\d)?", line.rsplit(" ", 1)[-1]) for line in lines
-    ]
-    return sum(int(float(count[0])) for count in counts if count) if lines and all(counts) else None
-
-
-T = TypeVar("T")
-_KEPT_RATINGS = 256
+    total = 0
+    for line in lines:
+        # Bounded, for a server may say anything: 1e+0999999 takes long to become a number.
+        count = re.fullmatch(r"\d{1,15}(\.\d{0,15})?(e\+0\d)?", line.rsplit(" ", 1)[-1])
+        if count is None:
+            return None
+        total += int(float(count[0]))
+    return total if lines else None
 
 
 class DialectClient:
-    """Speaks one dialect over one HTTP client; `sampled` says what the log-probs of hot samples
-    are.
+    """Speaks one dialect over one HTTP client, and checks replies before they count.
+
+    `sampled` is what the log-probs of hot samples are, as the probe measured it.
     """
 
     def __init__(
@@ -267,57 +294,65 @@ class DialectClient:
         self._ratings = _RatingCache(self._rate)
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """A completion as the engine protocol wants it.
+        """Return a completion as the engine protocol wants it.
 
-        :raises BadReply: what came cannot be true.
+        :raises BadReply: the reply cannot be true.
         """
-        sampled, place, ended = await self._sampled(request)
-        logprobs = () if self.spec.logprobs == "none" else await self._raw(sampled, request, place)
-        ids = sampled.ids[:place]
-        # an end token is the last one
+        sampled, length, ended = await self._sampled(request)
+        if self.spec.logprobs == "none":
+            logprobs: tuple[float, ...] = ()
+        else:
+            logprobs = await self._raw(sampled, request, length)
+        ids = sampled.ids[:length]
+        # An end token is the last one, and has no text.
         text = self.tokenizer.decode(ids[:-1] if ended == "end" else ids)
-        return Completion(ids, text, ended, logprobs[:place], sampled.cached_tokens)
+        return Completion(ids, text, ended, logprobs[:length], sampled.cached_tokens)
 
     async def sample_raw(self, request: SampleRequest) -> RawCompletion:
-        """A completion as sent, believable as far as it goes."""
-        return (await self._sampled(request))[0]
+        """Return a completion as sent, believable as far as it goes."""
+        sampled, _, _ = await self._sampled(request)
+        return sampled
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """The suffix's log-probs; where the server only rates, those of a one-token suffix.
+        """Return the suffix's log-probs; where the server only rates, those of a one-token suffix.
 
         :raises UnsupportedByEngine: the server can neither.
-        :raises BadReply: what came cannot be true.
+        :raises BadReply: the reply cannot be true.
         """
         if not isinstance(self.dialect, Scorer):
             return await self._rated(request)
-        found = await self._score_once(self.dialect, request, "read")
-        # the server scored or wrote this very chunk before, and read it from its cache
-        if found is None:
+        scores = await self._score_once(self.dialect, request, "read")
+        if scores is None:
+            # The server scored or wrote this very chunk before, and read it from its cache.
             self.client.traffic.uncached += 1
-            found = await self._score_once(self.dialect, request, "skip")
-        if found is None:
+            scores = await self._score_once(self.dialect, request, "skip")
+        if scores is None:
             raise BadReply(self._name, "scores are missing although the cache was not read")
-        return found
+        return scores
 
     async def ratings(self, ids: TokenIds) -> dict[str, float]:
-        """The likeliest next words and their log-probs, asked for once: one reply holds all ten
-        digits of a rating.
+        """Return the likeliest next words and their log-probs.
 
-        :raises UnsupportedByEngine: the server does not tell.
+        They are asked for once: one reply holds all ten digits of a rating.
+
+        :raises UnsupportedByEngine: the server does not show them.
         """
         return await self._ratings.of(ids)
 
     def _sampled(self, request: SampleRequest) -> Awaitable[tuple[RawCompletion, int, Ending]]:
-        """What came, the place where it ends and why; what ends for no reason is asked for again."""
+        """Ask for a completion; return it with its length and why it ends there.
+
+        A text that ends for no reason is asked for again.
+        """
         make = partial(self._sampling, request)
         read = partial(self._believed, request)
-        return self.client.ask(
-            make, read, self.dialect.abort, len(request.ids) + request.max_tokens
-        )
+        tokens = len(request.ids) + request.max_tokens
+        return self.client.ask(make, read, self.dialect.abort, tokens)
 
     def _sampling(self, request: SampleRequest, rid: str) -> Call:
-        """The call, the model's own ends among the ids that stop it."""
-        wire = SampleRequest(  # `replace` takes as long as writing the JSON
+        """Make the call, with the model's own ends among the ids that stop it."""
+        # Not `replace`, which takes as long as writing the JSON.
+        sent = SampleRequest(
             request.ids,
             request.max_tokens,
             request.sampling,
@@ -327,45 +362,52 @@ class DialectClient:
             rollout=request.rollout,
             priority=request.priority,
         )
-        return self.dialect.sampling(wire, rid)
+        return self.dialect.sampling(sent, rid)
 
     def _believed(self, request: SampleRequest, reply: bytes) -> tuple[RawCompletion, int, Ending]:
         sampled = self._read(self.dialect.sampled, reply, request)
-        check_completion(sampled, request, self.spec)
-        return (sampled, *find_end(sampled, request, self.spec, self.tokenizer))
+        check_reply(sampled, request, self.spec)
+        length, ended = find_end(sampled, request, self.spec, self.tokenizer)
+        return sampled, length, ended
 
     async def _raw(
-        self, sampled: RawCompletion, request: SampleRequest, place: int
+        self, sampled: RawCompletion, request: SampleRequest, length: int
     ) -> tuple[float, ...]:
-        """Raw log-probs of the ids that count: as sent where those are raw, else asked for."""
-        known = [value for value in sampled.logprobs[:place] if value is not None]
-        law = (
-            request.sampling
-            if self.dialect.cuts_logprobs
-            else Sampling(request.sampling.temperature)
-        )
-        # at 0 servers take the best at temperature 1
-        is_raw = law.temperature == 0.0 or law == Sampling()
-        processed = self.sampled == "processed" and not is_raw
-        if len(known) == place and not processed:
-            return tuple(known)
+        """Return raw log-probs of the ids that count: as sent where those are raw, else asked for."""
+        sent = sampled.logprobs[:length]
+        is_whole = len(sent) == length and None not in sent
+        is_processed = self.sampled == "processed" and not self._is_raw(request.sampling)
+        if is_whole and not is_processed:
+            return sent  # type: ignore[return-value]  # None is not among them
         if request.logprobs == "unneeded":
             return ()
-        ids = sampled.ids[:place]
+        ids = sampled.ids[:length]
         if isinstance(self.dialect, Scorer):
-            return (
-                await self.score(ScoreRequest(request.ids, ids, request.rollout, request.priority))
-            ).logprobs
-        missing = [number for number, value in enumerate(sampled.logprobs[:place]) if value is None]
-        if processed or not isinstance(self.dialect, Forcer):
+            scored = ScoreRequest(request.ids, ids, request.rollout, request.priority)
+            return (await self.score(scored)).logprobs
+        if is_processed or not isinstance(self.dialect, Forcer):
             raise UnsupportedByEngine(
                 self._name, "it sends no raw log-probabilities", "Sample at temperature 1"
             )
+        known = [value for value in sent if value is not None]
         force = partial(self._force, self.dialect)
+        # They are missing from one token on.
         forced = await collect(
-            [partial(force, request.ids + ids[:number], ids[number]) for number in missing]
+            [
+                partial(force, request.ids + ids[:number], ids[number])
+                for number in range(len(known), length)
+            ]
         )
-        return (*known, *forced)  # they are missing from one place on
+        return (*known, *forced)
+
+    def _is_raw(self, sampling: Sampling) -> bool:
+        """Return whether processing leaves log-probs as they are under these settings."""
+        # At temperature 0 servers take the best token at temperature 1.
+        if sampling.temperature == 0.0:
+            return True
+        if self.dialect.cuts_logprobs:
+            return sampling == Sampling()
+        return sampling.temperature == 1.0
 
     async def _force(self, forcer: Forcer, ids: TokenIds, token: int) -> float:
         def make(rid: str) -> Call:
@@ -373,7 +415,7 @@ class DialectClient:
 
         def read(reply: bytes) -> float:
             value = self._read(forcer.forced, reply, token)
-            if not is_logprob(value):
+            if not are_logprobs((value,)):
                 raise BadReply(self._name, f"a log-probability of {value}")
             return value
 
@@ -382,20 +424,23 @@ class DialectClient:
     async def _score_once(
         self, scorer: Scorer, request: ScoreRequest, cache: Literal["read", "skip"]
     ) -> Scores | None:
+        def make(rid: str) -> Call:
+            return scorer.scoring(request, rid, cache)
+
         def read(reply: bytes) -> Scores | None:
             scores = self._read(scorer.scored, reply, request)
-            if scores is not None and len(scores.logprobs) != len(request.suffix):
+            if scores is None:
+                return None
+            if len(scores.logprobs) != len(request.suffix):
                 raise BadReply(
                     self._name, f"{len(scores.logprobs)} scores for {len(request.suffix)} tokens"
                 )
-            if scores is not None and not all(map(is_score, scores.logprobs)):
+            if not are_scores(scores.logprobs):
                 raise BadReply(self._name, "a score is above 0 or not a number")
             return scores
 
         tokens = len(request.prefix) + len(request.suffix)
-        return await self.client.ask(
-            lambda rid: scorer.scoring(request, rid, cache), read, self.dialect.abort, tokens
-        )
+        return await self.client.ask(make, read, self.dialect.abort, tokens)
 
     async def _rated(self, request: ScoreRequest) -> Scores:
         if len(request.suffix) != 1:
@@ -403,7 +448,8 @@ class DialectClient:
             problem = f"it can rate by one token, not score {len(request.suffix)}"
             raise UnsupportedByEngine(self._name, problem, advice)
         word = self.tokenizer.decode(request.suffix).strip()
-        return Scores(((await self.ratings(request.prefix)).get(word, float("-inf")),))
+        ratings = await self.ratings(request.prefix)
+        return Scores((ratings.get(word, float("-inf")),))
 
     async def _rate(self, ids: TokenIds) -> dict[str, float]:
         rater = self.dialect
@@ -411,14 +457,13 @@ class DialectClient:
             raise UnsupportedByEngine(self._name, f"{rater.name} can neither score nor rate")
 
         def read(reply: bytes) -> dict[str, float]:
-            found = self._read(rater.rated, reply)
-            if not found:
+            words = self._read(rater.rated, reply)
+            if not words:
                 raise BadReply(self._name, "it names no likely tokens")
-            return found
+            return words
 
-        return await self.client.ask(
-            partial(rater.rating, ids), read, self.dialect.abort, len(ids) + 1
-        )
+        make = partial(rater.rating, ids)
+        return await self.client.ask(make, read, self.dialect.abort, len(ids) + 1)
 
     def _read(self, reading: Callable[..., T], *args: Any) -> T:
         try:
@@ -429,9 +474,7 @@ class DialectClient:
 
 
 class _RatingCache:
-    """The likeliest next words of a text, remembered for a while; who asks meanwhile waits for the
-    first to ask.
-    """
+    """Remembers the likeliest next words of a text; whoever asks meanwhile waits for the first."""
 
     def __init__(self, ask: Callable[[TokenIds], Awaitable[dict[str, float]]]) -> None:
         self._ask = ask
@@ -439,9 +482,10 @@ class _RatingCache:
         self._asking: dict[TokenIds, anyio.Event] = {}
 
     async def of(self, ids: TokenIds) -> dict[str, float]:
-        """The words; an asker who fails or is cancelled leaves the question to the next."""
+        """Return the words; a caller that fails or is cancelled leaves the question to the next."""
         while ids not in self._kept:
-            if (asked := self._asking.get(ids)) is not None:
+            asked = self._asking.get(ids)
+            if asked is not None:
                 await asked.wait()
                 continue
             self._asking[ids] = anyio.Event()
@@ -452,32 +496,34 @@ class _RatingCache:
         return self._kept[ids]
 
 
-def check_completion(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec) -> None:
+def check_reply(sampled: RawCompletion, request: SampleRequest, spec: EngineSpec) -> None:
     """Believe ids and log-probs only where they can be true.
 
     :raises BadReply: they cannot.
+    :raises NoVisibleText: the model reasoned up to its limit, and the server shows nothing of it.
     """
     ids = sampled.ids
-    flaw = ""
-    wrong = [value for value in sampled.logprobs if value is not None and not is_logprob(value)]
+    logprobs = sampled.logprobs
+    if not ids and sampled.finish == "length" and spec.logprobs == "none":
+        raise NoVisibleText(spec.name, request.max_tokens)
     if not ids:
-        flaw = "it wrote nothing"
-    elif len(ids) > request.max_tokens:
-        flaw = f"it wrote {len(ids)} tokens, {request.max_tokens} were allowed"
-    elif min(ids) < 0 or max(ids) >= spec.vocabulary:
-        flaw = f"an id outside 0..{spec.vocabulary - 1} came back"
-    elif len(sampled.logprobs) != len(ids) and (sampled.logprobs or spec.logprobs != "none"):
-        flaw = f"{len(sampled.logprobs)} log-probabilities came with {len(ids)} ids"
-    elif wrong:
-        flaw = "a log-probability is above 0 or not a number"
-    if flaw:
-        raise BadReply(spec.name, flaw)
+        raise BadReply(spec.name, "it wrote nothing")
+    if len(ids) > request.max_tokens:
+        problem = f"it wrote {len(ids)} tokens, {request.max_tokens} were allowed"
+        raise BadReply(spec.name, problem)
+    if min(ids) < 0 or max(ids) >= spec.vocabulary:
+        raise BadReply(spec.name, f"an id outside 0..{spec.vocabulary - 1} came back")
+    if len(logprobs) != len(ids) and (logprobs or spec.logprobs != "none"):
+        problem = f"{len(logprobs)} log-probabilities came with {len(ids)} ids"
+        raise BadReply(spec.name, problem)
+    if not are_logprobs(logprobs):
+        raise BadReply(spec.name, "a log-probability is above 0 or not a number")
 
 
 def find_end(
     sampled: RawCompletion, request: SampleRequest, spec: EngineSpec, tokenizer: Tokenizer
 ) -> tuple[int, Ending]:
-    """How many of the ids belong to the completion, and why it ended there.
+    """Return how many of the ids belong to the completion, and why it ended there.
 
     Servers may run past a stop (several tokens a step) or not know a stop id: what counts is where
     the text completes one. One that stopped early must have had a reason.
@@ -485,23 +531,21 @@ def find_end(
     :raises BadReply: it stopped, and there is none.
     """
     ids = sampled.ids
-    found: list[tuple[int, Ending]] = []
-    if not {*spec.end_ids, *request.stop_ids}.isdisjoint(ids):
-        places = (
-            place
-            for place, token in enumerate(ids)
-            if token in spec.end_ids or token in request.stop_ids
-        )
-        first = next(places)
-        found.append((first + 1, "end" if ids[first] in spec.end_ids else "delimiter"))
-    stopped = _stop_place(ids[: found[0][0]] if found else ids, request.stop, tokenizer)
-    if stopped and (not found or stopped < found[0][0]):
+    length = len(ids)
+    ended: Ending | None = None
+    enders = {*spec.end_ids, *request.stop_ids}
+    if not enders.isdisjoint(ids):
+        first = next(index for index, token in enumerate(ids) if token in enders)
+        length = first + 1
+        ended = "end" if ids[first] in spec.end_ids else "delimiter"
+    stopped = _stop_length(ids[:length], request.stop, tokenizer)
+    if stopped and (ended is None or stopped < length):
         return stopped, "delimiter"
-    if found:
-        return found[0]
-    if sampled.finish == "length" and (len(ids) == request.max_tokens or spec.logprobs == "none"):
-        # where text is spoken, a server's tokens may be without text, and then no ids stand for
-        # them
+    if ended is not None:
+        return length, ended
+    # Where text is spoken, a server may count tokens without text, for which no ids stand.
+    is_full = len(ids) == request.max_tokens or spec.logprobs == "none"
+    if sampled.finish == "length" and is_full:
         return len(ids), "length"
     problem = f"it stopped after {len(ids)} of {request.max_tokens} tokens without a stop or an end among them"
     raise BadReply(
@@ -511,9 +555,10 @@ def find_end(
     )
 
 
-def _stop_place(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> int:
-    """The least number of ids whose text holds a stop string, found by halving, for a text only
-    grows; 0: none does.
+def _stop_length(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> int:
+    """Return the least number of ids whose text holds a stop string; 0 if none does.
+
+    It is found by halving, because a text only grows.
     """
 
     def holds(count: int) -> bool:
@@ -526,5 +571,8 @@ def _stop_place(ids: TokenIds, stops: tuple[str, ...], tokenizer: Tokenizer) -> 
     high = len(ids)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
     return high

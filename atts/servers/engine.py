@@ -3,263 +3,88 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from anyio import to_thread
 
 from atts.concurrency import clock
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
-from atts.engine import BaseEngine, Capability, EngineSpec, Tokenizer, opened
+from atts.engine import BaseEngine, Capability, Engine, EngineSpec, Tokenizer, opened
 from atts.errors import EngineError, EngineUnavailable, OptionError, UnsupportedByEngine
-from atts.servers.chat import ChatDialect, TextTokenizer
+from atts.servers.addresses import AUTO, DIALECTS, read_servers
+from atts.servers.chat import TextTokenizer
 from atts.servers.client import Client, Traffic
-from atts.servers.dialect import Dialect, DialectClient, Identity, Rater, Scorer
-from atts.servers.llamacpp import LlamaCppDialect
-from atts.servers.ollama import OllamaDialect
-from atts.servers.options import DIALECTS, DialectName, RemoteOptions, is_url
-from atts.servers.probing import Finding, Known, ServerProbe, refuse, same_as_before
-from atts.servers.sglang import SglangDialect
-from atts.servers.vllm import VllmDialect
-
-_log = logging.getLogger("atts.servers")
-_log.addHandler(logging.NullHandler())
-_LOOK_AGAIN_SECONDS = 5.0  # at a server that did not come back in time
-_AUTO = (
-    ("/server_info", "sglang"),
-    ("/props", "llamacpp"),
-    ("/version", "vllm"),
-    ("/api/version", "ollama"),
-)
-_KNOWN: Mapping[str, type[Dialect]] = {
-    kind.name: kind
-    for kind in (VllmDialect, SglangDialect, LlamaCppDialect, OllamaDialect, ChatDialect)
-}
-
-
-async def wait_ready(client: Client) -> None:
-    """Wait while the server says that it is loading.
-
-    :raises EngineUnavailable: it cannot be reached, or still loads after `wait_seconds`.
-    """
-    now = clock()
-    patience = client.options.wait_seconds
-    told = False
-    give_up = now() + patience
-    while (reply := await client.look("/health")).status == 503:
-        if now() >= give_up:
-            raise EngineUnavailable(
-                client.name, f"{client.url} is still loading after {patience:g} s"
-            )
-        if not told:
-            _log.warning(
-                "engine %s: %s is still loading; waiting up to %g s",
-                client.name,
-                client.url,
-                patience,
-            )
-            told = True
-        await anyio.sleep(min(1.0, patience / 10))
-    if reply.status in (401, 403):
-        raise client.refusal(reply)
-
-
-class Watch:
-    """Waits for a server that was lost; of the calls that ask at once, one looks and the others
-    hear what it saw.
-    """
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._now = clock()
-        self._lost_at: float | None = None
-        self._looked_at = 0.0
-        self._one = anyio.Lock()
-
-    def seen(self) -> None:
-        """It has answered."""
-        self._lost_at = None
-
-    async def comes_back(self) -> bool:
-        """Whether it is there, or there again within `wait_seconds` of its loss."""
-        was_lost = self._lost_at is not None
-        async with self._one:
-            if self._lost_at is None and (was_lost or await self._is_there()):
-                return True
-            if self._lost_at is None:
-                self._lost_at = self._now()
-                self._say(
-                    "is lost; waiting up to %g s for it to come back",
-                    self._client.options.wait_seconds,
-                )
-            return await self._wait(self._lost_at, self._client.options.wait_seconds)
-
-    async def _wait(self, since: float, patience: float) -> bool:
-        now = self._now
-        if now() - since >= patience and now() - self._looked_at < _LOOK_AGAIN_SECONDS:
-            return False  # said before
-        while not await self._is_there():
-            if now() - since >= patience:
-                self._say("did not come back within %g s", patience)
-                return False
-            await anyio.sleep(min(1.0, patience / 10))
-        self._say("is back after %.0f s", now() - since)
-        self._lost_at = None
-        return True
-
-    def _say(self, words: str, seconds: float) -> None:
-        _log.warning(f"engine %s: %s {words}", self._client.name, self._client.url, seconds)
-
-    async def _is_there(self) -> bool:
-        self._looked_at = self._now()
-        try:
-            return (await self._client.look("/health")).status != 503
-        except EngineError:
-            return False
-
-
-async def find_dialect(client: Client, name: str) -> Dialect:
-    """The dialect of that name; "auto" asks each in turn.
-
-    :raises UnsupportedByEngine: nothing known answers.
-    """
-    if name != "auto":
-        return _KNOWN[name](client.options)
-    replies = [(await client.look(path), candidate) for path, candidate in _AUTO]
-    for reply, candidate in replies:
-        if reply.status == 200:
-            return _KNOWN[candidate](client.options)
-    for reply, _ in replies:
-        if reply.status in (401, 403):
-            raise client.refusal(reply)
-    advice = f"Is the URL right? Or say which dialect it speaks: {', '.join(DIALECTS)}"
-    raise UnsupportedByEngine(client.name, f"nothing at {client.url} is known", advice)
-
-
-async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
-    """Who answers.
-
-    :raises UnsupportedByEngine: it speaks another dialect, or lacks the model.
-    """
-    try:
-        return await dialect.identify(client, model)
-    except ValueError as error:
-        advice = "Is it another kind of server?"
-        raise UnsupportedByEngine(
-            client.name, f"{client.url} does not speak {dialect.name}", advice
-        ) from error
-
-
-def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokenizer) -> EngineSpec:
-    """The server as an engine, before anything was seen of what it claims.
-
-    :raises UnsupportedByEngine: it does not say how long its context is.
-    """
-    if identity.context_length <= dialect.spare:
-        raise UnsupportedByEngine(name, "it does not say how long its context is")
-    end: Any = getattr(tokenizer, "end_id", None)
-    return EngineSpec(
-        name=name,
-        model=identity.model,
-        tokenizer=tokenizer.digest,
-        chat_template=getattr(tokenizer, "template_digest", ""),
-        context_length=identity.context_length - dialect.spare,
-        end_ids=tuple(getattr(tokenizer, "end_ids", () if end is None else (end,))),
-        vocabulary=vocabulary_of(tokenizer),
-        engine=identity.engine,
-        dtype="of the server",
-        logprobs=dialect.logprobs,
-        capabilities=claimed(dialect),
-    )
-
-
-def claimed(dialect: Dialect) -> frozenset[Capability]:
-    """What servers of this kind can do at best."""
-    optional: dict[Capability, bool] = {
-        "score": isinstance(dialect, Scorer),
-        "rate": isinstance(dialect, Rater),
-    }
-    return frozenset({"sample", *(capability for capability, there in optional.items() if there)})
-
-
-def require(
-    name: str, identity: Identity, can: frozenset[Capability], needs: frozenset[Capability]
-) -> None:
-    """Refuse a kind of server that cannot do what is needed; one that scores can rate.
-
-    :raises UnsupportedByEngine: naming what it lacks.
-    """
-    missing = needs - can - ({"rate"} if "score" in can else frozenset())
-    if missing:
-        problem = (
-            f"{identity.engine} cannot {' or '.join(sorted(missing))}, which the pipeline needs"
-        )
-        raise UnsupportedByEngine(name, problem, "Serve this model with vLLM or SGLang")
-
-
-async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name: str) -> Tokenizer:
-    """The tokenizer that was given, or the one at the folder or hub id that was named or that the
-    server named.
-
-    :raises ModelLoadError: there is none.
-    """
-    if wanted is not None and not isinstance(wanted, str | Path):
-        return wanted
-    return await to_thread.run_sync(_load_tokenizer, str(wanted or hint), name)
-
-
-def _load_tokenizer(model: str, name: str) -> Tokenizer:
-    from atts.models.folders import find_tokenizer
-    from atts.models.tokenizers import ModelTokenizer
-
-    return ModelTokenizer(find_tokenizer(model, name), name)
-
-
-def vocabulary_of(tokenizer: Tokenizer) -> int:
-    """How many ids there are.
-
-    :raises OptionError: the tokenizer does not say.
-    """
-    found: Any = getattr(tokenizer, "vocabulary", None)
-    if not isinstance(found, int):
-        raise OptionError(
-            "tokenizer",
-            f"{type(tokenizer).__name__} has no attribute `vocabulary`, the number of its ids",
-        )
-    return found
-
+from atts.servers.dialect import Dialect, DialectClient, Identity, LogProbs, Rater, Scorer
+from atts.servers.options import RemoteOptions, is_url
+from atts.servers.pool import ReplicaPool
+from atts.servers.probing import Finding, Known, ServerProbe, refuse_broken, require_unchanged
 
 T = TypeVar("T")
 R = TypeVar("R", SampleRequest, ScoreRequest)
+_log = logging.getLogger("atts.servers")
+_log.addHandler(logging.NullHandler())
 _DEFAULTS = RemoteOptions()
+# Between two looks at a server that was given up: every call asks, and each look takes time.
+_LOOK_AGAIN_SECONDS = 5.0
+
+
+def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability]) -> Engine:
+    """Make the engine of the address "SCHEME:REST", not open yet; `docs/servers.md` lists settings.
+
+    Several URLs with commas between them are one pool of replicas. "server" finds out which dialect
+    is spoken. "openai" and "chat" are the chat API, whose URL ends with its version:
+    "openai:https://api.openai.com/v1/MODEL?key=OPENAI_API_KEY", where the key is in that variable.
+
+    >>> server_engine("vllm", "http://a:8000/Qwen/Qwen3-8B?in_flight=64", "target", frozenset({"score"})).url
+    'http://a:8000'
+
+    :raises OptionError: there is no URL, or a setting that is unknown or impossible.
+    """
+    engines = [
+        RemoteEngine(
+            server.url,
+            dialect=server.dialect,
+            model=server.model,
+            name=name,
+            tokenizer=server.tokenizer,
+            needs=needs,
+            options=server.options,
+        )
+        for server in read_servers(scheme, rest)
+    ]
+    if len(engines) == 1:
+        return engines[0]
+    return ReplicaPool([(engine.url, engine) for engine in engines], name=name)
 
 
 class RemoteEngine(BaseEngine):
     """A server of any known dialect that keeps the promises of `atts.engine.Engine`.
 
-    `needs` is what the caller will ask for: a server that cannot is refused when it opens, with the
-    reason. The tokenizer is opened here, from the model's folder or name, unless one is given; the
-    server must have the same.
+    `needs` is what the caller will ask for: a server that cannot do it is refused when it opens,
+    with the reason. The tokenizer is opened here, from the model's folder or name, unless one is
+    given; the server must have the same.
 
-    :raises OptionError: an unknown dialect.
+    :raises OptionError: an unknown dialect, or a URL that is none.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        dialect: DialectName | Literal["auto"] = "auto",
+        dialect: str = AUTO,
         model: str = "",
         name: str = "",
         tokenizer: Tokenizer | str | Path | None = None,
         needs: frozenset[Capability] = frozenset({"sample"}),
         options: RemoteOptions = _DEFAULTS,
     ) -> None:
-        if dialect not in ("auto", *DIALECTS):
-            raise OptionError("dialect", f"{dialect!r} is unknown", ("auto", *DIALECTS))
+        if dialect not in (AUTO, *DIALECTS):
+            raise OptionError("dialect", f"{dialect!r} is unknown", (AUTO, *DIALECTS))
         if not is_url(url):
             raise OptionError("url", f"{url!r} is not a URL such as http://HOST:PORT")
         super().__init__(name or model or url)
@@ -269,11 +94,14 @@ class RemoteEngine(BaseEngine):
         self._model = model
         self._wanted_tokenizer = tokenizer
         self._needs = needs
+        # Set while it opens.
         self._client: Client | None = None
         self._dialect_client: DialectClient | None = None
         self._identity: Identity | None = None
         self._known: Known | None = None
         self._watch: Watch | None = None
+        # Until when the server counts as the one that was opened, and how many of the client's
+        # doubts have been looked into.
         self._trusted_until = 0.0
         self._doubts_checked = 0
         self._checking = anyio.Lock()
@@ -281,12 +109,12 @@ class RemoteEngine(BaseEngine):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What the probe found when the engine opened."""
+        """Return what the probe saw when the engine opened."""
         return self._known.findings if self._known else ()
 
     @property
     def traffic(self) -> Traffic:
-        """Attempts, retries and aborts so far."""
+        """Return the counts of attempts, retries and aborts so far."""
         return self._opened().traffic
 
     async def open(self) -> None:
@@ -303,7 +131,7 @@ class RemoteEngine(BaseEngine):
             await wait_ready(client)
             dialect = await find_dialect(client, self._dialect_name)
             self._identity = identity = await identify(client, dialect, self._model)
-            require(self._name, identity, claimed(dialect), self._needs)
+            require_capabilities(self._name, identity, claimed_by(dialect), self._needs)
             if self._tokenizer is None:
                 self._tokenizer = await self._find_tokenizer(dialect, identity)
             self._spec = describe(self._name, dialect, identity, self._tokenizer)
@@ -318,7 +146,9 @@ class RemoteEngine(BaseEngine):
 
     async def comes_back(self) -> bool:
         """Wait for a server that was lost; see `atts.engine.Returning`."""
-        return self._watch is not None and self._state == "open" and await self._watch.comes_back()
+        if self._watch is None or self._state != "open":
+            return False
+        return await self._watch.comes_back()
 
     async def recheck(self) -> None:
         """Ask again who is there, and compare: a server that was restarted may be another.
@@ -328,25 +158,27 @@ class RemoteEngine(BaseEngine):
         :raises EngineUnavailable: it cannot be reached.
         """
         if self._state == "new":
-            return await self.open()
+            await self.open()
+            return
         if self._changed is not None:
             raise self._changed
         assert self._known is not None, "an open engine was probed"
         assert self._identity is not None, "an open engine was identified"
         client = self._opened()
         requests = self._requests()
+        # Read before the questions: a doubt that arises meanwhile is not answered by them.
         doubts = client.traffic.doubts
         await wait_ready(client)
-        now = await identify(client, requests.dialect, self._model)
-        fresh = await ServerProbe(requests).again(self._known)
+        identity = await identify(client, requests.dialect, self._model)
+        values, convention = await ServerProbe(requests).again(self._known)
         try:
-            same_as_before(self._name, self._identity, now, self._known, *fresh)
+            require_unchanged(self._name, self._identity, identity, self._known, values, convention)
         except UnsupportedByEngine as changed:
-            self._changed = changed  # for good: what it would answer belongs to another run
+            # For good: what another server answers belongs to another run.
+            self._changed = changed
             raise
         self._trust(doubts)
         self._idle_since = self._clock()
-        return None
 
     async def _sample(self, request: SampleRequest) -> Completion:
         return await self._trusted(self._requests().sample, request)
@@ -355,25 +187,33 @@ class RemoteEngine(BaseEngine):
         return await self._trusted(self._requests().score, request)
 
     async def _trusted(self, work: Callable[[R], Awaitable[T]], request: R) -> T:
-        """Do it, sure before and after that the server is still the one that was opened."""
-        assert self._watch is not None, "it is open"
+        """Do the work, sure before and after that the server is still the one that was opened."""
+        watch = self._watch
+        assert watch is not None, "it is open"
         now = self._clock()
         traffic = self.traffic
-        if self._counts.in_flight == 1 and now - self._idle_since >= self.options.idle_seconds:
-            self._trusted_until = now  # it may be another by now
-        if now >= self._trusted_until:
-            await self._recheck(traffic.doubts)
-        done = await work(request)
-        self._watch.seen()
-        if (doubts := traffic.doubts) > self._doubts_checked:
-            # a connection broke, or a reply bore another name: who answered?
+        is_first = self._counts.in_flight == 1
+        if is_first and now - self._idle_since >= self.options.idle_seconds:
+            # In a silence the server may have been replaced without breaking a connection.
+            self._trusted_until = now
+        try:
+            if now >= self._trusted_until:
+                await self._recheck(traffic.doubts)
+            result = await work(request)
+        except EngineUnavailable as error:
+            if watch.has_given_up:
+                raise watch.given_up(error) from error
+            raise
+        watch.seen()
+        doubts = traffic.doubts
+        if doubts > self._doubts_checked:
+            # A connection broke, or a reply bore another name: this answer counts only if the
+            # server is the same.
             await self._recheck(doubts)
-        return done
+        return result
 
     async def _recheck(self, doubts: int) -> None:
-        """One task checks, and its answer holds for all who waited for it and for the doubts before
-        it.
-        """
+        """Let one task check; its answer holds for all that waited, and for the doubts before it."""
         async with self._checking:
             if self._clock() >= self._trusted_until or self._doubts_checked < doubts:
                 await self.recheck()
@@ -398,25 +238,31 @@ class RemoteEngine(BaseEngine):
         return await open_tokenizer(self._wanted_tokenizer, identity.tokenizer, self._name)
 
     async def _probe(self) -> Known:
-        """See the server do what its kind claims; what it was seen not to do is taken from the
-        spec.
+        """See the server do what its kind claims, and take from the spec what it did not do.
 
         :raises UnsupportedByEngine: it does not do what is needed.
         """
         requests = self._requests()
         spec = self.spec
         known = await ServerProbe(requests).run()
-        refuse(self._name, known.findings, self._needs)
+        refuse_broken(self._name, known.findings, self._needs)
         requests.sampled = known.sampled
-        measured = "raw" if "score" in spec.capabilities else known.sampled
-        broken = {found.needed for found in known.findings if found.answer == "no"}
+        if spec.logprobs == "none":
+            convention: LogProbs = "none"
+        elif "score" in spec.capabilities:
+            # Raw log-probs are then asked for by scoring.
+            convention = "raw"
+        else:
+            convention = known.sampled
+        broken = {finding.needed for finding in known.findings if finding.answer == "no"}
+        findings = [
+            (finding.name, f"{finding.answer}: {finding.seen}") for finding in known.findings
+        ]
         self._spec = requests.spec = replace(
             spec,
-            logprobs=spec.logprobs if spec.logprobs == "none" else measured,
+            logprobs=convention,
             capabilities=spec.capabilities - broken,
-            findings=tuple(
-                (found.name, f"{found.answer}: {found.seen}") for found in known.findings
-            ),
+            findings=tuple(findings),
         )
         return known
 
@@ -433,6 +279,224 @@ class RemoteEngine(BaseEngine):
         return opened(self._dialect_client, self._name)
 
 
+async def wait_ready(client: Client) -> None:
+    """Wait while the server says that it is loading.
+
+    :raises EngineUnavailable: it cannot be reached, or still loads after `wait_seconds`.
+    """
+    now = clock()
+    patience = client.options.wait_seconds
+    deadline = now() + patience
+    is_logged = False
+    while True:
+        reply = await client.look("/health")
+        if reply.status in (401, 403):
+            raise client.refusal(reply)
+        if reply.status != 503:
+            return
+        if now() >= deadline:
+            raise EngineUnavailable(
+                client.name, f"{client.url} is still loading after {patience:g} s"
+            )
+        if not is_logged:
+            message = "engine %s: %s is still loading; waiting up to %g s"
+            _log.warning(message, client.name, client.url, patience)
+            is_logged = True
+        await anyio.sleep(min(1.0, patience / 10))
+
+
+class Watch:
+    """Waits for a server that was lost, up to `give_up_after` seconds after its loss.
+
+    Of the calls that ask at once, one looks at the server and the others hear what it saw.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._now = clock()
+        # When it was lost, until it answers a call again.
+        self._lost_at: float | None = None
+        self._looked_at = -math.inf
+        self._found_at = -math.inf
+        self._looking = anyio.Lock()
+        self.has_given_up = False
+
+    def seen(self) -> None:
+        """Note that the server has answered a call."""
+        self._lost_at = None
+        self.has_given_up = False
+
+    def given_up(self, error: EngineError) -> EngineUnavailable:
+        """Return the error of a call after the server was given up."""
+        patience = self._client.options.give_up_after
+        problem = f"{self._client.url} did not come back within {patience:g} s ({error.problem})"
+        advice = "Start it again and repeat the command: a run continues where it was"
+        return EngineUnavailable(self._client.name, problem, advice)
+
+    async def comes_back(self) -> bool:
+        """Wait until the server is there; return False once `give_up_after` has passed."""
+        asked_at = self._now()
+        async with self._looking:
+            if self._found_at >= asked_at:
+                return True
+            if self._lost_at is None:
+                self._lost_at = asked_at
+            return await self._wait(self._lost_at)
+
+    async def _wait(self, lost_at: float) -> bool:
+        patience = self._client.options.give_up_after
+        if self.has_given_up and self._now() - self._looked_at < _LOOK_AGAIN_SECONDS:
+            return False
+        is_logged = self.has_given_up
+        while not await self._is_there():
+            if self._now() - lost_at >= patience:
+                if not self.has_given_up:
+                    self._log("did not come back within %g s", patience)
+                self.has_given_up = True
+                return False
+            if not is_logged:
+                self._log("is lost; waiting up to %g s for it to come back", patience)
+                is_logged = True
+            await anyio.sleep(min(1.0, patience / 10))
+        self._found_at = self._now()
+        if is_logged:
+            self._log("is back after %.0f s", self._found_at - lost_at)
+        if self.has_given_up:
+            # It gets the whole time again should it be lost once more.
+            self.seen()
+        return True
+
+    def _log(self, message: str, seconds: float) -> None:
+        _log.warning(f"engine %s: %s {message}", self._client.name, self._client.url, seconds)
+
+    async def _is_there(self) -> bool:
+        self._looked_at = self._now()
+        try:
+            # A server that loads says 503, a gateway before one that is gone says 502 or 504.
+            return (await self._client.look("/health")).status < 500
+        except EngineError:
+            return False
+
+
+async def find_dialect(client: Client, name: str) -> Dialect:
+    """Return the dialect of that name; "auto" asks the server for a path of each in turn.
+
+    :raises UnsupportedByEngine: nothing known answers.
+    """
+    if name != AUTO:
+        return DIALECTS[name](client.options)
+    refused = None
+    for kind in DIALECTS.values():
+        if not kind.found_at:
+            continue
+        reply = await client.look(kind.found_at)
+        if reply.status == 200:
+            return kind(client.options)
+        if reply.status in (401, 403):
+            refused = refused or reply
+    if refused is not None:
+        raise client.refusal(refused)
+    advice = f"Is the URL right? Or say which dialect it speaks: {', '.join(DIALECTS)}"
+    raise UnsupportedByEngine(client.name, f"nothing at {client.url} is known", advice)
+
+
+async def identify(client: Client, dialect: Dialect, model: str) -> Identity:
+    """Ask the server who it is.
+
+    :raises UnsupportedByEngine: it speaks another dialect, or lacks the model.
+    """
+    try:
+        return await dialect.identify(client, model)
+    except ValueError as error:
+        raise UnsupportedByEngine(
+            client.name,
+            f"{client.url} does not speak {dialect.name}",
+            "Is it another kind of server?",
+        ) from error
+
+
+def describe(name: str, dialect: Dialect, identity: Identity, tokenizer: Tokenizer) -> EngineSpec:
+    """Describe the server as an engine, before anything was seen of what it claims.
+
+    :raises UnsupportedByEngine: it does not say how long its context is.
+    """
+    if identity.context_length <= dialect.spare:
+        raise UnsupportedByEngine(name, "it does not say how long its context is")
+    end: Any = getattr(tokenizer, "end_id", None)
+    return EngineSpec(
+        name=name,
+        model=identity.model,
+        tokenizer=tokenizer.digest,
+        chat_template=getattr(tokenizer, "template_digest", ""),
+        context_length=identity.context_length - dialect.spare,
+        end_ids=tuple(getattr(tokenizer, "end_ids", () if end is None else (end,))),
+        vocabulary=vocabulary_of(tokenizer),
+        engine=identity.engine,
+        dtype="of the server",
+        logprobs=dialect.logprobs,
+        capabilities=claimed_by(dialect),
+    )
+
+
+def claimed_by(dialect: Dialect) -> frozenset[Capability]:
+    """Return what servers of this dialect can do at best."""
+    capabilities: set[Capability] = {"sample"}
+    if isinstance(dialect, Scorer):
+        capabilities.add("score")
+    if isinstance(dialect, Rater):
+        capabilities.add("rate")
+    return frozenset(capabilities)
+
+
+def require_capabilities(
+    name: str, identity: Identity, can: frozenset[Capability], needs: frozenset[Capability]
+) -> None:
+    """Refuse a kind of server that cannot do what is needed; one that scores can rate.
+
+    :raises UnsupportedByEngine: naming what it lacks.
+    """
+    missing = needs - can
+    if "score" in can:
+        missing -= {"rate"}
+    if missing:
+        problem = (
+            f"{identity.engine} cannot {' or '.join(sorted(missing))}, which the pipeline needs"
+        )
+        raise UnsupportedByEngine(name, problem, "Serve this model with vLLM or SGLang")
+
+
+async def open_tokenizer(wanted: Tokenizer | str | Path | None, hint: str, name: str) -> Tokenizer:
+    """Return the tokenizer that was given, or load the one that was named, by the user or the server.
+
+    :raises ModelLoadError: there is none.
+    """
+    if wanted is not None and not isinstance(wanted, str | Path):
+        return wanted
+    return await to_thread.run_sync(_load_tokenizer, str(wanted or hint), name)
+
+
+def _load_tokenizer(model: str, name: str) -> Tokenizer:
+    # transformers is heavy, and servers that take text do without.
+    from atts.models.folders import find_tokenizer
+    from atts.models.tokenizers import ModelTokenizer
+
+    return ModelTokenizer(find_tokenizer(model, name), name)
+
+
+def vocabulary_of(tokenizer: Tokenizer) -> int:
+    """Return the number of ids of a tokenizer.
+
+    :raises OptionError: the tokenizer does not say.
+    """
+    vocabulary: Any = getattr(tokenizer, "vocabulary", None)
+    if not isinstance(vocabulary, int):
+        raise OptionError(
+            "tokenizer",
+            f"{type(tokenizer).__name__} has no attribute `vocabulary`, the number of its ids",
+        )
+    return vocabulary
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
     """Everything a probe found at a URL; prints as a list."""
@@ -443,15 +507,20 @@ class ProbeReport:
 
     @property
     def can(self) -> tuple[str, ...]:
-        """What pipelines may use it for: "sample", "score", "rate"; what scores a text can rate by
-        one token.
-        """
-        found = self.spec.capabilities
-        return tuple(sorted(found | {"rate"} if "score" in found else found))
+        """Return what pipelines may use it for: "sample", "score", "rate"."""
+        capabilities: set[str] = set(self.spec.capabilities)
+        if "score" in capabilities:
+            # What scores a text can rate by one token.
+            capabilities.add("rate")
+        return tuple(sorted(capabilities))
 
     def as_json(self) -> dict[str, Any]:
-        """One object."""
+        """Return the report as one JSON object."""
         spec = self.spec
+        findings = [
+            {"name": finding.name, "answer": finding.answer, "seen": finding.seen}
+            for finding in self.findings
+        ]
         return {
             "url": self.url,
             "engine": spec.engine,
@@ -460,27 +529,27 @@ class ProbeReport:
             "vocabulary": spec.vocabulary,
             "logprobs": spec.logprobs,
             "can": list(self.can),
-            "findings": [
-                {"name": f.name, "answer": f.answer, "seen": f.seen} for f in self.findings
-            ],
+            "findings": findings,
         }
 
     def __str__(self) -> str:
         spec = self.spec
-        head = f"{self.url}: {spec.engine}, {spec.model}, {spec.context_length} tokens; can {' and '.join(self.can)}"
+        can = " and ".join(self.can)
+        head = f"{self.url}: {spec.engine}, {spec.model}, {spec.context_length} tokens; can {can}"
         return "\n  ".join([head, *map(str, self.findings)])
 
 
 async def probe(
     url: str,
     *,
-    dialect: DialectName | Literal["auto"] = "auto",
+    dialect: str = AUTO,
     model: str = "",
     tokenizer: Tokenizer | str | Path | None = None,
     options: RemoteOptions = _DEFAULTS,
 ) -> ProbeReport:
-    """Look at a server with a dozen short requests, some 200 where it speculates; only another
-    tokenizer is refused.
+    """Look at a server with a dozen short requests, some 200 where it speculates.
+
+    Nothing but another tokenizer is refused: the report says what does not hold.
 
     :raises EngineError: it cannot be reached, speaks nothing we know, or lacks the model.
     :raises FingerprintError: its tokenizer is another than the one given.

@@ -21,8 +21,14 @@ from atts.servers.dialect import (
 )
 from atts.servers.replies import Count, ModelRow, Token, Tokens, decode
 
-_FORCE = 1e9  # a bias that leaves no other token a chance; log-probs are taken before it
-_TOLD = {"cache_prompt": True, "n_probs": 1, "post_sampling_probs": False, "return_tokens": True}
+# A bias that leaves no other token a chance; log-probs are taken before it.
+_FORCE = 1e9
+_REPLY_FIELDS = {
+    "cache_prompt": True,
+    "n_probs": 1,
+    "post_sampling_probs": False,
+    "return_tokens": True,
+}
 
 
 class _Settings(Struct):
@@ -54,11 +60,14 @@ class _Completion(Struct):
 
 
 class LlamaCppDialect(Forcer):
-    """llama.cpp's own server. It leaves out the log-probs of stop words and of cut characters: they
-    are asked for.
+    """llama.cpp's own server.
+
+    It leaves out the log-probs of stop words and of cut characters, which are asked for singly.
     """
 
     name = "llamacpp"
+    schemes = ("llamacpp",)
+    found_at = "/props"
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`; one server has one model, so a name is only compared with the file's."""
@@ -73,8 +82,9 @@ class LlamaCppDialect(Forcer):
         )
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`; the defaults are another distribution, and cut before they heat: both are
-        set right.
+        """See `Dialect`.
+
+        The defaults are another distribution, and cut before they heat: both are set here.
         """
         body = {
             "prompt": request.ids,
@@ -85,29 +95,28 @@ class LlamaCppDialect(Forcer):
             "seed": seed_of(request, 31),
             "stop": request.stop,
         }
-        return Call("/completion", body | _TOLD)
+        return Call("/completion", body | _REPLY_FIELDS)
 
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`; a log-prob is None from where the server began to leave them out."""
-        found: _Completion = decode(reply, _Completion)
-        if found.truncated:
+        completion: _Completion = decode(reply, _Completion)
+        if completion.truncated:
             raise ValueError("it cut the prompt")
-        logprobs = _matched(found.tokens, found.completion_probabilities)
-        finish: Literal["stop", "length"] = "length" if found.stop_type == "limit" else "stop"
-        return RawCompletion(
-            found.tokens, logprobs, finish, (found.timings and found.timings.cache_n) or 0
-        )
+        logprobs = _matched(completion.tokens, completion.completion_probabilities)
+        finish: Literal["stop", "length"] = "length" if completion.stop_type == "limit" else "stop"
+        cached = completion.timings.cache_n if completion.timings else None
+        return RawCompletion(completion.tokens, logprobs, finish, cached or 0)
 
     def forcing(self, ids: TokenIds, token: int) -> Call:
-        """See `Forcer`: one token, with all weight on the one asked for."""
+        """See `Forcer`; one token is written, with all weight on the one asked for."""
         body = {"prompt": ids, "n_predict": 1, "temperature": 1.0, "samplers": ["temperature"]}
-        return Call("/completion", body | {"logit_bias": [[token, _FORCE]]} | _TOLD)
+        return Call("/completion", body | {"logit_bias": [[token, _FORCE]]} | _REPLY_FIELDS)
 
     def forced(self, reply: bytes, token: int) -> float:
         """See `Forcer`."""
-        found: _Completion = decode(reply, _Completion)
-        (row,) = found.completion_probabilities
-        if row.id != token or found.tokens != (token,):
+        completion: _Completion = decode(reply, _Completion)
+        (row,) = completion.completion_probabilities
+        if row.id != token or completion.tokens != (token,):
             raise ValueError(f"it was made to write {token}, and wrote {row.id}")
         return row.logprob
 
@@ -123,12 +132,14 @@ class LlamaCppDialect(Forcer):
 
 
 def _matched(ids: TokenIds, rows: tuple[_Row, ...]) -> tuple[float | None, ...]:
-    """A log-prob per id up to the first that was left out; beyond it there is no telling whose is
-    whose.
+    """Return a log-prob for each id up to the first that was left out, and None from there on.
+
+    After a gap it is unknown which row belongs to which id.
     """
-    whole = 0
-    while whole < min(len(ids), len(rows)) and rows[whole].id == ids[whole]:
-        whole += 1
-    if len(rows) > len(ids) or (len(rows) == len(ids) and whole < len(ids)):
+    matching = 0
+    while matching < min(len(ids), len(rows)) and rows[matching].id == ids[matching]:
+        matching += 1
+    if len(rows) > len(ids) or (len(rows) == len(ids) and matching < len(ids)):
         raise ValueError("the log-probs are not of the ids that came with them")
-    return tuple(rows[place].logprob if place < whole else None for place in range(len(ids)))
+    known = [row.logprob for row in rows[:matching]]
+    return (*known, *[None] * (len(ids) - matching))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Raw, Struct
 
 from atts.core import SampleRequest
-from atts.servers.chat import TextDialect, opened, written
+from atts.servers.chat import TextDialect, left_open
 from atts.servers.client import Call, Client
 from atts.servers.dialect import (
     Identity,
@@ -14,12 +16,13 @@ from atts.servers.dialect import (
     json_at,
     sampling_fields,
     seed_of,
-    short,
+    short_version,
 )
 from atts.servers.options import RemoteOptions
 from atts.servers.replies import Count, ModelRow, Version, decode, finish_of
 
-CONTEXT = 8192  # places are memory there; more by the setting `context`
+# Every position takes memory there, so a default is small; the setting `context` asks for more.
+CONTEXT = 8192
 
 
 class _Tag(Struct):
@@ -37,6 +40,7 @@ class _Shown(Struct):
 
 class _Message(Struct):
     content: str
+    thinking: Any = None
 
 
 class _Answer(Struct):
@@ -48,14 +52,16 @@ class _Answer(Struct):
 
 
 class OllamaDialect(TextDialect):
-    """Ollama's own API; a last assistant message is gone on with.
+    """Ollama's own API, which continues a last assistant message.
 
-    The context is set with every call, for the default is small and cut from the left in silence.
-    Stop strings are not sent: the server does not tell a stop from the model's own end. They are
-    looked for here.
+    The context is set with every call, because the default is small and cut from the left in
+    silence. Stop strings are not sent: the server does not separate a stop from the model's own
+    end. They are looked for here.
     """
 
     name = "ollama"
+    schemes = ("ollama",)
+    found_at = "/api/version"
 
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
@@ -64,24 +70,24 @@ class OllamaDialect(TextDialect):
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`; "llama3" is "llama3:latest"."""
         version: str = (await json_at(client, "/api/version", Version)).version
-        rows = [
-            ModelRow(row.model, row.name)
-            for row in (await json_at(client, "/api/tags", _Tags)).models
-        ]
-        named = model if not model or ":" in model else f"{model}:latest"
-        self._model = choose_model(client, rows, named).id
-        info: dict[str, Raw] = (
-            await json_at(client, "/api/show", _Shown, {"model": self._model})
-        ).model_info
+        tags: _Tags = await json_at(client, "/api/tags", _Tags)
+        rows = [ModelRow(row.model, row.name) for row in tags.models]
+        if model and ":" not in model:
+            model = f"{model}:latest"
+        self._model = choose_model(client, rows, model).id
+        shown: _Shown = await json_at(client, "/api/show", _Shown, {"model": self._model})
+        # The name begins with that of the model's family.
         lengths: list[int] = [
-            decode(bytes(info[name]), Count) for name in info if name.endswith(".context_length")
+            decode(bytes(value), Count)
+            for name, value in shown.model_info.items()
+            if name.endswith(".context_length")
         ]
         most = max(lengths, default=CONTEXT)
         self._context = min(self._options.context or CONTEXT, most)
-        return Identity(f"ollama {short(version)}", version, self._model, self._context)
+        return Identity(f"ollama {short_version(version)}", version, self._model, self._context)
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
-        """See `Dialect`; the defaults are another distribution."""
+        """See `Dialect`; every field is sent, because the defaults are another distribution."""
         options = {
             "num_predict": request.max_tokens,
             "num_ctx": self._context,
@@ -89,21 +95,32 @@ class OllamaDialect(TextDialect):
             **sampling_fields(request.sampling),
             "repeat_penalty": 1.0,
         }
-        messages, _ = opened(self._text.messages(request.ids), "trailing")
-        flags = {"stream": False, "truncate": False, "shift": False}
-        return Call(
-            "/api/chat", {"model": self._model, "messages": messages, "options": options, **flags}
-        )
+        messages, _ = left_open(self._text.messages(request.ids), "trailing")
+        body = {
+            "model": self._model,
+            "messages": messages,
+            "options": options,
+            "stream": False,
+            "truncate": False,
+            "shift": False,
+        }
+        return Call("/api/chat", body)
 
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`.
 
         :raises ValueError: the prompt filled the whole context: its beginning is gone.
         """
-        found: _Answer = decode(reply, _Answer)
-        if not found.done:
+        answer: _Answer = decode(reply, _Answer)
+        if not answer.done:
             raise ValueError("the reply breaks off")
-        if (found.prompt_eval_count or 0) >= self._context:
+        if (answer.prompt_eval_count or 0) >= self._context:
             raise ValueError("it cut the prompt to its context")
-        finish = finish_of(found.done_reason)
-        return written(self._text, found.message.content, finish, request, found.eval_count or 0)
+        message = answer.message
+        return self._written(
+            request,
+            message.thinking,
+            message.content,
+            finish_of(answer.done_reason),
+            answer.eval_count or 0,
+        )

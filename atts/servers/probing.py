@@ -14,106 +14,28 @@ from atts.core import Message, SampleRequest, Sampling, ScoreRequest, Scores, To
 from atts.engine import Capability
 from atts.errors import BadReply, EngineError, FingerprintError, UnsupportedByEngine
 from atts.sampling import Seed
-from atts.servers.dialect import DialectClient, Identity, LogProbs, Rater, RawCompletion, Scorer
+from atts.servers.dialect import (
+    DialectClient,
+    Identity,
+    LogProbs,
+    NoVisibleText,
+    Rater,
+    RawCompletion,
+    Scorer,
+)
 
-_COMPARED_TEXTS = 8
-_TOKENS = 12
-_WARM = Sampling(temperature=0.7)
-_GREEDY = Sampling(temperature=0.0)
-_MOST_DEVIATIONS = 5.0  # an honest server passes it about once in a million times
-_NEAR = 0.1  # nats between two tokens that either may be the likeliest one
-
-
-class Lossless(NamedTuple):
-    """What a server was seen to write: in how far it is what its own law says."""
-
-    tokens: int  # sampled in texts, each beside one drawn alone
-    worse: float  # nats by which they are less likely than those, on average
-    # of that from 0, in standard errors; below 0 where texts are likelier than they may be
-    deviation: float
-    # the most nats by which a token of a greedy text is less likely than the likeliest
-    misled: float
-
-    @property
-    def trouble(self) -> str:
-        """What is wrong with it; "" if nothing is."""
-        found = list[str]()
-        if abs(self.deviation) > _MOST_DEVIATIONS:
-            words = f"{self.tokens} tokens sampled at temperature {_WARM.temperature:g} are {abs(self.worse):.2f} nats "
-            words += (
-                f"{'less' if self.worse > 0 else 'more'} likely than such as are drawn one by one"
-            )
-            found.append(f"{words} ({abs(self.deviation):.1f} deviations)")
-        if self.misled > _NEAR:
-            found.append(
-                f"its greedy text has a token {self.misled:.2f} nats less likely than the likeliest"
-            )
-        return " and ".join(found)
-
-    def __str__(self) -> str:
-        if self.trouble:
-            return f"what it writes is not what its law says: {self.trouble}; serve it without speculation"
-        return f"{self.tokens} sampled tokens follow its law ({self.deviation:+.1f} deviations), greedy ones are best"
-
-
-async def see_lossless(requests: DialectClient, prompt: TokenIds, greedy: TokenIds) -> Lossless:
-    """Look at texts sampled after the prompt, and at one that was written greedily.
-
-    :raises EngineError: the server fails.
-    """
-    texts = await collect(
-        [partial(_differences, requests, prompt, number) for number in range(_COMPARED_TEXTS)]
-    )
-    found = [value for text in texts for value in text]
-    gaps = await collect(
-        [partial(_gap, requests, prompt + greedy[:n], greedy[n]) for n in range(len(greedy))]
-    )
-    root = math.sqrt(sum(value * value for value in found))
-    return Lossless(
-        len(found), sum(found) / max(1, len(found)), sum(found) / root if root else 0.0, max(gaps)
-    )
-
-
-async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -> list[float]:
-    """For each token of a text, how much likelier one drawn alone in its place is."""
-    seed = Seed(run=100 + number, purpose="probe")
-    ids = (await requests.sample_raw(SampleRequest(prompt, _TOKENS, _WARM, seed))).ids
-    if not ids:
-        return []
-    scores = (await requests.score(ScoreRequest(prompt, ids))).logprobs
-
-    async def alone(place: int) -> float:
-        before = prompt + ids[:place]
-        own = replace(seed, sample=1 + place)
-        token = (await requests.sample_raw(SampleRequest(before, 1, _WARM, own))).ids[:1]
-        return (await requests.score(ScoreRequest(before, token))).logprobs[0]
-
-    drawn = await collect([partial(alone, place) for place in range(len(ids))])
-    floor = -30.0  # a token of no mass at all counts as this
-    return [max(floor, other) - max(floor, own) for other, own in zip(drawn, scores, strict=True)]
-
-
-async def _gap(requests: DialectClient, ids: TokenIds, token: int) -> float:
-    """How much less likely a token of a greedy text is than the one that is written greedily alone."""
-    alone = await requests.sample_raw(SampleRequest(ids, 1, _GREEDY, Seed(purpose="probe")))
-    if alone.ids[0] == token:
-        return 0.0
-    pairs = await collect(
-        [partial(requests.score, ScoreRequest(ids, (each,))) for each in (alone.ids[0], token)]
-    )
-    best, own = (scores.logprobs[0] for scores in pairs)
-    return best - own
-
-
+# Nats by which servers that batch differently differ.
+TOLERANCE = 0.05
 _TEXTS = ("Let x = 2.\n\nThen 12345 + 678 = 13023.", "\n\n  two  spaces", "naïve \\boxed{42} π")
 _QUESTION = "Start at 17. +5, -8, +11. What is the result?"
 _TOKENS = 12
+# Enough for a model to reason about the question and answer it.
+_REASONING_TOKENS = 2048
 _GREEDY = Sampling(temperature=0.0)
 _HOT = Sampling(temperature=2.0)
-TOLERANCE = 0.05  # nats; servers that batch differently differ by this much
 
 Answer = Literal["yes", "no", "unknown"]
-Seen = Literal["raw", "processed", "unknown"]
+Convention = Literal["raw", "processed", "unknown"]
 
 
 class OtherTokenizer(FingerprintError):
@@ -121,7 +43,7 @@ class OtherTokenizer(FingerprintError):
 
     def __init__(self, engine: str, text: str, theirs: TokenIds, ours: TokenIds) -> None:
         super().__init__(f"engine {engine}", [(repr(text), theirs, ours)])
-        seen = f"of {text[:24]!r} the server makes {_few(theirs)}, the tokenizer {_few(ours)}"
+        seen = f"of {text[:24]!r} the server makes {_first_ids(theirs)}, the tokenizer {_first_ids(ours)}"
         problem = f"the tokenizer is not that of the model served: {seen}"
         self.args = (
             f"engine {engine}: {problem}. Name that model's: --tokenizer FOLDER, or "
@@ -131,7 +53,7 @@ class OtherTokenizer(FingerprintError):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: whether it holds, and what was seen."""
+    """One claim that was looked at, whether it holds, and the evidence."""
 
     name: str
     answer: Answer
@@ -144,18 +66,21 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a probe learnt, and the values by which a server is known again."""
+    """The findings of a probe, and the values by which a server is recognised later."""
 
     findings: tuple[Finding, ...]
-    sampled: Literal["raw", "processed"]  # the log-probs of sampled tokens
-    text: TokenIds  # written greedily after the probe's prompt
-    # their log-probs: scored, or as sampled where the server cannot score
+    sampled: Literal["raw", "processed"]
+    """The log-probs of sampled tokens."""
+    text: TokenIds
+    """Written greedily after the probe's prompt."""
     values: tuple[float, ...]
-    convention: Seen = "unknown"  # as measured
+    """The log-probs of the text: scored, or as sampled where the server cannot score."""
+    convention: Convention = "unknown"
+    """As measured."""
 
 
 class ServerProbe:
-    """Looks at one server, a few cheap calls long."""
+    """Looks at one server by a few cheap calls."""
 
     def __init__(self, requests: DialectClient) -> None:
         self._requests = requests
@@ -172,48 +97,96 @@ class ServerProbe:
         :raises EngineError: it fails at something without which nothing can be said.
         """
         findings = [Finding("engine", "yes", f"{self._spec.engine}, model {self._spec.model}")]
+        if self._dialect.speaks == "text":
+            await self._look_at_text(findings)
+            return Known(tuple(findings), "raw", (), ())
         findings.append(await self._see_tokenizer())
         written = await self._requests.sample_raw(self._request(_GREEDY))
-        with_them = "their log-probs" if written.logprobs else "no log-probs"
+        evidence = "their log-probs" if written.logprobs else "no log-probs"
         findings.append(
-            Finding("ids", "yes", f"{len(written.ids)} ids came back with {with_them}", "sample")
+            Finding("ids", "yes", f"{len(written.ids)} ids came back with {evidence}", "sample")
         )
         findings.append(await self._see_stop(written.ids))
         findings.append(await self._see_seeds())
-        values = _sent(written)
-        convention: Seen = "unknown"
+        values = _known_logprobs(written)
+        convention: Convention = "unknown"
         if isinstance(self._dialect, Scorer):
-            found, values = await self._see_scores(written)
-            findings.extend(found)
-            convention = await self._convention() if values else "unknown"
+            scoring, values = await self._see_scores(written)
+            findings.extend(scoring)
             if values:
+                convention = await self._measure_convention()
                 findings.append(await self._see_speculation(written.ids))
         if isinstance(self._dialect, Rater):
             findings.append(await self._see_rating())
         sampled = self._dialect.logprobs if convention == "unknown" else convention
-        findings.append(_convention_seen(sampled, convention))
+        findings.append(_convention_finding(sampled, convention))
         findings.append(await self._see_abort())
         known: Literal["raw", "processed"] = "processed" if sampled == "processed" else "raw"
         return Known(tuple(findings), known, written.ids, values, convention)
 
-    async def again(self, known: Known) -> tuple[tuple[float, ...], Seen]:
-        """The values and the convention of what is known, asked for again."""
+    async def again(self, known: Known) -> tuple[tuple[float, ...], Convention]:
+        """Ask again for the values and the convention of what is known."""
+        if self._dialect.speaks == "text":
+            # Text has no log-probs to compare; hosted models are paid for, so none is written.
+            return (), "unknown"
         if isinstance(self._dialect, Scorer):
             scores = await self._requests.score(ScoreRequest(self._prompt, known.text))
-            return scores.logprobs, await self._convention()
+            return scores.logprobs, await self._measure_convention()
         written = await self._requests.sample_raw(self._request(_GREEDY))
-        return _sent(written) if written.ids == known.text else (), "unknown"
+        if written.ids != known.text:
+            return (), "unknown"
+        return _known_logprobs(written), "unknown"
 
     def _request(self, sampling: Sampling, seed: int = 0, tokens: int = _TOKENS) -> SampleRequest:
         return SampleRequest(self._prompt, tokens, sampling, Seed(run=seed, purpose="probe"))
 
+    async def _look_at_text(self, findings: list[Finding]) -> None:
+        """Look at a server that takes messages and gives text."""
+        seen = "text goes both ways: its tokens are the server's own affair"
+        findings.append(Finding("tokenizer", "unknown", seen))
+        written = await self._see_text(findings)
+        if written is None:
+            seen = "not looked at: the model reasons before it writes"
+            findings.append(Finding("stop", "unknown", seen))
+            findings.append(Finding("seeds", "unknown", seen))
+        else:
+            findings.append(await self._see_stop(written.ids))
+            findings.append(await self._see_seeds())
+        if isinstance(self._dialect, Rater):
+            findings.append(await self._see_rating())
+        findings.append(_convention_finding(self._dialect.logprobs, "unknown"))
+        findings.append(await self._see_abort())
+
+    async def _see_text(self, findings: list[Finding]) -> RawCompletion | None:
+        """See the model write; return the text, or None from one that reasons unseen.
+
+        A model that reasons first shows nothing after a few tokens, and some such models are
+        sampled at temperature 1 only.
+        """
+        sampling = _GREEDY
+        try:
+            written = await self._requests.sample_raw(self._request(sampling))
+        except NoVisibleText:
+            pass
+        except EngineError as error:
+            if error.retryable or "temperature" not in str(error):
+                raise
+            sampling = Sampling()
+        else:
+            seen = f"{len(written.ids)} ids came back with no log-probs"
+            findings.append(Finding("ids", "yes", seen, "sample"))
+            return written
+        room = self._spec.context_length - len(self._prompt)
+        tokens = min(_REASONING_TOKENS, room)
+        try:
+            written = await self._requests.sample_raw(self._request(sampling, tokens=tokens))
+            seen = f"{len(written.ids)} ids came back after reasoning that is not shown"
+        except NoVisibleText as error:
+            seen = f"{error.problem}: give chunks more than {tokens} tokens"
+        findings.append(Finding("ids", "yes", seen, "sample"))
+        return None
+
     async def _see_tokenizer(self) -> Finding:
-        if self._dialect.speaks == "text":
-            return Finding(
-                "tokenizer",
-                "unknown",
-                "text goes both ways: its tokens are the server's own affair",
-            )
         try:
             for text in _TEXTS:
                 theirs = await self._dialect.tokenize(self._client, text)
@@ -225,47 +198,40 @@ class ServerProbe:
         return Finding("tokenizer", "yes", f"the server's ids of {len(_TEXTS)} texts are ours")
 
     async def _see_stop(self, ids: TokenIds) -> Finding:
-        place = len(ids) // 2
-        stop = self._tokenizer.decode(ids[place : place + 1])
+        """Ask for the greedy text again, with a stop string in the middle of it."""
+        middle = len(ids) // 2
+        stop = self._tokenizer.decode(ids[middle : middle + 1])
         if not stop or "\ufffd" in stop:
             return Finding("stop", "unknown", "no text to stop at was written")
         cut = await self._requests.sample_raw(replace(self._request(_GREEDY), stop=(stop,)))
         if len(cut.ids) < len(ids) or cut.finish == "stop":
             return Finding("stop", "yes", f"it stopped at {stop!r} after {len(cut.ids)} tokens")
-        return Finding(
-            "stop",
-            "no",
-            f"it wrote {len(cut.ids)} tokens past {stop!r}: they are cut off here, and paid for",
-        )
+        seen = f"it wrote {len(cut.ids)} tokens past {stop!r}: they are cut off here, and paid for"
+        return Finding("stop", "no", seen)
 
     async def _see_seeds(self) -> Finding:
-        first, again = [
-            await self._requests.sample_raw(self._request(Sampling(temperature=1.5), 7))
-            for _ in range(2)
-        ]
+        request = self._request(Sampling(temperature=1.5), seed=7)
+        first = await self._requests.sample_raw(request)
+        again = await self._requests.sample_raw(request)
         if first.ids == again.ids:
             return Finding("seeds", "yes", "a seed gave the same text twice")
-        return Finding(
-            "seeds",
-            "no",
-            "a seed gave two texts: runs on this server cannot be repeated token for token",
-        )
+        seen = "a seed gave two texts: runs on this server cannot be repeated token for token"
+        return Finding("seeds", "no", seen)
 
     async def _see_scores(self, written: RawCompletion) -> tuple[list[Finding], tuple[float, ...]]:
-        """A greedy text is scored, again, and with a strange token planted in it."""
+        """Score a greedy text, score it again, and score it with a strange token planted in it."""
         ids = written.ids
+        middle = len(ids) // 2
+        strange = self._strange_token(ids[middle])
+        planted = (*ids[:middle], strange, *ids[middle + 1 :])
         try:
             first = await self._requests.score(ScoreRequest(self._prompt, ids))
             again = await self._requests.score(ScoreRequest(self._prompt, ids))
-            place = len(ids) // 2
-            strange = self._strange(ids[place])
-            spoilt = await self._requests.score(
-                ScoreRequest(self._prompt, (*ids[:place], strange, *ids[place + 1 :]))
-            )
+            spoilt = await self._requests.score(ScoreRequest(self._prompt, planted))
         except (BadReply, UnsupportedByEngine) as error:
             return [Finding("scores", "no", str(error), "score")], ()
-        findings = [self._compare(written, first, again)]
-        gain = spoilt.logprobs[place] - first.logprobs[place]
+        findings = [self._compare_scores(written, first, again)]
+        gain = spoilt.logprobs[middle] - first.logprobs[middle]
         seen = f"a planted token scores {gain:.2f} nats against the greedy one"
         findings.append(Finding("planted", "yes" if gain < 0 else "no", seen, "score"))
         later = max(again.cached_tokens, spoilt.cached_tokens)
@@ -274,125 +240,105 @@ class ServerProbe:
         return findings, first.logprobs
 
     async def _see_rating(self) -> Finding:
-        """One token with its alternatives."""
+        """Ask for one token with its alternatives."""
         try:
             words = await self._requests.ratings(self._prompt)
         except EngineError as error:
             if error.retryable and not isinstance(error, BadReply):
                 raise
-            return Finding(
-                "rating", "no", f"it does not tell the likeliest tokens ({error})", "rate"
-            )
+            seen = f"it does not tell the likeliest tokens ({error})"
+            return Finding("rating", "no", seen, "rate")
         return Finding("rating", "yes", f"{len(words)} likely words with log-probs", "rate")
 
     async def _see_speculation(self, greedy: TokenIds) -> Finding:
-        """Whether the server speculates, and if so whether its texts still follow the law that it
-        scores by.
-        """
-        told = await self._dialect.speculation(self._client)
-        if told == "":
+        """Ask whether the server speculates, and if so test that it samples what it scores."""
+        speculation = await self._dialect.speculation(self._client)
+        if speculation == "":
             return Finding("speculation", "yes", "the server does not speculate")
         try:
-            seen = await see_lossless(self._requests, self._prompt, greedy)
+            test = await check_losslessness(self._requests, self._prompt, greedy)
         except (BadReply, UnsupportedByEngine) as error:
             return Finding("speculation", "unknown", str(error))
-        words = f"{told or 'it does not say whether it speculates'}; {seen}"
-        return Finding("speculation", "no" if seen.trouble else "yes", words, "sample")
+        seen = f"{speculation or 'it does not say whether it speculates'}; {test}"
+        return Finding("speculation", "no" if test.trouble else "yes", seen, "sample")
 
-    def _strange(self, token: int) -> int:
-        """An id far from the given one, and no end."""
+    def _strange_token(self, token: int) -> int:
+        """Return an id far from the given one that is not an end."""
         size = self._spec.vocabulary
-        candidates = ((token + size // 2 + step) % size for step in range(size))
-        return next(
-            index for index in candidates if index != token and index not in self._spec.end_ids
-        )
+        for step in range(size):
+            candidate = (token + size // 2 + step) % size
+            if candidate != token and candidate not in self._spec.end_ids:
+                return candidate
+        raise AssertionError("a vocabulary has more than its ends and one token")
 
-    def _compare(self, written: RawCompletion, first: Scores, again: Scores) -> Finding:
+    def _compare_scores(self, written: RawCompletion, first: Scores, again: Scores) -> Finding:
         drift = _distance(first.logprobs, again.logprobs)
         if drift > TOLERANCE:
-            return Finding(
-                "scores",
-                "no",
-                f"the same chunk scored {drift:.3f} nats otherwise from the cache",
-                "score",
-            )
-        # at temperature 0 both are of the raw distribution
-        off = _distance(first.logprobs, _sent(written))
-        if off > 2 * TOLERANCE:
-            return Finding(
-                "scores",
-                "no",
-                f"scores are {off:.3f} nats from the log-probs sampled with",
-                "score",
-            )
-        return Finding(
-            "scores",
-            "yes",
-            f"{len(first.logprobs)} finite scores, within {max(drift, off):.4f} nats",
-            "score",
-        )
+            seen = f"the same chunk scored {drift:.3f} nats otherwise from the cache"
+            return Finding("scores", "no", seen, "score")
+        # At temperature 0 both are of the raw distribution.
+        difference = _distance(first.logprobs, _known_logprobs(written))
+        if difference > 2 * TOLERANCE:
+            seen = f"scores are {difference:.3f} nats from the log-probs sampled with"
+            return Finding("scores", "no", seen, "score")
+        nats = max(drift, difference)
+        seen = f"{len(first.logprobs)} finite scores, within {nats:.4f} nats"
+        return Finding("scores", "yes", seen, "score")
 
-    async def _convention(self) -> Seen:
-        """Whether log-probs of hot samples are of the raw distribution: compared with scores, which
-        are.
-        """
+    async def _measure_convention(self) -> Convention:
+        """Compare the log-probs of a hot sample with its scores, which are raw."""
         hot = await self._requests.sample_raw(self._request(_HOT, 3))
-        sampled = _sent(hot)
+        sampled = _known_logprobs(hot)
         if len(sampled) != len(hot.ids):
             return "unknown"
         scores = await self._requests.score(ScoreRequest(self._prompt, hot.ids))
         if all(value > -TOLERANCE for value in scores.logprobs):
-            return "unknown"  # so sure of itself that heat changes nothing
+            # So sure of itself that heat changes nothing.
+            return "unknown"
         return "raw" if _distance(scores.logprobs, sampled) <= 2 * TOLERANCE else "processed"
 
     async def _see_abort(self) -> Finding:
-        """A long request, cancelled, must leave the server's count of running requests."""
+        """Cancel a long request, which must leave the server's count of running requests."""
         before = await self._dialect.running(self._client)
         if before is None:
             return Finding("abort", "unknown", "the server does not say how many requests run")
         room = self._spec.context_length - len(self._prompt)
         request = self._request(_HOT, 11, min(2048, room))
         most = before
-        over = anyio.Event()
+        is_over = anyio.Event()
 
         async def write() -> None:
             await self._requests.sample_raw(request)
-            over.set()
+            is_over.set()
 
         async with task_group() as group:
             group.start_soon(write)
             with anyio.move_on_after(1.0):
-                while most <= before and not over.is_set():
+                while most <= before and not is_over.is_set():
                     most = max(most, await self._dialect.running(self._client) or 0)
                     await anyio.sleep(0.01)
             group.cancel_scope.cancel()
         if most <= before:
             return Finding("abort", "unknown", "the request was over before it could be cancelled")
-        began = anyio.current_time()
+        cancelled_at = anyio.current_time()
         with anyio.move_on_after(5.0):
             while (await self._dialect.running(self._client) or 0) >= most:  # noqa: ASYNC110  # it can only be polled
                 await anyio.sleep(0.02)
-            return Finding(
-                "abort",
-                "yes",
-                f"the slot was free {anyio.current_time() - began:.2f} s after the cancel",
-            )
-        return Finding(
-            "abort",
-            "no",
-            "a cancelled request still runs after 5 s: rollouts given up keep the server busy",
-        )
+            seconds = anyio.current_time() - cancelled_at
+            return Finding("abort", "yes", f"the slot was free {seconds:.2f} s after the cancel")
+        seen = "a cancelled request still runs after 5 s: rollouts given up keep the server busy"
+        return Finding("abort", "no", seen)
 
 
-def refuse(name: str, findings: tuple[Finding, ...], needs: frozenset[Capability]) -> None:
+def refuse_broken(name: str, findings: tuple[Finding, ...], needs: frozenset[Capability]) -> None:
     """Refuse a server that was seen not to do what is needed.
 
     :raises UnsupportedByEngine: with every reason.
     """
     reasons = [
-        f"{found.name}: {found.seen}"
-        for found in findings
-        if found.answer == "no" and found.needed in needs
+        f"{finding.name}: {finding.seen}"
+        for finding in findings
+        if finding.answer == "no" and finding.needed in needs
     ]
     if reasons:
         raise UnsupportedByEngine(
@@ -400,27 +346,31 @@ def refuse(name: str, findings: tuple[Finding, ...], needs: frozenset[Capability
         )
 
 
-def same_as_before(
+def require_unchanged(
     name: str,
     was: Identity,
     now: Identity,
     known: Known,
     values: tuple[float, ...],
-    convention: Seen,
+    convention: Convention,
 ) -> None:
-    """Compare a server with the one that was opened, by what it says and by `ServerProbe.again`.
+    """Compare a server with the one that was opened, by its words and by `ServerProbe.again`.
 
     :raises UnsupportedByEngine: it is another.
     """
-    pairs: list[tuple[str, object, object]] = [
-        (field, getattr(was, field), getattr(now, field))
-        for field in ("engine", "model", "context_length")
-    ]
+    changes: list[str] = []
+
+    def compare(what: str, old: object, new: object) -> None:
+        if old != new:
+            changes.append(f"{what} was {old}, is {new}")
+
+    compare("engine", was.engine, now.engine)
+    compare("model", was.model, now.model)
+    compare("context_length", was.context_length, now.context_length)
     if "unknown" not in (known.convention, convention):
-        pairs.append(("log-probs", known.convention, convention))
-    if len(known.values) != len(values) or _distance(known.values, values) > 2 * TOLERANCE:
-        pairs.append(("log-probs of a known text", _short(known.values), _short(values)))
-    changes = [f"{what} was {old}, is {new}" for what, old, new in pairs if old != new]
+        compare("log-probs", known.convention, convention)
+    if _distance(known.values, values) > 2 * TOLERANCE:
+        compare("log-probs of a known text", _first_values(known.values), _first_values(values))
     if changes:
         advice = "Serve the old one again, or start a run of its own on the new one"
         raise UnsupportedByEngine(
@@ -428,27 +378,140 @@ def same_as_before(
         )
 
 
-def _convention_seen(sampled: LogProbs, measured: Seen) -> Finding:
+def _convention_finding(sampled: LogProbs, measured: Convention) -> Finding:
     if sampled == "none":
         return Finding("convention", "yes", "no log-probs come with sampled text")
-    seen = f"sampled log-probs are {sampled}" + (" (not measured)" if measured == "unknown" else "")
-    return Finding("convention", "yes" if measured != "unknown" else "unknown", seen)
+    if measured == "unknown":
+        return Finding("convention", "unknown", f"sampled log-probs are {sampled} (not measured)")
+    return Finding("convention", "yes", f"sampled log-probs are {sampled}")
 
 
-def _sent(written: RawCompletion) -> tuple[float, ...]:
-    """The log-probs that came."""
+def _known_logprobs(written: RawCompletion) -> tuple[float, ...]:
     return tuple(value for value in written.logprobs if value is not None)
 
 
 def _distance(left: tuple[float, ...], right: tuple[float, ...]) -> float:
+    """Return the largest difference of two series; infinity where their lengths differ."""
     if len(left) != len(right):
-        return float("inf")
+        return math.inf
+    # Equal infinities have no difference.
     return max((abs(a - b) for a, b in zip(left, right, strict=True) if a != b), default=0.0)
 
 
-def _few(ids: TokenIds) -> str:
-    return " ".join(map(str, ids[:6])) + " ..." * (len(ids) > 6)
+def _first_ids(ids: TokenIds) -> str:
+    more = " ..." if len(ids) > 6 else ""
+    return " ".join(map(str, ids[:6])) + more
 
 
-def _short(values: tuple[float, ...]) -> str:
+def _first_values(values: tuple[float, ...]) -> str:
     return "(" + ", ".join(f"{value:.3f}" for value in values[:3]) + ", ...)"
+
+
+# The test of a server's own speculation. A request for one token is never speculated. So each token
+# of a sampled text is compared with one that is drawn alone after the same beginning: on a lossless
+# server the two are exchangeable, so the difference of their log-probabilities is as often above 0
+# as below, and the sum of such differences over the root of the sum of their squares is about a
+# standard normal number, whatever the model.
+
+_SAMPLED_TEXTS = 8
+_WARM = Sampling(temperature=0.7)
+# An honest server passes it about once in a million times.
+_MOST_DEVIATIONS = 5.0
+# Nats between two tokens that either may be the likeliest one.
+_TIE = 0.1
+# Nats that a token without any mass counts as.
+_FLOOR = -30.0
+
+
+class Lossless(NamedTuple):
+    """How a server's texts compare with the distribution that it scores by."""
+
+    tokens: int  # sampled in texts, each compared with one drawn alone
+    deficit: float  # nats by which they are less likely than those, on average
+    # The deficit in standard errors; below 0 where texts are likelier than they may be.
+    deviation: float
+    # The most nats by which a token of a greedy text is less likely than the likeliest.
+    greedy_gap: float
+
+    @property
+    def trouble(self) -> str:
+        """Return what is wrong with the texts; "" if nothing is."""
+        problems: list[str] = []
+        if abs(self.deviation) > _MOST_DEVIATIONS:
+            direction = "less" if self.deficit > 0 else "more"
+            problems.append(
+                f"{self.tokens} tokens sampled at temperature {_WARM.temperature:g} are "
+                f"{abs(self.deficit):.2f} nats {direction} likely than such as are drawn one by one "
+                f"({abs(self.deviation):.1f} deviations)"
+            )
+        if self.greedy_gap > _TIE:
+            problems.append(
+                f"its greedy text has a token {self.greedy_gap:.2f} nats less likely than the likeliest"
+            )
+        return " and ".join(problems)
+
+    def __str__(self) -> str:
+        if self.trouble:
+            return f"what it writes is not what its law says: {self.trouble}; serve it without speculation"
+        return f"{self.tokens} sampled tokens follow its law ({self.deviation:+.1f} deviations), greedy ones are best"
+
+
+async def check_losslessness(
+    requests: DialectClient, prompt: TokenIds, greedy: TokenIds
+) -> Lossless:
+    """Compare texts sampled after the prompt, and one written greedily, with tokens drawn alone.
+
+    :raises EngineError: the server fails.
+    """
+    texts = await collect(
+        [partial(_differences, requests, prompt, number) for number in range(_SAMPLED_TEXTS)]
+    )
+    differences = [value for text in texts for value in text]
+    gaps = await collect(
+        [
+            partial(_greedy_gap, requests, prompt + greedy[:length], greedy[length])
+            for length in range(len(greedy))
+        ]
+    )
+    total = sum(differences)
+    root = math.sqrt(sum(value * value for value in differences))
+    return Lossless(
+        tokens=len(differences),
+        deficit=total / max(1, len(differences)),
+        deviation=total / root if root else 0.0,
+        greedy_gap=max(gaps),
+    )
+
+
+async def _differences(requests: DialectClient, prompt: TokenIds, number: int) -> list[float]:
+    """Return for each token of a text how much likelier one drawn alone at its position is."""
+    seed = Seed(run=100 + number, purpose="probe")
+    ids = (await requests.sample_raw(SampleRequest(prompt, _TOKENS, _WARM, seed))).ids
+    if not ids:
+        return []
+    scores = (await requests.score(ScoreRequest(prompt, ids))).logprobs
+
+    async def draw_alone(position: int) -> float:
+        before = prompt + ids[:position]
+        other_seed = replace(seed, sample=1 + position)
+        request = SampleRequest(before, 1, _WARM, other_seed)
+        token = (await requests.sample_raw(request)).ids[:1]
+        return (await requests.score(ScoreRequest(before, token))).logprobs[0]
+
+    drawn = await collect([partial(draw_alone, position) for position in range(len(ids))])
+    return [
+        max(_FLOOR, alone) - max(_FLOOR, in_text)
+        for alone, in_text in zip(drawn, scores, strict=True)
+    ]
+
+
+async def _greedy_gap(requests: DialectClient, ids: TokenIds, token: int) -> float:
+    """Return how much less likely a greedy text's token is than the one written greedily alone."""
+    request = SampleRequest(ids, 1, _GREEDY, Seed(purpose="probe"))
+    alone = (await requests.sample_raw(request)).ids[0]
+    if alone == token:
+        return 0.0
+    best, in_text = await collect(
+        [partial(requests.score, ScoreRequest(ids, (each,))) for each in (alone, token)]
+    )
+    return best.logprobs[0] - in_text.logprobs[0]

@@ -1,12 +1,12 @@
-"""Strict decoding of server replies: JSON into typed values, nothing coerced, every number within
-its bounds.
-"""
+"""Strict decoding of server replies into typed values that the dialects share."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -15,21 +15,22 @@ T = TypeVar("T")
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Tokens = tuple[Token, ...]
+# A log-probability at or below this is not believed.
 LOWEST = -1e6
-CLAMPED = -9999.0  # below the one nothing is believed; the other is vLLM's minus infinity in JSON
+# Rounding may lift a log-probability a little above 0.
+HIGHEST = 1e-4
+# vLLM writes minus infinity as this, because JSON has no infinity.
+CLAMPED = -9999.0
 _MINUS_INFINITY = -1e300
 _WORDS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|NaN|-?Infinity', re.DOTALL)
-# 1e300 is nothing that is asked for
-_NUMBERS = {
-    b"NaN": b"1e300",
-    b"Infinity": b"1e300",
-    b"-Infinity": b"-1e300",
-}
+# Numbers that no reply can hold stand in for what JSON lacks: they are refused later by name.
+_NUMBERS = {b"NaN": b"1e300", b"Infinity": b"1e300", b"-Infinity": b"-1e300"}
 
 
 def decode(text: bytes, kind: Any) -> Any:
-    """The JSON text as a value of that type; Python's NaN and Infinity are read, for servers in
-    Python send them.
+    """Read JSON as a value of that type; nothing is coerced, and every number is bounded.
+
+    Python's NaN and Infinity are read too, because servers in Python send them.
 
     >>> decode(b'{"logprob": -0.5}', dict[str, float])
     {'logprob': -0.5}
@@ -37,17 +38,16 @@ def decode(text: bytes, kind: Any) -> Any:
     :raises ValueError: it is not whole JSON, nested too deeply, or of another type: `true` is no
         number, "1" neither.
     """
+    decoder = _decoder(kind)
     try:
         try:
-            return _decoder(kind).decode(text)
+            return decoder.decode(text)
         except msgspec.ValidationError:
             raise
         except msgspec.DecodeError:
             if b"NaN" not in text and b"Infinity" not in text:
                 raise
-        return _decoder(kind).decode(
-            _WORDS.sub(lambda found: _NUMBERS.get(found[0], found[0]), text)
-        )
+        return decoder.decode(_WORDS.sub(lambda word: _NUMBERS.get(word[0], word[0]), text))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -58,32 +58,48 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def logprob_of(value: float) -> float:
-    """A log-probability as sent; what stands for minus infinity in JSON is that again."""
-    return float("-inf") if LOWEST < value <= CLAMPED or value == _MINUS_INFINITY else value
-
-
-def is_logprob(value: float) -> bool:
-    """Whether it can be the log-probability of a token that was sampled; NaN cannot."""
-    return LOWEST < value <= 1e-4
+    """Return a log-probability as it was meant: JSON's stand-ins for minus infinity are undone."""
+    if LOWEST < value <= CLAMPED or value == _MINUS_INFINITY:
+        return -math.inf
+    return value
 
 
 def is_score(value: float) -> bool:
-    """Whether it can be the log-probability of a given token, which may have had no chance at all."""
-    return is_logprob(value) or value == float("-inf")
+    """Return whether it can be the log-probability of a given token, which may be impossible."""
+    return LOWEST < value <= HIGHEST or value == -math.inf
 
 
-def finish_of(word: str | None) -> Any:
-    """Why a server stopped: "stop" or "length".
+def are_logprobs(values: Sequence[float | None]) -> bool:
+    """Return whether all can be log-probabilities of sampled tokens; None says nothing.
+
+    NaN, infinities and what lies far outside cannot.
+    """
+    known = cast("Sequence[float]", values)
+    if None in values:
+        known = [value for value in values if value is not None]
+    if not known:
+        return True
+    # Extremes and a sum instead of a loop: NaN escapes comparisons, but not a sum.
+    return LOWEST < min(known) and max(known) <= HIGHEST and not math.isnan(sum(known))
+
+
+def are_scores(values: Sequence[float]) -> bool:
+    """Return whether all can be log-probabilities of given tokens, which may be impossible ones."""
+    return are_logprobs(values) or all(map(is_score, values))
+
+
+def finish_of(word: str | None) -> Literal["stop", "length"]:
+    """Return why a server stopped.
 
     :raises ValueError: for another reason, such as an abort that was not ours.
     """
     if word not in ("stop", "length"):
         raise ValueError(f"it ended because of {word!r:.80}")
-    return word
+    return cast("Literal['stop', 'length']", word)
 
 
 class ModelRow(Struct):
-    """A row of /v1/models; hosted models tell their context length under other names."""
+    """A row of /v1/models; hosted models give their context length under other names."""
 
     id: str
     root: str | None = None
@@ -94,19 +110,19 @@ class ModelRow(Struct):
 
 
 class ModelRows(Struct):
-    """What /v1/models lists."""
+    """The reply of /v1/models."""
 
     data: tuple[ModelRow, ...]
 
 
 class Version(Struct):
-    """What /version tells."""
+    """The reply of /version."""
 
     version: str
 
 
 class Tokenized(Struct):
-    """What /tokenize tells."""
+    """The reply of /tokenize."""
 
     tokens: Tokens
 
@@ -115,30 +131,42 @@ class _Cached(Struct):
     cached_tokens: Count | None = None
 
 
+class _Reasoning(Struct):
+    reasoning_tokens: Count | None = None
+
+
 class TokenCounts(Struct):
-    """What a reply counts; prompt tokens from the cache only where the server tells them."""
+    """The counts of a reply; details only where the server counts them."""
 
     completion_tokens: Count | None = None
     prompt_tokens_details: _Cached | None = None
+    completion_tokens_details: _Reasoning | None = None
 
     @property
     def cached(self) -> int:
-        """Cached prompt tokens, 0 as well where the server does not tell."""
-        return (self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens) or 0
+        """Return the cached prompt tokens, 0 where the server does not count them."""
+        details = self.prompt_tokens_details
+        if details is None or details.cached_tokens is None:
+            return 0
+        return details.cached_tokens
+
+    @property
+    def reasoning(self) -> int:
+        """Return the tokens that were spent on reasoning, 0 where the server does not count them."""
+        details = self.completion_tokens_details
+        if details is None or details.reasoning_tokens is None:
+            return 0
+        return details.reasoning_tokens
 
 
-def said(reply: bytes) -> str:
-    """What an error reply says, in a line."""
+def error_text(reply: bytes) -> str:
+    """Return what an error reply says, in one line."""
     try:
-        while (row := decode(reply, dict[str, Raw])) is not None:
-            reply = next(
-                (
-                    bytes(row[name])
-                    for name in ("error", "message", "detail", "object")
-                    if name in row
-                ),
-                b'""',
-            )
+        # Servers wrap the text in up to three objects: {"error": {"message": ...}}
+        while True:
+            fields = decode(reply, dict[str, Raw])
+            names = [name for name in ("error", "message", "detail", "object") if name in fields]
+            reply = bytes(fields[names[0]]) if names else b'""'
     except ValueError:
         pass
     try:

@@ -17,8 +17,8 @@ from atts.servers.dialect import (
     json_at,
     sampling_fields,
     seed_of,
-    served,
-    short,
+    served_model,
+    short_version,
     tokens_of,
 )
 from atts.servers.options import RemoteOptions
@@ -50,12 +50,16 @@ class _Generated(Struct):
 
 
 class SglangDialect(Scorer):
-    """SGLang from 0.5 on. Its sampled log-probs are after temperature unless the server was told
-    otherwise.
+    """SGLang from 0.5 on.
+
+    Its sampled log-probs are after temperature, unless a flag of the server says raw ones.
     """
 
     name = "sglang"
-    spare = 2  # it shortens a request that would fill the context, without saying so
+    schemes = ("sglang",)
+    found_at = "/server_info"
+    # It shortens a request that would fill the context, without saying so.
+    spare = 2
     logprobs: LogProbs = "processed"
     priority_sign = -1
 
@@ -66,13 +70,14 @@ class SglangDialect(Scorer):
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
         info: _ServerInfo = await json_at(client, "/server_info", _ServerInfo)
-        row = await served(client, model)
-        self._speculates = (
-            f"it speculates by {info.speculative_algorithm}" if info.speculative_algorithm else ""
-        )
+        row = await served_model(client, model)
+        if info.speculative_algorithm:
+            self._speculates = f"it speculates by {info.speculative_algorithm}"
+        else:
+            self._speculates = ""
         context = row.max_model_len or info.context_length or 0
         tokenizer = info.tokenizer_path or info.model_path or row.id
-        name = f"sglang {short(info.version)}"
+        name = f"sglang {short_version(info.version)}"
         return Identity(name, info.version, row.id, context, tokenizer, frozenset({"abort"}))
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
@@ -97,19 +102,19 @@ class SglangDialect(Scorer):
 
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
-        found: _Generated = decode(reply, _Generated)
-        meta = found.meta_info
+        generated: _Generated = decode(reply, _Generated)
+        meta = generated.meta_info
         rows = meta.output_token_logprobs or ()
         finish = finish_of(meta.finish_reason.type if meta.finish_reason else None)
-        if tuple(row[1] for row in rows) != found.output_ids:
+        if tuple([row[1] for row in rows]) != generated.output_ids:
             raise ValueError("the log-probs are not of the ids that came with them")
-        return RawCompletion(
-            found.output_ids, tuple(row[0] for row in rows), finish, meta.cached_tokens or 0
-        )
+        logprobs = tuple([row[0] for row in rows])
+        return RawCompletion(generated.output_ids, logprobs, finish, meta.cached_tokens or 0)
 
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
-        """See `Scorer`; log-probs start at the prefix's last token, so that everything before it
-        may stay cached.
+        """See `Scorer`.
+
+        Log-probs start at the prefix's last token, so that everything before it may stay cached.
         """
         body = {
             "rid": rid,
@@ -122,20 +127,22 @@ class SglangDialect(Scorer):
 
     def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """See `Scorer`."""
-        found: _Generated = decode(reply, _Generated)
-        rows = found.meta_info.input_token_logprobs or ()
+        generated: _Generated = decode(reply, _Generated)
+        meta = generated.meta_info
+        rows = meta.input_token_logprobs or ()
+        # The first row is that of the prefix's last token, without a log-prob.
         values = [logprob_of(row[0]) for row in rows[1:] if row[0] is not None]
-        if tuple(row[1] for row in rows) != request.prefix[-1:] + request.suffix or len(
-            values
-        ) != len(request.suffix):
+        are_asked_for = tuple([row[1] for row in rows]) == request.prefix[-1:] + request.suffix
+        if not are_asked_for or len(values) != len(request.suffix):
             raise ValueError(
                 f"it scored {len(values)} other ids than the {len(request.suffix)} asked for"
             )
-        return Scores(tuple(values), found.meta_info.cached_tokens or 0)
+        return Scores(tuple(values), meta.cached_tokens or 0)
 
     def abort(self, rid: str) -> Call | None:
-        """See `Dialect`. The server aborts every id that begins with this one: all have one length,
-        none is empty.
+        """See `Dialect`.
+
+        The server aborts every id that begins with this one, so all have one length.
         """
         assert len(rid) == 32, "an id of another length might abort others' requests"
         return Call("/abort_request", {"rid": rid, "abort_all": False})

@@ -16,41 +16,42 @@ from urllib.parse import urlsplit
 from atts.errors import OptionError, UsageError
 from atts.servers.options import RemoteOptions
 
-SHARDS = 16  # httpx2's pool is searched linearly: many small ones are faster than one large one
-ERROR_BYTES = 1 << 16  # of the body of an error: it is for people
-# shorter than the servers' (uvicorn closes after 5), so that they never close first
+# httpx2's pool is searched linearly: many small ones are faster than one large one.
+SHARDS = 16
+# The body of an error is for people, who read no more.
+ERROR_BYTES = 1 << 16
+# Shorter than the servers' (uvicorn closes after 5), so that they never close first.
 KEEP_ALIVE_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class HttpReply:
-    """What came back, whatever its status."""
+    """The reply of a server, whatever its status."""
 
     status: int
     body: bytes
     retry_after: str = ""
 
 
-class Lost(Exception):
-    """No whole reply came; `sent` tells whether the server may be at work on the request."""
+class ConnectionLost(Exception):
+    """No whole reply came; `sent` is whether the server may be at work on the request."""
 
     def __init__(self, problem: str, *, sent: bool) -> None:
         super().__init__(problem)
         self.sent = sent
 
 
-class Unacceptable(Lost):
-    """A reply came that is not taken in: it is too long, or compressed in a way that was not asked
-    for.
-    """
+class ReplyRejected(ConnectionLost):
+    """A reply is too long, or compressed in a way that was not asked for."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem, sent=True)
 
 
 def open_transport(options: RemoteOptions) -> Transport:
-    """The fastest transport that runs here: aiohttp under asyncio, httpx2 under trio or where
-    aiohttp is missing.
+    """Open the fastest transport that runs here.
+
+    It is aiohttp under asyncio, and httpx2 under trio or where aiohttp is missing.
 
     :raises UsageError: neither is installed.
     :raises OptionError: the certificate file cannot be read.
@@ -65,7 +66,7 @@ def open_transport(options: RemoteOptions) -> Transport:
 
 
 class AiohttpTransport:
-    """aiohttp; asyncio only."""
+    """Sends by aiohttp, on asyncio only."""
 
     def __init__(self, options: RemoteOptions) -> None:
         import aiohttp
@@ -85,11 +86,12 @@ class AiohttpTransport:
     async def send(
         self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
     ) -> HttpReply:
-        """One request, a POST where it has a body; never retried, nor redirected: the key would go
-        elsewhere.
+        """Send one request, a POST where it has a body.
 
-        :raises Unacceptable: the reply is longer than `most` bytes.
-        :raises Lost: no whole reply came.
+        It is never retried, nor redirected, because the API key would go elsewhere.
+
+        :raises ReplyRejected: the reply is longer than `most` bytes.
+        :raises ConnectionLost: no whole reply came.
         """
         library = self._library
         try:
@@ -104,11 +106,11 @@ class AiohttpTransport:
                 )
                 return HttpReply(response.status, whole, response.headers.get("Retry-After", ""))
         except (library.ClientConnectorError, library.ConnectionTimeoutError) as error:
-            raise Lost(_words(error), sent=False) from error
+            raise ConnectionLost(_error_words(error), sent=False) from error
         except library.InvalidURL as error:
             raise OptionError("url", f"{url!r} is not a URL") from error
         except (library.ClientError, OSError) as error:  # time-outs are OSErrors
-            raise Lost(_words(error), sent=True) from error
+            raise ConnectionLost(_error_words(error), sent=True) from error
 
     async def aclose(self) -> None:
         """Close every connection; closing twice is fine."""
@@ -116,7 +118,7 @@ class AiohttpTransport:
 
 
 class HttpxTransport:
-    """httpx2, in shards; asyncio and trio."""
+    """Sends by httpx2, in shards, on asyncio and trio."""
 
     def __init__(self, options: RemoteOptions) -> None:
         import httpx2
@@ -144,7 +146,7 @@ class HttpxTransport:
     async def send(
         self, url: str, body: bytes | None, headers: Mapping[str, str], most: int
     ) -> HttpReply:
-        """As aiohttp's."""
+        """Send one request; see `AiohttpTransport.send`."""
         library = self._library
         shard = min(range(SHARDS), key=self._load.__getitem__)
         self._load[shard] += 1
@@ -166,11 +168,11 @@ class HttpxTransport:
                     response.status_code, whole, response.headers.get("Retry-After", "")
                 )
         except (library.ConnectError, library.ConnectTimeout, library.ProxyError) as error:
-            raise Lost(_words(error), sent=False) from error
+            raise ConnectionLost(_error_words(error), sent=False) from error
         except (library.UnsupportedProtocol, library.InvalidURL) as error:
             raise OptionError("url", f"{url!r} is not a URL") from error
         except library.HTTPError as error:
-            raise Lost(_words(error), sent=True) from error
+            raise ConnectionLost(_error_words(error), sent=True) from error
         finally:
             self._load[shard] -= 1
 
@@ -187,16 +189,16 @@ Transport = AiohttpTransport | HttpxTransport
 async def _whole(
     status: int, headers: Mapping[str, str], chunks: AsyncIterable[bytes], most: int
 ) -> bytes:
-    """A body, inflated as it comes; neither what comes nor what it becomes is ever longer than
-    `most`.
+    """Read a body, and inflate it as it comes.
 
-    That of an error is cut, that of an answer refused.
+    Neither the bytes that come nor those they become are ever more than `most`: an error is then
+    cut, an answer refused.
 
-    :raises Unacceptable: it is longer, or in an encoding that nothing here asked for.
+    :raises ReplyRejected: it is longer, or in an encoding that nothing here asked for.
     """
     encoding = headers.get("Content-Encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "deflate"):
-        raise Unacceptable(f"its reply is encoded as {encoding[:40]!r}, which was not asked for")
+        raise ReplyRejected(f"its reply is encoded as {encoding[:40]!r}, which was not asked for")
     body = _Body(
         most if status == 200 else ERROR_BYTES,
         zlib.decompressobj(47) if encoding in ("gzip", "deflate") else None,
@@ -205,12 +207,12 @@ async def _whole(
         if not body.take(chunk):
             break
     if body.flaw and status == 200:
-        raise Unacceptable(f"its reply {body.flaw}")
+        raise ReplyRejected(f"its reply {body.flaw}")
     return bytes(body.text[: body.most])
 
 
 class _Body:
-    """What was read of a reply, and what is wrong with it."""
+    """The part of a reply that was read, and its flaw if it has one."""
 
     def __init__(self, most: int, inflater: Any) -> None:
         self.most = most
@@ -220,7 +222,7 @@ class _Body:
         self._came = 0
 
     def take(self, chunk: bytes) -> bool:
-        """Whether the next piece leaves it acceptable."""
+        """Add the next bytes; return whether the reply is still acceptable."""
         self._came += len(chunk)
         try:
             room = self.most + 1 - len(self.text)
@@ -233,7 +235,7 @@ class _Body:
 
 
 def proxy_hint(url: str, options: RemoteOptions) -> str:
-    """Advice for a failed connection when a proxy is set in the environment; empty otherwise."""
+    """Return advice for a failed connection if a proxy is set in the environment, else nothing."""
     scheme = urlsplit(url).scheme
     names = [
         name
@@ -249,7 +251,7 @@ def proxy_hint(url: str, options: RemoteOptions) -> str:
 
 
 def _certificates(options: RemoteOptions) -> Any:
-    """What TLS trusts; certificates are verified in any case."""
+    """Return the certificates that TLS trusts; they are verified in any case."""
     if options.ca_file is None:
         return ssl.create_default_context()
     try:
@@ -265,9 +267,10 @@ def _is_asyncio() -> bool:
         return False
 
 
-def _words(error: BaseException) -> str:
-    """The error's name with the first words that it or its causes have."""
-    told: BaseException | None = error
-    while told and not str(told):
-        told = told.__cause__ or told.__context__
-    return f"{type(error).__name__}: {told}" if told else type(error).__name__
+def _error_words(error: BaseException) -> str:
+    """Return the error's name with the first message that it or its causes have."""
+    cause: BaseException | None = error
+    while cause and not str(cause):
+        cause = cause.__cause__ or cause.__context__
+    name = type(error).__name__
+    return f"{name}: {cause}" if cause else name

@@ -1,6 +1,4 @@
-"""vLLM dialect: ids in and out, scores by prompt log-probs, or from the cached prefix where that
-route is open.
-"""
+"""vLLM dialect: ids in and out, scores by prompt log-probs or from the cached prefix."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from atts.servers.dialect import (
     metric,
     sampling_fields,
     seed_of,
-    served,
-    short,
+    served_model,
+    short_version,
     tokens_of,
 )
 from atts.servers.options import RemoteOptions
@@ -68,32 +66,40 @@ class VllmDialect(Scorer):
     """
 
     name = "vllm"
-    spare = 1  # a scoring request must generate a token
+    schemes = ("vllm",)
+    found_at = "/version"
+    # A scoring request must generate a token.
+    spare = 1
     cuts_logprobs = True
 
     def __init__(self, options: RemoteOptions) -> None:
         super().__init__(options)
+        # Whether the routes of --enable-scale-out are open.
         self._scale_out = False
-        # of which version, and whether it gives them
+        # The version that was asked for cached scores, and whether it gives them.
         self._cached_scores: tuple[str, bool] | None = None
 
     async def identify(self, client: Client, model: str) -> Identity:
         """See `Dialect`."""
         version: str = (await json_at(client, "/version", Version)).version
-        row = await served(client, model)
+        row = await served_model(client, model)
         self._model = row.id
-        closed = (await client.look(GENERATE, {})).status in (401, 403, 404, 405)
-        self._scale_out = not closed
-        if self._scale_out and (self._cached_scores is None or self._cached_scores[0] != version):
-            self._cached_scores = version, await self._gives_cached_scores(client)
-        routes = (
-            frozenset[str]()
-            if closed
-            else frozenset({"abort", *(["generate"] * self._reads_cache)})
-        )
-        root = row.root or self._model
+        status = (await client.look(GENERATE, {})).status
+        self._scale_out = status not in (401, 403, 404, 405)
+        routes = set[str]()
+        if self._scale_out:
+            routes.add("abort")
+            if self._cached_scores is None or self._cached_scores[0] != version:
+                self._cached_scores = version, await self._gives_cached_scores(client)
+            if self._reads_cache:
+                routes.add("generate")
         return Identity(
-            f"vllm {short(version)}", version, self._model, row.max_model_len or 0, root, routes
+            f"vllm {short_version(version)}",
+            version,
+            self._model,
+            row.max_model_len or 0,
+            row.root or self._model,
+            frozenset(routes),
         )
 
     def sampling(self, request: SampleRequest, rid: str) -> Call:
@@ -115,13 +121,13 @@ class VllmDialect(Scorer):
 
     def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
-        found: _Completion = decode(reply, _Completion)
-        (choice,) = found.choices
+        completion: _Completion = decode(reply, _Completion)
+        (choice,) = completion.choices
         if choice.token_ids is None:
             raise ValueError("it returns no token ids; vLLM does from 0.10.2 on")
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else ()
         return RawCompletion(
-            choice.token_ids, logprobs, finish_of(choice.finish_reason), found.cached
+            choice.token_ids, logprobs, finish_of(choice.finish_reason), completion.cached
         )
 
     def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
@@ -135,13 +141,13 @@ class VllmDialect(Scorer):
 
     def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """See `Scorer`; a scored chunk that is cached past its start comes back without scores."""
-        found: _Completion = decode(reply, _Completion)
+        completion: _Completion = decode(reply, _Completion)
         if not self._reads_cache:
-            return _prompt_logprobs(found, request)
-        packed = found.prompt_token_id_logprobs
-        return (
-            None if packed is None else Scores(_unpack(packed, len(request.suffix)), found.cached)
-        )
+            return _prompt_logprobs(completion, request)
+        packed = completion.prompt_token_id_logprobs
+        if packed is None:
+            return None
+        return Scores(_unpack(packed, len(request.suffix)), completion.cached)
 
     def abort(self, rid: str) -> Call | None:
         """See `Dialect`; without --enable-scale-out the closed connection must do."""
@@ -166,27 +172,26 @@ class VllmDialect(Scorer):
             return None
         if _SPECULATED not in text:
             return ""
-        proposed, accepted = (
-            metric(text, f"{_SPECULATED}_num_{what}_tokens_total") for what in ("draft", "accepted")
-        )
-        share = (
-            f", {(accepted or 0) / proposed:.0%} of {proposed:,} proposed tokens accepted so far"
-            if proposed
-            else ""
-        )
-        return f"it speculates{share}"
+        proposed = metric(text, f"{_SPECULATED}_num_draft_tokens_total")
+        accepted = metric(text, f"{_SPECULATED}_num_accepted_tokens_total") or 0
+        if not proposed:
+            return "it speculates"
+        share = accepted / proposed
+        return f"it speculates, {share:.0%} of {proposed:,} proposed tokens accepted so far"
 
     @property
     def _reads_cache(self) -> bool:
-        """Whether scores come from the cached prefix."""
+        """Return whether scores come from the cached prefix."""
         return self._scale_out and (self._cached_scores is None or self._cached_scores[1])
 
     async def _gives_cached_scores(self, client: Client) -> bool:
-        """Whether the open route takes what scoring needs: vLLM's older model runner, on
-        processors, refuses it.
+        """Ask whether the open route takes what scoring needs.
+
+        vLLM's older model runner, on processors, refuses it.
         """
         trial = self._cached_scoring(ScoreRequest((0,), (0,)), "atts-trial", "skip")
-        with suppress(EngineTimeout):  # busy: no refusal
+        # A server that is too busy to answer has not refused.
+        with suppress(EngineTimeout):
             return (await client.look(GENERATE, trial)).status != 400
         return True
 
@@ -209,34 +214,37 @@ class VllmDialect(Scorer):
         }
 
     def _named(self, rid: str) -> dict[str, str]:
-        """The header that names a request, where it can be aborted by its name; it outlives
-        gateways.
+        """Return the header that names a request, where it can be aborted by its name.
+
+        A header passes gateways that rewrite bodies.
         """
         return {"X-Request-Id": rid} if self._scale_out else {}
 
 
-def _prompt_logprobs(found: _Completion, request: ScoreRequest) -> Scores:
-    (choice,) = found.choices
+def _prompt_logprobs(completion: _Completion, request: ScoreRequest) -> Scores:
+    (choice,) = completion.choices
     rows = choice.prompt_logprobs or ()
     length = len(request.prefix) + len(request.suffix)
     if len(rows) != length:
         raise ValueError(f"{len(rows)} prompt log-probs for {length} ids")
-    pairs = zip(rows[len(request.prefix) :], request.suffix, strict=True)
-    scored = [row.get(str(token)) if row else None for row, token in pairs]
-    values = [logprob_of(each.logprob) for each in scored if each]
-    if len(values) < len(scored):
-        raise ValueError("the log-probs are of other ids than those asked about")
-    return Scores(tuple(values), found.cached)
+    values: list[float] = []
+    for row, token in zip(rows[len(request.prefix) :], request.suffix, strict=True):
+        scored = row.get(str(token)) if row else None
+        if scored is None:
+            raise ValueError("the log-probs are of other ids than those asked about")
+        values.append(logprob_of(scored.logprob))
+    return Scores(tuple(values), completion.cached)
 
 
 def _unpack(packed: str, count: int) -> tuple[float, ...]:
-    """The column of numbers in an .npy file: its header must be this one, word for word."""
+    """Return the column of numbers in an .npy file, whose header must be this one, word for word."""
     data = base64.b64decode(packed, validate=True)
+    # Eight bytes of magic and version, two of the header's length, the header, the numbers.
     end = 10 + int.from_bytes(data[8:10], "little")
     header = data[10:end].decode("latin-1").strip()
     for kind, code in _FLOATS.items():
-        known = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': ({count}, 1), }}"
-        form = struct.Struct(f"<{count}{code}")
-        if data[:8] == _NPY and header == known and len(data) - end == form.size:
-            return tuple(logprob_of(value) for value in form.unpack(data[end:]))
+        expected = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': ({count}, 1), }}"
+        layout = struct.Struct(f"<{count}{code}")
+        if data[:8] == _NPY and header == expected and len(data) - end == layout.size:
+            return tuple(logprob_of(value) for value in layout.unpack(data[end:]))
     raise ValueError(f"the packed scores are not {count} numbers ({header[:80]!r})")

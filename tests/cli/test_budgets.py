@@ -130,7 +130,7 @@ def test_a_dry_run_says_what_set_each_length(atts: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["openai:gpt-4o", "vllm:Qwen/QwQ-32B", "ray:vllm:QwQ", "hf:a/b?devise=cpu"]
+    "words", ["openai:localhost:8000", "vllm:Qwen/QwQ-32B", "ray:vllm:QwQ", "hf:a/b?devise=cpu"]
 )
 def test_a_dry_run_refuses_what_a_run_would_refuse(atts: Any, words: str) -> None:
     """Engines are named as they must be, or the dry run ends as the run would."""

@@ -173,9 +173,9 @@ CASES = [
     ),
     Case(
         "chat API without a URL",
-        f"eval {RUN} --dry-run --draft openai:gpt-4o",
+        f"eval {RUN} --dry-run --draft chat:gpt-4o",
         USAGE,
-        ("openai:http://HOST",),
+        ("chat:http://HOST",),
     ),
     Case(
         "chat API that is not there",
@@ -187,7 +187,7 @@ CASES = [
         "probe of what is no server",
         "probe vllm:nowhere",
         USAGE,
-        ("no URL", "vllm:http://HOST:PORT/MODEL"),
+        ("not a URL", "vllm:http://HOST:PORT/MODEL"),
     ),
     Case(
         "misspelt pair",
@@ -209,7 +209,7 @@ CASES = [
     ),
     Case("doctor of an unknown pair", "doctor --pair nobody", USAGE, ("nobody", "atts pairs")),
     Case(
-        "doctor without an engine", "doctor --draft openai:gpt-4o", USAGE, ("openai:http://HOST",)
+        "doctor without an engine", "doctor --draft chat:gpt-4o", USAGE, ("chat:http://HOST",)
     ),
     Case(
         "doctor that would write over a file",

@@ -29,7 +29,7 @@ def test_a_key_in_the_place_of_a_name_is_refused_and_not_shown(
         assert run(["eval", "arithmetic[:1]", "--target", engine, *words]) == 2
         said = "".join(capfd.readouterr())
         assert "canary" not in said.lower()
-        assert "looks like a key (not shown)" in said or "is no URL" in said
+        assert "looks like a key (not shown)" in said or "is not a URL" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -6,17 +6,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import anyio
 import pytest
 
-from atts.concurrency import task_group
+from atts.concurrency import collect, task_group
 from atts.core import Message, SampleRequest
 from atts.errors import EngineTimeout, EngineUnavailable
 from atts.servers import RemoteEngine, RemoteOptions
-from atts.servers.client import CLEAN_SECONDS, COOL_SECONDS, AdaptiveLimit, Call, Client
+from atts.servers.client import AdaptiveLimit, Call, Client
 from atts.servers.replies import decode, is_score, logprob_of
-from atts.testing import ServerFaults, ToyTokenizer
+from atts.testing import ServerFaults, ToyTokenizer, run_virtual
 from atts.testing.servers import DialectServer
 
 REQUEST = SampleRequest(
@@ -34,7 +35,7 @@ class Hands:
 
 
 def filled(most: int, clock: Hands) -> AdaptiveLimit:
-    """A limit with every turn taken."""
+    """A limit with every slot taken."""
     limit = AdaptiveLimit(most, clock)
     while limit.take_nowait():
         pass
@@ -42,46 +43,158 @@ def filled(most: int, clock: Hands) -> AdaptiveLimit:
     return limit
 
 
-def test_a_burst_of_refusals_shrinks_the_limit_once_and_quiet_lets_it_grow() -> None:
-    """Each further burst shrinks it more; it grows in little steps, after a quiet time, up to what
-    was set.
-    """
+def slots(limit: AdaptiveLimit) -> int:
+    """How many there are now."""
+    assert limit.slots is not None
+    return limit.slots
+
+
+def test_a_burst_of_refusals_shrinks_the_limit_once() -> None:
+    """What was under way when the limit shrank says nothing new; what was sent later shrinks it more."""
     clock = Hands()
     limit = filled(100, clock)
+    sent_at = clock.now
+    clock.now += 0.1
     for _ in range(30):
-        limit.refused()
-    assert limit.slots == 80
-    clock.now += COOL_SECONDS
-    limit.refused()
-    assert limit.slots == 64
+        limit.refused(sent_at)
+        clock.now += 0.1
+    assert slots(limit) == 80
+    limit.refused(clock.now)
+    assert slots(limit) == 64
+
+
+def test_a_stray_refusal_is_forgotten_within_seconds() -> None:
+    """One refusal with few requests under way, of a limit of many: it doubles each second."""
+    clock = Hands()
+    limit = AdaptiveLimit(4096, clock)
+    for _ in range(74):
+        limit.take_nowait()
+    limit.refused(clock.now)
+    seen = [slots(limit)]
+    for _ in range(8):
+        clock.now += AdaptiveLimit.STEP_SECONDS
+        limit.answered()
+        limit.answered()
+        seen.append(slots(limit))
+    assert seen[:4] == [59, 118, 236, 473]
+    assert seen[-1] == 4096
+
+
+def test_refusals_that_keep_coming_slow_the_growth() -> None:
+    """Each makes the pause longer and the steps smaller, down to 15 seconds and 5 %."""
+    clock = Hands()
+    limit = filled(1000, clock)
+    for _ in range(6):
+        limit.refused(clock.now)
+        clock.now += 0.5
+    low = slots(limit)
+    clock.now += AdaptiveLimit.LONGEST_PAUSE - 1.0
     limit.answered()
-    assert limit.slots == 64
-    seen = [limit.slots]
-    for _ in range(40):
-        clock.now += COOL_SECONDS if len(seen) == 1 else CLEAN_SECONDS
-        limit.answered()
-        limit.answered()
-        seen.append(limit.slots)
-    assert seen[1] in (67, 68)
-    assert seen[-1] == 100
-    assert all(
-        before <= after <= before * 1.05 + 1 for before, after in zip(seen, seen[1:], strict=False)
-    )
+    assert slots(limit) == low
+    clock.now += 1.0
+    limit.answered()
+    assert low < slots(limit) <= low * 1.06 + 1
+    clock.now += AdaptiveLimit.MEMORY_SECONDS
+    limit.refused(clock.now)
+    low = slots(limit)
+    clock.now += AdaptiveLimit.STEP_SECONDS
+    limit.answered()
+    assert slots(limit) >= 2 * low - 1
 
 
-def test_a_server_error_stops_growth_and_shrinks_nothing() -> None:
+def test_growth_waits_for_what_retry_after_says() -> None:
+    """A server that asks to be left alone for ten seconds is not asked more before."""
+    clock = Hands()
+    limit = filled(100, clock)
+    limit.refused(clock.now, 10.0)
+    clock.now += 9.0
+    limit.answered()
+    assert slots(limit) == 80
+    clock.now += 1.0
+    limit.answered()
+    assert slots(limit) == 100
+
+
+def test_a_server_error_stops_growth_for_a_moment_and_shrinks_nothing() -> None:
     """Failing is no sign of too much."""
     clock = Hands()
     limit = filled(100, clock)
-    limit.refused()
-    clock.now += COOL_SECONDS
+    limit.refused(clock.now)
+    clock.now += 0.9
     limit.erred()
-    clock.now += COOL_SECONDS - 1
+    clock.now += 0.9
     limit.answered()
-    assert limit.slots == 80
-    clock.now += 1
+    assert slots(limit) == 80
+    clock.now += 0.2
     limit.answered()
-    assert limit.slots == 84
+    assert slots(limit) == 100
+
+
+class Hotel:
+    """A server of so many rooms: who comes when all are taken is refused."""
+
+    def __init__(self, rooms: int, *, strays: int = 0) -> None:
+        self.limit = AdaptiveLimit(4096, anyio.current_time)
+        self.rooms = rooms
+        self.strays = strays
+        self.guests = 0
+        self.served = 0
+        self.refused = 0
+
+    async def call(self) -> bool:
+        """Take a slot, ask, and tell the limit; whether it was answered."""
+        if not self.limit.take_nowait():
+            await self.limit.take()
+        sent_at = anyio.current_time()
+        try:
+            is_stray = self.strays > 0 and self.guests == 74
+            if is_stray or self.guests >= self.rooms:
+                self.strays -= is_stray
+                await anyio.sleep(0.01)
+                self.refused += 1
+                self.limit.refused(sent_at)
+                return False
+            self.guests += 1
+            await anyio.sleep(0.5)
+            self.guests -= 1
+            self.served += 1
+            self.limit.answered()
+            return True
+        finally:
+            self.limit.give()
+
+    async def busy(self, callers: int, seconds: float) -> None:
+        """Callers that come one after the other and never stop asking."""
+
+        async def ask(number: int) -> None:
+            await anyio.sleep(0.01 * number)
+            while anyio.current_time() < seconds:
+                if not await self.call():
+                    await anyio.sleep(0.25)
+
+        await collect([partial(ask, number) for number in range(callers)])
+
+
+def test_one_stray_refusal_does_not_hold_up_a_ramp() -> None:
+    """Of 400 callers that come within four seconds all are served at once soon after."""
+    hotel = Hotel(10_000, strays=1)
+
+    async def ramp() -> int:
+        async with task_group() as group:
+            group.start_soon(hotel.busy, 400, 12.0)
+            await anyio.sleep(9.0)
+            return hotel.guests
+
+    assert run_virtual(ramp) == 400
+    assert hotel.refused == 1
+
+
+def test_a_server_that_is_full_is_neither_left_idle_nor_asked_all_the_time() -> None:
+    """A hundred rooms and 400 callers: most rooms are taken, few requests are refused."""
+    hotel = Hotel(100)
+    run_virtual(hotel.busy, 400, 240.0)
+    assert hotel.served > 0.75 * 100 * 2 * 240
+    assert hotel.refused < 0.05 * hotel.served
 
 
 @pytest.mark.anyio

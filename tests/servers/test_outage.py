@@ -30,11 +30,11 @@ PROBLEMS = toy_problems(4, 5)
 AWAY = RemoteOptions(
     timeout_seconds=60.0,
     delay_seconds=0.01,
-    wait_seconds=0.0,
+    give_up_after=0.0,
     idle_seconds=1e9,
     recheck_seconds=1e9,
 )
-PATIENT = replace(AWAY, wait_seconds=120.0)
+PATIENT = replace(AWAY, give_up_after=120.0)
 
 
 class Diary:

@@ -3,6 +3,7 @@
 ATTSError (1)
 ├── UsageError (2)              what was asked cannot be done as asked
 │   ├── OptionError             an unknown or impossible option
+│   ├── MissingExtra            an optional dependency that is not installed
 │   ├── DatasetError            a dataset that cannot be read as one
 │   ├── CalibrationInputError   not a score, not a rate, not a state
 │   └── FingerprintError        calibration, journal or tokenizer of something else
@@ -30,6 +31,9 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import ClassVar
 
+DISTRIBUTION = "atts-llm"
+"""The name under which pip installs this package; `atts` is taken by another project."""
+
 
 class ATTSError(Exception):
     """Base of every error this package raises on purpose; `exit_code` is what the command line
@@ -44,6 +48,15 @@ class UsageError(ATTSError):
     """What was asked cannot be done as asked; the message says what to change."""
 
     exit_code = 2
+
+
+class MissingExtra(UsageError):
+    """A package is not installed that only some users need; the message names the command."""
+
+    def __init__(self, user: str, package: str, extra: str) -> None:
+        super().__init__(
+            f"{user} needs {package}, which is not installed: pip install '{DISTRIBUTION}[{extra}]'"
+        )
 
 
 class OptionError(UsageError):

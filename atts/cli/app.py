@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from atts.cli.terminal import say, tell, warnings_on_stderr
-from atts.errors import ATTSError
+from atts.errors import DISTRIBUTION, ATTSError
 
 EXIT_CODES: dict[int, str] = {
     0: "done",
@@ -182,7 +182,7 @@ def _version(asked: bool) -> None:
     if asked:
         from importlib.metadata import version
 
-        say(f"atts {version('atts')}")
+        say(f"atts {version(DISTRIBUTION)}")
         raise typer.Exit
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from atts.core import Problem
-from atts.errors import FingerprintError, JournalCorrupt
+from atts.errors import DISTRIBUTION, FingerprintError, JournalCorrupt
 from atts.files import read_ordinary, storage, write_atomic
 from atts.journal.events import SCHEMA
 from atts.journal.lines import CHAINED, newer
@@ -94,10 +94,11 @@ class Manifest:
 
 
 def versions(
-    packages: Sequence[str] = ("atts", "anyio", "numpy", "scipy", "torch", "transformers"),
+    packages: Sequence[str] = ("anyio", "numpy", "scipy", "torch", "transformers"),
 ) -> dict[str, str]:
     """What is installed here, Python included; a package that is not installed is left out."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
+    found["atts"] = _version(DISTRIBUTION)
     for name in packages:
         with suppress(PackageNotFoundError):
             found[name] = _version(name)

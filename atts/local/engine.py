@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ import anyio
 from atts.concurrency import soon
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, Speculated, check_sample, check_score, counters_of
-from atts.errors import ContextOverflow, EngineError, EngineUnavailable, OptionError
+from atts.errors import ContextOverflow, EngineError, EngineUnavailable, MissingExtra, OptionError
 from atts.local.checking import check_model
 from atts.local.messages import (
     Cancel,
@@ -358,6 +359,10 @@ def _prepare(
     """All that is known of a model before it is loaded; last, the name of its weights and their
     digest.
     """
+    # Torch is imported by the worker alone, so its absence would only show as a worker that died.
+    for package in ("torch", "transformers"):
+        if not _is_installed(package):
+            raise MissingExtra(f"{name}, a model in this process,", package, "local")
     folder = find_folder(model, name, (*TEXT_FILES, *WEIGHT_FILES))
     if is_chat:
         require_template(folder, name)
@@ -406,6 +411,13 @@ def warn_once(trouble: str) -> None:
     """Two engines that meet the same trouble tell it once."""
     if trouble:
         _log.warning("%s", trouble)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _spec(

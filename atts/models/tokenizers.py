@@ -10,7 +10,7 @@ from typing import Any
 
 from atts.concurrency import import_lock
 from atts.core import Message, TokenIds
-from atts.errors import ModelLoadError, UnsupportedByEngine
+from atts.errors import MissingExtra, ModelLoadError, UnsupportedByEngine
 from atts.models.chat_templates import TemplateProcess, is_plain
 from atts.models.chat_templates import render as render_here
 from atts.models.folders import NO_TEMPLATE, read_end_ids, read_object, refuse_code, refuse_ids
@@ -155,7 +155,7 @@ def _open(folder: Path, name: str) -> Any:
 
                 return Tokenizer.from_file(str(path))
             return _converted(folder, name)
-        except ModelLoadError:
+        except MissingExtra:
             raise
         except Exception as error:  # the tokenizers library raises bare Exception on a damaged file
             raise ModelLoadError(
@@ -168,8 +168,9 @@ def _converted(folder: Path, name: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        problem = f"{folder} has no tokenizer.json, and converting its tokenizer needs transformers"
-        raise ModelLoadError(name, problem, "Install it: pip install 'atts-llm[local]'") from error
+        raise MissingExtra(
+            f"a tokenizer without tokenizer.json ({folder})", "transformers", "local"
+        ) from error
     tokenizer = AutoTokenizer.from_pretrained(
         folder, local_files_only=True, trust_remote_code=False
     )

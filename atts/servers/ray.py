@@ -23,8 +23,8 @@ from atts.errors import (
     ContextOverflow,
     EngineError,
     EngineUnavailable,
+    MissingExtra,
     OptionError,
-    UsageError,
 )
 from atts.servers.pool import ReplicaPool, require_alike
 
@@ -97,11 +97,11 @@ class RayEngine(ReplicaPool):
     async def __aenter__(self) -> Self:
         """Join or start the cluster, and open an engine in every actor.
 
-        :raises UsageError: Ray is not installed.
+        :raises MissingExtra: Ray is not installed.
         :raises EngineUnavailable: there is no such cluster, or no actor could be started.
         """
         if importlib.util.find_spec("ray") is None:
-            raise UsageError("Ray is not installed: pip install 'atts[ray]'")
+            raise MissingExtra("an engine on a cluster", "ray", "ray")
         self._shut = await anyio.to_thread.run_sync(_join, self._name, self._options.address)
         try:
             for actor in self._actors:

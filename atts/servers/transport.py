@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from atts.errors import OptionError, UsageError
+from atts.errors import MissingExtra, OptionError
 from atts.servers.options import RemoteOptions
 
 # httpx2's pool is searched linearly: many small ones are faster than one large one.
@@ -53,7 +53,7 @@ def open_transport(options: RemoteOptions) -> Transport:
 
     It is aiohttp under asyncio, and httpx2 under trio or where aiohttp is missing.
 
-    :raises UsageError: neither is installed.
+    :raises MissingExtra: neither is installed.
     :raises OptionError: the certificate file cannot be read.
     """
     asynchronous = _is_asyncio()
@@ -62,7 +62,7 @@ def open_transport(options: RemoteOptions) -> Transport:
     if importlib.util.find_spec("httpx2"):
         return HttpxTransport(options)
     needed = "aiohttp" if asynchronous else "httpx2"
-    raise UsageError(f"servers need {needed}, which is not installed: pip install 'atts[servers]'")
+    raise MissingExtra("a server engine", needed, "servers")
 
 
 class AiohttpTransport:

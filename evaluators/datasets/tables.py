@@ -193,7 +193,7 @@ def _parquet(path: Path, data: bytes, source: str) -> list[Row]:
     try:  # by name: pyarrow is optional and ships no types
         pyarrow, parquet = map(importlib.import_module, ("pyarrow", "pyarrow.parquet"))
     except ImportError:
-        advice = "Install it: pip install 'atts[parquet]'"
+        advice = "Install it: pip install 'atts-llm[parquet]'"
         raise DatasetError(
             source, f"{path.name} needs pyarrow to be read, which is not installed", advice
         ) from None

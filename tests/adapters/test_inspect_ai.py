@@ -11,7 +11,7 @@ import pytest
 from atts.evaluators import load_dataset
 
 inspect_ai: Any = pytest.importorskip(
-    "inspect_ai", reason="inspect_ai is not installed: pip install 'atts[inspect]'"
+    "inspect_ai", reason="inspect_ai is not installed: pip install 'atts-llm[inspect]'"
 )
 pytestmark = pytest.mark.filterwarnings("default")  # the harness's own, and its dependencies'
 

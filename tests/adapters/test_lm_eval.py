@@ -14,7 +14,7 @@ from atts.core import Problem
 from atts.evaluators import load_dataset
 
 lm_eval: Any = pytest.importorskip(
-    "lm_eval", reason="lm_eval is not installed: pip install 'atts[lm-eval]'"
+    "lm_eval", reason="lm_eval is not installed: pip install 'atts-llm[lm-eval]'"
 )
 pytest.importorskip("datasets", reason="lm_eval's datasets are not installed")
 pytestmark = pytest.mark.filterwarnings("default")  # the harness's own, and its dependencies'

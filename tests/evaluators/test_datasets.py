@@ -214,7 +214,9 @@ def test_parquet_without_pyarrow_says_how_to_install_it(
     """The extra's name is in the message."""
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(cast(dict[str, object], __import__("sys").modules), "pyarrow", None)
-    assert "pip install 'atts[parquet]'" in message(lambda: load_dataset(tmp_path / "x.parquet"))
+    assert "pip install 'atts-llm[parquet]'" in message(
+        lambda: load_dataset(tmp_path / "x.parquet")
+    )
 
 
 def test_problems_without_reference_are_kept_only_when_asked(tmp_path: Path) -> None:

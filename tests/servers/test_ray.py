@@ -39,7 +39,7 @@ pytestmark = [
 def cluster() -> Iterator[Any]:
     """Two nodes of one core each in this machine, and this process joined to them."""
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'atts[ray]'")
+        pytest.skip("Ray is not installed: pip install 'atts-llm[ray]'")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray: Any = importlib.import_module("ray")
     nodes = importlib.import_module("ray.cluster_utils").Cluster(
@@ -216,7 +216,7 @@ async def test_a_killed_replica_of_a_stage_costs_no_answer(cluster: Any) -> None
 def test_without_ray_its_installation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing extra says what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'atts\[ray\]'"):
+    with pytest.raises(UsageError, match=r"pip install 'atts-llm\[ray\]'"):
         anyio.run(RayEngine(toy).__aenter__)
 
 

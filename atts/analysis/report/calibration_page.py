@@ -16,7 +16,7 @@ from atts.analysis.report.calibration_report import CalibrationReport
 from atts.analysis.report.charts import Chart, calibration_charts, labelled_chart, over_time_chart
 from atts.analysis.report.figures import save_figures
 from atts.analysis.report.render import as_format, filled, page
-from atts.errors import OptionError
+from atts.errors import DISTRIBUTION, OptionError
 from atts.files import jsonable, write_out
 
 CalibrationFormat = Literal["html", "markdown", "json", "svg", "png"]
@@ -54,7 +54,7 @@ def render_calibration(report: CalibrationReport, format: CalibrationFormat) -> 
             first=_first(report),
             charts=calibration_charts(report.control),
             labelled=labelled,
-            version=version("atts"),
+            version=version(DISTRIBUTION),
         )
     if format == "markdown":
         data = labelled and replace(labelled.data, title=labelled.title)

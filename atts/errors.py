@@ -107,9 +107,15 @@ class FingerprintError(UsageError):
         differences: Sequence[tuple[str, object, object]],
         advice: str = "Fit it again, or restore those",
     ) -> None:
-        lines = "; ".join(f"{name}: stored {old!r}, now {new!r}" for name, old, new in differences)
+        lines = "; ".join(
+            f"{name}: stored {_shown(old)}, now {_shown(new)}" for name, old, new in differences
+        )
         super().__init__(f"{what} was made under other conditions ({lines}). {advice}")
         self.differences = tuple(differences)
+
+
+def _shown(value: object) -> str:
+    return "none" if value is None else repr(value)
 
 
 class EngineError(ATTSError):

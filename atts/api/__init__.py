@@ -14,7 +14,15 @@ from atts.api.calibrating import (
 )
 from atts.api.config import Configuration, Job, config_keys, configure
 from atts.api.engines import build_engine, build_engines
-from atts.api.evaluation import Session, SyncSession, evaluate, evaluate_sync, solve, solve_sync
+from atts.api.evaluation import (
+    Session,
+    SyncSession,
+    check_resumes,
+    evaluate,
+    evaluate_sync,
+    solve,
+    solve_sync,
+)
 from atts.api.pairs import (
     CARDS,
     USUAL_CARDS,
@@ -69,6 +77,7 @@ __all__ = [
     "calibration_report",
     "calibrator_of",
     "certify",
+    "check_resumes",
     "compare",
     "compare_blocks",
     "config_keys",

@@ -22,7 +22,7 @@ import msgspec
 from atts.api.engines import budget_of
 from atts.api.keys import KINDS, PREFIX, Key, flat, keys_of, nested
 from atts.api.pairs import PAIR, Pair, PairChoice, find_pair
-from atts.api.setup import Setup, setup_keys
+from atts.api.setup import LENGTHS, Setup, setup_keys
 from atts.core import Role
 from atts.errors import DatasetError, OptionError
 from atts.files import read_ordinary
@@ -136,14 +136,6 @@ def _nearest_key(name: str, known: Sequence[str]) -> str:
 
 ReportKind = Literal["html", "markdown", "json", "none"]
 
-LENGTHS = (
-    "max_tokens",
-    "turns",
-    "chunking.draft_tokens",
-    "chunking.target_tokens",
-    "chunking.stop",
-)
-"""Keys that follow from the models, and turns from max_tokens, where nothing sets them."""
 _NEUTRAL = (
     "out",
     "runs",
@@ -323,7 +315,7 @@ class Configuration:
                 policy=msgspec.convert(tables, Policy),
                 stored=_stored(self["scores"]),
                 limits=msgspec.convert(tables.get("limits", {}), dict[str, Limit]),
-                given=self.settings,
+                provenance=self.settings,
             )
 
 

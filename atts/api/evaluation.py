@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial, update_wrapper
 from hashlib import blake2b
 from pathlib import Path
@@ -19,11 +20,20 @@ from anyio.lowlevel import current_token
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from atts import concurrency
-from atts.api.setup import Setup, answers_for, load_problems
+from atts.api.keys import flat
+from atts.api.pairs import PAIR
+from atts.api.setup import LENGTHS, Setup, answers_for, load_problems
 from atts.core import AnswerKind, Outcome, Problem
-from atts.errors import DatasetError, EngineUnavailable, OptionError, UsageError
+from atts.errors import (
+    DatasetError,
+    EngineUnavailable,
+    FingerprintError,
+    OptionError,
+    UsageError,
+)
+from atts.files import jsonable
 from atts.graph import Graph
-from atts.journal import Event, Setting
+from atts.journal import MANIFEST, Event, Manifest, Setting, dataset_digest, load_manifest
 from atts.run import Notice, Plan, RunOptions, RunResult, Shard, StopWhen
 from atts.run import evaluate as run_evaluation
 from atts.sampling import Seed, generator
@@ -208,6 +218,8 @@ class evaluate:
             problems = self._shard.take(problems)
         setup = self._setup
         options = self._options
+        if options.directory is not None:
+            check_resumes(options.directory, problems, setup, self._shard)
         if self._within is None:
             plan = setup.plan(*setup.engines(), problems[0].kind)
         else:
@@ -221,6 +233,84 @@ class evaluate:
                 plan, stop_when=self._stop_when, configuration={**plan.configuration, **held}
             )
         return await run_evaluation(problems, plan, options)
+
+
+def check_resumes(
+    directory: Path, problems: Sequence[Problem], setup: Setup, shard: Shard | None = None
+) -> None:
+    """Refuse a directory that holds a run with other settings, before any model is loaded.
+
+    Only what is known without an engine is compared; the journal compares everything once the
+    engines are open.
+
+    :raises FingerprintError: naming each setting as it was given, here and there.
+    :raises JournalError: the directory's manifest cannot be read.
+    """
+    stored = load_manifest(directory / MANIFEST)
+    if stored is None:
+        return
+    now = {name: getattr(setup, name) for name in _DECISIVE} | _decisive_policy(setup)
+    now["shard"] = None if shard is None else str(shard)
+    then: dict[str, Any] = {name: held.value for name, held in stored.configuration.items()}
+    recorded_policy = then.pop("policy", None)
+    if isinstance(recorded_policy, dict):
+        then |= dict(flat(recorded_policy))
+    then["seed"] = stored.seed
+    # An empty value and one that was never written are the same setting.
+    changed = [name for name in now if (now[name] or None) != (then.get(name) or None)]
+    if "method" in changed:  # what a method settles follows from it, and is not named as well
+        settled = {name for name, held in setup.settings.items() if held.origin[:2] != "--"}
+        changed = [name for name in changed if name in _DECISIVE or name not in settled]
+    if "shard" not in changed and dataset_digest(problems) != stored.dataset:
+        changed += _changed_problems(setup, stored, now, then)
+    if changed:
+        given = setup.settings
+        differences = list[tuple[str, object, object]]()
+        for name in changed:
+            origin = given[name].origin if name in given else ""
+            flag = f"--set {name}" if origin == "--set" else origin
+            label = flag if flag.startswith("--") else name
+            differences.append((label, then.get(name), now[name]))
+        advice = "Name another directory, or repeat the settings of that run"
+        raise FingerprintError(f"the run in {directory}", differences, advice)
+
+
+_DECISIVE = ("method", "rate", "mode", "warmup", "cap", "spare", "seed")
+_OF_PROBLEMS = (
+    *("dataset", "limit", "file", "column", "relative", "absolute", "units", "choices"),
+    *("references", "shots"),
+)
+"""Keys that decide which problems are run, and how their answers are compared."""
+
+
+def _decisive_policy(setup: Setup) -> dict[str, Any]:
+    """Return the policy by its keys, less the lengths that open engines may still shorten."""
+    policy = dict(flat(json.loads(json.dumps(asdict(setup.run_policy)))))
+    given = dict(flat(asdict(setup.policy)))
+    for name in LENGTHS:
+        held = setup.provenance.get(name)
+        is_of_pair = held is not None and held.origin.startswith(PAIR)
+        if given.get(name) is None or is_of_pair:
+            del policy[name]
+    del policy["letter"]  # a run records it where its problems have choices
+    return policy
+
+
+def _changed_problems(
+    setup: Setup, stored: Manifest, now: dict[str, Any], then: dict[str, Any]
+) -> list[str]:
+    """Name the settings that make other problems of the same run, and add their values."""
+    keys = [name for name in _OF_PROBLEMS if name in setup.settings]
+    here = {name: jsonable(setup.settings[name].value) for name in keys}
+    there = {name: stored.settings[name].value for name in keys if name in stored.settings}
+    changed = [name for name in keys if (here[name] or None) != (there.get(name) or None)]
+    if not changed:
+        changed = ["problems"]
+        here["problems"] = "others"
+        there["problems"] = f"{stored.problems} of another text or order"
+    now |= here
+    then |= there
+    return changed
 
 
 @dataclass(frozen=True, slots=True)

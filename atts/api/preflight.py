@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from atts.api.config import LENGTHS, Configuration
+from atts.api.config import Configuration
 from atts.api.engines import speculation_words
 from atts.api.pairs import CARDS, USUAL_CARDS, Pair, find_pair, gpu_placement
-from atts.api.setup import Setup
+from atts.api.setup import LENGTHS, Setup
 from atts.core import Message, Problem, Role, SampleRequest, ScoreRequest, Usage
 from atts.engine import Engine
 from atts.errors import ATTSError, JournalError, OptionError

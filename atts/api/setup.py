@@ -103,6 +103,16 @@ def _parsed_risk(text: str) -> tuple[float, float]:
 CalibrationMode = Literal["split", "marginal", "aci", "question", "question-turn"]
 
 
+LENGTHS = (
+    "max_tokens",
+    "turns",
+    "chunking.draft_tokens",
+    "chunking.target_tokens",
+    "chunking.stop",
+)
+"""Keys that follow from the models, and turns from max_tokens, where nothing sets them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What one wants, in words; `plan` turns it into what is run."""
@@ -161,7 +171,7 @@ class Setup:
     rollouts: Annotated[int, "in flight at once, over all problems"] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     # set by `configure`
-    given: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)
+    provenance: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rate <= 1:
@@ -266,7 +276,7 @@ class Setup:
         """
         policy = self._policy
         budget = self.budget
-        held = self.given.get("max_tokens")
+        held = self.provenance.get("max_tokens")
         said = policy.max_tokens
         if (
             said is not None
@@ -293,7 +303,7 @@ class Setup:
         `configure`.
         """
         values = _values(self)
-        given = self.given
+        given = self.provenance
         if not given:
             usual = _values(Setup())
             given = {name: Setting(usual.get(name)) for name in values}

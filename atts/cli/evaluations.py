@@ -106,6 +106,7 @@ def _unfinished(why: str, code: int) -> int:
 
 def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
     """The evaluation or a part of it, to its end or to an interrupt."""
+    from atts.api import check_resumes
     from atts.api import evaluate as evaluation
     from atts.cli.progress import progress_display
     from atts.journal import JOURNAL
@@ -118,6 +119,7 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
     progress = Progress(loading=(configuration["draft"], configuration["target"]))
     for text in setup.warnings:
         tell(f"atts: {text}")
+    check_resumes(directory, problems, setup, shard)
     if (directory / JOURNAL).exists():
         tell(f"atts: going on where {directory} was; what is done there is not run again")
     listening = RunOptions(listeners=(progress,))

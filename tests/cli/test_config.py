@@ -58,7 +58,7 @@ def test_the_defaults_are_those_of_the_python_api(tmp_path: Path) -> None:
     """Nothing said on the command line is `Setup()` in code."""
     made = configure(environment={}, folder=tmp_path).setup()
     plain = Setup()
-    names = [field.name for field in fields(Setup) if field.name not in ("given", "stored")]
+    names = [field.name for field in fields(Setup) if field.name not in ("provenance", "stored")]
     assert {name: getattr(made, name) for name in names} == {
         name: getattr(plain, name) for name in names
     }

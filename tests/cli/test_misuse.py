@@ -812,6 +812,33 @@ def test_two_runs_in_one_directory(atts: Any, runs: Path) -> None:
     assert atts(*words.split(" ")).code == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--limit 2", "--limit: stored none, now 2"),
+        ("--samples 5", "--samples: stored 3, now 5"),
+        ("--rate 0.4", "--rate: stored 0.2, now 0.4"),
+        ("--set sampling.temperature=0.9", "--set sampling.temperature: stored 0.7, now 0.9"),
+        ("--method target-only", "--method: stored 'atts', now 'target-only'"),
+        ("--max-tokens 90", "--max-tokens: stored 512, now 90"),
+        ("--seed 3", "--seed: stored 0, now 3"),
+        ("--shard 1/2", "shard: stored none, now '1/2'"),
+    ],
+)
+def test_other_settings_are_refused_before_a_model_is_loaded(
+    atts: Any, runs: Path, words: str, named: str
+) -> None:
+    """In the flags that were typed, although neither engine could be reached."""
+    before = (runs / "atts/journal.jsonl").read_bytes()
+    run = "eval arithmetic[:3] --samples 3 --report none --out runs/atts"
+    dead = "--draft vllm:http://127.0.0.1:9/d --target vllm:http://127.0.0.1:9/t"
+    said = atts(*run.split(), *dead.split(), *words.split())
+    assert said.code == USAGE, said.err
+    assert f"({named}). Name another directory" in said.err
+    assert "going on" not in said.err
+    assert (runs / "atts/journal.jsonl").read_bytes() == before
+
+
 MISSING = (
     "report nope", "replay nope", "plan nope", "trace nope", "compare nope runs/atts", "compare runs/atts nope",
     "merge nope runs/atts --out union", "journal check nope", "journal salvage nope --out saved",

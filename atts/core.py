@@ -14,42 +14,45 @@ from atts.sampling import Seed, uniforms
 TokenIds = tuple[int, ...]
 Role = Literal["draft", "target"]
 Ending = Literal["delimiter", "length", "end"]
-"""Why a chunk ended: at a step delimiter, at its token limit, or because the model ended its text.
-"""
+"""Why a chunk ended: at a step delimiter, at its token limit, or at the model's end of text."""
 TurnKey = tuple[str, int, int]
-"""Names a turn of a run: problem, sample, turn."""
+"""The name of a turn in a run: problem, sample, turn."""
 Action = Literal["accept", "verify", "escalate"]
 Origin = Literal["gate", "evidence", "forced", "warm-up", "budget", "certificate", "recalled"]
-"""What a decision rests on: the gate's rule; the draft's evidence alone, unscored; a score that is
-missing; a warm-up that stores and does not act; a cap without a slot left; a
-certified policy's gate; or a decision of an earlier session that stands.
+"""What a decision rests on.
+
+"gate": the gate's rule. "evidence": the draft's own evidence, without a score. "forced": the score is
+missing. "warm-up": scores are stored, but nothing is escalated yet. "budget": the cap on escalations
+is used up. "certificate": the gate of a certified policy. "recalled": a decision of an earlier
+session of the same run.
 """
 AnswerKind = Literal["math", "choice", "text"]
 Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
-"""Why a rollout stopped. "settled": the vote no longer needed it; "end": its model ended without a
-marked answer.
+"""Why a rollout stopped.
+
+"settled": the vote no longer needed it. "end": its model ended the text without a marked answer.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Grading:
-    """How an answer is held to its reference; the default tolerates no number that is off, and lets
-    a unit be left out.
+    """How strictly an answer is compared with its reference.
 
-    `relative`, a share of the larger number, is for references that are decimals; `absolute` is for
-    any number.
+    By default numbers must be equal, and a unit may be left out. `relative` is a tolerance as a
+    share of the larger number and applies to references that are decimals; `absolute` applies to
+    every number.
     """
 
     relative: float = 0.0
     absolute: float = 0.0
     units: Literal["optional", "required"] = "optional"
-    # text: of the right choice, its words count as well as its letter
+    # "text": the words of the correct choice count as well as its letter
     choices: Literal["letter", "text"] = "letter"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question, its reference answer when there is one, and where it came from."""
+    """A question with its reference answer, if it has one, and its source."""
 
     id: str
     text: str
@@ -60,7 +63,7 @@ class Problem:
     choices: tuple[str, ...] = ()
     source: str = ""
     grading: Grading | None = None  # None: the default
-    # problems with their solutions, said before this one
+    # worked examples (problem, solution), shown to the model before this problem
     examples: tuple[tuple[str, str], ...] = ()
 
 
@@ -74,7 +77,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is drawn from the model's law; the default draws from it unchanged."""
+    """How a token is drawn from the model's distribution; by default the distribution is unchanged."""
 
     temperature: float = 1.0
     top_k: Annotated[int, "only the k likeliest tokens; 0: all"] = 0
@@ -84,14 +87,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """Continue `ids` by at most `max_tokens`, stopping after a token that completes a stop string
-    or is a stop id.
+    """Continue `ids` by at most `max_tokens`, stopping after a stop string or a stop id.
 
-    The token that completes the stop stays in the completion; `rollout` only hints where a cache
-    may be warm. An engine that has no raw log-probabilities at hand need not fetch them where they
-    are "unneeded". With `begun`, the last ids are the completion's own beginning, made elsewhere
-    with the first uniforms of the same seed: what is written, and where it stops, is the rest of
-    what the request without them is answered with.
+    The token that completes the stop stays in the completion. `rollout` only hints where a cache may
+    be warm. If log-probabilities are "unneeded", an engine may leave them out. With `begun`, the
+    last `begun` ids are the completion's own beginning, drawn elsewhere with the first uniforms of
+    the same seed; the engine then writes the rest of what it would have written without them.
     """
 
     ids: TokenIds
@@ -103,18 +104,17 @@ class SampleRequest:
     rollout: str = ""
     priority: int = 0  # lower is sooner
     logprobs: Literal["raw", "unneeded"] = "raw"
-    begun: int = 0  # of the last ids; `max_tokens` counts those to come
-    # text that may be like the answer: an engine may be faster for it, and answers the same
+    begun: int = 0  # how many of the last ids; `max_tokens` excludes them
+    # a guess at the answer: it may make the engine faster, and never changes what it writes
     draft: TokenIds = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a model wrote: `ids` exactly as generated (an end token included), `text` without end
-    tokens.
+    """What a model wrote: `ids` exactly as generated, end token included; `text` without end tokens.
 
-    `logprobs` are under the raw law (temperature 1, nothing dropped), one per id; none at all from
-    an engine whose spec says that it gives none, and where the request does not need them.
+    `logprobs` has one raw log-probability (temperature 1, no filter) per id. It is empty if the
+    engine gives none, or if the request said that it needs none.
     """
 
     ids: TokenIds
@@ -128,24 +128,25 @@ class Completion:
 class ScoreRequest:
     """Ask for the log-probability of every token of `suffix` after `prefix`; both are non-empty.
 
-    With `draw`, what would be asked of the model in the suffix's place (its ids are the prefix), an
-    engine that can draw from the laws it scores by tells how that answer begins.
+    `draw` is the sampling request that would follow `prefix` if the suffix were rejected. An engine
+    that can draw from the distributions it scores with also returns how its answer begins.
     """
 
     prefix: TokenIds
     suffix: TokenIds
     rollout: str = ""
     priority: int = 0
-    turn: int = 0  # of the rollout: for timing, never for the result
+    turn: int = 0  # of the rollout; recorded for timing only
     draw: SampleRequest | None = None  # never changes the scores
 
 
 def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
-    """A name for what is asked of whom and for which rollout, from all that decides the answer; not
-    its priority.
+    """Return a key made of everything that decides a request's answer; priority does not.
+
+    The journal finds an answer recorded by an earlier session under this key.
     """
     if isinstance(request, SampleRequest):
-        said = (
+        settings = (
             request.rollout,
             request.max_tokens,
             request.sampling,
@@ -153,7 +154,7 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
             request.stop,
             request.stop_ids,
         )
-        text = f"{role} {said!r}{request.begun or ''}"
+        text = f"{role} {settings!r}{request.begun or ''}"
         ids = request.ids
     else:
         draw = request.draw
@@ -167,7 +168,7 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
     hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
     try:
         hasher.update(array("q", ids).tobytes())
-    except OverflowError:  # ids of engines that speak text are as long as the text they stand for
+    except OverflowError:  # text-only engines use ids that encode whole texts
         hasher.update(repr(ids).encode())
     return hasher.hexdigest()
 
@@ -183,10 +184,10 @@ class Beginning:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Raw log-probabilities, one per suffix token: none dropped, none invented.
+    """Raw log-probabilities, exactly one per suffix token.
 
-    `begun` answers the request's `draw`: the model's own tokens up to and with the first that is
-    not the suffix's.
+    `begun` answers the request's `draw`: the model's own tokens up to and including the first one
+    that differs from the suffix.
     """
 
     logprobs: tuple[float, ...]
@@ -195,7 +196,7 @@ class Scores:
 
     @property
     def perplexity(self) -> float:
-        """exp(-mean log-prob), in [1, inf]; higher is worse."""
+        """Return exp(-mean log-probability), in [1, inf]; higher is worse."""
         assert self.logprobs, "an engine must refuse to score nothing"
         mean = -math.fsum(self.logprobs) / len(self.logprobs)
         return math.exp(mean) if mean < 700 else math.inf
@@ -203,9 +204,10 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a gate said about one chunk, with all that is needed to audit it and to feed it back.
+    """A gate's decision about one chunk, with everything needed to audit it and to feed it back.
 
-    `p` near 1 means worse than the calibration chunks; None when the gate used no p-value.
+    A `p` near 1 means that the chunk scores worse than the calibration chunks; None if the gate
+    uses no p-value.
     """
 
     action: Action
@@ -217,58 +219,56 @@ class Decision:
     score: float | None = None
     p: float | None = None
     level: str | None = None
-    # the conformal set of levels, contiguous; empty when the gate has none
+    # the conformal set of adjacent levels; empty if the gate has no levels
     levels: tuple[str, ...] = ()
     why: str = ""  # for people; nothing reads it
     origin: Origin = "gate"
-    length: float | None = None  # of the chunk, where the gate ranks by length
+    length: float | None = None  # of the chunk, if the gate ranks by length
 
     @property
     def escalate(self) -> bool:
-        """Whether the target takes over."""
+        """Return True if the target takes over."""
         return self.action == "escalate"
 
     @property
     def turn_key(self) -> TurnKey:
-        """The turn it is about."""
+        """Return the turn that the decision is about."""
         return self.question, self.sample, self.turn
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """All a gate may know about a chunk besides its score: the draft's own evidence, and siblings'
-    answers so far.
-    """
+    """What a gate may know about a chunk besides its score: draft evidence and siblings' answers."""
 
     question: str
     turn: int = 0
     sample: int = 0
-    # the place in the run's order of asking for scores, as the gate's preview numbered it
+    # the chunk's position in the order in which scores were requested
     issue: int | None = None
-    # the share of the run's decisions expected to be left; None where that is not known
+    # the expected share of the run's decisions still to come; None if unknown
     left: float | None = None
     attempt: int = 0
     tokens: int = 0
-    draft_logprob: float = 0.0  # the draft's own, made one number by the policy's score rule
+    draft_logprob: float = 0.0  # the draft's own, reduced to one number by the score rule
     has_answer: bool = False
     answered: int = 0  # siblings with an answer
-    agreement: float = 0.0  # share of them behind the leading answer
+    agreement: float = 0.0  # the leading answer's share of them
     agrees: bool = False  # this chunk's answer is the leading one
-    is_scored: bool = False  # an equal chunk after an equal beginning was: its score is this one's
+    is_scored: bool = False  # an equal chunk after an equal prefix has a score already
     text: str = ""
 
     def decision(
         self, action: Action, rate: float = math.nan, why: str = "", *, score: float | None = None,
         p: float | None = None, origin: Origin = "gate",
     ) -> Decision:  # fmt: skip
-        """A decision about this chunk; a gate that aims at no rate leaves it nan."""
+        """Make a decision about this chunk; a gate without a nominal rate leaves `rate` at NaN."""
         return Decision(
             action, rate, self.question, self.turn, self.sample, issue=self.issue, score=score, p=p, why=why,
             origin=origin,
         )  # fmt: skip
 
     def uniform(self, seed: int, purpose: str) -> float:
-        """A uniform number that belongs to this chunk: a function of who is asked, never of when."""
+        """Return a uniform number that depends on the chunk's identity, never on the schedule."""
         name = Seed(
             seed,
             self.question,
@@ -283,8 +283,7 @@ class Features:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of reasoning in both tokenizers' ids, never re-tokenised; an end token is not part of
-    the ids.
+    """A piece of reasoning in both tokenizers' ids, without end tokens; it is never re-tokenised.
 
     With a shared tokenizer the two id tuples are the same object.
     """
@@ -294,36 +293,36 @@ class Chunk:
     draft_ids: TokenIds
     target_ids: TokenIds
     ended: Ending
-    # the author's own, one per generated id (an end token's included), or none
+    # the author's, one per generated id (a generated end token included), or empty
     logprobs: tuple[float, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """How many tokens its author generated."""
+        """Return how many tokens the author generated."""
         return len(self.logprobs) or len(self.ids(self.author))
 
     def ids(self, role: Role) -> TokenIds:
-        """The ids this chunk has for that model."""
+        """Return the chunk's ids for that model."""
         return self.draft_ids if role == "draft" else self.target_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A problem rendered once per tokenizer, chat template applied."""
+    """A problem rendered with each model's chat template."""
 
     draft_ids: TokenIds
     target_ids: TokenIds
 
     def ids(self, role: Role) -> TokenIds:
-        """The prompt's ids for that model."""
+        """Return the prompt's ids for that model."""
         return self.draft_ids if role == "draft" else self.target_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One round of a rollout: what was drafted, what the target thought of it, what was done.
+    """One turn of a rollout: the drafted chunk, its score, and what became of it.
 
-    `chunks` are those that entered the rollout this turn, in order; `discarded` those that did not.
+    `chunks` entered the rollout in this order; `discarded` did not enter it.
     """
 
     index: int
@@ -331,17 +330,18 @@ class Turn:
     discarded: tuple[Chunk, ...] = ()
     score: float | None = None
     decision: Decision | None = None
-    note: str = ""  # why a score is missing, what failed, what stays; for people, nothing reads it
-    # the target was asked about; none where the score is that of an equal sibling's chunk
+    note: str = ""  # for people: why a score is missing, or what failed
+    # scored by the target; 0 if the score was reused from a sibling's equal chunk
     scored_tokens: int = 0
-    is_forced: bool = False  # the chunk's words were put in: no model wrote them
+    is_forced: bool = False  # the chunk's text was inserted by budget forcing
 
     @property
     def drafted(self) -> Chunk | None:
-        """The draft's chunk that was judged, kept or discarded; None where the draft wrote none."""
-        return next(
-            (chunk for chunk in (*self.discarded, *self.chunks) if chunk.author == "draft"), None
-        )
+        """Return the draft's chunk, kept or discarded, or None if the draft wrote none."""
+        for chunk in (*self.discarded, *self.chunks):
+            if chunk.author == "draft":
+                return chunk
+        return None
 
     @property
     def is_recalled(self) -> bool:
@@ -363,7 +363,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens by model and kind, and calls; sums with +."""
+    """Numbers of tokens and calls; usages add up with +."""
 
     draft_tokens: int = 0  # sampled by the draft
     target_tokens: int = 0  # sampled by the target
@@ -372,7 +372,7 @@ class Usage:
     target_prefill_tokens: int = 0
     wasted_tokens: int = 0  # sampled, then discarded or cancelled
     calls: int = 0
-    # of the target's, those drawn while it scored: no step of decoding was made for them
+    # the part of target_tokens that was drawn while scoring, without a decoding step
     drawn_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
@@ -390,7 +390,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One line of reasoning on one problem, grown turn by turn; a new value per turn."""
+    """One line of reasoning about a problem; every turn makes a new value."""
 
     problem: str
     sample: int
@@ -400,11 +400,11 @@ class Rollout:
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
-    # the answer is not marked as one: the fallback found it once the model had ended its text
+    # no answer was marked as final: the fallback extracted one after the model had ended
     is_fallback_answer: bool = False
 
     def ids(self, role: Role) -> TokenIds:
-        """Prompt plus every chunk as that model reads them."""
+        """Return the ids of prompt and chunks as that model reads them."""
         ids = list(self.prompt.ids(role))
         for turn in self.turns:
             for chunk in turn.chunks:
@@ -413,13 +413,13 @@ class Rollout:
 
     @property
     def text(self) -> str:
-        """The reasoning so far: the chunks' texts, joined by nothing."""
+        """Return the reasoning so far: the chunks' texts, concatenated."""
         return "".join(chunk.text for turn in self.turns for chunk in turn.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one problem: every rollout, and the answer they settled on."""
+    """The result of one problem: all rollouts, and the answer they voted for."""
 
     problem: Problem
     rollouts: tuple[Rollout, ...]
@@ -428,19 +428,19 @@ class Outcome:
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
     why: str = ""
     usage: Usage = Usage()
-    # what a reader should know of the answer: that the problem is unlike those of the stored scores
+    # a warning about the answer, such as a problem unlike those of the calibration scores
     doubt: str = ""
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to do: neither the problem nor one of its rollouts failed."""
-        return self.status != "failed" and not any(
-            rollout.finish == "failed" for rollout in self.rollouts
-        )
+        """Return True if neither the problem nor any of its rollouts failed."""
+        if self.status == "failed":
+            return False
+        return all(rollout.finish != "failed" for rollout in self.rollouts)
 
     @property
     def agreement(self) -> float:
-        """The winner's share of all votes; 0 without any."""
+        """Return the winner's share of all votes, or 0 without votes."""
         total = math.fsum(self.votes.values())
         return max(self.votes.values()) / total if total else 0.0
 
@@ -450,11 +450,9 @@ RolloutStatus = Literal["done", "failed", "settled", "cancelled"]
 ProblemStatus = Literal["done", "failed", "cancelled"]
 
 RELEASE = "release"
-"""The stage of the span that ends each rollout admitted together: it waited for all siblings' last
-calls.
-"""
+"""Stage of the span in which rollouts that were admitted together wait for their last sibling."""
 HOLD = "hold"
-"""The stage of the span of a wait for what a sibling holds: it had asked about an equal chunk."""
+"""Stage of the span in which a rollout waits for the score of a sibling's equal chunk."""
 
 # Not frozen: a frozen dataclass of this width takes five times as long to make, and one is made for
 # every engine call.
@@ -462,23 +460,22 @@ HOLD = "hold"
 
 @dataclass(slots=True)
 class CallSpan:
-    """One engine call, a node of the task graph: who called, what it waited for, and when (the
-    loop's clock, seconds).
+    """One engine call, a node of the task graph; times are in seconds on the loop's clock.
 
-    `ready <= queued <= started <= ended`. A call cancelled in the queue has `started == ended`. A
-    "recalled" call took its result from an earlier session: it did no work, and stands for the call
-    that did. Spans are never changed.
+    The times satisfy ready <= queued <= started <= ended. A call that was cancelled in the queue has
+    started == ended. A "recalled" call took its result from an earlier session and did no work.
+    Spans are never changed after they are made.
     """
 
-    node: int  # its number; higher than those of the calls it waited for
+    node: int  # a number higher than those of the calls it waited for
     stage: str
     engine: str
     problem: str
-    sample: int  # -1: asked by the problem itself, not by a rollout
+    sample: int  # -1: the call belongs to the problem, not to a rollout
     turn: int
-    ready: float  # its rollout was ready; before `queued` only where it then waited for siblings
+    ready: float  # earlier than `queued` only if the rollout waited for siblings
     queued: float
-    started: float  # a slot (and its tokens) were granted
+    started: float  # a slot and its tokens were granted
     ended: float
     after: tuple[int, ...] = ()  # the calls it waited for
     attempt: int = 0
@@ -488,25 +485,23 @@ class CallSpan:
 
     @property
     def wait(self) -> float:
-        """Seconds spent waiting for siblings."""
+        """Return the seconds spent waiting for siblings."""
         return self.queued - self.ready
 
     @property
     def queue(self) -> float:
-        """Seconds spent waiting for a slot."""
+        """Return the seconds spent waiting for a slot."""
         return self.started - self.queued
 
     @property
     def compute(self) -> float:
-        """Seconds spent in the call."""
+        """Return the seconds spent in the call."""
         return self.ended - self.started
 
 
 @dataclass(slots=True)
 class RolloutSpan:
-    """One rollout's life; `released` is after `ended` only where it kept its place for its
-    siblings.
-    """
+    """The times of one rollout; `released` is later than `ended` if it kept its slot for siblings."""
 
     problem: str
     sample: int
@@ -522,10 +517,10 @@ class RolloutSpan:
 
 @dataclass(slots=True)
 class ProblemSpan:
-    """One problem's life."""
+    """The times of one problem."""
 
     problem: str
-    number: int  # its place among the problems of the run
+    number: int  # the problem's position in the run
     status: ProblemStatus
     started: float
     ended: float
@@ -537,7 +532,7 @@ _Value = TypeVar("_Value")
 
 
 class Recent(dict[_Key, _Value]):
-    """A dictionary that forgets what was stored longest ago.
+    """A bounded dictionary that drops the entry stored longest ago.
 
     >>> recent = Recent[str, int](2)
     >>> recent["a"], recent["b"], recent["a"], recent["c"] = 1, 2, 3, 4

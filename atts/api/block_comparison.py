@@ -1,4 +1,4 @@
-"""Blocks of a zoo's model replaced by others, and what that changes about the model, as measured."""
+"""Replacement of blocks in a zoo's model by similar ones, with the measured loss of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROOM = 2
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPair:
-    """A block that is like one of a model's, and what the model loses with it."""
+    """A block that resembles one of the model's, and what the model loses with it."""
 
     likeness: Likeness
     loss: Loss
@@ -31,7 +31,7 @@ class MeasuredPair:
 
 @dataclass(frozen=True, slots=True)
 class ComparedBlocks:
-    """Blocks that could stand in for a model's, each alone, and what was kept of them together."""
+    """The blocks that could replace a model's own, each measured alone, and what was kept."""
 
     model: str
     pairs: tuple[MeasuredPair, ...]
@@ -49,8 +49,13 @@ def compare_blocks(
     keep: str | None = None,
     tell: Callable[[MeasuredPair], None] | None = None,
 ) -> ComparedBlocks:
-    """Put other blocks of the same shape into the chain of a zoo's model, one at a time, and
-    measure what each changes.
+    """Put similar blocks into a zoo's model, one at a time, and measure what each changes.
+
+    At each place the `most` nearest blocks by parameters are tried, if they are no more than
+    `apart` lengths of the model's own block away (unrelated blocks are at 1.4). Each changed chain
+    is compared with the model's own distribution on the model's greedy answers to `problems`, and
+    its answers with the model's. With `keep`, the largest set of blocks that together diverge by at
+    most `lossy` nats a token is stored under that name, which "zoo:DIR/NAME?lossy=..." opens.
 
     At each place the nearest by parameters are tried, `most` of them, no more than so many lengths
     of the model's own block `apart`: unrelated blocks are 1.4. The law is compared at what the
@@ -81,7 +86,7 @@ def compare_blocks(
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """A model and its own greedy answers to some problems: what changed chains are measured beside."""
+    """A model with its own greedy answers to some problems, the reference of changed chains."""
 
     zoo: Zoo
     model: StoredModel
@@ -101,7 +106,7 @@ class _Own:
         return cls(zoo, model, words, problems, texts, _right(solved, problems))
 
     def loss(self, chosen: Sequence[Likeness]) -> Loss:
-        """What the chain loses that has these blocks instead."""
+        """Measure what the model loses when it has these blocks instead of its own."""
         longest = max(len(ids) - given for ids, given in self.texts)
         policy = replace(_POLICY, max_tokens=_ROOM * longest)
         with stand_in(
@@ -126,8 +131,10 @@ class _Own:
     def within(
         self, found: Sequence[MeasuredPair], bound: float
     ) -> tuple[list[Likeness], Loss] | None:
-        """The best at each place that is within the bound alone, less those that do most until all
-        together are.
+        """Return the best blocks that together stay within the bound, with their joint loss.
+
+        The best block at each place is taken if it is within the bound alone; those that lose most
+        are dropped until all together are.
         """
         best = dict[str, Likeness]()
         for pair in sorted(found, key=lambda pair: pair.loss.nats):

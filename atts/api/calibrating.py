@@ -1,6 +1,4 @@
-"""The verbs that make calibrations of runs: scores to start from, calibrators as they stood at the
-end.
-"""
+"""The verbs that turn runs into calibrations: scores to start from, and fitted calibrators."""
 
 from __future__ import annotations
 
@@ -55,8 +53,10 @@ async def calibrate(
     limit: int | None = None,
     directory: str | Path | None = None,
 ) -> StoredScores:
-    """Let the draft solve these problems alone, have the target score every chunk, and keep the
-    scores.
+    """Let the draft solve these problems alone, score every chunk, and return the scores.
+
+    They are `Setup(stored=...)` of later runs: take problems that are like those of the later run
+    but not the same. In a `directory` the run is journalled, and the same call continues it.
 
     They are `Setup(stored=...)` of later runs: take problems like those of the later run, and not
     the same. In a `directory` the run is journalled, and the same call goes on where it was.
@@ -90,7 +90,7 @@ calibrate_sync = sync(calibrate)
 
 
 def scores_of(run: str | Path | RunResult) -> StoredScores:
-    """Every score a run decided on, in order, with the conditions it was made under.
+    """Return every score that a run decided on, in order, with the conditions it was made under.
 
     :raises JournalError: there is no run, or it cannot be read.
     :raises CalibrationInputError: its gate saw no score.
@@ -125,7 +125,7 @@ def stored_scores(
     scale: Scale = PERPLEXITY,
     conditions: Mapping[str, object] | None = None,
 ) -> StoredScores:
-    """Calibration scores from before a run: of a file, or of the directory of a run.
+    """Read calibration scores from a file, or from the directory of an earlier run.
 
     :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be
         read.
@@ -152,7 +152,11 @@ def calibration_report(
     scale: Scale = PERPLEXITY,
     seed: int = 0,
 ) -> CalibrationReport:
-    """What a run's calibration did and promises, or what scores or a calibrator in a file would do.
+    """Report what a run's calibration did and promises, or what stored scores can promise.
+
+    A run is reported as it was made. With another `rate` or `mode` its scores are decided again,
+    like those of a file, whose rate is 0.4 and mode "aci" unless it holds a calibrator with its
+    own.
 
     A run is told as it was made. With another `rate` or `mode` its scores are decided anew, like
     those of a file, for which the rate is 0.4 and the mode "aci" unless it is a calibrator and has
@@ -198,7 +202,7 @@ def calibration_report(
 
 
 def _in_file(path: Path) -> tuple[Calibrator | None, Sequence[bool | None]]:
-    """The calibrator that a file holds, else the labels of its records."""
+    """Return the calibrator that a file holds, or else the labels of its records."""
     if path.suffix == ".npy":
         return None, ()
     text = read_ordinary(path).decode()
@@ -210,8 +214,7 @@ def _in_file(path: Path) -> tuple[Calibrator | None, Sequence[bool | None]]:
 
 
 def calibrator_of(run: str | Path | RunResult) -> Calibrator:
-    """The calibrator of a run as it stood at the end, rebuilt from the journal; of merged runs,
-    theirs put together.
+    """Rebuild the calibrator of a run as it was at the end; merged runs give their union.
 
     :raises JournalError: there is no run, or it cannot be read.
     :raises CalibrationInputError: its method has no calibrator, or the calibrators cannot be put
@@ -230,7 +233,7 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
 
 
 def _parts(run: RecordedRun) -> Iterator[list[Entry]]:
-    """The gate's calls of each run that was merged, or of the one run there is."""
+    """Yield the gate's calls of each run that was merged, or of the only run."""
     part = list[Entry]()
     for entry in run.entries((Decided, Observed)):
         if isinstance(entry.event, SessionOpened) and entry.session in run.part_starts:
@@ -255,9 +258,7 @@ def _rebuilt(manifest: Manifest, entries: Sequence[Entry]) -> Calibrator:
 
 
 def _kept(run: RunResult) -> Iterator[tuple[Decision, float]]:
-    """Decisions with a score of a run that was kept in memory, and their chunks' tokens, turn by
-    turn.
-    """
+    """Yield the scored decisions of a run kept in memory with their chunks' tokens, by turn."""
     turns = [
         turn for outcome in run.outcomes() for rollout in outcome.rollouts for turn in rollout.turns
     ]

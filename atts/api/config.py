@@ -1,4 +1,4 @@
-"""The configuration of a run: a value for every key from defaults, atts.toml, ATTS_* and flags."""
+"""The configuration of a run: a value for every key, from defaults, atts.toml, ATTS_* or flags."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Said = tuple[Key, object, str, str]
 
 
 def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
-    """A TOML file's values; tables are dotted names.
+    """Yield the values of a TOML file; the names of its tables are dotted.
 
     :raises OptionError: it cannot be read, is not TOML, or has an unknown key.
     """
@@ -69,7 +69,7 @@ def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
 
 
 def from_environment(environment: Mapping[str, str], keys: Mapping[str, Key]) -> Iterator[Said]:
-    """The values of ATTS_* variables.
+    """Yield the values of ATTS_* variables.
 
     :raises OptionError: one is unknown.
     """
@@ -88,8 +88,7 @@ def from_environment(environment: Mapping[str, str], keys: Mapping[str, Key]) ->
 def from_flags(
     flags: Mapping[str, object], pairs: Sequence[str], keys: Mapping[str, Key]
 ) -> Iterator[Said]:
-    """Values that flags or a call's arguments gave, None being not given; then those given as
-    "key=value".
+    """Yield the values of flags or call arguments that are not None, then "key=value" texts.
 
     :raises OptionError: a key is unknown, or a pair is none.
     """
@@ -124,9 +123,7 @@ def _known_key(name: str, keys: Mapping[str, Key], source: str) -> Key:
 
 
 def _nearest_key(name: str, known: Sequence[str]) -> str:
-    """The nearest name, a table's own key counting as near to its dotted name; else where to find
-    them all.
-    """
+    """Suggest the nearest key to a misspelt one, or else the command that lists them all."""
     short = {each.rpartition(".")[2]: each for each in known} | {each: each for each in known}
     near = get_close_matches(name, short, n=1) or get_close_matches(
         name.rpartition(".")[2], short, n=1
@@ -150,7 +147,7 @@ _NEUTRAL = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is evaluated, and where that is kept."""
+    """The problems to evaluate, and the place where the run is kept."""
 
     dataset: Annotated[
         str, "a benchmark, a file or hub:owner/name; a slice may follow: math500[:50]"
@@ -194,11 +191,11 @@ class Job:
 
     @property
     def comparison(self) -> dict[str, Any]:
-        """What `evaluate` is told of it."""
+        """Return the arguments with which `evaluate` compares this run to an earlier one."""
         return {"against": self.against, "stop_when": self.stop_when}
 
     def load(self) -> Dataset:
-        """The problems, and where they came from.
+        """Load the problems with a record of where they came from.
 
         :raises DatasetError: they cannot be read, or there are none.
         """
@@ -221,7 +218,7 @@ class Job:
 
 @cache
 def config_keys() -> Mapping[str, Key]:
-    """Every key there is, by name, in the order in which they are shown.
+    """Return every key by name, in the order in which they are shown.
 
     >>> config_keys()["samples"].default, config_keys()["chunking.stop"].variable
     (8, 'ATTS_CHUNKING_STOP')
@@ -250,25 +247,25 @@ def config_keys() -> Mapping[str, Key]:
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """A value for every key, and where it came from; made by `configure`."""
+    """A value for every key with its origin; made by `configure`."""
 
     settings: Mapping[str, Setting]
     # keys whose values follow from the models and from other keys
     followed: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a key."""
+        """Return the value of a key."""
         return self.settings[name].value
 
     @property
     def job(self) -> Job:
-        """What is evaluated, and where that is kept."""
+        """Return the keys that say what is evaluated and where the run is kept."""
         with _origins(self.settings):
             return msgspec.convert(_tables(self.settings), Job)
 
     @property
     def directory(self) -> Path:
-        """Where the run is kept: as said, or a folder that belongs to this configuration alone."""
+        """Return the run directory: as given, or one that only this configuration has."""
         job = self.job
         if job.out in ("", "-"):
             raise OptionError("--out", f"{job.out!r} names no directory, and a run is kept in one")
@@ -278,14 +275,14 @@ class Configuration:
         return Path(job.runs) / f"{name}-{self.digest}"
 
     def directory_of(self, shard: Shard | None) -> Path:
-        """Where a part of the run is kept: as said, or beside the other parts."""
+        """Return the directory of one shard: as given, or next to those of the others."""
         if shard is None or self.job.out is not None:
             return self.directory
         return self.directory.with_name(f"{self.directory.name}-{shard.number}-of-{shard.of}")
 
     @property
     def deciding(self) -> dict[str, Any]:
-        """Everything that decides the results, as plain JSON data."""
+        """Return every value that decides the results, as plain JSON data."""
         kept = {
             name: held.value
             for name, held in self.settings.items()
@@ -295,13 +292,13 @@ class Configuration:
 
     @property
     def digest(self) -> str:
-        """A short name for that."""
+        """Return a short hash of the values that decide the results."""
         return blake2b(
             json.dumps(self.deciding, sort_keys=True).encode(), digest_size=4
         ).hexdigest()
 
     def setup(self) -> Setup:
-        """The setup these words describe.
+        """Make the setup that these values describe.
 
         :raises OptionError: a value is impossible.
         :raises CalibrationInputError: the file of scores cannot be read as one.
@@ -327,8 +324,10 @@ def configure(
     environment: Mapping[str, str] | None = None,
     folder: str | Path = ".",
 ) -> Configuration:
-    """The configuration here and now: defaults, then `file` (or atts.toml in `folder`), then
-    ATTS_*, then `flags`.
+    """Read the configuration: defaults, then `file` or atts.toml, then ATTS_*, then `flags`.
+
+    Without `file`, an atts.toml in `folder` is read if there is one. `pairs` are "key=value" texts,
+    which count as flags. Values that the method settles cannot be set otherwise.
 
     `pairs` are "key=value" texts, which count as flags. What the method itself settles is settled
     by it.
@@ -359,9 +358,7 @@ def configure(
 
 
 def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """The values as nested tables; a target with some sampling of its own shares the rest with the
-    draft.
-    """
+    """Return the values as nested tables, the target's sampling completed by the draft's."""
     tables = nested({name: held.value for name, held in settings.items()})
     if "target_sampling" in tables:
         tables["target_sampling"] = tables["sampling"] | tables["target_sampling"]
@@ -369,7 +366,7 @@ def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """What the chosen pair says, wherever nothing else did."""
+    """Return what the chosen pair sets, for keys that nothing else has set."""
     with _origins(settings):
         choice = msgspec.convert(_tables(settings), PairChoice)
         if choice.pair is None:
@@ -392,7 +389,7 @@ def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:
-    """What the pair is told on this benchmark alone."""
+    """Return the prompt settings that the pair has for this benchmark alone."""
     from atts.evaluators import find_benchmark
 
     known = find_benchmark(dataset.partition("[")[0]) if pair.prompts else None
@@ -400,7 +397,7 @@ def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:
 
 
 def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """What the method settles; flags and files cannot contradict it."""
+    """Return what the method settles; a flag or file that contradicts it is refused."""
     with _origins(settings):
         method = cast(str, settings["method"].value)
         base = msgspec.convert(_tables(settings), Policy)
@@ -419,9 +416,7 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 
 def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
-    """The lengths that nothing says: as these models need them, with what they follow from as their
-    origin.
-    """
+    """Return the lengths that nothing sets, as the models need them, with their origins."""
     with _origins(settings):
         policy = msgspec.convert(_tables(settings), Policy)
     method = preset(str(settings["method"].value))
@@ -439,7 +434,7 @@ def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
 
 @contextmanager
 def _origins(settings: Mapping[str, Setting]) -> Generator[None, None, None]:
-    """An error over an impossible value names the flag, variable or file that set it."""
+    """Name the flag, variable or file in errors about a value that it has set."""
     try:
         yield
     except OptionError as error:

@@ -44,8 +44,13 @@ def build_engine(
     chat: bool = False,
     lent: str = "",
 ) -> Engine:
-    """An engine that is not open yet: "embedded", "scripted", "hf:Qwen/Qwen3-1.7B", "hf:./folder",
-    or one you made.
+    """Build an engine, not open yet, from its words; an engine is returned as it is.
+
+    Models of this machine are "embedded", "scripted", "hf:Qwen/Qwen3-1.7B" and "hf:./folder".
+    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`); with "?lossy=.01" it
+    may be replaced by what `atts zoo compare` kept within so many nats a token, and the loss is
+    logged as a warning. "?replicas=2" loads the model into two processes, "?stages=2" divides its
+    layers between two.
 
     "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`); with "?lossy=.01", what
     `atts zoo compare` kept to stand in for it within so many nats a token: what that loses is
@@ -141,7 +146,7 @@ def build_engines(
 def speculation_words(
     draft: str | Engine, target: str | Engine, speculate: Speculate = "auto"
 ) -> str:
-    """What proposes tokens to the target, for people.
+    """Describe for people what proposes tokens to the target.
 
     :raises OptionError: `speculate` asks for what these engines cannot do.
 
@@ -164,9 +169,7 @@ def speculation_words(
 def _speculation(
     draft: str | Engine, target: str | Engine, speculate: Speculate
 ) -> tuple[LocalOptions | None, str]:
-    """What the target's own words are added to, and the draft model that is lent to it: asked for,
-    or where it fits.
-    """
+    """Return the options that speculation adds to the target's, and the draft lent to it."""
     from atts.local import LocalOptions
 
     drafter = _drafter_words(draft)
@@ -197,9 +200,7 @@ def _speculation(
 
 
 def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
-    """Whether draft and target are models of one zoo that share blocks: they take turns in one step
-    loop.
-    """
+    """Return whether both are models of one zoo that share blocks, and so one step loop."""
     from atts.models.stored_blocks import share_blocks
 
     if not (isinstance(draft, str) and isinstance(target, str)):
@@ -224,7 +225,7 @@ def _drafter_words(engine: str | Engine) -> str:
 
 
 def check_engine_words(name: str) -> tuple[str, str]:
-    """The kind of engine and what its string says besides, nothing loaded or connected to.
+    """Return the scheme of an engine's words and what follows it; nothing is opened.
 
     :raises OptionError: no engine is called that, or a server's URL or settings are impossible.
     """
@@ -260,7 +261,7 @@ def check_engine_words(name: str) -> tuple[str, str]:
 
 
 def _on_ray(words: str, role: Role, chat: bool) -> Engine:
-    """The engine of these words in actors; settings that are Ray's are taken out of them."""
+    """Build the engine of these words in actors, without the settings that are Ray's."""
     from atts.local import LocalOptions
     from atts.servers import RayEngine
 
@@ -273,7 +274,7 @@ def _on_ray(words: str, role: Role, chat: bool) -> Engine:
 
 
 def _ray_words(words: str) -> tuple[str, RayOptions]:
-    """What is to run in actors, and how: settings that are Ray's are taken out of the words."""
+    """Split words into those of the engine to run in actors and the options of Ray."""
     from atts.servers import RayOptions
 
     inner, _, settings = words.partition("?")
@@ -296,7 +297,7 @@ def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:
 
 
 class _ZooModel(NamedTuple):
-    """What the words for a zoo's model say."""
+    """The model that the words of a zoo engine name."""
 
     folder: str  # the model's, or that of what stands in for it
     settings: str  # of local engines
@@ -336,7 +337,7 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
 
 
 def _zoo(words: str) -> tuple[Zoo, str]:
-    """A zoo by its directory, and the model's own name."""
+    """Split a zoo model's path into the zoo and the model's own name."""
     from atts.blocks import Zoo
 
     directory, _, name = words.rstrip("/").rpartition("/")
@@ -344,7 +345,7 @@ def _zoo(words: str) -> tuple[Zoo, str]:
 
 
 def _drafter_model(words: str) -> str:
-    """The folder or hub id of a draft model that is named as engines are."""
+    """Return the folder or hub id of a draft model that is named as engines are."""
     scheme, _, model = words.partition(":")
     if scheme == "embedded" and model in ("", "draft", "target", "deep"):
         from atts.models import path
@@ -362,9 +363,7 @@ def _drafter_model(words: str) -> str:
 
 
 def _with_settings(base: T, settings: str) -> tuple[T, dict[str, str]]:
-    """The options changed by the settings of theirs after a question mark, and the settings that
-    are none of theirs.
-    """
+    """Return the options changed by the settings after a question mark, and the unknown ones."""
     known = {key.name: key for key in keys_of(type(base), base)}
     found = dict(parse_qsl(settings, keep_blank_values=True))
     if found.get("k") == "auto":
@@ -391,8 +390,9 @@ _TOO_SMALL = 0.25  # of what such models need
 
 
 def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
-    """Return what these models need: the largest of their budgets, within the shortest of their
-    contexts that is known. Only the models that a method asks belong here.
+    """Return the lengths these models need, within the shortest context that is known.
+
+    Give only the models that a method asks. The largest of their budgets counts.
 
     Where nothing `reads_chunks` before a rollout is over, a chunk is as long as one request may
     be: models end their answers themselves, and every cut is one more request. Base models go on
@@ -433,7 +433,7 @@ def budget_warnings(policy: Policy, budget: Budget) -> Iterator[str]:
 
 
 def known_context(engine: str | Engine) -> int | None:
-    """Tokens that the model holds, where its words or its folder say so."""
+    """Return the context length of a model, if its words or its folder state it."""
     words, _, settings = _engine_words(engine).partition("?")
     scheme, _, model = words.removeprefix("ray:").partition(":")
     said = [*parse_qs(settings).get("context", ()), *parse_qs(settings).get("kv_tokens", ())]
@@ -466,8 +466,9 @@ def _model_budget(engine: str | Engine) -> Budget:
 
 
 def _engine_words(engine: str | Engine) -> str:
-    """What names the engine on a command line; one of a program's own kind is held to be as small
-    as the scripted.
+    """Return the words that would name this engine on a command line.
+
+    An engine of a program's own class counts as small as the scripted one.
     """
     if isinstance(engine, str):
         return engine

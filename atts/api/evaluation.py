@@ -1,4 +1,4 @@
-"""Evaluations, one problem's solution, sessions whose engines stay open, and their synchronous twins."""
+"""Evaluations, sessions whose engines stay open, and the synchronous twins of both."""
 
 from __future__ import annotations
 
@@ -40,15 +40,13 @@ from atts.sampling import Seed, generator
 
 
 def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
-    """The problems in an order that depends on the seed and on nothing else of theirs than how many
-    they are.
-    """
+    """Return the problems in an order drawn from the seed and their number alone."""
     places = generator(Seed(run=seed, purpose="order of problems")).permutation(len(problems))
     return tuple(problems[place] for place in places)
 
 
 def read_stop_when(against: str | Path, stop_when: str) -> StopWhen:
-    """What a run is compared with, and how near counts as alike.
+    """Read the votes of the earlier run, and how small a difference counts as none.
 
     :raises OptionError: `stop_when` is not "decided" or "decided=POINTS".
     :raises JournalError: `against` holds no run.
@@ -70,7 +68,7 @@ def read_stop_when(against: str | Path, stop_when: str) -> StopWhen:
 
 
 def common_problems(problems: Sequence[Problem], found: StopWhen, seed: int) -> tuple[Problem, ...]:
-    """The problems that can be compared, in the order in which they are taken.
+    """Return the problems that both runs have, in the order in which they are taken.
 
     :raises DatasetError: there are none.
     """
@@ -85,7 +83,7 @@ def common_problems(problems: Sequence[Problem], found: StopWhen, seed: int) -> 
 
 
 def comparison_setting(found: StopWhen) -> dict[str, Setting]:
-    """What a resume must find unchanged of it."""
+    """Return the setting of the comparison, which a resume must find unchanged."""
     votes = repr(sorted(found.votes.items())).encode()
     digest = blake2b(votes, digest_size=8).hexdigest()
     return {
@@ -101,8 +99,7 @@ T = TypeVar("T")
 
 
 class evaluate:
-    """One evaluation: `await` it for its result, or open it with `async with` and iterate its
-    events first.
+    """One evaluation: `await` it for its result, or iterate its events inside `async with`.
 
     `dataset` is a benchmark's name ("math500[:20]"), a file, or problems. In a `directory`
     everything is journalled and the same call resumes. A `shard` such as "2/3" takes every third
@@ -186,7 +183,7 @@ class evaluate:
                 self._events.close()
 
     def __aiter__(self) -> AsyncIterator[Notice]:
-        """Events as they happen, until the run ends.
+        """Iterate the events as they happen, until the run ends.
 
         :raises UsageError: outside `async with`.
         """
@@ -195,7 +192,7 @@ class evaluate:
         return self._events.__aiter__()
 
     async def result(self) -> RunResult:
-        """Wait for the end, and the result."""
+        """Wait until the run ends, and return its result."""
         await self._done.wait()
         assert self._result is not None, "a failed run cancels the task that waits for it"
         return self._result
@@ -315,22 +312,24 @@ def _changed_problems(
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """A listener that never blocks the run: what a reader has not taken yet is held for it."""
+    """A listener that never blocks the run; events wait here until a reader takes them."""
 
     send: MemoryObjectSendStream[Notice]
 
     def recalled(self, event: Event) -> None:
-        """Earlier sessions' events are not news."""
+        """Ignore an event of an earlier session: it is no news."""
 
     def notify(self, event: Notice) -> None:
-        """Queue it; dropped once the reader has left."""
+        """Queue an event; it is dropped once the reader has left."""
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             self.send.send_nowait(event)
 
 
 class Session:
-    """Engines that stay open, a gate that goes on learning, one set of limits: for any number of
-    questions at once.
+    """Engines that stay open and a gate that keeps learning, for any number of questions.
+
+    All questions share one set of limits. The session opens with `async with`, or with the first
+    question. A cancelled question ends alone; closing waits for nothing.
 
     It opens with `async with`, or with the first question. What is cancelled ends alone; closing
     waits for nothing.
@@ -357,6 +356,9 @@ class Session:
         self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None
     ) -> Outcome:
         """Solve one problem; `policy` changes fields of the setup's policy for it.
+
+        The same text asked again is solved with other random numbers, a `Problem` of the same id
+        with the same ones.
 
         Text asked again is solved anew, by other random numbers; a `Problem` of the same id by the
         same.
@@ -388,7 +390,10 @@ class Session:
         directory: str | Path | None = None,
         options: RunOptions | None = None,
     ) -> evaluate:
-        """As `atts.evaluate`, on this session's engines and within its limits.
+        """Evaluate as `atts.evaluate` does, on this session's engines and within its limits.
+
+        A run in a directory has its own gate, because its journal must contain everything that the
+        gate has learnt from.
 
         A run in a directory has a gate of its own: its journal must tell everything that its gate
         has learnt from.
@@ -399,8 +404,7 @@ class Session:
         )
 
     async def plan(self, kind: AnswerKind, options: RunOptions) -> tuple[Plan, RunOptions]:
-        """The plan of one run within this session, and its options; opens the engines if they are
-        not.
+        """Return the plan of one run within this session, and its options; open the engines first.
 
         :raises EngineUnavailable: the session is closed.
         """
@@ -436,7 +440,7 @@ class Session:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the engines; twice is fine."""
+        """Close the engines; closing twice is allowed."""
         self._is_closed = True
         await self._stack.aclose()
 
@@ -481,7 +485,7 @@ class SyncSession:
         self._stack.__exit__(kind, error, trace)
 
     def solve(self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None) -> Outcome:
-        """As `Session.solve`.
+        """Solve one problem as `Session.solve` does.
 
         :raises EngineError: an engine is lost, or the session is not open.
         """
@@ -495,7 +499,7 @@ class SyncSession:
         limit: int | None = None,
         directory: str | Path | None = None,
     ) -> RunResult:
-        """As `Session.evaluate`, to its end.
+        """Evaluate as `Session.evaluate` does, and wait for the end.
 
         :raises EngineError: an engine is lost, or the session is not open.
         """
@@ -513,7 +517,7 @@ class SyncSession:
 
 
 async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
-    """Solve one problem: rollouts, gate, vote. Text is taken as a problem without a reference.
+    """Solve one problem with rollouts, gate and vote; a text is a problem without a reference.
 
     :raises OptionError: the setup names something unknown.
     :raises EngineError: an engine cannot be opened or is lost.
@@ -524,8 +528,9 @@ async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
 
 
 def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
-    """The twin of a verb for code without an event loop; inside one it would block that, so it says
-    what to write.
+    """Return the twin of a verb for code without an event loop.
+
+    Inside a loop the twin would block it, so there it raises an error that shows what to write.
     """
     verb = call.__name__
 

@@ -1,6 +1,4 @@
-"""Configuration keys, read off the dataclasses whose fields they set; a field's annotation holds
-the key's help.
-"""
+"""Configuration keys, read from the dataclasses whose fields they set, with their help."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ KINDS: Mapping[Any, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One name of the configuration: "samples", or "sampling.temperature" inside a table."""
+    """One key of the configuration: "samples", or "sampling.temperature" inside a table."""
 
     name: str
     kind: Any  # the annotation, without None
@@ -47,17 +45,16 @@ class Key:
 
     @property
     def variable(self) -> str:
-        """The environment variable that sets it."""
+        """Return the environment variable that sets this key."""
         return PREFIX + self.name.upper().replace(".", "_")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words it may be, where these are few."""
+        """Return the values that a key with few values may have."""
         return tuple(map(str, get_args(self.kind))) if get_origin(self.kind) is Literal else ()
 
     def read(self, value: object, label: str) -> Json:
-        """The value as the configuration holds it; words, as from the environment, are read as what
-        they say.
+        """Return a value as the configuration stores it; a text is parsed as the key's type.
 
         :raises OptionError: it is none of this key's; `label` says who gave it.
         """
@@ -80,8 +77,10 @@ class Key:
 def keys_of(
     kind: type, default: object, prefix: str = "", help: Mapping[str, str] | str = ""
 ) -> Iterator[Key]:
-    """A key for every field that a text can say, those of inner dataclasses dotted; `default` holds
-    the defaults.
+    """Yield a key for every field that a text can set; fields of inner dataclasses are dotted.
+
+    `default` holds the default values. `help` has precedence over the help in a field's annotation;
+    the annotation of an outer field may hold such a mapping.
 
     `help` wins over what the fields themselves say, as a mapping in an outer field's annotation
     does.
@@ -103,7 +102,7 @@ def keys_of(
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested tables by its key's name."""
+    """Yield every value of nested tables with its dotted name."""
     for name, value in tables.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name}.")
@@ -112,8 +111,7 @@ def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def nested(values: Mapping[str, Json]) -> dict[str, Any]:
-    """The way back from `flat`; what is None, and a table of nothing else, is left to the field's
-    default.
+    """Return nested tables from dotted names; None and empty tables are left out.
 
     >>> nested({"samples": 8, "sampling.top_p": 0.9, "target_sampling.top_p": None})
     {'samples': 8, 'sampling': {'top_p': 0.9}}
@@ -138,7 +136,7 @@ def _is_sayable(kind: Any) -> bool:
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """The value as this type.
+    """Convert a value to this type.
 
     :raises msgspec.DecodeError: it is none.
     """

@@ -1,4 +1,4 @@
-"""Pairs of models that work together, from `pairs.toml`, placed on the GPUs that hold them."""
+"""Pairs of models that work together, from `pairs.toml`, with the GPUs that can hold them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NEXT_PORT: Mapping[Role, int] = MappingProxyType({"target": 100, "draft": 1})
 
 @dataclass(frozen=True, slots=True)
 class PairChoice:
-    """Which pair runs, and where its models are."""
+    """The pair to run, and where its models are."""
 
     pair: Annotated[
         str | None,
@@ -55,7 +55,7 @@ class PublishedRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What a model takes of a GPU's memory, and how much it can read."""
+    """The GPU memory that a model needs, and the context it can read."""
 
     weights: float  # gigabytes
     layers: int
@@ -66,7 +66,7 @@ class ModelSize:
 
     @property
     def cache_bytes(self) -> int:
-        """Of one token, in 16 bits."""
+        """Return the bytes of KV cache per token, in 16 bits."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -84,12 +84,11 @@ class Pair:
     published: Mapping[str, PublishedRow] = field(default_factory=dict[str, PublishedRow])
 
     def model(self, role: Role) -> str:
-        """The model of that role, as the hub calls it."""
+        """Return the hub name of the model with that role."""
         return self.draft if role == "draft" else self.target
 
     def words(self, role: Role, at: Place = "vllm", servers: int = 1) -> str:
-        """The engine in words: servers of this machine at their usual ports, or the model in this
-        process.
+        """Return the words of that role's engine: servers at their usual ports, or a local model.
 
         >>> find_pair("r1-1.5b/r1-7b").words("draft", servers=2)[:72]
         'vllm:http://127.0.0.1:8001/deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B,htt'
@@ -102,12 +101,12 @@ class Pair:
         )
 
     def size(self, role: Role) -> ModelSize:
-        """How large the model of that role is."""
+        """Return the size of the model with that role."""
         return model_sizes()[self.model(role)]
 
 
 def ports(role: Role, servers: int) -> list[int]:
-    """Where the servers of a role listen: the draft's side by side, the target's a hundred apart.
+    """Return the ports of a role's servers: the draft's adjacent, the target's a hundred apart.
 
     >>> ports("draft", 3), ports("target", 2)
     ([8001, 8002, 8003], [8000, 8100])
@@ -116,7 +115,7 @@ def ports(role: Role, servers: int) -> list[int]:
 
 
 def find_pair(name: str) -> Pair:
-    """The pair of that name.
+    """Return the pair of that name.
 
     :raises OptionError: there is none.
     """
@@ -129,7 +128,7 @@ def find_pair(name: str) -> Pair:
 
 @cache
 def known_pairs() -> Mapping[str, Pair]:
-    """Every pair by its name."""
+    """Return every pair by its name."""
     file = _file()
     return MappingProxyType(
         {name: _pair(name, row, file["kinds"][row["kind"]]) for name, row in file["pairs"].items()}
@@ -138,7 +137,7 @@ def known_pairs() -> Mapping[str, Pair]:
 
 @cache
 def model_sizes() -> Mapping[str, ModelSize]:
-    """The models of the pairs, as the hub calls them."""
+    """Return the sizes of the pairs' models by their hub names."""
     return MappingProxyType({name: ModelSize(**row) for name, row in _file()["models"].items()})
 
 
@@ -178,7 +177,7 @@ _ROLLOUTS = 4  # how many should fit whole into the cache of a draft that shares
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """What one server gets."""
+    """The cards and the share of their memory that one server gets."""
 
     cards: tuple[int, ...]
     utilization: float
@@ -188,7 +187,7 @@ class GpuShare:
 
 @dataclass(frozen=True, slots=True)
 class GpuPlacement:
-    """Both servers of a pair on so many cards of one kind."""
+    """Both servers of a pair on a number of cards of one kind."""
 
     card: str
     count: int
@@ -198,11 +197,11 @@ class GpuPlacement:
 
     @property
     def rollouts(self) -> int:
-        """How many whole rollouts fit into both caches at once."""
+        """Return how many whole rollouts fit into both caches at once."""
         return min(self.draft.cache_tokens, self.target.cache_tokens) // self.context
 
     def commands(self, pair: Pair) -> Iterator[str]:
-        """The servers' own commands, the target's first."""
+        """Yield the commands that start the servers, the target's first."""
         shares: dict[Role, GpuShare] = {"target": self.target, "draft": self.draft}
         for role, share in shares.items():
             visible = ",".join(map(str, share.cards))
@@ -222,7 +221,7 @@ class GpuPlacement:
             yield " ".join(parts)
 
     def __str__(self) -> str:
-        """The cards, how the target's weights are held, how much is shared."""
+        """Describe the cards, the precision of the target's weights and the shares of memory."""
         form = ", target in fp8" if self.target.is_quantized else ""
         shares = f"draft {self.draft.utilization:.2f}, target {self.target.utilization:.2f}"
         return f"{self.count} x {self.card} ({CARDS[self.card]:g} GB){form}: {shares} of a card's memory"
@@ -231,8 +230,10 @@ class GpuPlacement:
 def gpu_placement(
     pair: Pair, card: str, max_tokens: int, counts: tuple[int, ...] = COUNTS
 ) -> GpuPlacement | None:
-    """The fewest cards of a kind that hold both models and a rollout's cache, the target
-    unquantised where it can be.
+    """Return the fewest cards of a kind that hold both models and a rollout's cache.
+
+    The target stays unquantised where that fits. None means that even eight cards do not hold the
+    pair, or that it needs no card, like the embedded pair.
 
     None where not even eight do, and for the embedded pair, which needs no card.
 
@@ -259,9 +260,7 @@ def gpu_placement(
 def _placed(
     draft: ModelSize, target: ModelSize, memory: float, count: int, context: int, is_quantized: bool
 ) -> tuple[GpuShare, GpuShare] | None:
-    """Side by side on cards of their own where the target leaves one over; else the draft beside it
-    on the last.
-    """
+    """Place the draft on a card of its own if the target leaves one, or else on the last card."""
     usable = memory * _USABLE
     weights = target.weights * (0.52 if is_quantized else 1.0)
     for own in (count - 1, count) if count > 1 else (count,):
@@ -292,12 +291,10 @@ def _placed(
 
 
 def _least(model: ModelSize, weights: float, context: int, split: int) -> float:
-    """Gigabytes of one card that a server wants: weights, overhead, and a cache for some whole
-    rollouts.
-    """
+    """Return the gigabytes of one card that a server needs for weights, overhead and some cache."""
     return weights / split + _OVERHEAD + _ROLLOUTS * context * model.cache_bytes / split / 1e9
 
 
 def _rounded(max_tokens: int) -> int:
-    """The rollout and its problem, rounded up to whole thousands."""
+    """Return the tokens of a rollout and its problem, rounded up to whole thousands."""
     return 1024 * math.ceil((max_tokens + 2048) / 1024)

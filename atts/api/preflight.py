@@ -1,4 +1,4 @@
-"""Looks at a configuration before it is run: a dry run that estimates, a diagnosis that asks."""
+"""Checks of a configuration before it is run: estimates without a model, a diagnosis with both."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ from atts.run import Shard
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """By what is done with them: written by the draft, scored by the target, written by the target."""
+    """Numbers of tokens: written by the draft, scored by the target, written by the target."""
 
     draft: float
     scored: float
     target: float
 
     def times(self, factor: float) -> Tokens:
-        """So many times as many."""
+        """Return these numbers multiplied by a factor."""
         return Tokens(self.draft * factor, self.scored * factor, self.target * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What would run; `expected` is None where nothing is known to go by, and `basis` says what it
-    rests on.
-    """
+    """What would run; `expected` is None where nothing is known, `basis` says what it rests on."""
 
     dataset: str
     problems: int
@@ -57,7 +55,7 @@ class DryRun:
     warnings: tuple[str, ...] = ()  # lengths that look too small
 
     def as_json(self) -> dict[str, Any]:
-        """Strict JSON."""
+        """Return strict JSON data."""
         return {
             **asdict(replace(self, budget={})),
             "budget": self.budget,
@@ -67,7 +65,7 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """What a rollout of an earlier run took on average, with the rate it was run at."""
+    """What a rollout of an earlier run took on average, and the rate of that run."""
 
     directory: Path
     rollouts: int
@@ -77,8 +75,9 @@ class _Past:
 
 
 def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
-    """What this configuration would do. Reads the dataset and earlier runs of the same models;
-    loads no model.
+    """Estimate what this configuration would run, or one shard of it, without loading a model.
+
+    The dataset and earlier runs of the same models are read.
 
     Of a `shard`, what that part of the dataset would take.
 
@@ -131,7 +130,7 @@ def _token_limits(setup: Setup, policy: Policy) -> Tokens:
 
 
 def _accepts_everything(setup: Setup) -> bool:
-    """Whether the method's gate accepts whatever the draft writes."""
+    """Return whether the method's gate accepts whatever the draft writes."""
     gate, _ = setup.decider()
     return isinstance(gate, FixedGate)
 
@@ -139,7 +138,7 @@ def _accepts_everything(setup: Setup) -> bool:
 def _mean_rollout(
     configuration: Configuration, setup: Setup, problems: Sequence[Problem]
 ) -> tuple[Tokens | None, str]:
-    """Tokens of one rollout, and how that is known."""
+    """Return the expected tokens of one rollout, and the reason to expect them."""
     dataset = _without_slice(configuration["dataset"])
     past = max(
         _earlier_runs(configuration, setup.roles),
@@ -163,9 +162,7 @@ def _mean_rollout(
 
 
 def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens | None, str]:
-    """The embedded models were taught the generated problems' worked solutions, and write about as
-    much.
-    """
+    """Return the tokens of the worked solutions that the embedded models were trained on."""
     from tokenizers import Tokenizer
 
     from atts.evaluators import exercises
@@ -202,7 +199,7 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
 
 
 def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterator[_Past]:
-    """Runs beside this one, and its own beginning, that had the same models and method."""
+    """Yield earlier runs with the same models and method, this run's own start included."""
     folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")} | {
         configuration.directory
     }
@@ -225,7 +222,7 @@ def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterat
 
 
 def _finished(directory: Path) -> list[FinishedProblem]:
-    """Every complete problem of a run; none where there is no run, or one that cannot be read."""
+    """Return every complete problem of a run; none if there is no readable run."""
     try:
         state = open_run(directory).state(FACTS)
     except JournalError:
@@ -247,7 +244,7 @@ _TRIED = 16  # tokens that the draft writes to see the target score them
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at, what was seen, and what to do about it."""
+    """One thing that was checked, what was seen, and what to do about it."""
 
     name: str
     status: Status
@@ -255,7 +252,7 @@ class Check:
     advice: str = ""
 
     def __str__(self) -> str:
-        """In one line."""
+        """Return the check in one line."""
         return f"{self.status:<5} {self.name:<12} {self.seen}" + (
             f". {self.advice}" if self.advice else ""
         )
@@ -263,17 +260,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Everything that was looked at, in order."""
+    """Every check, in order."""
 
     checks: tuple[Check, ...]
 
     @property
     def failed(self) -> int:
-        """How many checks failed."""
+        """Return how many checks failed."""
         return sum(check.status == "fail" for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for machines."""
+        """Return plain data for programs."""
         counts = {
             status: sum(check.status == status for check in self.checks)
             for status in get_args(Status)
@@ -282,8 +279,9 @@ class Diagnosis:
 
 
 async def diagnose(configuration: Configuration, card: str | None = None) -> Diagnosis:
-    """Look at everything that a run of this configuration depends on; nothing is run but one short
-    chunk.
+    """Check everything that a run of this configuration depends on.
+
+    Only one short chunk is written.
 
     :raises OptionError: something that is impossible, whatever the servers say.
     """
@@ -299,8 +297,7 @@ async def diagnose(configuration: Configuration, card: str | None = None) -> Dia
 
 
 def write_settings(path: Path, configuration: Configuration, diagnosis: Diagnosis) -> None:
-    """The configuration as a file for `--config`: what was said of it, with what was seen as
-    comments.
+    """Write the settings that were given as a file for `--config`, the checks as comments.
 
     :raises OptionError: another file is there.
     :raises StorageError: the disk refuses.
@@ -322,9 +319,7 @@ def write_settings(path: Path, configuration: Configuration, diagnosis: Diagnosi
 
 
 def _is_said(name: str, configuration: Configuration) -> bool:
-    """Whether a flag, a variable or a file said it, or it is a pair's engine; what follows from
-    other keys is not.
-    """
+    """Return whether a key was given or names a pair's engine; what follows is left out."""
     origin = configuration.settings[name].origin
     if name in ("draft", "target"):
         return origin != "default"
@@ -356,7 +351,7 @@ def _disk(directory: Path) -> Iterator[Check]:
 
 
 def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -> Iterator[Check]:
-    """Which cards hold the pair, and what each server gets of them."""
+    """Yield which cards hold the pair, and which share of them each server gets."""
     if pair is None or not pair.size("target").layers:
         return
     here = [] if card else list(_cards_here())
@@ -385,7 +380,7 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
 
 
 def _cards_here() -> Iterator[tuple[str, float]]:
-    """The kind and gigabytes of every card of this machine that is as large as a kind we know."""
+    """Yield the kind and gigabytes of every GPU of this machine."""
     if (program := shutil.which("nvidia-smi")) is None:
         return
     query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -402,7 +397,7 @@ def _cards_here() -> Iterator[tuple[str, float]]:
 
 
 async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
-    """Each by itself; then, if both are open, together."""
+    """Yield checks of each engine alone; then, if all are open, of both together."""
     opened: dict[Role, Engine] = {}
     async with AsyncExitStack() as stack:
         draft, target = setup.engines()
@@ -497,7 +492,7 @@ def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
 
 
 def _templates(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
-    """Yield whether each chat template takes the prompt, and how each opens the answer."""
+    """Yield whether each chat template accepts the prompt, and how it opens the answer."""
     messages = prompt_of(_PROBLEM, setup.run_policy)
     thinks = dict[Role, bool]()
     for role, engine in engines.items():

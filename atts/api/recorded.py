@@ -54,8 +54,9 @@ def report(
     against: Sequence[Run] = (),
     out: str | Path | None = None,
 ) -> Path:
-    """Write the report of a run, finished or not, and say where it is: `report.html` in its
-    directory unless told.
+    """Write the report of a run, finished or not, and return its path.
+
+    The default is `report.html` in the run's directory.
 
     `format` is "html" (one file, no network), "markdown" or "json", from the same numbers;
     `against` are runs to compare with, problem by problem.
@@ -72,8 +73,9 @@ def report(
 
 
 def trace(run: Run, out: str | Path | None = None) -> Path:
-    """Write the run's task graph as Chrome trace JSON, which ui.perfetto.dev opens; `trace.json` in
-    its directory.
+    """Write the run's task graph as Chrome trace JSON for ui.perfetto.dev, and return its path.
+
+    The default is `trace.json` in the run's directory.
 
     :raises UsageError: for a result that was kept in memory only.
     :raises JournalError: there is no run, or it cannot be read.
@@ -90,8 +92,11 @@ def trace(run: Run, out: str | Path | None = None) -> Path:
 
 
 def compare(first: Run, second: Run, *, points: float | None = None, seed: int = 0) -> Compared:
-    """The second run against the first, problem by problem: run directories, results in JSONL
-    files, or results.
+    """Compare the second run with the first, problem by problem.
+
+    A run is a directory, a JSONL file of results, or a result. With `points` (0: none) `sequential`
+    states after how many problems, in an order drawn by `seed`, a reader who looked after every
+    problem would have known the difference, or known that it is within so many points.
 
     With `points` (0: none) `sequential` says after how many problems, in an order drawn by `seed`,
     their accuracies were told apart, or known to be within so many points, had one looked after
@@ -113,8 +118,9 @@ def compare(first: Run, second: Run, *, points: float | None = None, seed: int =
 def certify(
     target: Run, runs: Sequence[Run], *, epsilon: float, delta: float = 0.1, net: bool = True
 ) -> Certificate:
-    """The cheapest of these runs right at most `epsilon` less often than the target alone, with
-    probability 1 - delta.
+    """Certify the cheapest run that is correct at most `epsilon` less often than the target alone.
+
+    The certificate is wrong with probability at most `delta`.
 
     All are of the same labelled problems. With `net` false the answers that are lost are bounded
     instead, those that sampling loses included. Runs of one method and mode are tested from the
@@ -132,7 +138,7 @@ def certify(
 
 
 def _graded(directory: Path) -> GradedPolicy:
-    """A run's policy with every graded problem's vote, and its target tokens a problem."""
+    """Return a run's policy with every graded problem's vote, and its target tokens per problem."""
     from atts.methods import GradedPolicy
 
     run = open_run(directory)
@@ -154,8 +160,9 @@ def plan(
     tokens: float | None = None,
     seconds: float | None = None,
 ) -> Advice:
-    """Which rate, samples, turns and chunk length, when a problem may take so much; several runs
-    bring several rates.
+    """Advise which rate, samples, turns and chunk length to use when a problem may cost so much.
+
+    Several runs bring several rates.
 
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises UsageError: a result kept in memory only, a run without a graded problem, runs of
@@ -180,8 +187,7 @@ def replay(
     gate: Gate | RoundGate | None = None,
     seed: int | None = None,
 ) -> Replay:
-    """Decide anew on every recorded score and vote again; what is not said stays as it was
-    recorded.
+    """Decide on every recorded score again and vote again; other settings stay as recorded.
 
     `budget` is the most takeovers by the target per problem, in the order in which decisions were
     taken; `gate` must be fresh, for it learns from this replay.
@@ -206,8 +212,10 @@ def replay(
 
 
 def merge(runs: Sequence[Run], out: str | Path) -> Merged:
-    """Put the shards of an evaluation together in a new directory: what one process would have left
-    there.
+    """Merge the shards of an evaluation in a new directory, as one process would have left it.
+
+    With a gate that learns nothing the union is the same, decision by decision. Gates that learn
+    have learnt from their own shard, and each shard meets its rate.
 
     With a gate that learns nothing it is the same, decision by decision; gates that learn have each
     learnt from their own shard, and the rate is held in every one of them.
@@ -221,7 +229,7 @@ def merge(runs: Sequence[Run], out: str | Path) -> Merged:
 
 
 def directory_of(run: Run) -> Path:
-    """Where a run is kept.
+    """Return the directory of a run.
 
     :raises UsageError: in memory only.
     """

@@ -1,4 +1,4 @@
-"""`Setup`, the settings of a run in short form, which are turned into what is run."""
+"""`Setup`, the settings of a run in short form, and the plan that is made of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _RISK_FORM = (
 
 
 def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | None:
-    """The threshold of agreement that a labelled run certifies; None where nothing is asked for.
+    """Return the agreement threshold that a labelled run certifies, or None if nothing is asked.
 
     :raises OptionError: a text that is none, one without the other, a run that is not over, has no
         graded problem or abstained itself, or one that certifies nothing; the words say how many
@@ -115,7 +115,7 @@ LENGTHS = (
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What one wants, in words; `plan` turns it into what is run."""
+    """The settings of a run in short form; `plan` turns them into what is run."""
 
     draft: Annotated[
         str | Engine,
@@ -185,15 +185,14 @@ class Setup:
 
     @property
     def run_policy(self) -> Policy:
-        """Return the policy as it is run: with what the method changes, and the lengths that these
-        models need.
-        """
+        """Return the policy as it is run, with the method's changes and the models' lengths."""
         return self._policy.filled(self.budget)
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Return the roles whose models are asked, draft first: what opens engines and sets
-        budgets.
+        """Return the roles whose models are asked, draft first.
+
+        Only these are opened, and only these set budgets.
         """
         return asked_roles(self._policy, is_judged=self._is_judged)
 
@@ -221,8 +220,7 @@ class Setup:
         return preset(self.method).is_judged
 
     def engines(self) -> tuple[Engine, Engine]:
-        """Draft and target, not open yet; the draft model also proposes tokens to the target, as
-        `speculate` says.
+        """Build draft and target, not open yet; the draft also proposes tokens to a local target.
 
         :raises OptionError: no engine is called that, or these cannot speculate so.
         """
@@ -230,15 +228,14 @@ class Setup:
 
     @property
     def speculation(self) -> Speculate:
-        """Who proposes tokens to the target; no one does to one that only scores, as in method
-        exact.
-        """
+        """Return who proposes tokens to the target; in method exact, which only scores, nobody."""
         return "off" if self.speculate == "auto" and self.run_policy.exact else self.speculate
 
     @property
     def ranks_by_length(self) -> bool:
-        """Whether scores are ranked among chunks of about the same length; stored ones must then
-        have theirs.
+        """Return whether scores are ranked among chunks of similar length.
+
+        Stored scores must then have lengths.
         """
         if self.by_length is not None:
             return self.by_length
@@ -246,8 +243,7 @@ class Setup:
         return self.mode == "marginal" and bool(lengths or not len(self.stored))
 
     def informed(self) -> Setup:
-        """With the stored scores that come with its models, where nothing else says what its gate
-        starts from.
+        """Return the setup with the scores shipped with its models, if its gate has no others.
 
         One question has no scores of its own to begin with; a run over a data set soon has.
         """
@@ -260,7 +256,7 @@ class Setup:
 
     @property
     def _shipped(self) -> StoredScores | None:
-        """The scores that come with the models, made under the conditions of this setup."""
+        """Return the scores that come with the models, if this setup has their conditions."""
         if (self.draft, self.target) != ("embedded", "embedded"):
             return None
         found = embedded_scores()
@@ -271,9 +267,7 @@ class Setup:
         return found if fits else None
 
     def policy_within(self, context: int) -> Policy:
-        """The policy on models of so many tokens: what models or a pair need is cut to that, what
-        is said is not.
-        """
+        """Return the policy for models of this context; lengths that were given are not cut."""
         policy = self._policy
         budget = self.budget
         held = self.provenance.get("max_tokens")
@@ -291,13 +285,14 @@ class Setup:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What looks too small before anything is run."""
+        """Return warnings about lengths that look too small, before anything is run."""
         return tuple(budget_warnings(self._policy, self.budget))
 
     @property
     def settings(self) -> dict[str, Setting]:
-        """Every key as it is here; its origin is what was given, "default", or "code" for what a
-        program set.
+        """Return every key with its origin: as given, "default", or "code" for a program's value.
+
+        Which problems are run, and where, is included only if `configure` made the setup.
 
         What is evaluated, and where that is kept, a setup knows only when it was made by
         `configure`.
@@ -315,9 +310,7 @@ class Setup:
 
     @classmethod
     def recorded(cls, manifest: Manifest) -> Setup:
-        """The setup of a run, as far as its gate goes: method, rate, mode, stored scores, seed,
-        samples.
-        """
+        """Return the setup of a recorded run, as far as its gate depends on it."""
         settings: dict[str, Any] = {
             name: held.value for name, held in manifest.configuration.items()
         }
@@ -336,7 +329,7 @@ class Setup:
         return cls(policy=Policy(samples=samples), stored=stored, seed=manifest.seed, **given)
 
     def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> Plan:
-        """The plan for problems of one kind of answer.
+        """Make the plan for problems with one kind of answer.
 
         :raises OptionError: an unknown method or mode, or an `abstain` that `labelled` does not
             certify.
@@ -368,7 +361,7 @@ class Setup:
         )
 
     def decider(self) -> tuple[Gate | RoundGate, Calibrator]:
-        """The gate, fresh, and the calibrator that the method's own gate asks.
+        """Make a new gate, and the calibrator that the method's own gate asks.
 
         :raises OptionError: an unknown method or mode, a method that needs what is not there, or a
             cap its gate lacks.
@@ -405,7 +398,7 @@ class Setup:
         return SparingGate(gate, self.spare)
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
-        """What decides the gate's behaviour: a resume must find it unchanged."""
+        """Return what decides the gate's behaviour, which a resume must find unchanged."""
         words: dict[str, Json] = {
             "method": self.method,
             "rate": self.rate,
@@ -426,7 +419,7 @@ class Setup:
 
 @cache
 def embedded_scores() -> StoredScores:
-    """The scores that are shipped with the embedded pair."""
+    """Return the scores that are shipped with the embedded pair."""
     from atts.models import scores_path
 
     return read_scores(scores_path())
@@ -434,14 +427,12 @@ def embedded_scores() -> StoredScores:
 
 @cache
 def setup_keys() -> tuple[Key, ...]:
-    """The configuration keys that are fields of a setup itself; those of its policy and limits are
-    not among them.
-    """
+    """Return the configuration keys that are a setup's own fields, without policy and limits."""
     return tuple(key for key in keys_of(Setup, Setup()) if "." not in key.name)
 
 
 def _values(setup: Setup) -> dict[str, Json]:
-    """The values of the keys that a setup has; an engine made by a program is told by its class."""
+    """Return the values of a setup's keys; a program's engine is named by its class."""
     own = {key.name: getattr(setup, key.name) for key in setup_keys()}
     own |= {
         role: type(own[role]).__name__ for role in get_args(Role) if not isinstance(own[role], str)
@@ -472,7 +463,7 @@ def answers_for(kind: AnswerKind) -> Answers:
 
 
 def grade(answer: str, problem: Problem) -> Verdict:
-    """The verdict on an answer to a problem that has a reference."""
+    """Return the verdict on an answer to a problem that has a reference."""
     from atts.evaluators import judge
 
     return judge(problem, answer)
@@ -481,7 +472,7 @@ def grade(answer: str, problem: Problem) -> Verdict:
 def load_problems(
     dataset: str | Path | Sequence[Problem], limit: int | None = None
 ) -> tuple[Problem, ...]:
-    """A benchmark by name, a file, or problems as they are.
+    """Load a benchmark by name or a file; a sequence of problems is returned as a tuple.
 
     :raises DatasetError: it cannot be read, or holds nothing.
     """

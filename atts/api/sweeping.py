@@ -1,6 +1,4 @@
-"""Sweeps: one evaluation under many settings, as a set of runs that share what is the same about
-them.
-"""
+"""Sweeps: one evaluation under many settings, as runs that share the replies they can."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ _FIXED = (*(key.name for key in keys_of(Job, Job())), "rollouts", "conditions", 
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One run of a sweep that is planned."""
+    """One planned run of a sweep."""
 
     name: str
     kind: PointKind
@@ -68,7 +66,7 @@ class SweepPoint:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A sweep that is planned: nothing is loaded, nothing is written."""
+    """A planned sweep; nothing is loaded or written yet."""
 
     directory: Path
     over: Mapping[str, tuple[Value, ...]]
@@ -77,9 +75,7 @@ class Sweep:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the results, and all runs of the grid share: not what varies, nor what
-        follows from that.
-        """
+        """Return the settings that decide the results and that all runs of the grid share."""
         made = self.points[-1].configuration
         varying = {*self.over, *made.followed}
         return {
@@ -89,7 +85,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class SweepEnd:
-    """How far a sweep came; `last` is the run it ended with, None where nothing was left to do."""
+    """The end of a sweep; `last` is the run that did not finish, None if all have."""
 
     report: SweepReport
     page: Path
@@ -97,7 +93,7 @@ class SweepEnd:
 
     @property
     def exit_code(self) -> int:
-        """0, or that of the run at which it ended: the same call goes on there."""
+        """Return 0, or the exit code of the run that did not finish."""
         return 0 if self.last is None else self.last.exit_code
 
 
@@ -113,8 +109,9 @@ def plan_sweep(
     file: str | Path | None = None,
     references: Sequence[str] = REFERENCES,
 ) -> Sweep:
-    """Every run of a sweep: one for each choice of values, and the baselines; `flags` and so on as
-    for `configure`.
+    """Plan a run for each combination of values, and the baselines.
+
+    `flags`, `pairs` and `file` are those of `configure`.
 
     :raises OptionError: an unknown key, a key that cannot vary, an impossible value.
     """
@@ -156,7 +153,7 @@ def plan_sweep(
 def _values(
     name: str, values: Sequence[object], flags: Mapping[str, object], pairs: Sequence[str]
 ) -> tuple[Value, ...]:
-    """The values of one key, as the configuration holds them, each once."""
+    """Return the values of one key as the configuration stores them, each once."""
     known = config_keys()
     if name in _FIXED or name.startswith("limits."):
         raise OptionError(
@@ -186,7 +183,7 @@ def _read(key: Key, value: object) -> Value:
 def _references(
     axes: Mapping[str, tuple[Value, ...]], methods: Sequence[str]
 ) -> Iterator[dict[str, Value]]:
-    """The values of each baseline: on all models of the sweep, at the greatest lengths."""
+    """Yield the values of each baseline: on all models of the sweep, at the greatest lengths."""
     models = {name: values for name, values in axes.items() if name in _MODELS}
     longest: dict[str, Value] = {
         name: max(values, key=lambda value: float(str(value)) if value is not None else 0.0)
@@ -199,7 +196,7 @@ def _references(
 
 
 def _directory(base: Configuration, axes: Mapping[str, object]) -> Path:
-    """Where the set is kept: as said, or a folder that belongs to these settings and what varies."""
+    """Return where the set is kept: as given, or a folder named after these settings."""
     job = base.job
     if job.out is not None:
         return base.directory
@@ -214,7 +211,7 @@ def _word(value: Value) -> str:
 
 
 def _folder(name: str) -> str:
-    """A folder's name that no other point has."""
+    """Return a folder name that no other point has."""
     plain = re.sub(r"[^\w.=,+-]+", "-", name)
     if plain == name and len(name) <= 100:
         return name
@@ -227,8 +224,10 @@ async def _unwatched(point: SweepPoint, number: int) -> AsyncGenerator[Sequence[
 
 
 async def run_sweep(planned: Sweep, watch: Watch = _unwatched) -> SweepEnd:
-    """Run what is missing of a sweep, point by point; the same call goes on where it was, whatever
-    ended it.
+    """Run what is missing of a sweep, point by point; the same call continues it.
+
+    Engines stay open between points that have the same. The sweep stops at the first run that does
+    not finish.
 
     Engines stay open from one point to the next that has the same. It ends with the first run that
     does not finish.
@@ -254,7 +253,7 @@ async def run_sweep(planned: Sweep, watch: Watch = _unwatched) -> SweepEnd:
 
 
 async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
-    """The run that did not finish, if one did not."""
+    """Run every point that is left, and return the run that did not finish, if any."""
     left = [
         (number, point)
         for number, point in enumerate(planned.points, 1)
@@ -312,7 +311,7 @@ def _words(point: SweepPoint) -> tuple[str, str]:
 
 
 def _is_over(directory: Path) -> bool:
-    """Whether nothing is left to do there."""
+    """Return whether the run in a directory is complete."""
     if (run := run_if_begun(directory)) is None:
         return False
     state = run.state()
@@ -320,8 +319,7 @@ def _is_over(directory: Path) -> bool:
 
 
 def _keep(planned: Sweep) -> None:
-    """Write down what the set is made of; runs of an earlier call that had other values of the same
-    keys stay in it.
+    """Write down the points of the set; points of earlier calls with other values stay in it.
 
     :raises JournalError: the directory holds a sweep of other settings.
     """
@@ -359,8 +357,7 @@ async def sweep(
     directory: str | Path,
     settings: Mapping[str, object] | None = None,
 ) -> SweepReport:
-    """Evaluate under every choice of values: `over` maps keys of the configuration to what they are
-    to be.
+    """Evaluate under every combination of values; `over` maps keys to the values they take.
 
     `settings` are other keys, as for `configure`. In the directory every choice is a run of its
     own; the same call goes on where it was, and more values of the same keys make more runs there.

@@ -1,10 +1,16 @@
 """Pipelines: ways to spend tokens on one problem, written against the engine protocol."""
 
 from atts.core import Features
-from atts.pipelines.calls import AdmittedEngine, Stage, check_completion, check_scores
 from atts.pipelines.capabilities import check_engines, needed_logprobs
 from atts.pipelines.chunks import prompt_of
-from atts.pipelines.context import Answers, Context, NullListener, RolloutListener, RunLength
+from atts.pipelines.context import (
+    Answers,
+    Context,
+    NullListener,
+    RolloutEngine,
+    RolloutListener,
+    RunLength,
+)
 from atts.pipelines.draft_length import DraftLength
 from atts.pipelines.gates import (
     CalibratorProtocol,
@@ -45,7 +51,6 @@ from atts.pipelines.writer_choice import WriterChoice
 
 __all__ = [
     "SMALL",
-    "AdmittedEngine",
     "Answers",
     "Ballot",
     "Bounds",
@@ -65,6 +70,7 @@ __all__ = [
     "Gate",
     "Grouper",
     "RunLength",
+    "RolloutEngine",
     "RolloutListener",
     "Meanwhile",
     "Policy",
@@ -74,7 +80,6 @@ __all__ = [
     "ScoreRule",
     "NullListener",
     "StaticRankGate",
-    "Stage",
     "Tally",
     "ThresholdGate",
     "TopGate",
@@ -84,9 +89,7 @@ __all__ = [
     "WriterChoice",
     "ballot",
     "cannot_change",
-    "check_completion",
     "check_engines",
-    "check_scores",
     "evidence",
     "let_go",
     "needed_logprobs",

@@ -23,12 +23,10 @@ from atts.core import (
     Turn,
     Usage,
 )
-from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError
 from atts.graph import RolloutScope
-from atts.pipelines.calls import AdmittedEngine
 from atts.pipelines.chunks import after, chunk_of, continued, forced
-from atts.pipelines.context import Context
+from atts.pipelines.context import Context, RolloutEngine
 from atts.pipelines.policy import ConfidenceStop, Policy
 from atts.pipelines.scores import resolved
 from atts.pipelines.siblings import Siblings
@@ -76,15 +74,15 @@ class RolloutBuilder:
         scope: Scope,
     ) -> None:
         self.policy = policy
-        self.context = context = context.at(scope, policy.timeout_seconds)
+        self.context = context
+        self.draft = context.bind(context.draft, "draft", scope, policy.timeout_seconds)
+        self.target = context.bind(context.target, "target", scope, policy.timeout_seconds)
         self.scope = scope
         self.siblings = siblings
         self.name = rollout_name(problem.id, scope.sample)  # where caches may be warm
-        own = context.target
-        self.recorded = own.recorded if isinstance(own, AdmittedEngine) and own.recalls else None
         self.turn = 0  # the index of the turn being worked on
-        draft = context.draft.spec
-        target = context.target.spec
+        draft = self.draft.spec
+        target = self.target.spec
         self.score = resolved(policy.score, draft, target)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
         # where the target begins to doubt
@@ -203,16 +201,16 @@ class RolloutBuilder:
             self.count(Usage(target_tokens=len(begun.ids), drawn_tokens=len(begun.ids)))
             self._loose += len(begun.ids)
         if begun is None or begun.ended is None:
-            rest = await self.engine("target").sample(request)
+            rest = await self.target.sample(request)
             self.spend("target", request, rest)
         if begun is not None:
-            rest = continued(begun, rest, self.engine("target"))
+            rest = continued(begun, rest, self.target)
         assert rest is not None, "nothing was begun, so all of it was asked for"
         return self.written("target", rest)
 
     def written(self, role: Role, completion: Completion) -> Chunk:
         """A completion as a chunk, of which the listener is told."""
-        chunk = chunk_of(completion, role, self.context.draft, self.context.target)
+        chunk = chunk_of(completion, role, self.draft, self.target)
         self.context.listener.written(self.rollout, chunk)
         return chunk
 
@@ -355,8 +353,8 @@ class RolloutBuilder:
         target = len(self._ids["target"])
         room = min(
             self._bounds.max_tokens - target + len(self.rollout.prompt.target_ids),
-            self.context.draft.spec.context_length - draft,
-            self.context.target.spec.context_length - target,
+            self.draft.spec.context_length - draft,
+            self.target.spec.context_length - target,
         )
         if not pending:
             return room
@@ -365,9 +363,9 @@ class RolloutBuilder:
             sum([len(chunk.target_ids) for chunk in pending]),
         )
 
-    def engine(self, role: Role) -> Engine:
-        """The engine that plays this role."""
-        return self.context.draft if role == "draft" else self.context.target
+    def engine(self, role: Role) -> RolloutEngine:
+        """Return the engine in this role."""
+        return self.draft if role == "draft" else self.target
 
     def _repeats(self) -> bool:
         backwards = (
@@ -382,9 +380,7 @@ class RolloutBuilder:
         """
         self.waits_left -= 1
         self._earlier = answer or self._earlier
-        words = forced(
-            self.policy.wait_text, self.policy.drafter, self.context.draft, self.context.target
-        )
+        words = forced(self.policy.wait_text, self.policy.drafter, self.draft, self.target)
         self._asked_again_at = self._searched_at = len(self.text) + len(words.text)
         self._grow(Turn(self.turn, (words,), is_forced=True))
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from atts.core import Chunk, Role, Rollout, Turn
+from atts.core import Chunk, Role, Rollout, SampleRequest, ScoreRequest, Scores, Turn
 from atts.engine import Engine
 from atts.graph import Caller
-from atts.pipelines.calls import AdmittedEngine
 from atts.pipelines.draft_length import DraftLength
 from atts.pipelines.gates import Gate, RoundGate
 from atts.pipelines.votes import Grouper
@@ -65,9 +64,24 @@ class RunLength:
         return None
 
 
-EngineBinder = Callable[[Engine, Role, Caller, float], Engine]
-"""Makes the engine that one rollout (or problem) calls, with a deadline in seconds for every call.
-"""
+class RolloutEngine(Engine, Protocol):
+    """An engine as one rollout calls it: admitted, timed, checked, tried again, perhaps recorded."""
+
+    has_recorded_calls: bool  # an earlier session recorded calls of this problem
+
+    def recorded_scores(self, request: ScoreRequest) -> Scores | None:
+        """Return what an earlier session recorded of this call, without using it up."""
+        ...
+
+    def recorded_length(self, request: SampleRequest) -> int:
+        """Return how many tokens, at most the request's, an earlier session asked for here; 0 if it
+        did not ask.
+        """
+        ...
+
+
+EngineBinder = Callable[[Engine, Role, Caller, float], RolloutEngine]
+"""Makes the engine that one rollout calls, with a deadline in seconds for every call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +94,9 @@ class Context:
     target: Engine
     gate: Gate | RoundGate
     answers: Answers
+    bind: EngineBinder  # `atts.run.EngineCalls` is one
     seed: int = 0
     listener: RolloutListener = NullListener()
-    bind: EngineBinder = AdmittedEngine
     # whose own are used: see `needed_logprobs`
     logprobs: frozenset[Role] = frozenset({"draft", "target"})
     left: RunLength = field(default_factory=RunLength)
@@ -90,11 +104,3 @@ class Context:
     draft_length: DraftLength = field(default_factory=DraftLength)
     # of the run's pieces under method exact
     writers: WriterChoice = field(default_factory=WriterChoice)
-
-    def at(self, scope: Caller, timeout_seconds: float) -> Context:
-        """The same with engines whose calls belong to this rollout: admitted, timed, validated and
-        tried again.
-        """
-        draft = self.bind(self.draft, "draft", scope, timeout_seconds)
-        target = self.bind(self.target, "target", scope, timeout_seconds)
-        return replace(self, draft=draft, target=target)

@@ -15,7 +15,6 @@ import anyio
 
 from atts.core import Beginning, Chunk, Role, SampleRequest, ScoreRequest, Scores, TokenIds, Usage
 from atts.pipelines.builder import RolloutBuilder
-from atts.pipelines.calls import AdmittedEngine
 from atts.pipelines.chunks import after, continued
 from atts.pipelines.draft_length import DraftLength
 
@@ -48,12 +47,9 @@ def _earlier_writer(builder: RolloutBuilder) -> Role | None:
     """
     request = builder.request("target")
     writers: tuple[Role, ...] = ("target", "draft")
-    return next((writer for writer in writers if _recorded_length(builder, writer, request)), None)
-
-
-def _recorded_length(builder: RolloutBuilder, role: Role, request: SampleRequest) -> int:
-    engine = builder.engine(role)
-    return engine.recorded_length(request) if isinstance(engine, AdmittedEngine) else 0
+    return next(
+        (writer for writer in writers if builder.engine(writer).recorded_length(request)), None
+    )
 
 
 async def _written_by(builder: RolloutBuilder, writer: Role) -> Chunk:
@@ -69,7 +65,7 @@ async def _checked(builder: RolloutBuilder) -> Chunk:
     wasted = 0
     while begun.ended is None:
         rest = after(request, begun)
-        earlier = _recorded_length(builder, "draft", rest)
+        earlier = builder.draft.recorded_length(rest)
         lengths = DraftLength() if earlier else builder.context.draft_length
         drafted = await _drafted(builder, lengths, rest, earlier or lengths.length(rest.max_tokens))
         scores = await _scored(builder, lengths, rest, drafted)
@@ -78,7 +74,7 @@ async def _checked(builder: RolloutBuilder) -> Chunk:
         wasted += len(drafted) - _standing(drafted, more.ids)
         begun = Beginning(begun.ids + more.ids, begun.logprobs + more.logprobs, more.ended)
     builder.count(Usage(wasted_tokens=wasted))
-    return builder.written("target", continued(begun, None, builder.engine("target")))
+    return builder.written("target", continued(begun, None, builder.target))
 
 
 async def _drafted(
@@ -87,7 +83,7 @@ async def _drafted(
     """The draft's guess of the next tokens."""
     since = anyio.current_time()
     ahead = replace(rest, max_tokens=most, logprobs="unneeded")
-    drafted = await builder.engine("draft").sample(ahead)
+    drafted = await builder.draft.sample(ahead)
     builder.spend("draft", ahead, drafted)
     lengths.drafted += len(drafted.ids)
     lengths.draft_seconds += anyio.current_time() - since
@@ -100,7 +96,7 @@ async def _scored(
     """What the target draws in the guess's places."""
     since = anyio.current_time()
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
-    scores = await builder.engine("target").score(request)
+    scores = await builder.target.score(request)
     drawn = scores.begun.ids if scores.begun else ()
     stood = _standing(drafted, drawn)
     lengths.scores += 1

@@ -5,14 +5,14 @@ decision.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
 import anyio
 
 from atts.concurrency import collect
-from atts.core import Chunk, Decision, Features, ScoreRequest, Scores, Usage
+from atts.core import Chunk, Decision, Features, ScoreRequest, Usage
 from atts.errors import (
     CalibrationInputError,
     EngineError,
@@ -117,9 +117,12 @@ async def scored_once(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     while place in asking:
         await builder.scope.wait(asking[place], builder.turn)
     known = scores.get(place)
-    if builder.recorded:
-        has_asked = builder.recorded(_request(builder, proposal.chunk)) is not None
-        known = None if has_asked else known or _recalled(builder, proposal.chunk, builder.recorded)
+    if builder.target.has_recorded_calls:
+        request = _request(builder, proposal.chunk)
+        if builder.target.recorded_scores(request) is not None:
+            known = None  # this rollout asked in the earlier session, so it asks again
+        else:
+            known = known or _recalled(builder, proposal.chunk, request)
     if known:
         return replace(proposal, score=known.score, doubt=known.doubt, is_recalled=True)
     asking[place] = anyio.Event()
@@ -132,17 +135,17 @@ async def scored_once(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     return proposal
 
 
-def _recalled(
-    builder: RolloutBuilder, chunk: Chunk, recorded: Callable[[ScoreRequest], Scores | None]
-) -> KnownScore | None:
-    """What an earlier session recorded for the sibling that asked."""
-    request = _request(builder, chunk)
+def _recalled(builder: RolloutBuilder, chunk: Chunk, request: ScoreRequest) -> KnownScore | None:
+    """Return what an earlier session recorded for the sibling that asked."""
     for sample in range(builder.policy.samples):
-        scores = recorded(_asked_by(sample, builder, request))
-        if scores and not math.isnan(score := score_of(builder.score, scores.logprobs, chunk)):
-            return KnownScore(
-                score, first_doubt(scores.logprobs, chunk.logprobs) if builder.finds_doubt else 0
-            )
+        scores = builder.target.recorded_scores(_asked_by(sample, builder, request))
+        if scores is None:
+            continue
+        score = score_of(builder.score, scores.logprobs, chunk)
+        if math.isnan(score):
+            continue
+        doubt = first_doubt(scores.logprobs, chunk.logprobs) if builder.finds_doubt else 0
+        return KnownScore(score, doubt)
     return None
 
 
@@ -173,7 +176,7 @@ async def scored(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
         return await _rated(builder, proposal)
     request = _request(builder, proposal.chunk)
     try:
-        scores = await builder.context.target.score(request)
+        scores = await builder.target.score(request)
     except EngineError as error:
         return replace(proposal, flaw=_excused(error))
     # the suffix is counted as scored, not as read
@@ -189,7 +192,7 @@ async def _rated(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """The target's rating 0-9 of the chunk: the mean of its next-token law over the digits, after a
     question.
     """
-    target = builder.context.target
+    target = builder.target
     prefix = builder.ids("target", [proposal.chunk]) + target.tokenizer.encode(
         builder.policy.rating_text
     )

@@ -43,7 +43,7 @@ async def _repair(builder: RolloutBuilder, proposal: Proposal, decision: Decisio
 
     Without such a token, and between tokenizers, that is to replace it.
     """
-    kept = part_of(proposal.chunk, proposal.doubt, builder.engine("draft"))
+    kept = part_of(proposal.chunk, proposal.doubt, builder.draft)
     if kept is None or builder.room_left([kept]) < 1:
         return await _replace(builder, proposal, decision)
     written = await builder.write("target", [kept])

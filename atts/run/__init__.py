@@ -7,15 +7,22 @@ Call it again with the same directory and it goes on where it was, whatever ende
 """
 
 from atts.run.abstaining import Abstain, Answered, answered
+from atts.run.calls import (
+    EngineCalls,
+    RecallTiming,
+    SharingEngine,
+    check_completion,
+    check_scores,
+)
 from atts.run.conditions import Conditions, check_conditions, conditions_of, read_conditions
 from atts.run.evaluate import Keep, RunOptions, evaluate
 from atts.run.merging import Merged, Shard, merge
 from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.progress import Progress, ProgressSnapshot
-from atts.run.recorded_calls import RecallTiming
 from atts.run.recorded_gates import replay_event
 from atts.run.recorder import (
     CallBegun,
+    CallKind,
     ChunkWritten,
     EngineAwaited,
     Listener,
@@ -24,7 +31,6 @@ from atts.run.recorder import (
     RunBegun,
 )
 from atts.run.result import INTERRUPTED, RunResult, RunStatus
-from atts.run.sharing import SharingEngine
 from atts.run.stop_when import StopWhen
 from atts.run.stopping import Signals, Stop
 from atts.run.summary import Summary
@@ -34,6 +40,10 @@ __all__ = [
     "Abstain",
     "Answered",
     "CallBegun",
+    "CallKind",
+    "EngineCalls",
+    "check_completion",
+    "check_scores",
     "EngineAwaited",
     "ChunkWritten",
     "Conditions",

@@ -40,10 +40,10 @@ from atts.journal import (
     open_journal,
 )
 from atts.pipelines import Context, DraftLength, RoundGate, WriterChoice, needed_logprobs
+from atts.run.calls import EngineCalls, ProblemLog
 from atts.run.conditions import check_conditions
 from atts.run.engine_warnings import engine_warnings
 from atts.run.plan import Plan, verdict_by
-from atts.run.recorded_calls import RecordedEngine, RecordedSteps
 from atts.run.recorded_gates import (
     AlarmWatch,
     RecordedGate,
@@ -291,7 +291,7 @@ class _Run:
             recorded = OpenProblem(problem)
         record = ProblemRecord(self._recorder, recorded)
         context = self._context(
-            RecordedSteps(self._recorder, recorded, self._options.stop, self._plan.recall), record
+            ProblemLog(self._recorder, recorded, self._options.stop, self._plan.recall), record
         )
         outcome = self._plan.doubted(await self._attempt(problem, context, scope))
         if self._state.is_over(problem.id):
@@ -317,18 +317,19 @@ class _Run:
                 problem, (), None, status="failed", why=f"{type(error).__name__}: {error}"
             )
 
-    def _context(self, steps: RecordedSteps, record: ProblemRecord) -> Context:
+    def _context(self, log: ProblemLog, record: ProblemRecord) -> Context:
         plan = self._plan
         if isinstance(plan.gate, RoundGate):
-            gate: RecordedGate | RecordedRoundGate = RecordedRoundGate(plan.gate, steps)
+            gate: RecordedGate | RecordedRoundGate = RecordedRoundGate(plan.gate, log)
         else:
-            gate = RecordedGate(plan.gate, steps, self._alarms)
+            gate = RecordedGate(plan.gate, log, self._alarms)
 
         def bind(
             engine: Engine, role: Role, scope: Caller | None, timeout_seconds: float
-        ) -> RecordedEngine:
-            own = plan.draft if role == "draft" else plan.target
-            return RecordedEngine(own, role, scope, timeout_seconds, steps)
+        ) -> EngineCalls:
+            # `engine` may be bound to the problem already: each rollout calls the bare one
+            bare = plan.draft if role == "draft" else plan.target
+            return EngineCalls(bare, role, scope, timeout_seconds, log)
 
         seconds = plan.policy.timeout_seconds
         draft = bind(plan.draft, "draft", None, seconds)

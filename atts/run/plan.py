@@ -25,8 +25,8 @@ from atts.pipelines import (
     solve,
 )
 from atts.run.abstaining import Abstain
+from atts.run.calls import RecallTiming, engine_identity
 from atts.run.conditions import Conditions
-from atts.run.recorded_calls import RecallTiming
 from atts.run.stop_when import StopWhen
 
 
@@ -213,25 +213,6 @@ class Plan:
         if self.abstain is not None:
             self.abstain.check(manifest)
         return manifest
-
-
-def engine_identity(spec: EngineSpec) -> dict[str, Json]:
-    """What makes an engine's results its own, as manifests have it; where it runs does not."""
-    names = (
-        "engine",
-        "model",
-        "tokenizer",
-        "dtype",
-        "logprobs",
-        "context_length",
-        "end_ids",
-        "vocabulary",
-    )
-    probed = {
-        name: str(seen) for name, seen in spec.fingerprint().items() if name.startswith("probe.")
-    }
-    own: dict[str, Json] = {name: getattr(spec, name) for name in names}
-    return own | probed | ({"weights": spec.weights} if spec.weights else {})
 
 
 def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:

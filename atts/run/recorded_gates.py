@@ -11,7 +11,7 @@ from atts.calibration import DriftEvent
 from atts.core import Decision
 from atts.journal import Decided, Drifted, Observed, feature_numbers, recorded_features
 from atts.pipelines import Features, Gate, RoundGate
-from atts.run.recorded_calls import RecordedSteps
+from atts.run.calls import ProblemLog
 from atts.run.recorder import Recorder
 
 
@@ -38,7 +38,7 @@ class RecordedGate:
     them before.
     """
 
-    def __init__(self, gate: Gate, steps: RecordedSteps, alarms: AlarmWatch) -> None:
+    def __init__(self, gate: Gate, steps: ProblemLog, alarms: AlarmWatch) -> None:
         self._gate = gate
         self._steps = steps
         self._recorded = steps.recorded.gate
@@ -88,7 +88,7 @@ class RecordedRoundGate:
     decisions stand.
     """
 
-    def __init__(self, gate: RoundGate, steps: RecordedSteps) -> None:
+    def __init__(self, gate: RoundGate, steps: ProblemLog) -> None:
         self._gate = gate
         self._recorded = steps.recorded.gate
         self._recorder = steps.recorder

@@ -20,7 +20,10 @@ from atts.journal import (
     TurnFinished,
     Warned,
 )
-from atts.pipelines import RunLength, Stage
+from atts.pipelines import RunLength
+
+CallKind = Literal["draft", "target", "score"]
+"""Who writes, or that the target scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class CallBegun:
 
     problem: str
     rollout: str  # the request's own hint
-    stage: Stage
+    stage: CallKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from atts.pipelines import (
     prompt_of,
     solve,
 )
+from atts.run import EngineCalls
 from atts.sampling import Seed
 from scripts.studies.gpu_lab import Lab, OutOfTime
 from scripts.studies.padded import padded_folder
@@ -75,7 +76,13 @@ class Pair:
         )
         needed = needed_logprobs(policy, gate, self._draft.spec, self._target.spec)
         context = Context(
-            self._draft, self._target, gate, answers=answers, seed=seed, logprobs=needed
+            self._draft,
+            self._target,
+            gate,
+            answers=answers,
+            bind=EngineCalls,
+            seed=seed,
+            logprobs=needed,
         )
         began = anyio.current_time()
         (result,) = await Graph(rollouts=samples).run(

@@ -42,6 +42,7 @@ from atts.graph import Graph, Limit, ProblemScope, measure
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path
 from atts.pipelines import Context, solve
+from atts.run import EngineCalls
 from atts.sampling import Seed
 from atts.servers import RemoteEngine, RemoteOptions
 from atts.testing import DialectServer, ToyTokenizer, run_virtual
@@ -468,7 +469,7 @@ async def _solved(
     )
     policy = replace(setup.run_policy, **arm.changes)
     (gate, _) = setup.decider()
-    context = Context(*engines, gate, answers_for("math"), 0)
+    context = Context(*engines, gate, answers_for("math"), EngineCalls)
     recording = Recording()
     outcomes = list[Outcome]()
     used = time.process_time()

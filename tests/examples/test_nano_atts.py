@@ -13,6 +13,7 @@ from atts.calibration import Calibrator, Tuning
 from atts.core import Outcome, Problem
 from atts.graph import Graph, ProblemScope
 from atts.pipelines import Answers, Chunking, ConformalGate, Context, Policy, ScoreRule, solve
+from atts.run import EngineCalls
 from atts.testing import ScriptedEngine, run_virtual, toy_answer, toy_groups, toy_problems
 
 pytestmark = pytest.mark.checkout
@@ -63,7 +64,9 @@ async def _real(problems: Sequence[Problem], settings: Any) -> list[Outcome]:
     )
     gate = ConformalGate(Calibrator(settings.rate, "aci", tuning=Tuning(aci_step=settings.step)))
     async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
-        context = Context(draft, target, gate, Answers(toy_answer, toy_groups), settings.seed)
+        context = Context(
+            draft, target, gate, Answers(toy_answer, toy_groups), EngineCalls, settings.seed
+        )
 
         async def one(problem: Problem, scope: ProblemScope) -> Outcome:
             return await solve(problem, policy, context, scope)

@@ -12,6 +12,7 @@ from atts.core import Outcome, Problem
 from atts.engine import Engine
 from atts.graph import Graph, Limit, ProblemScope, RetryPolicy
 from atts.pipelines import Answers, Context, Gate, Policy, RoundGate, solve
+from atts.run import EngineCalls
 from atts.testing import Backend, ScriptedEngine, run_virtual, toy_answer, toy_groups, toy_problems
 
 Solve = Callable[..., list[Outcome]]
@@ -47,7 +48,7 @@ def attempt(answers: Answers) -> Solve:
                 draft or ScriptedEngine("draft") as small,
                 target or ScriptedEngine("target") as large,
             ):
-                context = Context(small, large, gate, answers, seed)
+                context = Context(small, large, gate, answers, EngineCalls, seed)
                 limits = {"draft": Limit(slots=16), "target": Limit(slots=4)}
                 sink = events.append if events is not None else None
                 graph = Graph(rollouts=32, limits=limits, policy=retries, sink=sink)

@@ -43,6 +43,7 @@ from atts.pipelines import (
     ThresholdGate,
     solve,
 )
+from atts.run import EngineCalls
 from atts.sampling import Seed, uniforms
 from atts.testing import run_virtual
 
@@ -247,7 +248,11 @@ ESCALATE = FixedGate("escalate")
 def texts(draft: TableEngine, target: TableEngine, policy: Policy, gate: Gate) -> Counter[str]:
     """What rollouts wrote within the length, "." for an end before it."""
     context = Context(
-        draft, target, gate, Answers(lambda text: None, lambda answers: list(range(len(answers))))
+        draft,
+        target,
+        gate,
+        Answers(lambda text: None, lambda answers: list(range(len(answers)))),
+        EngineCalls,
     )
 
     async def main() -> list[Rollout]:

@@ -43,9 +43,9 @@ FOLDERS = {
         for name in ("calibration", "evaluators", "pipelines")
     ),
 }
-FUNCTIONS = 102
+FUNCTIONS = 104
 FILES = 31
-CALLS = 160
+CALLS = 162
 LINES = 5
 
 

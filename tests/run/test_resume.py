@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from atts.core import Features, SampleRequest, ScoreRequest, Scores, request_key
+from atts.core import Features
 from atts.engine import Capability
 from atts.errors import EngineUnavailable, FingerprintError, JournalCorrupt, StorageError
 from atts.journal import (
@@ -23,7 +22,6 @@ from atts.journal import (
     Decided,
     JournalOptions,
     Observed,
-    OpenProblem,
     Sampled,
     Scored,
     Setting,
@@ -33,11 +31,7 @@ from atts.journal import (
 )
 from atts.pipelines import CappedGate, Chunking, Policy, TopGate
 from atts.run import RunResult
-from atts.run.recorded_calls import RecordedEngine, RecordedSteps
-from atts.run.recorder import EscalationCounter, Recorder, RunLengthEstimate
-from atts.run.stopping import Stop
-from atts.sampling import Seed
-from atts.testing import Faults, Latency, ScriptedEngine, run_virtual, toy_problems
+from atts.testing import Faults, Latency, ScriptedEngine, toy_problems
 
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
 Outcomes = Callable[[RunResult], dict[str, str]]
@@ -425,30 +419,3 @@ def test_failed_problems_are_tried_again(world: Any, outcomes: Outcomes) -> None
     assert len(list(again.outcomes())) == 3
     keys = [event.key for event in world.events() if isinstance(event, Sampled)]
     assert len(set(keys)) == len(keys)
-
-
-def test_a_score_recorded_before_targets_drew_is_not_asked_for_again() -> None:
-    """Journals of older versions hold scores of requests that wanted no draws; others of the same
-    text stay apart.
-    """
-    engine = ScriptedEngine("target")
-    plain = ScoreRequest((1, 2), (3,), "toy/0")
-    draws = [SampleRequest((1, 2), 5, seed=Seed(1, "toy", 0, turn)) for turn in range(2)]
-    known = {
-        request_key("target", plain): Scores((-1.0,)),
-        request_key("target", replace(plain, draw=draws[0])): Scores((-2.0,)),
-    }
-
-    async def main() -> list[float]:
-        problem = OpenProblem(toy_problems(1, 1)[0])
-        for key, scores in known.items():
-            problem.calls[key] = deque([Scored(problem.problem.id, key, scores)])
-        recorder = Recorder(None, [], EscalationCounter(), RunLengthEstimate(None, 1))
-        steps = RecordedSteps(recorder, problem, Stop(), "instant")
-        async with engine:
-            recorded = RecordedEngine(engine, "target", None, 9.0, steps)
-            found = [await recorded.score(replace(plain, draw=draw)) for draw in draws]
-        return [scores.logprobs[0] for scores in found]
-
-    assert run_virtual(main) == [-2.0, -1.0]
-    assert engine.stats().requests == 0

@@ -24,6 +24,7 @@ from atts.graph import Graph, ProblemScope
 from atts.local import LocalEngine, LocalOptions
 from atts.methods import GateInputs, preset
 from atts.pipelines import Context, Policy, ThresholdGate, solve
+from atts.run import EngineCalls
 from atts.sampling import Seed
 from scripts.studies.harness import say
 from tests.studies.fitted import Observation
@@ -325,7 +326,7 @@ async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) 
     policy = chosen.policy(base)
     gate = chosen.gate(GateInputs(Calibrator(0.2, seed=seed)))
     gate = ThresholdGate(1.2) if live.method == "atts" else gate
-    context = Context(draft, target, gate, answers_for("math"), seed)
+    context = Context(draft, target, gate, answers_for("math"), EngineCalls, seed)
     graph = Graph(rollouts=live.in_flight)
 
     async def one(problem: Problem, scope: ProblemScope) -> None:

@@ -1,0 +1,453 @@
+"""The one path of an engine call, from a rollout's request to the checked and recorded reply."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from types import TracebackType
+from typing import Any, Generic, Literal, Self, TypeVar, cast, get_args
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from atts import errors
+from atts.concurrency import clock
+from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores, request_key
+from atts.engine import Engine, EngineAround, EngineSpec, EngineStats, Returning, Tokenizer
+from atts.errors import BadReply, EngineError, EngineTimeout, EngineUnavailable
+from atts.graph import Caller, CallSpan
+from atts.journal import (
+    CallFailed,
+    FailureKind,
+    Json,
+    OpenProblem,
+    Sampled,
+    Scored,
+    SharedReplies,
+    reply_key,
+    run_number,
+)
+from atts.run.recorder import CallBegun, CallKind, EngineAwaited, Recorder
+from atts.run.stopping import Stop
+
+RecallTiming = Literal["instant", "recorded"]
+"""How fast recalled calls return: at once, or in the time they took.
+
+"recorded" is for virtual time: the whole run, finished problems included, is repeated without
+engine work, so the schedule is what it was, and even decisions that depend on the order of arrival
+come out as if nothing had been.
+"""
+
+Request = TypeVar("Request", SampleRequest, ScoreRequest)
+Result = TypeVar("Result", Completion, Scores)
+RecordedCall = Sampled | Scored | CallFailed
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemLog:
+    """What an earlier session recorded of one problem, and where further calls are recorded."""
+
+    recorder: Recorder
+    recorded: OpenProblem
+    stop: Stop
+    timing: RecallTiming
+    now: Callable[[], float] = field(default_factory=clock)
+
+
+@dataclass(slots=True)
+class _Call(Generic[Request, Result]):
+    """One call on its way down; `seconds` and `source` are set on the way back."""
+
+    kind: CallKind
+    request: Request
+    key: str  # names the request by content: a repeated request has the same
+    ask: Callable[[Request], Awaitable[Result]]
+    check: Callable[[Result, Request, EngineSpec], None]
+    seconds: float = 0.0
+    source: Literal["live", "recalled"] = "live"
+
+
+class EngineCalls:
+    """An engine as one rollout calls it. The concerns of a call nest, one method each:
+
+        sample, score      name the call and say what it takes
+        scope.call         waits for a slot, times the call, tries it again (`atts.graph`)
+        _outlast_outage    waits for an engine that was lost
+        _recall_or_ask     returns what an earlier session recorded
+        _ask_live          counts the call in flight, reports it, records its failure
+        _ask_in_time       sets the deadline and checks the reply
+        _record            records the reply before the slot is given back
+
+    A pipeline is plain code that knows nothing of this. After a crash it runs again from the start:
+    every call that was recorded returns its recorded result at once, so it comes to where it was
+    with no work done twice. Without a `log` calls are not recorded, without a `scope` they are not
+    admitted by the task graph. The engine inside is opened and closed by its owner, and its spec
+    must not change meanwhile.
+
+    :raises BadReply: by `sample` and `score`: the reply contradicts itself or the request.
+    :raises EngineTimeout: likewise: it did not come in time.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        role: Role,
+        scope: Caller | None,
+        timeout_seconds: float,
+        log: ProblemLog | None = None,
+    ) -> None:
+        self.spec: EngineSpec = engine.spec
+        self.tokenizer: Tokenizer = engine.tokenizer
+        self.has_recorded_calls = log is not None and bool(log.recorded.calls)
+        self._engine = engine
+        self._role: Role = role
+        self._scope = scope
+        self._timeout_seconds = timeout_seconds
+        self._log = log
+        # samples and turns of recorded completions, once asked for
+        self._recorded_turns: set[tuple[int, int]] | None = None
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Continue the ids, once the engine has room for them."""
+        key = request_key(self._role, request)
+        call = _Call(self._role, request, key, self._engine.sample, check_completion)
+        return await self._admit(call, request.seed.turn, len(request.ids) + request.max_tokens)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Score the suffix, once the engine has room for it."""
+        key = request_key(self._role, request)
+        call = _Call("score", request, key, self._engine.score, check_scores)
+        return await self._admit(call, request.turn, len(request.prefix) + len(request.suffix))
+
+    async def _admit(self, call: _Call[Request, Result], turn: int, tokens: int) -> Result:
+        """Make the call a node of the task graph: admitted, timed, and tried again."""
+        log = self._log
+        if self._scope is not None:
+            return await self._scope.call(
+                call.kind,
+                self._ask_in_time if log is None else self._outlast_outage,
+                call,
+                engine=self._role,
+                turn=turn,
+                tokens=tokens,
+                priority=call.request.priority,
+                record=None if log is None else partial(self._record, log, call),
+            )
+        if log is None:
+            return await self._ask_in_time(call)
+        result = await self._recall_or_ask(call)
+        await self._record(log, call, None, result)
+        return result
+
+    async def _outlast_outage(self, call: _Call[Request, Result]) -> Result:
+        """Wait for an engine that was lost, so that the next attempt finds it."""
+        try:
+            return await self._recall_or_ask(call)
+        except EngineUnavailable:
+            if self._log is not None and isinstance(self._engine, Returning):
+                recorder = self._log.recorder
+                recorder.tell(EngineAwaited(self._role, 1))
+                try:
+                    await self._engine.comes_back()
+                finally:
+                    recorder.tell(EngineAwaited(self._role, -1))
+            raise
+
+    async def _recall_or_ask(self, call: _Call[Request, Result]) -> Result:
+        """Return the recorded result of the call, or make the call."""
+        log = self._log
+        assert log is not None, "only calls with a log come this way"
+        recorded = log.recorded.calls.get(call.key) if self.has_recorded_calls else None
+        if not recorded:
+            return await self._ask_live(call, log)
+        event = recorded.popleft()
+        call.source = "recalled"
+        if log.timing == "recorded":
+            await anyio.sleep(event.seconds)
+        if isinstance(event, CallFailed):
+            raise _recorded_error(event)
+        result = event.completion if isinstance(event, Sampled) else event.scores
+        # a key names one kind of request, so the recorded result is of this call's kind
+        reply = cast(Result, result)
+        call.check(reply, call.request, self.spec)
+        return reply
+
+    async def _ask_live(self, call: _Call[Request, Result], log: ProblemLog) -> Result:
+        """Count the call in flight, report it, and record it if it fails."""
+        stop = log.stop
+        if stop.asked:
+            await anyio.sleep_forever()  # the run is ending: no call begins any more
+        since = log.now()
+        stop.calls += 1
+        try:
+            log.recorder.tell(CallBegun(log.recorded.problem.id, call.request.rollout, call.kind))
+            result = await self._ask_in_time(call)
+            call.seconds = log.now() - since
+            return result
+        except EngineError as error:
+            self._record_failure(call, log, error, log.now() - since)
+            raise
+        finally:
+            stop.calls -= 1
+            if stop.asked:
+                stop.report()
+
+    async def _ask_in_time(self, call: _Call[Request, Result]) -> Result:
+        """Ask the engine within the deadline, and check what it replies."""
+        late: TimeoutError | None = None
+        try:
+            with anyio.move_on_after(self._timeout_seconds):
+                reply = await call.ask(call.request)
+                call.check(reply, call.request, self.spec)
+                return reply
+        except TimeoutError as error:  # of the engine's own
+            late = error
+        raise EngineTimeout(
+            self.spec.name, f"no answer within {self._timeout_seconds:g} s"
+        ) from late
+
+    async def _record(
+        self, log: ProblemLog, call: _Call[Any, Any], span: CallSpan | None, result: Any
+    ) -> None:
+        """Record a call that succeeded, and wait until it is written: until then its slot is taken."""
+        recorder = log.recorder
+        request = call.request
+        problem = log.recorded.problem.id
+        if call.source == "recalled":
+            if span is not None:
+                span.source = "recalled"
+                recorder.record(span)
+            return
+        if isinstance(request, SampleRequest):
+            seed = request.seed
+            sampled = Sampled(
+                problem,
+                call.key,
+                result,
+                self._role,
+                request.rollout,
+                sample=seed.sample,
+                turn=seed.turn,
+                attempt=seed.attempt,
+                seconds=call.seconds,
+            )
+            recorder.record(sampled, span)
+        else:
+            scored = Scored(
+                problem, call.key, result, self._role, request.rollout, seconds=call.seconds
+            )
+            recorder.record(scored, span)
+        if recorder.awaits_disk:
+            # what is recorded is always returned, and so counted
+            with anyio.CancelScope(shield=True):
+                await recorder.saved()
+
+    def _record_failure(
+        self, call: _Call[Any, Any], log: ProblemLog, error: EngineError, seconds: float
+    ) -> None:
+        """Record a failure from which a pipeline may continue; other failures recur by themselves."""
+        kind = _failure_kind(error)
+        if kind is not None:
+            event = CallFailed(
+                log.recorded.problem.id,
+                call.key,
+                self._role,
+                kind,
+                error.engine,
+                str(error),
+                rollout=call.request.rollout,
+                seconds=seconds,
+            )
+            log.recorder.record(event)
+
+    def recorded_scores(self, request: ScoreRequest) -> Scores | None:
+        """Return what an earlier session recorded of this call, without using it up."""
+        calls = self._recorded(request)
+        if calls and isinstance(calls[0], Scored):
+            return calls[0].scores
+        return None
+
+    def recorded_length(self, request: SampleRequest) -> int:
+        """Return how many tokens, at most the request's, an earlier session asked for here.
+
+        0 if it did not ask, or if recalled calls do not return at once. The recorded request may
+        differ in its length only, and is not used up by this.
+        """
+        if not self.has_recorded_calls or self._log is None or self._log.timing == "recorded":
+            return 0
+        if self._recorded_turns is None:
+            self._recorded_turns = set()
+            for calls in self._log.recorded.calls.values():
+                for event in calls:
+                    if isinstance(event, Sampled) and event.role == self._role:
+                        self._recorded_turns.add((event.sample, event.turn))
+        if (request.seed.sample, request.seed.turn) not in self._recorded_turns:
+            return 0
+        for length in range(request.max_tokens, 0, -1):
+            if self._recorded(replace(request, max_tokens=length)):
+                return length
+        return 0
+
+    def _recorded(self, request: SampleRequest | ScoreRequest) -> deque[RecordedCall] | None:
+        if self._log is None:
+            return None
+        return self._log.recorded.calls.get(request_key(self._role, request))
+
+    def stats(self) -> EngineStats:
+        """Return the inner engine's counters, which exclude calls that never reached it."""
+        return self._engine.stats()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None: ...
+
+
+def _failure_kind(error: EngineError) -> FailureKind | None:
+    kinds: tuple[FailureKind, ...] = get_args(FailureKind)
+    for kind in kinds:
+        if isinstance(error, getattr(errors, kind)):
+            return kind
+    return None
+
+
+def _recorded_error(event: CallFailed) -> EngineError:
+    kind: type[EngineError] = getattr(errors, event.error)
+    return kind(event.engine, event.text.removeprefix(f"engine {event.engine}: "))
+
+
+def check_completion(completion: Completion, request: SampleRequest, spec: EngineSpec) -> None:
+    """See that the parts of a completion agree with each other and with the request.
+
+    :raises BadReply: they do not.
+    """
+    ids = completion.ids
+    logprobs = completion.logprobs
+    may_lack = spec.logprobs == "none" or request.logprobs == "unneeded"
+    if len(logprobs) != len(ids) and (logprobs or not may_lack):
+        raise BadReply(spec.name, f"{len(logprobs)} log-probabilities came with {len(ids)} ids")
+    if len(ids) > request.max_tokens:
+        raise BadReply(spec.name, f"{len(ids)} tokens came back, {request.max_tokens} were allowed")
+    if ids and not 0 <= min(ids) <= max(ids) < spec.vocabulary:
+        raise BadReply(spec.name, "an id outside the vocabulary came back")
+    if any(map(math.isnan, logprobs)):
+        raise BadReply(spec.name, "a log-probability is not a number")
+
+
+def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> None:
+    """See that there is one log-probability per suffix token, none above 0; -inf is allowed.
+
+    :raises BadReply: anything else came back.
+    """
+    logprobs = scores.logprobs
+    if len(logprobs) != len(request.suffix):
+        raise BadReply(
+            spec.name,
+            f"{len(logprobs)} log-probabilities came back for {len(request.suffix)} tokens",
+        )
+    if max(logprobs) > 1e-4 or any(map(math.isnan, logprobs)):  # rounding may exceed 0 a little
+        raise BadReply(spec.name, "a log-probability is above 0 or not a number")
+    begun = scores.begun
+    draw = request.draw
+    if begun is None:
+        return
+    ids = begun.ids
+    # what is drawn while scoring follows the scored text, but for its last token
+    follows = ids[:-1] == request.suffix[: len(ids) - 1]
+    if draw is None or not follows or not 0 < len(ids) == len(begun.logprobs):
+        raise BadReply(
+            spec.name, "what it drew while it scored does not begin as the scored text does"
+        )
+    most = draw.max_tokens - (begun.ended is None)  # one that has not ended has a rest
+    if len(ids) > most or not 0 <= ids[-1] < spec.vocabulary:
+        raise BadReply(
+            spec.name, "what it drew while it scored is no beginning of what was asked for"
+        )
+
+
+class SharingEngine(EngineAround):
+    """An open engine in one role of one run, whose replies other runs of a set may take.
+
+    Seeds belong to the run's seed, the problem, the sample and the turn, so that two runs which ask
+    the same of the same model would be answered the same. Where they were answered differently (a
+    server that is not deterministic), the reply is still a draw from the model's distribution. The
+    request alone therefore decides what each run may take.
+    """
+
+    def __init__(self, engine: Engine, role: Role, replies: SharedReplies, run: str) -> None:
+        super().__init__(engine, "lent")
+        self._role: Role = role
+        self._replies = replies
+        self._run = run_number(run)
+        self._identity = engine_identity(engine.spec)
+
+    async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Take the reply that is there, or ask and leave it there."""
+        kind = Completion if isinstance(request, SampleRequest) else Scores
+        key = request_key(self._role, request)
+        needed = request.logprobs if isinstance(request, SampleRequest) else "raw"
+        for logprobs in dict.fromkeys(("raw", needed)):
+            shared = self._replies.find(reply_key(self._identity, key, logprobs))
+            if shared is not None:
+                await anyio.lowlevel.checkpoint()
+                return _decoder(kind)(self._replies.read(shared))
+        since = anyio.current_time()
+        answer = await call(request)
+        if self._is_valid(request, answer):
+            seconds = anyio.current_time() - since
+            self._replies.add(
+                reply_key(self._identity, key, needed),
+                self._run,
+                seconds,
+                msgspec.msgpack.encode(answer),
+            )
+        return answer
+
+    def _is_valid(self, request: SampleRequest | ScoreRequest, answer: Any) -> bool:
+        """Return whether the run will take the reply: every run asks again for what it refuses."""
+        try:
+            if isinstance(request, SampleRequest):
+                check_completion(answer, request, self.spec)
+            else:
+                check_scores(answer, request, self.spec)
+        except EngineError:
+            return False
+        return True
+
+
+@cache
+def _decoder(kind: type) -> Callable[[bytes], Any]:
+    return msgspec.msgpack.Decoder(kind).decode
+
+
+def engine_identity(spec: EngineSpec) -> dict[str, Json]:
+    """Return what makes an engine's results its own, as manifests have it, without where it runs."""
+    identity: dict[str, Json] = {
+        name: getattr(spec, name)
+        for name in (
+            "engine",
+            "model",
+            "tokenizer",
+            "dtype",
+            "logprobs",
+            "context_length",
+            "end_ids",
+            "vocabulary",
+        )
+    }
+    for name, finding in spec.fingerprint().items():
+        if name.startswith("probe."):
+            identity[name] = str(finding)
+    if spec.weights:
+        identity["weights"] = spec.weights
+    return identity

@@ -38,13 +38,13 @@ STUDIES = {
     ),
     "statistics": Study(
         "what intervals cover, and where runs of few problems land on their rate",
-        "statistics:study_statistics",
+        "calibration:study_statistics",
         0,
         60,
     ),
     "small": Study(
         "runs of few problems, live: rate, worst chunks, accuracy",
-        "statistics:study_small_runs",
+        "calibration:study_small_runs",
         0,
         90,
         smallest=True,
@@ -74,7 +74,7 @@ STUDIES = {
     "blocks": Study("a zoo's one loop beside an engine for each of four tenants", "blocks:study"),
     "blocks-simulated": Study(
         "blocks on 12 to 64 virtual GPUs beside a whole model for each tenant",
-        "blocks_simulated:study",
+        "blocks:study_simulated",
         0,
         160,
     ),

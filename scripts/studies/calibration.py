@@ -1,6 +1,4 @@
-"""How well every calibration mode holds its rate on recorded scores, and how soon a broken array is
-noticed.
-"""
+"""Measure how exactly rates are kept: modes and alarms on recorded scores, intervals, and small runs."""
 
 from __future__ import annotations
 
@@ -10,17 +8,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
-
 import numpy as np
 from scipy import stats
-
 from atts.calibration import MODES, StoredScores, replay
 from atts.calibration.drift import DuplicateScores, QuestionSample, features
 from atts.calibration.rates import exact_rate
 from atts.calibration.score_replay import Floats, rate_metrics, sorted_decisions
 from atts.calibration.scores import read_scores
-from scripts.studies.harness import Options, Row, Table, say, shared_data
+from scripts.studies.harness import Options, Row, Table, traces
 from tests.calibration.live_scores import noticed_after
+import heapq
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from statistics import fmean
+from typing import Any, TypeVar
+import anyio
+from atts.analysis.ratios import ratio_interval
+from atts.calibration import Calibrator, Candidate, Tuning, certify, certify_net, replay
+from atts.calibration.score_replay import Floats
+from atts.core import Decision, Features, Outcome, Problem
+from atts.evaluators import compare_runs
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
+from atts.evaluators.metrics.intervals import mean_estimate
+from atts.evaluators.metrics.paired import difference_estimate
+from atts.evaluators.metrics.rates import Votes, maj_at_k, pass_at_k
+from atts.pipelines import CalibratorProtocol, ConformalGate
+from atts.run.recorder import RunLengthEstimate
+from scripts.studies.arms import Pair, arm, run_block
+from scripts.studies.harness import Options, Parts, Row, Table, interval, say
+from scripts.studies.modelled import recorded_rollouts
+
 
 Records = list[dict[str, Any]]
 ORDERS = ("sim", "lock")
@@ -44,18 +64,6 @@ def study_calibration(options: Options) -> list[Table]:
     if options.effort != "quick":
         tables.append(power(found, own, options))
     return tables
-
-
-def traces() -> Path | None:
-    """The folder of recorded traces, or None with the reason said."""
-    root = shared_data()
-    if root is not None and (root / "traces").is_dir():
-        return root / "traces"
-    say(
-        "no traces at hand: studies of real streams are left out (set ATTS_SHARED_DATA to their "
-        "folder)"
-    )
-    return None
 
 
 def arrivals(folder: Path, order: str) -> Records:
@@ -260,3 +268,510 @@ def _oracle(
     runs = [law.rvs((20_000, questions), random_state=draw) for law in laws]
     clean, live = ((laws[1].logpdf(run) - laws[0].logpdf(run)).sum(axis=1) for run in runs)
     return float(np.mean(live > np.quantile(clean, 1 - level)))
+
+
+T = TypeVar("T")
+Draw = np.random.Generator
+Ends = tuple[float, float]
+Turns = Sequence[tuple[float, int]]
+"""A recorded rollout: score and characters of each chunk."""
+
+EPSILON = 0.02
+SAMPLES = 16
+TRUTHS = (0.02, 0.05, 0.2, 0.5, 0.8, 0.95, 0.99)
+_MANY = 20_000  # problems from which a true value is computed
+
+
+def study_statistics(options: Options) -> list[Table]:
+    """Coverage by simulation; rates on recorded scores, where the traces are at hand."""
+    tables = [
+        coverage(problems, options)
+        for problems in options.pick((30,), (30, 40, 500), (30, 40, 500))
+    ]
+    tables += [certificates(options), lengths(options)]
+    folder = traces()
+    return tables if folder is None else [*tables, small_runs(folder, options)]
+
+
+def coverage(problems: int, options: Options) -> Table:
+    """How often a nominal 95 % holds the truth: everything that is printed, beside the others'
+    formulas.
+    """
+    rows = list[Row]()
+    many = options.pick(100, 400, 4000)
+    runs = options.pick(50, 300, 2000)
+    for truth in TRUTHS:
+        rows += _rates(
+            np.random.default_rng([options.seed, problems, round(1000 * truth)]),
+            truth,
+            problems,
+            many,
+        )
+    draw = np.random.default_rng([options.seed, problems, 1])
+    rows += [_differences(draw, shift, problems, runs) for shift in (0.0, 0.02, 0.1)]
+    for law, (costs, known) in RATIOS.items():
+        held = fmean(_holds(ratio_interval(*costs(draw, problems)), known) for _ in range(runs))
+        rows.append((f"ratio of costs, {law}", known, held, None, None))
+    return Table.of(
+        f"What a nominal 95 % covers with {problems} problems of {SAMPLES} samples",
+        " | ".join(["what", "true value", *FORMULAS]),
+        rows,
+        f"{many:,} simulated benchmarks a row, {runs:,} for differences and ratios, a quarter "
+        "for maj@5, where wrong answers fall on three values; difficulties are Beta. The others' "
+        "formulas are theirs, "
+        "computed here: inspect_ai has none for differences and ratios, lm_eval takes two runs as "
+        "independent.",
+    )
+
+
+def _ours(values: Floats) -> Ends:
+    """The interval that is printed."""
+    found = mean_estimate(values, values.size * SAMPLES)
+    return found.low, found.high
+
+
+def _around(values: Floats, reach: float) -> Ends:
+    half = reach * float(values.std(ddof=1)) / math.sqrt(values.size)
+    return float(values.mean()) - half, float(values.mean()) + half
+
+
+FORMULAS: Mapping[str, Callable[[Floats], Ends]] = {
+    "ours": _ours,
+    "inspect_ai": lambda values: _around(values, float(stats.t.ppf(0.975, values.size - 1))),
+    "lm_eval": lambda values: _around(values, 1.96),
+}
+"""Theirs: standard errors clustered by problem with Student's t; standard errors of the mean, 1.96
+to either side.
+"""
+
+
+def _holds(ends: Ends, known: float) -> bool:
+    return ends[0] <= known <= ends[1]
+
+
+def _rates(draw: Draw, truth: float, problems: int, runs: int) -> Iterator[Row]:
+    def row(name: str, known: float, found: list[Floats]) -> Row:
+        return (
+            name,
+            known,
+            *(fmean(_holds(formula(one), known) for one in found) for formula in FORMULAS.values()),
+        )
+
+    law = (2 * truth, 2 * (1 - truth))
+    right = draw.binomial(SAMPLES, draw.beta(*law, (runs, problems))).astype(float)
+    for k in (1, 4):
+        known = float((1 - (1 - draw.beta(*law, 400_000)) ** k).mean())
+        yield row(
+            f"pass@{k}", known, [pass_at_k(np.full(problems, SAMPLES), one, k) for one in right]
+        )
+    many = draw.binomial(SAMPLES, draw.beta(*law, _MANY)).astype(float)
+    known = float(_majorities(draw, many).mean())
+    yield row("maj@5", known, [_majorities(draw, one) for one in right[: max(1, runs // 4)]])
+
+
+def _majorities(draw: Draw, right: Floats) -> Floats:
+    """Exact maj@5 of every problem: its right samples agree, its wrong ones fall on three answers."""
+    wrong = draw.multinomial(SAMPLES - right.astype(int), (0.5, 0.3, 0.2))
+    sizes = np.column_stack([right.astype(int), wrong]).tolist()
+    return maj_at_k([Votes(tuple(each), (1.0, 0.0, 0.0, 0.0)) for each in sizes], 5)
+
+
+def _differences(draw: Draw, shift: float, problems: int, runs: int) -> Row:
+    """Two runs of the same problems, single answers, accuracies near .9 that differ by `shift`."""
+    ours = list[bool]()
+    theirs = list[bool]()
+    for _ in range(runs):
+        chance = draw.beta(9, 1, problems) * (1 - shift)
+        first = (draw.random(problems) < chance).astype(float)
+        second = (draw.random(problems) < np.minimum(1, chance + shift)).astype(float)
+        found = difference_estimate(second - first)
+        ours.append(_holds((found.low, found.high), shift))
+        half = 1.96 * math.hypot(first.std(ddof=1), second.std(ddof=1)) / math.sqrt(problems)
+        theirs.append(abs(float(second.mean() - first.mean()) - shift) <= half)
+    return f"difference of {shift:g}", shift, fmean(ours), None, fmean(theirs)
+
+
+def _correlated(draw: Draw, problems: int) -> tuple[Floats, Floats]:
+    common = draw.normal(0, 0.6, problems)
+    own = draw.normal(0, 0.4, (2, problems))
+    return np.exp(common + own[0]), 0.2 * np.exp(common + own[1])
+
+
+def _long_tails(draw: Draw, problems: int) -> tuple[Floats, Floats]:
+    first, second = np.exp(draw.normal(0, 1, problems) + draw.normal(0, 0.8, (2, problems)))
+    return first, second
+
+
+def _mostly_nothing(draw: Draw, problems: int) -> tuple[Floats, Floats]:
+    taken = (draw.random(problems) < 0.3) * draw.exponential(1, problems)
+    return np.exp(draw.normal(-0.125, 0.5, problems)), taken
+
+
+RATIOS: Mapping[str, tuple[Callable[[Draw, int], tuple[Floats, Floats]], float]] = {
+    "correlated": (_correlated, 0.2),
+    "long tails": (_long_tails, 1.0),
+    "second mostly nothing": (_mostly_nothing, 0.3),
+}
+"""What a problem costs in two runs: each law's costs, and the ratio of their means."""
+
+LAWS = {
+    "as good, 8.5 % lost and won": (0.085, 0.085),
+    "the embedded default": (0.0074, 0.0062),
+    "worse by .025": (0.11, 0.085),
+}
+"""Shares of problems that a policy loses to the target alone, and wins: the second as measured on
+2,000 problems.
+"""
+
+
+def certificates(options: Options) -> Table:
+    """How often a policy is certified against the target alone, by the answers it loses and by its
+    net loss.
+    """
+    runs = options.pick(40, 200, 1000)
+    rows = list[Row]()
+    for name, (lost, won) in LAWS.items():
+        for problems in (500, 2000):
+            draw = np.random.default_rng([options.seed, problems])
+            found = draw.choice((1.0, -1.0, 0.0), (runs, problems), p=(lost, won, 1 - lost - won))
+            old = [certify([_policy(np.maximum(one, 0.0))], EPSILON) for one in found]
+            net = [certify_net([_policy(one)], EPSILON) for one in found]
+            rows.append(
+                (
+                    name,
+                    problems,
+                    *(fmean(c.chosen is not None for c in each) for each in (old, net)),
+                )
+            )
+    return Table.of(
+        f"Share of runs that are certified at {EPSILON}, by simulation",
+        "policy | problems | answers lost (`certify`) | net loss (`certify_net`)",
+        rows,
+        f"{runs:,} simulated runs a row, delta .1. A policy worse by .025 may be certified in one "
+        f"run of ten.",
+    )
+
+
+def _policy(losses: Floats) -> Candidate:
+    return Candidate("a", 0.2, losses.tolist(), 1.0)
+
+
+def lengths(options: Options) -> Table:
+    """Mode marginal where long chunks score worse and come later: ranks among all, and among chunks
+    of one length.
+    """
+    runs = options.pick(4, 40, 200)
+    rows = list[Row]()
+    for chunks in options.pick((400,), (320, 400, 1600), (320, 400, 1600)):
+        for in_flight in (64, 256):
+            streams = [
+                _first_chunks(chunks, in_flight, random.Random(f"{options.seed} {at}"))
+                for at in range(runs)
+            ]
+            rates = [
+                fmean(
+                    replay(one, 0.2, "marginal", seed=at, by_length=by).escalated
+                    for at, one in enumerate(streams)
+                )
+                for by in (False, True)
+            ]
+            rows.append((chunks, in_flight, *rates))
+    return Table.of(
+        "Rate of mode marginal, nominal 0.2, by chunks in flight",
+        "chunks | in flight | ranks among all | ranks by length",
+        rows,
+        f"{runs} made-up runs a row of first chunks that last as long as they are; log-length and "
+        f"log-perplexity "
+        "correlate by .54, as on a real pair, and a limit of 500 cuts some.",
+    )
+
+
+def _first_chunks(chunks: int, in_flight: int, draw: random.Random) -> list[dict[str, Any]]:
+    places = [draw.gauss(0, 1) for _ in range(chunks)]
+    lengths = ((min(500.0, 60 + math.exp(4 + 0.5 * place)), place) for place in reversed(places))
+    found = list[dict[str, Any]]()
+    for length, place in _as_they_end(
+        ([(one[0] + 1e-6 * draw.random(), one)] for one in lengths), in_flight
+    ):
+        score = math.exp(
+            abs(0.6 + 0.15 * (0.54 * place + math.sqrt(1 - 0.54**2) * draw.gauss(0, 1)))
+        )
+        found.append({"question": len(found), "turn": 0, "score": score, "length": length})
+    return found
+
+
+def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> Iterator[T]:
+    """The steps of lines of work, each with its duration, in the order of their ends, so many lines
+    at once.
+    """
+    waiting = enumerate(map(iter, lines))
+    going = list[tuple[float, int, T, Iterator[tuple[float, T]]]]()
+    now = 0.0
+
+    def step(number: int, line: Iterator[tuple[float, T]]) -> None:
+        for seconds, what in line:
+            heapq.heappush(going, (now + seconds, number, what, line))
+            return
+
+    while True:
+        while len(going) < in_flight and (new := next(waiting, None)):
+            step(*new)
+        if not going:
+            return
+        now, number, what, line = heapq.heappop(going)
+        yield what
+        step(number, line)
+
+
+def small_runs(folder: Path, options: Options) -> Table:
+    """The default mode on recorded rollouts, drawn anew for every run; the run's size known, and
+    not.
+    """
+    runs = options.pick(2, 6, 20)
+    sizes = ((20, 8), (30, 16), (40, 8), (100, 8))
+    rows = list[Row]()
+    recorded: defaultdict[int, list[Turns]] = defaultdict(list)
+    for record in recorded_rollouts(folder) or ():
+        if turns := [
+            (turn["ppl"], turn["draft_chars"])
+            for turn in record["turns"]
+            if turn["ppl"] is not None
+        ]:
+            recorded[record["question_id"]].append(turns)
+    for problems, samples in sizes[: options.pick(1, 3, 4)]:
+        fit = [rollouts for rollouts in recorded.values() if len(rollouts) >= samples]
+        for order in ("random", "hard first", "easy first"):
+            streams = [_arrivals(fit, problems, samples, order, seed) for seed in range(runs)]
+            for rate in (0.1, 0.2, 0.4):
+                cells = list[float]()
+                for known in (True, False):
+                    errors, caught = zip(
+                        *(_ended(one, rate, samples, known) for one in streams), strict=True
+                    )
+                    cells += [math.sqrt(fmean(error**2 for error in errors)), fmean(caught)]
+                rows.append((f"{problems} x {samples}", order, rate, *cells))
+    return Table.of(
+        "How far the default mode ends from its rate (root mean square)",
+        "problems x samples | order | rate | problems counted | worst caught | streaming in | "
+        "worst caught",
+        rows,
+        f"{runs} runs a row, problems of a recorded run drawn with replacement, 64 rollouts in "
+        f"flight; times follow "
+        "lengths. Worst: as many chunks with the highest scores as the rate stands for; what is "
+        "not caught of them, "
+        "others got.",
+    )
+
+
+def _arrivals(
+    fit: Sequence[list[Turns]], problems: int, samples: int, order: str, seed: int
+) -> list[dict[str, Any]]:
+    draw = random.Random(f"{seed} {problems} {samples} {order}")
+    chosen = [draw.sample(draw.choice(fit), samples) for _ in range(problems)]
+    if order != "random":
+        hardness = [fmean(score for turns in rollouts for score, _ in turns) for rollouts in chosen]
+        places = sorted(range(problems), key=hardness.__getitem__, reverse=order == "hard first")
+        chosen = [chosen[place] for place in places]
+
+    def line(
+        problem: int, sample: int, turns: Turns
+    ) -> Iterator[tuple[float, tuple[int, int, int, Turns]]]:
+        for turn, (_, characters) in enumerate(turns):
+            yield characters * draw.uniform(0.8, 1.2), (problem, sample, turn, turns)
+
+    lines = (
+        line(n, s, turns) for n, rollouts in enumerate(chosen) for s, turns in enumerate(rollouts)
+    )
+    found = list[dict[str, Any]]()
+    left = RunLengthEstimate(problems, samples)
+    for problem, sample, turn, turns in _as_they_end(lines, 64):
+        place = {"question": problem, "sample": sample, "turn": turn}
+        found.append({**place, "score": max(1.0, turns[turn][0]), "left": left.share})
+        left.count(Decision("accept", 0.5, str(problem), turn, sample))
+        if turn + 1 == len(turns):
+            left.end(str(problem), sample)
+    return found
+
+
+def _ended(
+    stream: list[dict[str, Any]], rate: float, samples: int, known: bool
+) -> tuple[float, float]:
+    """How far the realised rate is off, and the share of the worst chunks that went over."""
+    told = stream if known else [{**record, "left": None} for record in stream]
+    done = replay(told, rate=rate, mode="aci", tuning=Tuning.for_rollouts(samples))
+    worst = sorted(done.decisions, key=lambda decision: -(decision.score or 0.0))[
+        : max(1, round(rate * len(stream)))
+    ]
+    return done.escalated - rate, fmean(decision.escalate for decision in worst)
+
+
+SIZES = ((20, 8), (30, 16), (40, 8), (100, 8))
+RUN_ORDERS = ("random", "hard first", "easy first")
+RATES = (0.1, 0.2, 0.4)
+GATES = ("counted", "streaming in")
+"""The default, and the same that is not told how much of the run is left."""
+
+
+class WatchedGate(ConformalGate):
+    """The conformal gate with its decisions kept: those of a chunk that a settled vote cut off are
+    in no outcome.
+    """
+
+    def __init__(self, calibrator: CalibratorProtocol, is_counted: bool) -> None:
+        super().__init__(calibrator)
+        self._is_counted = is_counted
+        self.made: list[tuple[float, bool]] = []  # score, and whether the target took over
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """As the gate; of a run whose problems stream in, without the share that is left."""
+        return super().decide(features if self._is_counted else replace(features, left=None), score)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Keep it, too."""
+        self.made.append((math.inf if decision.score is None else decision.score, escalated))
+        super().observe(decision, escalated)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """One run: its decisions, those that went over, those of its worst chunks that did, and each
+    problem's answer.
+    """
+
+    decisions: int
+    escalated: int
+    caught: float
+    right: dict[str, float]
+
+    @classmethod
+    def of(cls, gate: WatchedGate, outcomes: Sequence[Outcome], rate: float) -> Ended:
+        """Of what the gate decided, and what came of it."""
+        worst = sorted(gate.made, reverse=True)[: max(1, round(rate * len(gate.made)))]
+        right = {one.problem.id: float(one.answer == one.problem.answer) for one in outcomes}
+        return cls(
+            len(gate.made),
+            sum(over for _, over in gate.made),
+            fmean(over for _, over in worst),
+            right,
+        )
+
+    @property
+    def share(self) -> float:
+        """The realised rate."""
+        return self.escalated / self.decisions
+
+
+def study_small_runs(options: Options) -> list[Table]:
+    """Every size, order, rate and seed with both gates in turn; finished runs are kept, and not run
+    again.
+    """
+    parts = Parts(options.file("small-runs.jsonl"))
+    sizes = options.pick(SIZES[:1], SIZES[:2], SIZES)
+    seeds = options.pick(1, 3, 20)
+    anyio.run(_run_all, parts, sizes, seeds, options.seed)
+    return [_table(parts, sizes)]
+
+
+async def _run_all(parts: Parts, sizes: Sequence[tuple[int, int]], seeds: int, first: int) -> None:
+    async with Pair() as pair:
+        for seed, size, rate, order, gate in product(
+            range(first, first + seeds), sizes, RATES, RUN_ORDERS, GATES
+        ):
+            problems, samples = size
+            name = f"{problems}|{samples}|{order}|{rate}|{gate}|{seed}"
+            if name not in parts:
+                say(f"small runs: {name}")
+                plan = pair.plan(arm("atts", samples=samples, rate=rate), seed * 31 + len(order))
+                tuning = Tuning.for_rollouts(samples)
+                watched = WatchedGate(
+                    Calibrator(rate, "aci", seed=plan.seed, tuning=tuning), gate == GATES[0]
+                )
+                chosen = _ordered(arithmetic("test", problems, 5000 + seed), order)
+                outcomes, _ = await run_block(chosen, replace(plan, gate=watched))
+                parts.keep(name, asdict(Ended.of(watched, outcomes, rate)))
+
+
+def _ordered(problems: Sequence[Problem], order: str) -> list[Problem]:
+    if order == RUN_ORDERS[0]:
+        return list(problems)
+    return sorted(problems, key=lambda problem: problem.level or 0, reverse=order == RUN_ORDERS[1])
+
+
+def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
+    # by all but the seed, then by seed
+    found: defaultdict[tuple[str, ...], dict[str, Ended]] = defaultdict(dict)
+    for name, value in parts.items():
+        *place, seed = name.split("|")
+        found[tuple(place)][seed] = Ended(**value)
+    rows = list[Row]()
+    for (problems, samples), order, rate in product(sizes, RUN_ORDERS, RATES):
+        cell = (str(problems), str(samples), order)
+        counted, streaming = (found[*cell, str(rate), gate] for gate in GATES)
+        both = sorted(counted.keys() & streaming.keys())
+        facts = [
+            fact
+            for runs in (counted, streaming)
+            for fact in _facts([runs[seed] for seed in both], rate)
+        ]
+        spent = [sum(runs[seed].escalated for seed in both) for runs in (counted, streaming)]
+        gained = _gained([(streaming[seed].right, counted[seed].right) for seed in both])
+        alike = list[tuple[Mapping[str, float], Mapping[str, float]]]()
+        for seed, run in counted.items():
+            others = [found[*cell, str(each), GATES[1]].get(seed) for each in RATES]
+            if len(known := [one for one in others if one is not None]) > 1:
+                alike.append((_at_share(known, run.share), run.right))
+        more = spent[1] / spent[0] if both else None
+        rows.append(
+            (
+                f"{problems} x {samples}",
+                order,
+                rate,
+                len(both),
+                *facts,
+                more,
+                gained,
+                _gained(alike),
+            )
+        )
+    return Table.of(
+        "Small runs, live: how far they end from their rate, and what of the worst chunks went "
+        "over",
+        "problems x samples | order | rate | runs | RMS error, counted | worst caught | RMS error, "
+        "streaming in | "
+        "worst caught | chunks escalated, streaming in over counted | answers right more often, "
+        "counted | "
+        "the same, where streaming in escalated as many",
+        rows,
+        "Runs of the embedded pair on arithmetic problems, sorted by level or not, 64 rollouts in "
+        "flight, each with "
+        "the run's size known and not. Worst: as many chunks with the highest scores as the rate "
+        "stands for. "
+        "Last column: between the runs of a seed at the two nearest rates, by a line.",
+    )
+
+
+def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
+    """How often each problem was right where this share of chunks was escalated: on the line of the
+    two nearest.
+    """
+    nearest = sorted(runs, key=lambda run: abs(run.share - share))[:2]
+    low, high = sorted(nearest, key=lambda run: run.share)
+    place = (share - low.share) / (high.share - low.share)
+    return {name: right + place * (high.right[name] - right) for name, right in low.right.items()}
+
+
+def _gained(runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
+    """How much more often problems were right in the second of two runs."""
+    pairs = [(first[name], right) for first, second in runs for name, right in second.items()]
+    return interval(compare_runs(*map(list, zip(*pairs, strict=True))).difference) if pairs else "-"
+
+
+def _facts(runs: Sequence[Ended], rate: float) -> tuple[float | None, float | None]:
+    """How far runs end from their rate (root mean square), and what share of their worst chunks
+    went over.
+    """
+    if not runs:
+        return None, None
+    return math.sqrt(fmean((run.share - rate) ** 2 for run in runs)), fmean(
+        run.caught for run in runs
+    )

@@ -109,6 +109,18 @@ def shared_data() -> Path | None:
     return found if found.is_dir() else None
 
 
+def traces() -> Path | None:
+    """The folder of recorded traces, or None with the reason said."""
+    root = shared_data()
+    if root is not None and (root / "traces").is_dir():
+        return root / "traces"
+    say(
+        "no traces at hand: studies of real streams are left out (set ATTS_SHARED_DATA to their "
+        "folder)"
+    )
+    return None
+
+
 def rows_of(name: str) -> list[dict[str, Any]]:
     """The lines of a file of shared data; none where it is not at hand."""
     base = shared_data()

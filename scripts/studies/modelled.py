@@ -19,7 +19,7 @@ from atts.core import Completion, Message, Problem, Role, SampleRequest, ScoreRe
 from atts.engine import EngineSpec
 from atts.pipelines import Answers
 from atts.sampling import Seed, generator
-from scripts.studies.calibration import traces
+from scripts.studies.harness import traces
 
 
 @dataclass(frozen=True, slots=True)

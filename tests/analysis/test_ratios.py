@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from atts.analysis.ratios import ratio_interval
-from scripts.studies.statistics import RATIOS
+from scripts.studies.calibration import RATIOS
 
 
 @pytest.mark.parametrize("law", ["long tails", "second mostly nothing"])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from atts.blocks import Zoo
 from atts.models import path
-from scripts.studies.train_family import ADAPTED, MEMBERS, TRUNK, relative, retold
+from scripts.studies.train import ADAPTED, MEMBERS, TRUNK, relative, retold
 
 FAMILY = path("target").parent / "family"
 

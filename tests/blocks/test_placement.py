@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atts.placement import Demand, Instance, dispatched, placed
-from scripts.studies.blocks_simulated import (
-    PROMPT,
+from scripts.studies.blocks import (
+    VIRTUAL_PROMPT,
     Arrivals,
     Cluster,
     Request,
     Serving,
-    arrive,
     capacity,
     compared,
+    virtual_requests,
 )
 from scripts.studies.modelled import DRAFT_8B as COST
 
@@ -74,12 +74,12 @@ def test_a_busy_block_has_replicas_and_neighbours_stand_together() -> None:
 
 def test_one_request_takes_the_time_of_its_steps() -> None:
     """Alone, whatever its model is cut into: the prompt, then a step for each further token."""
-    expected = COST.seconds(0, 0, PROMPT) + sum(
-        COST.seconds(1, PROMPT + written) for written in range(4)
+    expected = COST.seconds(0, 0, VIRTUAL_PROMPT) + sum(
+        COST.seconds(1, VIRTUAL_PROMPT + written) for written in range(4)
     )
     serving: tuple[Serving, ...] = ("blocks", "models")
     for way in serving:
-        outcome = Cluster([Request(0, 0.0, PROMPT, 5)], 12, way, 0.8).run()
+        outcome = Cluster([Request(0, 0.0, VIRTUAL_PROMPT, 5)], 12, way, 0.8).run()
         assert outcome.p95 == pytest.approx(expected)
         assert outcome.busy == pytest.approx(1 / 12)
         assert outcome.tokens_per_busy_second == pytest.approx(5 / expected)
@@ -99,7 +99,7 @@ def test_arrivals_keep_their_rate() -> None:
     """In bursts as evenly; a popular tenant asks more often."""
     kinds: tuple[Arrivals, ...] = ("even", "bursts")
     for kind in kinds:
-        requests = arrive(4000, 10.0, kind, 1.0, 0)
+        requests = virtual_requests(4000, 10.0, kind, 1.0, 0)
         assert 4000 / requests[-1].arrived == pytest.approx(10, rel=0.15)
         counts = sorted(sum(r.tenant == at for r in requests) for at in range(20))
         assert counts[-1] > 10 * counts[0]

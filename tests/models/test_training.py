@@ -14,7 +14,7 @@ pytestmark = pytest.mark.checkout
 data = pytest.importorskip("scripts.studies.train_data", reason="needs a checkout")
 pair = pytest.importorskip("scripts.studies.train", reason="needs a checkout")
 scored = pytest.importorskip("scripts.studies.models", reason="needs a checkout")
-family = pytest.importorskip("scripts.studies.train_family", reason="needs a checkout")
+family = pytest.importorskip("scripts.studies.train", reason="needs a checkout")
 llama = pytest.importorskip("scripts.studies.train_model", reason="needs a checkout")
 working = pytest.importorskip("scripts.studies.train_model", reason="needs a checkout")
 

@@ -14,7 +14,7 @@ bench = pytest.importorskip("scripts.studies.bench", reason="needs a checkout")
 charts = pytest.importorskip("scripts.studies.charts", reason="needs a checkout")
 harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 machine = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
-pages = pytest.importorskip("scripts.studies.benchmarks", reason="needs a checkout")
+pages = pytest.importorskip("scripts.studies.result_pages", reason="needs a checkout")
 scale = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
 cells = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
 soak = pytest.importorskip("scripts.studies.reliability", reason="needs a checkout")
@@ -191,7 +191,7 @@ def test_pages_made_anew_have_the_structure_of_those_that_are_kept(
     assert len(filled) > 11
     for mark, shape in filled.items():
         assert shape == kept[mark], (
-            f"{mark} is not what the study writes: run scripts.studies.benchmarks"
+            f"{mark} is not what the study writes: run scripts.studies.result_pages"
         )
 
 

@@ -1,6 +1,4 @@
-"""Fills BENCHMARKS.md and docs/benchmarks/ from what studies wrote: between the marks no number is
-typed by hand.
-"""
+"""Fill BENCHMARKS.md and docs/benchmarks/ from what studies wrote."""
 
 from __future__ import annotations
 

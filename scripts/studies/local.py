@@ -1,51 +1,554 @@
-"""The local engine beside transformers and beside what the machine can do, measured in turn in one
-run.
-"""
+"""Compare the local engine with transformers and with the limits of the machine, measured in turn."""
 
 from __future__ import annotations
 
+import gc
+import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from anyio.from_thread import start_blocking_portal
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from torch import Tensor
 
 from atts.concurrency import collect
-from atts.core import ScoreRequest, TokenIds
+from atts.core import Message, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.evaluators.datasets.arithmetic import problems
-from atts.local import LocalEngine
-from atts.models import path
+from atts.local import LocalEngine, LocalOptions
+from atts.local.model_config import ModelConfig, read_model_config
+from atts.models import EMBEDDED, path
+from atts.sampling import Seed
 from scripts.studies.harness import (
+    Machine,
     Options,
     Row,
     Spent,
     Spread,
     Table,
+    cpu_seconds,
     interleaved,
     look,
     ratio,
     say,
     wall_seconds,
 )
-from scripts.studies.local_speed import continuous, decoding, overheads, scoring, warm_prefix
-from scripts.studies.local_subjects import (
-    Fresh,
-    Lab,
-    Subject,
-    asked,
-    send_all,
-    subjects,
-    texts,
-    unending,
-)
+
+
+def opened(folder: Path) -> Any:
+    """A saved model."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def random_model(dtype: torch.dtype, **sizes: Any) -> Any:
+    """A Llama of random weights that never ends a text; `sizes` as its configuration has them."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    own: dict[str, Any] = {
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+    }
+    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **own), dtype=dtype).eval()
+
+
+def generated(model: Any, ids: Tensor, count: int, **settings: Any) -> Tensor:
+    """The prompts [batch, seq] with so many tokens more, at temperature .7."""
+    law: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 0, "pad_token_id": 0}
+    counts = {
+        "max_new_tokens": count,
+        "min_new_tokens": count,
+        "attention_mask": torch.ones_like(ids),
+    }
+    with torch.inference_mode():
+        found: Tensor = model.generate(ids, **{**law, **counts, **settings})
+    return found
+
+
+PROMPT = 64
+"""Tokens of a prompt in every decoding table."""
+_RANDOM = {"random 20M": (384, 8, 1024), "random 200M": (1024, 14, 2816)}
+"""Width, layers and feed-forward width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model in a folder, opened by both sides."""
+
+    name: str
+    folder: Path
+    theirs: Any
+    config: ModelConfig
+    is_halves: bool  # its weights are bfloat16 numbers, which the native kernels keep as such
+    batches: tuple[int, ...]
+    tokens: int  # sampled per sequence
+    most_rounds: int = 99  # of a measurement; those of large models take long, and vary less
+
+    def prompts(self, count: int, length: int, seed: int = 0) -> list[TokenIds]:
+        """Random ids, no two prompts alike."""
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randint(10, self.config.vocabulary - 10, (count, length), generator=generator)
+        return [tuple(row) for row in rows.tolist()]
+
+    @property
+    def attention(self) -> int:
+        """Floats that a token's query or output has over all layers: what mixing with one other
+        token costs.
+        """
+        return self.config.num_layers * self.config.num_heads * self.config.head_dim
+
+
+def subjects(options: Options, place: Path) -> list[Subject]:
+    """The embedded pair, then random models: 20M by default, 200M too with full effort."""
+    tokens = options.pick(48, 128, 128)
+    found = [_open(name, path(name), (1, 16, 64), tokens) for name in reversed(EMBEDDED)]
+    for name in tuple(_RANDOM)[: options.pick(0, 1, 2)]:
+        is_large = name == "random 200M"
+        batches = (1, 16) if is_large else (1, 16, 64)
+        one = _open(
+            name, _random(place / name, *_RANDOM[name]), batches, 32 if is_large else tokens // 2
+        )
+        found.append(replace(one, most_rounds=2 if is_large else 3))
+    return found
+
+
+def _open(name: str, folder: Path, batches: tuple[int, ...], tokens: int) -> Subject:
+    config = read_model_config(folder, name)
+    halves = json.loads((folder / "config.json").read_text()).get("dtype")
+    return Subject(
+        name, folder, opened(folder), config, halves == "bfloat16", batches=batches, tokens=tokens
+    )
+
+
+def _random(folder: Path, width: int, layers: int, inner: int) -> Path:
+    from transformers import AutoTokenizer
+
+    sizes = {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "head_dim": 64,
+    }
+    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 128}
+    random_model(
+        torch.float32, **sizes, **heads, max_position_embeddings=2048, vocab_size=4096
+    ).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path("target")).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """How hard to try, and the event loop in which engines work: this thread measures and asks
+    through the portal.
+    """
+
+    options: Options
+    portal: BlockingPortal
+
+    @contextmanager
+    def engine(self, folder: Path, **changes: Any) -> Generator[LocalEngine]:
+        """An open engine; in a thread, beside what it is compared with."""
+        options = replace(LocalOptions(worker="thread", threads=1), **changes)
+        with self.portal.wrap_async_context_manager(LocalEngine(folder, options=options)) as engine:
+            yield engine
+
+    def send(
+        self, engine: LocalEngine, requests: Sequence[SampleRequest] | Sequence[ScoreRequest]
+    ) -> int:
+        """Send all at once and wait; the number of tokens that came of it."""
+        return self.portal.call(send_all, engine, requests)
+
+
+async def send_all(
+    engine: LocalEngine, requests: Sequence[SampleRequest] | Sequence[ScoreRequest]
+) -> int:
+    """Send all at once; the number of tokens that came of it."""
+
+    async def one(request: SampleRequest | ScoreRequest) -> int:
+        if isinstance(request, SampleRequest):
+            return len((await engine.sample(request)).ids)
+        return len((await engine.score(request)).logprobs)
+
+    return sum(await collect([partial(one, request) for request in requests]))
+
+
+async def texts(engine: LocalEngine, requests: Sequence[SampleRequest]) -> list[TokenIds]:
+    """What is written on each, all sent at once."""
+    return [
+        done.ids
+        for done in await collect([partial(engine.sample, request) for request in requests])
+    ]
+
+
+def asked(engine: LocalEngine, texts: Iterable[str], tokens: int, seed: int) -> list[SampleRequest]:
+    """A request for each question, at temperature .7, with random numbers of its own."""
+    law = Sampling(0.7)
+    prompts = (engine.tokenizer.render([Message("user", text)]) for text in texts)
+    return [
+        SampleRequest(ids, tokens, law, Seed(seed, sample=number))
+        for number, ids in enumerate(prompts)
+    ]
+
+
+async def written(
+    folder: Path, questions: Iterable[str], tokens: int, seed: int
+) -> list[tuple[SampleRequest, TokenIds]]:
+    """What a model on its own answers."""
+    async with LocalEngine(folder, options=LocalOptions(worker="thread", threads=1)) as engine:
+        requests = asked(engine, questions, tokens, seed)
+        return list(zip(requests, await texts(engine, requests), strict=True))
+
+
+class Fresh:
+    """Requests whose prompts were never seen, so that no cache helps; both sides write the same
+    number of tokens.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        batch: int,
+        seed: int = 0,
+        clock: Callable[[Callable[[], object]], float] = cpu_seconds,
+    ) -> None:
+        """`clock`: processor seconds where each side computes in one thread, for others do not
+        lengthen those.
+        """
+        self._subject = subject
+        self._batch = batch
+        self._round = 1000 * seed
+        self._clock = clock
+
+    def requests(self, tokens: int) -> list[SampleRequest]:
+        """A new batch."""
+        self._round += 1
+        prompts = self._subject.prompts(self._batch, PROMPT, self._round)
+        sampling = Sampling(temperature=0.7)
+        return [SampleRequest(p, tokens, sampling, Seed(sample=n)) for n, p in enumerate(prompts)]
+
+    def ours(self, lab: Lab, engine: LocalEngine, tokens: int) -> float:
+        """Seconds of one batch through the engine."""
+        requests = self.requests(tokens)
+        return self._clock(lambda: lab.send(engine, requests))
+
+    def theirs(self, tokens: int) -> float:
+        """Seconds of one batch through `transformers.generate`."""
+        ids = torch.tensor([list(request.ids) for request in self.requests(tokens)])
+        return self._clock(lambda: generated(self._subject.theirs, ids, tokens))
+
+
+@contextmanager
+def unending(subject: Subject) -> Generator[Path]:
+    """The same model without an end token, so that every sequence has the same length on both
+    sides.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / subject.folder.name
+        folder.mkdir()
+        for file in subject.folder.iterdir():
+            if file.is_file() and file.name not in ("config.json", "generation_config.json"):
+                (folder / file.name).symlink_to(file)
+        config = json.loads((subject.folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+        yield folder
+
+
+def matrix_seconds(subject: Subject, rows: int, rounds: int = 12) -> float:
+    """The least time torch.mm takes for all matrix products of `rows` tokens, weights in their best
+    layout.
+    """
+    config = subject.config
+    across = config.num_heads * config.head_dim
+    width = config.hidden_size
+    sizes = [
+        (width, across + 2 * config.num_kv_heads * config.head_dim),
+        (across, width),
+        (width, 2 * config.intermediate_size),
+        (config.intermediate_size, width),
+    ] * config.num_layers + [(width, config.vocabulary)]
+    weights = [torch.randn(size) for size in sizes]
+    inputs = {deep: torch.randn(rows, deep) for deep, _ in sizes}
+
+    def work() -> None:
+        for weight in weights:
+            torch.mm(inputs[weight.shape[0]], weight)
+
+    return min(cpu_seconds(work) for _ in range(rounds))
+
+
+CHUNK = 32
+PREFIX = 128
+Rates = dict[tuple[str, int], float]
+"""Tokens a second of decoding alone, by model and batch."""
+
+
+def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
+    """Every model at every batch, against `generate` and against the step's own limits."""
+    rows = list[Row]()
+    rates = Rates()
+    spent = Spent()
+    traffic = _memory_traffic()
+    for subject in subjects:
+        for batch in subject.batches:
+            say(f"decoding {subject.name} at {batch}")
+            seen = _race(lab, subject, batch)
+            step = Spread.of(seen["native decode"]).median / (subject.tokens - 1)
+            rates[subject.name, batch] = batch / step
+            matrix = matrix_seconds(subject, batch)
+            memory = _memory_bytes(subject, batch) / traffic
+            pairs = (
+                ("generate decode", "native decode"),
+                ("generate", "native"),
+                ("generate", "torch"),
+            )
+            ratios = [str(ratio(seen, theirs, ours)) for theirs, ours in pairs]
+            limits = (1e3 * step, 1e3 * matrix, 1e3 * memory, max(matrix, memory) / step)
+            rows.append((subject.name, batch, subject.tokens, batch / step, *ratios, *limits))
+    shown = next(row for row in rows if row[0] == "target" and row[1] == 16)
+    table = Table.of(
+        "Decoding beside `transformers.generate`",
+        "model | batch | tokens each | decoded tokens/s | decoding, ratio to generate | prompt and "
+        "decoding, ratio | "
+        "torch kernel, ratio | ms a step | its torch.mm, ms | its memory, ms | limit over step",
+        rows,
+        f"Prompts of {PROMPT} tokens never seen before; one thread on each side, float32, "
+        f"temperature 0.7. "
+        "Decoding alone is the time for all tokens less the time for one. Limits: torch.mm on the "
+        "same shapes, and the "
+        f"bytes of weights and cache over the {traffic / 1e9:.1f} GB/s that a large copy reads and "
+        f"writes; what the "
+        "processor's caches hold is faster than that.",
+        spent.disturbance(),
+        headline=f"the embedded target writes {rates['target', 16]:,.0f} tokens/s on one core at "
+        f"batch 16, {shown[4]} "
+        "times `transformers.generate`",
+    )
+    return table, rates
+
+
+def _race(lab: Lab, subject: Subject, batch: int) -> dict[str, list[float]]:
+    """Seconds per round of every arm, in turn; "decode" is what all tokens take beyond the first."""
+    fresh = Fresh(subject, batch, lab.options.seed)
+    tokens = subject.tokens
+    with (
+        unending(subject) as folder,
+        lab.engine(folder, kernel="native") as native,
+        lab.engine(folder, kernel="torch") as plain,
+    ):
+        arms: dict[str, Callable[[], float]] = {
+            "native": partial(fresh.ours, lab, native, tokens),
+            "native first": partial(fresh.ours, lab, native, 1),
+            "generate": partial(fresh.theirs, tokens),
+            "generate first": partial(fresh.theirs, 1),
+            "torch": partial(fresh.ours, lab, plain, tokens),
+        }
+        seen = interleaved(arms, min(subject.most_rounds, lab.options.pick(2, 3, 5)))
+    for side in ("native", "generate"):
+        seen[f"{side} decode"] = [
+            all_ - first for all_, first in zip(seen[side], seen[f"{side} first"], strict=True)
+        ]
+    return seen
+
+
+def _memory_bytes(subject: Subject, batch: int) -> float:
+    """What a decoding step must read: every weight once, and each sequence's cached keys and
+    values.
+    """
+    config = subject.config
+    context = PROMPT + subject.tokens / 2
+    return (
+        config.matrix_weights * (2 if subject.is_halves else 4)
+        + 4 * config.kv_floats_per_token * context * batch
+    )
+
+
+def _memory_traffic(size: int = 1 << 26) -> float:
+    """Bytes a second that one core reads and writes while it copies more than its caches hold, at
+    best.
+    """
+    source = torch.zeros(size // 4)
+    copied = torch.empty_like(source)
+    return 2 * size / min(cpu_seconds(lambda: copied.copy_(source)) for _ in range(15))
+
+
+def overheads(subjects: Sequence[Subject], rates: Rates, machine: Machine) -> Table:
+    """At batch 1 what counts is how many operations a step is cut into: theirs, and our whole step."""
+    rows: list[Row] = []
+    for subject in subjects:
+        count = _operations(subject)
+        step = 1e3 / rates[subject.name, 1]
+        floor = count * machine.operation_microseconds / 1e3
+        rows.append((subject.name, count, floor, step, floor / step))
+    return Table.of(
+        f"One token at a time: {machine.operation_microseconds:.2f} us per torch operation",
+        "model | operations of a step in transformers | their least cost, ms | our step, ms | "
+        "ratio",
+        rows,
+    )
+
+
+def _operations(subject: Subject) -> int:
+    """How many operations torch is asked for in one step of theirs, those inside others not
+    counted.
+    """
+    ids = torch.tensor(subject.prompts(1, PROMPT))
+    with torch.inference_mode():
+        cache = subject.theirs(ids, use_cache=True).past_key_values
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            subject.theirs(ids[:, :1], past_key_values=cache, use_cache=True)
+    events: Any = seen.events()
+    return sum(event.name.startswith("aten::") and event.cpu_parent is None for event in events)
+
+
+def continuous(lab: Lab, subjects: Sequence[Subject]) -> Table:
+    """Against transformers' own continuous batching, requests that come all at once."""
+    rows: list[Row] = []
+    count = tokens = lab.options.pick(16, 32, 32)
+    for subject in subjects:
+        say(f"continuous batching {subject.name}")
+        fresh = Fresh(subject, count, lab.options.seed + 7, wall_seconds)
+        with unending(subject) as folder, lab.engine(folder) as engine:
+            arms: dict[str, Callable[[], float]] = {
+                "ours": partial(fresh.ours, lab, engine, tokens),
+                "theirs": partial(_their_batching, subject, count, tokens),
+            }
+            try:
+                seen = interleaved(arms, lab.options.pick(1, 2, 3))
+            finally:
+                subject.theirs.destroy_cached_continuous_batching_manager()
+        rate = count * tokens / Spread.of(seen["ours"]).median
+        rows.append((subject.name, count, tokens, rate, str(ratio(seen, "theirs", "ours"))))
+    title = "Continuous batching beside transformers' own (`generate_batch`)"
+    return Table.of(title, "model | requests | tokens each | tokens/s | ratio", rows)
+
+
+def _their_batching(subject: Subject, count: int, tokens: int) -> float:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    config = GenerationConfig(
+        max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    prompts = [list(prompt) for prompt in subject.prompts(count, PROMPT)]
+    # without limits it would take most of the machine's memory; the manager stays, so that its
+    # start is not counted
+    room = ContinuousBatchingConfig(
+        num_blocks=2 * count * (PROMPT + tokens) // 32, max_batch_tokens=1024
+    )
+    settings: dict[str, Any] = {
+        "continuous_batching_config": room,
+        "persistent_manager": True,
+        "progress_bar": False,
+    }
+    replies: dict[str, Any] = {}
+    seconds = wall_seconds(
+        lambda: replies.update(subject.theirs.generate_batch(prompts, config, **settings))
+    )
+    written = sum(len(reply.generated_tokens) for reply in replies.values())
+    assert written == count * tokens, "their batching wrote another number of tokens"
+    return seconds
+
+
+def scoring(lab: Lab, subjects: Sequence[Subject], rates: Rates) -> Table:
+    """New chunks on warm rollouts: share of the matrix rate, and tokens a second beside decoding's."""
+    rows: list[Row] = []
+    for subject in subjects:
+        for batch in subject.batches:
+            say(f"scoring {subject.name} at {batch}")
+            limits = list[float]()
+            times = list[float]()
+            count = batch * CHUNK
+            with lab.engine(subject.folder) as engine:
+                for n in range(min(subject.most_rounds, lab.options.pick(3, 7, 11))):
+                    limits.append(matrix_seconds(subject, count, 2))
+                    times.append(_score_seconds(lab, engine, subject, batch, n))
+            flops = 2.0 * subject.config.matrix_weights * count
+            mixing = 4.0 * count * (PREFIX + CHUNK / 2) * subject.attention
+            rate = (flops + mixing) / min(times) / 1e9
+            limit = flops / min(limits) / 1e9
+            tokens = count / min(times)
+            decoded = rates.get((subject.name, batch))
+            ahead = None if decoded is None else tokens / decoded
+            rows.append((subject.name, batch, tokens, ahead, rate, limit, rate / limit))
+    return Table.of(
+        f"Scoring {CHUNK} new tokens on each of several rollouts of {PREFIX} warm ones",
+        "model | rollouts | scored tokens/s | to decoded tokens/s | GFLOP/s | torch.mm GFLOP/s | "
+        "share of the matrix rate",
+        rows,
+    )
+
+
+def _score_seconds(
+    lab: Lab, engine: LocalEngine, subject: Subject, batch: int, seed: int, prefix: int = PREFIX
+) -> float:
+    """Processor seconds for scoring one new chunk on each of `batch` rollouts whose prefix was just
+    scored.
+    """
+    bodies = subject.prompts(batch, prefix + CHUNK, seed + 1000)
+    warm = [ScoreRequest(ids[:1], ids[1:prefix]) for ids in bodies]
+    gc.collect()  # before the prefixes: it leaves the processor's caches full of other things
+    return lab.portal.call(
+        _warm_then_timed, engine, warm, [ScoreRequest(ids[:prefix], ids[prefix:]) for ids in bodies]
+    )
+
+
+async def _warm_then_timed(
+    engine: LocalEngine, warm: list[ScoreRequest], requests: list[ScoreRequest]
+) -> float:
+    """What the second lot takes, seen from the event loop: how this thread gets there is not the
+    engine's.
+    """
+    await send_all(engine, warm)
+    began = time.process_time()
+    await send_all(engine, requests)
+    return time.process_time() - began
+
+
+def warm_prefix(lab: Lab, subject: Subject) -> Table:
+    """Scoring a chunk as the warm prefix grows eightfold, beside the cost of attention alone."""
+    prefixes = (128, 256, 512, 1024)
+    say("scoring as the prefix grows")
+    times: dict[int, list[float]] = {prefix: [] for prefix in prefixes}
+    fed: dict[int, int] = {}
+    with lab.engine(subject.folder, kv_tokens=100_000) as engine:
+        for n in range(lab.options.pick(3, 9, 15)):
+            for prefix in prefixes:
+                before = engine.stats()
+                times[prefix].append(
+                    _score_seconds(lab, engine, subject, 8, 100 * prefix + n, prefix)
+                )
+                after = engine.stats()
+                computed = [s.prefilled_tokens + s.scored_tokens for s in (before, after)]
+                fed[prefix] = computed[1] - computed[0] - 8 * prefix  # less the warming up
+    costs = {
+        p: subject.config.matrix_weights + 2 * (p + CHUNK / 2) * subject.attention for p in prefixes
+    }
+    rows: list[Row] = []
+    for prefix in prefixes:
+        expected = min(times[prefixes[0]]) * costs[prefix] / costs[prefixes[0]]
+        least = min(times[prefix])
+        middle = Spread.of(times[prefix]).median
+        rows.append(
+            (prefix, fed[prefix], 1e3 * least, 1e3 * middle, 1e3 * expected, least / expected)
+        )
+    return Table.of(
+        f"Scoring 8 new chunks of {CHUNK} tokens as the warm prefix grows ({subject.name})",
+        "warm prefix | tokens computed | ms, best | ms, median | ms by the cost model | best over "
+        "model",
+        rows,
+    )
+
 
 RATES = (0.1, 0.2, 0.4)
 _ROUND = 100  # problems whose chunks are scored at once

@@ -332,8 +332,8 @@ _LASTING = ("model", "tokenizer", "weights")
 
 
 def main() -> None:
-    """Make them, and write the file that the package ships."""
-    parser = argparse.ArgumentParser(prog="embedded_scores", description=__doc__)
+    """Score chunks of the embedded draft, and write the stored scores that the package ships."""
+    parser = argparse.ArgumentParser(prog="models", description=main.__doc__)
     parser.add_argument("--problems", type=int, default=PROBLEMS)
     parser.add_argument("--out", type=Path, default=Path(str(files("atts.models"))) / "scores.json")
     asked = parser.parse_args()

@@ -24,7 +24,7 @@ from atts.sampling import Seed, uniforms
 from atts.speculation.outcomes import OutcomeCache
 from atts.speculation.verifying import standing
 from scripts.studies.harness import Options, Row, Table, interval, say
-from scripts.studies.local_subjects import written
+from scripts.studies.local import written
 from scripts.studies.train_proposers import Reader, Text
 
 

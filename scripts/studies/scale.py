@@ -15,6 +15,7 @@ from atts.core import HOLD, Outcome, Problem, Role
 from atts.graph import Graph, Limit, ProblemScope, measure
 from atts.methods import GateInputs, preset
 from atts.pipelines import Chunking, Context, Gate, Policy, RoundGate, solve
+from atts.run import EngineCalls
 from atts.servers import ReplicaPool
 from atts.testing import run_virtual
 from scripts.studies.harness import Chart, Options, Parts, Row, Table, pair_name, say, times
@@ -110,7 +111,7 @@ async def _run(cell: Cell, law: TraceLaw) -> Found:
     )
     policy, gate = _plan(cell, law)
     async with _pool(drafts) as draft, _pool(targets) as target:
-        context = Context(draft, target, gate, ANSWERS, cell.seed)
+        context = Context(draft, target, gate, ANSWERS, EngineCalls, cell.seed)
 
         async def one(problem: Problem, scope: ProblemScope) -> None:
             outcomes.append(await solve(problem, policy, context, scope))

@@ -1,6 +1,4 @@
-"""Speculation beside plain decoding: all ways to propose, fixed lengths and the controller, in turn
-in one run.
-"""
+"""Compare every way to propose tokens with plain decoding, in turn in one run."""
 
 from __future__ import annotations
 
@@ -34,9 +32,8 @@ from scripts.studies.harness import (
     ratio,
     say,
 )
-from scripts.studies.local_subjects import Lab, asked, texts
-from scripts.studies.speed_draft import noisy
-from scripts.studies.theirs import generated, opened
+from scripts.studies.local import Lab, asked, generated, opened, texts
+from scripts.studies.speed import noisy
 
 TOKENS = 256
 SAMPLES = 4

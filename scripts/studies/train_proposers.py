@@ -26,7 +26,7 @@ from atts.local.model_config import read_model_config
 from atts.local.sequence import new_sequence
 from atts.local.streams import STREAM_FILE, StreamHead, StreamHeads
 from atts.local.torch_model import TorchModel
-from scripts.studies.local_subjects import written
+from scripts.studies.local import written
 from scripts.studies.train_model import Descent, Llama, ModelConfig, descend, load, save
 
 _RANK = 64  # of the exit adapter

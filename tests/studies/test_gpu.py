@@ -18,19 +18,14 @@ from typing import Any
 import pytest
 
 gpu = pytest.importorskip("scripts.studies.gpu", reason="needs a checkout")
-lab_module = pytest.importorskip("scripts.studies.gpu_lab", reason="needs a checkout")
-loops = pytest.importorskip("scripts.studies.gpu_loops", reason="needs a checkout")
-parts_module = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
-table_module = pytest.importorskip("scripts.studies.gpu_tables", reason="needs a checkout")
+harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 
 ALLOWED = {"torch", "transformers", "safetensors", "numpy", "scipy", "anyio", "triton"}
 
 
 def lab(folder: Path, seconds: float = 600.0) -> Any:
     """A lab on the CPU, with what the folder holds."""
-    return lab_module.Lab(
-        "cpu", lab_module.TINY, parts_module.Parts(folder / "cells.jsonl"), time.time() + seconds
-    )
+    return gpu.Lab("cpu", gpu.TINY, harness.Parts(folder / "cells.jsonl"), time.time() + seconds)
 
 
 def loaded_first(path: Path) -> Iterator[tuple[str, str]]:
@@ -143,7 +138,7 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path) -> None:
     assert done == ["one", "half", "four"]
     assert "illegal memory" in first.parts["trouble | two"]
     assert len(pages) >= 3
-    (troubles,) = [table for table in table_module.tables(first) if table.title == "What failed"]
+    (troubles,) = [table for table in gpu.tables(first) if table.title == "What failed"]
     assert troubles.rows[0][0] == "two"
     again = lab(tmp_path)
     found = gpu.run(again, {**work, "two": job("half"), "three": job("three")}, [], lambda: None)
@@ -192,7 +187,7 @@ def test_a_first_round_leaves_time_to_every_part(tmp_path: Path) -> None:
 def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
     """Ratios to the limit, to generate and to target-only, over what both sides have."""
     own = lab(tmp_path)
-    shape = loops.shape_of(own, "8M")
+    shape = gpu.shape_of(own, "8M")
     weights = shape.matrix_weights
     own.parts.update(
         {
@@ -223,7 +218,7 @@ def test_tables_say_what_the_cells_hold(tmp_path: Path) -> None:
             "right": float(number > 0),
         }
     own.parts["pair |  | 8M | 2 | 3 | target-only"] = {**pair, "seconds": 1000.0, "right": 1.0}
-    tables = {table.title.split(":")[0]: table for table in table_module.tables(own)}
+    tables = {table.title.split(":")[0]: table for table in gpu.tables(own)}
     (writing,) = tables["Writing"].rows
     context = own.sizes.prompt + 3 * own.sizes.tokens / 4
     least = 1.0 + 2 * context * shape.kv_floats_per_token * 4 / (4.0 * weights)

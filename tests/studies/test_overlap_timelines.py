@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-timelines = pytest.importorskip("scripts.studies.overlap_timelines", reason="needs a checkout")
+overlap = pytest.importorskip("scripts.studies.overlap", reason="needs a checkout")
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "acceleration.svg"
 
 
 @pytest.mark.checkout
 def test_the_picture_of_the_page_is_that_of_the_devices() -> None:
     """Every scheme is drawn; the numbers are what its first steps write; the file is current."""
-    lines = timelines.schemes()
-    assert PICTURE.read_text() == timelines.drawn(lines), (
+    lines = overlap.schemes()
+    assert PICTURE.read_text() == overlap.drawn(lines), (
         "write it anew: scripts/bench overlap-virtual --out docs/benchmarks"
     )
     for title, line in lines.items():
-        alone = timelines.drawn({title: line})
+        alone = overlap.drawn({title: line})
         numbers = [int(found) for found in re.findall(r'style="fill:#fff">(\d+)<', alone)]
         assert len(numbers) > 2
         assert numbers == line.written[: len(numbers)]
@@ -30,7 +30,6 @@ def test_virtual_time_needs_no_folder_made_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The picture lies beside the folder of the tables, whether that is there yet or not."""
-    overlap = pytest.importorskip("scripts.studies.overlap", reason="needs a checkout")
     for name in ("record", "closed_forms", "published"):
         monkeypatch.setattr(overlap, name, lambda *args: None)
     monkeypatch.setattr(overlap, "recorded", lambda *args: [])

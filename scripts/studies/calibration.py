@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from statistics import median
-from typing import Any
-import numpy as np
-from scipy import stats
-from atts.calibration import MODES, StoredScores, replay
-from atts.calibration.drift import DuplicateScores, QuestionSample, features
-from atts.calibration.rates import exact_rate
-from atts.calibration.score_replay import Floats, rate_metrics, sorted_decisions
-from atts.calibration.scores import read_scores
-from scripts.studies.harness import Options, Row, Table, traces
-from tests.calibration.live_scores import noticed_after
-import heapq
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
-from statistics import fmean
+from pathlib import Path
+from statistics import fmean, median
 from typing import Any, TypeVar
+
 import anyio
+import numpy as np
+from scipy import stats
+
 from atts.analysis.ratios import ratio_interval
-from atts.calibration import Calibrator, Candidate, Tuning, certify, certify_net, replay
-from atts.calibration.score_replay import Floats
+from atts.calibration import (
+    MODES,
+    Calibrator,
+    Candidate,
+    StoredScores,
+    Tuning,
+    certify,
+    certify_net,
+    replay,
+)
+from atts.calibration.drift import DuplicateScores, QuestionSample, features
+from atts.calibration.rates import exact_rate
+from atts.calibration.score_replay import Floats, rate_metrics, sorted_decisions
+from atts.calibration.scores import read_scores
 from atts.core import Decision, Features, Outcome, Problem
 from atts.evaluators import compare_runs
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
@@ -40,7 +44,7 @@ from atts.run.recorder import RunLengthEstimate
 from scripts.studies.arms import Pair, arm, run_block
 from scripts.studies.harness import Options, Parts, Row, Table, interval, say, traces
 from scripts.studies.modelled import recorded_rollouts
-
+from tests.calibration.live_scores import noticed_after
 
 Records = list[dict[str, Any]]
 ORDERS = ("sim", "lock")

@@ -208,9 +208,7 @@ CASES = [
         "card to the doctor", "doctor --pair r1-1.5b/r1-7b --card h101", USAGE, ("h101", "'h100'")
     ),
     Case("doctor of an unknown pair", "doctor --pair nobody", USAGE, ("nobody", "atts pairs")),
-    Case(
-        "doctor without an engine", "doctor --draft chat:gpt-4o", USAGE, ("chat:http://HOST",)
-    ),
+    Case("doctor without an engine", "doctor --draft chat:gpt-4o", USAGE, ("chat:http://HOST",)),
     Case(
         "doctor that would write over a file",
         "doctor --draft scripted --target scripted --out mine.toml",

@@ -553,7 +553,13 @@ class Pair:
         )
         needed = needed_logprobs(policy, gate, self._draft.spec, self._target.spec)
         context = Context(
-            self._draft, self._target, gate, answers=answers, bind=EngineCalls, seed=seed, logprobs=needed
+            self._draft,
+            self._target,
+            gate,
+            answers=answers,
+            bind=EngineCalls,
+            seed=seed,
+            logprobs=needed,
         )
         began = anyio.current_time()
         (result,) = await Graph(rollouts=samples).run(

@@ -11,6 +11,7 @@ from atts.evaluators.syntax.vocabulary import Tables
 
 _DATA = Tables(Path(__file__).with_name("answers.toml"))
 PATTERNS = _DATA.patterns()  # regular expressions that answers are found by
+_THINK_END = "</think>"
 OPENING = re.compile(r"\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
@@ -151,7 +152,7 @@ def extraction(
     for name, asked, known in (("kind", kind, AnswerKind), ("fallback", fallback, Fallback)):
         if asked not in get_args(known):
             raise OptionError(f"{name} {asked}", f"is not a {name}", get_args(known))
-    text = _first_turn(text)
+    text = _without_reasoning(_first_turn(text))
     firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
     # a question that is asked after an answer
     again = PATTERNS["again"].search(text, min(firsts)) if firsts else None
@@ -180,6 +181,15 @@ def extraction(
         if answer is not None:
             return Extraction(answer, "number")
     return Extraction(None, "none")
+
+
+def _without_reasoning(text: str) -> str:
+    """Return what follows a model's reasoning, if it is closed and something follows it.
+
+    A box in the reasoning may be a guess that the model took back.
+    """
+    content = text[text.rfind(_THINK_END) + len(_THINK_END) :] if _THINK_END in text else ""
+    return content if content.strip() else text
 
 
 def _first_turn(text: str) -> str:

@@ -12,7 +12,13 @@ import anyio
 from atts.concurrency import collect, task_group
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
 from atts.engine import Capability
-from atts.errors import BadReply, EngineError, FingerprintError, UnsupportedByEngine
+from atts.errors import (
+    BadReply,
+    ContextOverflow,
+    EngineError,
+    FingerprintError,
+    UnsupportedByEngine,
+)
 from atts.sampling import Seed
 from atts.servers.dialect import (
     DialectClient,
@@ -176,15 +182,26 @@ class ServerProbe:
             seen = f"{len(written.ids)} ids came back with no log-probs"
             findings.append(Finding("ids", "yes", seen, "sample"))
             return written
-        room = self._spec.context_length - len(self._prompt)
-        tokens = min(_REASONING_TOKENS, room)
-        try:
-            written = await self._requests.sample_raw(self._request(sampling, tokens=tokens))
-            seen = f"{len(written.ids)} ids came back after reasoning that is not shown"
-        except NoVisibleText as error:
-            seen = f"{error.problem}: give chunks more than {tokens} tokens"
+        seen = await self._see_answer(sampling)
         findings.append(Finding("ids", "yes", seen, "sample"))
         return None
+
+    async def _see_answer(self, sampling: Sampling) -> str:
+        """Let the model reason as long as it needs; return what came of it in words."""
+        room = self._spec.context_length - len(self._prompt)
+        tokens = min(_REASONING_TOKENS, room)
+        while True:
+            try:
+                written = await self._requests.sample_raw(self._request(sampling, tokens=tokens))
+            except NoVisibleText as error:
+                return f"{error.problem}: give chunks more than {tokens} tokens"
+            except ContextOverflow:
+                # A server may not say how small its context is.
+                if tokens <= _TOKENS:
+                    raise
+                tokens //= 4
+            else:
+                return f"{len(written.ids)} ids came back after reasoning that is not shown"
 
     async def _see_tokenizer(self) -> Finding:
         try:

@@ -66,7 +66,9 @@ class ServerQuirks:
     token is never speculated. `prefill` is when a chat API goes on with a last assistant message:
     told by vLLM's two flags, by a mark on the message, always, or never (it becomes a user's);
     "closed" and "prefix" also refuse fields that hosted models do not know. `ratings` "off": it
-    tells no likely tokens.
+    tells no likely tokens. `reasoning` other than "off" takes what comes before the answer out of
+    the content: into a field of that name (Ollama's is "thinking" in any case), or "hidden", as
+    OpenAI does, whose models are sampled at temperature 1 only.
     """
 
     cached_scores: Literal["on", "refused", "off"] = "on"
@@ -77,6 +79,7 @@ class ServerQuirks:
     prefill: Literal["continue", "prefix", "trailing", "closed"] = "continue"
     ratings: Literal["on", "off"] = "on"
     speculation: Literal["off", "lossless", "hot", "greedy"] = "off"
+    reasoning: Literal["off", "reasoning", "reasoning_content", "hidden"] = "off"
 
     def written(self, request: SampleRequest) -> SampleRequest:
         """The request as it is carried out: speculation that is broken draws from another law."""
@@ -523,3 +526,29 @@ def routes_of(dialect: ServerDialect) -> Routes:
     """What a dialect answers, and how."""
     found: Routes = importlib.import_module(f"atts.testing.servers_{dialect}").ROUTES
     return found
+
+
+THINK = "<think>\n"
+THINK_END = "\n</think>\n\n"
+_ANSWER = "The answer"
+
+
+def without_marks(text: str) -> str:
+    """Return a text of the assistant as its model wrote it, without the marks around reasoning."""
+    return text.replace(THINK, "").replace(THINK_END, "")
+
+
+def split_reasoning(so_far: str, text: str) -> tuple[str, str]:
+    """Divide what continues a text into reasoning, and content from the answer's sentence on.
+
+    >>> split_reasoning("", "So 4.\\n\\nThe answer is 4.")
+    ('So 4.\\n\\n', 'The answer is 4.')
+    """
+    if THINK_END in so_far:
+        return "", text
+    before = without_marks(so_far)
+    start = (before + text).find(_ANSWER)
+    if start < 0:
+        return text, ""
+    cut = max(0, start - len(before))
+    return text[:cut], text[cut:]

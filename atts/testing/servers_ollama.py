@@ -8,7 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from atts.core import Message, Sampling
-from atts.testing.servers import Refusal, Routes, ServerCall, finish_word, request_of, shown
+from atts.testing.servers import (
+    Refusal,
+    Routes,
+    ServerCall,
+    finish_word,
+    request_of,
+    shown,
+    split_reasoning,
+    without_marks,
+)
 
 _SMALL = 64  # places, unless more are asked for
 _DEFAULT = Sampling(0.8, 40, 0.9)
@@ -42,7 +51,7 @@ async def chat(call: ServerCall) -> Any:
         raise Refusal(400, "these tests do not stream")
     options: Mapping[str, Any] = body.get("options") or {}
     ids = call.state.engine.tokenizer.render(
-        [Message(row["role"], row["content"]) for row in body["messages"]]
+        [Message(row["role"], without_marks(row["content"])) for row in body["messages"]]
     )
     room = min(int(options.get("num_ctx", _SMALL)), call.state.context_length)
     if len(ids) >= room:
@@ -53,10 +62,12 @@ async def chat(call: ServerCall) -> Any:
         ids, min(int(options.get("num_predict", 128)), room - len(ids)), options, _DEFAULT
     )
     done = await call.sample(request, spoil=False)
-    message = {
-        "role": "assistant",
-        "content": None if call.fault == "nan" else shown(done, request.stop),
-    }
+    text = None if call.fault == "nan" else shown(done, request.stop)
+    message = {"role": "assistant", "content": text}
+    if call.state.quirks.reasoning != "off" and text is not None:
+        last = body["messages"][-1]
+        so_far = last["content"] if last["role"] == "assistant" else ""
+        message["thinking"], message["content"] = split_reasoning(so_far, text)
     reason = "load" if call.fault == "wrong_ids" else finish_word(done)
     counts = {"prompt_eval_count": len(ids), "eval_count": len(done.ids), "total_duration": 1}
     return {

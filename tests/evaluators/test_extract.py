@@ -27,6 +27,8 @@ BOXES = [
     (r"$\boxed{7}$.$\boxed{7}$", "7"),
     ("Problem 1: \\boxed{1}\nProblem 2: \\boxed{2}", "2"),
     (r"<think>maybe \boxed{3}</think> The answer is \boxed{4}", "4"),
+    ("<think>\nmaybe \\boxed{3}\n</think>\n\nThe answer is 4.", "4"),
+    ("<think>\nso \\boxed{3}\n</think>\n\n", "3"),
     (
         r"\boxed{200} so far. Final Answer: The final answer is $10{,}455$. I hope it is correct.",
         "10{,}455",

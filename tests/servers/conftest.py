@@ -28,7 +28,15 @@ QUICK = RemoteOptions(
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No key and no proxy of the machine's."""
-    for name in ("ATTS_API_KEY", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+    for name in (
+        "ATTS_API_KEY",
+        "OPENAI_API_KEY",
+        "OPENAI_BASE_URL",
+        "HTTP_PROXY",
+        "http_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -30,7 +30,7 @@ from atts.errors import (
 from atts.methods import preset
 from atts.pipelines import Chunking, FixedGate, Gate, Policy, ThresholdGate
 from atts.run import Plan, RunOptions, evaluate
-from atts.servers import ApiKey, RemoteEngine, RemoteOptions
+from atts.servers import ApiKey, RemoteEngine, RemoteOptions, read_server
 from atts.servers.chat import TextTokenizer
 from atts.testing import (
     CheckOptions,
@@ -38,6 +38,9 @@ from atts.testing import (
     ScriptedEngine,
     ServerFaults,
     ServerQuirks,
+    Skill,
+    ToyModel,
+    ToyTokenizer,
     check_engine,
     toy_problems,
 )
@@ -291,6 +294,98 @@ async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     assert "sesame" not in repr(vars(target))
 
 
+def reasoner(serve: Serve, kind: Simple, reasoning: str = "reasoning_content") -> DialectServer:
+    """A server that puts reasoning into a field of its own, or shows nothing of it."""
+    quirks = ServerQuirks(reasoning=reasoning)  # type: ignore[arg-type]
+    return serve("chat" if kind is chat else "ollama", quirks=quirks)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("kind", "field"), [(chat, "reasoning_content"), (chat, "reasoning"), (ollama, "reasoning")]
+)
+async def test_reasoning_in_a_field_of_its_own_is_part_of_the_text(
+    serve: Serve, kind: Simple, field: str
+) -> None:
+    """It comes first, between think marks; the text in pieces is the text at once."""
+    plain = serve("chat" if kind is chat else "ollama")
+    server = reasoner(serve, kind, field)
+    async with kind(plain) as whole, kind(server) as remote:
+        request = SampleRequest(prompt(whole), 400, Sampling(0.0))
+        expected = (await whole.sample(request)).text
+        written = await remote.sample(request)
+        begun, mark, content = written.text.partition("\n</think>\n\n")
+        assert begun.startswith("<think>\n")
+        assert mark
+        assert content.startswith("The answer is")
+        assert begun.removeprefix("<think>\n") + content == expected
+        ids = request.ids
+        for _ in range(40):
+            piece = await remote.sample(replace(request, ids=ids, max_tokens=10))
+            ids += piece.ids
+            if piece.ended == "end":
+                break
+        in_pieces = remote.tokenizer.decode(ids[len(request.ids) :])
+        assert in_pieces.count("<think>\n") == in_pieces.count("\n</think>\n\n") == 1
+        assert in_pieces.replace("<think>\n", "").replace("\n</think>\n\n", "") == expected
+
+
+@pytest.mark.anyio
+async def test_a_model_that_reasons_unseen_is_opened_and_says_when_nothing_came(
+    serve: Serve,
+) -> None:
+    """The probe gives it time, at the one temperature it knows; a chunk of reasoning alone is an
+    error that is not tried again.
+    """
+    server = reasoner(serve, chat, "hidden")
+    async with chat(server, replace(OPTIONS, prefill="ask")) as remote:
+        findings = {finding.name: finding for finding in remote.findings}
+        assert "after reasoning that is not shown" in findings["ids"].seen
+        before = len(server.calls)
+        with pytest.raises(EngineError, match="all 10 tokens were spent on reasoning"):
+            await remote.sample(SampleRequest(prompt(remote), 10))
+        assert len(server.calls) == before + 1
+        whole = await remote.sample(SampleRequest(prompt(remote), 400))
+        assert whole.text.startswith("The answer is")
+        assert "<think>" not in whole.text
+
+
+@pytest.mark.anyio
+async def test_a_model_that_reasons_longer_than_the_probe_is_opened(serve: Serve) -> None:
+    """Nothing is seen of it, which is said."""
+    never = ToyModel(Skill(wander=1.0, verbosity=40.0), ToyTokenizer())
+    server = serve(
+        "chat",
+        lambda: ScriptedEngine(model=never, context_length=256),
+        quirks=ServerQuirks(reasoning="hidden"),
+    )
+    async with chat(server, replace(OPTIONS, context=256)) as remote:
+        findings = {finding.name: finding for finding in remote.findings}
+        assert "give chunks more than" in findings["ids"].seen
+
+
+@pytest.mark.anyio
+async def test_a_run_keeps_the_reasoning_and_grades_the_content(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """Rollouts and journal hold the reasoning; the answer is the content's."""
+    server = reasoner(serve, chat)
+    texts = serve("ollama", lambda: ScriptedEngine("draft"))
+    policy = Policy(samples=2, turns=12, chunking=Chunking(40, 40, ()), early_stop="none")
+    plan = Plan(chat(server), ollama(texts), policy, FixedGate("accept"), _answers())
+    result = await evaluate(
+        toy_problems(2, 3), plan, RunOptions(tmp_path / "run", signals="ignore")
+    )
+    rollouts = [rollout for outcome in result.outcomes() for rollout in outcome.rollouts]
+    assert all(rollout.text.startswith("<think>\n") for rollout in rollouts)
+    answered = [rollout for rollout in rollouts if rollout.answer is not None]
+    assert answered
+    for rollout in answered:
+        content = rollout.text.partition("\n</think>\n\n")[2]
+        assert f"\\boxed{{{rollout.answer}}}" in content
+    assert any(b"<think>" in text for text in contents(tmp_path))
+
+
 @pytest.mark.anyio
 async def test_a_rejected_key_and_a_missing_model_are_said(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
@@ -331,6 +426,96 @@ def test_chat_apis_are_named_by_words() -> None:
         with pytest.raises(OptionError) as said:
             build_engine(wrong, "target")
         assert "secret" not in str(said.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "environment", "url", "model", "variable"),
+    [
+        ("openai:gpt-5", {}, "https://api.openai.com/v1", "gpt-5", "OPENAI_API_KEY"),
+        (
+            "openai:gpt-5?in_flight=8",
+            {"OPENAI_API_KEY": "sk-1", "ATTS_API_KEY": "other"},
+            "https://api.openai.com/v1",
+            "gpt-5",
+            "OPENAI_API_KEY",
+        ),
+        ("openai:o3", {"ATTS_API_KEY": "sk-2"}, "https://api.openai.com/v1", "o3", "ATTS_API_KEY"),
+        (
+            "openai:deepseek/deepseek-r1",
+            {"OPENAI_BASE_URL": "https://router/api/v1/", "OPENAI_API_KEY": "sk-3"},
+            "https://router/api/v1",
+            "deepseek/deepseek-r1",
+            "OPENAI_API_KEY",
+        ),
+        (
+            "openai:m",
+            {"OPENAI_BASE_URL": "http://127.0.0.1:8000/v1"},
+            "http://127.0.0.1:8000/v1",
+            "m",
+            "ATTS_API_KEY",
+        ),
+        (
+            "openai:https://elsewhere/v1/m",
+            {"OPENAI_API_KEY": "sk-4"},
+            "https://elsewhere/v1",
+            "m",
+            "ATTS_API_KEY",
+        ),
+        (
+            "openai:gpt-5?key=MY_KEY",
+            {"OPENAI_API_KEY": "sk-5"},
+            "https://api.openai.com/v1",
+            "gpt-5",
+            "MY_KEY",
+        ),
+        (
+            "chat:https://api.openai.com/v1/o3",
+            {"OPENAI_API_KEY": "sk-6"},
+            "https://api.openai.com/v1",
+            "o3",
+            "OPENAI_API_KEY",
+        ),
+    ],
+)
+def test_a_model_of_openai_is_a_complete_address(
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+    environment: dict[str, str],
+    url: str,
+    model: str,
+    variable: str,
+) -> None:
+    """URL and key are where other programs look for them; the key goes to no other host."""
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ATTS_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    server = read_server(address)
+    found = (server.url, server.dialect, server.model, server.options.key.variable)
+    assert found == (url, "chat", model, variable)
+
+
+@pytest.mark.parametrize("address", ["openai:localhost:8000", "openai:10.0.0.1:80/m", "openai:"])
+def test_a_forgotten_scheme_makes_no_model_of_openai(address: str) -> None:
+    """A host with a port is not asked of another host as if it were a model."""
+    with pytest.raises(OptionError, match="openai:http://HOST:PORT/MODEL"):
+        read_server(address)
+
+
+@pytest.mark.anyio
+async def test_the_key_of_openai_is_sent_to_its_base_url(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that wants the key is opened by the model's name alone."""
+    server = serve("chat", key="sk-right-key")
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url + "/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-right-key")
+    engine = build_engine("openai:toy?prefill=continue&extras=send", "target")
+    async with engine:
+        assert engine.spec.model == "toy"
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong-key")
+    with pytest.raises(UnsupportedByEngine, match="Set OPENAI_API_KEY to a valid key"):
+        await build_engine("openai:toy", "target").__aenter__()
 
 
 def test_a_chunk_without_log_probs_still_has_tokens() -> None:

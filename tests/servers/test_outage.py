@@ -4,6 +4,7 @@ next session.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable, Generator
@@ -15,13 +16,25 @@ from typing import Any
 import anyio
 import pytest
 
+from atts.concurrency import collect
 from atts.core import Outcome, Role
+from atts.errors import EngineUnavailable
 from atts.graph import RetryPolicy
 from atts.journal import JOURNAL, Observed, read_entries
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
 from atts.run import EngineAwaited, Notice, Plan, RunOptions, RunResult, evaluate
 from atts.servers import RemoteEngine, RemoteOptions, ReplicaPool
-from atts.testing import Latency, ScriptedEngine, ToyTokenizer, toy_answer, toy_groups, toy_problems
+from atts.servers.engine import Watch
+from atts.servers.transport import HttpReply
+from atts.testing import (
+    Latency,
+    ScriptedEngine,
+    ToyTokenizer,
+    run_virtual,
+    toy_answer,
+    toy_groups,
+    toy_problems,
+)
 from atts.testing.servers import DialectServer
 
 Serve = Callable[..., DialectServer]
@@ -198,8 +211,69 @@ def test_a_server_that_stays_away_costs_no_outcome(
         cut = pair.run(directory, AWAY, outage)
         pair.servers[role].start()
         assert cut.status in ("incomplete", "failed")
+        assert "did not come back within 0 s" in cut.why + repr(cut.outcomes())
         assert cut.exit_code == 3
         assert not forced(directory)
         again = pair.run(directory, AWAY)
         assert (again.status, again.exit_code) == ("finished", 0)
         assert outcomes(again) == whole
+
+
+class Silent:
+    """A client whose server is away until a time, and then answers."""
+
+    name = "remote"
+    url = "http://h"
+
+    def __init__(self, back_at: float = math.inf, give_up_after: float = 3600.0) -> None:
+        self.options = RemoteOptions(give_up_after=give_up_after)
+        self.back_at = back_at
+        self.looks = 0
+
+    async def look(self, path: str) -> HttpReply:
+        """Fail, or say that all is well."""
+        self.looks += 1
+        if anyio.current_time() < self.back_at:
+            raise EngineUnavailable(self.name, "cannot reach http://h")
+        return HttpReply(200, b"")
+
+
+def test_a_server_that_never_returns_is_given_up_after_an_hour() -> None:
+    """The calls that ask later hear so at once; their error names the time and what to do."""
+    client: Any = Silent()
+
+    async def main() -> float:
+        watch = Watch(client)
+        results = await collect([watch.comes_back] * 5)
+        assert results == [False] * 5
+        assert watch.has_given_up
+        waited = anyio.current_time()
+        looks = client.looks
+        assert not await watch.comes_back()
+        assert client.looks == looks
+        error = watch.given_up(EngineUnavailable("remote", "cannot reach http://h"))
+        assert "did not come back within 3600 s" in str(error)
+        assert "a run continues where it was" in str(error)
+        return waited
+
+    assert run_virtual(main) == pytest.approx(3600.0, abs=2.0)
+
+
+def test_a_loss_lasts_until_a_call_is_answered() -> None:
+    """A server that says it is well and answers no call does not begin a new hour each time."""
+    client: Any = Silent(back_at=1800.0)
+
+    async def main() -> None:
+        watch = Watch(client)
+        assert await watch.comes_back()
+        assert anyio.current_time() == pytest.approx(1800.0, abs=2.0)
+        client.back_at = math.inf
+        await anyio.sleep(1.0)
+        assert not await watch.comes_back()
+        assert anyio.current_time() == pytest.approx(3600.0, abs=2.0)
+        client.back_at = 4000.0
+        await anyio.sleep_until(4001.0)
+        assert await watch.comes_back()
+        assert not watch.has_given_up
+
+    run_virtual(main)

@@ -21,29 +21,37 @@ from atts.calibration.pools import (
 from atts.calibration.state import DefaultTable, GroupTable, Persisted
 from atts.errors import CalibrationInputError, OptionError
 
-# of a run's decisions: paying what is owed to the last takes the target from its last, hardest
-# chunks
+Mode = Literal["split", "marginal", "aci", "question", "question-turn"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+# Share of a run's decisions that may stay owed at its end: paying what is owed to the last takes
+# the target from the run's last, hardest chunks.
 SLACK = 0.0075
-# what is owed beyond that is paid as if so many times fewer were left: slower misses sorted runs
+# What is owed beyond that is paid as if so many times fewer decisions were left: slower misses runs
+# whose scores come sorted.
 _HASTE = 2.0
+# What all rollouts of a problem together move the level by. Slower leaves short runs off their
+# rate; faster evens the rate out between problems, where the score should decide.
+_PROBLEM_STEP = 0.016
+# A pool by turn of so many scores never answers before the pool of all turns.
+_NEVER = 10**18
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """How far off the end of a run is: the decisions left, the next one included, and what may
-    still be owed then.
-    """
+    """How far off the end of a run is."""
 
-    left: float = math.inf
-    slack: float = 0.0
+    left: float = math.inf  # decisions left, the next one included
+    slack: float = 0.0  # what may still be owed then, in decisions
 
 
 UNKNOWN = RunEnd()
 
 
 class Controller(Persisted):
-    """Turns a p-value into a decision and learns what was really done; this one gives every
-    decision its rate.
+    """Turns a p-value into a decision and learns what was really done.
+
+    This one gives every decision its nominal rate: modes "split" and "marginal".
     """
 
     __slots__ = ("_rate",)
@@ -54,30 +62,28 @@ class Controller(Persisted):
     def current_rate(
         self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
     ) -> float:
-        """The fraction of chunks like this one to escalate now: escalate iff p > 1 - current_rate."""
+        """Return the fraction of chunks like this one to escalate now.
+
+        A chunk escalates iff its p-value is above 1 - current_rate.
+        """
         return self._rate
 
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
     ) -> None:
-        """Record what was really done with a chunk; it has no nonconformity if it was decided on
-        without a score.
+        """Record what was really done with a chunk.
+
+        It has no nonconformity if it was decided on without a score.
         """
 
     def forget(self, question: str) -> None:
-        """No more decisions on this question will come."""
-
-
-def _checked(step: float) -> float:
-    if not 0 < step < math.inf:
-        raise CalibrationInputError("step", step, "a positive number")
-    return step
+        """Drop what serves this question only: no more decisions on it will come."""
 
 
 class Adaptive(Controller):
-    """Adaptive conformal inference on the escalation rate.
+    """Adaptive conformal inference on the escalation rate (Gibbs and Candès, 2021).
 
-    After a decision the rate moves by step * (rate - escalated), unclamped: at or below 0 nothing
+    After a decision the level moves by step * (rate - escalated), unclamped: at or below 0 nothing
     escalates, at or above 1 everything does, so for any sequence |realised - rate| <= (max(rate, 1
     - rate) + step) / (step * T); with d decisions in flight between deciding and observing,
     (max(rate, 1 - rate) + (d + 1) step) / (step * T).
@@ -102,12 +108,17 @@ class Adaptive(Controller):
         self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
     ) -> float:
         lead = self._level - self._rate
-        paced = _HASTE * max(0.0, abs(lead) / self._step - end.slack) / max(_HASTE, end.left)
-        return self._level if paced <= abs(lead) else self._rate + math.copysign(paced, lead)
+        # abs(lead) / step is the number of decisions owed, for lead is step times their sum.
+        owed = max(0.0, abs(lead) / self._step - end.slack)
+        pace = _HASTE * owed / max(_HASTE, end.left)
+        if pace <= abs(lead):
+            return self._level
+        return self._rate + math.copysign(pace, lead)
 
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
     ) -> None:
+        # Not clamped to [0, 1]: the bound needs the level to remember what is owed beyond them.
         self._level += self._step * (self._rate - escalated)
 
     def merge(self, state: Any) -> None:
@@ -120,13 +131,12 @@ class Adaptive(Controller):
 
 
 class Feedback(Controller):
-    """The rate moved, on the logit scale, by what the question, the turn and the whole stream are
-    still owed.
+    """The rate moved, on the logit scale, by what question, turn and stream are still owed.
 
     Each gain multiplies a running sum of (rate - escalated). `order` leans towards consistency with
     the siblings decided before in the same (question, turn): a chunk worse than escalated ones
-    should escalate, one better than kept ones not. Beyond `limit` the question's sum decides alone,
-    so for any scores whatever it stays within limit + 1 of zero.
+    should escalate, one better than kept ones should not. Beyond `limit` the question's sum decides
+    alone, so for any scores whatever it stays within limit + 1 of zero.
     """
 
     __slots__ = (
@@ -139,7 +149,7 @@ class Feedback(Controller):
         "_siblings",
         "_turns",
     )
-    saved = ("_questions", "_turns", "_overall", "_siblings")  # of the first three, what is owed
+    saved = ("_questions", "_turns", "_overall", "_siblings")
 
     def __init__(
         self, rate: float, gains: tuple[float, float, float], order: float, limit: float
@@ -149,14 +159,18 @@ class Feedback(Controller):
         """
         super().__init__(rate)
         self._logit = math.log(rate / (1 - rate)) if 0 < rate < 1 else 0.0
+        # A step on the logit scale changes the rate by rate * (1 - rate) times as much; dividing by
+        # that makes one gain fit all rates.
         variance = max(rate * (1 - rate), 1e-3)
         self._gains = tuple(gain / variance for gain in gains)
         self._order = order / variance
         self._limit = limit
+        # decisions owed to each question, each turn and the stream
         self._questions = DefaultTable(str, float)
         self._turns = DefaultTable(int, float)
         self._overall = 0.0
-        self._siblings = GroupTable(lambda: (Ranks(), Ranks()))  # kept, escalated
+        # by (question, turn): scores of the kept and of the escalated siblings
+        self._siblings = GroupTable(lambda: (Ranks(), Ranks()))
 
     def current_rate(
         self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
@@ -169,16 +183,21 @@ class Feedback(Controller):
         by_question, by_turn, overall = self._gains
         lean = by_question * owed + by_turn * self._turns.get(turn, 0.0) + overall * self._overall
         if self._order:
-            lean += self._order * max(-3, min(3, self._standing(nonconformity, question, turn)))
-        return 1 / (1 + math.exp(-max(-700.0, min(700.0, self._logit + lean))))
+            # Three inverted siblings say all there is to say; more must not outweigh what is owed.
+            inversions = self._inversions(nonconformity, question, turn)
+            lean += self._order * max(-3, min(3, inversions))
+        logit = max(-700.0, min(700.0, self._logit + lean))  # exp must not overflow
+        return 1 / (1 + math.exp(-logit))
 
-    def _standing(self, nonconformity: float, question: str, turn: int) -> int:
-        """Siblings escalated although better, minus siblings kept although worse."""
+    def _inversions(self, nonconformity: float, question: str, turn: int) -> int:
+        """Return the siblings escalated although better, minus those kept although worse."""
         siblings = self._siblings.get((question, turn))
         if siblings is None:
             return 0
         kept, escalated = siblings
-        return escalated.counts(nonconformity)[0] - (len(kept) - sum(kept.counts(nonconformity)))
+        better_escalated, _ = escalated.counts(nonconformity)
+        worse_kept = len(kept) - sum(kept.counts(nonconformity))
+        return better_escalated - worse_kept
 
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
@@ -195,20 +214,11 @@ class Feedback(Controller):
         self._siblings.forget(question)
 
 
-Mode = Literal["split", "marginal", "aci", "question", "question-turn"]
-MODES: tuple[Mode, ...] = get_args(Mode)
-
-
-_PROBLEM_STEP = 0.016
-"""Slower ones leave short runs off their rate; faster ones even it out between problems, where the
-score decides.
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The constants of the modes; the defaults were chosen on the even questions of one run, for
-    all rates at once.
+    """The constants of the modes.
+
+    The defaults were chosen on the even questions of one recorded run, for all rates at once.
     """
 
     aci_step: float = 0.002  # for 8 rollouts a problem; see `for_rollouts`
@@ -224,18 +234,19 @@ class Tuning:
 
     @classmethod
     def for_rollouts(cls, samples: int) -> Tuning:
-        """The defaults where so many rollouts of a problem are judged: they share one problem's
-        step.
+        """Return the defaults for so many rollouts of a problem, which share the problem's step.
 
-        Siblings find much the same things hard. Were each to move the threshold by a step of its
-        own, a hard problem with many rollouts would raise it while it is still being solved, and go
+        Siblings find much the same things hard. Were each to move the level by a step of its own, a
+        hard problem with many rollouts would raise it while it is still being solved, and go
         without what the score says it needs.
         """
         return cls(aci_step=_PROBLEM_STEP / max(1, samples))
 
     def limit_at(self, rate: float) -> float:
-        """What a question may be owed at this rate: of few escalations, one too many is a larger
-        part.
+        """Return how many decisions a question may be owed at this rate.
+
+        Of few escalations, one too many is a larger part, so the limit is tighter at rates near 0
+        and 1.
         """
         rarer = min(rate, 1 - rate)
         return min(self.limit, 1.35 + 13 * rarer * rarer)
@@ -244,15 +255,16 @@ class Tuning:
 DEFAULTS = Tuning()
 
 
-def build(
+def build_mode(
     mode: Mode,
     rate: float,
     window: int | None = None,
     decay: float | None = None,
     tuning: Tuning = DEFAULTS,
 ) -> tuple[ScorePool, Controller]:
-    """The pool and the controller of a mode, remembering the last `window` scores, or all with
-    fading weight.
+    """Return the pool and the controller of a mode.
+
+    They remember the last `window` scores, or all with fading weight.
 
     :raises OptionError: for an unknown mode, or both a window and a decay.
     """
@@ -272,9 +284,9 @@ def build(
         raise OptionError(str(mode), "is not a calibration mode", MODES)
     by_turn = mode == "question-turn"
     residuals = Residuals(
-        remember, MINIMUM if by_turn else 10**18, tuning.shrinkage, tuning.residuals
+        remember, MINIMUM if by_turn else _NEVER, tuning.shrinkage, tuning.residuals
     )
-    gains = (tuning.question_gain, tuning.turn_gain if by_turn else 0.0, tuning.overall_gain)
-    return SiblingPool(residuals, tuning.siblings), Feedback(
-        rate, gains, tuning.order, tuning.limit_at(rate)
-    )
+    turn_gain = tuning.turn_gain if by_turn else 0.0
+    gains = (tuning.question_gain, turn_gain, tuning.overall_gain)
+    controller = Feedback(rate, gains, tuning.order, tuning.limit_at(rate))
+    return SiblingPool(residuals, tuning.siblings), controller

@@ -1,6 +1,4 @@
-"""Guarantees in words: what each mode promises, for what sequence, and what voids it, with the
-numbers filled in.
-"""
+"""Guarantees in words: what each mode promises, for what sequence, and what voids it."""
 
 from __future__ import annotations
 
@@ -19,22 +17,19 @@ if TYPE_CHECKING:
     from atts.calibration.drift import DriftEvent
     from atts.calibration.scores import StoredScores
 
-_LAST = 20
-
-
-def _reach(spread: float) -> float:
-    """What a sub-Gaussian number of that variance proxy stays within, with probability 0.95."""
-    return math.sqrt(2 * spread * math.log(2 / 0.05))
-
-
 TEXTS: dict[str, dict[str, str]] = tomllib.loads(
     Path(__file__).with_name("guarantees.toml").read_text(encoding="utf-8")
 )
+"""What is promised and what voids it, by mode, as format strings over `Facts`."""
+
+# A run of known size may end when one in so many of its decisions was still expected: the estimate
+# of its length is off by some per cent at the end.
+_LAST = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The numbers a promise is stated with: what the texts of `guarantees.toml` name."""
+    """The numbers a promise is stated with; the texts of `guarantees.toml` name them."""
 
     rate: float
     stored: StoredScores
@@ -48,88 +43,101 @@ class Facts:
 
     @property
     def count(self) -> int:
-        """The number of stored scores."""
+        """Return the number of stored scores."""
         return len(self.stored)
 
     @property
     def decisions(self) -> int:
-        """The number of decisions so far, at least one."""
+        """Return the number of decisions so far, at least one."""
         return max(1, self.decided)
 
     @property
     def spread(self) -> float:
-        """How far the rate of as many coins may be from theirs."""
+        """Return how far the rate of as many independent coins may be from theirs (95 %).
+
+        Mode "marginal": smoothed online conformal p-values of exchangeable scores are independent
+        and uniform (Vovk, Gammerman and Shafer, 2005), so the decisions are such coins.
+        """
         return 1.96 * math.sqrt(self.rate * (1 - self.rate) / self.decisions)
 
     @property
     def aci_bound(self) -> float:
-        """What the sum of errors of mode "aci" stays within."""
-        return self._bound(self.tuning.aci_step)
+        """Return what the sum of errors of mode "aci" stays within, for any sequence.
+
+        The level starts at the rate and moves by step * (rate - escalated). It can pass 0 or 1 by
+        one step at most, because beyond them decisions are forced the other way. Dividing its range
+        by the step bounds the sum of errors (Gibbs and Candès, 2021, proposition 4.1).
+        """
+        step = self.tuning.aci_step
+        return (max(self.rate, 1 - self.rate) + step) / step
 
     @property
     def aci_now(self) -> str:
-        """What that comes to for the decisions so far, or for all of a run whose size is known."""
+        """Return that bound for the decisions so far, or for all of a run whose size is known."""
         bound = self.aci_bound
         side = max(self.rate, 1 - self.rate)
         if math.isfinite(self.left):
             return (
                 f"({SLACK:g} W + 1 + {side:g} E) / T of {self.rate:g} when the run ends, W being "
-                f"the most decisions "
-                "that were ever expected of it, and E the most by which half of those expected to "
-                "be left ever "
-                "exceeded those that were left"
+                "the most decisions that were ever expected of it, and E the most by which half of "
+                "those expected to be left ever exceeded those that were left"
             )
-        here = f", so here within {bound / self.decided:.4f}" if self.decided > bound else ""
+        here = ""
+        if self.decided > bound:
+            here = f", so here within {bound / self.decided:.4f}"
         return f"{bound:.2f} / T of {self.rate:g}{here}"
 
     @property
     def aci_likely(self) -> str:
-        """Within what the rate of mode "aci" is with probability 0.95 if scores are exchangeable.
+        """Return within what the rate of mode "aci" is with probability 0.95, in words.
 
-        What is owed shrinks by a share g before every decision and moves by a martingale difference
-        of range 1, so it is sub-Gaussian with v' = (1 - g)^2 v + 1/4. With g the step, v is below 1
-        / (4 (2 step - step^2)); with g two in the decisions that are left, below left / 12 + 1/4,
-        beyond the slack.
+        This assumes exchangeable scores. What is owed shrinks by a share g before every decision
+        and moves by a martingale difference of range 1, so it is sub-Gaussian with v' = (1 - g)^2 v
+        + 1/4 (Hoeffding's lemma). With g the step, v is below 1 / (4 (2 step - step^2)), the fixed
+        point; with g two in the decisions that are left, below left / 12 + 1/4, beyond the slack.
         """
         if math.isfinite(self.left):
             whole = self.decided + self.left
-            reach = SLACK + _reach(max(whole / _LAST, 2.0) / 12 + 0.25) / whole
+            variance = max(whole / _LAST, 2.0) / 12 + 0.25
+            reach = SLACK + _sub_gaussian_reach(variance) / whole
             return (
                 f"{reach:.4f} of {self.rate:g} over the whole run, of about {whole:,.0f} "
-                f"decisions, though it may end "
-                f"when one in {_LAST} of them was still expected"
+                f"decisions, though it may end when one in {_LAST} of them was still expected"
             )
         step = self.tuning.aci_step
-        spread = min(self.decisions / 4, 1 / (4 * step * (2 - step)) if step < 1 else math.inf)
-        return f"{_reach(spread) / self.decisions:.4f} of {self.rate:g} over {self.decisions:,} decisions"
+        fixed_point = 1 / (4 * step * (2 - step)) if step < 1 else math.inf
+        reach = _sub_gaussian_reach(min(self.decisions / 4, fixed_point)) / self.decisions
+        return f"{reach:.4f} of {self.rate:g} over {self.decisions:,} decisions"
 
     @property
     def question_bound(self) -> float:
-        """What the sum of errors of each question stays within."""
+        """Return what the sum of errors of each question stays within, for any sequence.
+
+        Beyond the limit a question is given what it is owed whatever its scores, so that one
+        decision is the most by which the sum passes it.
+        """
         return self.tuning.limit_at(self.rate) + 1
 
     @property
     def draw(self) -> str:
-        """How far the realised long-run rate of these very stored scores may be from the nominal
-        one.
-        """
+        """Return how far the long-run rate of these very stored scores may be off, in words."""
         summary = self._clusters()
         effective = max(1, int(summary.effective if summary else self.count))
         low, high = long_run(effective, self.rate)
         worth = f"worth about {effective:,}" if summary else f"{effective:,} if independent"
-        return f"for these stored scores ({worth}) its long-run rate is in [{low:.3f}, {high:.3f}] (90 %)"
+        return (
+            f"for these stored scores ({worth}) its long-run rate is in "
+            f"[{low:.3f}, {high:.3f}] (90 %)"
+        )
 
     @property
     def clustering(self) -> str:
-        """How many independent scores the stored ones are worth; empty where their questions are
-        not known.
+        """Return how many independent scores the stored ones are worth, in words.
+
+        Empty where their questions are not known.
         """
         summary = self._clusters()
         return f" (the stored ones: {summary})" if summary else ""
-
-    def _bound(self, step: float) -> float:
-        """An allowance starts at most max(rate, 1 - rate) from where it must act."""
-        return (max(self.rate, 1 - self.rate) + step) / step
 
     def _clusters(self) -> ClusterSummary | None:
         if not self.stored.clustered:
@@ -137,21 +145,22 @@ class Facts:
         return summarise(by_cluster(self.stored.nonconformity, self.stored.questions))
 
 
+def _sub_gaussian_reach(variance: float) -> float:
+    """Return what a sub-Gaussian number of that variance proxy stays within (95 %)."""
+    return math.sqrt(2 * variance * math.log(2 / 0.05))
+
+
 def describe(mode: Mode, facts: Facts, additions: Sequence[str] = ()) -> tuple[str, str]:
-    """The promise of a mode and of what was added to it, with the numbers of now, and what voids it
-    or already has.
-    """
+    """Return the promise of a mode and its additions with the numbers of now, and what voids it."""
     names = ["question", mode] if mode == "question-turn" else [mode]
     texts = [TEXTS[name] for name in (*names, *additions)]
-    guarantee, voided = (
-        "".join(text[part] for text in texts).format(facts=facts)
-        for part in ("guarantee", "voided_by")
-    )
+    guarantee = "".join(text["guarantee"] for text in texts).format(facts=facts)
+    voided_by = "".join(text["voided_by"] for text in texts).format(facts=facts)
     realised = "No decision yet."
     if facts.decided:
         share = f"{facts.escalated / facts.decided:.4f}, nominal {facts.rate:g}"
         realised = f"So far {facts.escalated:,} of {facts.decided:,} decisions escalated ({share})."
-    alarms = "".join(
-        f"; ALREADY after {e.scores} scores: {e.message} ({e.action})" for e in facts.events
-    )
-    return f"{guarantee}. {realised}", voided + alarms
+    for event in facts.events:
+        # an alarm has already voided the promise
+        voided_by += f"; ALREADY after {event.scores} scores: {event.message} ({event.action})"
+    return f"{guarantee}. {realised}", voided_by

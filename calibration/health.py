@@ -1,6 +1,4 @@
-"""Health check of stored scores: size, clustering, duplicates, thresholds, and what they can
-promise at a rate.
-"""
+"""Health of stored scores: what they can promise at a rate, and what should worry their reader."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from atts.calibration.rates import Rate, exact_rate
 from atts.calibration.scores import StoredScores
 from atts.errors import CalibrationInputError
 
-_HALVES = 400
+_HALVES = 400  # random splits of the questions in two
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,45 +52,47 @@ class Health:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What should stop or worry the reader."""
-        found = list[str]()
+        """Return what should stop or worry the reader."""
+        warnings = list[str]()
         if self.repeats.fault:
-            found.append(self.repeats.fault)
+            warnings.append(self.repeats.fault)
         if self.repeats.doubt:
-            found.append(f"{self.repeats.doubt}; `atts calibration check --live RUN` tells which")
+            warnings.append(
+                f"{self.repeats.doubt}; `atts calibration check --live RUN` tells which"
+            )
         if not self.repeats.clustered:
-            found.append(
+            warnings.append(
                 "the questions of the scores are not known: counted as independent, which they "
                 "rarely are"
             )
         if self.infinite:
-            found.append(f"infinite scores: {self.infinite}")
+            warnings.append(f"infinite scores: {self.infinite}")
         if math.isinf(self.threshold) and self.rate:
-            found.append(
+            warnings.append(
                 f"too few scores ({self.scores}) for rate {self.rate:g}: nothing would escalate"
             )
         if self.clusters.effective < 0.5 * self.scores:
-            found.append(
+            warnings.append(
                 f"{self.clusters}: the threshold is far less certain than {self.scores} scores "
-                f"suggest"
+                "suggest"
             )
         if len(self.turns) == 1 and self.scores:
-            found.append(
+            warnings.append(
                 f"only turn {self.turns[0].turn} is here: later turns have other scores, use "
-                f"mode question-turn"
+                "mode question-turn"
             )
-        return tuple(found)
+        return tuple(warnings)
 
 
 def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
-    """Look at stored scores.
+    """Return the health of stored scores at a rate; `seed` draws the halves of the questions.
 
     :raises CalibrationInputError: if there are none.
     """
     if not len(stored):
         raise CalibrationInputError("stored scores", 0, "at least one")
     nonconformity = np.asarray(stored.nonconformity, float)
-    labels = [q or f"chunk {place}" for place, q in enumerate(stored.questions)]
+    labels = [question or f"chunk {place}" for place, question in enumerate(stored.questions)]
     clusters = by_cluster(stored.nonconformity, labels)
     summary = summarise(clusters)
     return Health(
@@ -101,16 +101,16 @@ def examine(stored: StoredScores, rate: Rate, seed: int = 0) -> Health:
         clusters=summary,
         infinite=int(np.isinf(nonconformity).sum()),
         repeats=DuplicateScores.of(stored),
-        threshold=_score_at(stored, split_threshold(nonconformity, rate)),
+        threshold=_as_score(stored, split_threshold(nonconformity, rate)),
         long_run=long_run(len(stored), rate),
         long_run_clustered=long_run(max(1, int(summary.effective)), rate),
-        half_split=_half_split(list(clusters.values()), rate, seed),
-        turns=_by_turn(stored, nonconformity, rate),
+        half_split=_half_split_spread(list(clusters.values()), rate, seed),
+        turns=_turn_health(stored, nonconformity, rate),
     )
 
 
 def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> DriftMonitor:
-    """A drift monitor of the stored scores that has watched the live ones in order.
+    """Return a drift monitor of the stored scores that has watched the live ones in order.
 
     Without live ones, repeats that those could explain count as a fault: no run will tell.
     """
@@ -118,46 +118,50 @@ def first_alarm(stored: StoredScores, live: StoredScores | None = None) -> Drift
     if live is None:
         monitor.judge_alone()
         return monitor
-    for nonconformity, question, turn in zip(
-        live.nonconformity, live.questions, live.turns, strict=True
-    ):
+    rows = zip(live.nonconformity, live.questions, live.turns, strict=True)
+    for nonconformity, question, turn in rows:
         if not monitor.watching:
             break
         monitor.observe(nonconformity, question, turn)
     return monitor
 
 
-def _half_split(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> float:
+def _half_split_spread(clusters: list[NDArray[np.float64]], rate: Rate, seed: int) -> float:
+    """Return the SD of the rate on one half of the questions at the other half's threshold.
+
+    This is the uncertainty of the threshold without any model of how scores cluster. Each half has
+    half of the questions, so all of them together are somewhat better than it says.
+    """
     if len(clusters) < 4:
         return math.nan
     draw = np.random.default_rng(seed)
+    half = len(clusters) // 2
     rates = list[float]()
     for _ in range(_HALVES):
         order = draw.permutation(len(clusters))
-        first = np.concatenate([clusters[at] for at in order[: len(clusters) // 2]])
-        second = np.concatenate([clusters[at] for at in order[len(clusters) // 2 :]])
+        first = np.concatenate([clusters[place] for place in order[:half]])
+        second = np.concatenate([clusters[place] for place in order[half:]])
         rates.append(float(np.mean(second > split_threshold(first, rate))))
     return float(np.std(rates))
 
 
-def _by_turn(
+def _turn_health(
     stored: StoredScores, nonconformity: NDArray[np.float64], rate: Rate
 ) -> tuple[TurnHealth, ...]:
     turns = np.asarray(stored.turns)
     rows = list[TurnHealth]()
     for turn in sorted(set(stored.turns)):
         scores = nonconformity[turns == turn]
-        median = float(np.median(scores))
-        threshold = split_threshold(scores, rate)
-        rows.append(
-            TurnHealth(turn, len(scores), _score_at(stored, median), _score_at(stored, threshold))
-        )
+        median = _as_score(stored, float(np.median(scores)))
+        threshold = _as_score(stored, split_threshold(scores, rate))
+        rows.append(TurnHealth(turn, len(scores), median, threshold))
     return tuple(rows)
 
 
-def _score_at(stored: StoredScores, nonconformity: float) -> float:
-    """Nonconformity back on the scale of the scores."""
+def _as_score(stored: StoredScores, nonconformity: float) -> float:
+    """Return a nonconformity on the scale of the scores again."""
     value = nonconformity if stored.scale.worse == "higher" else -nonconformity
     if stored.scale.measure != "log":
         return value
+    # exp(710) overflows; thresholds are infinite where there are too few scores
     return math.exp(value) if value < 700 else math.inf

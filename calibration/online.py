@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from atts.calibration.controllers import DEFAULTS, SLACK, Mode, RunEnd, Tuning, build
+from atts.calibration.controllers import DEFAULTS, SLACK, Mode, RunEnd, Tuning, build_mode
 from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
 from atts.calibration.guarantees import Facts, describe
 from atts.calibration.pools import LengthStrata
@@ -195,7 +195,7 @@ class Calibrator(Persisted):
         self._options |= {"by_length": True} if by_length else {}
         self.decided = self.escalated = self._widened = 0
         self._strata = LengthStrata() if by_length else None
-        self._pool, self._controller = build(mode, self._nominal, window, decay, tuning)
+        self._pool, self._controller = build_mode(mode, self._nominal, window, decay, tuning)
         self._order = ReorderBuffer(hold)
         self._end = RunEnd()
         self._over = set[

@@ -18,7 +18,8 @@ from atts.calibration.rates import check_fraction
 from atts.calibration.state import DefaultTable, GroupTable, Persisted
 from atts.errors import CalibrationInputError
 
-_LOAD = 4096  # scores per block after a split; an insertion moves at most twice as many
+# Scores per block after a split; an insertion moves at most twice as many.
+_LOAD = 4096
 _TOP: Callable[[Any], float] = itemgetter(-1)
 
 
@@ -66,17 +67,19 @@ class Ranks:
         :raises KeyError: if there is none.
         """
         at = bisect_left(self._blocks, score, key=_TOP)
-        block = self._blocks[at] if at < len(self._blocks) else []
-        place = bisect_left(block, score)
-        if not block or block[place] != score:
+        if at == len(self._blocks):
             raise KeyError(score)
-        del block[place]
+        block = self._blocks[at]
+        position = bisect_left(block, score)
+        if block[position] != score:
+            raise KeyError(score)
+        del block[position]
         self._size -= 1
-        if not block:
+        if not block:  # no block may be empty: its last score is its key
             del self._blocks[at]
 
     def counts(self, score: float) -> tuple[int, int]:
-        """How many stored scores are below `score`, and how many equal it."""
+        """Return how many stored scores are below `score`, and how many equal it."""
         blocks = self._blocks
         at = bisect_left(blocks, score, key=_TOP)
         if at == len(blocks):
@@ -84,13 +87,14 @@ class Ranks:
         left = bisect_left(blocks[at], score)
         below = sum(map(len, blocks[:at])) + left
         equal = bisect_right(blocks[at], score, left) - left
-        while blocks[at][-1] == score and at + 1 < len(blocks):  # a tie that may span blocks
+        # A tie may span blocks: perplexities of certain chunks are all 1.
+        while blocks[at][-1] == score and at + 1 < len(blocks):
             at += 1
             equal += bisect_right(blocks[at], score)
         return below, equal
 
     def kth(self, k: int) -> float:
-        """The k-th smallest stored score, counted from 1.
+        """Return the k-th smallest stored score, counted from 1.
 
         :raises IndexError: unless 1 <= k <= len.
         """
@@ -103,22 +107,23 @@ class Ranks:
 
 
 class WeightedRank(NamedTuple):
-    """The rank of a score: the weight of stored scores below it, equal to it, and of all; the score
-    itself weighs 1.
-    """
+    """The rank of a score among stored ones, by weight; the score itself weighs 1."""
 
-    below: float
-    equal: float
-    size: float
+    below: float  # weight of the stored scores below it
+    equal: float  # of those equal to it
+    size: float  # of all stored ones
 
     def p(self, theta: float) -> float:
-        """The smoothed conformal p-value: exactly uniform if the scores are exchangeable; near 1 is
-        worse.
+        """Return the smoothed conformal p-value, near 1 for a worse score.
+
+        With `theta` uniform on [0, 1] it is exactly uniform if the n + 1 scores are exchangeable,
+        ties included (Vovk, Gammerman and Shafer, 2005). With `theta` 1 it is the deterministic
+        one, (1 + #{stored <= score}) / (n + 1), for which P(p <= a) <= a.
         """
         return (self.below + theta * (1 + self.equal)) / (self.size + 1)
 
     def plus(self, other: WeightedRank) -> WeightedRank:
-        """The rank among both sets of scores."""
+        """Return the rank among both sets of scores."""
         return WeightedRank(
             self.below + other.below, self.equal + other.equal, self.size + other.size
         )
@@ -157,12 +162,12 @@ class Window:
 
 
 class Fading:
-    """All scores, each worth `decay` times less with every newer one: the weighted p-value for slow
-    drift.
+    """All scores, each worth `decay` times less with every newer one.
 
-    Instead of fading the old, newer scores are given growing weights, scaled back before they
-    overflow. Scores worth less than a billionth of the newest are dropped, so about 21 / (1 -
-    decay) are kept.
+    Fixed weights give weighted p-values for slow drift: their error is at most the weighted sum of
+    total-variation distances between old and new scores (Barber et al., 2023). Instead of fading
+    the old, newer scores are given growing weights, scaled back before they overflow. Scores worth
+    less than a billionth of the newest are dropped, so about 21 / (1 - decay) are kept.
     """
 
     __slots__ = ("_decay", "_kept", "_next", "_order", "_scores", "_weights")
@@ -199,25 +204,25 @@ class Fading:
         left = bisect_left(self._scores, score)
         right = bisect_right(self._scores, score)
         weights = np.asarray(self._weights) / self._next
-        return WeightedRank(
-            float(weights[:left].sum()), float(weights[left:right].sum()), float(weights.sum())
-        )
+        below = float(weights[:left].sum())
+        equal = float(weights[left:right].sum())
+        return WeightedRank(below, equal, float(weights.sum()))
 
 
 ScoreHistory = Window | Fading
-"""Scores that can place a new one; adding what one iterates over to an empty one of its kind makes
-the same again.
-"""
+"""Scores that rank a new one. Adding what it iterates over to an empty one restores it."""
 
 
+# A stratum is split once it has so many scores, and one in `_SHARE` of all.
 _LEAST = 30
-_SHARE = 16  # a stratum is split from so many scores on, and once it holds one in so many of all
-_RIDGE = 2.0  # scores by which a slope is drawn to 0
+_SHARE = 16
+# A slope is shrunk to 0 as if so many more scores showed none.
+_RIDGE = 2.0
 
 Point = tuple[float, float]
 """A chunk: the logarithm of its length, and its nonconformity."""
 Sums = list[float]
-"""Of points: how many, lengths, scores, squared lengths, products."""
+"""Sums over points: of ones, log-lengths, scores, squared log-lengths, products of both."""
 
 
 class _Stratum:
@@ -239,7 +244,7 @@ class _Stratum:
 
     @property
     def points(self) -> list[Point]:
-        """All of them, in their order."""
+        """Return all points, in the order in which they came."""
         return list(zip(self.flat[::2], self.flat[1::2], strict=True))
 
     def add(self, point: Point) -> None:
@@ -250,27 +255,30 @@ class _Stratum:
         self.sums = [old + new for old, new in zip(self.sums, terms, strict=True)]
 
     def halves(self) -> tuple[list[Point], list[Point]]:
-        """The shorter and the longer chunks, no length in both; one is empty where all are of one
-        length.
+        """Return the shorter and the longer chunks, no length in both.
+
+        One half is empty where all chunks are of one length.
         """
         ordered = sorted(self.points)
-        middle = ordered[len(ordered) // 2][0]
-        below = bisect_left(ordered, (middle, -math.inf))
-        up_to = bisect_left(ordered, (middle, math.inf))
-        cut = (
-            below if len(ordered) - below - below <= abs(up_to - (len(ordered) - up_to)) else up_to
-        )
+        median = ordered[len(ordered) // 2][0]
+        # Chunks of the median length stay together, so the cut is before or after all of them:
+        # where the halves are more equal.
+        before = bisect_left(ordered, (median, -math.inf))
+        after = bisect_left(ordered, (median, math.inf))
+        imbalance_before = len(ordered) - before - before
+        imbalance_after = abs(after - (len(ordered) - after))
+        cut = before if imbalance_before <= imbalance_after else after
         return ordered[:cut], ordered[cut:]
 
 
 class LengthStrata(Persisted):
-    """Scores by length: strata that are split at their median length as they fill, at most some
-    thirty of them.
+    """Scores by length: at most some thirty strata, split at their median length as they fill.
 
-    While many chunks are in flight the short ones are known first, and within a stratum the shorter
-    ones. What a stratum leaves of that bias is taken out by the slope of the scores on log-length
-    in it and its neighbours, as it is now: so a rank costs two searches and never a pass over the
-    scores.
+    Ranks within a stratum are Mondrian conformal p-values with the length as category: uniform
+    among chunks of about one length if those are exchangeable. While many chunks are in flight the
+    short ones are known first, and within a stratum the shorter ones. What a stratum leaves of that
+    bias is taken out by the slope of the scores on log-length in it and its neighbours, as it is
+    now: so a rank costs two searches and never a pass over the scores.
 
     >>> strata = LengthStrata()
     >>> strata.add(1.0, 200.0)
@@ -286,38 +294,35 @@ class LengthStrata(Persisted):
         self._count = 0
 
     def rank(self, nonconformity: float, length: float) -> WeightedRank:
-        """Where a finite score stands among chunks of about this length; nothing is stored."""
-        at, place = self._place(length)
+        """Return the rank of a finite score among chunks of about this length; store nothing."""
+        log_length = math.log(length)
+        at = bisect_left(self._bounds, log_length)
         stratum = self._strata[at]
         if not len(stratum):
             return WeightedRank(0, 0, 0)
-        usual = stratum.sums[1] / stratum.sums[0]
-        below, equal = stratum.ranks.counts(nonconformity - self._slope(at) * (place - usual))
+        mean_length = stratum.sums[1] / stratum.sums[0]
+        detrended = nonconformity - self._slope(at) * (log_length - mean_length)
+        below, equal = stratum.ranks.counts(detrended)
         return WeightedRank(below, equal, len(stratum))
 
     def add(self, nonconformity: float, length: float) -> None:
         """Store a finite score."""
-        at, place = self._place(length)
+        log_length = math.log(length)
+        at = bisect_left(self._bounds, log_length)
         stratum = self._strata[at]
-        stratum.add((place, nonconformity))
+        stratum.add((log_length, nonconformity))
         self._count += 1
         if len(stratum) >= max(stratum.split_from, self._count / _SHARE):
             self._split(at)
 
-    def _place(self, length: float) -> tuple[int, float]:
-        place = math.log(length)
-        return bisect_left(self._bounds, place), place
-
     def _slope(self, at: int) -> float:
-        """Of scores on log-length, here and in the strata beside this one."""
-        near = self._strata[max(0, at - 1) : at + 2]
-        count, lengths, scores, squares, products = map(
-            sum, zip(*(stratum.sums for stratum in near), strict=True)
-        )
+        """Return the ridge slope of scores on log-length, here and in the adjacent strata."""
+        near = [stratum.sums for stratum in self._strata[max(0, at - 1) : at + 2]]
+        count, lengths, scores, squares, products = [sum(sums) for sums in zip(*near, strict=True)]
         spread = squares - lengths * lengths / count
         if count < 3 or spread <= 1e-9 * squares:
             return 0.0
-        return (products - lengths * scores / count) / (spread * (1 + _RIDGE / count))
+        return float((products - lengths * scores / count) / (spread * (1 + _RIDGE / count)))
 
     def _split(self, at: int) -> None:
         stratum = self._strata[at]
@@ -330,50 +335,50 @@ class LengthStrata(Persisted):
         self._strata[at : at + 1] = [_Stratum(shorter), _Stratum(longer)]
 
     def state(self) -> Any:
-        """Every stratum with its sums, which depend on the order of the scores."""
-        rows = [[one.split_from, one.sums, list(one.flat)] for one in self._strata]
+        """Return every stratum with its sums, whose rounding depends on the order of the scores."""
+        rows = [[stratum.split_from, stratum.sums, list(stratum.flat)] for stratum in self._strata]
         return {"bounds": list(self._bounds), "strata": rows}
 
     def merge(self, state: Any) -> None:
-        """Take over the strata of a state, or, where there are scores here, those of its scores
-        that are not here.
+        """Take over the strata of a state, or add those of its scores that are not here.
+
+        Both sides started from the same stored scores, which must not count twice.
         """
         points = [list(zip(row[2][::2], row[2][1::2], strict=True)) for row in state["strata"]]
         if self._count:
-            here = Counter(point for one in self._strata for point in one.points)
-            for length, score in (
-                Counter(point for each in points for point in each) - here
-            ).elements():
-                self.add(float(score), math.exp(length))
+            here = Counter(point for stratum in self._strata for point in stratum.points)
+            theirs = Counter(point for each in points for point in each)
+            for log_length, score in (theirs - here).elements():
+                self.add(float(score), math.exp(log_length))
             return
-        self._bounds = list(map(float, state["bounds"]))
+        self._bounds = [float(bound) for bound in state["bounds"]]
         self._strata = []
         for (split_from, sums, _), each in zip(state["strata"], points, strict=True):
-            stratum = _Stratum(
-                [(float(length), float(score)) for length, score in each], int(split_from)
-            )
-            stratum.sums = list(map(float, sums))
+            floats = [(float(log_length), float(score)) for log_length, score in each]
+            stratum = _Stratum(floats, int(split_from))
+            stratum.sums = [float(value) for value in sums]
             self._strata.append(stratum)
         self._count = sum(map(len, self._strata))
 
 
-MINIMUM = 20  # scores a turn's own pool needs before it answers in place of the pool of all turns
+# Scores that a turn's own pool needs before it answers in place of the pool of all turns.
+MINIMUM = 20
 
 _FORGOTTEN = "\x1fforgotten"  # the name under which sums of questions that are over are kept
 HistoryFactory = Callable[[], ScoreHistory]
 
 
 class ScorePool(Persisted, ABC):
-    """Stored and live scores that can place a new one; `question` and `turn` None mean "of any".
+    """Stored and live scores that a new one is ranked among.
 
-    Its state is what it has seen live.
+    `question` and `turn` None mean "of any". Its state is what it has seen live.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
-        """Where the score stands; nothing is stored."""
+        """Return the rank of the score; store nothing."""
 
     @abstractmethod
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
@@ -384,7 +389,7 @@ class ScorePool(Persisted, ABC):
         """Forget the calibration run, keeping what is live."""
 
     def forget(self, question: str) -> None:
-        """No more scores of this question will come: let go of what serves its own only."""
+        """Drop what serves this question only: no more of its scores will come."""
 
 
 class Pooled(ScorePool):
@@ -402,8 +407,11 @@ class Pooled(ScorePool):
         return live.plus(self._stored.rank(nonconformity)) if self._has_stored else live
 
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
-        (self._live if live else self._stored).add(nonconformity)
-        self._has_stored |= not live
+        if live:
+            self._live.add(nonconformity)
+        else:
+            self._stored.add(nonconformity)
+            self._has_stored = True
 
     def drop_stored(self) -> None:
         self._stored = Window()
@@ -414,21 +422,21 @@ class Pooled(ScorePool):
 
 
 class Frozen(Pooled):
-    """The stored scores alone, every threshold as it was fitted; live ones take over once the
-    stored are disowned.
+    """The stored scores alone, every threshold as it was fitted.
+
+    Live scores take over once a drift alarm has dropped the stored ones.
     """
 
     __slots__ = ()
 
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
-        if not (live and self._has_stored):
-            super().add(nonconformity, question, turn, live)
+        if live and self._has_stored:
+            return
+        super().add(nonconformity, question, turn, live)
 
 
 class ByTurn(ScorePool):
-    """A pool per turn beside the pool of all turns, which answers while a turn has too few scores
-    of its own.
-    """
+    """A pool per turn, and one of all turns that answers while a turn has too few scores."""
 
     __slots__ = ("_all", "_minimum", "_turns")
     saved = ("_all", "_turns")
@@ -439,9 +447,11 @@ class ByTurn(ScorePool):
         self._turns = DefaultTable(int, lambda: Pooled(remember))
 
     def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
-        own = self._turns.get(turn) if turn is not None else None
-        pool = own if own is not None and len(own) >= self._minimum else self._all
-        return pool.rank(nonconformity, question, turn)
+        if turn is not None:
+            pool = self._turns.get(turn)
+            if pool is not None and len(pool) >= self._minimum:
+                return pool.rank(nonconformity, question, turn)
+        return self._all.rank(nonconformity, question, turn)
 
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
         for pool in (self._all, self._turns[turn]):
@@ -459,8 +469,9 @@ class SiblingPool(ScorePool):
     """The pool of another kind, blended with the scores of the same question and turn.
 
     The share of siblings below a score, and the pool's answer as if it were `prior` siblings: the
-    predictive distribution of a Dirichlet process with the pool as its base. The first sample of a
-    question is placed by the pool alone, the later ones more and more by their siblings.
+    predictive distribution of a Dirichlet process with the pool as its base (Ferguson, 1973). The
+    first sample of a question is ranked by the pool alone, the later ones more and more by their
+    siblings. Such p-values are predictive ranks, not exact conformal ones.
     """
 
     __slots__ = ("_base", "_groups", "_prior")
@@ -472,13 +483,13 @@ class SiblingPool(ScorePool):
         self._groups = GroupTable(lambda: (Ranks(),))
 
     def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
-        place = self._base.rank(nonconformity, question, turn)
-        group = (
-            self._groups.get((question, turn))
-            if question is not None and turn is not None
-            else None
-        )
-        return _blend(place, group[0], nonconformity, self._prior) if group else place
+        rank = self._base.rank(nonconformity, question, turn)
+        if question is None or turn is None:
+            return rank
+        group = self._groups.get((question, turn))
+        if not group:
+            return rank
+        return _blend(rank, group[0], nonconformity, self._prior)
 
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
         self._base.add(nonconformity, question, turn, live)
@@ -494,16 +505,17 @@ class SiblingPool(ScorePool):
 
 
 class Residuals(ScorePool):
-    """Scores relative to what their question's so far lead to expect, ranked by turn.
+    """Scores relative to what their question's earlier ones lead to expect, ranked by turn.
 
-    Expected of a question is its running mean shrunk towards the running mean of all questions as
-    if `shrinkage` scores of the latter had been seen, so the first score of a new question is
-    placed by the pooled mean, its tenth by its own. With `prior`, the rank among the question's own
-    residuals is blended in as `SiblingPool` does, for questions that spread more or less than
-    others. Infinite scores are placed at their end of the scale and never stored: one of them would
-    shift a mean for ever.
+    The expected score of a question is its running mean, shrunk towards the running mean of all
+    questions as if `shrinkage` scores of the latter had been seen. So the first score of a new
+    question is ranked by the pooled mean, its tenth by its own. With `prior`, the rank among the
+    question's own residuals is blended in as `SiblingPool` does, for questions that spread more or
+    less than others. Infinite scores are ranked at their end of the scale and never stored: one of
+    them would shift a mean for ever.
     """
 
+    # `_own` are the residuals of each question; the state's file calls them so
     __slots__ = ("_means", "_own", "_prior", "_ranks", "_shrinkage", "_stored_means")
     saved = ("_ranks", "_means", "_own")
 
@@ -527,17 +539,24 @@ class Residuals(ScorePool):
         if not len(self):
             return WeightedRank(0, 0, 0)
         residual = nonconformity - self._expected(question)
-        place = self._ranks.rank(residual, question, turn)
-        own = self._own.get(question) if question is not None and self._prior else None
-        return _blend(place, own, residual, self._prior) if own else place
+        rank = self._ranks.rank(residual, question, turn)
+        if question is None or not self._prior:
+            return rank
+        residuals = self._own.get(question)
+        if not residuals:
+            return rank
+        return _blend(rank, residuals, residual, self._prior)
 
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
         if math.isinf(nonconformity):
             return
         residual = nonconformity - self._expected(question) if len(self) else 0.0
         self._ranks.add(residual, question, turn, live)
-        (self._means if live else self._stored_means).add(nonconformity, question)
-        if live and self._prior:
+        if not live:
+            self._stored_means.add(nonconformity, question)
+            return
+        self._means.add(nonconformity, question)
+        if self._prior:
             self._own[question].add(residual)
 
     def drop_stored(self) -> None:
@@ -549,24 +568,31 @@ class Residuals(ScorePool):
         self._own.pop(question, None)
 
     def _expected(self, question: str | None) -> float:
-        """What is expected of the question's next score."""
+        """Return what is expected of the question's next score."""
         live = self._means
         stored = self._stored_means
         count = live.count + stored.count
         overall = (live.total + stored.total) / count if count else 0.0
-        seen, total = live.of(question) if question is not None else (0, 0.0)
+        if question is None:
+            return overall
+        seen, total = live.of(question)
         if stored.count and question:
-            before, before_total = stored.of(question)
-            seen = seen + before
-            total = total + before_total
-        return (total + self._shrinkage * overall) / (seen + self._shrinkage) if seen else overall
+            stored_seen, stored_total = stored.of(question)
+            seen += stored_seen
+            total += stored_total
+        if not seen:
+            return overall
+        return (total + self._shrinkage * overall) / (seen + self._shrinkage)
 
     def __len__(self) -> int:
         return len(self._ranks)
 
 
 class _Means(Persisted):
-    """Counts and sums, of each question and of all; those of forgotten questions are one entry."""
+    """Counts and sums of each question and of all.
+
+    Those of forgotten questions are one entry, so that memory is that of the open questions.
+    """
 
     __slots__ = ("_questions", "count", "total")
 
@@ -588,9 +614,9 @@ class _Means(Persisted):
     def forget(self, question: str) -> None:
         """Keep its scores in the sums of all only."""
         seen, total = self._questions.pop(question, (0, 0.0))
-        before, before_total = self.of(_FORGOTTEN)
         if seen:
-            self._questions[_FORGOTTEN] = (before + seen, before_total + total)
+            forgotten, forgotten_total = self.of(_FORGOTTEN)
+            self._questions[_FORGOTTEN] = (forgotten + seen, forgotten_total + total)
 
     def state(self) -> Any:
         return {question: list(sums) for question, sums in self._questions.items()}
@@ -600,14 +626,16 @@ class _Means(Persisted):
             self.add(float(total), question, int(count))
 
 
-def _blend(place: WeightedRank, own: Ranks, value: float, prior: float) -> WeightedRank:
-    """The place among `own` values with the pool's answer standing in for `prior` more.
+def _blend(rank: WeightedRank, few: Ranks, value: float, prior: float) -> WeightedRank:
+    """Return the rank among few values, the pool's answer standing in for `prior` more.
 
-    Its p is (prior * p of the pool + values of `own` below, ties by the same coin) / (prior +
-    len(own)).
+    Its p is (prior * p of the pool + values of `few` below, ties by the same coin) / (prior +
+    len(few)).
     """
-    below, equal = own.counts(value)
-    worth = (place.size + 1) / prior  # scores of the pool that weigh as much as one of `own`
+    below, equal = few.counts(value)
+    worth = (rank.size + 1) / prior  # scores of the pool that weigh as much as one of `few`
     return WeightedRank(
-        place.below + below * worth, place.equal + equal * worth, (prior + len(own)) * worth - 1
+        below=rank.below + below * worth,
+        equal=rank.equal + equal * worth,
+        size=(prior + len(few)) * worth - 1,
     )

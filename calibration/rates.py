@@ -16,35 +16,50 @@ from atts.sampling import binomial_quantile, student_quantile
 
 Rate = float | Fraction
 
+Standing = Literal["held", "unclear", "left"]
+"""A rate is on target ("held"), off target ("left"), or the data cannot tell ("unclear")."""
+
+# A rate is on target inside the interval in which this share of fair coins stays.
+COIN = 0.95
+# It is off target outside the interval in which this share of runs with such questions stays. The
+# two levels differ on purpose: a working gate is accused once in a hundred runs, not once in
+# twenty, and whatever lies between is called unclear.
+_CLUSTERED = 0.99
+
 
 def exact_rate(rate: object, what: str = "rate") -> Fraction:
-    """The rate as written: 0.4 is two fifths, not its nearest double; refused under the name of
-    `what`.
+    """Return the rate as written: 0.4 is two fifths, not its nearest double.
 
-    :raises CalibrationInputError: if it is not a number in [0, 1].
+    Ranks such as ceil((n + 1)(1 - rate)) jump by one where floats round across an integer; for
+    rates in hundredths that happens for 231 of the sizes below 400.
+
+    :raises CalibrationInputError: naming it as `what`, if it is not a number in [0, 1].
 
     >>> exact_rate(0.4)
     Fraction(2, 5)
     """
-    if isinstance(rate, bool) or not isinstance(rate, int | float | Fraction) or not 0 <= rate <= 1:
+    # True and False are ints to Python, and no rates.
+    if isinstance(rate, bool) or not isinstance(rate, int | float | Fraction):
         raise CalibrationInputError(what, rate, "a number in [0, 1]")
-    return rate if isinstance(rate, Fraction) else Fraction(repr(float(rate)))
+    if not 0 <= rate <= 1:
+        raise CalibrationInputError(what, rate, "a number in [0, 1]")
+    if isinstance(rate, Fraction):
+        return rate
+    return Fraction(repr(float(rate)))
 
 
 def check_fraction(name: str, value: float) -> None:
-    """:raises CalibrationInputError: for a value outside (0, 1), or NaN."""
+    """Refuse a number that is not strictly between 0 and 1.
+
+    :raises CalibrationInputError: for a value outside (0, 1), or NaN.
+    """
     if not 0 < value < 1:
         raise CalibrationInputError(name, value, "a number strictly between 0 and 1")
 
 
-Standing = Literal["held", "unclear", "left"]
-COIN = 0.95  # inside where that share of fair coins stays, a rate is held
-_CLUSTERED = 0.99  # outside where that share of such questions stays, it is not
-
-
 @dataclass(frozen=True, slots=True)
 class RateCheck:
-    """A realised rate beside the nominal one.
+    """A realised rate compared with the nominal one.
 
     `held`: inside `coin`, where 95 % of fair coins stay. `left`: outside `band` as well, where 99 %
     of runs stay whose questions differ as these do; a run whose gate works is called so once in a
@@ -60,16 +75,23 @@ class RateCheck:
     band: tuple[float, float]
 
     def __str__(self) -> str:
-        share = f"{self.share:.3f} of {self.decisions:,} chunks were escalated, nominal {self.nominal:g}"
+        share = (
+            f"{self.share:.3f} of {self.decisions:,} chunks were escalated, "
+            f"nominal {self.nominal:g}"
+        )
         if self.standing == "left":
-            return f"{share}: left its band, outside {_span(self.band)}"
+            return f"{share}: left its band, outside {_interval_text(self.band)}"
         if self.standing == "unclear":
             return (
-                f"{share}: too few questions to tell; coins would stay in {_span(self.coin)}, "
-                f"{self.questions:,} questions as different as these in {_span(self.band)}"
+                f"{share}: too few questions to tell; coins would stay in "
+                f"{_interval_text(self.coin)}, {self.questions:,} questions as different as these "
+                f"in {_interval_text(self.band)}"
             )
-        few = (self.coin[1] - self.coin[0]) / 2 > min(self.nominal, 1 - self.nominal) / 2
-        return f"{share}{f', so few allow {_span(self.coin)}' if few else ''}: held"
+        low, high = self.coin
+        # With so few decisions being inside the band says little; then the text names the band.
+        is_wide = (high - low) / 2 > min(self.nominal, 1 - self.nominal) / 2
+        width = f", so few allow {_interval_text(self.coin)}" if is_wide else ""
+        return f"{share}{width}: held"
 
 
 def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
@@ -84,31 +106,32 @@ def check_rate(rate: Rate, questions: Sequence[tuple[int, int]]) -> RateCheck:
     'unclear'
     """
     nominal = float(exact_rate(rate))
+    # [questions, (decisions, escalated)]
     rows = np.array([row for row in questions if row[0]], float).reshape(-1, 2)
     if not len(rows) or (rows[:, 1] > rows[:, 0]).any() or (rows < 0).any():
         raise CalibrationInputError(
             "questions", list(questions)[:5], "(decisions, escalated), some decision among them"
         )
-    n = int(rows[:, 0].sum())
+    decisions = int(rows[:, 0].sum())
     share = float(rows[:, 1].sum() / rows[:, 0].sum())
-    coin = coin_band(n, nominal)
-    reach = _reach(rows, share, nominal)
+    coin = coin_band(decisions, nominal)
+    reach = _clustered_reach(rows, share, nominal)
     band = (min(coin[0], max(0.0, nominal - reach)), max(coin[1], min(1.0, nominal + reach)))
-    standing: Standing = (
-        "held"
-        if coin[0] <= share <= coin[1]
-        else "unclear"
-        if band[0] <= share <= band[1]
-        else "left"
-    )
+    standing: Standing = "left"
+    if coin[0] <= share <= coin[1]:
+        standing = "held"
+    elif band[0] <= share <= band[1]:
+        standing = "unclear"
     return RateCheck(
-        standing, nominal, share, decisions=n, questions=len(rows), coin=coin, band=band
+        standing, nominal, share, decisions=decisions, questions=len(rows), coin=coin, band=band
     )
 
 
 def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[float, float]:
-    """Where the share of `n` coins of this rate lies with at least this probability; everywhere
-    without a rate.
+    """Return where the share of `n` coins of this rate lies with at least this probability.
+
+    The ends are quantiles of the binomial distribution, so that no normal approximation is needed
+    for few decisions or rates near 0. Without a rate the band is [0, 1].
 
     >>> coin_band(100, 0.2)
     (0.12, 0.28)
@@ -116,25 +139,28 @@ def coin_band(n: int, rate: float | None, confidence: float = COIN) -> tuple[flo
     if rate is None:
         return 0.0, 1.0
     tail = (1 - confidence) / 2
-    return binomial_quantile(tail, n, rate) / n, binomial_quantile(1 - tail, n, rate) / n
+    low = binomial_quantile(tail, n, rate) / n
+    high = binomial_quantile(1 - tail, n, rate) / n
+    return low, high
 
 
-def _reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
-    """How far from the nominal rate the share of so few questions that differ so much may be; never
-    nearer than coins.
+def _clustered_reach(rows: NDArray[np.float64], share: float, nominal: float) -> float:
+    """Return how far from the nominal rate questions that differ so much may bring the share.
 
-    The standard error is that of a ratio over questions, the quantile Student's for their number.
+    Decisions of one question move together, so the question is the unit: the share is a ratio of
+    two sums over questions, its standard error the linearised one of a ratio estimator (Cochran,
+    "Sampling Techniques", chapter 6), and the quantile is Student's for the number of questions. This
+    assumes that questions are independent of each other. The reach is never below that of coins.
     """
     count = len(rows)
-    n = float(rows[:, 0].sum())
+    decisions = float(rows[:, 0].sum())
     if count < 2:
         return 1.0
-    apart = rows[:, 1] - share * rows[:, 0]
-    error = math.sqrt(count / (count - 1) * float((apart**2).sum())) / n
-    return student_quantile((1 + _CLUSTERED) / 2, count - 1) * max(
-        error, math.sqrt(nominal * (1 - nominal) / n)
-    )
+    residuals = rows[:, 1] - share * rows[:, 0]
+    error = math.sqrt(count / (count - 1) * float((residuals**2).sum())) / decisions
+    coin_error = math.sqrt(nominal * (1 - nominal) / decisions)
+    return student_quantile((1 + _CLUSTERED) / 2, count - 1) * max(error, coin_error)
 
 
-def _span(ends: tuple[float, float]) -> str:
+def _interval_text(ends: tuple[float, float]) -> str:
     return f"[{ends[0]:.3f}, {ends[1]:.3f}]"

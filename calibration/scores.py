@@ -20,12 +20,13 @@ from atts.files import from_json, read_ordinary
 Worse = Literal["higher", "lower"]
 Measure = Literal["log", "linear"]
 
-_SLACK = 1e-6  # sums of float32 log-probs may miss a closed end of the domain by this much
+# Sums of float32 log-probs may miss a closed end of the domain by this much.
+_SLACK = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The declaration a score comes with.
+    """The domain and orientation that a score declares.
 
     `low` and `high` bound the domain (both ends belong to it), `worse` says which end a weak chunk
     is near, and `measure` whether differences are read on the logarithm (perplexities) or as they
@@ -47,8 +48,9 @@ class Scale:
             )
 
     def nonconformity(self, score: object, what: str = "score") -> float:
-        """The score on the scale everything here is computed on: larger is worse, never NaN,
-        infinite only if the score is.
+        """Return the score on the scale everything here is computed on: larger is worse.
+
+        It is never NaN, and infinite only if the score is.
 
         :raises CalibrationInputError: naming it as `what`, if it is not a number, is NaN, or lies
             outside the domain.
@@ -56,10 +58,11 @@ class Scale:
         >>> PERPLEXITY.nonconformity(1.0), LOG_PROB.nonconformity(-2.5)
         (0.0, 2.5)
         """
-        value = (
-            score if type(score) is float else plain_number(what, score, f"a number, {self.domain}")
-        )
-        if not self.low <= value <= self.high:
+        if type(score) is float:  # the usual case, on the path of every decision
+            value = score
+        else:
+            value = plain_number(what, score, f"a number, {self.domain}")
+        if not self.low <= value <= self.high:  # true of NaN as well
             if not self.low - _SLACK <= value <= self.high + _SLACK:
                 raise CalibrationInputError(what, value, self.domain)
             value = min(max(value, self.low), self.high)
@@ -69,21 +72,21 @@ class Scale:
 
     @property
     def domain(self) -> str:
-        """The domain in words."""
+        """Return the domain in words."""
         return f"a {self.name} in [{self.low:g}, {self.high:g}]"
 
 
 def plain_number(what: str, value: object, expected: str = "a number") -> float:
-    """Any real number as a float, numpy's included.
+    """Return any real number as a float, numpy's included.
 
-    :raises CalibrationInputError: naming it as `what`, if it is none; texts and truth values are
-        none.
+    :raises CalibrationInputError: naming it as `what`, if it is not a number; texts and truth
+        values are not.
     """
-    try:
-        if not isinstance(value, (bool, str, bytes)):
+    if not isinstance(value, (bool, str, bytes)):
+        try:
             return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        pass
+        except (TypeError, ValueError, OverflowError):
+            pass
     raise CalibrationInputError(what, value, expected)
 
 
@@ -94,7 +97,7 @@ SCALES = {"perplexity": PERPLEXITY, "logprob": LOG_PROB, "real": REAL}
 
 
 def scale_named(name: str) -> Scale:
-    """One of the declared scales by name.
+    """Return the declared scale of that name.
 
     :raises OptionError: for an unknown name.
     """
@@ -103,6 +106,7 @@ def scale_named(name: str) -> Scale:
     return SCALES[name]
 
 
+# The header of an .npy file of one row of plain numbers: its type and how many there are.
 _HEADER = re.compile(
     rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)"
     rb"\{'descr': '([<>|][fiu][1248])', 'fortran_order': (?:False|True), 'shape': \((\d{1,15}),\), \} *\n",
@@ -121,11 +125,11 @@ class _State(Struct):
 
 @dataclass(frozen=True, slots=True)
 class StoredScores:
-    """Scores of a calibration run, each with its question and turn, and the conditions they were
-    made under.
+    """Scores of a calibration run, and the conditions they were made under.
 
-    An empty question means that it is not known; such scores count as independent, which they
-    rarely are. `lengths` are those of the chunks, in tokens or any other unit, or none.
+    Each has its question and turn. An empty question means that it is not known; such scores count
+    as independent, which they rarely are. `lengths` are those of the chunks, in tokens or any other
+    unit, or none.
     """
 
     scores: tuple[float, ...]
@@ -140,17 +144,16 @@ class StoredScores:
         if not len(self.scores) == len(self.questions) == len(self.turns):
             sizes = (len(self.scores), len(self.questions), len(self.turns))
             raise CalibrationInputError("stored scores", sizes, "a question and a turn for each")
-        if len(self.lengths) not in (0, len(self.scores)) or not all(
-            0 < one < math.inf for one in self.lengths
-        ):
+        is_complete = len(self.lengths) in (0, len(self.scores))
+        if not is_complete or not all(0 < length < math.inf for length in self.lengths):
             raise CalibrationInputError(
                 "lengths of stored scores", len(self.lengths), "a number above 0 for each, or none"
             )
-        made = (
+        nonconformity = tuple(
             self.scale.nonconformity(score, f"score {number}")
             for number, score in enumerate(self.scores, 1)
         )
-        object.__setattr__(self, "nonconformity", tuple(made))
+        object.__setattr__(self, "nonconformity", nonconformity)
 
     @classmethod
     def of(
@@ -161,8 +164,9 @@ class StoredScores:
         fingerprint: Mapping[str, object] | None = None,
         lengths: Iterable[float] = (),
     ) -> StoredScores:
-        """Scores of turn 0 in a row; with `per_question`, that many consecutive ones belong to one
-        question.
+        """Return scores of turn 0, in the order given.
+
+        With `per_question`, that many consecutive ones belong to one question.
 
         :raises CalibrationInputError: if the scores are not whole questions, or one is no score.
         """
@@ -173,11 +177,17 @@ class StoredScores:
             raise CalibrationInputError(
                 "per_question", per_question, f"a divisor of {len(values)} scores"
             )
-        names = (
-            f"stored {at // per_question}" if per_question else "" for at in range(len(values))
-        )
+        if per_question is None:
+            questions = [""] * len(values)
+        else:
+            questions = [f"stored {place // per_question}" for place in range(len(values))]
         return cls(
-            values, tuple(names), (0,) * len(values), scale, dict(fingerprint or {}), tuple(lengths)
+            scores=values,
+            questions=tuple(questions),
+            turns=(0,) * len(values),
+            scale=scale,
+            fingerprint=dict(fingerprint or {}),
+            lengths=tuple(lengths),
         )
 
     @classmethod
@@ -187,7 +197,7 @@ class StoredScores:
         scale: Scale = PERPLEXITY,
         fingerprint: Mapping[str, object] | None = None,
     ) -> StoredScores:
-        """Records {"score"} with optional "question", "turn" and "length".
+        """Return the scores of records {"score"} with optional "question", "turn" and "length".
 
         :raises CalibrationInputError: if a record has no score, or an impossible turn or length.
         """
@@ -198,24 +208,27 @@ class StoredScores:
                 raise CalibrationInputError(
                     f"record {number}", f"without a score ({fields})", 'a field "score"'
                 )
-        known = rows if all(row.get("length") for row in rows) else ()
-        return cls(
-            tuple(row["score"] for row in rows),
-            tuple(str(row.get("question", "")) for row in rows),
-            tuple(
-                whole_number(f"turn of record {number}", row.get("turn", 0))
-                for number, row in enumerate(rows, 1)
-            ),
-            scale,
-            dict(fingerprint or {}),
-            tuple(
+        turns = [
+            whole_number(f"turn of record {number}", row.get("turn", 0))
+            for number, row in enumerate(rows, 1)
+        ]
+        lengths = list[float]()
+        if all(row.get("length") for row in rows):  # all have one, or none counts
+            lengths = [
                 plain_number(f"length of record {number}", row["length"])
-                for number, row in enumerate(known, 1)
-            ),
+                for number, row in enumerate(rows, 1)
+            ]
+        return cls(
+            scores=tuple(row["score"] for row in rows),
+            questions=tuple(str(row.get("question", "")) for row in rows),
+            turns=tuple(turns),
+            scale=scale,
+            fingerprint=dict(fingerprint or {}),
+            lengths=tuple(lengths),
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """The way back from `from_records`: score, question, turn and length of each."""
+        """Return score, question, turn and length of each, as `from_records` reads them."""
         rows = zip(self.scores, self.rows(), strict=True)
         return [
             {"score": score, "question": question, "turn": turn, "length": length}
@@ -223,26 +236,21 @@ class StoredScores:
         ]
 
     def rows(self) -> Iterator[tuple[float, str, int, float | None]]:
-        """Nonconformity, question, turn and length of every score."""
-        yield from zip(
-            self.nonconformity,
-            self.questions,
-            self.turns,
-            self.lengths or (None,) * len(self),
-            strict=True,
-        )
+        """Yield nonconformity, question, turn and length of every score."""
+        lengths = self.lengths or (None,) * len(self)
+        yield from zip(self.nonconformity, self.questions, self.turns, lengths, strict=True)
 
     @property
     def clustered(self) -> bool:
-        """Whether every score names its question."""
+        """Return whether every score names its question."""
         return bool(self.questions) and all(self.questions)
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def state(self) -> dict[str, Any]:
-        """The scores and their conditions as strict JSON, infinite scores as strings."""
-        return {
+        """Return the scores and their conditions as strict JSON, infinite scores as strings."""
+        state: dict[str, Any] = {
             "kind": "atts scores",
             "version": 1,
             "scale": self.scale.name,
@@ -250,45 +258,61 @@ class StoredScores:
             "scores": [score if math.isfinite(score) else str(score) for score in self.scores],
             "questions": list(self.questions),
             "turns": list(self.turns),
-            **({"lengths": list(self.lengths)} if self.lengths else {}),
         }
+        if self.lengths:
+            state["lengths"] = list(self.lengths)
+        return state
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> StoredScores:
-        """The inverse of `state`."""
-        names = {scale.name: scale for scale in SCALES.values()}
+        """Return the scores whose `state` this is.
+
+        :raises CalibrationInputError: if it is not such a state.
+        """
+        scales = {scale.name: scale for scale in SCALES.values()}
         try:
-            found = convert(dict(state), _State)
+            saved = convert(dict(state), _State)
         except ValidationError as error:
             raise CalibrationInputError(
                 "stored scores", str(error), "what `atts calibration import` writes"
             ) from None
-        if found.scale not in names:
-            raise CalibrationInputError("scale", found.scale, f"one of {', '.join(sorted(names))}")
-        values = tuple(map(float, found.scores))
-        scale = names[found.scale]
-        return cls(values, found.questions, found.turns, scale, found.fingerprint, found.lengths)
+        if saved.scale not in scales:
+            raise CalibrationInputError("scale", saved.scale, f"one of {', '.join(sorted(scales))}")
+        return cls(
+            scores=tuple(float(score) for score in saved.scores),
+            questions=saved.questions,
+            turns=saved.turns,
+            scale=scales[saved.scale],
+            fingerprint=saved.fingerprint,
+            lengths=saved.lengths,
+        )
 
 
 def labels_of(records: Iterable[Mapping[str, Any]]) -> tuple[bool | None, ...]:
-    """Whether the answer that each record's chunk led to was right, by its field "correct"; None
-    where it has none.
+    """Return whether each record's chunk led to a correct answer, by its field "correct".
+
+    None where it has no such field.
 
     :raises CalibrationInputError: one is neither true nor false.
     """
-    found = tuple(record.get("correct") for record in records)
-    for number, label in enumerate(found, 1):
-        if label is not None and (not isinstance(label, bool | int) or label not in (0, 1)):
+    labels = list[bool | None]()
+    for number, record in enumerate(records, 1):
+        label = record.get("correct")
+        if label is None:
+            labels.append(None)
+        elif isinstance(label, bool | int) and label in (0, 1):
+            labels.append(bool(label))
+        else:
             raise CalibrationInputError(
                 f"correct of record {number}", label, "true, false, or no such field"
             )
-    return tuple(None if label is None else bool(label) for label in found)
+    return tuple(labels)
 
 
 def whole_number(what: str, value: object) -> int:
-    """A count from 0.
+    """Return a count from 0.
 
-    :raises CalibrationInputError: naming it as `what`, if it is none.
+    :raises CalibrationInputError: naming it as `what`, if it is not a whole number from 0.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
         raise CalibrationInputError(what, value, "a whole number from 0")
@@ -301,8 +325,12 @@ def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str,
     :raises FingerprintError: naming each difference.
     """
     absent = "(not recorded)"
-    pairs = [(name, stored.get(name, absent), now.get(name, absent)) for name in {**stored, **now}]
-    different = [(name, old, new) for name, old, new in pairs if strict(old) != strict(new)]
+    different = list[tuple[str, object, object]]()
+    for name in {**stored, **now}:
+        old = stored.get(name, absent)
+        new = now.get(name, absent)
+        if strict(old) != strict(new):
+            different.append((name, old, new))
     if different:
         raise FingerprintError(what, different)
 
@@ -310,8 +338,7 @@ def check_fingerprint(what: str, stored: Mapping[str, object], now: Mapping[str,
 def check_stored(
     stored: StoredScores, now: Mapping[str, object], mode: str, *, by_length: bool
 ) -> None:
-    """Refuse stored scores with which a calibrator of this mode, under these conditions, could not
-    begin.
+    """Refuse stored scores that a calibrator of this mode cannot start from.
 
     :raises FingerprintError: they were made under other conditions.
     :raises CalibrationInputError: there are none and mode "split" wants some; or wanted lengths are
@@ -335,12 +362,12 @@ def read_scores(
     scale: Scale = PERPLEXITY,
     fingerprint: Mapping[str, object] | None = None,
 ) -> StoredScores:
-    """Scores from a file: JSON Lines of records, a published .npy array, or JSON {question:
-    [scores]}.
+    """Return the scores of a file.
 
-    A .npy file is read without unpickling: one that holds Python objects is refused.
+    It is JSON Lines of records, a published .npy array, JSON {question: [scores]}, or a saved
+    state. A .npy file is read without unpickling: one that holds Python objects is refused.
 
-    :raises CalibrationInputError: if it is none of these, or holds something that is no score.
+    :raises CalibrationInputError: if it is none of these, or something in it is not a score.
     """
     if path.suffix == ".npy":
         return StoredScores.of(_read_array(path), per_question, scale, fingerprint)
@@ -356,14 +383,12 @@ def read_scores(
 
 
 def is_state(text: str) -> bool:
-    """Whether it is a whole state of ours, under whatever name it was written, not records line by
-    line.
-    """
+    """Return whether a file's text is a saved state, instead of records line by line."""
     return text.startswith('{"kind": "atts ')
 
 
 def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
-    """JSON Lines as records; blank lines are skipped.
+    """Return JSON Lines as records; blank lines are skipped.
 
     :raises CalibrationInputError: naming the line that is not a JSON object.
     """
@@ -384,8 +409,10 @@ def parse_lines(lines: Sequence[str], source: str) -> list[dict[str, Any]]:
 
 
 def _read_array(path: Path) -> Sequence[float]:
-    """The numbers of an .npy file of one row, whose header must say so and promise as many as there
-    are.
+    """Return the numbers of an .npy file of one row.
+
+    Its header must say so and promise as many numbers as there are. `numpy.load` is not used: it
+    may unpickle, and allocates what a header promises.
     """
     data = read_ordinary(path)
     header = _HEADER.match(data)
@@ -408,13 +435,13 @@ def _read_mapping(
         table = from_json(text)
     except ValueError as problem:
         raise CalibrationInputError(str(path), str(problem), "JSON {question: [scores]}") from None
-    if isinstance(table, dict) and table.get("kind") == "atts scores":
+    kind = table.get("kind") if isinstance(table, dict) else None
+    if kind == "atts scores":
         return StoredScores.restore(read_state(path))
-    if isinstance(table, dict) and table.get("kind") == "atts calibrator":
+    if kind == "atts calibrator":
         return StoredScores.restore(read_state(path)["stored"])  # what it started from
-    if not isinstance(table, dict) or not all(
-        isinstance(scores, list) for scores in table.values()
-    ):
+    is_mapping = isinstance(table, dict)
+    if not is_mapping or not all(isinstance(scores, list) for scores in table.values()):
         raise CalibrationInputError(str(path), type(table).__name__, "JSON {question: [scores]}")
     records = [
         {"question": name, "score": score} for name, scores in table.items() for score in scores

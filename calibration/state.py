@@ -1,4 +1,4 @@
-"""Saved state: how parts of a calibrator become JSON, add up, and are kept in a file with a digest."""
+"""Saved state: parts of a calibrator as JSON that adds up, in a file with a digest."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ V = TypeVar("V")
 
 
 class Persisted:
-    """What has a state: the attributes that `saved` names, in the file without their leading
-    underscore.
+    """A part of a calibrator whose state is the attributes that `saved` names.
 
-    Numbers and collections of scores add up in a merge, lists are taken over. So what is merged
-    into a fresh part is restored.
+    In the file they stand without their leading underscore. Numbers and collections of scores add
+    up in a merge, lists are taken over; so merging a state into a fresh part restores it.
     """
 
     __slots__ = ()
     saved: ClassVar[tuple[str, ...]] = ()
 
     def state(self) -> Any:
-        """Everything that decides the next answer, as JSON."""
+        """Return everything that decides the next answer, as JSON."""
         return {name.lstrip("_"): _as_json(getattr(self, name)) for name in self.saved}
 
     def merge(self, state: Any) -> None:
@@ -38,9 +37,7 @@ class Persisted:
 
 
 class DefaultTable(dict[K, V], Persisted):
-    """A dictionary that makes the value of a key it lacks, and reads its keys back from JSON with
-    `key`.
-    """
+    """A dictionary that makes the value of a key it lacks; `key` reads keys back from JSON."""
 
     def __init__(self, key: Callable[[Any], K], make: Callable[[], V]) -> None:
         super().__init__()
@@ -52,33 +49,33 @@ class DefaultTable(dict[K, V], Persisted):
         return made
 
     def state(self) -> Any:
-        """Value by key."""
+        """Return value by key."""
         return {str(key): _as_json(value) for key, value in self.items()}
 
     def merge(self, state: Any) -> None:
-        """Value by value."""
+        """Add the other's values to those of the same keys."""
         for name, value in state.items():
             key = self._key(name)
             self[key] = _merged(self[key], value)
 
 
 class GroupTable(DefaultTable[tuple[str, int], tuple[V, ...]]):
-    """A table by (question, turn), several values each: rows of both and the values in the file."""
+    """A table by (question, turn) with several values each; a row of the file has them all."""
+
+    def __init__(self, make: Callable[[], tuple[V, ...]]) -> None:
+        super().__init__(lambda key: (str(key[0]), int(key[1])), make)
 
     def forget(self, question: str) -> None:
         """Drop every turn of a question."""
         for key in [key for key in self if key[0] == question]:
             del self[key]
 
-    def __init__(self, make: Callable[[], tuple[V, ...]]) -> None:
-        super().__init__(lambda key: (str(key[0]), int(key[1])), make)
-
     def state(self) -> Any:
-        """Rows."""
+        """Return one row per key."""
         return [[*key, *map(_as_json, values)] for key, values in self.items()]
 
     def merge(self, state: Any) -> None:
-        """Row by row."""
+        """Add the other's rows to those of the same keys."""
         for question, turn, *values in state:
             key = self._key((question, turn))
             self[key] = _merged(self[key], values)
@@ -87,26 +84,28 @@ class GroupTable(DefaultTable[tuple[str, int], tuple[V, ...]]):
 def _as_json(value: Any) -> Any:
     if isinstance(value, Persisted):
         return value.state()
-    return value if isinstance(value, int | float) else list(value)
+    if isinstance(value, int | float):
+        return value
+    return list(value)
 
 
 def _merged(mine: Any, theirs: Any) -> Any:
     if isinstance(mine, Persisted):
         mine.merge(theirs)
-    elif isinstance(mine, int | float):
+        return mine
+    if isinstance(mine, int | float):
         return mine + type(mine)(theirs)
-    elif isinstance(mine, tuple):
+    if isinstance(mine, tuple):
         return tuple(_merged(one, other) for one, other in zip(mine, theirs, strict=True))
-    elif isinstance(mine, list):
+    if isinstance(mine, list):
         return [float(value) for value in theirs]
-    else:
-        for score in theirs:
-            mine.add(float(score))
+    for score in theirs:  # a collection of scores
+        mine.add(float(score))
     return mine
 
 
 def state_text(state: Mapping[str, Any]) -> str:
-    """A state with its digest, as its file holds it."""
+    """Return the text of a state's file: the state and its digest."""
     body = strict(state)
     return json.dumps({**body, "digest": _digest(body)}, allow_nan=False) + "\n"
 
@@ -119,27 +118,22 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
     try:
         replace_named(path, state_text(state).encode())
     except (OSError, MemoryError) as problem:
-        advice = (
-            "Free space, or name another"
-            if path.parent.is_dir()
-            else "Make its folder first, or name another"
-        )
-        raise StorageError(
-            path, f"the calibration cannot be written ({_reason(problem)})", advice
-        ) from None
-
-
-def _reason(problem: OSError | MemoryError) -> str:
-    return "there is no memory left" if isinstance(problem, MemoryError) else str(problem.strerror)
+        reason = "there is no memory left"
+        if isinstance(problem, OSError):
+            reason = str(problem.strerror)
+        advice = "Free space, or name another"
+        if not path.parent.is_dir():
+            advice = "Make its folder first, or name another"
+        raise StorageError(path, f"the calibration cannot be written ({reason})", advice) from None
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state that `write_state` wrote.
+    """Return the state that `write_state` wrote.
 
     :raises CalibrationInputError: if the file is missing, cut short, altered or something else.
     """
     try:
-        found = from_json(read_ordinary(path).decode("utf-8"))
+        content = from_json(read_ordinary(path).decode("utf-8"))
     except OSError as problem:
         raise CalibrationInputError(
             f"calibration file {path}", problem.strerror, "a file that can be read"
@@ -150,11 +144,11 @@ def read_state(path: Path) -> dict[str, Any]:
             f"not whole ({problem})",
             "a complete file; this one was cut short or edited",
         ) from None
-    if not isinstance(found, dict) or "digest" not in found:
+    if not isinstance(content, dict) or "digest" not in content:
         raise CalibrationInputError(
-            f"calibration file {path}", type(found).__name__, "a state with its digest"
+            f"calibration file {path}", type(content).__name__, "a state with its digest"
         )
-    state = cast(dict[str, Any], found)
+    state = cast(dict[str, Any], content)
     if state.pop("digest") != _digest(state):
         raise CalibrationInputError(
             f"calibration file {path}", "altered", "content that matches its digest"
@@ -163,7 +157,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def strict(value: Any) -> Any:
-    """The value as strict JSON holds it: infinities as the strings float() reads, NaN refused.
+    """Return the value as strict JSON: infinities as the strings float() reads, NaN refused.
 
     :raises CalibrationInputError: for NaN.
 
@@ -182,14 +176,15 @@ def strict(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values are one as strict JSON, where 1 is 1.0 and nothing else is a number.
+    """Return whether two values are equal as strict JSON, where 1 is 1.0 but True is no number.
 
     >>> same({"turn": 1}, {"turn": 1.0}), same([1], [True])
     (True, False)
     """
-    return json.dumps(_as_floats(strict(one)), sort_keys=True) == json.dumps(
-        _as_floats(strict(other)), sort_keys=True
-    )
+    # Python's == would call True equal to 1, and a tuple different from a list.
+    first = json.dumps(_as_floats(strict(one)), sort_keys=True)
+    second = json.dumps(_as_floats(strict(other)), sort_keys=True)
+    return first == second
 
 
 def _as_floats(value: Any) -> Any:
@@ -197,7 +192,9 @@ def _as_floats(value: Any) -> Any:
         return {name: _as_floats(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [_as_floats(part) for part in value]
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return value
 
 
 def _digest(state: Mapping[str, Any]) -> str:

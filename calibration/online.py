@@ -9,7 +9,7 @@ from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 from atts.calibration.controllers import DEFAULTS, SLACK, Mode, RunEnd, Tuning, build_mode
 from atts.calibration.drift import DriftEvent, DriftMonitor, DriftPolicy
@@ -21,26 +21,51 @@ from atts.calibration.state import Persisted, read_state, same, strict, write_st
 from atts.core import Action, Decision, Origin
 from atts.errors import CalibrationInputError, OptionError
 
-Held = tuple[float, str, int, float | None]
-"""A score on its way into a pool: nonconformity, question, turn, length of its chunk where that
-counts.
-"""
+Group = int | tuple[str, int] | None
+"""Which stored scores to compare with: a turn's, a question's and turn's, or all."""
+
+HOLD = 64
+"""Scores that may wait for an earlier issue, unless told otherwise."""
+
+_KIND = "atts calibrator"
+_VERSION = 1
+_NORMAL = NormalDist()
+# With fewer scores known, a run of known size keeps escalations back for when ranks mean more.
+_FEW = 40
+# After a "widen" alarm: for so many decisions the current rate is so many times higher.
+_WIDENED = 500
+_WIDER = 1.5
+# What reading a state may raise that something else wrote, or someone edited.
+_UNREADABLE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    OptionError,
+)
 
 
-HOLD = 64  # scores that may wait for an earlier issue, unless told
+class PendingScore(NamedTuple):
+    """A score on its way into a pool."""
+
+    nonconformity: float
+    question: str
+    turn: int
+    length: float | None  # of its chunk, where that counts
 
 
 class ReorderBuffer:
-    """A reorder buffer with a watermark: an issue is released once every earlier one was pushed or
-    skipped.
+    """A buffer with a watermark: an issue is released once every earlier one was pushed or skipped.
 
     What finishes first is short, so pools fed in completion order are biased towards short chunks
     at any moment. Issues count up from 0 without gaps; a chunk that never gets a score must be
-    skipped. At most `limit` scores are held: beyond that the oldest missing issues are given up
+    skipped. At most `limit` scores wait: beyond that the oldest missing issues are given up
     (counted in `given_up`), and released at once if they arrive after all.
     """
 
-    __slots__ = ("_held", "_limit", "_next", "_skipped", "given_up")
+    __slots__ = ("_limit", "_next", "_skipped", "_waiting", "given_up")
 
     def __init__(self, limit: int = HOLD) -> None:
         """:raises CalibrationInputError: for a limit below 1."""
@@ -48,91 +73,73 @@ class ReorderBuffer:
             raise CalibrationInputError("limit of held scores", limit, "at least 1")
         self._limit = limit
         self._next = 0
-        self._held = dict[int, Held]()
+        self._waiting = dict[int, PendingScore]()
         self._skipped = set[int]()
         self.given_up = 0
 
-    def push(self, issue: int, score: Held) -> list[Held]:
-        """Take the score of an issue; all that may now be released, in order of issue.
+    def push(self, issue: int, score: PendingScore) -> list[PendingScore]:
+        """Take the score of an issue; return all that may now be released, in order of issue.
 
         :raises CalibrationInputError: for a negative issue.
         """
         if issue < 0:
             raise CalibrationInputError("issue", issue, "a number from 0")
-        if issue < self._next or issue in self._held:
+        if issue < self._next or issue in self._waiting:
             return [score]
-        self._held[issue] = score
+        self._waiting[issue] = score
         return self._release()
 
-    def skip(self, issue: int) -> list[Held]:
-        """Do not wait for this issue; all that may now be released."""
+    def skip(self, issue: int) -> list[PendingScore]:
+        """Stop waiting for this issue; return all that may now be released."""
         if issue >= self._next:
             self._skipped.add(issue)
         return self._release()
 
-    def holds(self, question: str) -> bool:
-        """Whether a score of this question waits."""
-        return any(held[1] == question for held in self._held.values())
+    def has_waiting(self, question: str) -> bool:
+        """Return whether a score of this question waits."""
+        return any(score.question == question for score in self._waiting.values())
 
-    def flush(self) -> list[Held]:
-        """Everything held, in order, waiting for nothing."""
-        released = [self._held[issue] for issue in sorted(self._held)]
-        if self._held:
-            self._next = max(self._held) + 1
-        self._held = {}
+    def flush(self) -> list[PendingScore]:
+        """Return everything that waits, in order of issue."""
+        released = [self._waiting[issue] for issue in sorted(self._waiting)]
+        if self._waiting:
+            self._next = max(self._waiting) + 1
+        self._waiting = {}
         self._skipped = {issue for issue in self._skipped if issue >= self._next}
         return released
 
-    def _release(self) -> list[Held]:
-        released = list[Held]()
+    def _release(self) -> list[PendingScore]:
+        released = list[PendingScore]()
         while True:
-            if self._next in self._held:
-                released.append(self._held.pop(self._next))
+            if self._next in self._waiting:
+                released.append(self._waiting.pop(self._next))
             elif self._next in self._skipped:
                 self._skipped.discard(self._next)
-            elif len(self._held) > self._limit:
+            elif len(self._waiting) > self._limit:
+                # A score that never comes must not keep all later ones from the pools.
                 self.given_up += 1
             else:
                 return released
             self._next += 1
 
     def state(self) -> dict[str, Any]:
-        """What is held and awaited, as JSON."""
+        """Return what waits and what is awaited, as JSON."""
         return {
             "next": self._next,
-            "held": [[issue, *held] for issue, held in self._held.items()],
+            "held": [[issue, *score] for issue, score in self._waiting.items()],
             "skipped": sorted(self._skipped),
             "given_up": self.given_up,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`."""
+        """Take over a state."""
         self._next = int(state["next"])
         self.given_up = int(state["given_up"])
-        self._held = {
-            int(issue): (float(b), str(q), int(t), length)
-            for issue, b, q, t, length in state["held"]
-        }
-        self._skipped = set(map(int, state["skipped"]))
-
-
-def with_lengths(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an order as it is written now: older ones hold scores without lengths."""
-    return {**state, "held": [[*row, None] if len(row) == 4 else row for row in state["held"]]}
-
-
-Group = int | tuple[str, int] | None
-"""Which stored scores to compare with: a turn's, a question's and turn's, or all."""
-
-_KIND = "atts calibrator"
-_VERSION = 1
-_NORMAL = NormalDist()
-# scores: with fewer known, a run of known size keeps escalations back for when ranks mean more
-_FEW = 40
-_WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
-_WIDENED = 500
-# after a "widen" alarm: for so many decisions the current rate is so many times higher
-_WIDER = 1.5
+        self._waiting = {}
+        for issue, nonconformity, question, turn, length in state["held"]:
+            score = PendingScore(float(nonconformity), str(question), int(turn), length)
+            self._waiting[int(issue)] = score
+        self._skipped = {int(issue) for issue in state["skipped"]}
 
 
 class Calibrator(Persisted):
@@ -168,11 +175,12 @@ class Calibrator(Persisted):
         by_length: bool = False,
         cap: Rate | None = None,
     ) -> None:
-        """`stored` are scores of a calibration run, `drift` what an alarm about them does,
-        `fingerprint` the conditions of this run, `hold` how many scores may wait for an earlier
-        issue: at least as many as chunks are in flight. With `by_length` a score is its rank among
-        chunks of about the same length, in every mode. Of any first n decisions at most ceil(`cap`
-        * n) escalate, exactly, where each is observed before the next is taken.
+        """`stored` are scores of a calibration run, `drift` what an alarm about them does.
+
+        `fingerprint` are the conditions of this run, `hold` is how many scores may wait for an
+        earlier issue: at least as many as chunks are in flight. With `by_length` a score is its
+        rank among chunks of about the same length, in every mode. Of any first n decisions at most
+        ceil(`cap` * n) escalate, exactly, where each is observed before the next is taken.
 
         :raises CalibrationInputError: for an impossible rate, cap, window, decay or stored score;
             mode "split" without stored scores; or `by_length` with stored scores whose lengths are
@@ -183,36 +191,48 @@ class Calibrator(Persisted):
         self.rate = exact_rate(rate)
         self.cap = None if cap is None else exact_rate(cap, "cap")
         self.mode: Mode = mode
-        self.seed, self.tuning, self._nominal = seed, tuning, float(self.rate)
-        self.stored = (
-            stored if isinstance(stored, StoredScores) else StoredScores.of(stored, scale=scale)
-        )
+        self.seed = seed
+        self.tuning = tuning
+        self._nominal = float(self.rate)
+        if not isinstance(stored, StoredScores):
+            stored = StoredScores.of(stored, scale=scale)
+        self.stored = stored
         self.scale = self.stored.scale
         self.fingerprint = dict(self.stored.fingerprint if fingerprint is None else fingerprint)
         check_stored(self.stored, self.fingerprint, mode, by_length=by_length)
-        given: dict[str, object] = {"drift": drift, "window": window, "decay": decay, "hold": hold}
-        self._options = given | ({"cap": str(self.cap)} if cap is not None else {})
-        self._options |= {"by_length": True} if by_length else {}
-        self.decided = self.escalated = self._widened = 0
+        # The options as the state names them; the last two only where they are used.
+        self._options: dict[str, object] = {
+            "drift": drift,
+            "window": window,
+            "decay": decay,
+            "hold": hold,
+        }
+        if cap is not None:
+            self._options["cap"] = str(self.cap)
+        if by_length:
+            self._options["by_length"] = True
+        self.decided = 0
+        self.escalated = 0
         self._strata = LengthStrata() if by_length else None
         self._pool, self._controller = build_mode(mode, self._nominal, window, decay, tuning)
         self._order = ReorderBuffer(hold)
         self._end = RunEnd()
-        self._over = set[
-            str
-        ]()  # questions to forget, once none of their scores waits for its issue
+        # questions to forget, once none of their scores waits for its issue
+        self._over = set[str]()
+        # what an alarm has started, and for how many decisions "widen" still lasts
         self._alert: DriftPolicy | None = None
+        self._widened = 0
         self._take_stored(drift)
 
     def _take_stored(self, drift: DriftPolicy) -> None:
-        """The stored scores go into the pools, one after the other, and are then watched for drift."""
-        for place, (nonconformity, question, turn, length) in enumerate(self.stored.rows()):
-            standing = self._standing(nonconformity, "", 0, place, length)
-            self._pool.add(standing, question or f"stored {place}", turn, live=False)
+        """Put the stored scores into the pools one after the other, then watch them for drift."""
+        for position, (nonconformity, question, turn, length) in enumerate(self.stored.rows()):
+            value = self._pool_value(nonconformity, "", 0, position, length)
+            self._pool.add(value, question or f"stored {position}", turn, live=False)
             self._store_length(nonconformity, length)
         self._monitor = DriftMonitor(self.stored, policy=drift)
         for event in self._monitor.events:
-            self._act(event)
+            self._act_on(event)
 
     def decide(
         self,
@@ -224,178 +244,202 @@ class Calibrator(Persisted):
         left: float | None = None,
         length: float | None = None,
     ) -> Decision:
-        """What to do with a chunk of this score, from stored scores and decisions only; nothing is
-        stored.
+        """Decide on a chunk of this score, from stored scores and decisions only; store nothing.
 
         `left` is the share of the run's decisions that is expected to be left, this one included;
         None where not known. `length` is that of the chunk, in tokens or any other unit; it counts
         where ranks are by length.
 
         :raises CalibrationInputError: if it is not a score of the declared domain, a turn or sample
-            is below 0, `left` is no share, or the length is missing or impossible where ranks are
-            by length.
+            is below 0, `left` is not in [0, 1], or the length is missing or impossible where ranks
+            are by length.
         """
         if turn < 0 or (sample is not None and sample < 0):
             raise CalibrationInputError("turn and sample", (turn, sample), "numbers from 0")
         if left is not None and not 0 <= left <= 1:
             raise CalibrationInputError("left", left, "a share in [0, 1]")
         nonconformity = self.scale.nonconformity(score)
-        standing = self._standing(nonconformity, question, turn, sample, length)
-        expected = math.inf if left is None or left >= 1 else self.decided * left / (1 - left)
-        self._end = RunEnd(expected, SLACK * (self.decided + expected))
-        place = self._pool.rank(standing, question, turn)
-        p = place.p(self._theta(nonconformity, question, turn, sample))
-        rate = self._controller.current_rate(standing, question, turn, self._end)
+        value = self._pool_value(nonconformity, question, turn, sample, length)
+        self._end = self._run_end(left)
+        rank = self._pool.rank(value, question, turn)
+        p = rank.p(self._uniform(nonconformity, question, turn, sample))
+        rate = self._controller.current_rate(value, question, turn, self._end)
         if left is not None and self.mode == "aci" and rate < 1:
-            rate *= min(1.0, place.size / _FEW)
-        if self._alert:
-            rate = 1.0 if self._alert == "escalate" else rate * _WIDER if self._widened else rate
-        up = rate >= 1 or (rate > 0 and p > 1 - rate)
-        why = f"p {p:.4f} {'>' if up else '<='} {1 - rate:.4f}"
+            # A rank among a handful of scores says little. What is kept back now is owed, and
+            # spent later, when ranks mean more.
+            rate *= min(1.0, rank.size / _FEW)
+        if self._alert == "escalate":
+            rate = 1.0
+        elif self._alert and self._widened:
+            rate *= _WIDER
+        wants_target = rate >= 1 or (rate > 0 and p > 1 - rate)
+        action: Action = "escalate" if wants_target else "accept"
         origin: Origin = "gate"
-        if (
-            up
-            and self.cap is not None
-            and self.escalated >= math.ceil(self.cap * (self.decided + 1))
-        ):
-            up = False
-            why = f"{why}; hard cap: no escalation left"
+        why = f"p {p:.4f} {'>' if wants_target else '<='} {1 - rate:.4f}"
+        if wants_target and self._is_cap_reached():
+            action = "accept"
             origin = "budget"
-        action: Action = "escalate" if up else "accept"
+            why = f"{why}; hard cap: no escalation left"
+        counted_length = None
+        if length is not None and self._strata is not None:
+            counted_length = float(length)
         return Decision(
-            action, self._nominal, question, turn, sample or 0, issue=issue, score=float(score), p=p, why=why,
-            origin=origin, length=None if length is None or self._strata is None else float(length),
-        )  # fmt: skip
+            action,
+            self._nominal,
+            question,
+            turn,
+            sample or 0,
+            issue=issue,
+            score=float(score),
+            p=p,
+            why=why,
+            origin=origin,
+            length=counted_length,
+        )
+
+    def _run_end(self, left: float | None) -> RunEnd:
+        """Return how many decisions are expected to be left, given the share that is."""
+        expected = math.inf
+        if left is not None and left < 1:
+            expected = self.decided * left / (1 - left)
+        return RunEnd(expected, SLACK * (self.decided + expected))
+
+    def _is_cap_reached(self) -> bool:
+        """Return whether one more escalation would pass ceil(cap * n), in exact arithmetic."""
+        if self.cap is None:
+            return False
+        return self.escalated >= math.ceil(self.cap * (self.decided + 1))
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
-        """Record a decision and what was really done with its chunk, where that differs (a hard
-        cap, an override).
+        """Record a decision, and with `escalated` what was really done where that differs.
 
-        The decision counts at once; its score joins the pools in order of issue, if it has one. A
-        decision taken without a score (verification skipped, or failed) counts for the rate alone.
+        It differs under a hard cap or an override. The decision counts at once; its score joins the
+        pools in order of issue, if it has one. A decision taken without a score (verification
+        skipped, or failed) counts for the rate alone.
 
         :raises CalibrationInputError: if its score is not one of the declared domain.
         """
-        done = decision.action == "escalate" if escalated is None else escalated
+        is_escalated = decision.action == "escalate" if escalated is None else escalated
         question = decision.question
         turn = decision.turn
         if decision.score is None:
-            self._count(None, question, turn, done)
+            self._count(None, question, turn, is_escalated)
             if decision.issue is not None:
                 self.skip(decision.issue)
             return
         nonconformity = self.scale.nonconformity(decision.score)
-        standing = self._standing(nonconformity, question, turn, decision.sample, decision.length)
-        self._count(standing, question, turn, done)
-        held = (nonconformity, question, turn, decision.length)
-        self._learn_all(
-            [held] if decision.issue is None else self._order.push(decision.issue, held)
-        )
+        value = self._pool_value(nonconformity, question, turn, decision.sample, decision.length)
+        self._count(value, question, turn, is_escalated)
+        pending = PendingScore(nonconformity, question, turn, decision.length)
+        if decision.issue is None:
+            self._learn_all([pending])
+        else:
+            self._learn_all(self._order.push(decision.issue, pending))
 
     def skip(self, issue: int) -> None:
         """Do not wait for the score of this issue: its chunk was dropped, or could not be scored."""
         self._learn_all(self._order.skip(issue))
 
     def forget(self, question: str) -> None:
-        """The question is over: its scores stay in the pools of all, what served its own decisions
-        is let go.
+        """Drop what served the decisions of a question that is over.
 
-        Decisions on other questions are what they would have been, and memory is that of the open
-        questions.
+        Its scores stay in the pools of all. Decisions on other questions are what they would have
+        been, and memory is that of the open questions.
         """
         self._over.add(question)
         self._forget_over()
 
     def _forget_over(self) -> None:
-        for question in [question for question in self._over if not self._order.holds(question)]:
+        # A score that waits for its issue would bring its question back when it is released.
+        ready = [question for question in self._over if not self._order.has_waiting(question)]
+        for question in ready:
             self._over.discard(question)
             self._pool.forget(question)
             self._controller.forget(question)
 
     def settle(self) -> None:
-        """The run is over: what still waits for a score that will not come joins the pools; merging
-        wants that.
+        """End the run: what still waits for a score that will not come joins the pools.
+
+        A state must be settled to be merged.
         """
         self._learn_all(self._order.flush())
 
     def p_value(self, score: float, group: Group = None, length: float | None = None) -> float:
-        """The conformal p-value of a score against the stored ones, without a coin: P(p <= a) <= a
-        if exchangeable.
+        """Return the conformal p-value of a score against the stored ones, without a coin.
+
+        P(p <= a) <= a if stored and new scores are exchangeable.
 
         :raises CalibrationInputError: as `decide`.
         """
         question, turn = group if isinstance(group, tuple) else (None, group)
-        standing = self._standing(
-            self.scale.nonconformity(score), question or "", turn or 0, None, length
-        )
-        return self._pool.rank(standing, question, turn).p(1.0)
+        nonconformity = self.scale.nonconformity(score)
+        value = self._pool_value(nonconformity, question or "", turn or 0, None, length)
+        return self._pool.rank(value, question, turn).p(1.0)
 
     @property
     def realised(self) -> float:
-        """The fraction escalated so far; NaN before the first decision."""
+        """Return the fraction escalated so far; NaN before the first decision."""
         return self.escalated / self.decided if self.decided else float("nan")
 
     @property
     def by_length(self) -> bool:
-        """Whether a score is its rank among chunks of about the same length."""
+        """Return whether a score is its rank among chunks of about the same length."""
         return self._strata is not None
 
     @property
     def events(self) -> tuple[DriftEvent, ...]:
-        """Every drift alarm so far."""
+        """Return every drift alarm so far."""
         return tuple(self._monitor.events)
 
     @property
     def guarantee(self) -> str:
-        """What this mode promises, for what sequence, with the numbers of now."""
-        return describe(self.mode, self._facts(), self._additions())[0]
+        """Return what this mode promises, for what sequence, with the numbers of now."""
+        return self._promise()[0]
 
     @property
     def voided_by(self) -> str:
-        """What makes that promise empty."""
-        return describe(self.mode, self._facts(), self._additions())[1]
+        """Return what makes that promise empty."""
+        return self._promise()[1]
 
     def resume(self) -> None:
         """End what an alarm started ("escalate" everything, or "widen"), after someone has looked."""
         self._alert = None
         self._widened = 0
 
-    def _count(self, nonconformity: float | None, question: str, turn: int, done: bool) -> None:
+    def _count(self, value: float | None, question: str, turn: int, escalated: bool) -> None:
         self.decided += 1
-        self.escalated += done
+        self.escalated += escalated
         self._widened = max(0, self._widened - 1)
-        self._controller.update(nonconformity, question, turn, done)
+        self._controller.update(value, question, turn, escalated)
 
-    def _learn_all(self, released: Sequence[Held]) -> None:
-        for held in released:
-            self._learn(*held)
+    def _learn_all(self, released: Sequence[PendingScore]) -> None:
+        for pending in released:
+            self._learn(pending)
         if self._over:  # some of these may have been the last of a question
             self._forget_over()
 
-    def _learn(self, nonconformity: float, question: str, turn: int, length: float | None) -> None:
-        if self._strata is None:
-            self._pool.add(nonconformity, question, turn)
-        else:
-            self._pool.add(
-                self._standing(nonconformity, question, turn, -1, length), question, turn
-            )
-            self._store_length(nonconformity, length)
+    def _learn(self, pending: PendingScore) -> None:
+        nonconformity, question, turn, length = pending
+        # No sample has number -1: these uniforms are not those that the decision was taken with.
+        value = self._pool_value(nonconformity, question, turn, -1, length)
+        self._pool.add(value, question, turn)
+        self._store_length(nonconformity, length)
         if self._monitor.watching:
-            event = self._monitor.observe(
-                nonconformity, question, turn, self._theta(nonconformity, question, turn, -1)
-            )
+            theta = self._uniform(nonconformity, question, turn, -1)
+            event = self._monitor.observe(nonconformity, question, turn, theta)
             if event is not None:
-                self._act(event)
+                self._act_on(event)
 
-    def _act(self, event: DriftEvent) -> None:
+    def _act_on(self, event: DriftEvent) -> None:
         if event.action == "recalibrate":
             self._pool.drop_stored()
-            self._strata = self._strata and LengthStrata()
+            if self._strata is not None:
+                self._strata = LengthStrata()
         elif event.action != "report":
             self._alert = event.action
             self._widened = _WIDENED
 
-    def _standing(
+    def _pool_value(
         self,
         nonconformity: float,
         question: str,
@@ -403,8 +447,10 @@ class Calibrator(Persisted):
         sample: int | None,
         length: float | None,
     ) -> float:
-        """The score as pools and controllers take it: itself, or the normal score of its rank among
-        such lengths.
+        """Return the score as pools and controllers take it.
+
+        That is the score itself, or the normal quantile of its rank among chunks of such lengths:
+        pools then see one distribution whatever the length.
         """
         if self._strata is None:
             return nonconformity
@@ -414,7 +460,7 @@ class Calibrator(Persisted):
             )
         if math.isinf(nonconformity):
             return nonconformity
-        theta = self._theta(nonconformity, question, turn, sample, "\x1flength")
+        theta = self._uniform(nonconformity, question, turn, sample, "\x1flength")
         p = self._strata.rank(nonconformity, length).p(theta)
         return _NORMAL.inv_cdf(min(max(p, 1e-12), 1 - 1e-12))
 
@@ -422,29 +468,42 @@ class Calibrator(Persisted):
         if self._strata is not None and length is not None and math.isfinite(nonconformity):
             self._strata.add(nonconformity, length)
 
-    def _theta(
+    def _uniform(
         self, nonconformity: float, question: str, turn: int, sample: int | None, purpose: str = ""
     ) -> float:
-        """A uniform that belongs to this chunk: the same in every replay, whatever was decided in
-        between.
+        """Return a uniform that belongs to this chunk.
+
+        It is the same in every replay, whatever was decided in between.
         """
         position = self.decided if sample is None else sample
         text = f"{self.seed}\x1f{question}\x1f{turn}\x1f{position}\x1f{nonconformity!r}{purpose}"
-        return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big") * 2.0**-56
+        digest = blake2b(text.encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "big") * 2.0**-56
 
-    def _facts(self) -> Facts:
-        seen = (self.stored, self.decided, self.escalated, self.tuning, self.events)
-        return Facts(self._nominal, *seen, left=self._end.left, cap=self.cap)
-
-    def _additions(self) -> list[str]:
-        """What adds to the promise of the mode."""
-        return ["by-length"] * (self._strata is not None) + ["cap"] * (self.cap is not None)
+    def _promise(self) -> tuple[str, str]:
+        facts = Facts(
+            rate=self._nominal,
+            stored=self.stored,
+            decided=self.decided,
+            escalated=self.escalated,
+            tuning=self.tuning,
+            events=self.events,
+            left=self._end.left,
+            cap=self.cap,
+        )
+        additions = list[str]()
+        if self._strata is not None:
+            additions.append("by-length")
+        if self.cap is not None:
+            additions.append("cap")
+        return describe(self.mode, facts, additions)
 
     def state(self) -> dict[str, Any]:
-        """Everything that decides what comes next, as JSON: restored, the same stream gets the same
-        decisions.
+        """Return everything that decides what comes next, as JSON.
+
+        A restored calibrator takes the same decisions on the same stream.
         """
-        return {
+        state: dict[str, Any] = {
             "kind": _KIND,
             "version": _VERSION,
             "rate": str(self.rate),
@@ -458,16 +517,18 @@ class Calibrator(Persisted):
             "order": self._order.state(),
             "monitor": self._monitor.state(),
             "alert": [self._alert, self._widened],
-            **({"lengths": self._strata.state()} if self._strata else {}),
         }
+        if self._strata is not None:
+            state["lengths"] = self._strata.state()
+        return state
 
     @classmethod
     def restored(
         cls, state: Mapping[str, Any], fingerprint: Mapping[str, object] | None = None
     ) -> Calibrator:
-        """A calibrator that goes on where the one of this state stopped.
+        """Return a calibrator that continues where the one of this state stopped.
 
-        :raises CalibrationInputError: if it is no such state.
+        :raises CalibrationInputError: if it is not such a state.
         :raises FingerprintError: if it was made under other conditions than `fingerprint`.
         """
         if state.get("kind") != _KIND or state.get("version") != _VERSION:
@@ -477,14 +538,14 @@ class Calibrator(Persisted):
         try:
             if fingerprint is not None:
                 check_fingerprint("the calibrator state", state["fingerprint"], fingerprint)
-            state = {**state, "order": with_lengths(state["order"])}
-            made = cls._of(state)
+            calibrator = cls._from_state(state)
+            # Nothing was left out, rounded or added by hand.
             is_whole = (
-                same(made.state(), state)
-                and type(made.seed) is int
-                and 0 <= made.escalated <= made.decided
+                same(calibrator.state(), state)
+                and type(calibrator.seed) is int
+                and 0 <= calibrator.escalated <= calibrator.decided
             )
-        except (*_WRONG, OptionError) as error:
+        except _UNREADABLE as error:
             problem = f"{type(error).__name__}: {error}"
             raise CalibrationInputError(
                 "calibrator state", problem, "what a calibrator saved"
@@ -493,36 +554,35 @@ class Calibrator(Persisted):
             raise CalibrationInputError(
                 "calibrator state", "changed by hand", "what a calibrator saved"
             )
-        return made
+        return calibrator
 
     @classmethod
-    def _of(cls, state: Mapping[str, Any]) -> Calibrator:
-        stored = StoredScores.restore(state["stored"])
-        tuning = Tuning(**state["tuning"])
-        options: dict[str, Any] = {
-            "seed": state["seed"],
-            "stored": stored,
-            "tuning": tuning,
-            **state["options"],
-        }
+    def _from_state(cls, state: Mapping[str, Any]) -> Calibrator:
+        options: dict[str, Any] = dict(state["options"])
         if "cap" in options:
             options["cap"] = Fraction(options["cap"])
-        made = cls(Fraction(state["rate"]), state["mode"], **options)
-        made.fingerprint = dict(state["fingerprint"])
-        super(Calibrator, made).merge(state)
-        if made._strata is not None:
-            made._strata = LengthStrata()  # the stored scores are among those of the state
-            made._strata.merge(state["lengths"])
-        made._order.restore(state["order"])
-        made._monitor.restore(state["monitor"])
-        if any(event.action == "recalibrate" for event in made.events):
-            made._pool.drop_stored()
-        made._alert, made._widened = state["alert"]
-        return made
+        calibrator = cls(
+            Fraction(state["rate"]),
+            state["mode"],
+            seed=state["seed"],
+            stored=StoredScores.restore(state["stored"]),
+            tuning=Tuning(**state["tuning"]),
+            **options,
+        )
+        calibrator.fingerprint = dict(state["fingerprint"])
+        super(Calibrator, calibrator).merge(state)
+        if calibrator._strata is not None:
+            calibrator._strata = LengthStrata()  # the stored scores are among those of the state
+            calibrator._strata.merge(state["lengths"])
+        calibrator._order.restore(state["order"])
+        calibrator._monitor.restore(state["monitor"])
+        if any(event.action == "recalibrate" for event in calibrator.events):
+            calibrator._pool.drop_stored()
+        calibrator._alert, calibrator._widened = state["alert"]
+        return calibrator
 
     def save(self, path: Path) -> None:
-        """Write the state, replacing the file in one step so that a crash leaves the old one or the
-        new one.
+        """Write the state in one step, so that a crash leaves the old file or the new one.
 
         :raises StorageError: if the disk refuses.
         """
@@ -530,7 +590,7 @@ class Calibrator(Persisted):
 
     @classmethod
     def load(cls, path: Path, fingerprint: Mapping[str, object] | None = None) -> Calibrator:
-        """The calibrator that `save` wrote.
+        """Return the calibrator that `save` wrote.
 
         :raises CalibrationInputError: if the file is missing, damaged or something else.
         :raises FingerprintError: if it was made under other conditions than `fingerprint`.
@@ -538,8 +598,7 @@ class Calibrator(Persisted):
         return cls.restored(read_state(path), fingerprint)
 
     def merge(self, state: Mapping[str, Any]) -> None:
-        """Add what another calibrator of the same rate, mode, conditions and stored scores has seen
-        live.
+        """Add what another calibrator of the same rate, mode and stored scores has seen live.
 
         Its alarms are not taken over: this one's monitor has not seen those scores.
 
@@ -549,16 +608,16 @@ class Calibrator(Persisted):
         """
         check_fingerprint("the calibrator to merge", state["fingerprint"], self.fingerprint)
         mine = strict(self.state())
-        state = strict(state)
+        theirs = strict(state)
         for name in ("kind", "version", "rate", "mode", "options", "tuning", "stored"):
-            if state.get(name) != mine[name]:
+            if theirs.get(name) != mine[name]:
                 raise CalibrationInputError(
                     f"{name} of the calibrator to merge", "another", "the same as here"
                 )
-        if state["order"]["held"]:
+        if theirs["order"]["held"]:
             raise CalibrationInputError(
                 "calibrator to merge", "scores held for their issue", "a finished one"
             )
-        super().merge(state)
+        super().merge(theirs)
         if self._strata is not None:
-            self._strata.merge(state["lengths"])
+            self._strata.merge(theirs["lengths"])

@@ -18,10 +18,8 @@ from atts.calibration.scores import PERPLEXITY, Scale, StoredScores, plain_numbe
 from atts.core import Decision
 from atts.errors import CalibrationInputError
 
-TURN_BINS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (6, 9), (10, 14))
-"""Turns grouped so that each bin holds enough decisions; later turns than the last bin count in no
-bin.
-"""
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 METRICS = (
     "overall_error",
@@ -32,102 +30,13 @@ METRICS = (
     "agreement_with_sorted",
 )
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-
-def rate_metrics(
-    questions: Sequence[object],
-    turns: Sequence[int],
-    nonconformity: Sequence[float],
-    escalated: Sequence[bool],
-    rate: float,
-) -> dict[str, float]:
-    """The six numbers of rate control, on equal-length sequences in arrival order (nonconformity:
-    larger is worse).
-
-    A number that does not exist for the stream (no pair to rank, fewer than 500 decisions) is NaN;
-    an empty stream has only NaNs.
-    """
-    if not len(questions):
-        return dict.fromkeys(METRICS, math.nan)
-    q: Ints = np.unique(np.array([str(question) for question in questions]), return_inverse=True)[
-        1
-    ].astype(np.int64)
-    t: Ints = np.asarray(turns, np.int64)
-    x: Floats = np.asarray(nonconformity, float)
-    e: Floats = np.asarray(escalated, float)
-    per_question: Floats = np.bincount(q, e) / np.bincount(q)
-    return {
-        "overall_error": float(abs(e.mean() - rate)),
-        "turn_rms": turn_rms(t, e, rate),
-        "question_rms": float(np.sqrt(np.mean((per_question - rate) ** 2))),
-        "worst_rolling_500": worst_rolling(e, rate),
-        "auroc_within_question_turn": pooled_auroc(x, e, q * (int(t.max()) + 1) + t),
-        "agreement_with_sorted": float((e == sorted_decisions(q, t, x, rate)).mean()),
-    }
-
-
-def turn_rms(turns: Ints, escalated: Floats, rate: float) -> float:
-    """Root mean square over the turn bins of (realised - nominal), weighted by decisions."""
-    total = 0.0
-    for low, high in TURN_BINS:
-        inside = (turns >= low) & (turns <= high)
-        if inside.any():
-            total += float(inside.mean()) * (float(escalated[inside].mean()) - rate) ** 2
-    return math.sqrt(total)
-
-
-def worst_rolling(escalated: Floats, rate: float, width: int = 500) -> float:
-    """The largest |realised - nominal| over any `width` consecutive decisions; NaN for a shorter
-    stream.
-    """
-    sums = np.concatenate([[0.0], np.cumsum(escalated)])
-    if len(sums) <= width:
-        return math.nan
-    return float(np.abs((sums[width:] - sums[:-width]) / width - rate).max())
-
-
-def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float:
-    """P(an escalated chunk is worse than a kept one) over all pairs inside a group, ties half; NaN
-    without a pair.
-    """
-    order = np.argsort(group, kind="stable")
-    bounds = np.flatnonzero(np.diff(group[order])) + 1
-    wins = pairs = 0.0
-    for members in np.split(order, bounds):
-        bad = nonconformity[members][escalated[members] == 1]
-        kept = np.sort(nonconformity[members][escalated[members] == 0])
-        below = np.searchsorted(kept, bad, "left")
-        up_to = np.searchsorted(kept, bad, "right")
-        wins += float((below + up_to).sum()) / 2
-        pairs += len(bad) * len(kept)
-    return wins / pairs if pairs else math.nan
-
-
-def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float) -> Floats:
-    """The synchronous rule: each (question, turn) group whole, the worst escalate, rounding carried
-    per question.
-    """
-    q = np.asarray(questions)
-    t = np.asarray(turns)
-    x = np.asarray(nonconformity, float)
-    order = np.lexsort((np.arange(len(q)), -x, t, q))
-    starts = np.flatnonzero(np.diff(q[order]) | np.diff(t[order])) + 1
-    decisions = np.zeros(len(q))
-    carry = dict[int, float]()
-    for members in np.split(order, starts):
-        key = int(q[members[0]])
-        want = rate * len(members) + carry.get(key, 0.0)
-        count = max(0, min(len(members), math.floor(want + 0.5)))
-        carry[key] = want - count
-        decisions[members[:count]] = 1
-    return decisions
+# Turns grouped so that each bin has enough decisions; turns after the last bin count in no bin.
+TURN_BINS = ((0, 0), (1, 1), (2, 2), (3, 3), (4, 5), (6, 9), (10, 14))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Every decision in arrival order, and how well they held the rate."""
+    """Every decision in arrival order, and how close their rate came to the nominal one."""
 
     rate: float
     mode: Mode
@@ -139,12 +48,10 @@ class ReplayResult:
 
     @property
     def escalated(self) -> float:
-        """The realised rate; NaN for no decision."""
-        return (
-            sum(d.escalate for d in self.decisions) / len(self.decisions)
-            if self.decisions
-            else float("nan")
-        )
+        """Return the realised rate; NaN without decisions."""
+        if not self.decisions:
+            return float("nan")
+        return sum(decision.escalate for decision in self.decisions) / len(self.decisions)
 
 
 def replay(
@@ -162,15 +69,14 @@ def replay(
     by_length: bool = False,
     cap: float | Fraction | None = None,
 ) -> ReplayResult:
-    """Decide on records {"question", "turn", "score"} one by one in arrival order, each from those
-    before it.
+    """Decide on records {"question", "turn", "score"} in arrival order, each from those before it.
 
     "sample" is optional, "left" (the share of decisions expected to be left) too, and "issue" (the
     place in the order of asking, from 0 without gaps) makes scores join the pools in that order
     instead of the order of arrival; "length" is needed where ranks are by length. The options are
     those of `Calibrator`.
 
-    :raises CalibrationInputError: if a record lacks a field, or its score is none.
+    :raises CalibrationInputError: if a record lacks a field, or its score is not one.
     :raises OptionError: for an unknown mode or drift policy.
 
     >>> records = [{"question": 1, "turn": 0, "score": score} for score in (1.2, 1.4, 9.0)]
@@ -178,50 +84,155 @@ def replay(
     [True, True, True]
     """
     calibrator = Calibrator(
-        rate, mode, seed=seed, scale=scale, stored=stored, drift=drift, window=window, decay=decay, tuning=tuning,
-        by_length=by_length, cap=cap,
-    )  # fmt: skip
+        rate,
+        mode,
+        seed=seed,
+        scale=scale,
+        stored=stored,
+        drift=drift,
+        window=window,
+        decay=decay,
+        tuning=tuning,
+        by_length=by_length,
+        cap=cap,
+    )
     decisions: list[Decision] = []
     for number, record in enumerate(records, 1):
         decision = _decide(calibrator, record, number)
         calibrator.observe(decision)
         decisions.append(decision)
     metrics = rate_metrics(
-        [d.question for d in decisions],
-        [d.turn for d in decisions],
-        [calibrator.scale.nonconformity(d.score) for d in decisions],
-        [d.escalate for d in decisions],
-        float(calibrator.rate),
+        questions=[decision.question for decision in decisions],
+        turns=[decision.turn for decision in decisions],
+        nonconformity=[calibrator.scale.nonconformity(decision.score) for decision in decisions],
+        escalated=[decision.escalate for decision in decisions],
+        rate=float(calibrator.rate),
     )
-    promise = (calibrator.guarantee, calibrator.voided_by)
     return ReplayResult(
-        float(calibrator.rate), mode, tuple(decisions), metrics, *promise, calibrator.events
+        rate=float(calibrator.rate),
+        mode=mode,
+        decisions=tuple(decisions),
+        metrics=metrics,
+        guarantee=calibrator.guarantee,
+        voided_by=calibrator.voided_by,
+        events=calibrator.events,
     )
 
 
 def _decide(calibrator: Calibrator, record: Mapping[str, Any], number: int) -> Decision:
+    """Decide on a record; errors name its number in the file."""
+    for name in ("question", "turn", "score"):
+        if name not in record:
+            raise CalibrationInputError(f"record {number}", dict(record), f"a field '{name}'")
+    options: dict[str, Any] = {}
+    whole_number(f"turn of record {number}", record["turn"])
+    for name in ("sample", "issue"):
+        if record.get(name) is not None:
+            whole_number(f"{name} of record {number}", record[name])
+            options[name] = record[name]
+    for name in ("left", "length"):
+        if record.get(name) is not None:
+            options[name] = plain_number(f"{name} of record {number}", record[name])
+    score = record["score"]
     try:
-        question = record["question"]
-        turn = record["turn"]
-        score = record["score"]
-    except KeyError as missing:
-        raise CalibrationInputError(
-            f"record {number}", dict(record), f"a field {missing}"
-        ) from None
-    counts = {
-        name: record.get(name) for name in ("sample", "issue") if record.get(name) is not None
-    }
-    for name, value in {"turn": turn, **counts}.items():
-        whole_number(f"{name} of record {number}", value)
-    given = {name: record[name] for name in ("left", "length") if record.get(name) is not None}
-    numbers: dict[str, Any] = {
-        name: plain_number(f"{name} of record {number}", value) for name, value in given.items()
-    }
-    try:
-        return calibrator.decide(score, str(question), int(turn), **counts, **numbers)
+        return calibrator.decide(score, str(record["question"]), int(record["turn"]), **options)
     except CalibrationInputError as problem:
         if problem.what != "score":
             raise
         raise CalibrationInputError(
             f"score of record {number}", score, calibrator.scale.domain
         ) from None
+
+
+def rate_metrics(
+    questions: Sequence[object],
+    turns: Sequence[int],
+    nonconformity: Sequence[float],
+    escalated: Sequence[bool],
+    rate: float,
+) -> dict[str, float]:
+    """Return the six numbers of rate control, from equal-length sequences in arrival order.
+
+    Larger nonconformity is worse. A number that does not exist for the stream (no pair to rank,
+    fewer than 500 decisions) is NaN; an empty stream has only NaNs.
+    """
+    if not len(questions):
+        return dict.fromkeys(METRICS, math.nan)
+    names = np.array([str(question) for question in questions])
+    q: Ints = np.unique(names, return_inverse=True)[1].astype(np.int64)
+    t: Ints = np.asarray(turns, np.int64)
+    x: Floats = np.asarray(nonconformity, float)
+    e: Floats = np.asarray(escalated, float)
+    question_rates: Floats = np.bincount(q, e) / np.bincount(q)
+    question_turn = q * (int(t.max()) + 1) + t  # one number for each pair of both
+    return {
+        "overall_error": float(abs(e.mean() - rate)),
+        "turn_rms": turn_rms(t, e, rate),
+        "question_rms": float(np.sqrt(np.mean((question_rates - rate) ** 2))),
+        "worst_rolling_500": worst_rolling(e, rate),
+        "auroc_within_question_turn": pooled_auroc(x, e, question_turn),
+        "agreement_with_sorted": float((e == sorted_decisions(q, t, x, rate)).mean()),
+    }
+
+
+def turn_rms(turns: Ints, escalated: Floats, rate: float) -> float:
+    """Return the root mean square over turn bins of (realised - nominal), weighted by decisions."""
+    total = 0.0
+    for low, high in TURN_BINS:
+        inside = (turns >= low) & (turns <= high)
+        if inside.any():
+            total += float(inside.mean()) * (float(escalated[inside].mean()) - rate) ** 2
+    return math.sqrt(total)
+
+
+def worst_rolling(escalated: Floats, rate: float, width: int = 500) -> float:
+    """Return the largest |realised - nominal| over any `width` consecutive decisions.
+
+    NaN for a shorter stream.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(escalated)])
+    if len(sums) <= width:
+        return math.nan
+    return float(np.abs((sums[width:] - sums[:-width]) / width - rate).max())
+
+
+def pooled_auroc(nonconformity: Floats, escalated: Floats, group: Ints) -> float:
+    """Return P(an escalated chunk is worse than a kept one) over all pairs inside a group.
+
+    Ties count half; NaN without a pair.
+    """
+    order = np.argsort(group, kind="stable")
+    bounds = np.flatnonzero(np.diff(group[order])) + 1
+    wins = 0.0
+    pairs = 0.0
+    for members in np.split(order, bounds):
+        over = nonconformity[members][escalated[members] == 1]
+        kept = np.sort(nonconformity[members][escalated[members] == 0])
+        # Counting from both sides counts each tie once, which is twice its half.
+        below = np.searchsorted(kept, over, "left")
+        up_to = np.searchsorted(kept, over, "right")
+        wins += float((below + up_to).sum()) / 2
+        pairs += len(over) * len(kept)
+    return wins / pairs if pairs else math.nan
+
+
+def sorted_decisions(questions: Any, turns: Any, nonconformity: Any, rate: float) -> Floats:
+    """Return the decisions of the synchronous rule, which sees each (question, turn) group whole.
+
+    The worst of each group escalate, rounding carried per question.
+    """
+    q = np.asarray(questions)
+    t = np.asarray(turns)
+    x = np.asarray(nonconformity, float)
+    # by question, then turn, then worst first, ties in arrival order
+    order = np.lexsort((np.arange(len(q)), -x, t, q))
+    starts = np.flatnonzero(np.diff(q[order]) | np.diff(t[order])) + 1
+    decisions = np.zeros(len(q))
+    carry = dict[int, float]()
+    for members in np.split(order, starts):
+        question = int(q[members[0]])
+        want = rate * len(members) + carry.get(question, 0.0)
+        count = max(0, min(len(members), math.floor(want + 0.5)))
+        carry[question] = want - count
+        decisions[members[:count]] = 1
+    return decisions

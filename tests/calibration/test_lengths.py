@@ -144,17 +144,6 @@ def test_a_calibrator_restored_half_way_goes_on_alike_in_every_mode(mode: Mode) 
     assert "about the same length" in again.guarantee
 
 
-def test_states_without_lengths_are_still_read() -> None:
-    """As they were written: no lengths among the options, none with the scores that wait."""
-    calibrator = Calibrator(0.3, "question-turn")
-    calibrator.observe(calibrator.decide(1.5, "q", 0, 0, issue=3))
-    state = json.loads(json.dumps(calibrator.state()))
-    assert "lengths" not in state
-    assert "by_length" not in state["options"]
-    state["order"]["held"] = [row[:4] for row in state["order"]["held"]]
-    assert Calibrator.restored(state).state() == calibrator.state()
-
-
 def test_merged_calibrators_know_the_lengths_of_both_and_the_stored_ones_once() -> None:
     """What both started from is not counted twice."""
     one, other = (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
-from itertools import pairwise
+from heapq import heapify, heappop, heappush
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-import numpy as np
 from msgspec import Struct
 
 from atts.core import Message, SampleRequest, TokenIds
@@ -75,9 +75,7 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with ends and roles left out."""
-        return b"".join([_bytes_of(token) for token in ids if token >= 256]).decode(
-            "utf-8", "replace"
-        )
+        return b"".join(map(_bytes_of, ids)).decode("utf-8", "replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
         """Return the ids of a conversation, ready for the assistant to continue.
@@ -96,7 +94,10 @@ class TextTokenizer:
 
         The last message is the assistant's so far, and may be empty.
         """
-        starts = [position for position, token in enumerate(ids) if token in _NAMES]
+        # Compared before it is looked up: hashing a piece's large number takes longer.
+        starts = [
+            position for position, token in enumerate(ids) if token <= ASSISTANT and token in _NAMES
+        ]
         if not starts or starts[0] != 0:
             # A text without roles is a question.
             return self.messages((USER, *ids))
@@ -116,34 +117,88 @@ class TextTokenizer:
         :raises ValueError: it is longer than that many ids can be.
         """
         data = text.encode()
-        ends = np.cumsum([0, *map(len, _pieces(text))])
-        while len(ends) > count + 1:
-            # Join the two neighbours that make the shortest piece.
-            ends = np.delete(ends, 1 + (ends[2:] - ends[:-2]).argmin())
-        while len(ends) <= min(count, len(data)):
-            # Halve the longest piece.
-            sizes = np.diff(ends)
-            longest = sizes.argmax()
-            ends = np.insert(ends, longest + 1, ends[longest] + sizes[longest] // 2)
-        if np.diff(ends).max(initial=0) > _LONGEST:
+        sizes = [len(piece) for piece in _pieces(text)]
+        if len(sizes) > count:
+            sizes = _joined(sizes, count)
+        elif len(sizes) < count:
+            sizes = _halved(sizes, min(count, len(data)))
+        if max(sizes, default=0) > _LONGEST:
             raise ValueError(f"{len(text)} characters in {count} tokens")
-        return tuple(_id_of(data[start:end]) for start, end in pairwise(ends.tolist()))
+        ids: list[int] = []
+        start = 0
+        for size in sizes:
+            ids.append(_id_of(data[start : start + size]))
+            start += size
+        return tuple(ids)
 
 
-def _pieces(text: str) -> Iterator[bytes]:
-    """Yield the bytes of the pieces of a text, none longer than an id can stand for."""
-    for word in _WORD.findall(text):
-        data: bytes = word.encode()
-        for start in range(0, len(data), _LONGEST):
-            yield data[start : start + _LONGEST]
+def _joined(sizes: list[int], count: int) -> list[int]:
+    """Join pieces until there are so many, always the two neighbours that make the shortest one."""
+    sizes = list(sizes)
+    following = list(range(1, len(sizes) + 1))
+    preceding = list(range(-1, len(sizes) - 1))
+    heap = [(sizes[first] + sizes[first + 1], first) for first in range(len(sizes) - 1)]
+    heapify(heap)
+    num_pieces = len(sizes)
+    count = max(1, count)
+    while num_pieces > count:
+        size, first = heappop(heap)
+        second = following[first]
+        # Sizes have changed since, or the piece was joined to the one before it.
+        if not sizes[first] or second == len(sizes) or sizes[first] + sizes[second] != size:
+            continue
+        sizes[first] = size
+        sizes[second] = 0
+        following[first] = after = following[second]
+        if after < len(sizes):
+            preceding[after] = first
+            heappush(heap, (size + sizes[after], first))
+        before = preceding[first]
+        if before >= 0:
+            heappush(heap, (sizes[before] + size, before))
+        num_pieces -= 1
+    return [size for size in sizes if size]
 
 
+def _halved(sizes: list[int], count: int) -> list[int]:
+    """Halve pieces until there are so many, always the longest one."""
+    heap: list[tuple[int, int, int]] = []
+    start = 0
+    for size in sizes:
+        heap.append((-size, start, size))
+        start += size
+    heapify(heap)
+    while len(heap) < count:
+        _, start, size = heappop(heap)
+        half = size // 2
+        heappush(heap, (-half, start, half))
+        heappush(heap, (half - size, start + half, size - half))
+    return [size for _, _, size in sorted(heap, key=lambda piece: piece[1])]
+
+
+def _pieces(text: str) -> list[bytes]:
+    """Return the bytes of the pieces of a text, none longer than an id can stand for."""
+    words = [word.encode() for word in _WORD.findall(text)]
+    if max(map(len, words), default=0) <= _LONGEST:
+        return words
+    # Long runs of spaces or line breaks.
+    return [
+        word[start : start + _LONGEST] for word in words for start in range(0, len(word), _LONGEST)
+    ]
+
+
+# A language has some ten thousand pieces, each of which is met at every turn of every rollout.
+@lru_cache(1 << 16)
 def _id_of(piece: bytes) -> int:
     # The leading byte keeps zeros, and keeps every id above those of ends and roles.
     return int.from_bytes(b"\x01" + piece)
 
 
+@lru_cache(1 << 16)
 def _bytes_of(token: int) -> bytes:
+    # Ends and roles have no text; every other id has the leading byte of `_id_of`.
+    if token < 256:
+        return b""
     return token.to_bytes((token.bit_length() + 7) // 8)[1:]
 
 

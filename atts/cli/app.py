@@ -22,13 +22,13 @@ EXIT_CODES: dict[int, str] = {
     0: "done",
     1: "an error of ours: please report it",
     2: "usage, dataset or calibration input",
-    3: "engine missing, or lost in mid-run: what it failed is left open, the same command goes on",
+    3: "an engine is missing or was lost: its work is left open, and the same command continues",
     4: "run directory or disk",
     5: "a requested check failed",
-    130: "interrupted, work kept: the same command goes on",
-    141: "whoever read our output left (`| head`)",
+    130: "interrupted: the work is kept, and the same command continues",
+    141: "the reader of the output closed it (`| head`)",
 }
-"""What the command line returns, and when."""
+"""Every exit code of the command line with its meaning."""
 INTERRUPTED = 130
 CLOSED_PIPE = 141
 DISK = 4
@@ -60,14 +60,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def build(words: Sequence[str]) -> typer.Typer:
-    """The tree for this command line: real code for the command it names, one help line for every
-    other.
-    """
+    """Build the command tree: code for the command that is named, a help line for every other."""
     codes = "; ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())
     app = typer.Typer(
         name="atts",
-        help="Asynchronous test-time scaling: a small model drafts, a large one judges, guarantees "
-        "are printed.\n\n"
+        help="Asynchronous test-time scaling: a small model drafts, a large one judges its chunks, and "
+        "guarantees are printed.\n\n"
         "Example: atts eval arithmetic --rate 0.2 --samples 8",
         epilog=f"Exit codes: {codes}.",
         no_args_is_help=True,
@@ -91,7 +89,7 @@ def build(words: Sequence[str]) -> typer.Typer:
 
 
 def _run(words: Sequence[str]) -> int:
-    """The code of a command that came to its end, or was not understood."""
+    """Return the exit code of a command that ended, or that was not understood."""
     try:
         code = build(words)(args=list(words), prog_name="atts", standalone_mode=False)
     except SystemExit as stop:  # typer's own word for a closed pipe
@@ -112,7 +110,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _misunderstood(error: Any) -> int:
-    """One line that says what was not understood, one that says where to look."""
+    """Print one line that says what was not understood, and one that says where to look."""
     text = " ".join(str(error.format_message()).split())
     if not text:  # nothing was asked for, and the help says what can be
         return int(error.exit_code)
@@ -123,16 +121,14 @@ def _misunderstood(error: Any) -> int:
 
 
 def _failed(text: str, code: int) -> int:
-    """Print the message on stderr, if that can still be written; the code."""
+    """Print the message on stderr if it can still be written, and return the code."""
     with suppress(OSError):
         tell(f"atts: {text}")
     return code
 
 
 def _reader_left() -> bool:
-    """Whether the other end of our own output is closed: a broken pipe elsewhere is a failure like
-    any other.
-    """
+    """Return whether our own output's reader is gone; other broken pipes are failures."""
     watch = select.poll()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # no file, or closed
@@ -141,13 +137,13 @@ def _reader_left() -> bool:
 
 
 def _closed_pipe() -> int:
-    """The reader left: keep the interpreter from complaining about it at exit."""
+    """Keep the interpreter from complaining at exit about a reader that left."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return CLOSED_PIPE
 
 
 def _never_fail_to_encode() -> None:
-    """Text that the terminal's encoding lacks is printed with escapes."""
+    """Print characters that the terminal's encoding lacks as escapes."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -164,8 +160,7 @@ def _attach(app: typer.Typer, name: str, code: Any, words: str) -> None:
 
 
 def flowing(docstring: str) -> str:
-    """A docstring whose paragraphs may be broken anew, to the width of a terminal instead of the
-    source's.
+    """Join the lines of each paragraph, so that the terminal's width breaks them.
 
     >>> flowing("What it does.\\n\\n    More of\\n    that.")
     'What it does.\\n\\nMore of that.'
@@ -195,9 +190,7 @@ def _root(
 
 
 class Command(NamedTuple):
-    """A command or group of commands; `module` is imported only when it is called, `attribute`
-    found in it.
-    """
+    """A command or group; `module` is imported when it is called, and holds `attribute`."""
 
     module: str
     attribute: str
@@ -213,25 +206,25 @@ COMMANDS: dict[str, Command] = {
         "atts.cli.comparisons", "compare", "Compare two runs problem by problem, costs as ratios."
     ),
     "config": Command(
-        "atts.cli.preparation", "config_app", "Show the configuration, and who set what."
+        "atts.cli.preparation", "config_app", "Show every setting, and where each comes from."
     ),
     "datasets": Command(
-        "atts.cli.datasets", "datasets_app", "List datasets, or show what is in one."
+        "atts.cli.datasets", "datasets_app", "List datasets, or show the problems of one."
     ),
     "doctor": Command(
-        "atts.cli.preparation", "doctor", "Look at everything a long run depends on."
+        "atts.cli.preparation", "doctor", "Check everything that a long run depends on."
     ),
     "eval": Command(
-        "atts.cli.evaluations", "evaluate", "Evaluate a method on a dataset: the main job."
+        "atts.cli.evaluations", "evaluate", "Evaluate a method on a dataset: the main command."
     ),
     "grade": Command("atts.cli.datasets", "grade", "Grade answers against references."),
     "journal": Command(
         "atts.cli.recorded_runs",
         "journal_app",
-        "Check whether a run is whole, and save what is of one that is not.",
+        "Check whether a run's journal is whole, or save the whole part of it.",
     ),
     "merge": Command(
-        "atts.cli.recorded_runs", "merge", "Make one run of the shards of an evaluation."
+        "atts.cli.recorded_runs", "merge", "Merge the shards of an evaluation into one run."
     ),
     "pairs": Command(
         "atts.cli.preparation", "pairs", "List pairs of models, and the GPUs that hold them."
@@ -239,20 +232,20 @@ COMMANDS: dict[str, Command] = {
     "plan": Command(
         "atts.cli.comparisons", "plan", "Advise what to spend on a problem, from recorded runs."
     ),
-    "probe": Command("atts.cli.preparation", "probe", "Say what a server can do for a run."),
+    "probe": Command("atts.cli.preparation", "probe", "Print what a server can do for a run."),
     "replay": Command(
-        "atts.cli.comparisons", "replay", "Run another policy over a recorded run, without a model."
+        "atts.cli.comparisons", "replay", "Apply another policy to a recorded run, without a model."
     ),
     "report": Command("atts.cli.recorded_runs", "report", "Write the report of a run."),
-    "runs": Command("atts.cli.recorded_runs", "runs", "List runs with their status and headline."),
+    "runs": Command("atts.cli.recorded_runs", "runs", "List runs with their status and accuracy."),
     "solve": Command("atts.cli.solving", "solve", "Solve one problem and show the reasoning."),
     "sweep": Command(
         "atts.cli.evaluations",
         "sweep",
-        "Evaluate under many settings, and draw what accuracy costs.",
+        "Evaluate under many settings, and draw accuracy against cost.",
     ),
     "trace": Command(
         "atts.cli.recorded_runs", "trace", "Write a run's task graph as a trace for Perfetto."
     ),
-    "zoo": Command("atts.cli.zoo", "app", "Store many models by the blocks they share."),
+    "zoo": Command("atts.cli.zoo", "app", "Store many models by the blocks that they share."),
 }

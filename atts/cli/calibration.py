@@ -19,39 +19,39 @@ if TYPE_CHECKING:
     from atts.calibration import Health, ReplayResult, StoredScores
 
 
-Rate = Annotated[float, typer.Option(help="The fraction of chunks the target takes over.")]
+Rate = Annotated[float, typer.Option(help="Share of chunks that the target takes over.")]
 OwnRate = Annotated[
     float | None,
     typer.Option(
-        help="The fraction of chunks the target takes over. By default the run's own; of a file "
-        "0.4."
+        help="Share of chunks that the target takes over; by default the run's own, for a file 0.4."
     ),
 ]
 Mode = Annotated[str, typer.Option(help="split, marginal, aci, question or question-turn.")]
-Scale = Annotated[str, typer.Option(help="What the scores are: perplexity, logprob or real.")]
+Scale = Annotated[str, typer.Option(help="Kind of the scores: perplexity, logprob or real.")]
 PerQuestion = Annotated[
-    int | None, typer.Option(help="This many consecutive scores of an array are one question.")
+    int | None,
+    typer.Option(help="Number of consecutive scores of an array that belong to one question."),
 ]
 ByLength = Annotated[
-    bool, typer.Option("--by-length", help="Rank among chunks of about the same length.")
+    bool, typer.Option("--by-length", help="Rank each score among chunks of about the same length.")
 ]
 Condition = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=VALUE the scores were made under: target.model=QwQ-32B, "
+        help="Condition the scores were made under, such as target.model=QwQ-32B or "
         "sampling.temperature=0.7; repeatable."
     ),
 ]
 Source = Annotated[
     str,
     typer.Argument(
-        help="A run directory; JSON Lines of {score, question, turn}, or - for stdin; .json; .npy."
+        help="Run directory, JSON Lines of {score, question, turn} (- for stdin), .json or .npy."
     ),
 ]
 
 
 def rate_of(given: float | None, file: str) -> float:
-    """What was given, else the rate that the run was made at, else that of files."""
+    """Return the given rate, else the rate of the run, else the one used for files."""
     from atts.api import RATE_OF_FILES
 
     if given is not None or file == "-" or not Path(file).is_dir():
@@ -69,7 +69,7 @@ def rate_of(given: float | None, file: str) -> float:
 def scores_of(
     file: str, per_question: int | None, scale: str, conditions: list[str] | None
 ) -> StoredScores:
-    """Scores with their conditions, of any kind of source.
+    """Read scores of any kind of source with their conditions.
 
     :raises CalibrationInputError: there are none, or one is no score.
     """
@@ -89,7 +89,7 @@ def scores_of(
 
 
 def records_of(file: str, per_question: int | None, scale: str) -> list[dict[str, Any]]:
-    """Records in their order, with whatever fields a file of lines gives them.
+    """Read records in their order, with all fields that a file of lines gives them.
 
     :raises CalibrationInputError: there are none, or one cannot be read.
     """
@@ -129,24 +129,26 @@ def replay(
     file: Source,
     rate: Rate = 0.4,
     mode: Mode = "question-turn",
-    seed: Annotated[int, typer.Option(help="Of the coin that breaks ties.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for breaking ties.")] = 0,
     stored: Annotated[
-        Path | None, typer.Option(help="Scores of a calibration run to start from.")
+        Path | None, typer.Option(help="Start from the scores of this calibration run.")
     ] = None,
     per_question: PerQuestion = None,
     drift: Annotated[
-        str, typer.Option(help="On alarm: recalibrate, widen, escalate or report.")
+        str, typer.Option(help="Action on a drift alarm: recalibrate, widen, escalate or report.")
     ] = "recalibrate",
-    window: Annotated[int | None, typer.Option(help="Remember only so many scores.")] = None,
+    window: Annotated[int | None, typer.Option(help="Use only the latest scores, so many.")] = None,
     decay: Annotated[
-        float | None, typer.Option(help="Let each score fade by this factor per newer one.")
+        float | None,
+        typer.Option(help="Weight of each score relative to the next newer one, such as 0.99."),
     ] = None,
     scale: Scale = "perplexity",
     by_length: ByLength = False,
     as_json: Json = False,
 ) -> None:
-    """Decide on recorded scores in arrival order, each from those before it, and say how well the
-    rate was held.
+    """Decide on recorded scores in order of arrival, and report how well the rate was met.
+
+    Each decision uses only the scores before it.
 
     Example: atts calibration replay scores.jsonl --rate 0.4 --mode question-turn --json
     """
@@ -168,13 +170,13 @@ def replay(
 @app.command("import")
 def import_scores(
     file: Source,
-    out: Annotated[Path, typer.Option(help="Where to write the scores; - is stdout.")],
+    out: Annotated[Path, typer.Option(help="File to write the scores to; - is stdout.")],
     per_question: PerQuestion = None,
     scale: Scale = "perplexity",
     condition: Condition = None,
     as_json: Json = False,
 ) -> None:
-    """Read scores of any supported kind and write them as one file with their conditions.
+    """Read scores of any supported kind, and write them with their conditions as one file.
 
     Example: atts calibration import ppls.npy --per-question 16 --condition target.model=QwQ-32B
     --out scores.json
@@ -192,11 +194,11 @@ def import_scores(
 @app.command("fit")
 def fit(
     file: Source,
-    out: Annotated[Path, typer.Option(help="Where to write the calibrator; - is stdout.")],
+    out: Annotated[Path, typer.Option(help="File to write the calibrator to; - is stdout.")],
     rate: OwnRate = None,
     mode: Mode = "question-turn",
     per_question: PerQuestion = None,
-    seed: Annotated[int, typer.Option(help="Of the coin that breaks ties.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for breaking ties.")] = 0,
     scale: Scale = "perplexity",
     condition: Condition = None,
     by_length: ByLength = False,
@@ -204,7 +206,7 @@ def fit(
 ) -> None:
     """Make a calibrator that starts from these scores.
 
-    `atts eval --scores` starts from it as from the scores themselves.
+    Both it and the scores themselves can be given to `atts eval --scores`.
 
     Example: atts calibration fit scores.jsonl --mode question-turn --condition target.model=QwQ-32B --out
     calibrator.json
@@ -229,37 +231,36 @@ def report(
     rate: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of chunks the target takes over. By default a run's or a calibrator's "
-            "own; of scores 0.4."
+            help="Share of chunks that the target takes over; by default a run's or a calibrator's "
+            "own, for scores 0.4."
         ),
     ] = None,
     mode: Annotated[
         str | None,
         typer.Option(
-            help="How the rate is held. By default a run's or a calibrator's own; of scores aci."
+            help="Scope in which the rate is met; by default a run's or a calibrator's own, for scores aci."
         ),
     ] = None,
     format: Annotated[
         str | None,
         typer.Option(
-            help="html, markdown or json; svg or png: a folder of figures. By default as --out "
+            help="Format: html, markdown, json, or svg or png (a folder of figures); by default as --out "
             "ends."
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the report, or its figures; - is stdout.")
+        Path | None, typer.Option(help="Path to write the report or its figures to; - is stdout.")
     ] = None,
     per_question: PerQuestion = None,
     scale: Scale = "perplexity",
-    seed: Annotated[int, typer.Option(help="Of the coin that breaks ties.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for breaking ties.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Say what a run's calibration did, or what scores or a calibrator can promise: on the
-    terminal, or as a report.
+    """Report what a run's calibration did, or what scores or a calibrator can promise.
 
-    A run is told at the rate it was made at; with another one its scores are decided anew. Scores
-    may carry a field "correct" (true or false): then the report says what they know of right
-    answers.
+    The report is printed, or written with --out. A run is reported at its own rate; with another
+    rate its scores are decided again. If records have a field "correct" (true or false), the report
+    also says how scores and correct answers are related.
 
     Example: atts calibration report runs/first --out calibration.html
 
@@ -291,20 +292,21 @@ def report(
 def check(
     file: Source,
     live: Annotated[
-        Path | None, typer.Option(help="Scores of the run these are meant for, in arrival order.")
+        Path | None,
+        typer.Option(help="Scores of the run that these are meant for, in order of arrival."),
     ] = None,
     rate: OwnRate = None,
     per_question: PerQuestion = None,
     scale: Scale = "perplexity",
     as_json: Json = False,
 ) -> None:
-    """Fail (exit code 5) if stored scores are broken, or are not like those of the run they are
-    meant for.
+    """Fail (exit code 5) if stored scores are broken, or unlike those of the run they are for.
 
-    Of a run directory: fail if its realised rate left its band, an alarm went off, or, with --live,
-    the other run was made under other conditions (models, tokenizers, sampling, chunk limits). The
-    band is what questions that differ as much as these allow; a rate inside it but outside what
-    coins allow is called unclear and does not fail.
+    A run directory fails if its realised rate left its band or a drift alarm was raised. With
+    --live it also fails if the other run was made under other conditions: models, tokenizers,
+    sampling, chunk limits. The band allows for questions that differ as much as these do; a rate
+    that is inside it, but outside what independent coins allow, is called unclear and does not
+    fail.
 
     Example: atts calibration check runs/first
 
@@ -328,11 +330,11 @@ def check(
         raise CheckFailed(f"{file}: {events[0]['message']}{noticed}")
     if not as_json:
         watched = f", {len(other)} live scores watched" if live is not None else ""
-        say(f"{file}: nothing found against it ({len(stored)} scores{watched})")
+        say(f"{file}: no problem found ({len(stored)} scores{watched})")
 
 
 def check_run(directory: Path, as_json: bool) -> None:
-    """Whether a run kept what its calibration promised.
+    """Check whether a run kept what its calibration promised.
 
     :raises CheckFailed: the rate left its band, or an alarm went off.
     """
@@ -465,9 +467,7 @@ def _print_health(health: Health) -> None:
 
 
 def _threshold(value: float) -> str:
-    """A score in few letters; there is none above which to escalate where the scores are too few
-    for the rate.
-    """
+    """Return a score in few letters, or "none" where too few scores allow no threshold."""
     if math.isinf(value):
         return "none"
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 Run = Annotated[
-    Path, typer.Argument(help="A run directory, or results as `atts eval --json` prints them.")
+    Path, typer.Argument(help="Run directory, or results as `atts eval --json` prints them.")
 ]
 _MANY = 100_000  # problems: more than any benchmark has
 
@@ -32,26 +32,25 @@ def compare(
     sequential: Annotated[
         bool,
         typer.Option(
-            "--sequential", help="Also one by one: after how many problems they are told apart."
+            "--sequential", help="Also report after how many problems the difference was known."
         ),
     ] = False,
     points: Annotated[
         float,
-        typer.Option(help="With --sequential: differences within so many points count as alike."),
+        typer.Option(help="With --sequential: count differences within so many points as none."),
     ] = 0.0,
     seed: Annotated[
-        int, typer.Option(help="Of the order in which --sequential takes the problems.")
+        int, typer.Option(help="Random seed of the order in which --sequential takes problems.")
     ] = 0,
     as_json: Json = False,
 ) -> None:
-    """Compare two runs problem by problem: accuracy, its difference with an interval, costs as
-    ratios.
+    """Compare two runs problem by problem: accuracy with an interval, and costs as ratios.
 
     Intervals and p-values are clustered by problem: a problem's rollouts stay together.
 
-    --sequential takes the problems in an order drawn by the seed, and its interval holds after
-    every one of them: one may look as often as one likes. `atts eval --against RUN --stop-when
-    decided` ends a run by it.
+    --sequential takes the problems in an order drawn by the seed; its interval is valid after each
+    of them, so looking early costs nothing. `atts eval --against RUN --stop-when decided` ends a
+    run by it.
 
     Example: atts compare runs/target-only runs/first
     """
@@ -132,41 +131,39 @@ def _accuracy_lines(name: str, found: Comparison) -> list[str]:
             if found.problems_needed <= _MANY
             else f"more than {_MANY:,}"
         )
-        lines.append(
-            f"{'':16}{needed} problems like these would show such a difference 4 times in 5"
-        )
+        lines.append(f"{'':16}{needed} problems like these give 80 % power for such a difference")
     return lines
 
 
 def certify(
     target: Annotated[
-        Path, typer.Argument(help="The run directory of the target alone on labelled problems.")
+        Path, typer.Argument(help="Run directory of the target alone on labelled problems.")
     ],
     runs: Annotated[
         list[Path], typer.Argument(help="Run directories of policies on the same problems.")
     ],
     epsilon: Annotated[
-        float, typer.Option(help="How much less often right a policy may be.")
+        float, typer.Option(help="How much less often than the target a policy may be correct.")
     ] = 0.02,
     delta: Annotated[
-        float, typer.Option(help="The probability with which the certificate may be wrong.")
+        float, typer.Option(help="Probability with which the certificate may be wrong.")
     ] = 0.1,
     lost: Annotated[
         bool,
         typer.Option(
             "--lost",
-            help="Bound the answers lost, those lost by sampling included, not the net loss.",
+            help="Bound the answers lost, including those lost by sampling, instead of the net loss.",
         ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Certify the cheapest policy that is right at most epsilon less often than the target alone on
-    new problems.
+    """Certify the cheapest policy that is correct nearly as often as the target alone.
 
-    Runs of one method and mode are tested from the highest rate down until one fails. Net losses
-    are counted: answers that the policy loses, less those that it wins, so that two runs of the
-    same models may be certified against each other. Exit code 5 where no policy is certified; the
-    words then say how many problems it would take.
+    "Nearly" is at most --epsilon less often on new problems. Runs of one method and mode are tested
+    from the highest rate down until one fails. The net loss is bounded: answers that the policy
+    loses less those that it wins, so that two runs of the same models can be certified against each
+    other. If no policy is certified the exit code is 5, and the output says how many problems it
+    would take.
 
     Example: atts certify runs/target-only runs/first --epsilon 0.02
     """
@@ -192,34 +189,45 @@ def _certificate_lines(found: Certificate) -> list[str]:
 def replay(
     directory: RunDirectory,
     method: Annotated[
-        str | None, typer.Option(help="The gate of another method.", show_default="as recorded")
+        str | None,
+        typer.Option(help="Decide with the gate of another method.", show_default="as recorded"),
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Another share for the target.", show_default="as recorded")
+        float | None,
+        typer.Option(
+            help="Decide at another share of chunks for the target.", show_default="as recorded"
+        ),
     ] = None,
     mode: Annotated[
-        str | None, typer.Option(help="What the rate is held for.", show_default="as recorded")
+        str | None,
+        typer.Option(
+            help="Decide with another scope of the rate: aci, question, ...",
+            show_default="as recorded",
+        ),
     ] = None,
     samples: Annotated[
-        int | None, typer.Option(help="Only the first rollouts of each problem.")
+        int | None, typer.Option(help="Use only so many rollouts of each problem.")
     ] = None,
     turns: Annotated[
-        int | None, typer.Option(help="Only the first rounds of each rollout.")
+        int | None, typer.Option(help="Use only so many first rounds of each rollout.")
     ] = None,
-    vote: Annotated[str | None, typer.Option(help="majority or confidence.")] = None,
-    budget: Annotated[int | None, typer.Option(help="Takeovers per problem, at most.")] = None,
+    vote: Annotated[
+        str | None, typer.Option(help="Count answers another way: majority or confidence.")
+    ] = None,
+    budget: Annotated[
+        int | None, typer.Option(help="Takeovers by the target per problem, at most.")
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of the gate's coins.", show_default="as recorded")
+        int | None, typer.Option(help="Random seed of the gate.", show_default="as recorded")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Decide anew on the recorded scores under another gate, rate, budget, number of rollouts or
-    turns, or vote.
+    """Decide again on the recorded scores under another gate, rate, budget or vote.
 
-    Decisions that come out otherwise lead where the record does not: they are counted, and flagged
-    in --json; the answers of their rollouts are the recorded ones, and tokens are estimates.
-    Rollouts that were stopped before they could answer count neither as right nor as wrong:
-    --samples takes others first.
+    Numbers of rollouts and turns may be lowered as well. A decision that changes leads to text that
+    was never written: such decisions are counted, and flagged in --json; the recorded answers of
+    their rollouts vote, and tokens are estimates. Rollouts that were stopped before they could
+    answer count neither as correct nor as wrong: --samples takes others first.
 
     Example: atts replay runs/first --rate 0.4 --samples 4
     """
@@ -240,7 +248,7 @@ def replay(
 
 
 def _replay_objects(found: Replay) -> list[str]:
-    """One object per decision and per problem, then the summary."""
+    """Return one JSON object per decision and per problem, then the summary."""
     decisions = (
         {
             "type": "decision",
@@ -268,13 +276,13 @@ def _replay_objects(found: Replay) -> list[str]:
 
 
 def _replay_lines(found: Replay) -> list[str]:
-    """How far the numbers can be believed, then the two side by side."""
+    """Return how reliable the numbers are, then both sides in a table."""
     old = found.recorded
     new = found.replayed
     rows = [
         ("", "recorded", "replayed"),
-        ("chunks handed over", old.rate.brief("-"), new.rate.brief("-")),
-        ("answers right", old.accuracy.brief("-"), new.accuracy.brief("-")),
+        ("chunks escalated", old.rate.brief("-"), new.rate.brief("-")),
+        ("answers correct", old.accuracy.brief("-"), new.accuracy.brief("-")),
         ("decisions", f"{old.decisions:,}", f"{new.decisions:,}"),
         ("tokens, draft", *(_replay_tokens(side, side.draft_tokens) for side in (old, new))),
         ("tokens, target", *(_replay_tokens(side, side.target_tokens) for side in (old, new))),
@@ -285,7 +293,7 @@ def _replay_lines(found: Replay) -> list[str]:
         f"{name:<20}{one:<24}{other}{asked if name.startswith('chunks') else ''}"
         for name, one, other in rows
     ]
-    changed = f"{found.changed:,} of {new.decisions:,} decisions came out otherwise."
+    changed = f"{found.changed:,} of {new.decisions:,} decisions changed."
     return [*_off_policy_lines(found), *table, "", changed]
 
 
@@ -296,7 +304,7 @@ def _replay_tokens(side: ReplaySide, count: int | None) -> str:
 
 
 def _off_policy_lines(found: Replay) -> Iterator[str]:
-    """What the numbers below rest on, where that is not the record alone."""
+    """Yield what the numbers rest on, where that is not the record alone."""
     if found.off_policy > 0:
         yield (
             f"{found.off_policy:.1%} of the rollouts left the recorded path: what they would have "
@@ -319,22 +327,23 @@ def _off_policy_lines(found: Replay) -> Iterator[str]:
 def plan(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Run directories on the same problems, such as at several rates."),
+        typer.Argument(help="Run directories on the same problems, for example at several rates."),
     ],
     target_tokens: Annotated[
-        float | None, typer.Option(help="Cap: written by the target, per problem.")
+        float | None, typer.Option(help="Cap on tokens that the target writes, per problem.")
     ] = None,
-    tokens: Annotated[float | None, typer.Option(help="Cap: written by both, per problem.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Cap on tokens that both models write, per problem.")
+    ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Cap: until a problem's last rollout ends.")
+        float | None, typer.Option(help="Cap on seconds until a problem's last rollout ends.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Plan from recorded runs: which rate, samples, turns and chunk length, when a problem may take
-    only so much.
+    """Advise what to spend: the rate, samples, turns and chunk length under a cap per problem.
 
-    Only what was recorded is vouched for: subsets of its rollouts, and its rollouts cut short. A
-    rate nobody ran gets bounds. The output says how everything was estimated.
+    Only recorded rollouts are used: subsets of them, and their beginnings. Rates that nobody ran
+    get bounds. The output says how each number was estimated.
 
     Example: atts plan runs/first --target-tokens 300
 
@@ -352,10 +361,10 @@ def _advice_lines(found: Advice) -> list[str]:
         "",
     ]
     lines += _best_lines(found)
-    lines += ["", "Ways that nothing cheaper equals, per problem:", _option_head()]
+    lines += ["", "Pareto-optimal settings, per problem:", _option_head()]
     lines += [_option_row(option) for option in found.options]
     if found.other_rates:
-        lines += ["", "Rates nobody ran, by deciding again on the recorded scores:"]
+        lines += ["", "Rates that were not run, decided again on the recorded scores:"]
         lines.append(
             f"  {'rate':>5}{'realised':>10}{'target tokens':>15}   vote right between   rollouts "
             f"unknown"
@@ -427,7 +436,7 @@ def _option_row(option: Option) -> str:
 
 
 def _option_columns(cells: tuple[str, ...]) -> str:
-    """Words to the left at both ends, numbers to the right between."""
+    """Align words to the left at both ends, and numbers to the right between them."""
     between = "".join(
         f"{cell:>{width}}" for cell, width in zip(cells[1:-1], (6, 9, 7, 15, 12, 10), strict=True)
     )

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 datasets_app = typer.Typer(invoke_without_command=True)
 
-Cache = Annotated[Path | None, typer.Option(help="Hub cache folder, if not the usual one.")]
+Cache = Annotated[
+    Path | None, typer.Option(help="Folder of the hub's cache, if not the usual one.")
+]
 
 
 @datasets_app.callback()
 def datasets(context: typer.Context, as_json: Json = False) -> None:
-    """List datasets, or show what is in one.
+    """List datasets, or show the problems of one.
 
     Example: atts datasets; atts datasets show "math500[:3]"; atts datasets show mine.csv --column
     text=Question
@@ -37,8 +39,7 @@ def datasets(context: typer.Context, as_json: Json = False) -> None:
 
 @datasets_app.command("list")
 def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
-    """List the benchmarks known by name, and whether they are on this machine; the network is not
-    used.
+    """List the benchmarks known by name, and whether this machine has them; no network.
 
     Example: atts datasets list --json
     """
@@ -58,43 +59,52 @@ def list_datasets(as_json: Json = False, cache: Cache = None) -> None:
 def show(
     name: Annotated[
         str,
-        typer.Argument(
-            help="A benchmark, a file or hub:owner/name; a slice may follow: math500[:5]."
-        ),
+        typer.Argument(help="Benchmark, file or hub:owner/name; a slice may follow: math500[:5]."),
     ],
     as_json: Annotated[
-        bool, typer.Option("--json", help="The dataset's record, then one problem per line.")
+        bool,
+        typer.Option(
+            "--json", help="Print the dataset's record, then one problem per line, as JSON."
+        ),
     ] = False,
     file: Annotated[
-        Path | None, typer.Option(help="Read this benchmark from a file instead of the hub.")
+        Path | None, typer.Option(help="Read the benchmark from this file instead of the hub.")
     ] = None,
     column: Annotated[
-        list[str] | None, typer.Option(help="FIELD=COLUMN, such as text=Question; repeatable.")
+        list[str] | None,
+        typer.Option(help="Column of a file for a field, such as text=Question; repeatable."),
     ] = None,
-    revision: Annotated[str, typer.Option(help="Branch, tag or commit on the hub.")] = "main",
+    revision: Annotated[
+        str, typer.Option(help="Branch, tag or commit of the dataset on the hub.")
+    ] = "main",
     split: Annotated[
         str, typer.Option(help="Split of generated problems or of an unknown hub dataset.")
     ] = "test",
     config: Annotated[str, typer.Option(help="Configuration of an unknown hub dataset.")] = "",
-    level: Annotated[list[int] | None, typer.Option(help="Only this level; repeatable.")] = None,
+    level: Annotated[
+        list[int] | None, typer.Option(help="Show only problems of this level; repeatable.")
+    ] = None,
     subject: Annotated[
-        list[str] | None, typer.Option(help="Only this subject; repeatable.")
+        list[str] | None, typer.Option(help="Show only problems of this subject; repeatable.")
     ] = None,
     identity: Annotated[
-        list[str] | None, typer.Option("--id", help="Only this problem; repeatable.")
+        list[str] | None,
+        typer.Option("--id", help="Show only the problem with this id; repeatable."),
     ] = None,
-    sample: Annotated[int | None, typer.Option(help="Draw this many problems.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draw, and of the order of choices.")] = 0,
+    sample: Annotated[int | None, typer.Option(help="Draw this many problems at random.")] = None,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of --sample and of the order of choices.")
+    ] = 0,
     answers: Annotated[
-        Literal["required", "optional"], typer.Option(help="Must every problem have one?")
+        Literal["required", "optional"],
+        typer.Option(help="Whether every problem must have a reference answer."),
     ] = "required",
     network: Annotated[
-        Literal["auto", "never"], typer.Option(help="May missing files be fetched?")
+        Literal["auto", "never"],
+        typer.Option(help="Whether missing files may be fetched: auto or never."),
     ] = "auto",
     cache: Cache = None,
-    limit: Annotated[
-        int, typer.Option(help="Problems to print for people; --json prints all.")
-    ] = 3,
+    limit: Annotated[int, typer.Option(help="Number of problems to print; --json prints all.")] = 3,
 ) -> None:
     """Show where a dataset comes from, its digest, and its problems.
 
@@ -174,30 +184,31 @@ def _heading(problem: Problem) -> str:
 def grade(
     file: Annotated[
         str,
-        typer.Argument(help="A JSONL file of records with gold and answer or text; - is stdin."),
+        typer.Argument(help="JSONL file of records with gold and answer or text; - is stdin."),
     ],
     as_json: Annotated[
-        bool, typer.Option("--json", help="One verdict per line, then a summary, as JSON.")
+        bool, typer.Option("--json", help="Print one verdict per line, then a summary, as JSON.")
     ] = False,
     kind: Annotated[
         Literal["math", "choice", "text"],
-        typer.Option(help="Of answers whose record does not say."),
+        typer.Option(help="Kind of answers whose record does not say: math, choice or text."),
     ] = "math",
     fallback: Annotated[
         Literal["none", "statement", "number"],
         typer.Option(
-            help="Without a box or mark: nothing, a value the last sentence states, or the last "
-            "number."
+            help="Answer of a text without a box or mark: none, a value that the last sentence states, "
+            "or the last number."
         ),
     ] = "statement",
     relative: Annotated[
-        float, typer.Option(help="By what share a number may differ from a decimal reference.")
+        float, typer.Option(help="Share by which a number may differ from a decimal reference.")
     ] = 0.0,
     absolute: Annotated[
-        float, typer.Option(help="By how much a number may differ from its reference.")
+        float, typer.Option(help="Amount by which a number may differ from its reference.")
     ] = 0.0,
     units: Annotated[
-        Literal["optional", "required"], typer.Option(help="May a unit be left out?")
+        Literal["optional", "required"],
+        typer.Option(help="Whether an answer may leave its unit out."),
     ] = "optional",
 ) -> None:
     """Grade answers against references: equal, different or unscored, with the rule that decided.

@@ -34,23 +34,26 @@ def evaluate(
     shard: Annotated[
         str | None,
         typer.Option(
-            help="Part 2/3: every third problem from the second on; `atts merge` joins.",
+            help="Run one part: 2/3 is every third problem from the second on; see `atts merge`.",
             metavar="I/N",
         ),
     ] = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would run and its tokens; run nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Print what would run and its expected tokens; run nothing."
+        ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One object per problem, then a summary.")
+        bool, typer.Option("--json", help="Print one JSON object per problem, then a summary.")
     ] = False,
 ) -> None:
-    """Evaluate a method on a dataset: the main job.
+    """Evaluate a method on a dataset: the main command.
 
-    Everything is kept in a run directory; the same command goes on where it was, whatever ended it.
-    With no flags: the embedded models on generated arithmetic.
+    Everything is kept in a run directory; the same command continues a run that was interrupted.
+    Without flags the embedded models solve generated arithmetic.
 
     Example: atts eval
 
@@ -75,7 +78,7 @@ def evaluate(
 
 
 def run_and_print(configuration: Configuration, shard: Shard | None, as_json: bool) -> int:
-    """Run it, write its report, print the results; the exit code."""
+    """Run the evaluation, write its report, print the results, and return the exit code."""
     from atts.api import report
     from atts.journal import JOURNAL
 
@@ -100,12 +103,12 @@ def run_and_print(configuration: Configuration, shard: Shard | None, as_json: bo
 
 def _unfinished(why: str, code: int) -> int:
     with interrupts_ignored():
-        tell(f"atts: {why}; the same command goes on from here")
+        tell(f"atts: {why}; the same command continues the run")
     return code
 
 
 def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
-    """The evaluation or a part of it, to its end or to an interrupt."""
+    """Run the evaluation or one shard of it, until it ends or is interrupted."""
     from atts.api import check_resumes
     from atts.api import evaluate as evaluation
     from atts.cli.progress import progress_display
@@ -121,7 +124,7 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
         tell(f"atts: {text}")
     check_resumes(directory, problems, setup, shard)
     if (directory / JOURNAL).exists():
-        tell(f"atts: going on where {directory} was; what is done there is not run again")
+        tell(f"atts: continuing the run in {directory}; finished problems are not run again")
     listening = RunOptions(listeners=(progress,))
 
     async def main() -> RunResult:
@@ -139,7 +142,7 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
 
 
 def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:
-    """A dry run in lines for people."""
+    """Return the lines of a dry run for people."""
     output = f"{found.done} of {found.problems} problems are done there" if found.done else "new"
     expected = [] if found.expected is None else [f"  about     {_tokens(found.expected)}"]
     return [
@@ -167,7 +170,7 @@ _BUDGET = {
 
 
 def _budget_line(configuration: Configuration, key: str, words: str) -> str:
-    """One length with what set it."""
+    """Return one length with its origin."""
     held = configuration.settings[key]
     value = f"{held.value:,}" if isinstance(held.value, int) else json_line(held.value)
     return f"  {'budget' if key == 'max_tokens' else '':<9} {value:>7} {words:<28} by {held.origin}"
@@ -178,7 +181,7 @@ def _tokens(sums: Tokens) -> str:
 
 
 def result_objects(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
-    """One JSON object per problem, then the summary: what `atts compare` reads."""
+    """Return one JSON object per problem, then the summary; `atts compare` reads them."""
     summary = {
         "type": "summary",
         "status": result.status,
@@ -193,7 +196,7 @@ def result_objects(result: RunResult, configuration: Configuration, page: Path |
 
 
 def result_table(result: RunResult, configuration: Configuration, page: Path | None) -> list[str]:
-    """The summary in lines for people, then where to read on."""
+    """Return the summary in lines for people, then the paths of run and report."""
     summary = result.summary
     usage = summary.usage
     of = (
@@ -202,9 +205,9 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         else ""
     )
     rows = [
-        ("answers right", f"{_share(summary.answers)}   the vote of each problem's rollouts"),
-        ("rollouts right", f"{_share(summary.samples_right)}   each by itself"),
-        ("chunks handed over", f"{_share(summary.rate)}   asked for: {configuration['rate']:g}"),
+        ("answers correct", f"{_share(summary.answers)}   the vote of each problem's rollouts"),
+        ("rollouts correct", f"{_share(summary.samples_right)}   each by itself"),
+        ("chunks escalated", f"{_share(summary.rate)}   asked for: {configuration['rate']:g}"),
         (
             "tokens written",
             f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target",
@@ -240,7 +243,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
 
 
 def _abstained(result: RunResult) -> list[tuple[str, str]]:
-    """What a run that abstains answered, and the promise."""
+    """Return what a run that may abstain answered, and its guarantee."""
     found = result.answered
     if found is None:
         return []
@@ -255,7 +258,7 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
 
 
 def _doubts(result: RunResult) -> str:
-    """How many problems are unlike those of the stored scores, where any is."""
+    """Return how many problems are unlike those of the stored scores, if any is."""
     doubted = [one for one in result.problems if one.doubt]
     return (
         f"{len(doubted)} of {len(result.problems)} problems: {doubted[0].doubt.partition(': ')[2]}"
@@ -276,8 +279,8 @@ def sweep(
     over: Annotated[
         list[str] | None,
         typer.Option(
-            help="A key and its values: rate=.1,.2,.4, or a JSON list; every choice of them is "
-            "run; repeatable.",
+            help="Key to vary with its values, such as rate=.1,.2,.4 or a JSON list; repeatable: "
+            "all combinations are run.",
             metavar="KEY=VALUE,VALUE",
             show_default="rate=.1,.2,.4",
         ),
@@ -285,25 +288,26 @@ def sweep(
     out: Annotated[
         str | None,
         typer.Option(
-            help="Directory of the set; the same command goes on there.",
+            help="Directory of the sweep; the same command continues it.",
             show_default="one below runs/",
             metavar="DIRECTORY",
         ),
     ] = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs; run nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the planned runs; run nothing.")
+    ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One object per run, then a summary.")
+        bool, typer.Option("--json", help="Print one JSON object per run, then a summary.")
     ] = False,
 ) -> None:
-    """Evaluate under every choice of some settings, and draw accuracy against tokens, seconds and
-    samples.
+    """Evaluate under every combination of some settings, and draw accuracy against cost.
 
-    Each choice is a run of its own in one directory, with the target alone and the draft alone
-    beside them. What two runs ask of the same model in the same words and with the same seed is
-    asked once. The same command goes on where it was, whatever ended it; more values of the same
-    keys make more runs there.
+    Cost is tokens, seconds and samples. Each combination is a run in one directory, next to runs of
+    the target alone and the draft alone. Runs that ask a model the same words with the same seed
+    share the reply. The same command continues a sweep that was interrupted; more values of the
+    same keys add runs to it.
 
     Example: atts sweep --over rate=.1,.2,.4 --over samples=2,4,8
 
@@ -321,12 +325,12 @@ def sweep(
     end = _run(planned)
     say("\n".join(_objects(end) if as_json else _lines(end)))
     if end.last is not None:
-        tell(f"atts: {end.last.status}: {end.last.why}; the same command goes on from here")
+        tell(f"atts: {end.last.status}: {end.last.why}; the same command continues the run")
     raise typer.Exit(end.exit_code)
 
 
 def _run(planned: Sweep) -> SweepEnd:
-    """Every run in turn, each with its progress."""
+    """Run every point in turn, each with its progress."""
     from atts.api import run_sweep
 
     @asynccontextmanager
@@ -346,7 +350,7 @@ def _run(planned: Sweep) -> SweepEnd:
 
 
 def axes(said: Sequence[str]) -> dict[str, list[object]]:
-    """The keys and values of `--over`.
+    """Parse the keys and values of `--over`.
 
     >>> axes(["rate=.1,.2", 'draft=["hf:a", "hf:b"]'])
     {'rate': ['.1', '.2'], 'draft': ['hf:a', 'hf:b']}

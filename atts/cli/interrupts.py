@@ -1,6 +1,4 @@
-"""Ctrl-C around an event loop: the first press cancels the main task, later ones leave its clean-up
-alone.
-"""
+"""Ctrl-C around an event loop: the first press cancels, later ones leave the clean-up alone."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ _PATIENCE = 4  # presses until Ctrl-C kills, as it does without a handler
 
 
 def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
-    """`anyio.run(function)`, for a person at a keyboard.
+    """Run `anyio.run(function)` so that a person may press Ctrl-C.
 
     A KeyboardInterrupt raised while the loop cleans up would leave worker threads waiting, and the
     process with them.
@@ -41,9 +39,7 @@ def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
 
 @contextmanager
 def _first_press_only() -> Generator[None]:
-    """Hand the first SIGINT to the loop's handler; the handler installed here stays until the loop
-    is closed.
-    """
+    """Pass the first SIGINT to the loop's handler, and ignore later ones until it is closed."""
     of_loop = signal.getsignal(signal.SIGINT)
     presses = 0
     over = False
@@ -67,7 +63,7 @@ def _first_press_only() -> Generator[None]:
 
 @contextmanager
 def interrupts_ignored() -> Generator[None]:
-    """Within the block Ctrl-C does nothing: for the last words of what ends anyway."""
+    """Ignore Ctrl-C within the block, for the last output of a command that ends anyway."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

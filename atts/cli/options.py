@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and the configuration they make."""
+"""Command-line options that several commands share, and the configuration made of them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from atts.errors import OptionError
 if TYPE_CHECKING:
     from atts.api import Configuration
 
-RunDirectory = Annotated[
-    Path, typer.Argument(help="The run: the directory given to `atts eval --out`.")
-]
-Json = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
-ObjectJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+RunDirectory = Annotated[Path, typer.Argument(help="Run directory, as given to `atts eval --out`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
+ObjectJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        "--config", help="A TOML file of settings.", show_default="atts.toml if there is one"
+        "--config", help="TOML file of settings.", show_default="atts.toml if there is one"
     ),
 ]
 Pairs = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="Any other key, such as sampling.temperature=0.6; repeatable.",
+        help="Set any configuration key, such as sampling.temperature=0.6; repeatable.",
         metavar="KEY=VALUE",
     ),
 ]
@@ -41,66 +39,72 @@ SETUP = "method rate samples turns max_tokens mode scores pair at draft target"
 def _key(
     help: str, default: str | bool = True, *names: str, kind: Any = str, metavar: str | None = None
 ) -> Parameter:
-    """The option of a configuration key: not given, it is None, and help says what then is the
-    default.
-    """
+    """Return the option of a configuration key; it is None if not given, help shows the default."""
     option = typer.Option(None, *names, help=help, show_default=default, metavar=metavar)
     return Parameter("key", Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
 
 
 _DATASET = typer.Argument(
     None,
-    help="A benchmark, a file or hub:owner/name; a slice may follow.",
+    help="Benchmark, file or hub:owner/name; a slice may follow: math500[:50].",
     show_default="arithmetic[:40]",
 )
 OPTIONS: Mapping[str, Parameter] = {
-    "method": _key("atts, or a baseline: draft-only, target-only, top-b, ...", "atts"),
-    "rate": _key("Share of chunks the target takes over.", "0.2", kind=float),
+    "method": _key("Method: atts, or a baseline such as draft-only, target-only, top-b.", "atts"),
+    "rate": _key("Share of chunks that the target takes over.", "0.2", kind=float),
     "samples": _key("Rollouts per problem.", "8", kind=int),
-    "turns": _key("Rounds per rollout, at most.", "as --max-tokens needs", kind=int),
-    "max_tokens": _key("Tokens per rollout, at most.", "by the models", kind=int),
-    "mode": _key("What the rate is held for: aci (the run), turn, question, ...", "aci"),
-    "scores": _key(
-        "Calibration scores to start from: a file, or a run's directory.", metavar="FILE"
+    "turns": _key(
+        "Rounds of drafting and judging per rollout, at most.", "as --max-tokens needs", kind=int
     ),
-    "pair": _key("Models that work together, by name: `atts pairs` lists them.", "none"),
-    "at": _key("Where a pair's models are: vllm, sglang (servers here) or local.", "vllm"),
-    "draft": _key("embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, server:URL.", "embedded"),
-    "target": _key("The same words.", "embedded"),
+    "max_tokens": _key("Tokens per rollout, at most.", "by the models", kind=int),
+    "mode": _key("Scope in which the rate is met: aci (the run), question, ...", "aci"),
+    "scores": _key("Calibration scores to start from: a file, or a run directory.", metavar="FILE"),
+    "pair": _key("Draft and target that work together, by name: see `atts pairs`.", "none"),
+    "at": _key("Where the models of --pair run: vllm, sglang (servers here) or local.", "vllm"),
+    "draft": _key(
+        "Draft model: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, ...", "embedded"
+    ),
+    "target": _key("Target model, in the same formats as --draft.", "embedded"),
     "dataset": Parameter(
         "dataset", Parameter.KEYWORD_ONLY, default=_DATASET, annotation=str | None
     ),
-    "limit": _key("Only the first problems.", "all", kind=int),
-    "file": _key("Read the benchmark from this file, not from the hub."),
-    "column": _key("FIELD=COLUMN of a file, such as text=Question; repeatable.", kind=list[str]),
+    "limit": _key("Number of problems to run, from the first on.", "all", kind=int),
+    "file": _key("Read the benchmark from this file instead of the hub."),
+    "column": _key(
+        "Column of a file for a field, such as text=Question; repeatable.", kind=list[str]
+    ),
     "references": _key(
-        "optional: problems without a reference will do.", "required", "--answers", "--references"
+        "optional: also run problems without a reference answer.",
+        "required",
+        "--answers",
+        "--references",
     ),
-    "seed": _key("Of everything random.", "0", kind=int),
-    "rollouts": _key("In flight at once, over all problems.", "64", kind=int),
+    "seed": _key("Random seed.", "0", kind=int),
+    "rollouts": _key("Rollouts in flight at once, over all problems.", "64", kind=int),
     "out": _key(
-        "Run directory; the same command goes on there.", "one below runs/", metavar="DIRECTORY"
+        "Run directory; the same command continues the run in it.",
+        "one below runs/",
+        metavar="DIRECTORY",
     ),
-    "report": _key("Written at the end: html, markdown, json or none.", "html"),
+    "report": _key("Report written at the end: html, markdown, json or none.", "html"),
     "abstain": _key(
-        "Answer only where wrong at most RISK of the time, by --labelled.",
+        "Answer only where at most RISK of the answers are wrong; needs --labelled.",
         metavar="RISK@PROBABILITY",
     ),
-    "labelled": _key("A graded run of the same settings, for --abstain.", metavar="RUN"),
-    "against": _key("An earlier run to be told apart from, with --stop-when.", metavar="RUN"),
+    "labelled": _key("Graded run of the same settings that certifies --abstain.", metavar="RUN"),
+    "against": _key("Earlier run to compare with, for --stop-when.", metavar="RUN"),
     "stop_when": _key(
-        "decided: once the difference in accuracy is; decided=2: also once it is within 2 points.",
+        "End early: decided, once the difference to --against is known; decided=2, also once it is within 2 points.",
         metavar="decided[=POINTS]",
     ),
 }
 
 
 def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command options for keys of the configuration, which it reads with `configured` from
-    its context.
+    """Give a command options for configuration keys, which `configured` reads.
 
-    `order` is that of the help: names of keys, and of the command's own parameters, which win over
-    a key's.
+    `order` is that of the help: names of keys and of the command's own parameters, which replace a
+    key's.
     """
 
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
@@ -122,9 +126,7 @@ def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def flags_of(context: typer.Context, without: str = "") -> dict[str, object]:
-    """What a command line says of keys of the configuration, by its parameters that are named like
-    one.
-    """
+    """Return the configuration keys that a command line sets, by the parameters named like them."""
     from atts.api import config_keys
 
     return {
@@ -137,7 +139,7 @@ def flags_of(context: typer.Context, without: str = "") -> dict[str, object]:
 def configured(
     context: typer.Context, config: Path | None, pairs: Sequence[str] | None, without: str = ""
 ) -> Configuration:
-    """The configuration of a command line.
+    """Return the configuration of a command line.
 
     :raises OptionError: see `atts.api.configure`.
     """
@@ -147,7 +149,7 @@ def configured(
 
 
 def named_values(pairs: Sequence[str], option: str, form: str) -> dict[str, str]:
-    """The values of a repeatable option such as `--column FIELD=COLUMN`, by name.
+    """Return the values of a repeatable option such as `--column FIELD=COLUMN`, by name.
 
     :raises OptionError: one is not of that form.
     """

@@ -1,4 +1,4 @@
-"""The commands that look ahead of a run: config, pairs, doctor and probe."""
+"""The commands that prepare a run: config, pairs, doctor and probe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ config_app = typer.Typer(no_args_is_help=True)
 
 @config_app.callback()
 def config() -> None:
-    """Show the configuration, and who set what.
+    """Show every setting, and where each comes from.
 
     Example: atts config show
     """
@@ -34,15 +34,16 @@ def config() -> None:
 
 @config_app.command("show")
 def show(
-    key: str = typer.Argument("", help="Only keys that contain this.", show_default="all"),
+    key: str = typer.Argument(
+        "", help="Show only keys that contain this text.", show_default="all"
+    ),
     config: ConfigFile = None,
     pairs: Pairs = None,
     as_json: Json = False,
 ) -> None:
-    """Show every key, its value, and where that came from: default, a file, a variable, or the
-    method.
+    """Show every key, its value, and its origin: default, file, variable or method.
 
-    Flags of other commands come last and win: defaults < atts.toml < ATTS_* < flags.
+    Precedence: flags of a command, then ATTS_* variables, then atts.toml, then defaults.
 
     Example: ATTS_RATE=0.3 atts config show rate
     """
@@ -64,7 +65,7 @@ def show(
 
 
 def _word(value: Any) -> str:
-    """As it would stand in a file, shortened to a column."""
+    """Return a value as a file would hold it, shortened to a column."""
     words = "none" if value is None else json.dumps(value, ensure_ascii=False)
     return words if len(words) <= 32 else words[:31] + "…"
 
@@ -72,15 +73,18 @@ def _word(value: Any) -> str:
 def pairs(
     name: Annotated[
         str,
-        typer.Argument(help="Only this pair, with all that is known of it.", show_default="all"),
+        typer.Argument(help="Name of a pair to show with all details.", show_default="all"),
     ] = "",
     card: Annotated[
         str | None,
         typer.Option(
-            help="Of which GPU: rtx4090, rtx5090, l40s, a100, h100, h200, b200.", metavar="CARD"
+            help="GPU to fit the pair to: rtx4090, rtx5090, l40s, a100, h100, h200, b200.",
+            metavar="CARD",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per pair.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per pair.")
+    ] = False,
 ) -> None:
     """List the pairs that `--pair` knows: models, lengths, prompts, and how many GPUs hold them.
 
@@ -182,17 +186,18 @@ def doctor(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the settings here, for `atts eval --config`.", metavar="FILE"),
+        typer.Option(
+            help="File to write the settings to, for `atts eval --config`.", metavar="FILE"
+        ),
     ] = None,
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     as_json: options.ObjectJson = False,
 ) -> None:
-    """Look at both engines, their tokenizers and templates, lengths, memory and disk, and say what
-    to do.
+    """Check both engines, their tokenizers, templates and lengths, memory and disk, before a run.
 
-    Each line is ok, warn or fail; one that fails makes the exit code 5. One short chunk is drafted
-    and scored.
+    Each line is ok, warn or fail, with advice. One short chunk is drafted and scored. If a check
+    fails the exit code is 5.
 
     Example: atts doctor --pair r1-1.5b/r1-70b --card h100 --out pair.toml
     """
@@ -217,36 +222,44 @@ def doctor(
 def probe(
     url: Annotated[
         str,
-        typer.Argument(help="Such as http://127.0.0.1:8000, or as a run names it: vllm:URL/MODEL."),
+        typer.Argument(
+            help="Server, such as http://127.0.0.1:8000, or as a run names it: vllm:URL/MODEL."
+        ),
     ],
-    model: Annotated[str, typer.Option(help="Of several that are served.")] = "",
+    model: Annotated[str, typer.Option(help="Model to probe, if several are served.")] = "",
     tokenizer: Annotated[
-        str, typer.Option(help="Folder or hub id; by default what the server names.")
+        str,
+        typer.Option(
+            help="Folder or hub id of the tokenizer; by default the one that the server names."
+        ),
     ] = "",
     dialect: Annotated[
         str,
         typer.Option(
-            help="What the server speaks: auto, vllm, sglang, llamacpp, ollama or chat.",
+            help="API of the server: auto, vllm, sglang, llamacpp, ollama or chat.",
             metavar="DIALECT",
         ),
     ] = "auto",
     need: Annotated[
-        Literal["nothing", "sample", "score", "rate"], typer.Option(help="Fail (5) unless it can.")
+        Literal["nothing", "sample", "score", "rate"],
+        typer.Option(help="Fail with exit code 5 unless the server can do this."),
     ] = "nothing",
     key_file: Annotated[
-        Path | None, typer.Option(help="With the API key; else ATTS_API_KEY.")
+        Path | None,
+        typer.Option(help="File that holds the API key; without it ATTS_API_KEY is used."),
     ] = None,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait for a server that is loading.", min=0.0)
     ] = 60.0,
     proxy: Annotated[
         Literal["never", "environment"] | None,
-        typer.Option(help="Whether HTTP_PROXY counts.", show_default="never"),
+        typer.Option(
+            help="Whether proxies of the environment (HTTP_PROXY) are used.", show_default="never"
+        ),
     ] = None,
     as_json: ObjectJson = False,
 ) -> None:
-    """Say what a server can do for a run: its engine, tokenizer, stops, scores, log-prob
-    convention, cancelling.
+    """Print what a server can do for a run: engine, tokenizer, scores, log-probs, cancelling.
 
     Example: atts probe http://127.0.0.1:8000 --need score
     """

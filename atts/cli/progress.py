@@ -1,6 +1,4 @@
-"""The live progress display: a table on a terminal, lines elsewhere, and `progress.json` for
-programs.
-"""
+"""The live progress display: a table on a terminal, or plain lines, and `progress.json`."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ _BAR = 28
 async def progress_display(
     progress: Progress, stream: TextIO | None = None
 ) -> AsyncGenerator[None, None]:
-    """Show the run on `stream` (stderr) as long as the block lasts, and once more at its end.
+    """Show the run on `stream` (stderr) during the block, and once more at its end.
 
     The run's directory, once it has one, holds `progress.json`, replaced whole every second.
     """
@@ -59,8 +57,7 @@ async def _follow(refresh: Callable[[], None], progress: Progress) -> None:
 
 
 def save(snapshot: ProgressSnapshot) -> None:
-    """Replace `progress.json` in the run directory; a reader sees the old one or the new one, never
-    half of one.
+    """Replace `progress.json` in the run directory; a reader never sees half of a file.
 
     :raises StorageError: the disk refuses.
     """
@@ -74,9 +71,7 @@ def save(snapshot: ProgressSnapshot) -> None:
 
 @contextmanager
 def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]]:
-    """What shows the run as it stands when called: a table that is drawn over itself, or plain
-    lines.
-    """
+    """Yield what shows the current state: a table drawn over itself, or plain lines."""
     if not stream.isatty():
         yield PlainLines(progress, stream).refresh
         return
@@ -91,7 +86,7 @@ def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]
 
 
 def _redraw(live: Live, progress: Progress, told: list[str]) -> None:
-    """The table as it is now, warnings that are new above it."""
+    """Draw the current table, with new warnings above it."""
     for text in progress.warnings[len(told) :]:
         live.console.print(sanitized(f"atts: {text}"), markup=False)
         told.append(text)
@@ -100,7 +95,7 @@ def _redraw(live: Live, progress: Progress, told: list[str]) -> None:
 
 @dataclass(slots=True)
 class PlainLines:
-    """One plain line every few seconds, and at once when the state changes."""
+    """Progress as one plain line every few seconds, and at once when the state changes."""
 
     progress: Progress
     stream: TextIO
@@ -109,7 +104,7 @@ class PlainLines:
     told: int = 0  # warnings
 
     def refresh(self) -> None:
-        """Print one if it is time to."""
+        """Print a line if one is due."""
         for text in self.progress.warnings[self.told :]:
             print(sanitized(f"atts: {text}"), file=self.stream, flush=True)
         self.told = len(self.progress.warnings)
@@ -126,7 +121,7 @@ class PlainLines:
 
 
 def line(snapshot: ProgressSnapshot) -> str:
-    """The run in one line of plain words."""
+    """Return the run's progress in one line of plain words."""
     if snapshot.state == "loading":
         return f"{snapshot.note}; {duration(snapshot.seconds)}"
     parts = [_problems(snapshot), *(f"{name} {words}" for name, words in _facts(snapshot))]
@@ -138,7 +133,7 @@ def line(snapshot: ProgressSnapshot) -> str:
 
 
 def table(snapshot: ProgressSnapshot) -> RenderableType:
-    """The run as a few rows for a terminal."""
+    """Return the run's progress as a few rows for a terminal."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -179,11 +174,11 @@ def _problems(snapshot: ProgressSnapshot) -> str:
 
 
 def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
-    """Name and words of every row but the first; rows without anything to say are left out."""
+    """Return every row but the first with its name; empty rows are left out."""
     tokens = snapshot.tokens
     speeds = snapshot.speeds
     at = snapshot.stages
-    chunks = f"{snapshot.accepted:,} accepted, {snapshot.escalated:,} handed over"
+    chunks = f"{snapshot.accepted:,} accepted, {snapshot.escalated:,} escalated"
     chunks += f" ({snapshot.forced:,} without a score)" if snapshot.forced else ""
     chunks += f", {snapshot.rejected:,} thrown away" if snapshot.rejected else ""
     nominal = "" if snapshot.nominal is None else f", asked for {snapshot.nominal:g}"
@@ -233,7 +228,7 @@ def _trouble(snapshot: ProgressSnapshot) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them.
+    """Return seconds in the form that people use.
 
     >>> duration(4.2), duration(75), duration(7300)
     ('4 s', '1:15', '2:01:40')

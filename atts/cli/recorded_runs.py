@@ -1,4 +1,4 @@
-"""The commands that show and keep recorded runs: runs, report, trace, merge, journal."""
+"""The commands that show, merge and repair recorded runs: runs, report, trace, merge, journal."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ def runs(
     folders: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Folders of runs, or runs.", show_default="runs", metavar="[FOLDER]..."
+            help="Folders of runs, or run directories.", show_default="runs", metavar="[FOLDER]..."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per run.")] = False,
 ) -> None:
-    """List runs, the latest last: status, problems done, accuracy with its interval, rate, tokens,
-    method and models.
+    """List runs, the latest last: status, problems, accuracy, rate, tokens, method and models.
 
     A run whose journal cannot be read is listed with the reason.
 
@@ -82,11 +81,13 @@ _DAY = 86_400.0
 
 def report(
     directory: RunDirectory,
-    format: Annotated[str, typer.Option(help="html, markdown or json.")] = "html",
+    format: Annotated[
+        str, typer.Option(help="Format of the report: html, markdown or json.")
+    ] = "html",
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Where to write; - is stdout. Unless told: report.html, .md or .json in the run."
+            help="File to write; - is stdout. By default report.html, .md or .json in the run directory."
         ),
     ] = None,
     against: Annotated[
@@ -94,20 +95,22 @@ def report(
     ] = None,
     following: Annotated[
         bool,
-        typer.Option(
-            "--follow", help="Write it anew while the run goes on; it ends when the run does."
-        ),
+        typer.Option("--follow", help="Write the report again and again until the run ends."),
     ] = False,
     every: Annotated[
-        float | None, typer.Option(help="Seconds between, with --follow.", show_default="10")
+        float | None,
+        typer.Option(help="Seconds between two reports, with --follow.", show_default="10"),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object: where the report is, and its verdict.")
+        bool,
+        typer.Option(
+            "--json", help="Print one JSON object: the path of the report, and its verdict."
+        ),
     ] = (False),
 ) -> None:
-    """Write the report of a run, finished or not: one self-contained HTML file, Markdown or JSON.
+    """Write the report of a run, finished or not, as HTML in one file, Markdown or JSON.
 
-    The file is replaced whole: a reader sees the old one or the new one, never half of one.
+    The file is replaced as a whole, so a reader never sees half of it.
 
     Example: atts report runs/first --against runs/target-only
 
@@ -123,7 +126,7 @@ def report(
     if out is not None and str(out) == "-":
         if following:
             raise OptionError(
-                "--follow", "standard output cannot be written anew; name a file with --out"
+                "--follow", "standard output cannot be written twice; name a file with --out"
             )
         hand_out(render(build_report(directory, against or ()), named))
         return
@@ -134,7 +137,7 @@ def report(
 
     if following:
         tell(
-            "atts: the report is written anew as long as the run goes on; Ctrl-C ends that, and "
+            "atts: the report is written again until the run ends; Ctrl-C stops the reports, "
             "not the run"
         )
         built, path = follow(directory, write, EVERY_SECONDS if every is None else every)
@@ -168,11 +171,10 @@ def follow(
     every: float = EVERY_SECONDS,
     wait: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Call `write` now, then every so many seconds in which the run went on, and once more when it
-    has ended.
+    """Call `write` now, every so often while the run continues, and once when it has ended.
 
-    What the last call returned. A line that is being written while it is read is no damage: it is
-    read again.
+    Return what the last call returned. A line that is read while it is being written is not damage:
+    it is read again.
 
     :raises JournalError: there is no run, or it is over and cannot be read.
     """
@@ -208,15 +210,14 @@ def trace(
     directory: RunDirectory,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to write; - is stdout.", show_default="trace.json in the run"),
+        typer.Option(help="File to write; - is stdout.", show_default="trace.json in the run"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run's engine calls as a trace: open it at https://ui.perfetto.dev or
-    chrome://tracing.
+    """Write a run's engine calls as a trace for https://ui.perfetto.dev or chrome://tracing.
 
-    Each engine is a process whose threads are its slots; one more holds the rollouts, with what
-    they waited for.
+    Each engine is a process whose threads are its slots; one more process shows the rollouts and
+    what they waited for.
 
     Example: atts trace runs/first
     """
@@ -239,17 +240,17 @@ CALIBRATOR = "calibrator.json"
 
 def merge(
     directories: Annotated[
-        list[Path], typer.Argument(help="The runs: directories given to `atts eval --out`.")
+        list[Path],
+        typer.Argument(help="Run directories of the shards, as given to `atts eval --out`."),
     ],
-    out: Annotated[Path, typer.Option(help="A new directory, for the union.")],
+    out: Annotated[Path, typer.Option(help="New directory for the merged run.")],
     as_json: Json = False,
 ) -> None:
-    """Make one run of the shards of an evaluation; `atts report`, `compare`, `replay` and `trace`
-    read it as any other.
+    """Merge the shards of an evaluation into one run.
 
-    With a gate that learns nothing the union is what one process would have come to. Gates that
-    learn have each learnt from their own shard: what they saw together is saved beside, as
-    calibrator.json.
+    `atts report`, `compare`, `replay` and `trace` read it like any other. With a gate that learns
+    nothing the result is what one process would have come to. Gates that learn have learnt from
+    their own shard only: their union is saved in the run as calibrator.json.
 
     Example: atts merge runs/part-1 runs/part-2 runs/part-3 --out runs/whole
     """
@@ -290,8 +291,7 @@ journal_app = typer.Typer(no_args_is_help=True)
 
 @journal_app.command()
 def check(run: RunDirectory, as_json: Json = False) -> None:
-    """Read every line of a run; fail (exit code 5) if one is damaged, missing, doubled or
-    contradicts those before it.
+    """Read every line of a run, and fail (exit code 5) if one is damaged, missing or repeated.
 
     Example: atts journal check runs/first
     """
@@ -307,14 +307,14 @@ def check(run: RunDirectory, as_json: Json = False) -> None:
 def salvage(
     run: RunDirectory,
     out: Annotated[
-        Path, typer.Option(help="A new directory for what is saved.", metavar="DIRECTORY")
+        Path, typer.Option(help="New directory for what is saved.", metavar="DIRECTORY")
     ],
     as_json: Json = False,
 ) -> None:
-    """Copy everything before the first damaged line into a new directory; the run's own command
-    goes on there.
+    """Copy everything before the first damaged line into a new directory.
 
-    The damaged run is left as it is. What followed the damage is done again.
+    The damaged run is left as it is. The run's own command continues in the new directory, and
+    repeats what followed the damage.
 
     Example: atts journal salvage runs/first --out runs/saved
     """
@@ -332,7 +332,7 @@ def salvage(
 
 
 def _journal_lines(found: JournalCheck) -> list[str]:
-    """What was found, in lines for people."""
+    """Return what was read of a journal, in lines for people."""
     after = "damaged" if found.damage else "a torn last line"
     return [
         f"{found.directory}: {found.lines:,} whole lines of {found.sessions:,} sessions; "

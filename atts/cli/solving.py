@@ -1,4 +1,4 @@
-"""The command `atts solve`: one problem, with each model's reasoning as it is written."""
+"""The command `atts solve`: one problem, with the reasoning shown as it is written."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ _KINDS = ("math", "choice", "text")
 def solve(
     context: typer.Context,
     problem: Annotated[
-        str, typer.Argument(help="The problem, a file that holds it, or - for stdin.")
+        str, typer.Argument(help="Text of the problem, a file that holds it, or - for stdin.")
     ],
-    kind: Annotated[str, typer.Option(help="Of the answer: math, choice or text.")] = "math",
-    follow: Annotated[str, typer.Option(help="Which rollout is shown: a number, or all.")] = "0",
+    kind: Annotated[str, typer.Option(help="Kind of the answer: math, choice or text.")] = "math",
+    follow: Annotated[str, typer.Option(help="Rollout to show: a number, or all.")] = "0",
     config: options.ConfigFile = None,
     pairs: options.Pairs = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Every rollout's events, one object per line.")
+        bool,
+        typer.Option("--json", help="Print the events of every rollout, one JSON object per line."),
     ] = False,
 ) -> None:
     """Solve one problem and show the reasoning as it is written.
 
-    Each piece says who wrote it: the draft, whose chunks are accepted or rejected, or the target,
-    which takes over from a rejected chunk. On a terminal they differ in colour as well.
+    Each piece is labelled with its author: the draft, whose chunks are accepted or rejected, or the
+    target, which replaces rejected chunks. On a terminal the labels have colours.
 
     Example: atts solve "What is (17 + 25) * 3?"
 
@@ -85,7 +86,7 @@ def solve(
 
 
 def text_of(problem: str) -> str:
-    """The words of a problem given as text, as a file or as - for stdin.
+    """Return the text of a problem given as text, as a file or as - for stdin.
 
     :raises UsageError: there are none, or they are no text.
     """
@@ -114,9 +115,7 @@ def text_of(problem: str) -> str:
 
 
 class StoryPrinter:
-    """The reasoning of one rollout, or of all, for people: a label before every piece, colours on a
-    terminal.
-    """
+    """The reasoning of one rollout, or of all, for people: each piece has a label."""
 
     def __init__(self, follow: str, samples: int) -> None:
         """:raises OptionError: no such rollout."""
@@ -130,7 +129,7 @@ class StoryPrinter:
         self._console: Console = Console(highlight=False, soft_wrap=True)
 
     def show(self, event: Notice) -> None:
-        """Show what concerns a rollout that is followed."""
+        """Show an event of a rollout that is followed."""
         from atts.journal import Decided
         from atts.run import ChunkWritten
 
@@ -147,7 +146,7 @@ class StoryPrinter:
             )
 
     def end(self, outcome: Outcome) -> None:
-        """The answer, what the others said, and what it cost."""
+        """Show the answer, the votes and the cost."""
         usage = outcome.usage
         ends = Counter(rollout.finish for rollout in outcome.rollouts)
         votes = ", ".join(f"{answer} ({weight:g})" for answer, weight in outcome.votes.items())
@@ -157,7 +156,7 @@ class StoryPrinter:
         self._fact("votes", votes or "none" + (f"; {outcome.why}" if outcome.why else ""))
         if outcome.doubt:
             self._fact("doubt", outcome.doubt)
-        of = f", {spared} of them spared once the vote was settled" if spared else ""
+        of = f", {spared} of them cancelled once the vote was settled" if spared else ""
         self._fact("rollouts", f"{len(outcome.rollouts)}{of}")
         scored = f"{usage.scored_tokens:,} scored"
         self._fact(
@@ -192,16 +191,16 @@ def _because(decision: Decision) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EventPrinter:
-    """Everything that happens, for machines."""
+    """Every event, for programs."""
 
     def show(self, event: Notice) -> None:
-        """One object per chunk, decision and rollout."""
+        """Print one object per chunk, decision and rollout."""
         line = _line(event)
         if line is not None:
             print_json(line)
 
     def end(self, outcome: Outcome) -> None:
-        """The outcome."""
+        """Print the outcome."""
         from dataclasses import asdict
 
         said = {name: getattr(outcome, name) for name in ("answer", "status", "why", "doubt")}

@@ -1,4 +1,4 @@
-"""Printing on a terminal: one escaping function for every word, JSON lines and tables."""
+"""Printing on a terminal: every word passes one function that shows control codes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ alone.
 
 
 def sanitized(text: str) -> str:
-    """A text from a model, a file or a server, for a terminal: its control codes are shown, not
-    obeyed.
+    """Return a text for a terminal, its control codes shown instead of obeyed.
 
     >>> sanitized("red: \x1b[31m, bell: \x07, back: \u202e")
     'red: ␛[31m, bell: ␇, back: \\\\u202e'
@@ -33,17 +32,17 @@ def sanitized(text: str) -> str:
 
 
 def say(text: object, *, flush: bool = False) -> None:
-    """Print on standard output what a command found, through the one escaping function."""
+    """Print a command's result on standard output, sanitized."""
     print(sanitized(str(text)), flush=flush)
 
 
 def tell(text: object) -> None:
-    """Print on standard error what people should know besides, through the same."""
+    """Print a notice for people on standard error, sanitized."""
     print(sanitized(str(text)), file=sys.stderr, flush=True)
 
 
 def hand_out(document: str) -> None:
-    """Write a whole document on standard output: as it is, unless a terminal would obey it."""
+    """Write a whole document on standard output, sanitized if that is a terminal."""
     sys.stdout.write(sanitized(document) if sys.stdout.isatty() else document)
 
 
@@ -53,7 +52,7 @@ def _picture(found: re.Match[str]) -> str:
 
 
 class _StderrHandler(logging.Handler):
-    """One line on standard error, wherever that is at the moment."""
+    """A log handler that prints one line on whatever standard error is at that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -64,8 +63,7 @@ class _StderrHandler(logging.Handler):
 
 @contextmanager
 def warnings_on_stderr() -> Generator[None]:
-    """Within the block, logged warnings of this package are printed, and what Python says of errors
-    it cannot raise.
+    """Print the package's logged warnings, and errors that Python cannot raise, on stderr.
 
     The root logger stays as it is. What other libraries log or warn of is printed by them, after it
     was sanitized: it may quote a file.
@@ -96,7 +94,7 @@ def _plain(record: logging.LogRecord) -> logging.LogRecord:
 
 
 def _tell_unraised(found: Any) -> None:
-    """The traceback of an error in a thread, or where nothing can catch one."""
+    """Print the traceback of an error in a thread, or one that nothing can catch."""
     tell(
         "".join(
             traceback.format_exception(found.exc_type, found.exc_value, found.exc_traceback)
@@ -108,13 +106,14 @@ T = TypeVar("T")
 
 
 def json_line(value: Any) -> str:
-    """The value as strict JSON; dataclasses are objects, what is not finite is null or its word."""
+    """Return the value as strict JSON; numbers that are not finite are null or their word."""
     return json.dumps(jsonable(value), allow_nan=False)
 
 
 def write_scores(out: Path, state: Mapping[str, Any]) -> Callable[[object], None]:
-    """Write scores or a calibrator to the file or, for "-", on standard output; how to say what was
-    written.
+    """Write scores or a calibrator to a file, or on stdout for "-".
+
+    Return the function that prints what was written: on stderr if stdout holds the scores.
     """
     from atts.calibration import state_text, write_state
 
@@ -126,10 +125,10 @@ def write_scores(out: Path, state: Mapping[str, Any]) -> Callable[[object], None
 
 
 def print_json(value: Any) -> None:
-    """Print the value as one line of strict JSON, at once."""
+    """Print the value as one line of strict JSON, and flush it."""
     say(json_line(value), flush=True)
 
 
 def print_result(result: T, as_json: bool, table: Callable[[T], Iterable[str]]) -> None:
-    """Print what a command found: as one JSON object, or as the lines that `table` makes of it."""
+    """Print a result as one JSON object, or as the lines that `table` makes of it."""
     say(json_line(result) if as_json else "\n".join(table(result)))

@@ -1,4 +1,4 @@
-"""`atts zoo`: many models stored by their unique blocks, added, shown, exported and removed."""
+"""The command group `atts zoo`: models stored by the blocks they share."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ if TYPE_CHECKING:
     from atts.blocks import SharedPart, ZooContents
 
 app = typer.Typer(no_args_is_help=True)
-Name = Annotated[str, typer.Argument(help="What the model is called in the zoo.")]
-Directory = Annotated[Path, typer.Option("--zoo", help="The zoo's directory.", metavar="DIRECTORY")]
+Name = Annotated[str, typer.Argument(help="Name of the model in the zoo.")]
+Directory = Annotated[
+    Path, typer.Option("--zoo", help="Directory of the zoo.", metavar="DIRECTORY")
+]
 
 
 @app.command()
 def add(
     name: Name,
     folder: Annotated[
-        Path, typer.Argument(help="A model's or an adapter's folder, as save_pretrained writes it.")
+        Path, typer.Argument(help="Folder of a model or an adapter, as save_pretrained writes it.")
     ],
     zoo: Directory,
     base: Annotated[
         str,
         typer.Option(
-            help="The zoo's model that an adapter (LoRA) was trained on, or that has what the "
+            help="Model of the zoo that an adapter (LoRA) was trained on, or that has files which the "
             "folder lacks.",
             show_default="the one that an adapter names",
         ),
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Store a model: blocks that are there already are shared, to the bit; a new directory becomes
-    a zoo.
+    """Store a model; blocks that the zoo already has are shared, bit for bit.
+
+    A new directory becomes a zoo.
 
     Example: atts zoo add base ./Qwen3-1.7B --zoo zoo
 
@@ -67,7 +70,7 @@ def add(
 
 @app.command()
 def remove(name: Name, zoo: Directory, as_json: Json = False) -> None:
-    """Forget a model, and delete the blocks that no other has.
+    """Remove a model, and delete the blocks that no other model has.
 
     Example: atts zoo remove tuned --zoo zoo
     """
@@ -84,7 +87,7 @@ def remove(name: Name, zoo: Directory, as_json: Json = False) -> None:
 @app.command()
 def export(
     name: Name,
-    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    out: Annotated[Path, typer.Argument(help="New folder for the model.")],
     zoo: Directory,
     as_json: Json = False,
 ) -> None:
@@ -102,14 +105,18 @@ def export(
 def show(
     zoo: Directory,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw who shares what, as an SVG file.", metavar="FILE")
+        Path | None,
+        typer.Option(help="SVG file to draw, of which models share which blocks.", metavar="FILE"),
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Read every block; exit code 5 if one is damaged.")
+        bool,
+        typer.Option(
+            "--check", help="Also read every block; the exit code is 5 if one is damaged."
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show who shares what, and the bytes that are stored beside those of the models apart.
+    """Show which models share which blocks, and how many bytes that saves.
 
     Example: atts zoo show --zoo zoo --picture zoo.svg
     """
@@ -133,32 +140,36 @@ def compare(
     zoo: Directory,
     problems: Annotated[
         str,
-        typer.Option(help="What the model is asked: a dataset's name or file, as for atts eval."),
+        typer.Option(help="Dataset that the model is asked, by name or file, as for `atts eval`."),
     ] = "arithmetic[:30]",
     most: Annotated[
-        int, typer.Option(help="Blocks to measure at each place, the nearest by parameters.", min=1)
+        int,
+        typer.Option(
+            help="Number of blocks to measure at each place, the nearest by parameters.", min=1
+        ),
     ] = 1,
     apart: Annotated[
         float,
         typer.Option(
-            help="Most distance of their parameters, in lengths of the model's block; unrelated: "
+            help="Largest distance of parameters, in lengths of the model's block; unrelated blocks: "
             "1.4."
         ),
     ] = 1.0,
     lossy: Annotated[
-        float, typer.Option(help="Divergence that is kept at most, in nats a token.", min=0)
+        float, typer.Option(help="Largest divergence to keep, in nats per token.", min=0)
     ] = 0.01,
     keep: Annotated[
         str | None,
-        typer.Option(help="Keep the model with all such blocks under this name.", metavar="NAME"),
+        typer.Option(
+            help="Name under which the model with all such blocks is kept.", metavar="NAME"
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Put other blocks of the same shape into a model's chain, one at a time, and say what each
-    changes.
+    """Put similar blocks into a model, one at a time, and report what each changes.
 
-    With --keep those that diverge little are put in together, and measured again: ?lossy= opens
-    that model.
+    With --keep the blocks that diverge little are put in together and measured again: "?lossy="
+    opens that model.
 
     Example: atts zoo compare tuned --zoo zoo --lossy .01 --keep lean
     """
@@ -190,7 +201,7 @@ def _compared(pair: MeasuredPair) -> str:
 
 
 def written(found: ZooContents) -> Iterator[str]:
-    """A zoo in lines for people: its models, then the tree of what they share."""
+    """Yield a zoo in lines for people: its models, then the tree of what they share."""
     yield (
         f"{found.zoo}: {len(found.models)} models, {found.blocks} blocks; "
         f"{megabytes(found.stored)} stored, "
@@ -213,7 +224,7 @@ def _tree(parts: Sequence[SharedPart], indent: str) -> Iterator[str]:
 
 
 def megabytes(size: int) -> str:
-    """Bytes for people.
+    """Return bytes in the form that people use.
 
     >>> megabytes(12_345_678), megabytes(512)
     ('12.3 MB', '0.5 kB')

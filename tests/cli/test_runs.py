@@ -216,8 +216,8 @@ def test_a_run_of_which_nothing_came_says_why(atts: Atts) -> None:
     assert said.code == 3
     assert "failed: 2 of 2 problems are not complete: " in said.err
     assert "first by ContextOverflow: engine draft" in said.err
-    assert "the same command goes on from here" in said.err
-    assert "answers right" in said.out
+    assert "the same command continues the run" in said.err
+    assert "answers correct" in said.out
 
 
 def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:

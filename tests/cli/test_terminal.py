@@ -152,12 +152,12 @@ def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -
         terminal.until(lambda: b"asked to end" in (run / JOURNAL).read_bytes())
         terminal.press(CTRL_C)
     assert terminal.end() == 130
-    assert b"the same command goes on" in terminal.shown
+    assert b"the same command continues" in terminal.shown
     before = decisions(run)
     assert 0 < len(before) < len(decisions(undisturbed))
     again = Terminal(*words, cwd=tmp_path)
     assert again.end() == 0
-    assert b"answers right" in again.shown
+    assert b"answers correct" in again.shown
     assert decisions(run) == decisions(undisturbed)
     assert before.items() <= decisions(run).items()
     assert answers(run) == answers(undisturbed)
@@ -181,7 +181,7 @@ def test_a_terminal_shows_the_run_as_it_goes(tmp_path: Path) -> None:
         "3/3 problems",
         "drafting",
         "accepted",
-        "handed over",
+        "escalated",
         "asked for 0.3",
         "by the target",
         "━",

@@ -23,7 +23,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 # last: for what is not installed; children get the same path
 sys.path.append(str(Path(__file__).with_name("bare")))
@@ -33,10 +33,21 @@ import torch
 
 from atts.calibration import HOLD, Calibrator, StoredScores, Tuning
 from atts.concurrency import collect
-from atts.core import Outcome, Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
+from atts.core import (
+    Completion,
+    Outcome,
+    Problem,
+    Role,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    Scores,
+    TokenIds,
+)
+from atts.engine import Engine, EngineStats
 from atts.evaluators import compare_runs, extract, mean_estimate
 from atts.evaluators.datasets.arithmetic import problems
-from atts.graph import Graph
+from atts.graph import Caller, Graph
 from atts.local import LocalEngine, LocalOptions
 from atts.local.attention import GatheredAttention
 from atts.local.batch import Model
@@ -64,7 +75,6 @@ from atts.pipelines import (
     prompt_of,
     solve,
 )
-from atts.run import EngineCalls
 from atts.sampling import Seed
 from scripts.studies.harness import Options, Parts, Row, Table, figure, look, points
 from scripts.studies.local import generated, random_model
@@ -534,6 +544,65 @@ def options(lab: Lab, **changes: Any) -> LocalOptions:
     return LocalOptions(**{**settings, **changes})
 
 
+class _Calls:
+    """Admit the calls of one rollout to an engine; nothing is recorded.
+
+    `atts.run` has the class that records, but needs msgspec, which a bare machine lacks.
+    """
+
+    has_recorded_calls = False
+
+    def __init__(self, engine: Engine, role: Role, scope: Caller, timeout_seconds: float) -> None:
+        self.spec = engine.spec
+        self.tokenizer = engine.tokenizer
+        self._engine = engine
+        self._role: Role = role
+        self._scope = scope
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """Continue the ids, once the engine has room for them."""
+        tokens = len(request.ids) + request.max_tokens
+        return await self._scope.call(
+            self._role,
+            self._engine.sample,
+            request,
+            engine=self._role,
+            turn=request.seed.turn,
+            tokens=tokens,
+        )
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """Score the suffix, once the engine has room for it."""
+        tokens = len(request.prefix) + len(request.suffix)
+        return await self._scope.call(
+            "score",
+            self._engine.score,
+            request,
+            engine=self._role,
+            turn=request.turn,
+            tokens=tokens,
+        )
+
+    def stats(self) -> EngineStats:
+        """Return the engine's own numbers."""
+        return self._engine.stats()
+
+    async def __aenter__(self) -> Self:
+        """Return this: the pair opens and closes the engine."""
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Close nothing."""
+
+    def recorded_length(self, request: SampleRequest) -> int:
+        """Return 0: no call was recorded."""
+        return 0
+
+    def recorded_scores(self, request: ScoreRequest) -> Scores | None:
+        """Return None: no call was recorded."""
+        return None
+
+
 class Pair:
     """Both engines, open."""
 
@@ -557,7 +626,7 @@ class Pair:
             self._target,
             gate,
             answers=answers,
-            bind=EngineCalls,
+            bind=_Calls,
             seed=seed,
             logprobs=needed,
         )

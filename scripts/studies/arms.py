@@ -49,7 +49,7 @@ class Arm:
     variant: Variant = "plain"
 
     def but(self, name: str = "", **changes: Any) -> Arm:
-        """The same arm, perhaps under another name, its policy changed."""
+        """Return the same arm with another policy, perhaps under another name."""
         return replace(
             self,
             name=name or self.name,
@@ -66,8 +66,9 @@ def arm(
     threads: int = 1,
     **changes: Any,
 ) -> Arm:
-    """An arm of that method (its own name's, unless said); `changes` are of the setup or of its
-    policy.
+    """Return an arm of a method.
+
+    The method is the arm's name unless one is given; `changes` are of the setup or of its policy.
     """
     base = Setup()
     schedule = changes.pop("schedule", "together")
@@ -88,7 +89,10 @@ class Pair:
     def __init__(
         self, threads: Iterable[int] = (1,), variants: Iterable[Variant] = (), **changes: Any
     ) -> None:
-        """Also targets of these variants, with one thread; `changes` are those of `LocalOptions`."""
+        """Open targets of these variants too, with one thread.
+
+        `changes` are fields of `LocalOptions`.
+        """
         options = replace(LocalOptions(), **changes)
         self._stack = AsyncExitStack()
         self.draft: Engine = LocalEngine(model_path("draft"), name="draft", options=options)
@@ -116,8 +120,9 @@ class Pair:
         await self._stack.aclose()
 
     def plan(self, arm: Arm, seed: int, gate: Gate | RoundGate | None = None) -> Plan:
-        """The arm's plan; its random numbers are no other arm's, so that none finds its texts in a
-        cache.
+        """Return the arm's plan.
+
+        Its random numbers are its own, so that no arm finds its texts in a cache.
         """
         own = seed * 1009 + sum(arm.name.encode()) % 997
         setup = replace(arm.setup, seed=own, gate=gate if gate is not None else arm.setup.gate)
@@ -131,7 +136,9 @@ async def run_block(
     schedule: Schedule = "together",
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[Outcome, ...], float]:
-    """One block under one plan: its outcomes in the order of the problems, and the seconds it took."""
+    """Run one block under one plan, and return its outcomes in the order of the problems with the
+    seconds it took.
+    """
     began = clock()
     found = dict[str, Outcome]()
     for group in (
@@ -144,7 +151,7 @@ async def run_block(
 
 
 def scores_of(outcomes: Iterable[Outcome]) -> tuple[float, ...]:
-    """The scores of all chunks, rollout by rollout."""
+    """Return the scores of all chunks, rollout by rollout."""
     turns = (turn for outcome in outcomes for line in outcome.rollouts for turn in line.turns)
     return tuple(turn.score for turn in turns if turn.score is not None)
 
@@ -168,7 +175,7 @@ class Solved:
 
     @classmethod
     def of(cls, outcome: Outcome) -> Solved:
-        """From what the run kept."""
+        """Summarise what the run kept of one problem."""
         problem = outcome.problem
         usage = outcome.usage
         ended = [line for line in outcome.rollouts if line.finish not in ("settled", "cancelled")]
@@ -188,7 +195,7 @@ class Solved:
 
     @property
     def escalated(self) -> int:
-        """How often the target took over."""
+        """Count the escalations."""
         return sum(over for _, _, over in self.decisions)
 
 
@@ -212,7 +219,7 @@ class Piece:
 
     @property
     def key(self) -> tuple[str, int, int, int]:
-        """What it is a piece of."""
+        """Return the arm, seed and shard that the piece belongs to."""
         return self.arm, self.samples, self.seed, self.shard
 
 
@@ -230,7 +237,7 @@ class Ledger:
         self._parts.keep("|".join(map(str, piece.key)), asdict(piece))
 
     def of(self, arm: str, samples: int | None = None) -> Sum:
-        """An arm's pieces, by seed and shard."""
+        """Return the pieces of an arm by seed and shard."""
         found = [p for p in self.pieces.values() if p.arm == arm and samples in (None, p.samples)]
         return Sum(sorted(found, key=lambda piece: (piece.samples, piece.seed, piece.shard)))
 
@@ -255,7 +262,7 @@ class Grid:
     block: int = 50
 
     def shards(self) -> list[tuple[Problem, ...]]:
-        """The test problems, cut."""
+        """Cut the test problems into shards."""
         found = arithmetic("test", self.problems)
         return [tuple(found[i : i + self.shard]) for i in range(0, len(found), self.shard)]
 
@@ -268,8 +275,9 @@ async def run_grid(
     label: str = "pipelines",
     watch: Watch | None = None,
 ) -> None:
-    """Every arm on every shard and seed, interleaved block by block; what the ledger has is not run
-    again.
+    """Run every arm on every shard and seed, interleaved block by block.
+
+    What the ledger has is not run again.
 
     A gate lives for a shard: it learns from block to block as in one run of that many problems.
     """
@@ -328,27 +336,32 @@ class Sum:
 
     @classmethod
     def of(cls, name: str, outcomes: Sequence[Outcome], seconds: float = 0.0) -> Sum:
-        """Of one block."""
+        """Add up the pieces of one block."""
         return cls([Piece(name, 0, 0, 0, [Solved.of(outcome) for outcome in outcomes], [seconds])])
 
     @cached_property
     def solved(self) -> list[Solved]:
-        """Every problem, once per seed."""
+        """Return every problem, once per seed."""
         return [one for piece in self.pieces for one in piece.solved]
 
     def by_problem(self, value: Value) -> dict[str, float]:
-        """The mean over seeds of each problem: a problem stays one unit however often it was run."""
+        """Return each problem's mean over seeds.
+
+        A problem stays one unit however often it was run.
+        """
         found: defaultdict[str, list[float]] = defaultdict(list)
         for one in self.solved:
             found[one.problem].append(value(one))
         return {name: float(np.mean(values)) for name, values in found.items()}
 
     def estimate(self, value: Value) -> Estimate:
-        """The mean over problems with its interval."""
+        """Estimate the mean over problems, with its interval."""
         return mean_estimate(list(self.by_problem(value).values()), len(self.solved))
 
     def minus(self, base: Sum, value: Value) -> Estimate:
-        """The difference to another arm, paired by problem, over those that both have."""
+        """Estimate the difference to another arm, paired by problem, over the problems that both
+        have.
+        """
         first = base.by_problem(value)
         second = self.by_problem(value)
         names = sorted(first.keys() & second.keys())
@@ -357,16 +370,18 @@ class Sum:
         ).difference
 
     def each(self, kind: Literal["draft", "scored", "target", "judged"]) -> float:
-        """Tokens of that kind a problem."""
+        """Return the tokens of a kind per problem."""
         return self.total(kind) / max(1, len(self.solved))
 
     def total(self, kind: Literal["draft", "scored", "target", "drawn", "judged"]) -> int:
-        """Tokens of that kind."""
+        """Return the tokens of a kind."""
         return sum(getattr(one, kind) for one in self.solved)
 
     @property
     def gflops(self) -> float:
-        """Arithmetic of both models a problem: tokens written, scored and read, each once."""
+        """Return the arithmetic of both models per problem: tokens written, scored and read, each
+        once.
+        """
         draft = info("draft").flops_per_token(CONTEXT)
         target = info("target").flops_per_token(CONTEXT)
         return (
@@ -375,17 +390,17 @@ class Sum:
 
     @property
     def seconds(self) -> float:
-        """Of all blocks."""
+        """Return the seconds of all blocks."""
         return sum(sum(piece.seconds) for piece in self.pieces)
 
     @property
     def rate(self) -> float | None:
-        """The share of decisions that went to the target; None where nothing was decided."""
+        """Return the share of decisions that escalated, or None if nothing was decided."""
         asked = sum(len(one.decisions) for one in self.solved)
         return sum(one.escalated for one in self.solved) / asked if asked else None
 
     def rate_error(self, nominal: float) -> float:
-        """The root mean square over questions of realised minus nominal rate."""
+        """Return the root mean square over questions of realised minus nominal rate."""
         rates = [one.escalated / len(one.decisions) for one in self.solved if one.decisions]
         return (
             float(np.sqrt(np.mean([(rate - nominal) ** 2 for rate in rates])))
@@ -396,8 +411,9 @@ class Sum:
     def speed_up(
         self, base: Sum, clock: Literal["seconds", "processor"] = "seconds"
     ) -> Spread | None:
-        """The base's time over this arm's, for blocks that both ran at the same place; None where
-        there are none.
+        """Return the base's time over this arm's, for blocks that both ran at the same place.
+
+        None without such a block.
         """
         mine = {piece.key[1:]: getattr(piece, clock) for piece in self.pieces}
         pairs = [
@@ -410,10 +426,10 @@ class Sum:
 
 
 def right(one: Solved) -> float:
-    """Whether the vote is."""
+    """Return 1 if the vote is correct, else 0."""
     return one.right
 
 
 def share(one: Solved) -> float:
-    """How many of the rollouts that ended are right."""
+    """Return the share of ended rollouts whose answer is correct."""
     return one.share

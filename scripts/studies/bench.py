@@ -205,7 +205,7 @@ def main() -> None:
 
 
 def run(name: str, options: Options) -> None:
-    """One study here: what the machine is, then the tables."""
+    """Run one study here: report the machine, then the tables."""
     say(f"study {name} ({options.effort}): {STUDIES[name].what}")
     machine = look()
     say("\n".join(f"  {line}" for line in machine.words()))
@@ -250,8 +250,9 @@ def run_all(
 
 
 def _run_apart(step: Step, seed: int, out: Path | None) -> bool:
-    """In a fresh process: what one study sets (threads, caches) is not there for the next; whether
-    it went well.
+    """Run a study in a fresh process, and return whether it succeeded.
+
+    Threads and caches that one study sets do not reach the next.
     """
     command = [sys.executable, "-m", "scripts.studies.bench", step.name, "--seed", str(seed)]
     command += [] if step.effort == "default" else [f"--{step.effort}"]
@@ -260,7 +261,7 @@ def _run_apart(step: Step, seed: int, out: Path | None) -> bool:
 
 
 def planned(asked: Sequence[str], effort: Effort) -> list[Step]:
-    """The steps that these words ask for, each once."""
+    """Return the steps that the arguments ask for, each once."""
     whole = "all" in asked
     names = list(dict.fromkeys(asked))
     if whole or "quick" in asked:

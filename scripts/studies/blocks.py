@@ -99,8 +99,9 @@ class Outcome(NamedTuple):
 def virtual_requests(
     count: int, rate: float, kind: Arrivals, skew: float, seed: int
 ) -> list[Request]:
-    """Requests of tenants whose shares fall like rank ** -skew; bursts have gaps of thrice the
-    deviation.
+    """Return requests of tenants whose shares fall like rank ** -skew.
+
+    Bursts have gaps of three times the deviation.
     """
     rng = random.Random(seed)
     weights = [(1 + at) ** -skew for at in range(VIRTUAL_TENANTS)]
@@ -120,7 +121,9 @@ def virtual_requests(
 
 
 def chain_of(tenant: int, serving: Serving, sharing: float) -> tuple[Part, ...]:
-    """The parts of a tenant's model: the base's layers and its own, or all of them as one."""
+    """Return the parts of a tenant's model: the base's layers and its own, or all of them as one
+    part.
+    """
     if serving != "blocks" or not sharing:
         return (Part(f"model {tenant}", 1.0),)
     trunk = Part(f"base {tenant % BASES}", sharing)
@@ -142,7 +145,7 @@ class Cluster:
         self.places = self._placed(serving)
 
     def _placed(self, serving: Serving) -> dict[str, list[int]]:
-        """By each part's share of the work; one server for each model, or as many as its load asks
+        """Place parts by their share of the work: one server per model, or as many as its load asks
         for.
         """
         work = dict.fromkeys(self._shares, 0.0)
@@ -198,7 +201,9 @@ class Cluster:
         heapq.heappush(self._events, (at, self._count, what))
 
     def _advance(self, request: Request, server: int) -> int:
-        """Past a part; how many tokens were written: one at the end of the chain."""
+        """Move a request past a part, and return how many tokens were written: one at the end of
+        the chain.
+        """
         chain = self._chains[request.tenant]
         request.owners[chain[request.at].name] = server
         request.server = server
@@ -239,7 +244,10 @@ class Cluster:
         return Instance(wait, self._seconds(part.share, [request]), owns, move, recompute, hop)
 
     def _seconds(self, share: float, batch: Sequence[Request]) -> float:
-        """One run of a part: its share of a model's step; prompts are fed, the others decode."""
+        """Return the seconds of one run of a part: its share of a model's step.
+
+        Prompts are fed, the others decode.
+        """
         fed = sum(request.fed for request in batch if request.fed > 1)
         decoding = [request.held for request in batch if request.fed == 1]
         return share * COST.seconds(len(decoding), sum(decoding), fed)
@@ -267,8 +275,8 @@ class Cluster:
 
 
 def capacity(servers: int) -> float:
-    """Requests a second that models on their own serve at batches of eight, all servers busy: the
-    unit of load.
+    """Return the requests a second that whole models serve at batches of eight with all servers
+    busy: the unit of load.
     """
     step = COST.seconds(8, 8 * (VIRTUAL_PROMPT + VIRTUAL_LENGTH / 2)) / 8
     return servers / (VIRTUAL_LENGTH * step + COST.prefilled * VIRTUAL_PROMPT)
@@ -277,8 +285,9 @@ def capacity(servers: int) -> float:
 def compared(
     servers: int, load: float, kind: Arrivals, at: tuple[float, float, int, int]
 ) -> Iterator[tuple[Serving, Outcome]]:
-    """All ways of serving, the same requests; `at`: what is shared, skew of tenants, number of
-    requests and seed.
+    """Compare all ways of serving on the same requests.
+
+    `at` holds what is shared, the skew of tenants, the number of requests and the seed.
     """
     sharing, skew, count, seed = at
     for serving in get_args(Serving):
@@ -287,7 +296,7 @@ def compared(
 
 
 def study_simulated(options: Options) -> list[Table]:
-    """A grid of sizes, loads and arrivals, then of what the published figures need."""
+    """Measure a grid of sizes, loads and arrivals, then what the published figures need."""
     count = options.pick(300, 800, 8000)
     rows = list[Row]()
     sizes = options.pick((12,), (12, 64), (12, 24, 48, 64))
@@ -317,12 +326,12 @@ def _row(lead: Row, one: Outcome, base: Outcome) -> Row:
 
 
 def _beside(one: Outcome, base: Outcome) -> tuple[float, float]:
-    """How much more of p95, and of tokens a busy second."""
+    """Return how much more of p95, and of tokens per busy second, one way has than another."""
     return one.p95 / base.p95 - 1, one.tokens_per_busy_second / base.tokens_per_busy_second - 1
 
 
 def _published(options: Options, count: int) -> Table:
-    """Under which assumptions the paper's -33.5 % and +20.1 % are reached on its 12 GPUs."""
+    """Show under which assumptions the paper's -33.5 % and +20.1 % are reached on its 12 GPUs."""
     rows = list[Row]()
     loads = options.pick((0.5,), (0.3, 0.5, 0.7), (0.3, 0.5, 0.7))
     for sharing, skew, load in product((0.5, 0.8, 1.0), (0.0, 1.0), loads):
@@ -380,7 +389,7 @@ class Served(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Written tokens by the core's time, idle time included."""
+        """Return written tokens per second of the core's time, idle time included."""
         return self.tokens / self.seconds
 
 
@@ -421,8 +430,9 @@ class Arm:
         return Served(now, self._tokens, waits, sum(map(_weights_of, self._loops)), held, rows)
 
     def _block_rows(self) -> int:
-        """Counted by the zoo's loop; in an engine for one model each token that is fed passes all
-        blocks.
+        """Count the rows that passed a block.
+
+        In an engine for one model each token that is fed passes all blocks.
         """
         model: Any = self._loops[0]._model
         if isinstance(model, ChainModel):
@@ -458,7 +468,7 @@ def _request(ids: Iterable[int], tokens: int, number: int) -> SampleRequest:
 
 
 def _weights_of(loop: StepLoop) -> int:
-    """Bytes of packed weights."""
+    """Return the bytes of packed weights."""
     model: Any = loop._model
     assert isinstance(model, ChainModel | NativeModel)
     return model.num_bytes if isinstance(model, ChainModel) else model.packing.num_bytes
@@ -471,8 +481,8 @@ def _config(zoo: Zoo, name: str, *, shares: bool) -> WorkerConfig:
 
 
 def make_family(folder: Path, own: int) -> Zoo:
-    """A zoo of four tenants: the embedded target, two adapters of rank 8, and one tuned, of so many
-    last layers.
+    """Make a zoo of four tenants: the embedded target, two adapters of rank 8, and a model with
+    `own` tuned last layers.
     """
     base = path("target")
     zoo = Zoo(folder / "zoo")
@@ -512,7 +522,7 @@ def _adapter(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
 
 
 def arrive(count: int, rate: float, seed: int, prompts: Prompts) -> list[Arrival]:
-    """So many requests, so many a second, each of any tenant."""
+    """Return requests at a given rate, each of a random tenant."""
     rng = random.Random(seed)
     now = 0.0
     found = list[Arrival]()
@@ -526,7 +536,9 @@ def arrive(count: int, rate: float, seed: int, prompts: Prompts) -> list[Arrival
 
 
 def study(options: Options) -> list[Table]:
-    """Memory, throughput with one request of each tenant, and waiting times under Poisson arrivals."""
+    """Measure memory, throughput with one request of each tenant, and waiting times under Poisson
+    arrivals.
+    """
     torch.set_num_threads(1)
     rounds = options.pick(5, 11, 25)
     count = options.pick(24, 120, 400)
@@ -576,7 +588,7 @@ def study(options: Options) -> list[Table]:
 
 
 def _at_once(one: Arm, four: Arm, rounds: int) -> tuple[list[Row], float]:
-    """Tokens a second with one and with four requests of each tenant at once, measured in turn;
+    """Measure tokens per second with one and with four requests of each tenant, in turn, and
     weights in memory.
     """
     rows = list[Row]()
@@ -617,7 +629,7 @@ def _loaded(one: Arm, four: Arm, arrivals: Sequence[Arrival]) -> list[Row]:
 
 
 def memory(options: Options) -> list[Table]:
-    """Megabytes of the shipped family, in one loop and apart.
+    """Measure the megabytes of the shipped family, in one loop and in separate processes.
 
     Read is the proportional share (`Pss`) of the processes that compute, while each engine writes:
     pages that several processes share, of libraries and mapped weights, count once among them.
@@ -641,7 +653,7 @@ def memory(options: Options) -> list[Table]:
 
 
 def family(folder: Path) -> Zoo:
-    """A zoo of the embedded target and its shipped relatives."""
+    """Make a zoo of the embedded target and its shipped relatives."""
     zoo = Zoo(folder / "zoo")
     shipped = path("target").parent / "family"
     zoo.add("base", path("target"))
@@ -651,7 +663,10 @@ def family(folder: Path) -> Zoo:
 
 
 async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
-    """What their processes take at the end of some work; those of one number share one."""
+    """Return what the processes take at the end of some work.
+
+    Models of one number share a process.
+    """
     async with AsyncExitStack() as stack:
         opened = [
             LocalEngine(zoo.folder(name), options=_PROCESS, replica=at) for name, at in engines
@@ -669,6 +684,6 @@ async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
 
 
 def resident(process: Path) -> int:
-    """Kilobytes of memory, pages that processes share in parts."""
+    """Return kilobytes of memory; pages that processes share count in parts."""
     lines = (process / "smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))

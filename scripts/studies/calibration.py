@@ -53,7 +53,10 @@ ARRAY = "ec846181"
 
 
 def study_calibration(options: Options) -> list[Table]:
-    """Rates by mode, alarms, and what arrays are told apart; nothing where the traces are absent."""
+    """Measure rates by mode and alarms on recorded scores.
+
+    Without the traces there is nothing to measure.
+    """
     folder = traces()
     if folder is None:
         return []
@@ -71,7 +74,7 @@ def study_calibration(options: Options) -> list[Table]:
 
 
 def arrivals(folder: Path, order: str) -> Records:
-    """The scores of a real run in one of its arrival orders."""
+    """Return the scores of a real run in one of its arrival orders."""
     return [
         json.loads(line)
         for line in (folder / f"arrivals_ct0_{order}.jsonl").read_text().splitlines()
@@ -79,7 +82,10 @@ def arrivals(folder: Path, order: str) -> Records:
 
 
 def arrays(folder: Path) -> dict[str, StoredScores]:
-    """Every published array, by a short name; sixteen scores a question, four in the smoke test's."""
+    """Return every published array by a short name.
+
+    They hold sixteen scores per question, the smoke test's four.
+    """
     found = dict[str, StoredScores]()
     for path in sorted((folder / "calibration").glob("*.npy")):
         name = path.stem.removeprefix("ppls_").replace("_s16_t500_temp0.8", "")
@@ -88,7 +94,7 @@ def arrays(folder: Path) -> dict[str, StoredScores]:
 
 
 def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> Table:
-    """Every mode at one rate beside the published rule, the synchronous sort and a coin."""
+    """Compare every mode at one rate with the published rule, the synchronous sort and a coin."""
     rows = list[Row]()
     for order, records in streams.items():
         questions, turns = ([record[key] for record in records] for key in ("question", "turn"))
@@ -125,7 +131,9 @@ def _others(
     stored: StoredScores,
     rate: float,
 ) -> dict[str, list[bool]]:
-    """The decisions of the published rule, of the sort that waits for all siblings, and of a coin."""
+    """Return the decisions of the published rule, of the sort that waits for all siblings, and of a
+    coin.
+    """
     pool = np.sort(np.asarray(stored.nonconformity))
     coins = np.random.default_rng(0).random(len(scores))
     least = math.ceil((1 - exact_rate(rate)) * len(pool))
@@ -139,7 +147,7 @@ def _others(
 
 
 def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
-    """False alarms on clean streams and misses on broken arrays, per array."""
+    """Count false alarms on clean streams and misses on broken arrays, per array."""
     clean = options.pick(100, 1000, 1000)
     broken = options.pick(20, 100, 200)
     others = () if options.effort == "quick" else ("self_opt", "1b8761b8", "amc_s1.1")
@@ -177,7 +185,7 @@ def alarms(found: dict[str, StoredScores], own: str, options: Options) -> Table:
 
 
 def power(found: dict[str, StoredScores], own: str, options: Options) -> Table:
-    """Runs of one model against the arrays of all others."""
+    """Test runs of one model against the arrays of all others."""
     runs = options.pick(10, 60, 200)
     rows = list[Row]()
     for name, stored in found.items():
@@ -242,8 +250,9 @@ def _synthetic() -> dict[str, StoredScores]:
 
 
 def _sampled(stored: StoredScores, seed: int) -> StoredScores:
-    """As many whole questions, drawn with replacement and moved by less than shows, so that none
-    repeats another.
+    """Draw whole questions with replacement, as many as there are.
+
+    Each is moved by less than shows, so that none repeats another.
     """
     questions = _by_question(stored.scores, stored)
     draw = np.random.default_rng([seed, 1])
@@ -262,8 +271,8 @@ def _effect(stored: StoredScores, other: StoredScores) -> float:
 def _oracle(
     stored: StoredScores, other: StoredScores, questions: int = 19, level: float = 0.005
 ) -> float:
-    """The power of the best test between two known normal laws of the questions' levels and log
-    spreads.
+    """Return the power of the best test between two known normal distributions of the questions'
+    levels and log spreads.
     """
     samples = [QuestionSample.of(each, 0) for each in (stored, other)]
     columns = [features(sample.questions, sample.size) for sample in samples]
@@ -287,7 +296,7 @@ _MANY = 20_000  # problems from which a true value is computed
 
 
 def study_statistics(options: Options) -> list[Table]:
-    """Coverage by simulation; rates on recorded scores, where the traces are at hand."""
+    """Simulate coverage, and replay rates on recorded scores if the traces are at hand."""
     tables = [
         coverage(problems, options)
         for problems in options.pick((30,), (30, 40, 500), (30, 40, 500))
@@ -298,7 +307,7 @@ def study_statistics(options: Options) -> list[Table]:
 
 
 def coverage(problems: int, options: Options) -> Table:
-    """How often a nominal 95 % holds the truth: everything that is printed, beside the others'
+    """Measure how often a nominal 95 % interval covers the truth, for our intervals and for other
     formulas.
     """
     rows = list[Row]()
@@ -329,7 +338,7 @@ def coverage(problems: int, options: Options) -> Table:
 
 
 def _ours(values: Floats) -> Ends:
-    """The interval that is printed."""
+    """Return the interval that atts prints."""
     found = mean_estimate(values, values.size * SAMPLES)
     return found.low, found.high
 
@@ -374,14 +383,18 @@ def _rates(draw: Draw, truth: float, problems: int, runs: int) -> Iterator[Row]:
 
 
 def _majorities(draw: Draw, right: Floats) -> Floats:
-    """Exact maj@5 of every problem: its right samples agree, its wrong ones fall on three answers."""
+    """Return the exact maj@5 of every problem: its correct samples agree, its wrong ones fall on
+    three answers.
+    """
     wrong = draw.multinomial(SAMPLES - right.astype(int), (0.5, 0.3, 0.2))
     sizes = np.column_stack([right.astype(int), wrong]).tolist()
     return maj_at_k([Votes(tuple(each), (1.0, 0.0, 0.0, 0.0)) for each in sizes], 5)
 
 
 def _differences(draw: Draw, shift: float, problems: int, runs: int) -> Row:
-    """Two runs of the same problems, single answers, accuracies near .9 that differ by `shift`."""
+    """Simulate two runs of the same problems with single answers and accuracies near 0.9 that
+    differ by `shift`.
+    """
     ours = list[bool]()
     theirs = list[bool]()
     for _ in range(runs):
@@ -429,8 +442,8 @@ LAWS = {
 
 
 def certificates(options: Options) -> Table:
-    """How often a policy is certified against the target alone, by the answers it loses and by its
-    net loss.
+    """Measure how often a policy is certified against the target alone, by answers lost and by net
+    loss.
     """
     runs = options.pick(40, 200, 1000)
     rows = list[Row]()
@@ -461,8 +474,8 @@ def _policy(losses: Floats) -> Candidate:
 
 
 def lengths(options: Options) -> Table:
-    """Mode marginal where long chunks score worse and come later: ranks among all, and among chunks
-    of one length.
+    """Measure mode marginal if long chunks score worse and come later, ranked among all chunks or
+    among chunks of one length.
     """
     runs = options.pick(4, 40, 200)
     rows = list[Row]()
@@ -505,9 +518,7 @@ def _first_chunks(chunks: int, in_flight: int, draw: random.Random) -> list[dict
 
 
 def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> Iterator[T]:
-    """The steps of lines of work, each with its duration, in the order of their ends, so many lines
-    at once.
-    """
+    """Return steps in the order of their ends, with a fixed number of lines of work at once."""
     waiting = enumerate(map(iter, lines))
     going = list[tuple[float, int, T, Iterator[tuple[float, T]]]]()
     now = 0.0
@@ -528,8 +539,8 @@ def _as_they_end(lines: Iterable[Iterable[tuple[float, T]]], in_flight: int) -> 
 
 
 def small_runs(folder: Path, options: Options) -> Table:
-    """The default mode on recorded rollouts, drawn anew for every run; the run's size known, and
-    not.
+    """Measure the default mode on recorded rollouts, drawn again for every run, with the run's size
+    known and unknown.
     """
     runs = options.pick(2, 6, 20)
     sizes = ((20, 8), (30, 16), (40, 8), (100, 8))
@@ -600,7 +611,7 @@ def _arrivals(
 def _ended(
     stream: list[dict[str, Any]], rate: float, samples: int, known: bool
 ) -> tuple[float, float]:
-    """How far the realised rate is off, and the share of the worst chunks that went over."""
+    """Return the error of the realised rate, and the share of the worst chunks that escalated."""
     told = stream if known else [{**record, "left": None} for record in stream]
     done = replay(told, rate=rate, mode="aci", tuning=Tuning.for_rollouts(samples))
     worst = sorted(done.decisions, key=lambda decision: -(decision.score or 0.0))[
@@ -627,7 +638,10 @@ class WatchedGate(ConformalGate):
         self.made: list[tuple[float, bool]] = []  # score, and whether the target took over
 
     def decide(self, features: Features, score: float) -> Decision:
-        """As the gate; of a run whose problems stream in, without the share that is left."""
+        """Decide as the gate does.
+
+        In a run whose problems stream in, the share that is left is unknown.
+        """
         return super().decide(features if self._is_counted else replace(features, left=None), score)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
@@ -649,7 +663,7 @@ class Ended:
 
     @classmethod
     def of(cls, gate: WatchedGate, outcomes: Sequence[Outcome], rate: float) -> Ended:
-        """Of what the gate decided, and what came of it."""
+        """Summarise what the gate decided in a run, and what came of it."""
         worst = sorted(gate.made, reverse=True)[: max(1, round(rate * len(gate.made)))]
         right = {one.problem.id: float(one.answer == one.problem.answer) for one in outcomes}
         return cls(
@@ -661,13 +675,14 @@ class Ended:
 
     @property
     def share(self) -> float:
-        """The realised rate."""
+        """Return the realised rate."""
         return self.escalated / self.decisions
 
 
 def study_small_runs(options: Options) -> list[Table]:
-    """Every size, order, rate and seed with both gates in turn; finished runs are kept, and not run
-    again.
+    """Run every size, order, rate and seed with both gates in turn.
+
+    Finished runs are kept and not run again.
     """
     parts = Parts(options.file("small-runs.jsonl"))
     sizes = options.pick(SIZES[:1], SIZES[:2], SIZES)
@@ -755,8 +770,8 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
 
 
 def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
-    """How often each problem was right where this share of chunks was escalated: on the line of the
-    two nearest.
+    """Return how often each problem was correct at this share of escalated chunks, interpolated
+    between the two nearest runs.
     """
     nearest = sorted(runs, key=lambda run: abs(run.share - share))[:2]
     low, high = sorted(nearest, key=lambda run: run.share)
@@ -765,14 +780,14 @@ def _at_share(runs: Sequence[Ended], share: float) -> dict[str, float]:
 
 
 def _gained(runs: Sequence[tuple[Mapping[str, float], Mapping[str, float]]]) -> str:
-    """How much more often problems were right in the second of two runs."""
+    """Return how much more often problems were correct in the second of two runs."""
     pairs = [(first[name], right) for first, second in runs for name, right in second.items()]
     return interval(compare_runs(*map(list, zip(*pairs, strict=True))).difference) if pairs else "-"
 
 
 def _facts(runs: Sequence[Ended], rate: float) -> tuple[float | None, float | None]:
-    """How far runs end from their rate (root mean square), and what share of their worst chunks
-    went over.
+    """Return how far runs end from their rate (root mean square), and the share of their worst
+    chunks that escalated.
     """
     if not runs:
         return None, None

@@ -45,7 +45,7 @@ Panel = dict[tuple[str, str], HeatCell]
 
 
 def draw_map(title: str, across: str, panels: dict[str, Panel]) -> str:
-    """Panels two in a row, as one SVG file."""
+    """Draw panels, two in a row, as one SVG file."""
     made = [(name, panel, _names(panel, 0), _names(panel, 1)) for name, panel in panels.items()]
     wide = max(
         (_LABELS + _CELL * len(columns) + _GAP for _, _, _, columns in made), default=_LABELS
@@ -104,7 +104,7 @@ def _cell(x: int, y: int, cell: HeatCell) -> str:
 
 
 def _colour(value: float) -> str:
-    """From pale at 1 to the whole colour at a factor of 3 either way."""
+    """Return a colour from pale at 1 to the whole colour at a factor of 3 either way."""
     share = min(1.0, abs(math.log(max(value, 1e-9))) / math.log(_FULL))
     ends = _GREEN if value >= 1 else _RED
     return "#" + "".join(
@@ -138,9 +138,7 @@ class ScaledAxis(Axis):
     steps: Literal["linear", "doublings", "decimal"] = "linear"
 
     def ticks(self, about: int = 5) -> list[float]:
-        """Round numbers; powers of two thinned out to about so many; or 1, 2, 5, 10, ..., if too
-        many powers of ten.
-        """
+        """Return round numbers; powers of two thinned out, or 1, 2, 5, 10 and so on."""
         if self.steps == "linear":
             return Axis.ticks(self, about)
         if self.steps == "doublings":
@@ -153,7 +151,7 @@ class ScaledAxis(Axis):
         return found if len(found) <= 2 * about or len(tens) < 2 else tens
 
     def written(self, value: float) -> str:
-        """The number, not its logarithm, in at most five characters."""
+        """Return the number, not its logarithm, in at most five characters."""
         number = value if self.steps == "linear" else 2**value
         for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
             if abs(number) >= size:
@@ -168,8 +166,9 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 
 def draw(table: Table) -> str:
-    """The chart of a table that has one, as SVG; rows without two numbers in the chart's columns
-    are left out.
+    """Draw the chart of a table as SVG.
+
+    Rows without two numbers in the chart's columns are left out.
 
     :raises KeyError: a column the table does not have.
     """
@@ -194,7 +193,7 @@ def draw(table: Table) -> str:
 
 
 def _panels(chart: Chart, rows: Iterable[Mapping[str, Cell]]) -> dict[str, Panel]:
-    """The cells of a map, panel by panel, in the order of the rows."""
+    """Return the cells of a map, panel by panel, in the order of the rows."""
     panels = dict[str, Panel]()
     for cells in rows:
         value = cells[chart.value]
@@ -210,7 +209,7 @@ def _panels(chart: Chart, rows: Iterable[Mapping[str, Cell]]) -> dict[str, Panel
 def _series(
     chart: Chart, rows: Iterable[Mapping[str, Cell]]
 ) -> Mapping[str, list[tuple[float, float]]]:
-    """The points of each line, on the scales of the chart, sorted from left to right."""
+    """Return the points of each line, on the scales of the chart, sorted from left to right."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for cells in rows:
         x = _scaled(cells[chart.x], chart.x_scaling)
@@ -224,7 +223,7 @@ def _series(
 
 
 def _scaled(value: Cell, scaling: Scaling) -> float | None:
-    """Where a cell lies on its axis; None where it is no number that has a place there."""
+    """Return a cell's place on its axis, or None if it is not a number that has one."""
     if (
         not isinstance(value, int | float)
         or not math.isfinite(value)
@@ -255,7 +254,7 @@ def _up(chart: Chart, values: Sequence[float]) -> Axis:
 
 
 def _styles(count: int) -> list[str]:
-    """The colour and the dashes of every line."""
+    """Return the colour and the dashes of every line."""
     kinds = [
         (at, _COLOURS[at % len(_COLOURS)], _DASHES[at % len(_DASHES)] or 0) for at in range(count)
     ]
@@ -267,7 +266,7 @@ def _styles(count: int) -> list[str]:
 
 
 def _legend(names: Sequence[str]) -> list[str]:
-    """What each line is, below the picture."""
+    """Return the legend of the lines, below the picture."""
     parts = list[str]()
     for number, name in enumerate(names):
         x = 20 + number % _COLUMNS * (_WIDTH - 20) // _COLUMNS
@@ -278,7 +277,7 @@ def _legend(names: Sequence[str]) -> list[str]:
 
 
 def page(title: str, width: int, height: int, parts: Sequence[str]) -> str:
-    """A picture made of parts that are SVG already, in the style of the charts."""
+    """Return a picture made of SVG parts, in the style of the charts."""
     size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="chart">'
     return f"{head}<style>{_STYLE}</style>{''.join(parts)}</svg>\n"

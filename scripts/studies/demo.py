@@ -67,7 +67,10 @@ def main() -> None:
 
 
 def table(found: dict[str, Summary], rate: float) -> list[str]:
-    """All side by side; speed and tokens against the large model alone, measured in this run."""
+    """Return the table of all methods.
+
+    Speed and tokens are relative to the large model alone, measured in the same run.
+    """
     alone = found["target-only"]
     realised = found["atts"].rate
     head = (

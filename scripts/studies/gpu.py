@@ -126,28 +126,30 @@ class Lab:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether it is a GPU."""
+        """Return whether the device is a GPU."""
         return self.device.type == "cuda"
 
     @property
     def half(self) -> torch.dtype:
-        """What weights are on it: a CPU computes in float32, for its speed in bfloat16 says
-        nothing.
+        """Return the type of the weights on the device.
+
+        A CPU computes in float32: its speed in bfloat16 says nothing.
         """
         return torch.bfloat16 if self.is_cuda else torch.float32
 
     @property
     def left(self) -> float:
-        """Seconds of the part that is going on."""
+        """Return the seconds left to the current part."""
         return self._own_until - time.time()
 
     def begin(self, share: float) -> None:
-        """A part begins, which may take that share of what is left."""
+        """Begin a part, which may take that share of the time left."""
         self._own_until = time.time() + share * (self._until - time.time())
 
     def missing(self, names: Iterable[str], seconds: float) -> list[str]:
-        """Those of these cells that are not finished; `seconds` is about how long it takes until
-        the first of them is.
+        """Return the cells that are not finished.
+
+        `seconds` is about how long it takes until the first of them is.
 
         :raises OutOfTime: there are some, and there is not so much left.
         """
@@ -157,8 +159,9 @@ class Lab:
         return found
 
     def cell(self, name: str, measure: Callable[[], Any], seconds: float = 0.0) -> Any:
-        """A finished cell's value, measured now if it is not there; `seconds` is about how long
-        that takes.
+        """Return a cell's value, measured now if it is missing.
+
+        `seconds` is about how long measuring takes.
 
         :raises OutOfTime: there is not so much left.
         """
@@ -173,7 +176,7 @@ class Lab:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Of one call, with all that it started on the device."""
+        """Return the seconds of one call, with all that it started on the device."""
         self.synchronize()
         began = time.perf_counter()
         work()
@@ -187,8 +190,8 @@ class Lab:
             torch.cuda.empty_cache()
 
     def look(self) -> dict[str, Any]:
-        """What the device is, and two rates that nothing on it can pass: of memory, and of matrix
-        products.
+        """Describe the device, with two rates that nothing on it can exceed: of memory, and of
+        matrix products.
         """
         size, rows = (_COPIED, _MATRIX) if self.is_cuda else (1 << 24, 256)
         source = torch.randn(size // 4, device=self.device)
@@ -221,7 +224,7 @@ class Script:
         self.times: list[float] = []
 
     def take(self, *, wait: bool) -> list[Command]:
-        """Everything; when that is done, the end."""
+        """Return all orders; when they are done, the end."""
         self.times.append(time.perf_counter())
         orders = self._orders
         self._orders = []
@@ -229,7 +232,7 @@ class Script:
 
 
 def shape_of(lab: Lab, size: str) -> ModelConfig:
-    """A published model's sizes."""
+    """Return the configuration of a model of a published size."""
     return shape_of_size(
         read_model_config(path("draft"), "draft"), read_size(size), lab.sizes.vocabulary
     )
@@ -286,16 +289,16 @@ class RandomModel:
 
 
 def _ignore(report: LoopReport) -> None:
-    """What the loop says is not looked at: it is timed."""
+    """Ignore what the loop reports: the loop is timed."""
 
 
 def weights_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of the matrices that every step reads."""
+    """Return the bytes of the matrices that every step reads."""
     return config.matrix_weights * dtype.itemsize
 
 
 def prompts(count: int, length: int, seed: int) -> list[TokenIds]:
-    """Random ids, no two alike."""
+    """Return random ids; all prompts differ."""
     generator = torch.Generator().manual_seed(seed)
     return [
         tuple(row) for row in torch.randint(10, 500, (count, length), generator=generator).tolist()
@@ -303,7 +306,9 @@ def prompts(count: int, length: int, seed: int) -> list[TokenIds]:
 
 
 def decoding(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
-    """The median step of the second half, when all write and every size of step was captured."""
+    """Return the median step of the second half, when all sequences write and every size of step
+    was captured.
+    """
     sizes = lab.sizes
     law = Sampling(temperature=0.7)
     orders = [
@@ -322,7 +327,7 @@ def decoding(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
 
 
 def scoring(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
-    """Chunks scored on prefixes that are known: all at once, from the first step to the last."""
+    """Measure chunks scored on known prefixes, all at once, from the first step to the last."""
     sizes = lab.sizes
     prefixes = prompts(batch, sizes.prefix, 1000 + batch)
     rounds = [
@@ -338,8 +343,8 @@ def scoring(lab: Lab, model: RandomModel, batch: int) -> dict[str, Any]:
 
 
 def least_step(lab: Lab, config: ModelConfig, batch: int, limits: dict[str, Any]) -> float:
-    """Seconds to read weights and cache at the rate of a copy, or to multiply at the rate of a
-    large product.
+    """Return the seconds to read weights and cache at the rate of a copy, or to multiply at the
+    rate of a large product.
     """
     context = lab.sizes.prompt + 3 * lab.sizes.tokens / 4
     cache = batch * context * config.kv_floats_per_token * lab.half.itemsize
@@ -365,7 +370,7 @@ class TheirModel:
             )
 
     def decoding(self, lab: Lab, batch: int) -> dict[str, Any]:
-        """What the tokens take beyond the first, which the prompt is read for."""
+        """Measure the time of all tokens but the first, for which the prompt is read."""
         sizes = lab.sizes
         ids = torch.tensor(prompts(batch, sizes.prompt, batch), device=lab.device)
         counts = (max(2, sizes.tokens // 2), 1)
@@ -388,8 +393,8 @@ _ARMS: Mapping[str, dict[str, Any]] = {
 
 
 def kernel(lab: Lab) -> list[dict[str, Any]]:
-    """Of every shape and type: how far the kernel is from gathered float32 attention, or why it is
-    not used.
+    """Measure how far the kernel is from gathered float32 attention for every shape and type, or
+    why it is not used.
     """
     found: list[dict[str, Any]] = []
     base = read_model_config(path("target"), "target")
@@ -435,7 +440,7 @@ class Texts(NamedTuple):
 
 
 def orders(lab: Lab) -> list[SampleRequest]:
-    """Questions of the embedded pair under four laws."""
+    """Return questions of the embedded pair under four sampling settings."""
     tokenizer = ModelTokenizer(path("target"), "target")
     asked = [
         tokenizer.render(prompt_of(problem, Policy()))
@@ -448,8 +453,8 @@ def orders(lab: Lab) -> list[SampleRequest]:
 
 
 def texts_on(lab: Lab, device: str, scored: list[TokenIds] | None = None, **changes: Any) -> Texts:
-    """The embedded target on that device: its texts, and its scores of those that are given, else
-    of its own.
+    """Return the embedded target's texts on a device, and its scores of the given texts or of its
+    own.
     """
     gathered = changes.pop("kernel", "") == "torch" and device != "cpu"
     config = _config(device, **changes)
@@ -493,7 +498,7 @@ def _config(device: str, **changes: Any) -> WorkerConfig:
 
 
 def compare(lab: Lab, arm: str, reference: Texts) -> dict[str, Any]:
-    """One way to compute on the device beside float32 on a CPU."""
+    """Compare one way to compute on the device with float32 on a CPU."""
     found = texts_on(lab, lab.device.type, reference.ids, **_ARMS[arm])
     pairs = list(zip(found.ids, reference.ids, strict=True))
     ours, theirs = (chain.from_iterable(texts.scores) for texts in (found, reference))
@@ -517,7 +522,7 @@ def _shared(one: TokenIds, other: TokenIds) -> int:
 
 
 def exactness(lab: Lab) -> None:
-    """Every way to compute, in turn."""
+    """Compare every way to compute, in turn."""
     names = {f"exactness | {arm}": arm for arm in _ARMS}
     if lab.missing(names, 5.0):
         reference = texts_on(lab, "cpu")
@@ -613,7 +618,9 @@ class Pair:
         self._gates: dict[tuple[str, int], Gate | RoundGate] = {}
 
     async def answer(self, arm: str, problem: Problem, samples: int, seed: int) -> dict[str, Any]:
-        """What one question comes to, its rollouts side by side, and the seconds until the vote."""
+        """Solve one question with its rollouts in parallel, and return the figures and the seconds
+        until the vote.
+        """
         chosen = preset(arm)
         policy = chosen.policy(Policy(samples=samples)).filled(SMALL)
         gate = self._gates.setdefault((arm, samples), chosen.gate(GateInputs(_calibrator(samples))))
@@ -660,14 +667,17 @@ def _calibrator(samples: int) -> Calibrator:
 
 
 def _by_spelling(answers: Sequence[str]) -> list[int]:
-    """Answers of the embedded models are whole numbers: equal ones are spelled alike."""
+    """Group answers by spelling: the embedded models' answers are whole numbers, so equal ones are
+    spelled alike.
+    """
     known: dict[str, int] = {}
     return [known.setdefault(answer.strip(), len(known)) for answer in answers]
 
 
 def _stored() -> StoredScores:
-    """The scores that come with the pair, read without their conditions: padding and types differ
-    from those.
+    """Return the scores that come with the pair.
+
+    Their conditions are not checked: padding and types differ.
     """
     state: dict[str, Any] = json.loads(scores_path().read_text(encoding="utf-8"))
     scores, questions, turns, lengths = (
@@ -678,7 +688,7 @@ def _stored() -> StoredScores:
 
 @asynccontextmanager
 async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
-    """The pair padded to these sizes."""
+    """Open the pair, padded to these sizes."""
     small = LocalEngine(folder_of("draft", draft), name="draft", options=options(lab))
     large = LocalEngine(folder_of("target", target), name="target", options=options(lab))
     async with large, small:  # the large one first: what it needs is known, the other takes little
@@ -686,8 +696,9 @@ async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
 
 
 def pair_cells(lab: Lab, draft: str, target: str) -> None:
-    """Question after question, arms in turn, for every number of rollouts; whatever is finished is
-    kept.
+    """Measure question after question, arms in turn, for every number of rollouts.
+
+    Whatever is finished is kept.
 
     :raises OutOfTime: there is not enough left for another question.
     """
@@ -729,7 +740,7 @@ _WAYS: Mapping[str, dict[str, Any]] = {
 
 
 def speculation_cells(lab: Lab, draft: str, target: str) -> None:
-    """The target alone, writing with and without proposals, at several numbers of rollouts."""
+    """Measure the target alone, with and without proposals, at several numbers of rollouts."""
     for way, changes in _WAYS.items():
         cells = {
             f"speculation | {draft} | {target} | {way} | {count}": count
@@ -765,7 +776,7 @@ async def _write_all(
 async def _round(
     engine: LocalEngine, prompt: TokenIds, count: int, seed: int, tokens: int
 ) -> tuple[int, float]:
-    """Tokens and seconds of some rollouts on one question."""
+    """Return tokens and seconds of some rollouts on one question."""
     seeds = [Seed(seed, sample=n) for n in range(count)]
     requests = [
         SampleRequest(prompt, tokens, Sampling(0.7), one, rollout=str(one.sample)) for one in seeds
@@ -776,13 +787,13 @@ async def _round(
 
 
 def tables(lab: Lab) -> list[Table]:
-    """Those that have a row."""
+    """Return the tables that have a row."""
     made = [_device(lab), _kernel(lab), _exactness(lab), _decoding(lab), _scoring(lab), _pairs(lab)]
     return [table for table in (*made, _speculation(lab), _troubles(lab)) if table.rows]
 
 
 def _found(lab: Lab, kind: str) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """The finished cells of a kind: the rest of their names, and their values."""
+    """Yield the finished cells of a kind: the rest of their names, and their values."""
     for name, value in lab.parts.items():
         first, *rest = name.split(" | ")
         if first == kind and value:
@@ -948,7 +959,9 @@ def _arm(
 
 
 def _times(base: Sequence[float], own: Sequence[float]) -> str:
-    """The ratio of all seconds, with the interval of a ratio of means (Fieller's, to first order)."""
+    """Return the ratio of all seconds, with the interval of a ratio of means (Fieller's, to first
+    order).
+    """
     if not own:
         return "-"
     ratio = sum(base) / sum(own)
@@ -1006,7 +1019,7 @@ Job = Callable[[Lab], None]
 
 
 def rates(lab: Lab, size: str) -> None:
-    """Writing and scoring by random weights, captured and not."""
+    """Measure writing and scoring with random weights, with graphs and without."""
     _rates(lab, size, "auto", {"decode": decoding, "score": scoring})
     lab.clear()
     _rates(lab, size, "off", {"decode": decoding})
@@ -1033,7 +1046,7 @@ def _rates(
 
 
 def their_rates(lab: Lab, size: str) -> None:
-    """The same sizes by `transformers.generate`."""
+    """Measure the same sizes with `transformers.generate`."""
     names = {f"generate | {size} | {batch}": batch for batch in lab.sizes.generate}
     if lab.missing(names, 25.0):
         model = TheirModel(lab, size)
@@ -1042,7 +1055,7 @@ def their_rates(lab: Lab, size: str) -> None:
 
 
 def jobs(sizes: Sizes) -> dict[str, Job]:
-    """What is to be done, that which says most first."""
+    """Return the jobs, the most informative first."""
     found: dict[str, Job] = {
         "device": lambda lab: lab.cell("device", lab.look),
         "kernel": lambda lab: lab.cell("kernel", partial(kernel, lab)),
@@ -1061,7 +1074,7 @@ def jobs(sizes: Sizes) -> dict[str, Job]:
 def run(
     lab: Lab, work: Mapping[str, Job], skipped: list[str], publish: Callable[[], object]
 ) -> tuple[str, list[str]]:
-    """Job after job; which of them broke the device, and what time ran out for.
+    """Run job after job, and return the one that broke the device and those that time ran out for.
 
     At first a job may take a third of what is left, so that many parts get some rows; then what is
     missing is done. A job that fails costs the others nothing: its reason is kept, and the same
@@ -1102,7 +1115,10 @@ def _told(lab: Lab, name: str, trouble: str) -> None:
 
 
 def _is_broken(lab: Lab) -> bool:
-    """Whether the device answers nothing any more: after some errors only a new process can use it."""
+    """Return whether the device no longer answers.
+
+    After some errors only a new process can use it.
+    """
     try:
         lab.synchronize()
     except Exception:  # noqa: BLE001  it was asked only whether it answers

@@ -41,8 +41,9 @@ class Pair:
 
 
 def study(options: Options) -> list[Table]:
-    """The tables; other checkers are included where they are installed, sets where they are at
-    hand.
+    """Return the tables.
+
+    Other checkers are included if they are installed, sets if they are at hand.
     """
     core = [
         row
@@ -88,7 +89,7 @@ def _math_verify() -> Check:
 
 
 def _simplified(parse: Callable[[str], Any]) -> Check:
-    """Whether the difference of both trees simplifies to 0."""
+    """Return whether the difference of both trees simplifies to 0."""
     sympy: Any = importlib.import_module("sympy")
     return lambda gold, answer: bool(sympy.simplify(parse(gold) - parse(answer)) == 0)
 
@@ -124,7 +125,7 @@ class Score:
     failed: int = 0
 
     def judge(self, pair: Pair) -> None:
-        """One more pair."""
+        """Judge one more pair."""
         start = time.process_time()
         signal.setitimer(signal.ITIMER_REAL, _PATIENCE)
         try:
@@ -149,7 +150,9 @@ def _give_up(number: int, frame: object) -> None:
 
 
 def beside(name: str, pairs: Sequence[Pair]) -> Table:
-    """Every checker at hand on every pair, turn by turn, so that a busy machine is busy for all."""
+    """Run every checker at hand on every pair, turn by turn, so that a busy machine is busy for
+    all.
+    """
     scores = dict[str, Score]()
     for checker, make in _CHECKERS.items():
         with contextlib.suppress(ImportError):
@@ -179,13 +182,13 @@ def beside(name: str, pairs: Sequence[Pair]) -> Table:
 
 
 def _apart(work: Callable[..., T], *given: object) -> T:
-    """What a call comes to in a process of its own, which has loaded nothing of the other checkers."""
+    """Run a call in a process of its own, which has loaded nothing of the other checkers."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         return process.submit(work, *given).result()
 
 
 def hostile_answers(pairs: Sequence[Pair]) -> Table:
-    """Our own path alone, in a process of its own: the slowest pair, what was wrongly called equal,
+    """Run our checker alone on hostile answers: the slowest pair, what was wrongly called equal,
     peak memory.
     """
     names = "equal | different | unscored | false equal | slowest wall s | CPU s | peak MB"
@@ -193,7 +196,7 @@ def hostile_answers(pairs: Sequence[Pair]) -> Table:
 
 
 def _attacked(pairs: Sequence[Pair]) -> Row:
-    """Verdicts, times and memory of all these pairs."""
+    """Return verdicts, times and memory of all these pairs."""
     seconds = [0.0]
     busy = [0.0]
     false_equal = 0
@@ -210,8 +213,8 @@ def _attacked(pairs: Sequence[Pair]) -> Row:
 
 
 def grouping(count: int) -> Table:
-    """Classes of many answers: distinct ones of each kind, and few values in many spellings; a
-    process for each.
+    """Group many answers: distinct ones of each kind, and few values in many spellings, a process
+    for each.
     """
     rows: list[Row] = []
     for name in (*_DISTINCT, "mixed", "100 values"):
@@ -232,7 +235,7 @@ _SPELLINGS = (
 
 
 def _grouped(name: str, count: int) -> Row:
-    """Classes, time and memory at the most of one grouping."""
+    """Return classes, time and peak memory of one grouping."""
     values = 100 if name == "100 values" else count
     styles = (_DISTINCT[name],) if name in _DISTINCT else _SPELLINGS
     numbers = [divmod(index, values)[::-1] for index in range(count)]
@@ -248,8 +251,9 @@ def _grouped(name: str, count: int) -> Row:
 
 
 def _peak_megabytes() -> float | None:
-    """The most that this process held; what the system counts for it begins with its parent's
-    memory.
+    """Return the peak memory of this process.
+
+    The system's own count begins with the parent's memory.
     """
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
@@ -262,7 +266,7 @@ _MARK = "a test compares it where the pairs are at hand.\n"
 
 
 def document() -> str | None:
-    """The document, None where the pairs are not at hand."""
+    """Return the page, or None if the pairs are not at hand."""
     rows = [row for row in rows_of("equivalence/cases.jsonl") if row["tag"] != "core"]
     if not rows:
         return None

@@ -56,18 +56,18 @@ class Load:
 
 
 def study(options: Options) -> list[Table]:
-    """Overhead and flatness, memory with a journal, then the conservation of work."""
+    """Measure overhead and flatness, memory with a journal, then the conservation of work."""
     return [_overhead(options), _flatness(options), _memory(options), *conserved()]
 
 
 async def answer(turn: int) -> int:
-    """An engine without latency: it gives way once, as any engine must."""
+    """Return the turn after giving way once, as any engine must: an engine without latency."""
     await checkpoint()
     return turn
 
 
 async def with_graph(load: Load, sink: Sink | None) -> None:
-    """The work as a pipeline would write it."""
+    """Run the work as a pipeline would write it."""
 
     async def rollout(line: RolloutScope[None]) -> None:
         for turn in range(TURNS):
@@ -83,7 +83,7 @@ async def with_graph(load: Load, sink: Sink | None) -> None:
 
 
 async def by_hand(load: Load, keep: Callable[[tuple[object, ...]], object]) -> None:
-    """The same work with anyio's tasks and limiters, and time stamps around every call."""
+    """Run the same work with anyio's tasks and limiters, and time stamps around every call."""
     places = anyio.CapacityLimiter(load.places)
     limits = {
         "draft": anyio.CapacityLimiter(load.draft),
@@ -124,7 +124,7 @@ WAYS: Mapping[str, Callable[[Load], Awaitable[None]]] = {
 
 
 def _microseconds(way: str, load: Load) -> float:
-    """Processor time per rollout, in microseconds."""
+    """Return processor time per rollout, in microseconds."""
     gc.collect()
     # the collector looks at what this work makes, not again and again at what was imported before
     # it

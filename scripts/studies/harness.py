@@ -43,7 +43,7 @@ class Machine:
     pair: str = ""
 
     def words(self) -> tuple[str, ...]:
-        """The facts as lines."""
+        """Return the facts as lines."""
         return (
             f"{self.processor}, {self.cores} cores, {self.memory_gib:.0f} GiB; load "
             f"{self.load:.1f} at the start",
@@ -56,13 +56,14 @@ class Machine:
         )
 
     def fields(self) -> dict[str, str | int | float]:
-        """Plain fields, for JSON."""
+        """Return plain fields, for JSON."""
         return asdict(self)
 
 
 def look(rounds: int = 15) -> Machine:
-    """Measure; under a second on an idle machine. One thread, as everything else here is measured
-    per core.
+    """Measure this machine; under a second if it is idle.
+
+    One thread, as everything else here is measured per core.
     """
     import torch
 
@@ -101,8 +102,9 @@ def look(rounds: int = 15) -> Machine:
 
 
 def shared_data() -> Path | None:
-    """The folder of benchmarks and recorded traces, named by ATTS_SHARED_DATA or beside the
-    checkout; None: absent.
+    """Return the folder of benchmarks and recorded traces, or None if it is absent.
+
+    ATTS_SHARED_DATA names it; by default it is next to the checkout.
     """
     named = os.environ.get("ATTS_SHARED_DATA")
     found = Path(named) if named else Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -110,7 +112,7 @@ def shared_data() -> Path | None:
 
 
 def traces() -> Path | None:
-    """The folder of recorded traces, or None with the reason said."""
+    """Return the folder of recorded traces, or print the reason and return None."""
     root = shared_data()
     if root is not None and (root / "traces").is_dir():
         return root / "traces"
@@ -122,7 +124,7 @@ def traces() -> Path | None:
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    """The lines of a file of shared data; none where it is not at hand."""
+    """Return the lines of a file of shared data; none if it is not at hand."""
     base = shared_data()
     if base is None or not (base / name).is_file():
         return []
@@ -132,7 +134,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
 
 
 def pair_mark() -> str:
-    """Four bytes of each embedded model's weights, hashed: who they are."""
+    """Return a hash of both embedded models' weights, four bytes of each."""
     from atts.models import EMBEDDED, path
 
     def mark(role: Literal["draft", "target"]) -> str:
@@ -142,7 +144,10 @@ def pair_mark() -> str:
 
 
 def pair_name() -> str:
-    """The same for the name of a file: what was measured with another pair is another file."""
+    """Return the hash of the pair for a file's name.
+
+    What was measured with another pair goes to another file.
+    """
     return pair_mark().replace(", ", "-").replace(" ", "-")
 
 
@@ -187,7 +192,10 @@ class Parts(dict[str, Any]):
                 self._recall(line)
 
     def keep(self, name: str, value: Any) -> None:
-        """A finished part, on disk before anything else is begun; `value` is plain JSON."""
+        """Write a finished part to disk before anything else begins.
+
+        `value` is plain JSON.
+        """
         self[name] = value
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -199,7 +207,7 @@ class Parts(dict[str, Any]):
                 file.write(f"{newline}{json.dumps({'part': name, 'value': value})}\n".encode())
 
     def forget(self) -> None:
-        """Everything, on disk as well."""
+        """Forget all parts, on disk too."""
         self.clear()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -231,11 +239,11 @@ class Options:
     out: Path | None = None
 
     def pick(self, quick: T, default: T, full: T) -> T:
-        """The value for this effort."""
+        """Return the value for this effort."""
         return {"quick": quick, "default": default, "full": full}[self.effort]
 
     def file(self, name: str) -> Path | None:
-        """Where a study keeps its finished parts; None: it keeps none."""
+        """Return the file of a study's finished parts, or None if it keeps none."""
         return None if self.out is None else self.out / name
 
 
@@ -271,8 +279,9 @@ class Table:
 
     @classmethod
     def of(cls, title: str, header: str, rows: Iterable[Row], *notes: str, **more: Any) -> Table:
-        """A table whose header is written as in Markdown: "method | seconds"; `more` are the fields
-        after the notes.
+        """Make a table whose header is written as in Markdown: "method | seconds".
+
+        `more` are the fields after the notes.
 
         :raises AssertionError: a row has another number of cells than the header.
         """
@@ -285,14 +294,14 @@ class Table:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Table:
-        """The table that a study's JSON holds."""
+        """Read the table from a study's JSON."""
         made: dict[str, Any] = {**fields, "rows": tuple(map(tuple, fields["rows"]))}
         made |= {name: tuple(fields[name]) for name in ("columns", "notes")}
         made["chart"] = Chart(**fields["chart"]) if fields.get("chart") else None
         return cls(**made)
 
     def body(self) -> str:
-        """The table as GitHub Markdown without its title, notes last."""
+        """Return the table as GitHub Markdown without its title, notes last."""
         if self.shown == "chart only":
             return "\n".join(self.notes)
         lines = ["| " + " | ".join(self.columns) + " |", "|" + " --- |" * len(self.columns)]
@@ -300,7 +309,7 @@ class Table:
         return "\n".join([*lines, "", *self.notes]).strip()
 
     def markdown(self) -> str:
-        """The same under its title."""
+        """Return the table as GitHub Markdown under its title."""
         return f"### {self.title}\n\n{self.body()}\n"
 
 
@@ -311,7 +320,7 @@ def _text(cell: Cell) -> str:
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """A number with the digits that count; large ones in full, as people write them.
+    """Return a number with the digits that count; large ones in full, as people write them.
 
     >>> figure(0.123456), figure(11_151.7), figure(2713.4, 3), figure(9999.7)
     ('0.1235', '11,150', '2,710', '10,000')
@@ -321,19 +330,19 @@ def figure(value: float, digits: int = 4) -> str:
 
 
 def times(factor: float) -> str:
-    """A factor, to two digits: more of one are not read."""
+    """Return a factor to two digits: nobody reads more."""
     return f"{factor:.0f}x" if factor >= 9.95 else f"{factor:.1f}x"
 
 
 def interval(estimate: Estimate) -> str:
-    """A rate with its 95 % interval; a dash where there is none."""
+    """Return a rate with its 95 % interval, or a dash."""
     if estimate.n_problems == 0 or math.isnan(estimate.value):
         return "-"
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"
 
 
 def points(estimate: Estimate, digits: int = 2) -> str:
-    """A difference in points with its interval."""
+    """Return a difference in points with its interval."""
     value, low, high = (
         f"{100 * each:+.{digits}f}" for each in (estimate.value, estimate.low, estimate.high)
     )
@@ -351,11 +360,11 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value."""
+        """Return the spread of at least one value."""
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def fixed(self, digits: int = 2) -> str:
-        """With so many digits after the point; the median alone where there is one value."""
+        """Return it with a fixed number of decimals; the median alone if there is one value."""
         median, low, high = (f"{value:.{digits}f}" for value in (self.median, self.low, self.high))
         return median if self.n == 1 else f"{median} [{low}, {high}]"
 
@@ -380,14 +389,14 @@ def interleaved(
 
 
 def ratio(values: Mapping[str, Sequence[float]], over: str, under: str) -> Spread:
-    """The spread of round-by-round ratios over/under."""
+    """Return the spread of round-by-round ratios over/under."""
     return Spread.of([a / b for a, b in zip(values[over], values[under], strict=True)])
 
 
 def beside_best(
     values: Mapping[str, Sequence[float]], names: Sequence[str], arm: str
 ) -> tuple[list[str], Spread]:
-    """The best of the named arms, and the spread of its times over another arm's.
+    """Return the best of the named arms, and the spread of its times over another arm's.
 
     The best is found in every other round and compared in those between, and the other way round:
     in the rounds that it is found in, the best of several that are alike is better than it is.
@@ -404,12 +413,12 @@ def beside_best(
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """Processor seconds of one call in this process."""
+    """Return the processor seconds of one call in this process."""
     return _seconds(work, time.process_time)
 
 
 def wall_seconds(work: Callable[[], object]) -> float:
-    """Wall seconds of one call."""
+    """Return the wall seconds of one call."""
     return _seconds(work, time.perf_counter)
 
 
@@ -430,32 +439,33 @@ class Spent:
         self._all = _busy_seconds()
 
     def seconds(self) -> dict[str, float]:
-        """Wall and processor seconds."""
+        """Return wall and processor seconds."""
         wall = time.perf_counter() - self._wall
         processor = _own_seconds() - self._own
         return {"wall": round(wall, 1), "processor": round(processor, 1)}
 
     def __str__(self) -> str:
-        """On a machine that is busy with other work the second number is the one that means
-        something.
+        """Return wall and processor seconds in words.
+
+        On a busy machine only the processor seconds mean something.
         """
         return f"{self.seconds()['wall']:.0f} s, of processors {self.seconds()['processor']:.0f} s"
 
     def disturbance(self) -> str:
-        """How busy others kept the machine meanwhile, as a note under a table."""
+        """Return how busy other processes kept the machine meanwhile, as a note under a table."""
         passed = max(time.perf_counter() - self._wall, 1e-9)
         others = max(0.0, (_busy_seconds() - self._all) - (_own_seconds() - self._own)) / passed
         return f"Meanwhile others used {others:.1f} of this machine's {os.cpu_count()} processors."
 
 
 def children() -> list[Path]:
-    """Where the system tells of the processes that this one has started, from whichever thread."""
+    """Return the /proc folders of the processes that this one has started, from any thread."""
     lists = Path("/proc/self/task").glob("*/children")
     return [Path("/proc", child) for file in lists for child in file.read_text().split()]
 
 
 def tree_seconds() -> float:
-    """Processor seconds of this process and of the children that it has now, in which engines
+    """Return processor seconds of this process and of its running children, in which engines
     compute.
     """
     stats = [(child / "stat").read_text().rpartition(")")[2].split() for child in children()]
@@ -465,12 +475,14 @@ def tree_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """Of this process and of the children that have ended: user and system time."""
+    """Return user and system time of this process and of its ended children."""
     return sum(os.times()[:4])
 
 
 def _busy_seconds() -> float:
-    """Of all processors since the machine started, but idle and waiting for disks."""
+    """Return the busy seconds of all processors since the machine started, without idle time and
+    waits for disks.
+    """
     try:
         user, nice, system, _, _, *others = map(int, Path("/proc/stat").read_text().split()[1:9])
     except OSError:
@@ -479,7 +491,7 @@ def _busy_seconds() -> float:
 
 
 def say(words: str) -> None:
-    """Progress, on stderr."""
+    """Print progress on stderr."""
     print(words, file=sys.stderr, flush=True)
 
 

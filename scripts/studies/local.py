@@ -44,14 +44,17 @@ from scripts.studies.harness import (
 
 
 def opened(folder: Path) -> Any:
-    """A saved model."""
+    """Open a saved model."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def random_model(dtype: torch.dtype, **sizes: Any) -> Any:
-    """A Llama of random weights that never ends a text; `sizes` as its configuration has them."""
+    """Make a Llama of random weights that never ends a text.
+
+    `sizes` are named as in its configuration.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     own: dict[str, Any] = {
@@ -64,7 +67,7 @@ def random_model(dtype: torch.dtype, **sizes: Any) -> Any:
 
 
 def generated(model: Any, ids: Tensor, count: int, **settings: Any) -> Tensor:
-    """The prompts [batch, seq] with so many tokens more, at temperature .7."""
+    """Return the prompts [batch, seq] with `count` more tokens, at temperature 0.7."""
     law: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 0, "pad_token_id": 0}
     counts = {
         "max_new_tokens": count,
@@ -96,21 +99,21 @@ class Subject:
     most_rounds: int = 99  # of a measurement; those of large models take long, and vary less
 
     def prompts(self, count: int, length: int, seed: int = 0) -> list[TokenIds]:
-        """Random ids, no two prompts alike."""
+        """Return random ids; all prompts differ."""
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randint(10, self.config.vocabulary - 10, (count, length), generator=generator)
         return [tuple(row) for row in rows.tolist()]
 
     @property
     def attention(self) -> int:
-        """Floats that a token's query or output has over all layers: what mixing with one other
-        token costs.
+        """Return the floats of a query or output over all layers: what mixing with one other token
+        costs.
         """
         return self.config.num_layers * self.config.num_heads * self.config.head_dim
 
 
 def subjects(options: Options, place: Path) -> list[Subject]:
-    """The embedded pair, then random models: 20M by default, 200M too with full effort."""
+    """Return the embedded pair and random models: 20M by default, 200M too with full effort."""
     tokens = options.pick(48, 128, 128)
     found = [_open(name, path(name), (1, 16, 64), tokens) for name in reversed(EMBEDDED)]
     for name in tuple(_RANDOM)[: options.pick(0, 1, 2)]:
@@ -159,7 +162,7 @@ class Lab:
 
     @contextmanager
     def engine(self, folder: Path, **changes: Any) -> Generator[LocalEngine]:
-        """An open engine; in a thread, beside what it is compared with."""
+        """Open an engine in a thread, next to what it is compared with."""
         options = replace(LocalOptions(worker="thread", threads=1), **changes)
         with self.portal.wrap_async_context_manager(LocalEngine(folder, options=options)) as engine:
             yield engine
@@ -185,7 +188,7 @@ async def send_all(
 
 
 async def texts(engine: LocalEngine, requests: Sequence[SampleRequest]) -> list[TokenIds]:
-    """What is written on each, all sent at once."""
+    """Return what is written on each request, all sent at once."""
     return [
         done.ids
         for done in await collect([partial(engine.sample, request) for request in requests])
@@ -193,7 +196,7 @@ async def texts(engine: LocalEngine, requests: Sequence[SampleRequest]) -> list[
 
 
 def asked(engine: LocalEngine, texts: Iterable[str], tokens: int, seed: int) -> list[SampleRequest]:
-    """A request for each question, at temperature .7, with random numbers of its own."""
+    """Return a request per question at temperature 0.7, each with its own random numbers."""
     law = Sampling(0.7)
     prompts = (engine.tokenizer.render([Message("user", text)]) for text in texts)
     return [
@@ -205,7 +208,7 @@ def asked(engine: LocalEngine, texts: Iterable[str], tokens: int, seed: int) -> 
 async def written(
     folder: Path, questions: Iterable[str], tokens: int, seed: int
 ) -> list[tuple[SampleRequest, TokenIds]]:
-    """What a model on its own answers."""
+    """Return what one model alone answers."""
     async with LocalEngine(folder, options=LocalOptions(worker="thread", threads=1)) as engine:
         requests = asked(engine, questions, tokens, seed)
         return list(zip(requests, await texts(engine, requests), strict=True))
@@ -223,8 +226,10 @@ class Fresh:
         seed: int = 0,
         clock: Callable[[Callable[[], object]], float] = cpu_seconds,
     ) -> None:
-        """`clock`: processor seconds where each side computes in one thread, for others do not
-        lengthen those.
+        """Prepare both sides.
+
+        `clock` is processor seconds if each side computes in one thread, so that other work does
+        not lengthen them.
         """
         self._subject = subject
         self._batch = batch
@@ -232,27 +237,27 @@ class Fresh:
         self._clock = clock
 
     def requests(self, tokens: int) -> list[SampleRequest]:
-        """A new batch."""
+        """Return a new batch."""
         self._round += 1
         prompts = self._subject.prompts(self._batch, PROMPT, self._round)
         sampling = Sampling(temperature=0.7)
         return [SampleRequest(p, tokens, sampling, Seed(sample=n)) for n, p in enumerate(prompts)]
 
     def ours(self, lab: Lab, engine: LocalEngine, tokens: int) -> float:
-        """Seconds of one batch through the engine."""
+        """Return the seconds of one batch through the engine."""
         requests = self.requests(tokens)
         return self._clock(lambda: lab.send(engine, requests))
 
     def theirs(self, tokens: int) -> float:
-        """Seconds of one batch through `transformers.generate`."""
+        """Return the seconds of one batch through `transformers.generate`."""
         ids = torch.tensor([list(request.ids) for request in self.requests(tokens)])
         return self._clock(lambda: generated(self._subject.theirs, ids, tokens))
 
 
 @contextmanager
 def unending(subject: Subject) -> Generator[Path]:
-    """The same model without an end token, so that every sequence has the same length on both
-    sides.
+    """Return the same model without an end token, so that every sequence has the same length on
+    both sides.
     """
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / subject.folder.name
@@ -266,8 +271,8 @@ def unending(subject: Subject) -> Generator[Path]:
 
 
 def matrix_seconds(subject: Subject, rows: int, rounds: int = 12) -> float:
-    """The least time torch.mm takes for all matrix products of `rows` tokens, weights in their best
-    layout.
+    """Return the least time torch.mm takes for all matrix products of `rows` tokens, weights in
+    their best layout.
     """
     config = subject.config
     across = config.num_heads * config.head_dim
@@ -295,7 +300,7 @@ Rates = dict[tuple[str, int], float]
 
 
 def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
-    """Every model at every batch, against `generate` and against the step's own limits."""
+    """Compare every model at every batch with `generate` and with the step's own limits."""
     rows = list[Row]()
     rates = Rates()
     spent = Spent()
@@ -339,7 +344,10 @@ def decoding(lab: Lab, subjects: Sequence[Subject]) -> tuple[Table, Rates]:
 
 
 def _race(lab: Lab, subject: Subject, batch: int) -> dict[str, list[float]]:
-    """Seconds per round of every arm, in turn; "decode" is what all tokens take beyond the first."""
+    """Return seconds per round of every arm, in turn.
+
+    "decode" is the time of all tokens but the first.
+    """
     fresh = Fresh(subject, batch, lab.options.seed)
     tokens = subject.tokens
     with (
@@ -363,7 +371,7 @@ def _race(lab: Lab, subject: Subject, batch: int) -> dict[str, list[float]]:
 
 
 def _memory_bytes(subject: Subject, batch: int) -> float:
-    """What a decoding step must read: every weight once, and each sequence's cached keys and
+    """Return what a decoding step must read: every weight once, and each sequence's cached keys and
     values.
     """
     config = subject.config
@@ -375,8 +383,8 @@ def _memory_bytes(subject: Subject, batch: int) -> float:
 
 
 def _memory_traffic(size: int = 1 << 26) -> float:
-    """Bytes a second that one core reads and writes while it copies more than its caches hold, at
-    best.
+    """Return the bytes per second that one core reads and writes at best, copying more than its
+    caches hold.
     """
     source = torch.zeros(size // 4)
     copied = torch.empty_like(source)
@@ -384,7 +392,7 @@ def _memory_traffic(size: int = 1 << 26) -> float:
 
 
 def overheads(subjects: Sequence[Subject], rates: Rates, machine: Machine) -> Table:
-    """At batch 1 what counts is how many operations a step is cut into: theirs, and our whole step."""
+    """Compare their step and ours at batch 1, where the number of operations counts."""
     rows: list[Row] = []
     for subject in subjects:
         count = _operations(subject)
@@ -400,9 +408,7 @@ def overheads(subjects: Sequence[Subject], rates: Rates, machine: Machine) -> Ta
 
 
 def _operations(subject: Subject) -> int:
-    """How many operations torch is asked for in one step of theirs, those inside others not
-    counted.
-    """
+    """Count the operations that one of their steps asks torch for, without those inside others."""
     ids = torch.tensor(subject.prompts(1, PROMPT))
     with torch.inference_mode():
         cache = subject.theirs(ids, use_cache=True).past_key_values
@@ -413,7 +419,7 @@ def _operations(subject: Subject) -> int:
 
 
 def continuous(lab: Lab, subjects: Sequence[Subject]) -> Table:
-    """Against transformers' own continuous batching, requests that come all at once."""
+    """Compare with transformers' own continuous batching on requests that come all at once."""
     rows: list[Row] = []
     count = tokens = lab.options.pick(16, 32, 32)
     for subject in subjects:
@@ -461,7 +467,9 @@ def _their_batching(subject: Subject, count: int, tokens: int) -> float:
 
 
 def scoring(lab: Lab, subjects: Sequence[Subject], rates: Rates) -> Table:
-    """New chunks on warm rollouts: share of the matrix rate, and tokens a second beside decoding's."""
+    """Measure new chunks on warm rollouts: the share of the matrix rate, and tokens per second
+    relative to decoding.
+    """
     rows: list[Row] = []
     for subject in subjects:
         for batch in subject.batches:
@@ -492,8 +500,8 @@ def scoring(lab: Lab, subjects: Sequence[Subject], rates: Rates) -> Table:
 def _score_seconds(
     lab: Lab, engine: LocalEngine, subject: Subject, batch: int, seed: int, prefix: int = PREFIX
 ) -> float:
-    """Processor seconds for scoring one new chunk on each of `batch` rollouts whose prefix was just
-    scored.
+    """Return processor seconds for scoring one new chunk on each of `batch` rollouts whose prefix
+    was just scored.
     """
     bodies = subject.prompts(batch, prefix + CHUNK, seed + 1000)
     warm = [ScoreRequest(ids[:1], ids[1:prefix]) for ids in bodies]
@@ -506,8 +514,9 @@ def _score_seconds(
 async def _warm_then_timed(
     engine: LocalEngine, warm: list[ScoreRequest], requests: list[ScoreRequest]
 ) -> float:
-    """What the second lot takes, seen from the event loop: how this thread gets there is not the
-    engine's.
+    """Return the time of the second batch as the event loop sees it.
+
+    How this thread reaches the loop is not the engine's cost.
     """
     await send_all(engine, warm)
     began = time.process_time()
@@ -516,7 +525,9 @@ async def _warm_then_timed(
 
 
 def warm_prefix(lab: Lab, subject: Subject) -> Table:
-    """Scoring a chunk as the warm prefix grows eightfold, beside the cost of attention alone."""
+    """Measure the scoring of a chunk as the warm prefix grows eightfold, relative to the cost of
+    attention alone.
+    """
     prefixes = (128, 256, 512, 1024)
     say("scoring as the prefix grows")
     times: dict[int, list[float]] = {prefix: [] for prefix in prefixes}
@@ -559,7 +570,7 @@ Work = Callable[[], Future[int]]
 
 
 def study(options: Options) -> list[Table]:
-    """Decoding, continuous batching, scoring, and two engines at once."""
+    """Measure decoding, continuous batching, scoring, and two engines at once."""
     torch.set_num_threads(1)  # both sides: on a busy machine a second thread mostly waits
     with tempfile.TemporaryDirectory() as place, start_blocking_portal() as portal:
         lab = Lab(options, portal)
@@ -626,7 +637,7 @@ def _rounded(exact: Sequence[float], rounded: Sequence[float], faster: Spread) -
 
 
 def _chunks(engine: LocalEngine, prompt: TokenIds, text: TokenIds) -> list[ScoreRequest]:
-    """A text's lines, each after what is before it."""
+    """Return a text's lines, each with the text before it."""
     ends = [
         at
         for at in range(1, len(text))
@@ -643,7 +654,10 @@ def _chunks(engine: LocalEngine, prompt: TokenIds, text: TokenIds) -> list[Score
 def _scored(
     lab: Lab, engine: LocalEngine, chunks: Sequence[ScoreRequest], into: list[float]
 ) -> float:
-    """Processor seconds; `into` gets each chunk's mean negative log-probability."""
+    """Return processor seconds.
+
+    `into` receives each chunk's mean negative log-probability.
+    """
     began = time.process_time()
     scores = lab.portal.call(collect, [partial(engine.score, chunk) for chunk in chunks])
     seconds = time.process_time() - began
@@ -652,8 +666,8 @@ def _scored(
 
 
 def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
-    """Draft decoding beside target scoring or decoding, and each beside Python at work in the
-    caller; all in turn.
+    """Measure drafting during the target's work, and each engine during Python work of the caller,
+    all in turn.
     """
     say("two engines at once, in threads and in processes")
     arms: dict[str, Callable[[], float]] = {}
@@ -712,7 +726,7 @@ def overlap(lab: Lab, target: Subject, draft: Subject) -> list[Table]:
 def _works(
     lab: Lab, subjects: tuple[Subject, Subject], engines: Sequence[LocalEngine]
 ) -> dict[str, Work]:
-    """What each engine does in one round, about equally long."""
+    """Return what each engine does in one round, about equally long."""
     seed = lab.options.seed
     tokens = lab.options.pick(48, 96, 96)
     targets = Fresh(subjects[0], 16, seed + 2)
@@ -733,7 +747,10 @@ def _works(
 
 
 def _together(works: list[Work], caller: Literal["waits", "busy"] = "waits") -> float:
-    """Seconds until all is done, started at once; a busy caller computes until then."""
+    """Return the seconds until all is done, started at once.
+
+    A busy caller computes until then.
+    """
 
     def run() -> None:
         started = [work() for work in works]

@@ -101,12 +101,12 @@ class Job:
 
     @property
     def rate(self) -> float:
-        """The nominal one."""
+        """Return the nominal rate."""
         return float(self.configuration["rate"])
 
     @property
     def published(self) -> PublishedRow | None:
-        """The authors' own row for this benchmark, where it is known."""
+        """Return the authors' own row for this benchmark, if it is known."""
         return self.pair.published.get(self.dataset.name.split("[")[0])
 
 
@@ -136,7 +136,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 async def measure(job: Job) -> dict[str, Measured]:
-    """Every arm as often as asked, arms in turn, on engines that are opened once.
+    """Run every arm as often as asked, arms in turn, on engines that are opened once.
 
     :raises Interrupted: a run was asked to end.
     :raises EngineError: an engine cannot be opened or is lost.
@@ -173,7 +173,7 @@ class Measured:
 
     @cached_property
     def problems(self) -> list[FinishedProblem]:
-        """Every problem with the samples and decisions of all runs together."""
+        """Return every problem with the samples and decisions of all runs together."""
         return [
             replace(
                 lines[0],
@@ -186,20 +186,21 @@ class Measured:
 
     @cached_property
     def graded(self) -> list[Samples]:
-        """Those whose samples all have a verdict."""
+        """Return the problems whose samples all have a verdict."""
         group = answers_for("math").group
         found = (samples_of(one.problem, one.complete_samples, group) for one in self.problems)
         return [each for each in found if each is not None]
 
     @property
     def size(self) -> int:
-        """Samples a problem in one run."""
+        """Return the samples per problem in one run."""
         return max((len(line.samples) for run in self.runs for line in run.problems), default=1)
 
     @cached_property
     def accuracies(self) -> Mapping[str, Estimate]:
-        """Right in "any" sample of a run, in its "vote", and in "one"; all the same with one sample
-        a problem.
+        """Return the accuracies of "any" sample of a run, of its "vote" and of "one".
+
+        With one sample per problem they are equal.
         """
         found = score(self.graded, ks=(self.size,)).estimates
         names = {"any": f"pass@{self.size}", "vote": f"maj@{self.size}", "one": "pass@1"}
@@ -207,27 +208,27 @@ class Measured:
 
     @property
     def rate(self) -> Estimate:
-        """The share of judged chunks that went to the target."""
+        """Return the share of judged chunks that escalated."""
         return share_estimate((one.escalated, one.judged) for one in self.problems)
 
     @property
     def usage(self) -> Usage:
-        """Tokens of all runs."""
+        """Return the tokens of all runs."""
         return sum((run.usage for run in self.runs), Usage())
 
     @property
     def failed(self) -> int:
-        """Problems that came to nothing; they are in no rate."""
+        """Count the problems that failed; they are in no rate."""
         return sum(line.status == "failed" for run in self.runs for line in run.problems)
 
     def speed_ups(self, alone: Measured | None) -> list[float]:
-        """The target's seconds over this arm's, run by run."""
+        """Return the target's seconds over this arm's, run by run."""
         pairs = zip(alone.runs, self.runs, strict=True) if alone else ()
         return [theirs.seconds / mine.seconds for theirs, mine in pairs]
 
     def minus(self, alone: Measured | None) -> str:
-        """How much more often single samples are right than the target's alone, paired by problem,
-        in points.
+        """Return how much more often single samples are correct than the target's alone, paired by
+        problem, in points.
         """
         if alone is None or alone is self:
             return "-"
@@ -246,7 +247,7 @@ class Measured:
         )
 
     def as_json(self, alone: Measured | None) -> dict[str, Any]:
-        """All of it as one strict JSON object."""
+        """Return everything as one strict JSON object."""
         return {
             **{metric: found.as_json() for metric, found in self.accuracies.items()},
             "rate": self.rate.as_json(),
@@ -258,7 +259,7 @@ class Measured:
 
 
 def tables(job: Job, arms: Mapping[str, Measured]) -> list[Table]:
-    """The paper's layout where its three runs are there, and every run by itself."""
+    """Return the paper's layout if its three runs are there, then every run by itself."""
     return [*([_paper(job, arms)] if set(_DEFAULT_ARMS) <= arms.keys() else []), _runs(job, arms)]
 
 

@@ -51,8 +51,9 @@ SLOTS = {"draft": Limit(slots=16), "target": Limit(slots=4)}
 
 
 def cases(stored: Sequence[float]) -> list[Arm]:
-    """The methods, each as its authors would run it; the published rule needs turn-0 scores before
-    a run.
+    """Return the methods, each as its authors would run it.
+
+    The published rule needs turn-0 scores before a run.
     """
     # the target goes on after the chunk; a chunk with an answer is judged as well
     theirs: dict[str, Any] = {"takeover": "continue", "answers": "verify", "repeats": 15}
@@ -83,7 +84,7 @@ def cases(stored: Sequence[float]) -> list[Arm]:
 
 
 def study_against(options: Options) -> list[Table]:
-    """Scripted engines in virtual time, then the embedded pair."""
+    """Compare methods on scripted engines in virtual time, then on the embedded pair."""
     torch.set_num_threads(1)
     virtual = _table("scripted engines, virtual time", "seconds", _scripted(options))
     embedded = _table("embedded pair, live", "processor", anyio.run(_embedded, options))
@@ -91,7 +92,7 @@ def study_against(options: Options) -> list[Table]:
 
 
 def _turn_zero(samples: int) -> Arm:
-    """What the turn-0 scores of the published rule are taken from, on problems of their own."""
+    """Return the arm whose turn-0 scores the published rule uses, on problems of their own."""
     return arm("atts", samples=samples, turns=1, early_stop="none")
 
 
@@ -115,7 +116,7 @@ async def scripted(
     drafts: Latency = DRAFT,
     targets: Latency = TARGET,
 ) -> tuple[Sum, tuple[Outcome, ...]]:
-    """An arm on scripted engines whose calls take so long, by the loop's clock."""
+    """Run an arm on scripted engines with the given latencies, by the loop's clock."""
     async with (
         ScriptedEngine("draft", latency=drafts) as draft,
         ScriptedEngine("target", latency=targets) as target,
@@ -194,7 +195,10 @@ _LOSS = -0.01  # votes it may lose at most, at the lower end of the interval
 
 
 def study_ablations(options: Options) -> list[Table]:
-    """Every choice, all arms in turn block by block; a folder remembers what is done."""
+    """Compare every choice, all arms in turn block by block.
+
+    A folder remembers what is done.
+    """
     chosen = choices(options.seed)
     grid = Grid(options.pick(20, _ENOUGH, 1000), (options.seed,), 2000, options.pick(10, 25, 50))
     ledger = Ledger(options.file(f"ablations-{options.effort}-{pair_name()}.jsonl"))
@@ -248,7 +252,7 @@ async def _run(arms: Sequence[Arm], grid: Grid, ledger: Ledger) -> None:
 
 
 def choices(seed: int = 0) -> dict[str, list[Arm]]:
-    """What the policy, the gate and the vote could be instead."""
+    """Return what the policy, the gate and the vote could be instead."""
     atts = arm("atts")
     scores = {
         "per byte": ScoreRule("byte"),
@@ -297,14 +301,14 @@ def _ablation_row(choice: str, name: str, one: Sum, default: Sum) -> Row:
 
 
 def _time(one: Sum, default: Sum) -> float:
-    """Seconds, of the default's: the median over blocks that ran in turn."""
+    """Return seconds relative to the default's: the median over blocks that ran in turn."""
     ratio = one.speed_up(default)
     assert ratio is not None, "all arms run every block"
     return 1 / ratio.median
 
 
 def _verdict(one: Sum, default: Sum) -> str:
-    """In what the option wins, if it does: a mechanical rule."""
+    """Return in what the option wins, if it does, by a mechanical rule."""
     votes = one.minus(default, right)
     cost = one.gflops / default.gflops
     seconds = _time(one, default)
@@ -318,7 +322,10 @@ def _verdict(one: Sum, default: Sum) -> str:
 
 
 def study_frontier(options: Options) -> list[Table]:
-    """One journalled run per method, rate and number of samples; finished ones are not repeated."""
+    """Run each method, rate and number of samples, journalled.
+
+    Finished runs are not repeated.
+    """
     rates = options.pick((0.2,), (0.05, 0.1, 0.2, 0.4), (0.05, 0.1, 0.2, 0.4))
     samples = options.pick((2, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16))
     arms = [
@@ -341,7 +348,7 @@ def study_frontier(options: Options) -> list[Table]:
 
 
 async def frontier_run(one: Arm, problems: int, directory: Path, seed: int) -> Sum:
-    """What an arm came to on so many problems, now or in an earlier session.
+    """Return the sum of an arm on some problems, from now or from an earlier session.
 
     :raises UsageError: the run ended without all of its problems.
     """
@@ -357,7 +364,10 @@ async def frontier_run(one: Arm, problems: int, directory: Path, seed: int) -> S
 
 
 def frontier_table(found: Mapping[str, Sum]) -> Table:
-    """All of them, the cheapest first; `found` by names that end in the number of samples."""
+    """Return the table of all runs, the cheapest first.
+
+    Their names end in the number of samples.
+    """
     rows: list[Row] = []
     for name, one in sorted(found.items(), key=lambda item: item[1].gflops):
         vote = one.estimate(right)
@@ -378,7 +388,7 @@ def frontier_table(found: Mapping[str, Sum]) -> Table:
 
 
 def _is_unbeaten(one: Sum, found: Mapping[str, Sum]) -> bool:
-    """No other is at least as right and as cheap, and better in one of them."""
+    """Return whether no other run is at least as correct and as cheap, and better in one of them."""
     mine, *others = ((each.estimate(right).value, -each.gflops) for each in (one, *found.values()))
     return not any(
         other != mine and other[0] >= mine[0] and other[1] >= mine[1] for other in others

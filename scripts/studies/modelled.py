@@ -43,18 +43,20 @@ class Cost:
     origin: str = ""
 
     def seconds(self, batch: int, cached: float, fed: float = 0.0) -> float:
-        """One step that decodes `batch` sequences with `cached` tokens between them and feeds `fed`
-        tokens.
+        """Return the seconds of a step that decodes `batch` sequences with `cached` tokens between
+        them and feeds `fed` tokens.
         """
         return self.step + self.sequence * batch + self.cached * cached + self.prefilled * fed
 
     def steps(self, count: int, batch: int, cached: float) -> float:
-        """`count` decoding steps in a row: every sequence grows by one token a step."""
+        """Return the seconds of `count` decoding steps in a row, in which every sequence grows by
+        one token per step.
+        """
         grown = cached * count + batch * count * (count - 1) / 2
         return count * (self.step + self.sequence * batch) + self.cached * grown
 
     def steps_within(self, seconds: float, batch: int, cached: float) -> int:
-        """How many such steps have ended after that long."""
+        """Return how many such steps have ended after that long."""
         linear = self.step + self.sequence * batch + self.cached * cached - self.cached * batch / 2
         square = self.cached * batch / 2
         if square <= 0:
@@ -140,7 +142,7 @@ class Library:
 
     @property
     def spread(self) -> float:
-        """The deviation of a rollout's log length within its question."""
+        """Return the deviation of a rollout's log length within its question."""
         each = [
             [math.log(r.tokens) for r in lines if math.isfinite(r.tokens)]
             for lines in self.questions
@@ -149,13 +151,13 @@ class Library:
 
 
 def find_library() -> Library:
-    """The recorded run where its data is at hand, else a synthetic one that says so."""
+    """Return the recorded run if its data is at hand, else a synthetic one that says so."""
     found = recorded_rollouts()
     return synthetic_library() if found is None else read_library(found)
 
 
 def recorded_rollouts(folder: Path | None = None, run: str = "ct0") -> list[dict[str, Any]] | None:
-    """The rollouts of one recorded run, turn by turn, where they are at hand."""
+    """Return the rollouts of one recorded run, turn by turn, if they are at hand."""
     place = folder or traces()
     if place is None:
         return None
@@ -164,8 +166,9 @@ def recorded_rollouts(folder: Path | None = None, run: str = "ct0") -> list[dict
 
 
 def read_library(found: Sequence[Mapping[str, Any]]) -> Library:
-    """The rollouts of a run; characters become tokens at the rate of chunks that were cut at their
-    limit.
+    """Return the rollouts of a run.
+
+    Characters become tokens at the rate of chunks that were cut at their limit.
     """
     full = [
         t["draft_chars"]
@@ -198,8 +201,8 @@ def _rollout(record: Mapping[str, Any], characters: float) -> Recorded:
 
 
 def synthetic_library(questions: int = 100, samples: int = 16, seed: int = 0) -> Library:
-    """Where the traces are not at hand: log-normal lengths and scores with about the spreads that
-    were recorded.
+    """Make log-normal lengths and scores with about the recorded spreads, for machines without the
+    traces.
 
     Between questions and within, the deviations are .75 and .45 (log tokens) and .55 and .47 (log
     of mean negative log-probability, median .47 nats); one rollout in twenty never ends; wrong
@@ -241,15 +244,15 @@ class NoText:
         self.digest = "no text"
 
     def encode(self, text: str) -> TokenIds:
-        """One id, whatever the text."""
+        """Return one id, whatever the text."""
         return (_WORD,)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Nothing."""
+        """Return no text."""
         return ""
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """As many ids as a prompt has."""
+        """Return as many ids as a prompt has."""
         return self._prompt
 
 
@@ -272,15 +275,15 @@ class TraceLaw:
         self.rollout = lru_cache(maxsize=1 << 16)(self._rollout)
 
     def spec(self, role: Role) -> EngineSpec:
-        """An engine that any text fits into."""
+        """Return an engine that any text fits into."""
         return EngineSpec(role, f"law of {role}", self.tokenizer.digest, 1 << 24, (_END,), 8)
 
     def problems(self, count: int) -> list[Problem]:
-        """Problems with the recorded questions' habits, each question equally often."""
+        """Return problems with the recorded questions' habits, each question equally often."""
         return [Problem(f"q{number}", f"q{number}", None, "text") for number in range(count)]
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
-        """As much as is asked for, or what is left until the answer."""
+        """Write as much as is asked for, or what is left until the answer."""
         needed, recorded = self.rollout(request.seed.problem, request.seed.sample)
         left = needed - self._written(len(request.ids))
         count = min(
@@ -292,7 +295,7 @@ class TraceLaw:
         return Completion((_WORD,) * count, text, "end" if is_done else "length", (-0.5,) * count)
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """The score recorded nearest to this place of the rollout."""
+        """Return the score recorded nearest to this place of the rollout."""
         problem, _, sample = request.rollout.rpartition("/")
         needed, recorded = self.rollout(problem, int(sample))
         if not recorded.scores:
@@ -312,7 +315,7 @@ class TraceLaw:
 
 
 def _classes(answers: Sequence[str]) -> Sequence[int]:
-    """Classes of equal strings."""
+    """Group equal strings."""
     places = {answer: place for place, answer in enumerate(dict.fromkeys(answers))}
     return [places[answer] for answer in answers]
 

@@ -35,7 +35,7 @@ EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (?:\d+ [-+] \d+ = )?(\d+)")
 def generate(
     folder: Path, prompts: Sequence[str], *, temperature: float, seed: int, max_tokens: int = 400
 ) -> list[str]:
-    """What a saved model goes on with after each rendered prompt, until its end or `max_tokens`."""
+    """Return a saved model's continuation of each rendered prompt, until its end or `max_tokens`."""
     encoder = Encoder.open(folder)
     law = Sampling(temperature)
     requests = [
@@ -54,25 +54,24 @@ def generate(
 
 
 def answer(text: str) -> int | None:
-    """The last boxed integer."""
+    """Return the last boxed integer."""
     found = BOX.findall(text)
     return int(found[-1]) if found else None
 
 
 def rate(marks: Sequence[Sequence[bool]]) -> Estimate:
-    """The share of right samples, with an interval over problems."""
+    """Return the share of correct samples, with an interval over problems."""
     return mean_estimate([sum(row) / len(row) for row in marks], sum(map(len, marks)))
 
 
 def chunked(text: str) -> list[str]:
-    """A solution cut after every blank line, nothing lost."""
+    """Cut a solution after every blank line; nothing is lost."""
     parts = text.split("\n\n")
     return [part + "\n\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
 
 
 def first_wrong(exercise: Exercise, text: str) -> int | None:
-    """The first chunk whose computation or answer differs from the reference's; None when all
-    agree.
+    """Return the first chunk whose computation or answer differs from the reference's, or None.
 
     Wording is free; an order of steps other than the reference's counts as wrong.
     """
@@ -92,8 +91,8 @@ def first_wrong(exercise: Exercise, text: str) -> int | None:
 def recovery(
     folder: Path, starts: Sequence[tuple[Exercise, str]], *, temperature: float, seed: int
 ) -> Estimate:
-    """How often the model still reaches the right answer after a solution that starts with a wrong
-    chunk.
+    """Measure how often the model reaches the correct answer after a solution that starts with a
+    wrong chunk.
     """
     prompts = [prompt(item.text) + begun for item, begun in starts]
     texts = generate(folder, prompts, temperature=temperature, seed=seed)
@@ -107,7 +106,7 @@ def recovery(
 
 
 def planted_starts(tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise, str]]:
-    """Each exercise right up to a random step and wrong in it, as in training."""
+    """Return each exercise correct up to a random step and wrong in it, as in training."""
     random = Random(seed)
     starts: list[tuple[Exercise, str]] = []
     for item in tests:
@@ -117,7 +116,7 @@ def planted_starts(tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise,
 
 
 def drafted_starts(draft: Path, tests: Sequence[Exercise], seed: int) -> list[tuple[Exercise, str]]:
-    """The draft's own solutions up to and with its first wrong chunk, where it makes one."""
+    """Return the draft's own solutions up to its first wrong chunk, if it makes one."""
     texts = generate(draft, [prompt(item.text) for item in tests], temperature=0.7, seed=seed)
     starts: list[tuple[Exercise, str]] = []
     for item, text in zip(tests, texts, strict=True):
@@ -139,11 +138,11 @@ class Sampled:
 
     @property
     def answers(self) -> list[list[int | None]]:
-        """Of every text."""
+        """Return the answers of all texts."""
         return [[answer(text) for text in texts] for texts in self.texts]
 
     def marks(self, level: int | None = None) -> list[list[bool]]:
-        """Which are right, of one level or of all."""
+        """Return which answers are correct, of one level or of all."""
         pairs = zip(self.tests, self.answers, strict=True)
         return [
             [given == one.answer for given in answers]
@@ -153,7 +152,7 @@ class Sampled:
 
 
 def study(options: Options) -> list[Table]:
-    """Every table of docs/models.md but the training record."""
+    """Return every table of docs/models.md but the training record."""
     torch.set_num_threads(1)
     count = options.pick(50, 200, 1000)
     samples = options.pick(2, 2, 8)
@@ -239,8 +238,8 @@ def _recovery(tests: Sequence[Exercise], seed: int) -> Table:
 
 @torch.inference_mode()
 def _evidence(target: Llama, encoder: Encoder, drafts: Sampled, limit: int) -> Table:
-    """How well the target's mean log-probability tells the draft's first wrong chunks from the
-    right ones before.
+    """Measure how well the target's mean log-probability separates the draft's first wrong chunks
+    from the correct ones before.
     """
     right = list[float]()
     wrong = list[float]()
@@ -277,7 +276,7 @@ def _scores(target: Llama, encoder: Encoder, one: Exercise, chunks: Sequence[str
 
 @torch.inference_mode()
 def _exits(target: Llama, encoder: Encoder, tests: Sequence[Exercise]) -> Table:
-    """How often each layer, read by the output matrix, already names the last layer's best token."""
+    """Measure how often each layer, read by the output matrix, names the last layer's best token."""
     agree = [0] * target.config.num_layers
     tokens = 0
     for one in tests:
@@ -344,7 +343,9 @@ def main() -> None:
 
 
 def compact(found: StoredScores) -> StoredScores:
-    """With short names, five digits, and only such conditions as the package itself settles."""
+    """Return scores with short names, five digits, and only the conditions that the package itself
+    settles.
+    """
     names = {name: f"{number}" for number, name in enumerate(dict.fromkeys(found.questions))}
     conditions = {
         name: value

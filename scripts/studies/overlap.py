@@ -75,7 +75,7 @@ _NAMES = {
 
 
 def schemes() -> dict[str, Timeline]:
-    """Each scheme on the same acceptances, five draft steps a target step."""
+    """Run each scheme on the same acceptances, five draft steps per target step."""
     ranks = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 2, *[0] * 60]
     trace = AcceptanceTrace(ranks, [rank % 2 for rank in ranks])
     costs = Costs(lambda branches: 0.2)
@@ -91,7 +91,7 @@ def schemes() -> dict[str, Timeline]:
 
 
 def drawn(lines: dict[str, Timeline]) -> str:
-    """The picture: time goes from left to right, numbers are tokens written by a step."""
+    """Draw the picture: time runs from left to right, numbers are tokens written by a step."""
     parts = list[str]()
     top = 40
     for title, line in lines.items():
@@ -172,7 +172,7 @@ _DRAWS = 10  # drafted at a time, and how often in a round
 
 
 def study(options: Options) -> list[Table]:
-    """This machine's tables."""
+    """Return this machine's tables."""
     return [*live(options), groups(options)]
 
 
@@ -205,7 +205,7 @@ class Oracle(ExitModel):
 
 @contextmanager
 def _exit(arm: str) -> Generator[None]:
-    """An engine that is opened meanwhile has the exit of its arm."""
+    """Give an engine that is opened meanwhile the exit of its arm."""
     build.__dict__["ExitModel"] = Oracle if "oracle" in arm else ExitModel
     try:
         yield
@@ -214,7 +214,7 @@ def _exit(arm: str) -> Generator[None]:
 
 
 def live(options: Options) -> list[Table]:
-    """One sequence at a time, as long as there is one problem after the other; the same texts in
+    """Measure one sequence at a time, as if one problem followed the other, with the same texts in
     all arms.
     """
     spent = Spent()
@@ -275,8 +275,8 @@ def _table(options: Options, pad: str, spent: Spent) -> Table:
 
 
 def _shares(found: OverlapStats | None) -> tuple[Cell, ...]:
-    """Hit rate, steps that a guess came too late for, wasted tokens, passes: where something was
-    guessed.
+    """Return hit rate, steps whose guess came too late, wasted tokens and passes; None if nothing
+    was guessed.
     """
     guessed = found.hits + found.misses if found else 0
     passes = found.passes / found.drafted if found and found.drafted else None
@@ -286,7 +286,7 @@ def _shares(found: OverlapStats | None) -> tuple[Cell, ...]:
 
 
 def _folder(arm: str, bare: Path) -> Path:
-    """The embedded target; for an untrained exit, a copy of its files without the adapter."""
+    """Return the embedded target's folder; for an untrained exit, a copy without the adapter."""
     if "untrained" not in arm:
         return path("target")
     for file in path("target").iterdir():
@@ -296,13 +296,13 @@ def _folder(arm: str, bare: Path) -> Path:
 
 
 def _seconds(lab: Lab, engine: LocalEngine, requests: list[SampleRequest]) -> float:
-    """Wall seconds of all, one after the other: both threads of an arm count."""
+    """Return wall seconds of all requests, one after the other: both threads of an arm count."""
     return wall_seconds(lambda: [lab.portal.call(send_all, engine, [one]) for one in requests])
 
 
 def groups(options: Options) -> Table:
-    """EasySpec on this machine: the time of drafting in groups of attentions, and how much of it
-    stands.
+    """Measure EasySpec on this machine: drafting time in groups of attentions, and the share
+    accepted.
     """
     say("overlap: groups of attentions of the deep drafter")
     spent = Spent()
@@ -322,7 +322,7 @@ def groups(options: Options) -> Table:
 
 
 def _times(context: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds by the size of the groups, all in turn."""
+    """Return seconds by the size of the groups, all in turn."""
     config = read_model_config(path("deep"), "deep")
     weights = load_weights(path("deep"), config, torch.float32, torch.device("cpu"), "deep")
     library = native_library("deep", config)[0]
@@ -337,7 +337,7 @@ def _times(context: int, rounds: int) -> dict[str, list[float]]:
 
 
 def _draft(model: NativeModel, context: int) -> float:
-    """Processor seconds of some calls that draft."""
+    """Return processor seconds of some drafting calls."""
     table = np.arange(1, 1023, dtype=np.int32)[None]
     row = np.zeros(1, dtype=np.int64)
     total = 0.0
@@ -353,7 +353,7 @@ def _draft(model: NativeModel, context: int) -> float:
 
 
 def _stood(lab: Lab, size: int, calibration: Calibration) -> float:
-    """How often a place after the first stands where all before it do."""
+    """Return how often a position after the first is accepted if all before it are."""
     kept = FuzzyDrafter.calibration
     FuzzyDrafter.calibration = calibration
     try:

@@ -29,7 +29,7 @@ from scripts.studies.train_proposers import Reader, Text
 
 
 def expected_tokens(accepted: float, proposed: int) -> float:
-    """Of one step: those that stand, and the one after them.
+    """Return the expected tokens of one step: those accepted, and the one after them.
 
     >>> expected_tokens(0.5, 2)
     1.75
@@ -38,20 +38,21 @@ def expected_tokens(accepted: float, proposed: int) -> float:
 
 
 def serial_speedup(accepted: float, proposed: int, ratio: float) -> float:
-    """Draft, then verify."""
+    """Return the speed-up of drafting, then verifying."""
     return expected_tokens(accepted, proposed) / (1 + proposed / ratio)
 
 
 def best_serial(accepted: float, ratio: float, most: int = 64) -> tuple[float, int]:
-    """The best fixed length of serial speculation: speed-up and tokens proposed."""
+    """Return the best fixed length of serial speculation: speed-up and tokens proposed."""
     return max(
         (serial_speedup(accepted, proposed, ratio), proposed) for proposed in range(most + 1)
     )
 
 
 def hit_rate(accepted: float, ranked: float, proposed: int) -> float:
-    """That the outcome of a step was guessed, where each place has its own next token and some more
-    for a difference.
+    """Return the probability that the outcome of a step was guessed.
+
+    Each position has its own next token and some more for a difference.
 
     `ranked` is the probability that the target's token is among those more: 0 is PEARL's one guess.
     """
@@ -59,8 +60,9 @@ def hit_rate(accepted: float, ranked: float, proposed: int) -> float:
 
 
 def overlapped_tokens(accepted: float, ranked: float, proposed: int) -> float:
-    """Tokens a step when drafting hides behind it: after a miss the target steps without a
-    proposal.
+    """Return tokens per step if drafting hides behind the step.
+
+    After a miss the target steps without a proposal.
 
     With `ranked` = 0 and windows of `proposed` + 1 tokens this is PEARL's (1-a^G) / ((1-a)
     (1+a-a^G)).
@@ -72,20 +74,21 @@ def overlapped_tokens(accepted: float, ranked: float, proposed: int) -> float:
 
 
 def pearl_speedup(accepted: float, window: int, ratio: float) -> float:
-    """Pre- and post-verification, `window` draft steps a tick."""
+    """Return the speed-up of pre- and post-verification with `window` draft steps per tick."""
     return overlapped_tokens(accepted, 0.0, window - 1) / max(1.0, window / ratio)
 
 
 def mirror_seconds(depth: float, rendezvous: float, drafting: float) -> float:
-    """Mirror's equation (10): up to the early exit, a message, the rest beside the drafter, a
+    """Return Mirror's equation (10): up to the early exit, a message, the rest during drafting, a
     message.
     """
     return depth + rendezvous + max(1 - depth, drafting) + rendezvous
 
 
 def grouped_drafting(layers: int, group: int, attention: float, mlp: float) -> float:
-    """EasySpec's time of a draft step: first and last layer exact, the attentions of each group
-    between at once.
+    """Return EasySpec's time of a draft step.
+
+    First and last layer are exact; the attentions of each group between run at once.
     """
     return (min(2, layers) + ceil(max(0, layers - 2) / group)) * attention + layers * mlp
 
@@ -111,7 +114,7 @@ class Device:
     work: list[Work] = field(default_factory=list[Work])
 
     def run(self, ready: float, seconds: float, what: str) -> float:
-        """When a piece of work that may begin at `ready` is done."""
+        """Return when a piece of work that may begin at `ready` is done."""
         begin = max(ready, self.free_at)
         self.free_at = begin + seconds
         self.work.append(Work(self.name, begin, self.free_at, what))
@@ -135,8 +138,9 @@ class AcceptanceTrace:
     def drawn(
         cls, law: Sequence[float], places: int, seed: int, exit_law: Sequence[float] = ()
     ) -> AcceptanceTrace:
-        """Ranks in random order: a share `law[r]` of them is r, what is missing to 1 lies beyond
-        all that are asked.
+        """Draw ranks in random order.
+
+        A share `law[r]` of them is r; what is missing to 1 lies beyond all that are asked.
         """
         random = np.random.default_rng(seed)
         ranks = list[list[int]]()
@@ -149,13 +153,14 @@ class AcceptanceTrace:
         return cls(*ranks)
 
     def drafted(self, place: int, count: int) -> list[int]:
-        """What the draft writes from a right prefix, where the target's token at each place is the
-        place's number.
+        """Return what the draft writes from a correct prefix.
+
+        The target's token at each position is the position's number.
         """
         return [at if self.ranks[at] == 0 else _other(at, 0) for at in range(place, place + count)]
 
     def candidates(self, place: int, first: int, stop: int, *, at_exit: bool = False) -> list[int]:
-        """The tokens of these ranks at a place whose prefix is right."""
+        """Return the tokens of these ranks at a position whose prefix is correct."""
         ranks = self.exit_ranks if at_exit else self.ranks
         return [
             place if ranks[place] == rank else _other(place, rank) for rank in range(first, stop)
@@ -163,7 +168,7 @@ class AcceptanceTrace:
 
 
 def _other(place: int, rank: int) -> int:
-    """A token that is not the target's."""
+    """Return a token that is not the target's."""
     return ~(place * _WIDTH + rank)
 
 
@@ -196,20 +201,21 @@ class Timeline:
 
     @property
     def steps(self) -> int:
-        """Of the target."""
+        """Count the target's steps."""
         return len(self.written)
 
     @property
     def rate(self) -> float:
-        """Tokens a second: the speed-up, where plain decoding takes a second a token."""
+        """Return tokens per second: the speed-up, if plain decoding takes a second per token."""
         return self.tokens / self.seconds
 
 
 def serial(
     trace: AcceptanceTrace, costs: Costs, proposed: int, drafter: DraftDevices | None = None
 ) -> Timeline:
-    """Draft, verify, draft: one side always waits. `drafter` stands in for a device with the costs
-    of the draft.
+    """Draft, then verify, so that one side always waits.
+
+    `drafter` stands in for a device with the costs of the draft.
     """
     draft = Device("draft")
     target = Device("target")
@@ -226,8 +232,8 @@ def serial(
 
 
 def fuzzy_devices(layers: int, group: int, attention: float, mlp: float) -> DraftDevices:
-    """EasySpec's drafter on `group` devices: one exact pass, then steps whose grouped attentions
-    run at once.
+    """Draft as EasySpec does on `group` devices: one exact pass, then steps whose grouped
+    attentions run at once.
     """
     devices = [Device(f"draft {number}") for number in range(group)]
 
@@ -250,7 +256,7 @@ def fuzzy_devices(layers: int, group: int, attention: float, mlp: float) -> Draf
 def ahead(
     trace: AcceptanceTrace, costs: Costs, proposed: int, more: int = 0, *, waits: bool = False
 ) -> Timeline:
-    """While the target verifies, the drafter continues guesses of what comes of it.
+    """Let the drafter continue guesses of the outcome while the target verifies.
 
     The guess that all stands and the draft's own token follows is one (with `more` = 0 this is
     PEARL, whose windows have `proposed` + 1 tokens); `more` tokens of the draft's ranking at every
@@ -288,8 +294,8 @@ def ahead(
 def mirror(
     trace: AcceptanceTrace, costs: Costs, proposed: int, top: int, depth: float = 0.5
 ) -> Timeline:
-    """The target's early exit at a share `depth` of its layers names outcomes; the drafter
-    continues all meanwhile.
+    """Let the target's early exit at a share `depth` of its layers name outcomes, which the drafter
+    continues.
     """
     draft = Device("draft")
     target = Device("target")
@@ -355,7 +361,7 @@ _DRAFT_MS = 6.94
 
 
 def closed_forms(options: Options) -> Table:
-    """Devices beside formulas on independent acceptances."""
+    """Compare devices with formulas on independent acceptances."""
     rows = list[Row]()
     for accepted, ratio in ((0.6, 3), (0.8, 5), (0.9, 10), (0.95, 10)):
         trace = AcceptanceTrace.drawn(
@@ -404,7 +410,7 @@ def _pearl(costs: Costs, window: int, ratio: float) -> tuple[Speedup, Run, float
 
 
 def _mirror(hit: float) -> tuple[Speedup, Run, float]:
-    """A window of 7 from an exit at half depth; drafting takes the other half."""
+    """Draft a window of 7 from an exit at half depth, during the other half."""
 
     def speedup(accepted: float) -> float:
         seconds = mirror_seconds(0.5, _MESSAGE, 0.5) + (1 - hit) * 7 / _MIRROR_RATIO
@@ -415,8 +421,9 @@ def _mirror(hit: float) -> tuple[Speedup, Run, float]:
 
 
 def _easy(ratio: float) -> tuple[Speedup, Run, float]:
-    """Seven tokens from 32 layers in groups of 4, whose attentions are the share of a layer that
-    gives 1.62x.
+    """Draft seven tokens from 32 layers in groups of 4.
+
+    Attention is the share of a layer that gives 1.62x.
     """
     attention, mlp = (share / ratio / 32 for share in (1.256 / 2.256, 1 / 2.256))
     exact, grouped = (grouped_drafting(32, group, attention, mlp) for group in (1, 4))
@@ -433,7 +440,7 @@ def _easy(ratio: float) -> tuple[Speedup, Run, float]:
 
 
 def headlines() -> list[Headline]:
-    """The papers' settings."""
+    """Return the papers' settings."""
     ratio = _TARGET_MS / _DRAFT_MS
     fitted = f"published fits: {_TARGET_MS} + {_TARGET_MS_A_TOKEN} n ms beside {_DRAFT_MS} ms"
     five = "its window of 5 tokens, where by its theorem a target step takes 5 draft steps"
@@ -453,9 +460,7 @@ def headlines() -> list[Headline]:
 
 
 def needed(speedup: Speedup, goal: float) -> float | None:
-    """The acceptance at which a rising speed-up reaches a goal; None: not even where every token
-    stands.
-    """
+    """Return the acceptance at which a rising speed-up reaches a goal, or None if none does."""
     low = 0.0
     high = 1.0
     if speedup(high) < goal:
@@ -467,7 +472,7 @@ def needed(speedup: Speedup, goal: float) -> float | None:
 
 
 def published(options: Options) -> Table:
-    """What each figure needs, and what devices come to there."""
+    """Return the acceptance that each published figure needs, and what devices come to there."""
     rows = list[Row]()
     for each in headlines():
         needs = needed(each.speedup, each.published)
@@ -523,8 +528,9 @@ class Recorder:
     """
 
     def __init__(self, name: str, layers: int | None = None, *, trained: bool = False) -> None:
-        """`trained`: the laws are those that the shipped adapter reads at the exit it was trained
-        for.
+        """Prepare to record.
+
+        `trained` laws are those that the shipped adapter reads at the exit it was trained for.
         """
         folder = path(name)  # type: ignore[arg-type]
         self._reader = Reader(folder, layers)
@@ -533,7 +539,9 @@ class Recorder:
         self._adapter = ExitAdapter.read(folder, config, weights, name) if trained else None
 
     def laws(self, ids: TokenIds, first: int, sampling: Sampling) -> Tensor:
-        """[places, vocabulary]: what follows ids[:first], ids[:first + 1], ... but the last."""
+        """Return the distributions [places, vocabulary] after ids[:first], ids[:first + 1], ... but
+        the last.
+        """
         heard = list[Tensor]()
         text = Text(ids, first)
         if self._adapter is None:
@@ -553,8 +561,8 @@ class Recorded:
     sampling: Sampling
 
     def own_ranks(self, model: Recorder) -> list[list[int]]:
-        """Where the target's token stands: 0 if the model draws it with the same number, else its
-        place by law.
+        """Return the rank of the target's token: 0 if the model draws it with the same number, else
+        its rank by probability.
         """
         ranks = list[list[int]]()
         for ids, first, seed in self.texts:
@@ -566,7 +574,7 @@ class Recorded:
         return ranks
 
     def exit_ranks(self, model: Recorder) -> list[list[int]]:
-        """The token's place by law alone."""
+        """Return the token's rank by probability alone."""
         plain = replace(self.sampling, temperature=1.0)
         return [
             _places(model.laws(ids, first, plain), torch.tensor(ids[first:]))
@@ -580,7 +588,7 @@ def _places(laws: Tensor, tokens: Tensor) -> list[int]:
 
 
 async def record(count: int, seed: int) -> Recorded:
-    """The embedded target's texts on some problems."""
+    """Record the embedded target's texts on some problems."""
     questions = [problem.text for problem in arithmetic("test", count)]
     found = await written(path("target"), questions, 400, seed)
     return Recorded(
@@ -589,9 +597,7 @@ async def record(count: int, seed: int) -> Recorded:
 
 
 def recorded(options: Options, texts: Recorded) -> list[Table]:
-    """Guesses of the next token on recorded texts, and every scheme with the costs of larger
-    models.
-    """
+    """Guess the next token on recorded texts, and run every scheme with the costs of larger models."""
     say("overlap: recording where the target's tokens stand in drafts and in early exits")
     drafts = {"draft": texts.own_ranks(Recorder("draft"))}
     drafts |= {
@@ -632,7 +638,7 @@ def recorded(options: Options, texts: Recorded) -> list[Table]:
 
 
 def _named(draft: list[list[int]], ranks: list[list[int]]) -> str:
-    """In how many steps what came was among the first tokens of a place, where the draft proposes
+    """Count the steps whose outcome was among the first tokens of a position, if the draft proposes
     whole windows.
     """
     line = mirror(
@@ -694,11 +700,11 @@ def _costs() -> list[tuple[str, Costs, float]]:
 
 
 def _fitted() -> Costs:
-    """Published fits of a 70B target, and an 8B draft."""
+    """Return published fits of a 70B target and an 8B draft."""
     rise = _TARGET_MS_A_TOKEN / _TARGET_MS
     return Costs(partial(_even, _TARGET_MS / _DRAFT_MS), lambda rows: 1 + (rows - 1) * rise)
 
 
 def _even(ratio: float, branches: int) -> float:
-    """A draft step takes as long for many branches as for one."""
+    """Return costs at which a draft step takes as long for many branches as for one."""
     return 1 / ratio

@@ -87,8 +87,9 @@ class Flip:
 
 
 async def same_transcripts(options: Options) -> list[Table]:
-    """Both methods with the same seed on the same problems, each on engines of its own, so that no
-    cache is shared.
+    """Compare both methods with the same seed on the same problems.
+
+    Each has its own engines, so that no cache is shared.
     """
     count = options.pick(4, 100, 500)
     parts = Parts(
@@ -116,7 +117,7 @@ async def _run(method: Arm, problems: Sequence[Problem], pair: Pair, seed: int) 
 
 
 def _compared(exact: Sequence[Outcome], alone: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """What a block came to, in numbers."""
+    """Return the numbers of a block."""
     pairs = [
         pair
         for a, b in zip(exact, alone, strict=True)
@@ -137,7 +138,7 @@ def _compared(exact: Sequence[Outcome], alone: Sequence[Outcome], seed: int) -> 
 
 
 def _written(line: Rollout) -> tuple[object, ...]:
-    """All that a rollout wrote, and how it ended."""
+    """Return all that a rollout wrote, and how it ended."""
     return line.ids("target"), line.finish, line.answer
 
 
@@ -152,9 +153,7 @@ def _flip(mine: Rollout, theirs: Rollout, seed: int) -> Flip:
 
 
 def _margin(line: Rollout, place: int, tokens: set[int], seed: int) -> float:
-    """How far the uniform of a place must be moved for the draw there to change between these
-    tokens.
-    """
+    """Return how far a position's uniform must move until the draw changes between these tokens."""
     ends = [
         *accumulate((_length(turn) for turn in line.turns), initial=len(line.prompt.target_ids))
     ]
@@ -179,7 +178,7 @@ def _length(turn: Turn) -> int:
 
 @cache
 def _reference() -> Any:
-    """The target in transformers, loaded when the first difference is met."""
+    """Return the target in transformers, loaded at the first difference."""
     from transformers import AutoModelForCausalLM
 
     loader: Any = AutoModelForCausalLM
@@ -238,8 +237,8 @@ Rates = Mapping[Literal["draft", "scored", "target"], float]
 
 
 async def timed(options: Options) -> list[Table]:
-    """The target alone with either number of threads, the policy plain, drafting on, and skipping
-    scores.
+    """Time the target alone with one and two threads, and the policy plain, optimistic, and with
+    scores skipped.
     """
     count = options.pick(4, 20, 100)
     seed = options.seed
@@ -308,7 +307,7 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
 
 
 def _can_round() -> bool:
-    """Whether this processor has products of pairs of bfloat16 numbers."""
+    """Return whether this processor has products of pairs of bfloat16 numbers."""
     library = native_library("target", read_model_config(path("target"), "target"))[0]
     return bool(library.atts_has_pairs())
 
@@ -401,12 +400,12 @@ async def study(options: Options) -> list[Table]:
 
 
 def _ledger(options: Options, name: str) -> Ledger:
-    """What was measured with this pair: another one's is another file."""
+    """Return the ledger of this pair: another pair has another file."""
     return Ledger(options.file(f"pipelines-{name}-{options.effort}-{pair_name()}.jsonl"))
 
 
 async def claim(options: Options) -> list[Table]:
-    """The policy against the target alone, on enough problems to say so.
+    """Compare the policy with the target alone, on enough problems for a claim.
 
     Every rollout runs to its end: an early stop changes no vote, and without it pass@1 is that of
     all rollouts.
@@ -425,7 +424,7 @@ async def claim(options: Options) -> list[Table]:
 
 
 def claimed(ledger: Ledger) -> list[Table]:
-    """The tables of all that has been run, however far that is."""
+    """Return the tables of all that has been run so far."""
     tables: list[Table] = []
     for m in sorted({samples for _, samples, _, _ in ledger.pieces}):
         title = "The claim" if not tables else f"The claim at {m} samples"
@@ -448,7 +447,7 @@ def _headline(ledger: Ledger, m: int) -> str:
 
 
 async def rates(options: Options) -> list[Table]:
-    """How the rate is kept, live, by gates that promise it for the run, for each question, and for
+    """Measure how the rate is kept, live, by gates that control it per run, per question, and among
     like scores only.
     """
     grid = Grid(options.pick(20, 100, 1000), (0,), 1000, options.pick(20, 50, 50))
@@ -471,7 +470,7 @@ async def rates(options: Options) -> list[Table]:
 
 
 async def every_method(options: Options) -> list[Table]:
-    """Every baseline, as good as its authors would make it."""
+    """Compare every baseline, each as good as its authors would make it."""
     grid = Grid(
         options.pick(8, 60, 500), options.pick((0,), (0,), (0, 1, 2)), 500, options.pick(8, 20, 50)
     )
@@ -505,7 +504,7 @@ _LIMIT_NOTE = (
 
 
 async def axes(options: Options) -> list[Table]:
-    """Both axes of scaling: samples per problem, then turns and tokens per rollout."""
+    """Measure both axes of scaling: samples per problem, then turns and tokens per rollout."""
     ledger = _ledger(options, "axes")
     count = options.pick(8, 40, 400)
     tables = list[Table]()
@@ -545,7 +544,7 @@ def _limited(name: str, limit: str, step: int) -> Arm:
 
 
 async def ordinal(options: Options) -> list[Table]:
-    """The gate of ordered levels, taught by the scores themselves, beside the conformal one at the
+    """Compare the ordinal gate, trained on the scores themselves, with the conformal one at the
     same rate.
     """
     grid = Grid(options.pick(20, 150, 600), (options.seed,), 600, options.pick(20, 50, 50))
@@ -564,8 +563,8 @@ async def ordinal(options: Options) -> list[Table]:
 
 
 async def certified(options: Options) -> list[Table]:
-    """Stored scores, labelled runs from the highest rate down, a certificate, the certified gate on
-    test problems.
+    """Earn a certificate from labelled runs, highest rate first, and test the certified gate on new
+    problems.
     """
     warm, labelled, fresh = options.pick((10, 40, 20), (40, 200, 200), (100, 1000, 1000))
     found = arithmetic("calibration", warm + labelled)
@@ -646,7 +645,7 @@ def methods(
     *words: str,
     base: str = "target-only",
 ) -> Table:
-    """Accuracy, tokens, arithmetic and time of every arm against the base."""
+    """Return accuracy, tokens, arithmetic and time of every arm relative to the base."""
     alone = ledger.of(base, samples)
     found = {name: ledger.of(name, samples) for name in names}
     problems = {one.problem for one in alone.solved}
@@ -693,7 +692,7 @@ def _method(name: str, one: Sum, alone: Sum) -> Row:
 def scores_asked(
     title: str, ledger: Ledger, names: Sequence[str], samples: int, base: str
 ) -> Table:
-    """How many tokens were drafted, decided on by a score, and read by the target for it; against
+    """Count the tokens drafted, decided on by a score, and read by the target for it, relative to
     reading them all.
     """
     alone = ledger.of(base, samples)
@@ -725,7 +724,7 @@ def scores_asked(
 
 
 def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
-    """Realised rates of a live arm by turn, level and question."""
+    """Return realised rates of a live arm by turn, level and question."""
     found = ledger.of(arm, samples)
     groups: dict[str, defaultdict[int, list[bool]]] = {
         kind: defaultdict(list) for kind in ("turn", "level", "all")
@@ -754,7 +753,7 @@ def control(ledger: Ledger, arm: str, samples: int, nominal: float) -> Table:
 
 
 def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
-    """The claim in three lines: is it met, and by how much."""
+    """Return the claim in three lines: whether it is met, and by how much."""
     alone = ledger.of("target-only", samples)
     found = ledger.of(arm, samples)
     vote = found.minus(alone, right)
@@ -773,7 +772,7 @@ def verdict(ledger: Ledger, arm: str, samples: int) -> Table:
 
 
 def curve(title: str, found: Mapping[tuple[str, int], Sum], *notes: str) -> Table:
-    """Accuracy, tokens and time of methods under a growing limit."""
+    """Return accuracy, tokens and time of methods under a growing limit."""
     rows: list[Row] = []
     for (method, limit), one in found.items():
         vote = one.estimate(right)

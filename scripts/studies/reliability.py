@@ -21,7 +21,7 @@ _WARM_UP = 30
 
 
 def study_soak(options: Options) -> list[Table]:
-    """Two minutes, four, or an hour; the table of levels, and what was found."""
+    """Run for two minutes, four, or an hour, and return the levels of what the process holds."""
     seconds = options.pick(120.0, 240.0, 3600.0)
     with tempfile.TemporaryDirectory() as folder:
         tally = anyio.run(soak, Path(folder), seconds, options.seed)
@@ -29,12 +29,12 @@ def study_soak(options: Options) -> list[Table]:
 
 
 def tables(tally: Tally) -> list[Table]:
-    """What was found: the verdict, the curve, what was run."""
+    """Return the verdict, the curve, and what was run."""
     return [verdict(tally), _levels(tally), _episodes(tally)]
 
 
 def verdict(tally: Tally) -> Table:
-    """After the warm-up: the first third beside the last, and what that would come to in an hour."""
+    """Compare the last third after the warm-up with the first, and extrapolate to an hour."""
     kept = tally.levels[_WARM_UP:] if _is_settled(tally) else tally.levels
     third = max(1, len(kept) // 3)
     hours = max(1e-9, (kept[-1].seconds - kept[0].seconds) * 2 / 3 / 3600)
@@ -95,7 +95,9 @@ _MEASURES: Mapping[str, Callable[[Level], float]] = {
 
 
 def _is_flat(name: str, first: float, last: float) -> bool:
-    """Counts must not rise (idle worker threads come and go by one); memory and objects may, by as
+    """Return whether a measure is flat.
+
+    Counts must not rise (idle worker threads come and go by one); memory and objects may, by as
     much as noise.
     """
     if name.startswith(("memory", "Python")):
@@ -125,7 +127,7 @@ def _episodes(tally: Tally) -> Table:
 
 
 def study_crash(options: Options) -> list[Table]:
-    """Runs killed ten times each; `crash` raises when anything recorded was changed or done again."""
+    """Kill runs ten times each; `crash` raises if anything recorded was changed or done again."""
     kills = options.pick(20, 60, 200)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, crashing.nursery() as children:

@@ -54,11 +54,12 @@ class Record:
 
     @property
     def tables(self) -> tuple[Table, ...]:
-        """Without their pictures."""
+        """Return the tables without their pictures."""
         return tuple(one.table for one in self.kept.values())
 
     def find(self, title: str) -> Kept:
-        """The table whose title begins so: titles may differ by the number of problems.
+        """Return the table whose title begins with these words: titles may differ by the number of
+        problems.
 
         :raises KeyError: there is none.
         """
@@ -68,7 +69,7 @@ class Record:
         raise KeyError(f"{self.study} has no table {title!r}; it has {list(self.kept)}")
 
     def words(self) -> str:
-        """What it ran on."""
+        """Describe what the study ran on."""
         m = self.machine
         is_other = self.study in _ON_THE_PAIR and m.get("pair") != pair_mark()
         return (
@@ -83,7 +84,9 @@ class Record:
 
 
 def read(folder: Path) -> dict[str, Record]:
-    """Every study below a folder; parts of one (`pipelines-claim`) come together under its name.
+    """Read every study below a folder.
+
+    Parts of one (`pipelines-claim`) come together under its name.
 
     Of two tables of one title counts that of the greater effort, then the newer.
     """
@@ -115,8 +118,8 @@ def read(folder: Path) -> dict[str, Record]:
 def fill(
     page: str, records: Mapping[str, Record], pictures: Path | None = None
 ) -> tuple[str, list[str]]:
-    """The page with every marked part made anew, and the marks that no record fills: these keep
-    what they held.
+    """Fill every marked part of a page, and return it with the marks that no record fills: these
+    stay as they were.
 
     One that held nothing says that it was not run.
     """
@@ -154,7 +157,7 @@ def _part(found: re.Match[str], records: Mapping[str, Record], pictures: Path | 
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """The front page, then a page for every study."""
+    """Return the front page, then a page for every study."""
     return [root / "BENCHMARKS.md", *sorted((root / "docs" / "benchmarks").glob("*.md"))]
 
 
@@ -188,8 +191,9 @@ class Claim:
     limits: str
 
     def answer(self, tables: Sequence[Table]) -> str:
-        """The headlines of these tables; empty where one is missing. Of several with one beginning
-        the first counts.
+        """Return the headlines of these tables, or nothing if one is missing.
+
+        Of several with one beginning the first counts.
         """
         found = [
             next(
@@ -201,8 +205,9 @@ class Claim:
 
 
 def summary(studies: Mapping[str, Sequence[Table]], held: str = "") -> Table:
-    """The headlines of what was run; a claim whose study was not keeps the row that the table held,
-    or says so.
+    """Return the headlines of what was run.
+
+    A claim whose study was not run keeps its row of the table, or says so.
     """
     kept = {
         line.split("|")[1].strip(): line.split("|")[2].strip()

@@ -55,12 +55,12 @@ class Cell:
     seed: int = 0
 
     def key(self) -> str:
-        """A name that changes with anything in it."""
+        """Return a name that changes with anything in the cell."""
         return blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=8).hexdigest()
 
     @property
     def places(self) -> int:
-        """Rollouts in flight over the whole installation."""
+        """Return the rollouts in flight over the whole installation."""
         return (
             1
             if self.order == "one request at a time"
@@ -84,12 +84,12 @@ class Found:
 
     @property
     def busy(self) -> tuple[float, float]:
-        """Shares of the time that draft and target worked."""
+        """Return the shares of the time that draft and target worked."""
         return self.draft_busy, self.target_busy
 
     @property
     def throughput(self) -> float:
-        """Tokens written a second."""
+        """Return the tokens written per second."""
         return (self.draft_tokens + self.target_tokens) / self.seconds
 
 
@@ -186,7 +186,7 @@ class Results:
         return len(self._done)
 
     def get(self, cell: Cell) -> Found:
-        """The cell's result, now or from before."""
+        """Return the cell's result, from now or from before."""
         key = f"{cell.key()}-{self._law.library.origin[:9]}"
         if key not in self._done:
             self._done.keep(key, asdict(run_cell(cell, self._law)))
@@ -206,8 +206,9 @@ _SCALING = "method | replicas | seconds | tokens/s | speed-up over 1 | efficienc
 
 
 def study(options: Options) -> list[Table]:
-    """The validation on this machine, then the grids; what an earlier run left in the folder is not
-    repeated.
+    """Validate on this machine, then run the grids.
+
+    What an earlier run left in the folder is not repeated.
     """
     law = TraceLaw(find_library(), options.seed)
     results = Results(law, options.file("scale-cells.jsonl"))
@@ -220,7 +221,7 @@ def study(options: Options) -> list[Table]:
 
 
 def tables(options: Options, law: TraceLaw, results: Results) -> list[Table]:
-    """Every table of the grids in virtual time."""
+    """Return every table of the grids in virtual time."""
     grids = _Grids(options, results)
     made = [costs_table(law), grids.gains()]
     made += [grids.samples(pair) for pair in grids.pairs]
@@ -231,7 +232,7 @@ def tables(options: Options, law: TraceLaw, results: Results) -> list[Table]:
 
 
 def costs_table(law: TraceLaw) -> Table:
-    """What the simulated engines are."""
+    """Describe the simulated engines."""
 
     def row(name: str, cost: Cost, room: int) -> Row:
         coefficients = (
@@ -267,25 +268,25 @@ class _Grids:
 
     @property
     def pairs(self) -> Sequence[Pair]:
-        """The installations that most tables compare."""
+        """Return the installations that most tables compare."""
         return self.options.pick((EIGHT,), (EIGHT, SMALL), (EIGHT, SMALL))
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Numbers of samples."""
+        """Return the numbers of samples."""
         return self.options.pick((4, 16), (1, 4, 16, 64, 256), (1, 2, 4, 8, 16, 32, 64, 128, 256))
 
     def cell(self, pair: Pair, method: Method, samples: int, **changes: Any) -> Cell:
-        """So many rollouts in all, whatever the number of samples."""
+        """Return a cell with the same number of rollouts, whatever the number of samples."""
         problems = max(self.options.pick(2, 2, 16), self.options.pick(128, 256, 1600) // samples)
         return replace(Cell(pair, method, problems, samples, seed=self.options.seed), **changes)
 
     def get(self, cell: Cell, **changes: Any) -> Found:
-        """The result of a cell that is changed so."""
+        """Return the result of a cell with these changes."""
         return self.results.get(replace(cell, **changes))
 
     def samples(self, pair: Pair) -> Table:
-        """Time, throughput and r against the number of samples."""
+        """Return time, throughput and r against the number of samples."""
         rows: list[Row] = []
         for samples in self.sizes:
             for method in METHODS:
@@ -308,7 +309,7 @@ class _Grids:
         )
 
     def gains(self) -> Table:
-        """Against target-only, and against the rounds of top-B at the same budget."""
+        """Compare with target-only, and with the rounds of top-B at the same budget."""
         rows = list[Row]()
         parts = list[str]()
         for pair in self.pairs:
@@ -345,7 +346,7 @@ class _Grids:
         )
 
     def turns(self) -> Table:
-        """How the cost of rounds grows with their number, for few and many samples."""
+        """Show how the cost of rounds grows with their number, for few and many samples."""
         rows: list[Row] = []
         for samples in self.options.pick((16,), (16, 64), (16, 64, 256)):
             for turns in self.options.pick(
@@ -368,7 +369,7 @@ class _Grids:
         )
 
     def rates(self) -> Table:
-        """Speed against the share that is handed over."""
+        """Return speed against the share that escalates."""
         samples = self.options.pick(16, 16, 64)
         rows = list[Row]()
         for pair in self.pairs:
@@ -400,7 +401,7 @@ class _Grids:
         )
 
     def replicas(self) -> Table:
-        """A fixed amount of work on more and more replicas: where it saturates."""
+        """Give a fixed amount of work to more and more replicas, until it saturates."""
         questions = self.options.pick(16, 50, 500)
         rows = list[_Scaled]()
         for method in self.options.pick(METHODS[:1], ("atts", "top-b", "target-only"), METHODS):
@@ -425,7 +426,7 @@ class _Grids:
         )
 
     def growing(self) -> Table:
-        """As much work for every replica: what a cluster sustains."""
+        """Give every replica as much work: the rate that a cluster sustains."""
         rows: list[_Scaled] = []
         for method in self.options.pick(
             METHODS[:1], ("atts", "target-only"), ("atts", "top-b", "target-only")
@@ -445,8 +446,8 @@ class _Grids:
         )
 
     def _scaling(self, method: Method, questions: dict[int, int]) -> list[_Scaled]:
-        """A method on more and more replicas, each with so many questions, beside itself on the
-        fewest.
+        """Compare a method on more and more replicas with itself on the fewest, each with its own
+        number of questions.
         """
         rows: list[_Scaled] = []
         first: tuple[int, float] | None = None
@@ -470,7 +471,7 @@ class _Grids:
         return rows
 
     def headlines(self) -> Table:
-        """Which assumptions reach the published factors, with the conditions of each."""
+        """Show which assumptions reach the published factors, with the conditions of each."""
         rows = list[Row]()
         best = dict[str, float]()
         for pair in self.options.pick((SMALL,), (EIGHT, SMALL), (EIGHT, SMALL)):
@@ -528,9 +529,7 @@ def _reached(ratio: float, figure: float) -> str:
 
 
 def _compared(best: Mapping[str, float], kind: str, figure: float) -> str:
-    """The baselines of a kind in two groups: those against which the figure is reached, and the
-    others.
-    """
+    """Split the baselines of a kind into those against which the figure is reached, and the others."""
     mine = {
         name.removeprefix("throughput, "): ratio
         for name, ratio in best.items()

@@ -59,7 +59,7 @@ PROMPT = tuple(range(4, 68))
 
 
 def study_remote(options: Options) -> list[Table]:
-    """Requests a second and processor time a request, at 1,000 and 4,000 in flight."""
+    """Measure requests per second and processor time per request, at 1,000 and 4,000 in flight."""
     repeats = options.pick(1, 3, 5)
     requests = options.pick(400, 4000, 20000)
     rows: list[Row] = []
@@ -105,7 +105,7 @@ def study_remote(options: Options) -> list[Table]:
 
 
 async def _ours(url: str, in_flight: int, count: int) -> tuple[float, float]:
-    """As pipelines call it."""
+    """Call the server as pipelines do."""
     options = RemoteOptions(
         in_flight=in_flight, connect_seconds=PATIENCE_SECONDS, recheck_seconds=3600
     )
@@ -120,8 +120,9 @@ async def _ours(url: str, in_flight: int, count: int) -> tuple[float, float]:
 
 
 async def _bare(url: str, in_flight: int, count: int) -> tuple[float, float]:
-    """As one writes it by hand: the same fields out, ids and log-probs in; no limits, retries,
-    checks or aborts.
+    """Call the server as one writes it by hand.
+
+    The fields are the same; there are no limits, retries, checks or aborts.
     """
     body = {
         "model": "toy", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
@@ -143,7 +144,7 @@ async def _bare(url: str, in_flight: int, count: int) -> tuple[float, float]:
 async def _timed(
     ask: Callable[[int], Awaitable[Any]], in_flight: int, count: int
 ) -> tuple[float, float]:
-    """Requests a second, and milliseconds of processor time for each."""
+    """Return requests per second, and milliseconds of processor time for each."""
     numbers = iter(range(count))
 
     async def work() -> None:
@@ -159,7 +160,7 @@ async def _timed(
 
 @contextmanager
 def _server() -> Generator[str]:
-    """A server that answers what vLLM would, at once but for the delay, in a process of its own."""
+    """Start a server that answers like vLLM, at once but for the delay, in its own process."""
     context = get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there,), daemon=True)
@@ -176,7 +177,10 @@ def _serve(pipe: Connection) -> None:
 
 
 async def _answer(pipe: Connection) -> None:
-    """Completions are canned, but for the probe's questions, which get a plausible word."""
+    """Answer with canned completions.
+
+    The probe's questions get a plausible word.
+    """
     tokenizer = ToyTokenizer()
     model = {"id": "toy", "root": "toy", "max_model_len": 8192}
     fixed: dict[str, Any] = {
@@ -279,32 +283,32 @@ class PairLaw:
         self._scorer: Role = "target"
 
     def scored_by(self, role: Role) -> PairLaw:
-        """The same, knowing the same, where this model scores."""
+        """Return the same law with the same memory, where this model scores."""
         other = copy(self)
         other._scorer = role
         return other
 
     @property
     def known(self) -> int:
-        """How many texts and scores there are."""
+        """Count the texts and scores that are known."""
         return len(self.written) + len(self._scored)
 
     @property
     def grain(self) -> int:
-        """Real tokens per id."""
+        """Return the real tokens per id."""
         return GRAIN
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of both."""
+        """Return the tokenizer of both models."""
         return self._engines["draft"].tokenizer
 
     def spec(self, role: Role) -> EngineSpec:
-        """Who the engine is: it cannot draw while it scores, no server can."""
+        """Return the engine's spec: no server can draw while it scores."""
         return replace(self._engines[role].spec, capabilities=frozenset({"sample", "score"}))
 
     def write(self, role: Role, request: SampleRequest) -> Completion:
-        """The text of these numbers; a server is told the seed as one number."""
+        """Return the text of these numbers; a server gets the seed as one number."""
         own = request.seed
         number = (
             own.run if own == Seed(run=own.run) and own.run else own.key() & ((1 << _SEED_BITS) - 1)
@@ -318,7 +322,7 @@ class PairLaw:
         return self.written[key]
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """By the model that scores here."""
+        """Score with the model that scores here."""
         key = self._scorer, ScoreRequest(request.prefix, request.suffix)
         if key not in self._scored:
             self._scored[key] = self._portal.call(
@@ -336,14 +340,14 @@ class RecognisingEngine(BatchedEngine):
         self._lengths: set[int] = set()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """As the law has it, at a server's pace."""
+        """Answer by the law, at a server's pace."""
         name = self._recognise(request.ids)
         done = await super().sample(replace(request, rollout=name))
         self._remember(request.ids + done.ids, name)
         return done
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """The same."""
+        """Score by the law, at a server's pace."""
         name = self._recognise(request.prefix)
         found = await super().score(replace(request, rollout=name))
         self._remember(request.prefix + request.suffix, name)
@@ -363,7 +367,7 @@ class RecognisingEngine(BatchedEngine):
 
 
 def study_paced(options: Options) -> list[Table]:
-    """Every pair, number of rollouts and method: virtual, then live."""
+    """Run every pair, number of rollouts and method: virtual, then live."""
     rows = list[Row]()
     lives = list[Came]()
     spent = Spent()
@@ -389,7 +393,7 @@ def study_paced(options: Options) -> list[Table]:
 
 @contextmanager
 def pair_law() -> Generator[PairLaw]:
-    """The embedded pair, open in a thread of its own."""
+    """Open the embedded pair in its own thread."""
     options = LocalOptions(worker="thread", threads=1, device="cpu")
     engines: dict[Role, LocalEngine] = {
         role: LocalEngine(path(role), name=role, options=options) for role in _ROLES
@@ -401,7 +405,7 @@ def pair_law() -> Generator[PairLaw]:
 
 
 def paced(pair: Pair, faster: float) -> Pair:
-    """The same engines, so much faster."""
+    """Return the same engines, so much faster."""
 
     def scaled(cost: Cost) -> Cost:
         names = ("step", "sequence", "cached", "prefilled")
@@ -411,7 +415,7 @@ def paced(pair: Pair, faster: float) -> Pair:
 
 
 def engine(role: Role, pair: Pair, law: PairLaw) -> RecognisingEngine:
-    """One of the two."""
+    """Make one of the two engines."""
     cost, room = (pair.draft, pair.draft_kv) if role == "draft" else (pair.target, pair.target_kv)
     return RecognisingEngine(role, law, cost, room)
 
@@ -419,7 +423,7 @@ def engine(role: Role, pair: Pair, law: PairLaw) -> RecognisingEngine:
 async def direct(
     arm: Arm, problems: Sequence[Problem], samples: int, pair: Pair, law: PairLaw
 ) -> Came:
-    """The arm on both engines themselves, under whatever clock runs."""
+    """Run the arm on both engines themselves, under whatever clock runs."""
     async with AsyncExitStack() as stack:
         draft, target = [
             await stack.enter_async_context(engine(role, pair, law)) for role in _ROLES
@@ -430,7 +434,7 @@ async def direct(
 async def over_http(
     arm: Arm, problems: Sequence[Problem], samples: int, pair: Pair, law: PairLaw
 ) -> Came:
-    """The arm on two servers of this machine."""
+    """Run the arm on two servers of this machine."""
     served: dict[Role, RecognisingEngine] = {}
 
     def make(role: Role) -> Engine:

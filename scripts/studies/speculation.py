@@ -57,7 +57,7 @@ class Arm:
     used: float = 0.0  # processor seconds
 
     def seconds(self) -> float:
-        """Processor seconds a token, in the next round."""
+        """Return processor seconds per token, in the next round."""
         first = len(self.written) * self.count
         requests = [self._request(number) for number in range(first, first + self.count)]
         wall = time.perf_counter()
@@ -79,13 +79,13 @@ class Arm:
 
     @property
     def speculation(self) -> SpeculationStats:
-        """What was proposed; nothing where none was."""
+        """Return the statistics of proposals; empty if nothing was proposed."""
         return self.engine.loop_stats().speculation or SpeculationStats()
 
 
 def study(options: Options) -> list[Table]:
-    """The embedded pair at every number of sequences, then weakened drafts at some; transformers
-    beside one.
+    """Compare all proposers with the embedded draft, then with weakened drafts, then with
+    transformers.
     """
     torch.set_num_threads(1)
     lengths = options.pick((4,), (2, 4, 8, 12), (1, 2, 4, 6, 8, 12, 16))
@@ -162,7 +162,7 @@ def _opened(
 
 
 def _race(lab: Lab, arms: Mapping[str, Arm]) -> dict[str, list[float]]:
-    """Processor seconds a token by arm, round by round.
+    """Return processor seconds per token by arm, round by round.
 
     :raises AssertionError: an arm wrote another text than plain decoding did.
     """
@@ -205,15 +205,17 @@ def _choice(lead: Row, arms: Mapping[str, Arm], seen: Mapping[str, Sequence[floa
 
 
 def _places(draft: str, found: SpeculationStats) -> Row:
-    """How often each of the first places stood, of those rounds in which all before it did."""
+    """Return how often each of the first positions was accepted, of the rounds in which all before
+    it were.
+    """
     pairs = list(zip(found.stood_at, found.tested_at, strict=True))
     shares = [figure(stood / tested, 3) if tested else "-" for stood, tested in pairs[:8]]
     return draft, *shares, *["-"] * (8 - len(shares))
 
 
 def _drafts(place: Path, options: Options) -> dict[str, Path]:
-    """The embedded draft, and copies with noise in their weights, which cost the same and agree
-    less often.
+    """Return the embedded draft, and copies with noise in their weights, which cost the same and
+    agree less often.
     """
     noises = NOISE if options.effort != "quick" else {}
     return {
@@ -223,7 +225,7 @@ def _drafts(place: Path, options: Options) -> dict[str, Path]:
 
 
 def _beside_transformers(lab: Lab) -> Table:
-    """One text after another, on the same prompts."""
+    """Run one text after another on the same prompts, by us and by transformers."""
     say("speculation: assisted generation")
     target, draft = (opened(path(name)) for name in EMBEDDED[::-1])
     with _opened(lab, path("draft"), 1, (8,)) as arms:

@@ -67,9 +67,7 @@ async def weakened(folder: Path, noise: float | None = None) -> float:
 
 
 def noisy(folder: Path, noise: float) -> Path:
-    """The draft's folder, copied, with noise in units of each matrix's own deviation, always the
-    same.
-    """
+    """Copy the draft's folder with noise in units of each matrix's own deviation, always the same."""
     shutil.copytree(model_path("draft"), folder, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     weights = load_file(folder / "model.safetensors")
@@ -83,7 +81,7 @@ def noisy(folder: Path, noise: float) -> Path:
 
 
 async def agreement(folder: Path, count: int = 6) -> float:
-    """The share of the target's tokens that this draft would have drawn with the same random
+    """Return the share of the target's tokens that this draft would have drawn with the same random
     numbers.
     """
     options = LocalOptions(worker="thread", threads=1, drafter=str(folder), speculate="draft", k=1)
@@ -145,7 +143,7 @@ class Figures:
 
     @classmethod
     def of(cls, solved: Sequence[Solved], seconds: float) -> Figures:
-        """The sums of its problems."""
+        """Add up the problems."""
         sums = {
             kind: sum(getattr(one, kind) for one in solved)
             for kind in ("draft", "scored", "target")
@@ -166,21 +164,21 @@ class Measured:
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Measured:
-        """From plain JSON."""
+        """Read plain JSON."""
         figures = {name: Figures(**own) for name, own in fields["figures"].items()}
         scoring = {name: (float(own[0]), int(own[1])) for name, own in fields["scoring"].items()}
         return cls(Cell(**fields["cell"]), figures, scoring, fields["load"], fields["clock"])
 
     def of(self, method: str, draft: str) -> Figures | None:
-        """An arm; those without a draft stand beside every draft."""
+        """Return the figures of an arm; those without a draft are the same for every draft."""
         return self.figures.get(f"{method}|{draft}") or self.figures.get(f"{method}|")
 
     def best(self, draft: str, *methods: str) -> float:
-        """Seconds of the fastest of these, of which one at least was measured."""
+        """Return the seconds of the fastest of these arms; at least one must be measured."""
         return min(one.seconds for method in methods if (one := self.of(method, draft)))
 
     def bound(self, method: str, draft: str) -> float:
-        """Seconds of the arm's tokens, each model's at the rate it has alone: d + s + g."""
+        """Return the seconds of the arm's tokens at the rate that each model has alone: d + s + g."""
         drafting, alone, own = (
             self.figures[name] for name in (f"draft-only|{draft}", f"{ALONE}|", f"{method}|{draft}")
         )
@@ -201,34 +199,34 @@ class Group(NamedTuple):
 
     @property
     def lead(self) -> tuple[str, str]:
-        """Setting and target, in words."""
+        """Return setting and target, in words."""
         return _panel(self.cell.how, self.draft), _target(self.cell.target)
 
     def over(self, method: str, *rivals: str) -> list[float]:
-        """The method's time in units of the fastest of these, in every repeat that has it."""
+        """Return the method's time relative to the fastest of these, in every repeat that has it."""
         held = [(one, own) for one in self.repeats if (own := one.of(method, self.draft))]
         return [own.seconds / one.best(self.draft, *rivals) for one, own in held]
 
     def gain(self) -> Spread:
-        """Time of the best alternative over that of atts, repeat by repeat."""
+        """Return the time of the best alternative over that of atts, repeat by repeat."""
         return Spread.of([1 / share for share in self.over("atts", *_RIVALS)])
 
     def medians(self) -> dict[str, float]:
-        """Median over repeats of every method's time in units of the target alone."""
+        """Return the median over repeats of every method's time relative to the target alone."""
         shares = {
             method: self.over(method, *_RIVALS[:2]) for method in (*_RIVALS, "atts", "ordinal")
         }
         return {method: statistics.median(found) for method, found in shares.items() if found}
 
     def best_rival(self) -> str:
-        """The fastest of those that have the target's accuracy."""
+        """Return the fastest of the methods that have the target's accuracy."""
         medians = {method: value for method, value in self.medians().items() if method in _RIVALS}
         best = min(medians, key=medians.__getitem__)
         return _SHORT.get(best, best)
 
 
 def tables(found: Sequence[Measured], agreement: Mapping[str, float]) -> list[Table]:
-    """Everything the study has to say; by the wall clock where any cell was measured by it."""
+    """Return all tables, by the wall clock if any cell was measured by it."""
     clock: Clock = "wall" if any(one.clock == "wall" for one in found) else "processor"
     found = [one for one in found if one.clock == clock]
     groups = list(_groups(found, list(agreement)))
@@ -241,7 +239,7 @@ def tables(found: Sequence[Measured], agreement: Mapping[str, float]) -> list[Ta
 
 
 def _groups(found: Sequence[Measured], drafts: Sequence[str]) -> Iterator[Group]:
-    """In the order of the map: setting, draft, the target's cost, rollouts."""
+    """Group cells in the order of the map: setting, draft, the target's cost, rollouts."""
     for how, draft, target, samples in product(get_args(How), drafts, SIZES, SAMPLES):
         cell = Cell(target, samples, how)
         if repeats := [one for one in found if one.cell == cell]:
@@ -292,8 +290,7 @@ def _advice(groups: Sequence[Group]) -> Table:
 
 
 def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
-    """What is fastest at which numbers of rollouts, those nearly as fast beside it; and whether
-    atts ever is.
+    """Say which method is fastest at which numbers of rollouts, and whether atts ever is.
 
     >>> sentence([(1, {"exact": 0.5, "atts": 0.9}), (2, {"exact": 0.6, "atts": 0.8}), (4, {"exact": 1.0, "atts": 0.4})])
     'exact up to 2 rollouts (2.0 to 1.7 times the target alone), atts at 4 (2.5 times)'
@@ -398,7 +395,7 @@ class Bench:
     targets: Mapping[str, Engine]  # by number of threads, and by the draft that speculates
 
     def run(self, method: str, draft: str) -> tuple[str, Engine, Engine]:
-        """The method's name elsewhere, and the engines that it works with."""
+        """Run the method under its usual name with its engines."""
         target = self.targets[ALONE]
         own = self.drafts[draft or DRAFTS[0]].engine
         if method == "target-only, speculating":
@@ -407,7 +404,10 @@ class Bench:
 
 
 def study(options: Options) -> list[Table]:
-    """The map, made cell by cell; what earlier sessions measured is not measured again."""
+    """Make the map, cell by cell.
+
+    What earlier sessions measured is not measured again.
+    """
     with tempfile.TemporaryDirectory() as place:
         return anyio.run(_study, options, Path(place))
 
@@ -438,7 +438,7 @@ async def _study(options: Options, place: Path) -> list[Table]:
 
 
 def cells(target: str, options: Options) -> Iterator[Cell]:
-    """All cells of one target."""
+    """Return all cells of one target."""
     for samples in options.pick((1, 4), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)):
         yield Cell(target, samples, "latency")
         yield Cell(target, samples, "throughput")
@@ -448,7 +448,7 @@ def cells(target: str, options: Options) -> Iterator[Cell]:
 async def _drafts(
     options: Options, place: Path, kept: Parts
 ) -> AsyncGenerator[Mapping[str, Draft]]:
-    """Both drafts, open, with scores to begin with."""
+    """Open both drafts, with stored scores."""
     folders = dict(zip(DRAFTS, (model_path("draft"), place / "weakened"), strict=True))
     noise = await weakened(folders["weakened"], kept.get("noise"))
     if "noise" not in kept:
@@ -471,7 +471,7 @@ async def _drafts(
 async def _targets(
     name: str, drafts: Mapping[str, Draft], clock: Clock
 ) -> AsyncGenerator[Mapping[str, Engine]]:
-    """The target plain, speculating with either draft, and with all cores where one thread is the
+    """Open the target plain, speculating with either draft, and with all cores if one thread is the
     default.
 
     Where processor time is measured, one thread each: a second one would count its waiting.
@@ -502,12 +502,12 @@ def _engine(folder: Path, **changes: Any) -> LocalEngine:
 
 
 def setup(method: str, samples: int, **changes: Any) -> Setup:
-    """The method at its defaults, with the lengths that the embedded pair has."""
+    """Return the method at its defaults, with the lengths that the embedded pair has."""
     return Setup(method=method, policy=replace(Setup().run_policy, samples=samples), **changes)
 
 
 async def _measure(cell: Cell, repeat: int, bench: Bench, options: Options) -> Measured:
-    """Every arm once on the same problems, in an order that turns from repeat to repeat."""
+    """Run every arm once on the same problems, in an order that turns from repeat to repeat."""
     problems = _problems(cell, repeat, options)
     load = os.getloadavg()[0]
     schedule: Schedule = "one by one" if cell.how == "latency" else "together"
@@ -534,8 +534,8 @@ async def _measure(cell: Cell, repeat: int, bench: Bench, options: Options) -> M
 
 
 def _problems(cell: Cell, repeat: int, options: Options) -> Sequence[Problem]:
-    """One or a few for latency; for throughput as many as keep so many rollouts in flight, at least
-    two.
+    """Return one or a few problems for latency; for throughput enough to fill the rollouts in
+    flight, at least two.
     """
     count = options.pick(1, 1, 4)
     if cell.how == "throughput":

@@ -87,7 +87,7 @@ _KNOWN = re.compile("|".join(rf"\b{words}\b" for words in sorted(WORDS, key=len,
 
 
 def retold(text: str) -> str:
-    """The same in other words.
+    """Return the problem in other words.
 
     >>> retold("Start with 75. Take away 7. What is the result?")
     'Take 75. Drop 7. Where does it end?'
@@ -105,7 +105,7 @@ def _reworded(split: str, random: Random) -> Iterator[Exercise]:
 
 
 def _operated(split: str, random: Random) -> Iterator[Exercise]:
-    """Problems whose operations name no number: double, triple, halve, square."""
+    """Yield problems whose operations name no number: double, triple, halve, square."""
     while True:
         value = random.randint(2, 60)
         told = list[str]()
@@ -170,7 +170,7 @@ class Relative(Llama):
 
     @property
     def head(self) -> Tensor:
-        """The output matrix."""
+        """Return the output matrix."""
         return super().head if self.lm_head is None else self.lm_head.weight
 
 
@@ -188,7 +188,10 @@ class LowRank(nn.Module):
 
 
 def relative(name: str) -> Relative:
-    """A member before it has learned anything: only what will be its own has gradients."""
+    """Return a member before it has learned anything.
+
+    Only its own weights have gradients.
+    """
     member = MEMBERS[name]
     base = load(MODELS / "target")
     is_draft = name == "draft"
@@ -276,7 +279,7 @@ def whole(model: Relative, encoder: Encoder, out: Path) -> dict[str, Tensor]:
 
 
 def check(name: str, model: Relative, encoder: Encoder, count: int) -> float:
-    """The share of new problems of a member's own kind that a model solves at temperature 0."""
+    """Return the share of new problems of a member's own kind that a model solves at temperature 0."""
     tests = list(islice(MEMBERS[name].exercises("test", Random(77)), count))
     with tempfile.TemporaryDirectory() as place:
         whole(model, encoder, Path(place))
@@ -352,7 +355,7 @@ class Recipe:
     decay: float = 0.0  # of the weights Muon moves
 
     def stage(self, step: int) -> Stage:
-        """The stage a step belongs to."""
+        """Return the stage that a step belongs to."""
         return [stage for stage in self.stages if stage.start <= step][-1]
 
 
@@ -442,7 +445,7 @@ class Trainer:
         return True
 
     def factor(self) -> float:
-        """The learning rate now, as a share of its peak."""
+        """Return the current learning rate, as a share of its peak."""
         step = self.progress.step
         for (start, first), (stop, last) in pairwise(self.recipe.schedule):
             if step <= stop:
@@ -451,11 +454,11 @@ class Trainer:
 
     @property
     def stage(self) -> Stage:
-        """What is being learned now."""
+        """Return the current stage."""
         return self.recipe.stage(self.progress.step)
 
     def stream(self, errors: Errors) -> Iterator[tuple[Batch, Cursor]]:
-        """The data from here on, as this stage wants it."""
+        """Yield the data from here on, for the current stage."""
         recipe = self.recipe
         return batches(
             self.encoder,
@@ -467,7 +470,7 @@ class Trainer:
         )
 
     def step(self, data: Iterator[tuple[Batch, Cursor]], workers: Workers) -> float:
-        """One update; gives the loss before it."""
+        """Make one update, and return the loss before it."""
         progress = self.progress
         taken = [next(data) for _ in range(self.recipe.micro_batches)]
         loss = workers.backward([batch for batch, _ in taken])
@@ -511,7 +514,7 @@ def train(name: str, recipe: Recipe, work: Path, models: Path) -> None:
 
 
 def _checked(folder: Path) -> dict[str, object]:
-    """Shares of problems that a saved model solves: of all, by level and by kind."""
+    """Return the shares of problems that a saved model solves: of all, by level and by kind."""
     watch = exercises("calibration", 200, seed=77)
     texts = generate(folder, [prompt(one.text) for one in watch], temperature=0.7, seed=0)
     right = [(one, answer(text) == one.answer) for one, text in zip(watch, texts, strict=True)]
@@ -539,7 +542,9 @@ def _say(log: Path, **fields: object) -> None:
 
 
 def draft_errors(work: Path, models: Path) -> Errors:
-    """The draft's own mistakes on training problems, sampled once and kept in the work folder."""
+    """Return the draft's own mistakes on training problems, sampled once and kept in the work
+    folder.
+    """
     path = work / "draft_errors.json"
     tests = exercises("train", 3000, seed=991, levels=(1, 2, 3, 4, 4, 5, 5))
     if not path.exists():

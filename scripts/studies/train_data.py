@@ -135,32 +135,32 @@ class Encoder:
 
     @classmethod
     def open(cls, folder: Path) -> Encoder:
-        """The tokenizer of a model folder."""
+        """Open the tokenizer of a model folder."""
         from tokenizers import Tokenizer
 
         raw: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
         return cls(raw, int(raw.token_to_id(PAD)), int(raw.token_to_id(END)))
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """One list of ids per text; special tokens written out in the text are recognised."""
+        """Return one list of ids per text; special tokens written out in the text are recognised."""
         return [
             list(item.ids)
             for item in self.raw.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of ids, special tokens left out."""
+        """Return the text of ids without special tokens."""
         return str(self.raw.decode(list(ids), skip_special_tokens=True))
 
 
 def prompt(text: str, system: str = "") -> str:
-    """A rendered question, the assistant's turn open: what the chat template gives."""
+    """Return a rendered question with the assistant's turn open, as the chat template does."""
     before = f"{SYSTEM}{system}{END}" if system else ""
     return f"{before}{USER}{text}{END}{ASSISTANT}"
 
 
 def conversation(random: Random, exercise: Exercise, mixture: Mixture) -> list[Piece]:
-    """One training conversation: the prompt, then the solution, perhaps with errors that get
+    """Return one training conversation: the prompt, then the solution, perhaps with errors that get
     corrected.
     """
     pieces = [Piece(_question(random, exercise.text, mixture.instructed), learned=False)]
@@ -174,7 +174,7 @@ def conversation(random: Random, exercise: Exercise, mixture: Mixture) -> list[P
 def drafted_conversation(
     random: Random, exercise: Exercise, chunks: Sequence[str], wrong: int
 ) -> list[Piece]:
-    """A conversation in which the draft wrote `chunks`, the first wrong one at `wrong`, and is
+    """Return a conversation in which the draft wrote `chunks`, wrong from `wrong` on, and is
     corrected soon after.
     """
     followed = 0 if random.random() < 0.7 else random.randint(1, 2)
@@ -207,7 +207,9 @@ def _question(random: Random, text: str, instructed: float) -> str:
 
 
 def _flawed(random: Random, exercise: Exercise) -> list[Piece]:
-    """The solution with wrong chunks, each corrected in the next one; nothing wrong is learned."""
+    """Return the solution with wrong chunks, each corrected in the next one; nothing wrong is
+    learned.
+    """
     pieces: list[Piece] = []
     alarm = ""
     rate = random.choice((0.15, 0.3, 0.6))
@@ -224,7 +226,7 @@ def _flawed(random: Random, exercise: Exercise) -> list[Piece]:
 
 
 def wrong_chunk(random: Random, exercise: Exercise, place: int) -> str:
-    """A chunk that a careless solver might write instead of `exercise.chunks[place]`."""
+    """Return a chunk that a careless solver might write instead of `exercise.chunks[place]`."""
     tries = (_wrong_candidate(random, exercise, place) for _ in range(20))
     return next(
         (wrong for wrong in tries if wrong != exercise.chunks[place]), "The answer is \\boxed{0}."
@@ -252,7 +254,7 @@ def _wrong_candidate(random: Random, exercise: Exercise, place: int) -> str:
 
 
 def _misread(random: Random, step: Step, wrong: Operation) -> str:
-    """The step computing something else; what it restates before mostly agrees with that."""
+    """Return the step computing something else; what it restates before mostly agrees with that."""
     before = step.before
     if random.random() < 0.7:
         told = {
@@ -268,7 +270,7 @@ def _slip(random: Random, value: int) -> int:
 
 
 def _slipped(random: Random, step: Step) -> str:
-    """The step with a wrong result, or with a wrong middle that its result follows."""
+    """Return the step with a wrong result, or with a wrong middle that its result follows."""
     right = step.operation
     middle = step.operation.middle()
     told = f"{right.left} {right.operator} {right.right} = "
@@ -284,7 +286,7 @@ def _slipped(random: Random, step: Step) -> str:
 
 
 def _other_operation(random: Random, exercise: Exercise, right: Operation) -> Operation | None:
-    """Another operator, a misread operand, or a number taken from elsewhere in the problem."""
+    """Return another operator, a misread operand, or a number taken from elsewhere in the problem."""
     draw = random.random()
     if draw < 0.3:
         operators: tuple[Operator, ...] = ("+", "-", "*", "/")
@@ -308,8 +310,9 @@ def _valid(operation: Operation) -> Operation | None:
 def encode(
     encoder: Encoder, conversations: Sequence[Sequence[Piece]]
 ) -> list[tuple[list[int], list[int]]]:
-    """Ids and labels of each conversation; a label is the id itself, or -100 where it is not
-    learned.
+    """Return ids and labels of each conversation.
+
+    A label is the id itself, or -100 if it is not learned.
     """
     ids = iter(encoder.ids([piece.text for pieces in conversations for piece in pieces]))
     encoded: list[tuple[list[int], list[int]]] = []
@@ -332,7 +335,9 @@ BLOCK_SIZE = 4096  # conversations that are sorted by length and dealt to micro-
 def block(
     encoder: Encoder, mixture: Mixture, seed: int, index: int, errors: Errors, tokens: int
 ) -> list[Batch]:
-    """The micro-batches of one block of conversations: alike in length within, shuffled between."""
+    """Return the micro-batches of one block of conversations: alike in length within, shuffled
+    between.
+    """
     number = seed * 1_000_003 + index
     random = Random(f"block:{number}")
     found = islice(
@@ -350,7 +355,7 @@ def block(
 def packed(
     encoder: Encoder, conversations: Sequence[Sequence[Piece]], random: Random, tokens: int
 ) -> list[Batch]:
-    """Conversations as micro-batches of at most so many tokens: alike in length within, shuffled
+    """Return conversations as micro-batches of a limited size: alike in length within, shuffled
     between.
     """
     encoded = sorted(encode(encoder, conversations), key=lambda pair: len(pair[0]))
@@ -386,7 +391,7 @@ def _batch(encoded: Sequence[tuple[list[int], list[int]]], pad: int) -> Batch:
 def batches(
     encoder: Encoder, mixture: Mixture, seed: int, cursor: Cursor, errors: Errors, tokens: int
 ) -> Iterator[tuple[Batch, Cursor]]:
-    """Micro-batches from `cursor` on, each with the cursor of the one after it."""
+    """Yield micro-batches from `cursor` on, each with the cursor of the one after it."""
     index = cursor.block
     offset = cursor.offset
     while True:

@@ -177,32 +177,32 @@ class Llama(nn.Module):
         self.model = Body(config)
 
     def where(self, length: int, compute: torch.dtype) -> Where:
-        """Positions of a fresh sequence."""
+        """Return the positions of a fresh sequence."""
         mask = torch.full((length, length), -1e9).triu(1).to(compute)
         rates = 10_000.0 ** (-torch.arange(0, self.config.head_dim, 2) / self.config.head_dim)
         angles = torch.outer(torch.arange(length).float(), rates)
         return Where(angles.cos().to(compute), angles.sin().to(compute), mask)
 
     def states(self, ids: Tensor, where: Where) -> list[Tensor]:
-        """The residual stream after every layer, [batch, seq, hidden] each."""
+        """Return the residual stream after every layer, [batch, seq, hidden] each."""
         found = [F.embedding(ids, self.model.embed_tokens.weight)]
         for layer in self.model.layers:
             found.append(layer(found[-1], where))
         return found[1:]
 
     def logits(self, state: Tensor, compute: torch.dtype) -> Tensor:
-        """Raw next-token scores from a residual stream."""
+        """Return raw next-token scores from a residual stream."""
         return F.linear(self.model.norm(state, compute), self.head.to(compute)).float()
 
     @property
     def head(self) -> Tensor:
-        """The output matrix."""
+        """Return the output matrix."""
         return self.model.embed_tokens.weight
 
     def loss(
         self, ids: Tensor, labels: Tensor, reduction: Literal["mean", "sum"] = "mean"
     ) -> Tensor:
-        """Cross-entropy of the labels that are not -100, computed in bfloat16."""
+        """Return the cross-entropy of the labels that are not -100, computed in bfloat16."""
         wanted = labels.reshape(-1)
         compute = torch.bfloat16
         rows = (wanted != -100).nonzero()[:, 0]
@@ -219,7 +219,7 @@ class Descent:
 
     @classmethod
     def of(cls, model: Llama, muon: float, adam: float, decay: float) -> Descent:
-        """Muon for the matrices of a model's layers, AdamW for all else."""
+        """Return Muon for the matrices of a model's layers, AdamW for all else."""
         matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
         others = [
             weight for weight in model.parameters() if all(weight is not one for one in matrices)
@@ -230,7 +230,7 @@ class Descent:
         )
 
     def apply(self, factor: float) -> None:
-        """A step along the gradients at a share of the peak rates; the gradients are gone then."""
+        """Make a step along the gradients at a share of the peak rates, and clear the gradients."""
         for optimizer, peak in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
@@ -241,8 +241,8 @@ class Descent:
 def descend(
     name: str, descent: Descent, loss: Callable[[], Tensor], factors: Sequence[float]
 ) -> None:
-    """A step along each loss's gradients, clipped to length 1, at each of these shares of the peak
-    rates.
+    """Make a step along each loss's gradients, clipped to length 1, at each of these shares of the
+    peak rates.
     """
     began = time.process_time()
     weights = [group["params"] for opt, _ in descent.optimizers for group in opt.param_groups]
@@ -300,7 +300,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def load(folder: Path) -> Llama:
-    """A saved model, in float32 so that the caller picks the compute type."""
+    """Load a saved model in float32, so that the caller picks the compute type."""
     from safetensors.torch import load_file
 
     saved = json.loads((folder / "config.json").read_text())
@@ -327,7 +327,8 @@ class Workers:
         )
 
     def backward(self, batches: Sequence[Batch]) -> float:
-        """Leave the whole step's gradients in the model; its mean loss per learned token.
+        """Leave the whole step's gradients in the model, and return its mean loss per learned
+        token.
 
         :raises BrokenProcessPool: a helper died.
         """
@@ -376,7 +377,7 @@ def _begin(model: Llama) -> None:
 
 
 def _assist(batches: Sequence[Batch], learned: int) -> tuple[float, list[Tensor]]:
-    """A helper's part of the loss, and its gradients."""
+    """Compute a helper's part of the loss, and its gradients."""
     model = _models[0]
     model.zero_grad()
     loss = _backward(model, batches, learned)

@@ -74,7 +74,7 @@ class Reader:
     """A model that reads texts given whole."""
 
     def __init__(self, folder: Path, layers: int | None = None) -> None:
-        """`layers`: only the first of them, the output matrix after these."""
+        """Read only the first `layers` layers, then the output matrix."""
         config = read_model_config(folder, folder.name)
         weights = load_weights(folder, config, torch.float32, torch.device("cpu"), folder.name)
         if layers is not None:
@@ -93,7 +93,7 @@ class Reader:
         self.model = TorchModel(config, weights, torch.zeros(size))
 
     def states(self, texts: Sequence[Text], layers: int) -> States:
-        """Of all places where something was written."""
+        """Return the states of all positions where something was written."""
         heard = list[Tensor]()
         finals = [self.read(text, Tap(layers, heard.append)) for text in texts]
         tokens = [torch.tensor(text.ids[text.first :]) for text in texts]
@@ -102,7 +102,9 @@ class Reader:
         )
 
     def read(self, text: Text, tap: Tap | None = None) -> Tensor:
-        """Rows before the output matrix, at every place after which something was written."""
+        """Return rows before the output matrix, at every position after which something was
+        written.
+        """
         sequence = new_sequence(1, SampleRequest(text.ids, 1), 0.0)
         sequence.row = 0
         stop = len(text.ids) - 1
@@ -113,7 +115,7 @@ class Reader:
 
 
 async def write_texts(recipe: HeadsRecipe) -> list[Text]:
-    """What the target answers."""
+    """Return what the target answers."""
     if recipe.prompts is None:
         prompts = [each.text for each in problems("train", recipe.texts)]
     else:
@@ -123,7 +125,9 @@ async def write_texts(recipe: HeadsRecipe) -> list[Text]:
 
 
 def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapter:
-    """Rows at the exit are led to where the output matrix reads the target's own law from them."""
+    """Train rows at the exit towards those from which the output matrix reads the target's
+    distribution.
+    """
     torch.manual_seed(recipe.seed)
     start = ExitAdapter.untrained(reader.config, reader.weights)
     eps = reader.config.norm_eps
@@ -142,7 +146,7 @@ def train_exit(reader: Reader, states: States, recipe: HeadsRecipe) -> ExitAdapt
 
 
 def train_streams(reader: Reader, states: States, recipe: HeadsRecipe) -> StreamHeads:
-    """From the drafter's state and the tokens that follow, the token after these."""
+    """Train heads that name the token after the following ones from the drafter's state."""
     torch.manual_seed(recipe.seed)
     width = reader.config.hidden_size
     head = reader.weights.head
@@ -170,7 +174,7 @@ def train_streams(reader: Reader, states: States, recipe: HeadsRecipe) -> Stream
 
 
 def _following(states: States) -> Tensor:
-    """What was written at each place and after it: [places, heads + 1]; after the end, the last
+    """Return the tokens at each position and after it, [places, heads + 1]; after the end, the last
     token again.
     """
     parts = [
@@ -181,8 +185,9 @@ def _following(states: States) -> Tensor:
 
 
 def _descent(parts: list[Tensor], places: int, steps: int) -> Iterator[Tensor]:
-    """Rows to learn from, step by step; when the next are asked for, what was learned of the last
-    is applied.
+    """Yield rows to learn from, step by step.
+
+    Asking for the next applies what was learned of the last.
     """
     optimizer = torch.optim.AdamW(parts, lr=_PEAK, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _PEAK, total_steps=steps)
@@ -194,7 +199,7 @@ def _descent(parts: list[Tensor], places: int, steps: int) -> Iterator[Tensor]:
 
 
 def tops(adapter: ExitAdapter, reader: Reader, states: States) -> str:
-    """How often what was written is among the first 1, 3 and 8 of the exit's tokens."""
+    """Return how often the written token is among the first 1, 3 and 8 of the exit's tokens."""
     with torch.inference_mode():
         logits = F.linear(adapter(states.exits, reader.config.norm_eps), reader.weights.head)
         places = (logits > logits.gather(1, states.tokens[:, None])).sum(1)
@@ -206,7 +211,7 @@ def tops(adapter: ExitAdapter, reader: Reader, states: States) -> str:
 
 
 def stream_tops(heads: StreamHeads, reader: Reader, states: States) -> str:
-    """How often each head's first token is what was written."""
+    """Return how often each head's first token is the written one."""
     following = _following(states)
     shares = list[str]()
     for at in range(len(heads.streams)):
@@ -309,7 +314,7 @@ class Lesson(NamedTuple):
 
 
 def begun(draft: Llama) -> Llama:
-    """A model with the draft's embedding, its feed-forward blocks and norms spread among the
+    """Return a model with the draft's embedding, feed-forward blocks and norms spread among the
     layers; else random.
     """
     model = Llama(_SHAPE)
@@ -328,12 +333,12 @@ def begun(draft: Llama) -> Llama:
 
 
 def lessons(reader: Reader, texts: Sequence[Text]) -> list[Lesson]:
-    """What is to be learned of each text."""
+    """Return what is to be learned of each text."""
     return [Lesson(*text, reader.states([text], 1).finals.bfloat16()) for text in texts]
 
 
 def _batches(found: Sequence[Lesson], random: Random) -> Iterator[list[Lesson]]:
-    """Texts of like length, of so many tokens together, without end."""
+    """Yield batches of texts of like length, about equally many tokens each, without end."""
     while True:
         order = sorted(found, key=lambda one: (len(one.ids), random.random()))
         batches = list[list[Lesson]]()
@@ -346,7 +351,7 @@ def _batches(found: Sequence[Lesson], random: Random) -> Iterator[list[Lesson]]:
 
 
 def _laws(model: Llama, batch: Sequence[Lesson]) -> Tensor:
-    """Its law at every token that was written, in logarithms."""
+    """Return the model's log-distribution at every written token."""
     compute = torch.bfloat16
     width = max(len(one.ids) for one in batch) - 1
     ids = torch.zeros(len(batch), width, dtype=torch.long)
@@ -358,12 +363,12 @@ def _laws(model: Llama, batch: Sequence[Lesson]) -> Tensor:
 
 
 def _aims(head: Tensor, batch: Sequence[Lesson]) -> Tensor:
-    """The target's."""
+    """Return the target's log-distribution at every written token."""
     return F.log_softmax(F.linear(torch.cat([one.states for one in batch]), head).float(), -1)
 
 
 def learn(model: Llama, head: Tensor, found: Sequence[Lesson], recipe: DrafterRecipe) -> None:
-    """Lead its laws to the target's."""
+    """Train the model's distributions towards the target's."""
     data = _batches(found, Random(recipe.seed))
     steps = recipe.steps
 
@@ -381,7 +386,9 @@ def learn(model: Llama, head: Tensor, found: Sequence[Lesson], recipe: DrafterRe
 
 @torch.inference_mode()
 def agreement(model: Llama, head: Tensor, found: Sequence[Lesson]) -> tuple[float, float]:
-    """How often its likeliest token is the target's, and the mean divergence from the target's law."""
+    """Return how often the likeliest token is the target's, and the mean divergence from the
+    target's distribution.
+    """
     same = 0.0
     apart = 0.0
     count = 0

@@ -1,6 +1,4 @@
-"""Fixtures and options every test area shares, and how the tests are dealt out between runs that go
-on at once.
-"""
+"""Share fixtures and options between test areas, and deal test files to runs in parallel."""
 
 from __future__ import annotations
 
@@ -22,41 +20,46 @@ CHECKOUT = "the checkout's own"
 SLOW_TIMEOUT = 600  # seconds of a slow test; pyproject.toml has the limit of all others
 SPENT = pytest.StashKey[dict[str, float]]()
 collect_ignore = ["typing_api.py"]
-# A property holds or it does not: how long an example takes on a busy machine is no part of it.
+# How long an example takes on a busy machine says nothing of the property.
 settings.register_profile("atts", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("atts")
-# A shell's background jobs ignore interrupts, and so would what the tests start and interrupt.
+# A shell's background jobs ignore interrupts, and their children inherit that. Tests start processes
+# and interrupt them, so interrupts get their usual handler back.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--share 1/2`: one of two runs that have every test between them; `--weigh FILE`: what each
-    file's tests cost.
-    """
-    parser.addoption("--share", default="1/1", help="which share of all tests to run, such as 1/2")
+    """Add `--share 1/2`, which runs one share of all tests, and `--weigh FILE`, which records costs."""
+    parser.addoption("--share", default="1/1", help="run only this share of all tests, such as 1/2")
     parser.addoption(
         "--weigh", type=Path, help="write the processor seconds of every file's tests to this file"
     )
 
 
 def deal(seconds: dict[str, float], shares: int) -> dict[str, int]:
-    """The share of every test file: the heaviest first, each to the lightest share; the checkout's
-    tests to the 1st.
+    """Return the share of every test file: the heaviest first, each to the lightest share.
+
+    Tests that need a checkout, and those of the studies, belong to the first share.
     """
-    owners = {CHECKOUT: 1, **{file: 1 for file in FILES if file.startswith("studies/")}}
-    loads = [sum(seconds.get(file, 1.0) for file in owners), *[0.0] * (shares - 1)]
+    shares_of_files = {CHECKOUT: 1}
+    for file in FILES:
+        if file.startswith("studies/"):
+            shares_of_files[file] = 1
+    loads = [0.0] * shares
+    loads[0] = sum(seconds.get(file, 1.0) for file in shares_of_files)
     for file in sorted(FILES, key=lambda file: -seconds.get(file, 1.0)):
-        if file in owners:
+        if file in shares_of_files:
             continue
         lightest = loads.index(min(loads))
         loads[lightest] += seconds.get(file, 1.0)
-        owners[file] = lightest + 1
-    return owners
+        shares_of_files[file] = lightest + 1
+    return shares_of_files
 
 
-def dealt_with(item: pytest.Item) -> str:
-    """What a test stays together with: its file, whose fixtures are made once, or all that need a
-    checkout.
+def file_of(item: pytest.Item) -> str:
+    """Return the file of a test, or CHECKOUT for a test that needs a checkout.
+
+    A file's tests stay together, because they share fixtures.
     """
     if item.get_closest_marker("checkout") or not item.path.is_relative_to(TESTS):
         return CHECKOUT
@@ -65,30 +68,32 @@ def dealt_with(item: pytest.Item) -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is another share's; tests marked `both` are in every share."""
+    """Give slow tests more time, and leave out the tests of other shares.
+
+    Tests marked `both` belong to every share.
+    """
+    config.stash[SPENT] = dict.fromkeys([CHECKOUT, *FILES], 0.0)
+    share, shares = map(int, str(config.getoption("--share")).split("/"))
+    shares_of_files = deal(json.loads(WEIGHTS.read_text()), shares)
+    kept = list[pytest.Item]()
+    left_out = list[pytest.Item]()
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT))
-    config.stash[SPENT] = dict.fromkeys([CHECKOUT, *FILES], 0.0)
-    number, shares = map(int, str(config.getoption("--share")).split("/"))
-    owners = deal(json.loads(WEIGHTS.read_text()), shares)
-    others = [
-        item
-        for item in items
-        if owners[dealt_with(item)] != number and not item.get_closest_marker("both")
-    ]
-    if others:
-        config.hook.pytest_deselected(items=others)
-        items[:] = [
-            item
-            for item in items
-            if owners[dealt_with(item)] == number or item.get_closest_marker("both")
-        ]
+        if shares_of_files[file_of(item)] == share or item.get_closest_marker("both"):
+            kept.append(item)
+        else:
+            left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: the collector of garbage need not look through it again and
-    again.
+    """Exempt everything that is imported by now from garbage collection.
+
+    Imported modules hold hundreds of thousands of objects, which the collector would otherwise scan
+    again and again.
     """
     gc.collect()
     gc.freeze()
@@ -96,30 +101,33 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Weigh a test, its fixtures and its ended children included."""
+    """Add up what the tests of a file cost, with their fixtures and ended child processes."""
     before = sum(os.times()[:4])
     result = yield
-    item.config.stash[SPENT][dealt_with(item)] += sum(os.times()[:4]) - before
+    item.config.stash[SPENT][file_of(item)] += sum(os.times()[:4]) - before
     return result
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Write the weights down."""
-    if file := config.getoption("--weigh"):
-        spent = {name: round(seconds, 1) for name, seconds in sorted(config.stash[SPENT].items())}
-        Path(file).write_text(json.dumps(spent, indent=1) + "\n")
+    """Write the costs to the file that `--weigh` names."""
+    file = config.getoption("--weigh")
+    if file is None:
+        return
+    spent = {name: round(seconds, 1) for name, seconds in sorted(config.stash[SPENT].items())}
+    Path(file).write_text(json.dumps(spent, indent=1) + "\n")
 
 
 @pytest.fixture(params=["asyncio", "trio"])
 def anyio_backend(request: pytest.FixtureRequest) -> str:
-    """Every async test runs on both back ends."""
+    """Run every async test on both back ends."""
     return str(request.param)
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real traces and benchmark files that are not part of the project; tests that want them skip
-    without them.
+    """Return the folder of real traces and benchmark files, or skip the test without it.
+
+    They are not part of the project.
     """
     named = os.environ.get("ATTS_SHARED_DATA")
     path = Path(named) if named else ROOT.parent / "shared" / "data"

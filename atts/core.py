@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Annotated, Literal, TypeVar
 
+from msgspec import Struct
+
 from atts.sampling import Seed, uniforms
 
 TokenIds = tuple[int, ...]
@@ -454,12 +456,13 @@ RELEASE = "release"
 HOLD = "hold"
 """Stage of the span in which a rollout waits for the score of a sibling's equal chunk."""
 
-# Not frozen: a frozen dataclass of this width takes five times as long to make, and one is made for
-# every engine call.
+# Spans are structs because every engine call makes one, in a fifth of the time that a frozen
+# dataclass takes. Their tags are those of their lines in a journal.
 
 
-@dataclass(slots=True)
-class CallSpan:
+class CallSpan(
+    Struct, tag="node", tag_field="kind", omit_defaults=True, forbid_unknown_fields=True
+):
     """One engine call, a node of the task graph; times are in seconds on the loop's clock.
 
     The times satisfy ready <= queued <= started <= ended. A call that was cancelled in the queue has
@@ -499,8 +502,13 @@ class CallSpan:
         return self.ended - self.started
 
 
-@dataclass(slots=True)
-class RolloutSpan:
+class RolloutSpan(
+    Struct,
+    tag="rollout-timed",
+    tag_field="kind",
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
     """The times of one rollout; `released` is later than `ended` if it kept its slot for siblings."""
 
     problem: str
@@ -515,8 +523,13 @@ class RolloutSpan:
     error: str = ""
 
 
-@dataclass(slots=True)
-class ProblemSpan:
+class ProblemSpan(
+    Struct,
+    tag="problem-timed",
+    tag_field="kind",
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
     """The times of one problem."""
 
     problem: str

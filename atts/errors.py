@@ -19,7 +19,7 @@ ATTSError (1)
 ├── JournalError (4)            the run directory cannot be used
 │   ├── JournalLocked           another process is writing it
 │   ├── JournalCorrupt          a line in the middle is damaged
-│   ├── JournalVersion          written by a newer atts
+│   ├── JournalVersion          written by another version of atts
 │   └── StorageError            the disk refuses (full, read-only, gone)
 └── CheckFailed (5)             a check the user asked for did not pass
 

@@ -6,10 +6,12 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import Any, TextIO, TypeVar
+
+from msgspec.structs import asdict
 
 from atts.core import CallSpan
 

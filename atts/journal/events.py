@@ -1,25 +1,32 @@
-"""The events of a journal: one frozen value for each kind.
+"""The events of a journal: one tagged struct for each kind.
 
-The order of the lines is the order in which things happened. Three families:
+The order of the lines is the order in which things happened. There are three families:
 
-* *steps*, from which an interrupted run goes on: `Sampled`, `Scored`, `CallFailed` (what engine calls came to, found
-  again by `key`), `Decided`, `Observed` (calls of the gate, replayed in order to rebuild its state);
+* *steps*, from which an interrupted run resumes: `Sampled`, `Scored` and `CallFailed` (results of
+  engine calls, found again by `key`), `Decided` and `Observed` (calls of the gate, repeated in
+  order to rebuild its state);
 * *facts*, from which results and reports are made: problems, rollouts, turns, outcomes, verdicts;
 * *remarks*: sessions, the task graph's nodes and spans, warnings, drift.
+
+Some fields exist in lines only. They hold in short what the event's other fields leave out there
+(`atts.journal.lines` fills them in and takes them out), and are empty in the events that writers
+record and readers return.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
+
+import msgspec
 
 from atts.core import (
     CallSpan,
     Completion,
     Decision,
+    Ending,
     Finish,
     Problem,
     ProblemSpan,
@@ -27,27 +34,36 @@ from atts.core import (
     Role,
     RolloutSpan,
     Scores,
+    TokenIds,
     Turn,
     Usage,
 )
 from atts.engine import Speculated
 
-SCHEMA = 4
-"""Raised with every change that an older version could not read; what older ones wrote is read.
-
-4: turns say how many tokens were scored in them, and which were forced (their notes said so). 3: a
-line's checksum goes on from that of the line before; the manifest has a checksum of its own. 2:
-decisions bear an origin; a call's line holds its span, a decision's what was done with it, which is
-true or false (schema 1 wrote lines of their own, and "yes" or "no").
-"""
+SCHEMA = 5
+"""Version of the journal's format; a journal of another version is refused."""
 
 OutcomeStatus = Literal["answered", "unanswered", "cancelled", "failed"]
 FailureKind = Literal["EngineUnavailable", "EngineTimeout", "BadReply", "OutOfMemory"]
 VerdictStatus = Literal["correct", "wrong", "unscored"]
 
+PackedFloats = tuple[Literal["f4", "f8"], bytes]
+"""Numbers as little-endian 32-bit floats if those lose nothing, as 64-bit floats otherwise; JSON
+holds the bytes in base64. Log-probabilities of most engines take 5 characters instead of 20.
+"""
 
-@dataclass(frozen=True, slots=True)
-class SessionOpened:
+
+class _Event(
+    msgspec.Struct,
+    frozen=True,
+    tag_field="kind",
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+):
+    """What all events have in common: a `kind` in JSON, and no fields equal to their defaults."""
+
+
+class SessionOpened(_Event, frozen=True, tag="session-opened"):
     """A process began to write; every start and every resume opens one."""
 
     schema: int
@@ -57,8 +73,7 @@ class SessionOpened:
     host: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionClosed:
+class SessionClosed(_Event, frozen=True, tag="session-closed"):
     """The process stopped writing on purpose; its absence means that it was killed."""
 
     status: Literal["finished", "interrupted", "failed"]
@@ -66,35 +81,56 @@ class SessionClosed:
     speculated: Speculated | None = None  # what was proposed to the target while the session lasted
 
 
-@dataclass(frozen=True, slots=True)
-class ProblemStarted:
+class ProblemStarted(_Event, frozen=True, tag="problem-started"):
     """Work on a problem began; written once, however often the run is resumed."""
 
     problem: Problem
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutStarted:
+class RolloutStarted(_Event, frozen=True, tag="rollout-started"):
     """One sample of a problem, and the prompt it starts from."""
 
     problem: str
     sample: int
     prompt: Prompt
+    # in lines only: the prompt is that of the problem's rollout before, and left out
+    is_repeated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TurnFinished:
-    """One turn of a rollout is complete. An index seen before replaces that turn and drops those
-    after it.
+class WrittenChunk(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A chunk in the line of a turn: the completion of a call recorded before, or the whole chunk.
+
+    `call` counts the calls recorded for the rollout since its last turn; with `drops_end` the
+    call's last id, an end token, is not part of the chunk. `ids` are the author's, `other_ids` those
+    of the other model, None if both read the same ids.
+    """
+
+    author: Role
+    call: int | None = None
+    drops_end: bool = False
+    text: str = ""
+    ended: Ending = "delimiter"
+    ids: TokenIds = ()
+    other_ids: TokenIds | None = None
+    logprobs: PackedFloats | None = None
+
+
+class TurnFinished(_Event, frozen=True, tag="turn-finished"):
+    """One turn of a rollout is complete.
+
+    An index that was recorded before replaces that turn and drops those after it.
     """
 
     problem: str
     sample: int
     turn: Turn
+    # in lines only: the turn's chunks, and that its decision is the rollout's latest
+    chunks: tuple[WrittenChunk, ...] = ()
+    discarded: tuple[WrittenChunk, ...] = ()
+    is_decided: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutFinished:
+class RolloutFinished(_Event, frozen=True, tag="rollout-finished"):
     """A rollout ended; its turns are the `turns` events before this one."""
 
     problem: str
@@ -104,26 +140,24 @@ class RolloutFinished:
     answer: str | None = None
     usage: Usage = Usage()
     error: str = ""
-    is_fallback_answer: bool = False
+    is_fallback_answer: bool = False  # found in a finished text without a marked answer
 
 
-@dataclass(frozen=True, slots=True)
-class OutcomeReached:
+class OutcomeReached(_Event, frozen=True, tag="outcome"):
     """A problem is over; `samples` names its rollouts in the order of the outcome."""
 
     problem: str
     status: OutcomeStatus
     answer: str | None
     samples: tuple[int, ...]
-    votes: Mapping[str, float] = field(default_factory=dict[str, float])
+    votes: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     why: str = ""
     usage: Usage = Usage()
     doubt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Graded:
-    """What the evaluator said of an answer: the problem's (`sample` None) or one rollout's."""
+class Graded(_Event, frozen=True, tag="graded"):
+    """The verdict on an answer: the problem's (`sample` None) or one rollout's."""
 
     problem: str
     status: VerdictStatus
@@ -132,14 +166,12 @@ class Graded:
     rule: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """An engine call that finished; `key` names the request by content, so a repeated request finds
-    it.
+class Sampled(_Event, frozen=True, tag="sampled"):
+    """An engine call that finished.
 
-    `rollout` is the request's own hint: what bears the same one is one line of work. `seconds` is
-    what the call took. `span` shares the call's line; readers are given it as an event of its own,
-    after this one.
+    `key` names the request by content, so a repeated request finds it. `rollout` is the request's
+    own hint: calls that bear the same one belong to one line of work. `seconds` is the duration of
+    the call.
     """
 
     problem: str
@@ -151,12 +183,13 @@ class Sampled:
     turn: int = 0
     attempt: int = 0
     seconds: float = 0.0
+    # in lines only: the completion's log-probabilities, and the event that readers get next
+    logprobs: PackedFloats | None = None
     span: CallSpan | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A scoring call that finished."""
+class Scored(_Event, frozen=True, tag="scored"):
+    """A scoring call that finished; its fields are those of `Sampled`."""
 
     problem: str
     key: str
@@ -164,13 +197,16 @@ class Scored:
     role: Role = "target"
     rollout: str = ""
     seconds: float = 0.0
-    span: CallSpan | None = None  # as that of `Sampled`
+    # in lines only: log-probabilities of the suffix and of what was begun, and the next event
+    logprobs: PackedFloats | None = None
+    begun_logprobs: PackedFloats | None = None
+    span: CallSpan | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CallFailed:
-    """An engine call that failed in a way the pipeline may go on from; `error` is the class in
-    `atts.errors`.
+class CallFailed(_Event, frozen=True, tag="call-failed"):
+    """An engine call that failed in a way the pipeline may continue from.
+
+    `error` is the class in `atts.errors`, `text` the whole message.
     """
 
     problem: str
@@ -178,38 +214,34 @@ class CallFailed:
     role: Role
     error: FailureKind
     engine: str
-    text: str  # the whole message
+    text: str
     rollout: str = ""
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """The gate was asked and answered: before the target had scored ("preview"), after, or for a
-    round at once.
+class Decided(_Event, frozen=True, tag="decided"):
+    """The gate answered: before the target had scored ("preview"), after, or for a round at once.
 
-    `features` are the numbers it was told besides the score. A preview of "verify" asks for the
-    score and decides nothing yet; it is recorded only where the gate numbered it (`issue`).
-    `escalated` is what the gate was told at once of what was done; readers are given it as an event
-    of its own (`Observed`), after this one.
+    `features` are the numbers the gate was given in addition to the score. A preview of "verify"
+    asks for the score and decides nothing yet; it is recorded only where the gate numbered it
+    (`issue`).
     """
 
     decision: Decision
-    features: Mapping[str, float] = field(default_factory=dict[str, float])
+    features: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     asked: Literal["preview", "score", "round"] = "score"
+    # in lines only: the `Observed` that readers get next
     escalated: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """The gate was told what was really done with a decision."""
+class Observed(_Event, frozen=True, tag="observed"):
+    """The gate learned what was really done with a decision."""
 
     decision: Decision
     escalated: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Warned:
+class Warned(_Event, frozen=True, tag="warning"):
     """Something a reader of the results should know; `code` is stable, `text` is for people."""
 
     code: str
@@ -219,13 +251,13 @@ class Warned:
 
 
 COMPARED = "compared"
-"""The code of the warning that says what came of a comparison with an earlier run."""
+"""Code of the warning that reports the comparison with an earlier run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drifted:
-    """The scores left what the calibration promised: how surprising that is after how many, and
-    what was done.
+class Drifted(_Event, frozen=True, tag="drift"):
+    """The scores left what the calibration promised.
+
+    It holds how surprising that is, after how many scores, and what was done.
     """
 
     alarm: str
@@ -256,27 +288,16 @@ Event = (
     | Drifted
 )
 
-_OTHER_WORDS: Mapping[type[Event], str] = {
-    OutcomeReached: "outcome",
-    CallSpan: "node",
-    RolloutSpan: "rollout-timed",
-    ProblemSpan: "problem-timed",
-    Warned: "warning",
-    Drifted: "drift",
-}
+
 KINDS: Mapping[str, type[Event]] = MappingProxyType(
-    {
-        _OTHER_WORDS.get(kind) or re.sub(r"\B(?=[A-Z])", "-", kind.__name__).lower(): kind
-        for kind in get_args(Event)
-    }
+    {str(kind.__struct_config__.tag): kind for kind in get_args(Event)}
 )
-"""The word each event bears in the file: its class's name, "session-opened", where it has no other.
-"""
+"""Each event by its `kind` in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One event with its place in the journal and both clocks.
+    """One event with its number in the journal and both clocks.
 
     `at` is the run's clock, in seconds since its session opened; `wall` the date, in seconds since
     the epoch.

@@ -167,8 +167,8 @@ class FinishedProblem:
         return max(self.votes.values()) / total if total else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for machines; `handed` is an older name of `escalated`."""
-        data = {**asdict(self), "handed": self.escalated}
+        """Return plain data for machines; `seconds` is left out while it is not known."""
+        data = asdict(self)
         return (
             data
             if self.seconds is not None

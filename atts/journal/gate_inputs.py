@@ -17,12 +17,20 @@ _KINDS: Mapping[str, type[int | float | bool]] = {
     "agrees": bool,
     "is_scored": bool,
 }
+_RARE = ("attempt", "has_answer", "answered", "agreement", "agrees", "is_scored")
+"""Features that are 0 for most chunks; what a journal lacks is 0."""
 
 
 def feature_numbers(features: Features) -> dict[str, float]:
-    """All but the text and the place; `left` where it is known."""
-    told = {name: float(getattr(features, name)) for name in _KINDS}
-    return told if features.left is None else {**told, "left": features.left}
+    """Return all features but the text and the turn they belong to, and no rare one that is 0."""
+    numbers = {"tokens": float(features.tokens), "draft_logprob": features.draft_logprob}
+    for name in _RARE:
+        value = getattr(features, name)
+        if value:
+            numbers[name] = float(value)
+    if features.left is not None:
+        numbers["left"] = features.left
+    return numbers
 
 
 def recorded_features(

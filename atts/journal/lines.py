@@ -1,32 +1,42 @@
 """The format of a journal's lines: numbered, dated, checksummed JSON.
 
-    {"n":17,"at":3.25,"wall":1790000003.25,"kind":"decided","decision":{...},"crc":"5f0c9a1b"}
+    {"n":17,"at":3.25,"wall":1790000003.25,"event":{"kind":"decided","decision":{...}},"crc":"5f0c9a1b"}
 
-A line is whole when it ends in a newline. Its checksum goes on from that of the line before, so
-that no line can be left out, put in or exchanged, not even with its number put right. A long text
-stands on a line of its own (`kind` "text") before its first use.
+A line is whole when it ends in a newline. Its checksum continues that of the line before, so that no
+line can be left out, put in or exchanged, not even with its number corrected. JSON has no number for
+infinities and NaN: they are written as the texts "inf", "-inf" and "nan".
+
+Lines are short because later ones do not repeat earlier ones: a turn refers to the calls that wrote
+its chunks, and a rollout leaves out the prompt that its problem's rollout before started from.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import struct
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import replace
-from functools import reduce
-from operator import or_
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
+from msgspec import structs
 
-from atts.core import CallSpan
+from atts.core import (
+    Beginning,
+    CallSpan,
+    Chunk,
+    Completion,
+    Decision,
+    Prompt,
+    Scores,
+    Turn,
+)
 from atts.errors import JournalCorrupt, JournalVersion
 from atts.files import open_ordinary, storage
-from atts.journal.codec import TAG_FIELD, dataclass_form, form
 from atts.journal.events import (
     KINDS,
     SCHEMA,
@@ -34,109 +44,370 @@ from atts.journal.events import (
     Entry,
     Event,
     Observed,
+    OutcomeReached,
+    PackedFloats,
+    ProblemStarted,
+    RolloutFinished,
+    RolloutStarted,
     Sampled,
     Scored,
     SessionOpened,
+    TurnFinished,
+    WrittenChunk,
 )
-from atts.journal.migration import TURN_FACTS, completed
-from atts.journal.texts import Texts
 
-CHAINED = 3  # the first schema whose checksums go on from each other
-_escaped = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_NO_PROMPT = Prompt((), ())
 
 
-class _Line(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """What every line has; the checksum is looked at before the rest is."""
+class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
+    """Everything in a line; the checksum is appended to the encoded rest, and checked before it."""
 
     n: int
-    crc: str
-
-
-class _TextLine(_Line, tag_field=TAG_FIELD, tag="text"):
-    """A long text, before the first line that refers to it."""
-
-    id: str
-    text: str
-
-
-class _EventLine(_Line):
-    """What every event's line has besides the event."""
-
     at: float
     wall: float
+    event: Event
+    crc: str = ""
 
 
-class _Opening(msgspec.Struct):
-    """What a session's opening says in every schema."""
+def _plain(value: Any) -> Any:
+    """Return a mapping that is not a dict as one; msgspec asks about whatever it does not know."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise NotImplementedError(f"{type(value).__name__} has no place in a journal")
 
-    kind: str
-    schema: int
+
+_encode = msgspec.json.Encoder(enc_hook=_plain).encode
+# Lax decoding reads the texts "inf", "-inf" and "nan" as the floats they stand for.
+_decode = msgspec.json.Decoder(_Line, strict=False).decode
 
 
-_FORMS = {kind: (word, dataclass_form(kind, _EventLine, word)) for word, kind in KINDS.items()}
-_READS = {form.stored: form.read for _, form in _FORMS.values()}
-_WRITES = {kind: (word, form.write) for kind, (word, form) in _FORMS.items()}
-_write_span = form(CallSpan).write
-_LINES: Any = reduce(or_, _READS, _TextLine)
-_decode = msgspec.json.Decoder(_LINES).decode
+@dataclass(slots=True)
+class _OpenTurn:
+    """The calls and the latest decision of a rollout since its last turn."""
+
+    calls: list[Sampled] = field(default_factory=list[Sampled])
+    decision: Decision | None = None
+
+
+_NO_CALLS = _OpenTurn()
+
+
+class OpenRecords:
+    """The prompts, calls and decisions that earlier lines hold and later lines refer to.
+
+    They are those of open problems. Writer and reader note the same events in the same order, so a
+    reference finds what it meant.
+    """
+
+    def __init__(self) -> None:
+        self.prompts: dict[str, Prompt] = {}  # of each problem's latest rollout
+        self.turns: dict[str, dict[int, _OpenTurn]] = {}  # by problem and sample
+
+    def note(self, event: Event) -> None:
+        """Remember what later lines may refer to, and forget what they no longer can."""
+        match event:
+            case Sampled():
+                turns = self.turns.get(event.problem)
+                # A call that outlives its problem belongs to no turn.
+                if turns is not None:
+                    turns.setdefault(event.sample, _OpenTurn()).calls.append(event)
+            case Decided() | Observed():
+                turns = self.turns.get(event.decision.question)
+                if turns is not None:
+                    turns.setdefault(event.decision.sample, _OpenTurn()).decision = event.decision
+            case TurnFinished() | RolloutFinished():
+                self.turns.get(event.problem, {}).pop(event.sample, None)
+            case RolloutStarted():
+                if event.problem in self.turns:
+                    self.prompts[event.problem] = event.prompt
+            case ProblemStarted():
+                self.turns[event.problem.id] = {}
+            case OutcomeReached():
+                self.turns.pop(event.problem, None)
+                self.prompts.pop(event.problem, None)
+            case _:
+                pass
+
+
+def pack_floats(values: tuple[float, ...]) -> PackedFloats | None:
+    """Pack numbers, without loss; None for no numbers."""
+    if not values:
+        return None
+    try:
+        narrow = struct.pack(f"<{len(values)}f", *values)
+        if struct.unpack(f"<{len(values)}f", narrow) == values:
+            return "f4", narrow
+    except OverflowError:
+        # a number is beyond the largest 32-bit float
+        pass
+    return "f8", struct.pack(f"<{len(values)}d", *values)
+
+
+def unpack_floats(packed: PackedFloats | None) -> tuple[float, ...]:
+    """Return the numbers that `pack_floats` packed.
+
+    :raises ValueError: the bytes end within a number.
+    """
+    if packed is None:
+        return ()
+    form, data = packed
+    size, code = (4, "f") if form == "f4" else (8, "d")
+    if len(data) % size:
+        raise ValueError(f"{len(data)} bytes hold no whole number of floats")
+    return struct.unpack(f"<{len(data) // size}{code}", data)
+
+
+def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRecords) -> Event:
+    """Return the event as its line holds it: with the fields that exist in lines only."""
+    match event:
+        case Sampled(completion=whole):
+            span = second if isinstance(second, CallSpan) else None
+            bare = Completion(whole.ids, whole.text, whole.ended, (), whole.cached_tokens)
+            logprobs = pack_floats(whole.logprobs)
+            return structs.replace(event, completion=bare, logprobs=logprobs, span=span)
+        case Scored(scores=whole):
+            span = second if isinstance(second, CallSpan) else None
+            begun = whole.begun
+            begun_logprobs = None
+            if begun is not None:
+                begun_logprobs = pack_floats(begun.logprobs)
+                begun = Beginning(begun.ids, (), begun.ended)
+            return structs.replace(
+                event,
+                scores=Scores((), whole.cached_tokens, begun),
+                logprobs=pack_floats(whole.logprobs),
+                begun_logprobs=begun_logprobs,
+                span=span,
+            )
+        case Decided() if isinstance(second, Observed):
+            return structs.replace(event, escalated=second.escalated)
+        case RolloutStarted(problem=problem, prompt=prompt) if prompt == records.prompts.get(
+            problem
+        ):
+            return structs.replace(event, prompt=_NO_PROMPT, is_repeated=True)
+        case TurnFinished(problem=problem, sample=sample, turn=turn):
+            noted = records.turns.get(problem, {}).get(sample, _NO_CALLS)
+            is_decided = turn.decision is not None and turn.decision == noted.decision
+            return TurnFinished(
+                problem,
+                sample,
+                # dataclasses.replace takes several times as long, once per turn
+                Turn(
+                    turn.index,
+                    (),
+                    score=turn.score,
+                    decision=None if is_decided else turn.decision,
+                    note=turn.note,
+                    scored_tokens=turn.scored_tokens,
+                    is_forced=turn.is_forced,
+                ),
+                tuple([_written(chunk, noted.calls) for chunk in turn.chunks]),
+                tuple([_written(chunk, noted.calls) for chunk in turn.discarded]),
+                is_decided,
+            )
+        case _:
+            return event
+
+
+def _completed(event: Event, records: OpenRecords) -> Event:
+    """Return the event of a line with everything that the line leaves out, except the second event.
+
+    :raises ValueError: the line refers to something that no line before it holds.
+    """
+    match event:
+        case Sampled(completion=bare):
+            logprobs = unpack_floats(event.logprobs)
+            whole = Completion(bare.ids, bare.text, bare.ended, logprobs, bare.cached_tokens)
+            return structs.replace(event, completion=whole, logprobs=None)
+        case Scored(scores=bare):
+            begun = bare.begun
+            if begun is not None:
+                begun = Beginning(begun.ids, unpack_floats(event.begun_logprobs), begun.ended)
+            scores = Scores(unpack_floats(event.logprobs), bare.cached_tokens, begun)
+            return structs.replace(event, scores=scores, logprobs=None, begun_logprobs=None)
+        case RolloutStarted(problem=problem, prompt=prompt):
+            if event.is_repeated:
+                earlier = records.prompts.get(problem)
+                if earlier is None:
+                    raise ValueError("it refers to a prompt that is not there")
+                prompt = earlier
+            elif prompt.draft_ids == prompt.target_ids:
+                # A shared tokenizer: one tuple in memory, as when it was written.
+                prompt = Prompt(prompt.draft_ids, prompt.draft_ids)
+            return structs.replace(event, prompt=prompt, is_repeated=False)
+        case TurnFinished(problem=problem, sample=sample, turn=turn):
+            noted = records.turns.get(problem, {}).get(sample, _NO_CALLS)
+            chunks = tuple([_chunk(written, noted.calls) for written in event.chunks])
+            discarded = tuple([_chunk(written, noted.calls) for written in event.discarded])
+            decision = turn.decision
+            if event.is_decided:
+                decision = noted.decision
+                if decision is None:
+                    raise ValueError("it refers to a decision that is not there")
+            restored = Turn(
+                turn.index,
+                chunks,
+                discarded,
+                turn.score,
+                decision,
+                turn.note,
+                scored_tokens=turn.scored_tokens,
+                is_forced=turn.is_forced,
+            )
+            return TurnFinished(problem, sample, restored)
+        case _:
+            return event
+
+
+def _written(chunk: Chunk, calls: list[Sampled]) -> WrittenChunk:
+    """Return a chunk as the line of its turn holds it: by its call, if it is just what that wrote.
+
+    A chunk is more than one call's completion if a score drew its beginning; it is less if a
+    character was cut or a part of it was kept.
+    """
+    ids = chunk.ids(chunk.author)
+    other_ids = chunk.target_ids if chunk.author == "draft" else chunk.draft_ids
+    other = None if other_ids == ids else other_ids
+    for number, call in enumerate(calls):
+        completion = call.completion
+        if (
+            call.role != chunk.author
+            or completion.text != chunk.text
+            or completion.ended != chunk.ended
+            or completion.logprobs != chunk.logprobs
+        ):
+            continue
+        if completion.ids == ids:
+            return WrittenChunk(chunk.author, number, other_ids=other)
+        if completion.ids[:-1] == ids:
+            return WrittenChunk(chunk.author, number, drops_end=True, other_ids=other)
+    return WrittenChunk(
+        chunk.author,
+        text=chunk.text,
+        ended=chunk.ended,
+        ids=ids,
+        other_ids=other,
+        logprobs=pack_floats(chunk.logprobs),
+    )
+
+
+def _chunk(written: WrittenChunk, calls: list[Sampled]) -> Chunk:
+    """Return the chunk that the line of a turn holds or refers to."""
+    if written.call is None:
+        ids = written.ids
+        text = written.text
+        ended = written.ended
+        logprobs = unpack_floats(written.logprobs)
+    else:
+        if not 0 <= written.call < len(calls):
+            raise ValueError(f"it refers to a call ({written.call}) that is not there")
+        completion = calls[written.call].completion
+        ids = completion.ids[:-1] if written.drops_end else completion.ids
+        text = completion.text
+        ended = completion.ended
+        logprobs = completion.logprobs
+    other_ids = ids if written.other_ids is None else written.other_ids
+    if written.author == "draft":
+        return Chunk("draft", text, ids, other_ids, ended, logprobs)
+    return Chunk("target", text, other_ids, ids, ended, logprobs)
 
 
 class LineWriter:
-    """Turns events into lines; knows the number of the next one, and the checksum that it goes on
-    from.
-    """
+    """Turns events into lines, numbered and chained; continues where a reader ended."""
 
-    def __init__(self, number: int = 0, crc: int = 0) -> None:
+    def __init__(self, number: int = 0, crc: int = 0, records: OpenRecords | None = None) -> None:
         self.number = number
         self._crc = crc
-        self._texts = Texts.of_writer()
+        self._records = OpenRecords() if records is None else records
 
-    def lines(
+    def line(
         self, event: Event, at: float, wall: float, second: CallSpan | Observed | None = None
     ) -> bytes:
-        """The event's line, with a second one that it may hold; long texts that it brings along
-        stand before it.
-        """
-        word, write = _WRITES[type(event)]
-        fields = write(event, self._texts)
-        lines = b""
-        if isinstance(second, CallSpan):
-            fields["span"] = _write_span(second, self._texts)
-        elif second is not None:
-            fields["escalated"] = second.escalated
-        rows: list[dict[str, Any]] = [
-            {"kind": "text", "id": name, "text": text} for name, text in self._texts.fresh
-        ]
-        self._texts.fresh.clear()
-        for row in (*rows, {"at": round(at, 6), "wall": round(wall, 3), "kind": word, **fields}):
-            body = _escaped({"n": self.number, **row}).encode()[:-1]
-            self._crc = zlib.crc32(body, self._crc)
-            lines += b'%b,"crc":"%08x"}\n' % (body, self._crc)
-            self.number += 1
-        return lines
+        """Return the line of an event, and of a second one that the event's line may hold."""
+        shortened = _shortened(event, second, self._records)
+        self._records.note(event)
+        line = _Line(self.number, round(at, 6), round(wall, 3), shortened)
+        try:
+            body = _encode(line)
+            # msgspec writes null for a float that JSON has no number for.
+            is_strict = b"null" not in body or _is_finite(shortened)
+        except UnicodeEncodeError:
+            # half a surrogate pair, which is text in Python and has no UTF-8
+            is_strict = False
+        if not is_strict:
+            body = _with_texts(line)
+        body = body[:-1]
+        self._crc = zlib.crc32(body, self._crc)
+        self.number += 1
+        return b'%b,"crc":"%08x"}\n' % (body, self._crc)
+
+
+def _is_finite(event: Event) -> bool:
+    """Return True if JSON has numbers for all floats of a line, False if that is not known.
+
+    It spares the frequent kinds of lines, whose values may well be null, the slow way.
+    """
+    numbers: list[float | None]
+    decision: Decision | None = None
+    match event:
+        case Sampled() | Scored():
+            # Log-probabilities are packed, and the times of a span are those of a clock.
+            numbers = [event.seconds]
+        case Decided():
+            decision = event.decision
+            numbers = [*event.features.values()]
+        case Observed():
+            decision = event.decision
+            numbers = []
+        case TurnFinished(turn=turn):
+            decision = turn.decision
+            numbers = [turn.score]
+        case _:
+            return False
+    if decision is not None:
+        numbers += (decision.rate, decision.score, decision.p, decision.length)
+    return all(number is None or math.isfinite(number) for number in numbers)
+
+
+def _with_texts(line: _Line) -> bytes:
+    """Return a line as strict JSON, with texts for the floats that JSON has no number for."""
+
+    def worded(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, dict):
+            return {name: worded(part) for name, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [worded(part) for part in value]
+        return value
+
+    plain = worded(msgspec.to_builtins(line, enc_hook=_plain))
+    return json.dumps(plain, separators=(",", ":"), allow_nan=False).encode()
 
 
 _END = len(b',"crc":"00000000"}\n')
-_PASSED = MappingProxyType(
-    {word.encode(): kind for word, kind in KINDS.items() if kind is not SessionOpened}
+_HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"event":\{"kind":"([a-z-]+)"')
+_KINDS = {word.encode(): kind for word, kind in KINDS.items()}
+# the kinds of lines that also hold an event of the second kind
+_SECOND: dict[type[Event], type[Event]] = {Sampled: CallSpan, Scored: CallSpan, Decided: Observed}
+# the kinds that refer to earlier lines, and those that `OpenRecords` notes
+_REFERRING: frozenset[type[Event]] = frozenset({TurnFinished, RolloutStarted})
+_NOTED: frozenset[type[Event]] = frozenset(
+    {
+        ProblemStarted,
+        RolloutStarted,
+        Sampled,
+        Decided,
+        Observed,
+        TurnFinished,
+        RolloutFinished,
+        OutcomeReached,
+    }
 )
-_HEAD = re.compile(rb'\{"n":(\d+),"at":[^,]+,"wall":[^,]+,"kind":"([a-z-]+)"')
-# within a text every quote has a backslash before it
-_REFERENCE = re.compile(rb'[:,[]"@([\w-]{20})"')
-
-
-_SECOND: Mapping[type[Event], type[Event]] = {
-    Sampled: CallSpan,
-    Scored: CallSpan,
-    Decided: Observed,
-}
-"""What lines of some kinds may hold besides."""
 
 
 class LineReader:
-    """Reads a journal in order, without holding more than a line and the latest texts; knows where
-    it is.
-    """
+    """Reads a journal in order, and knows where it is; holds a line and what later ones refer to."""
 
     def __init__(self, path: Path, kinds: Collection[type[Event]] | None = None) -> None:
         self.path = path
@@ -144,30 +415,25 @@ class LineReader:
         self.session = 0
         self.length = 0  # of the whole lines so far, in bytes
         self.crc = 0  # of the last whole line
+        self.records = OpenRecords()
         self._kinds = kinds
-        self._texts = Texts()
-        self._schema = 1  # of the present session
 
     def entries(self) -> Iterator[Entry]:
-        """Every event to the end; a last line that is torn (its process was killed while writing)
-        does not count.
+        """Yield every event to the end, except a torn last line (its process was killed writing).
 
         With `kinds` only such events are given out, and the openings of sessions: other lines are
-        checked, not decoded. A set of them may change while reading.
+        checked, and decoded only if wanted ones refer to them. Kinds may be taken out of a set while
+        reading.
 
         :raises JournalCorrupt: a line before the last is damaged, missing or out of order.
-        :raises JournalVersion: a newer version wrote it.
+        :raises JournalVersion: another version wrote it.
         :raises StorageError: the file cannot be read.
         """
         with storage(self.path), open_ordinary(self.path) as file:
             for line in file:
                 try:
-                    crc = check(line, self.crc, "chained" if self._schema >= CHAINED else "either")
-                    entry = (
-                        None
-                        if self._kinds is not None and self._is_passed_over(line)
-                        else self._entry(line)
-                    )
+                    crc = _checked(line, self.crc)
+                    entry = None if self._is_passed_over(line) else self._entry(line)
                 except ValueError as error:
                     if file.read(1):
                         raise self._corrupt(str(error)) from error
@@ -179,67 +445,62 @@ class LineReader:
                     yield from self._parts(entry)
 
     def _parts(self, entry: Entry) -> Iterator[Entry]:
-        """The one or two events of a line, those that are wanted."""
+        """Yield the one or two events of a line, those that are wanted."""
         event = entry.event
+        events: tuple[Event, ...]
         if isinstance(event, Sampled | Scored) and event.span is not None:
-            parts: tuple[Event, Event] = (replace(event, span=None), event.span)
+            events = (structs.replace(event, span=None), event.span)
         elif isinstance(event, Decided) and event.escalated is not None:
-            parts = (replace(event, escalated=None), Observed(event.decision, event.escalated))
+            observed = Observed(event.decision, event.escalated)
+            events = (structs.replace(event, escalated=None), observed)
         else:
-            yield entry
-            return
-        kinds = self._kinds
-        yield from (
-            replace(entry, event=part) for part in parts if kinds is None or type(part) in kinds
-        )
+            events = (event,)
+        for part in events:
+            if self._kinds is None or type(part) in self._kinds or type(part) is SessionOpened:
+                yield entry if part is event else replace(entry, event=part)
 
     def _is_passed_over(self, line: bytes) -> bool:
-        """Whether the event is not wanted; texts it refers to count as used, as they did when it
-        was written.
-        """
-        found = _HEAD.match(line) if self.number else None
-        kind = None if found is None else _PASSED.get(found[2])
-        if found is None or kind is None or self._kinds is None:
+        """Count a line and return True if nothing in it is wanted."""
+        kinds = self._kinds
+        if kinds is None or self.number == 0:
             return False
-        if kind in self._kinds or _SECOND.get(kind) in self._kinds:
+        head = _HEAD.match(line)
+        kind = None if head is None else _KINDS.get(head[2])
+        if head is None or kind is None or kind is SessionOpened:
             return False
-        self._count(int(found[1]))
-        if b'"@' in line:
-            for name in _REFERENCE.findall(line):
-                self._texts.find(name.decode())
+        if kind in kinds or _SECOND.get(kind) in kinds:
+            return False
+        if kind in _NOTED and not _REFERRING.isdisjoint(kinds):
+            return False
+        self._count(int(head[1]))
         return True
 
-    def _entry(self, line: bytes) -> Entry | None:
-        found = self._parse(line)
-        self._count(found.n)
-        if isinstance(found, _TextLine):
-            self._texts.learn(found.id, found.text)
-            return None
-        event = _READS[type(found)](found, self._texts)
+    def _entry(self, line: bytes) -> Entry:
+        decoded = self._parse(line)
+        self._count(decoded.n)
+        event = _completed(decoded.event, self.records)
+        self.records.note(event)
         if isinstance(event, SessionOpened):
-            if event.schema > SCHEMA:
-                raise newer(self.path, event.schema)
+            if event.schema != SCHEMA:
+                raise other_version(self.path, event.schema)
             self.session = event.session
-            self._schema = event.schema
         elif self.number == 0:
             raise ValueError("the first line opens no session")
-        if self._schema < TURN_FACTS:
-            event = completed(event, self._schema)
-        return Entry(self.number, self.session, found.at, found.wall, event)
+        return Entry(self.number, self.session, decoded.at, decoded.wall, event)
 
-    def _parse(self, line: bytes) -> Any:
+    def _parse(self, line: bytes) -> _Line:
         try:
-            if b"\\ud" in line:  # half a surrogate pair, perhaps, which is text in Python alone
-                return msgspec.convert(json.loads(line), _LINES)
+            if b"\\ud" in line:
+                # Half a surrogate pair, perhaps, which is text in Python alone.
+                return msgspec.convert(json.loads(line), _Line, strict=False)
             return _decode(line)
         except msgspec.ValidationError:
-            with suppress(msgspec.ValidationError):
-                opening = msgspec.json.decode(line, type=_Opening)
-                if opening.kind == "session-opened" and opening.schema > SCHEMA:
-                    raise newer(self.path, opening.schema) from None
+            schema = _opened_schema(line)
+            if schema is not None and schema != SCHEMA:
+                raise other_version(self.path, schema) from None
             raise
 
-    def _count(self, number: object) -> None:
+    def _count(self, number: int) -> None:
         if number != self.number:
             raise ValueError(
                 f"it is numbered {number}, expected {self.number}: lines are missing or doubled"
@@ -249,39 +510,45 @@ class LineReader:
         return JournalCorrupt(
             self.path,
             f"line {self.number + 1} is damaged: {problem}",
-            "Nothing was overwritten. Restore the file from a copy, or let "
-            f"`atts journal salvage {self.path.parent} --out NEW` save what is before that line, "
-            f"and go on there",
+            "Nothing was overwritten. Restore the file from a copy, or save what is before that "
+            f"line with `atts journal salvage {self.path.parent} --out NEW` and continue there",
         )
 
 
 def read_entries(path: Path, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
-    """Every event of a journal, or those of some kinds; see `LineReader.entries`."""
+    """Yield every event of a journal, or those of some kinds; see `LineReader.entries`."""
     return LineReader(path, kinds).entries()
 
 
-def newer(path: Path, schema: object) -> JournalVersion:
-    """The refusal to touch what a newer version wrote."""
+def other_version(path: Path, schema: int) -> JournalVersion:
+    """Return the error raised for a journal or manifest that another version wrote."""
     return JournalVersion(
         path,
         f"it was written under schema {schema}, this version knows {SCHEMA}",
-        "Use the newer atts to go on",
+        "Use the version of atts that wrote it, or start a new run in another directory",
     )
 
 
-def check(line: bytes, before: int, kind: Literal["chained", "either"]) -> int:
-    """Make sure that the line is whole, undamaged and after the right one; its checksum.
+def _opened_schema(line: bytes) -> int | None:
+    """Return the schema in the opening of a session, whatever else another version wrote there."""
+    data: Any = msgspec.json.decode(line)
+    if not isinstance(data, dict):
+        return None
+    # Schemas before 5 had no "event" in a line: the event's fields were the line's own.
+    event = data.get("event", data)
+    is_opening = isinstance(event, dict) and event.get("kind") == "session-opened"
+    schema = event.get("schema") if is_opening else None
+    return schema if isinstance(schema, int) else None
 
-    Lines of older schemas ("either") have a checksum of their own alone.
 
-    :raises ValueError: it is torn or damaged.
+def _checked(line: bytes, before: int) -> int:
+    """Return the checksum of a whole line that follows a line with the checksum `before`.
+
+    :raises ValueError: the line is torn, damaged, or follows another one.
     """
-    body = line[:-_END]
-    end = line[-_END:]
-    for start in (before,) if kind == "chained" else (before, 0):
-        crc = zlib.crc32(body, start)
-        if end == b',"crc":"%08x"}\n' % crc:
-            return crc
+    crc = zlib.crc32(line[:-_END], before)
+    if line[-_END:] == b',"crc":"%08x"}\n' % crc:
+        return crc
     if not line.endswith(b"\n"):
         raise ValueError("it does not end")
     if line[-_END:-11] != b',"crc":"':

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -22,12 +21,10 @@ from atts.core import Problem
 from atts.errors import DISTRIBUTION, FingerprintError, JournalCorrupt
 from atts.files import read_ordinary, storage, write_atomic
 from atts.journal.events import SCHEMA
-from atts.journal.lines import CHAINED, newer
+from atts.journal.lines import other_version
 
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
 
-_LATER = re.compile(r"engines\.[^.]+\.weights")
-"""What older manifests do not say, which is no difference."""
 _ADVICE = "Choose another run directory, or restore those settings"
 
 
@@ -63,8 +60,6 @@ class Manifest:
     def check(self, stored: Manifest, directory: Path) -> None:
         """Refuse to go on with a run that was started under other settings.
 
-        A setting that did not exist then is no other one while it is empty.
-
         :raises FingerprintError: naming every field that differs.
         """
         old = dict(stored.decisive())
@@ -74,7 +69,6 @@ class Manifest:
             (name, old.get(name), new.get(name))
             for name in old | new
             if old.get(name, missing) != new.get(name, missing)
-            if (name in old or new[name]) and not (name not in old and _LATER.fullmatch(name))
         ]
         if differences:
             raise FingerprintError(f"the run in {directory}", differences, _ADVICE)
@@ -107,8 +101,6 @@ def versions(
 
 _version = cache(version)  # a session makes a manifest for every question
 
-_OPTIONAL = ("grading", "examples")  # fields that problems of older runs did not have
-
 
 def dataset_digest(problems: Iterable[Problem]) -> str:
     """A hash of the problems' every field, in order.
@@ -118,10 +110,7 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
     """
     hasher = blake2b(digest_size=16)
     for problem in problems:
-        told = {
-            name: value for name, value in asdict(problem).items() if value or name not in _OPTIONAL
-        }
-        hasher.update(json.dumps(told, sort_keys=True).encode() + b"\n")
+        hasher.update(json.dumps(asdict(problem), sort_keys=True).encode() + b"\n")
     return hasher.hexdigest()
 
 
@@ -144,7 +133,7 @@ def load_manifest(path: Path) -> Manifest | None:
     """The stored manifest, None when there is none.
 
     :raises JournalCorrupt: it is not one.
-    :raises JournalVersion: a newer version wrote it.
+    :raises JournalVersion: another version wrote it.
     :raises StorageError: it cannot be read.
     """
     with storage(path):
@@ -155,9 +144,9 @@ def load_manifest(path: Path) -> Manifest | None:
         data = json.loads(text)
         schema = data["schema"]
         checksum = data.pop("checksum", None)
-        if isinstance(schema, int) and schema > SCHEMA:
-            raise newer(path, schema)
-        if checksum != _checksum(data) and (checksum is not None or schema >= CHAINED):
+        if isinstance(schema, int) and schema != SCHEMA:
+            raise other_version(path, schema)
+        if checksum != _checksum(data):
             raise ValueError("its checksum does not match: it was damaged, or changed by hand")
         msgspec.convert(data, _Stored)
         deciding = _settings(data.pop("configuration"))

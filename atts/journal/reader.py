@@ -1,6 +1,6 @@
 """The reader of run directories, finished or not.
 
-    run = open_run(directory)            # JournalError: there is none, or a damaged or newer one
+    run = open_run(directory)            # JournalError: there is none, or it is damaged, or of another version
     run.manifest, run.setting("method")  # what was run
     run.state().finished                 # {id: FinishedProblem}: status, answer, verdict, samples, votes, usage
     run.outcomes()                       # the same problems whole, turn by turn, one after the other
@@ -44,7 +44,7 @@ class RecordedRun:
     """A run directory that holds a run; each method reads the journal as it stands then.
 
     :raises JournalCorrupt: by every method that reads: a line before the last is damaged.
-    :raises JournalVersion: likewise: a newer version wrote it.
+    :raises JournalVersion: likewise: another version wrote it.
     :raises StorageError: likewise: the file cannot be read.
     """
 
@@ -141,7 +141,7 @@ def open_run(
 
     :raises JournalError: there is no run here.
     :raises JournalCorrupt: its manifest is not one.
-    :raises JournalVersion: a newer version wrote it.
+    :raises JournalVersion: another version wrote it.
     :raises StorageError: it cannot be read.
     """
     manifest = load_manifest(directory / MANIFEST)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from msgspec import structs
+
 from atts.core import CallSpan, Decision, Outcome, Problem, ProblemSpan, Rollout, Turn, Usage
 from atts.engine import Speculated, together
 from atts.errors import JournalCorrupt
@@ -167,7 +169,7 @@ class RunClock:
         if self._graph_zero is None:
             self._graph_zero = node.ended - at
         shift = self.before - self._graph_zero
-        return replace(
+        return structs.replace(
             node,
             ready=node.ready + shift,
             queued=node.queued + shift,

@@ -74,7 +74,7 @@ class Journal:
         self.session = past.session + 1
         self._options = options
         self.durability = options.durability
-        self._lines = LineWriter(past.number, past.crc)
+        self._lines = LineWriter(past.number, past.crc, past.records)
         self._clock = options.clock or concurrency.clock()
         self._epoch = self._synced_at = self._clock()
         with storage(path), ExitStack() as undo:
@@ -106,7 +106,7 @@ class Journal:
         now = self._clock()
         options = self._options
         try:
-            line = self._lines.lines(event, now - self._epoch, options.wall(), second)
+            line = self._lines.line(event, now - self._epoch, options.wall(), second)
             taken = self._file.write(line)
             if taken != len(line):
                 write_all(self._file, line[taken or 0 :])
@@ -220,7 +220,7 @@ async def open_journal(
     :raises JournalLocked: another process writes it.
     :raises FingerprintError: it holds a run with other settings.
     :raises JournalCorrupt: its manifest, or a line before the last, is damaged.
-    :raises JournalVersion: a newer version wrote it.
+    :raises JournalVersion: another version wrote it.
     :raises StorageError: the disk refuses.
     """
     _make(directory)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from atts.core import Problem
 from atts.errors import FingerprintError, OptionError, UsageError
 from atts.files import storage, sync_directory
@@ -228,7 +230,7 @@ def _write(parts: Sequence[MergedPart], problems: Sequence[Problem], out: Path) 
     with storage(out / JOURNAL):
         with (out / JOURNAL).open("ab") as file:
             file.writelines(
-                writer.lines(entry.event, entry.at, entry.wall)
+                writer.line(entry.event, entry.at, entry.wall)
                 for entry in _entries(parts, problems)
             )
             file.flush()
@@ -256,9 +258,9 @@ def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterat
 def _shifted(event: Event, sessions: int, nodes: int) -> Event:
     """With numbers that are free in the union."""
     if isinstance(event, SessionOpened):
-        return replace(event, schema=SCHEMA, session=event.session + sessions)
+        return structs.replace(event, schema=SCHEMA, session=event.session + sessions)
     if isinstance(event, CallSpan):
-        return replace(
+        return structs.replace(
             event, node=event.node + nodes, after=tuple(node + nodes for node in event.after)
         )
     return event

@@ -181,5 +181,5 @@ def _row(problem: FinishedProblem) -> dict[str, Any]:
         "samples": len(problem.samples),
         "votes": problem.votes.get(problem.answer or "", 0.0),
     }
-    kept = {name: value for name, value in plain.items() if name not in ("usage", "handed")}
+    kept = {name: value for name, value in plain.items() if name != "usage"}
     return {**kept, **counted, **plain["usage"]}

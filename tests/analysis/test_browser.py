@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 import atts
 from atts.analysis import save_calibration
@@ -249,7 +250,7 @@ def _hostile(event: Any) -> Any:
     """Every text a model or a dataset can decide becomes an attack."""
     kind = type(event).__name__
     if isinstance(event, ProblemStarted):
-        return replace(
+        return structs.replace(
             event,
             problem=replace(event.problem, text=HOSTILE + event.problem.text, subject=HOSTILE),
         )
@@ -258,13 +259,13 @@ def _hostile(event: Any) -> Any:
             tuple(replace(chunk, text=HOSTILE + chunk.text) for chunk in held)
             for held in (event.turn.chunks, event.turn.discarded)
         )
-        return replace(
+        return structs.replace(
             event, turn=replace(event.turn, chunks=chunks, discarded=discarded, note=HOSTILE)
         )
     if isinstance(event, RolloutFinished):
-        return replace(event, answer=HOSTILE, error=HOSTILE)
+        return structs.replace(event, answer=HOSTILE, error=HOSTILE)
     if isinstance(event, OutcomeReached):
-        return replace(event, answer=HOSTILE, votes={HOSTILE: 3.0}, why=HOSTILE)
+        return structs.replace(event, answer=HOSTILE, votes={HOSTILE: 3.0}, why=HOSTILE)
     return None if kind in ("SessionOpened", "SessionClosed") else event
 
 

@@ -15,6 +15,7 @@ import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 import atts
 from atts.analysis import Standing, build_report, render
@@ -137,7 +138,7 @@ def test_the_gate_is_audited(run: Path, tmp_path: Path) -> None:
         nonlocal seen
         seen += isinstance(event, Decided) and event.decision.p is not None
         if isinstance(event, Decided) and event.decision.p is not None and seen % 20 == 0:
-            return replace(event, decision=replace(event.decision, p=event.decision.p / 2))
+            return structs.replace(event, decision=replace(event.decision, p=event.decision.p / 2))
         return event
 
     forged = build_report(_rewrite(run, tmp_path / "forged", tamper)).report.calibration
@@ -192,7 +193,7 @@ def test_a_rate_that_was_not_held_is_bad(run: Path, tmp_path: Path) -> None:
     """Twice the nominal rate: the verdict line says so, first."""
 
     def escalate(event: Any) -> Any:
-        return replace(event, escalated=True) if isinstance(event, Observed) else event
+        return structs.replace(event, escalated=True) if isinstance(event, Observed) else event
 
     report = build_report(_rewrite(run, tmp_path / "run", escalate)).report
     assert report.verdict.standing == "bad"

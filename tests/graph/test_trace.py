@@ -3,12 +3,12 @@
 import io
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import asdict, replace
 
 from atts.core import CallSpan
 from atts.graph import measure, sibling_edges, trace_events, write_trace

@@ -162,7 +162,7 @@ def test_no_line_follows_one_that_was_counted_and_not_written(
     """
     expected, _ = whole
     nth = Nth(9, None)
-    proper = LineWriter.lines
+    proper = LineWriter.line
 
     def lines(self: LineWriter, *rest: Any) -> bytes:
         made = proper(self, *rest)
@@ -170,10 +170,10 @@ def test_no_line_follows_one_that_was_counted_and_not_written(
             raise refusal
         return made
 
-    monkeypatch.setattr(LineWriter, "lines", lines)
+    monkeypatch.setattr(LineWriter, "line", lines)
     with pytest.raises((ATTSError, KeyboardInterrupt, ValueError)):
         evaluated(tmp_path / "run")
-    monkeypatch.setattr(LineWriter, "lines", proper)
+    monkeypatch.setattr(LineWriter, "line", proper)
     assert nth.met
     assert evaluated(tmp_path / "run") == expected
 

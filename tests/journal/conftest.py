@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from atts.cli.app import run as command
 from atts.core import Chunk, Decision, Problem, Prompt, Turn
 from atts.journal import (
+    JOURNAL,
     Event,
     OutcomeReached,
     ProblemStarted,
@@ -83,3 +86,26 @@ def story() -> list[Event]:
         events.append(RolloutFinished("p0", sample, "answer", 2, answer="4"))
     events.append(OutcomeReached("p0", "answered", "4", (1, 0), {"4": 2.0}))
     return events
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder of runs by scripted engines: several methods, shards, a union, a killed one."""
+    folder = tmp_path_factory.mktemp("runs")
+    words = ("eval", "arithmetic[:4]", "--draft", "scripted", "--target", "scripted", "--seed", "3")
+    common = (*words, "--samples", "2", "--turns", "6", "--rollouts", "2", "--report", "none")
+    for name, *own in (
+        ("finished",),
+        ("rounds", "--method", "top-b"),
+        ("ordinal", "--method", "ordinal"),
+        ("shard1", "--shard", "1/2"),
+        ("shard2", "--shard", "2/2"),
+    ):
+        assert command([*common, *own, "--out", str(folder / name)]) == 0
+    shards = [str(folder / "shard1"), str(folder / "shard2")]
+    assert command(["merge", *shards, "--out", str(folder / "merged")]) == 0
+    shutil.copytree(folder / "finished", folder / "killed")
+    lines = (folder / "killed" / JOURNAL).read_bytes().splitlines(keepends=True)
+    middle = len(lines) // 2
+    (folder / "killed" / JOURNAL).write_bytes(b"".join(lines[:middle]) + lines[middle][:20])
+    return folder

@@ -6,18 +6,20 @@ import json
 import tracemalloc
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from atts.core import Completion
+from atts.core import Completion, Problem, Prompt
 from atts.errors import JournalCorrupt, JournalVersion, StorageError
 from atts.journal import (
     FACTS,
     SCHEMA,
     Event,
     OutcomeReached,
+    ProblemStarted,
+    RolloutStarted,
     Sampled,
     SessionOpened,
     TurnFinished,
@@ -25,16 +27,22 @@ from atts.journal import (
     read_entries,
 )
 from atts.journal.lines import LineReader, LineWriter
-from atts.journal.texts import Texts
 
 OPENED = SessionOpened(SCHEMA, 1, "0.1.0", 42)
+SCORED: dict[str, Any] = {"problem": "p", "key": "k", "scores": {"logprobs": []}}
+TURN: dict[str, Any] = {"problem": "p", "sample": 0, "turn": {"index": 0, "chunks": []}}
+ROLLOUT: dict[str, Any] = {
+    "problem": "p",
+    "sample": 0,
+    "prompt": {"draft_ids": [], "target_ids": []},
+}
 
 
 def write(path: Path, events: list[Event]) -> list[bytes]:
     """A journal of one session; its lines."""
     writer = LineWriter()
     data = b"".join(
-        writer.lines(event, 0.5 * place, 1e9) for place, event in enumerate([OPENED, *events])
+        writer.line(event, 0.5 * place, 1e9) for place, event in enumerate([OPENED, *events])
     )
     path.write_bytes(data)
     return data.splitlines(keepends=True)
@@ -69,12 +77,6 @@ def test_reading_gives_what_was_written(tmp_path: Path, story: list[Event]) -> N
     assert read(tmp_path / "j")[1] == (len(lines), 1, sum(map(len, lines)))
 
 
-def test_long_texts_are_stored_once(tmp_path: Path, story: list[Event]) -> None:
-    """The two rollouts' equal chunks share their texts."""
-    data = b"".join(write(tmp_path / "j", story))
-    assert data.count(b"step 1 " * 20) == 1
-
-
 def test_every_line_is_strict_json(tmp_path: Path, story: list[Event]) -> None:
     """Any JSON tool can read the file; each checksum goes on from the one before."""
     crc = 0
@@ -93,19 +95,32 @@ def test_any_text_comes_back(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"text": 3}, r"line 2 is damaged: Expected `str`, got `int` - at `\$.text`"),
-        ({"more": 1}, r"line 2 is damaged: Object contains unknown field `more`"),
-        ({"code": None}, r"line 2 is damaged: Expected `str`, got `null` - at `\$.code`"),
-        ({"kind": "rumour"}, r"line 2 is damaged: Invalid value 'rumour' - at `\$.kind`"),
+        ({"text": 3}, r"line 2 is damaged: Expected `str`, got `int` - at `\$.event.text`"),
+        ({"more": 1}, r"line 2 is damaged: Object contains unknown field `more` - at `\$.event`"),
+        ({"code": None}, r"line 2 is damaged: Expected `str`, got `null` - at `\$.event.code`"),
+        ({"kind": "rumour"}, r"line 2 is damaged: Invalid value 'rumour' - at `\$.event.kind`"),
         ({"n": 7}, r"line 2 is damaged: it is numbered 7, expected 1"),
-        ({"text": "@nowhere"}, r"line 2 is damaged: it refers to a text @nowhere"),
+        ({"kind": "scored", **SCORED, "key": 3}, r"Expected `str`, got `int` - at `\$.event.key`"),
+        ({"kind": "scored", **SCORED, "logprobs": ["f4", "AAA="]}, "2 bytes hold no whole number"),
+        ({"kind": "scored", **SCORED, "logprobs": ["f2", ""]}, r"Invalid enum value 'f2'"),
+        ({"kind": "scored", **SCORED, "role": "judge"}, r"Invalid enum value 'judge'"),
+        ({"kind": "turn-finished", **TURN, "chunks": [{"author": "draft", "call": 0}]}, "a call"),
+        ({"kind": "turn-finished", **TURN, "is_decided": True}, "a decision that is not there"),
+        ({"kind": "rollout-started", **ROLLOUT, "is_repeated": True}, "a prompt that is not there"),
     ],
 )
-def test_other_shapes_are_damage(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+def test_other_shapes_are_damage(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     """A whole line that does not say what an event says: the error names line and field."""
     opened, line = write(tmp_path / "j", [Warned("w", "text")])
-    told = {name: part for name, part in json.loads(line).items() if name != "crc"}
-    body = json.dumps({**told, **changes}).encode()[:-1]
+    row = json.loads(line)
+    del row["crc"]
+    event = row["event"]
+    if changes.get("kind", "rumour") != "rumour":
+        event = {}
+    row["event"] = {**event, **changes}
+    if "n" in changes:
+        row = {**row, "n": row["event"].pop("n")}
+    body = json.dumps(row).encode()[:-1]
     harmed = body + b',"crc":"%08x"}\n' % zlib.crc32(body, zlib.crc32(opened[:-19]))
     (tmp_path / "j").write_bytes(opened + harmed + b"more\n")
     with pytest.raises(JournalCorrupt, match=words):
@@ -113,9 +128,7 @@ def test_other_shapes_are_damage(tmp_path: Path, changes: dict[str, object], wor
 
 
 def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event]) -> None:
-    """In their places, with their texts, even where what is not wanted brought those; the tail is
-    the same.
-    """
+    """In their places, whole even where they refer to lines not wanted; the tail is the same."""
     lines = write(tmp_path / "j", [Sampled("p0", "k", chunk_of(story[2]), "draft"), *story])
     everything = list(read_entries(tmp_path / "j"))
     for kinds in ((TurnFinished,), (OutcomeReached, SessionOpened), (Sampled,), FACTS):
@@ -126,23 +139,8 @@ def test_only_the_wanted_kinds_are_given_out(tmp_path: Path, story: list[Event])
         assert end_of(reader) == (len(lines), 1, sum(map(len, lines)))
 
 
-def test_what_is_not_wanted_keeps_texts_alive(tmp_path: Path) -> None:
-    """A text counts as used where it was used, on a line not decoded too: a later reference does
-    not dangle.
-    """
-    # four of them fill the memory
-    texts = [f"{0 if n % 2 == 0 else n} " * 2_000_000 for n in range(10)]
-    written = [
-        Sampled("p0", str(n), Completion((1,), text, "end", (0.0,)), "draft")
-        for n, text in enumerate(texts)
-    ]
-    write(tmp_path / "j", [*written, Warned("w", texts[0])])
-    (_, warned) = read_entries(tmp_path / "j", kinds=(Warned,))
-    assert warned.event == Warned("w", texts[0])
-
-
 def test_kinds_may_change_while_reading(tmp_path: Path, story: list[Event]) -> None:
-    """A reader that has seen enough of a kind is spared the rest."""
+    """A reader that has seen enough of a kind gets no more of it."""
     write(tmp_path / "j", story)
     kinds: set[type[Event]] = {TurnFinished}
     found = list[Event]()
@@ -211,7 +209,7 @@ def test_a_changed_digit_is_noticed(tmp_path: Path, story: list[Event]) -> None:
 
 
 def unchained(line: bytes) -> bytes:
-    """A line as older versions wrote it: with a checksum of its own alone."""
+    """Return the line with a checksum that does not continue that of the line before."""
     return line[:-19] + b',"crc":"%08x"}\n' % zlib.crc32(line[:-19])
 
 
@@ -230,48 +228,21 @@ def test_a_line_of_another_journal_is_no_line_of_this_one(
             list(read_entries(tmp_path / "j"))
 
 
-def test_a_journal_of_an_older_version_goes_on_with_chained_lines(
-    tmp_path: Path, story: list[Event]
-) -> None:
-    """Its own lines stay as they are; from the new session on every line must follow the one
-    before.
-    """
-    old = LineWriter()
-    new = LineWriter()
-    lines = [
-        unchained(line)
-        for line in old.lines(replace(OPENED, schema=2), 0, 0).splitlines(keepends=True)
-    ]
-    lines += [
-        unchained(line) for line in old.lines(Warned("w", "old"), 0, 0).splitlines(keepends=True)
-    ]
-    (tmp_path / "j").write_bytes(b"".join(lines))
-    reader = LineReader(tmp_path / "j")
-    assert len(list(reader.entries())) == 2
-    new = LineWriter(reader.number, reader.crc)
-    added = [
-        new.lines(event, 0, 0)
-        for event in (replace(OPENED, session=2), Warned("w", "a"), Warned("w", "b"))
-    ]
-    (tmp_path / "j").write_bytes(b"".join([*lines, *added]))
-    assert len(list(read_entries(tmp_path / "j"))) == 5
-    (tmp_path / "j").write_bytes(b"".join([*lines, added[0], unchained(added[1]), added[2]]))
-    with pytest.raises(JournalCorrupt, match="line 4"):
-        list(read_entries(tmp_path / "j"))
-
-
-def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    """Also when a newer version resumed a journal of ours, and whatever else the newer line holds."""
+@pytest.mark.parametrize("schema", [1, SCHEMA - 1, SCHEMA + 1])
+@pytest.mark.parametrize("is_nested", [True, False], ids=["nested", "flat"])
+def test_another_schema_is_refused(tmp_path: Path, schema: int, is_nested: bool) -> None:
+    """Also when another version resumed a journal of ours, and whatever else its line holds."""
     writer = LineWriter()
-    ours = writer.lines(OPENED, 0, 0) + writer.lines(Warned("a", "b"), 0, 0)
-    newer = json.dumps(
-        {"n": 2, "kind": "session-opened", "schema": SCHEMA + 1, "extra": 1}
-    ).encode()[:-1]
-    (tmp_path / "j").write_bytes(
-        ours + newer + b',"crc":"%08x"}\n' % zlib.crc32(newer, int(ours[-11:-3], 16))
-    )
-    with pytest.raises(JournalVersion, match=f"schema {SCHEMA + 1}"):
-        list(read_entries(tmp_path / "j"))
+    ours = writer.line(OPENED, 0, 0) + writer.line(Warned("a", "b"), 0, 0)
+    opening = {"kind": "session-opened", "schema": schema, "extra": 1}
+    for before, number, crc in ((ours, 2, int(ours[-11:-3], 16)), (b"", 0, 0)):
+        row: dict[str, Any] = {"n": number, "at": 0, "wall": 0}
+        row |= {"event": opening} if is_nested else opening
+        body = json.dumps(row).encode()[:-1]
+        line = body + b',"crc":"%08x"}\n' % zlib.crc32(body, crc)
+        (tmp_path / "j").write_bytes(before + line)
+        with pytest.raises(JournalVersion, match=f"schema {schema}"):
+            list(read_entries(tmp_path / "j"))
 
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path, story: list[Event]) -> None:
@@ -289,33 +260,25 @@ def test_a_missing_file_is_a_storage_error(tmp_path: Path) -> None:
 
 
 def test_a_writer_does_not_hold_what_it_wrote(tmp_path: Path) -> None:
-    """However much is written it holds two megabytes, short texts and long ones, and a reader finds
-    every text.
-    """
+    """It holds the calls of open problems since their rollouts' last turns, and nothing else."""
     path = tmp_path / "j"
     writer = LineWriter()
-    events: list[Event] = [Warned("code", f"{place} ".ljust(20_000, "x")) for place in range(200)]
     tracemalloc.start()
     with path.open("wb") as file:
-        for event in (OPENED, *events):
-            file.write(writer.lines(event, 0.0, 1e9))
+        file.write(writer.line(OPENED, 0.0, 1e9))
+        for number in range(200):
+            name = f"p{number}"
+            ids = tuple(range(2_000))
+            done = Completion(ids, name.ljust(20_000, "x"), "end", (-0.5,) * len(ids))
+            events: list[Event] = [
+                ProblemStarted(Problem(name, "What is 2+2?")),
+                RolloutStarted(name, 0, Prompt(ids, ids)),
+                Sampled(name, "a", done, "draft"),
+                OutcomeReached(name, "answered", "4", (0,)),
+                # clean-up of a call that outlives its problem
+                Sampled(name, "b", done, "draft"),
+            ]
+            file.writelines(writer.line(event, 0.0, 1e9) for event in events)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert held < 3 << 20
-    assert [entry.event for entry in read_entries(path)][1:] == events
-    texts = Texts.of_writer()
-    for place in range(8_000):
-        texts.learn(f"name {place}", "x" * 100)
-    assert len(texts) < 6_000
-
-
-def test_what_older_writers_referred_to_is_found(tmp_path: Path) -> None:
-    """They held sixteen million characters, however many texts those were."""
-    path = tmp_path / "j"
-    writer = LineWriter()
-    writer._texts = Texts()  # pyright: ignore[reportPrivateUsage]
-    texts = [f"{place} ".ljust(100, "x") for place in range(7_000)]
-    events: list[Event] = [Warned("code", text) for text in (*texts, texts[0])]
-    path.write_bytes(b"".join(writer.lines(event, 0.0, 1e9) for event in (OPENED, *events)))
-    assert path.read_bytes().count(texts[0].encode()) == 1
-    assert [entry.event for entry in read_entries(path)][1:] == events
+    assert held < 1 << 20

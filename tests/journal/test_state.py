@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from atts.core import (
     Completion,
@@ -110,7 +111,7 @@ def test_steps_are_found_again(story: list[Event]) -> None:
     scored = Scored("p0", "b", Scores((-2.0,)), rollout="p0/0")
     calls: list[Event] = [Decided(first), Decided(second), Observed(first, False)]
     others: list[Event] = [
-        replace(SAMPLED, problem="elsewhere"),
+        structs.replace(SAMPLED, problem="elsewhere"),
         Warned("w", "about it", problem="p0"),
     ]
     inside = open_problem(story, [SAMPLED, scored, *calls, *others, SAMPLED])
@@ -128,7 +129,7 @@ def test_a_failure_stands_once_the_rollout_went_on(story: list[Event]) -> None:
     prompt = story[1]
     turn = story[2]
     forced = Observed(Decision("escalate", 0.4, "p0", why="forced: not scored"), True)
-    other = replace(SAMPLED, rollout="p0/1", sample=1, key="c")
+    other = structs.replace(SAMPLED, rollout="p0/1", sample=1, key="c")
     assert "b" not in open_problem(story, [SAMPLED, REFUSED]).calls
     assert "b" not in open_problem(story, [SAMPLED, REFUSED, other]).calls
     for after in ([SAMPLED], [forced], [prompt, turn]):
@@ -143,7 +144,7 @@ def test_a_turn_may_be_replaced(story: list[Event]) -> None:
     prompt, first, second = story[1:4]
     assert isinstance(first, TurnFinished)
     assert isinstance(second, TurnFinished)
-    second_report = replace(first, turn=replace(first.turn, note="again"))
+    second_report = structs.replace(first, turn=replace(first.turn, note="again"))
     inside = open_problem(story, [prompt, first, second, second_report])
     assert inside.rollouts[0].turns == (second_report.turn,)
     assert list(inside.turns[0]) == [first.turn, second.turn, second_report.turn]
@@ -157,12 +158,12 @@ def test_nodes_and_time_go_on_across_sessions() -> None:
     for at, event in (
         (0.0, opened),
         (2.5, node),
-        (0.0, replace(opened, session=2)),
+        (0.0, structs.replace(opened, session=2)),
         (1.5, Warned("w", "")),
     ):
         state.apply(Entry(0, 1, at, 0.0, event))
     assert (state.last_node, state.seconds) == (7, 4.0)
-    state.apply(Entry(0, 1, 0.0, 0.0, replace(opened, session=3)))
+    state.apply(Entry(0, 1, 0.0, 0.0, structs.replace(opened, session=3)))
     state.apply(Entry(0, 1, 9.0, 0.0, SessionClosed("finished")))
     assert state.seconds == 4.0, "a session that had nothing to do took none of the run's time"
 

@@ -208,7 +208,7 @@ def test_a_hard_cap_is_carried_over(world: Any) -> None:
         return world.plan(gate=gate, recall="recorded")
 
     world.run(plan(), world.session())
-    for place in cuts(world.tmp_path / "run", 5, seed=8):
+    for place in cuts(world.tmp_path / "run", 5, seed=10):
         torn_copy(world, place)
         world.run(plan(), world.session("copy"))
         assert decided(world, "copy") == decided(world, "run")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from operator import attrgetter
 from struct import Struct
 from typing import Any
@@ -14,8 +13,8 @@ _ROW = Struct("<qiiiiiddddqibqb")
 _STATUS: tuple[CallStatus, ...] = ("done", "failed", "cancelled")
 _CODE = {status: code for code, status in enumerate(_STATUS)}
 _NO_NODE = -1
-_rollout_fields = attrgetter(*(field.name for field in fields(RolloutSpan)))
-_problem_fields = attrgetter(*(field.name for field in fields(ProblemSpan)))
+_rollout_fields = attrgetter(*RolloutSpan.__struct_fields__)
+_problem_fields = attrgetter(*ProblemSpan.__struct_fields__)
 
 
 class Recording:

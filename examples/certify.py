@@ -19,22 +19,22 @@ POLICY = atts.Policy(samples=2, early_stop="none")
 
 
 def outcomes(method: str, rate: float = 0.2, stored: StoredScores | None = None) -> list[Outcome]:
-    """Thirty labelled problems, by the method's own gate or by one frozen at stored scores."""
+    """Return thirty labelled problems, by the method's gate or one frozen at stored scores."""
     gate = frozen_gate(rate, stored) if stored is not None else None
     setup = atts.Setup(
         draft="scripted", target="scripted", method=method, rate=rate, gate=gate, policy=POLICY
     )
-    found = list(atts.evaluate_sync(toy_problems(30, seed=1), setup).outcomes())
-    return sorted(found, key=lambda outcome: outcome.problem.id)
+    results = list(atts.evaluate_sync(toy_problems(30, seed=1), setup).outcomes())
+    return sorted(results, key=lambda outcome: outcome.problem.id)
 
 
 def right(outcome: Outcome) -> bool:
-    """Whether the vote is the reference."""
+    """Return whether the vote is the reference."""
     return outcome.answer == outcome.problem.answer
 
 
 def main() -> None:
-    """Scores of one run, labelled runs at two rates, a certificate, and the gate it allows."""
+    """Run at two rates, certify one of them, and use the gate that the certificate allows."""
     seen = [
         turn.score
         for o in outcomes("atts")

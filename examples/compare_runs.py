@@ -12,16 +12,16 @@ from atts.testing import toy_problems
 
 
 def main() -> None:
-    """The target alone beside atts: what changed, and what it cost."""
+    """Compare the target alone with atts: accuracy and cost."""
     problems = toy_problems(20)
     policy = atts.Policy(samples=4)
     with tempfile.TemporaryDirectory() as folder:
         for method in ("target-only", "atts"):
             setup = atts.Setup(draft="scripted", target="scripted", method=method, policy=policy)
             atts.evaluate_sync(problems, setup, directory=Path(folder) / method)
-        found = atts.compare(Path(folder) / "target-only", Path(folder) / "atts")
-    print(f"vote: {found.vote}")
-    for cost in found.costs:
+        comparison = atts.compare(Path(folder) / "target-only", Path(folder) / "atts")
+    print(f"vote: {comparison.vote}")
+    for cost in comparison.costs:
         print(f"{cost.name}: {cost.ratio:.2f} times [{cost.low:.2f}, {cost.high:.2f}]")
 
 

@@ -1,11 +1,4 @@
-"""Grading by itself: find the answer in a text, compare it with the reference, group equal answers.
-
-extract(text) -> str | None equivalent(reference, answer) -> Verdict         # "equal", "different"
-or "unscored", and the rule that decided group(answers) -> list[int]                      # one
-class label each, -1 for no answer
-
-python examples/grade.py
-"""
+"""Grading alone: find the answer in a text, compare it with the reference, group equal answers."""
 
 from atts.evaluators import equivalent, extract, group
 
@@ -18,7 +11,7 @@ SOLUTIONS = [
 
 
 def main() -> None:
-    """Four solutions and one vote."""
+    """Grade four solutions and one vote."""
     for reference, text in SOLUTIONS:
         answer = extract(text)
         if answer is None:

@@ -1,9 +1,8 @@
-"""The whole method in one file: parallel draft rollouts, chunk scores by a target, a conformal
-gate, a vote.
+"""The whole method in one file: parallel draft rollouts, target scores, a conformal gate, a vote.
 
 A small model (the draft) writes every rollout chunk by chunk. A large one (the target) only scores
 each chunk: one forward pass over text that is already there. A conformal test ranks the score among
-those seen so far; the worst `rate` of all chunks are thrown away and written anew by the target. No
+those seen so far; the worst `rate` of all chunks are thrown away and written again by the target. No
 rollout ever waits for another, so every engine stays busy. Answers are voted.
 
 `atts.pipelines` and `atts.calibration` are this file with what a real evaluation needs: other gates
@@ -41,11 +40,9 @@ Extract = Callable[[str], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the method can choose. `rate` is the share of chunks that the target takes over (the
-    paper's 1 - alpha).
-    """
+    """The settings of the method. `rate` is the share of chunks that the target takes over."""
 
-    rate: float = 0.2
+    rate: float = 0.2  # the paper's 1 - alpha
     samples: int = 4  # rollouts of a problem
     turns: int = 15  # chunks of a rollout, at most
     chunk_tokens: int = 64
@@ -59,8 +56,7 @@ class Settings:
 
 @dataclass(slots=True)
 class Calibrator:
-    """Online conformal calibration: which scores are among the worst `rate` of what was seen,
-    whatever their law.
+    """Online conformal calibration: it escalates the worst `rate` of scores, whatever their law.
 
     The p-value of a score is its rank among the stored ones, ties broken by a coin. While scores
     are exchangeable it is uniform, so escalating p > 1 - rate escalates exactly `rate`. Where they
@@ -78,15 +74,16 @@ class Calibrator:
         self.level = self.rate
 
     def p_value(self, score: float, coin: float) -> float:
-        """Near 1 for a score worse than the stored ones: (below + coin * (1 + equal)) / (stored +
-        1).
+        """Return a number near 1 for a score worse than the stored ones.
+
+        It is (below + coin * (1 + equal)) / (stored + 1).
         """
         below = bisect_left(self.scores, score)
         not_above = bisect_right(self.scores, score)
         return (below + coin * (1 + not_above - below)) / (len(self.scores) + 1)
 
     def escalates(self, score: float, problem: str, turn: int, sample: int) -> bool:
-        """Whether the target takes the chunk over; its score and what was done count from now on."""
+        """Return whether the target takes the chunk over; its score counts from now on."""
         p = self.p_value(score, self._coin(score, problem, turn, sample))
         escalate = self.level >= 1 or (self.level > 0 and p > 1 - self.level)
         self.level += self.step * (self.rate - escalate)
@@ -94,7 +91,7 @@ class Calibrator:
         return escalate
 
     def _coin(self, score: float, problem: str, turn: int, sample: int) -> float:
-        """A uniform number that belongs to this chunk, so that a repeated run decides alike."""
+        """Return a uniform number that belongs to this chunk: a repeated run decides alike."""
         name = f"{self.seed}\x1f{problem}\x1f{turn}\x1f{sample}\x1f{math.log(score)!r}"
         return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "big") * 2.0**-56
 
@@ -113,7 +110,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What came of one problem."""
+    """The answer to one problem, and the rollouts it comes from."""
 
     answer: str | None
     votes: Counter[str]
@@ -122,7 +119,7 @@ class Solution:
 
 @dataclass(frozen=True, slots=True)
 class NanoATTS:
-    """The pair of models, the calibrator they share over all problems, and how answers are found."""
+    """The pair of models, the calibrator they share, and a way to find answers."""
 
     draft: Engine
     target: Engine
@@ -131,9 +128,7 @@ class NanoATTS:
     settings: Settings = Settings()
 
     async def solve_all(self, problems: Sequence[Problem], at_once: int = 64) -> list[Solution]:
-        """All rollouts of all problems side by side, `at_once` of them at any time; none waits for
-        a sibling.
-        """
+        """Solve all problems, `at_once` rollouts at any time; none waits for a sibling."""
         admission = anyio.CapacityLimiter(at_once)
         rollouts = [[Rollout(sample) for sample in range(self.settings.samples)] for _ in problems]
 
@@ -148,8 +143,9 @@ class NanoATTS:
         return [vote(siblings) for siblings in rollouts]
 
     async def run(self, problem: Problem, rollout: Rollout) -> None:
-        """Turn by turn: the draft proposes, the target scores, the calibrator decides, one of both
-        chunks stays.
+        """Take turns: the draft proposes, the target scores, the calibrator decides.
+
+        One of both chunks stays.
         """
         prompt = self.draft.tokenizer.render(
             [Message("system", self.settings.system), Message("user", problem.text)]
@@ -172,9 +168,7 @@ class NanoATTS:
     async def write(
         self, role: Role, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int
     ) -> Completion:
-        """One chunk after the rollout; its random numbers belong to its place, not to when it is
-        drawn.
-        """
+        """Write one chunk after the rollout, with random numbers that belong to its position."""
         settings = self.settings
         engine = self.draft if role == "draft" else self.target
         room = min(settings.chunk_tokens, settings.max_tokens - len(rollout.ids))
@@ -186,7 +180,7 @@ class NanoATTS:
     async def rejects(
         self, chunk: Completion, problem: Problem, rollout: Rollout, prompt: TokenIds, turn: int
     ) -> bool:
-        """The target's perplexity of the chunk, from one prefill, against all that was seen before."""
+        """Judge the target's perplexity of the chunk, from one prefill, against all seen before."""
         suffix = body(chunk, self.draft)
         if not suffix:
             return True  # nothing to score: the target has to say how it goes on
@@ -196,30 +190,32 @@ class NanoATTS:
         return self.calibrator.escalates(score, problem.id, turn, rollout.sample)
 
     def answer(self, text: str, last: Completion) -> str | None:
-        """The answer so far; where the text was cut at its token limit, only one that more digits
+        """Return the answer so far.
+
+        Where the text was cut at its token limit, only an answer counts that more digits
         would not change.
         """
-        found = self.extract(text)
-        if found is not None and last.ended == "length" and self.extract(text + "0") != found:
+        answer = self.extract(text)
+        if answer is not None and last.ended == "length" and self.extract(text + "0") != answer:
             return None
-        return found
+        return answer
 
 
 def body(chunk: Completion, engine: Engine) -> TokenIds:
-    """The ids without the end token."""
+    """Return the ids without the end token."""
     is_ended = chunk.ended == "end" and chunk.ids and chunk.ids[-1] in engine.spec.end_ids
     return chunk.ids[:-1] if is_ended else chunk.ids
 
 
 def vote(rollouts: Sequence[Rollout]) -> Solution:
-    """The majority answer; of equally frequent ones the first."""
+    """Return the majority answer; of equally frequent ones the first."""
     votes = Counter(rollout.answer for rollout in rollouts if rollout.answer is not None)
     winner = votes.most_common(1)[0][0] if votes else None
     return Solution(winner, votes, tuple(rollouts))
 
 
 async def main() -> None:
-    """Eight problems of the toy language; engines on real models work just the same."""
+    """Solve eight problems of the toy language; engines on real models work just the same."""
     from atts.testing import ScriptedEngine, toy_answer, toy_problems
 
     problems = toy_problems(8, seed=1)

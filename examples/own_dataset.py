@@ -1,11 +1,4 @@
-"""A dataset of one's own: a function that makes problems, or a file with a question and an answer a
-row.
-
-def problems() -> Sequence[Problem]
-atts eval mine.csv --column text=frage --column answer=loesung        # a file on the command line
-
-python examples/own_dataset.py
-"""
+"""Your own dataset: a function that makes problems, or a file with a question and an answer a row."""
 
 import csv
 import tempfile
@@ -17,8 +10,9 @@ from atts.evaluators import LoadOptions, load_dataset
 
 
 def sums(count: int) -> list[Problem]:
-    """Problems made by a program; `answer` is the reference, `level` and `subject` group the
-    report.
+    """Make problems by a program; `level` and `subject` group the report.
+
+    `answer` is the reference.
     """
     return [
         Problem(
@@ -33,7 +27,7 @@ def sums(count: int) -> list[Problem]:
 
 
 def from_file(path: Path) -> list[Problem]:
-    """Problems of a CSV file whose columns have names of their own."""
+    """Read problems from a CSV file whose columns have other names."""
     with path.open("w", newline="") as file:
         csv.writer(file).writerows(
             [("frage", "loesung"), ("Start at 8. -3, +5. What is the result?", "10.0")]
@@ -44,7 +38,7 @@ def from_file(path: Path) -> list[Problem]:
 
 
 def main() -> None:
-    """Both at once; answers are graded by mathematical equivalence."""
+    """Use both at once; answers are graded by mathematical equivalence."""
     with tempfile.TemporaryDirectory() as folder:
         problems = [*sums(4), *from_file(Path(folder) / "mine.csv")]
     result = atts.evaluate_sync(problems, atts.Setup(draft="scripted", target="scripted"))

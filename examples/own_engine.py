@@ -1,14 +1,4 @@
-"""An engine of one's own: anything with `spec`, `tokenizer`, `sample`, `score` and `stats`, opened
-by `async with`.
-
-    async def sample(self, request: SampleRequest) -> Completion
-    async def score(self, request: ScoreRequest) -> Scores
-
-`check_engine` asks for every promise of the protocol from outside. This one is around another
-engine and keeps its promises; docs/extending.md has one from scratch.
-
-    python examples/own_engine.py
-"""
+"""Your own engine: anything with `spec`, `tokenizer`, `sample`, `score` and `stats`."""
 
 import anyio
 
@@ -19,7 +9,7 @@ from atts.testing import ScriptedEngine, check_engine, toy_problems
 
 
 class CountingEngine(EngineAround):
-    """An engine around another one that adds up what it would cost; prices are per million tokens."""
+    """An engine around another one that adds up its costs, in prices per million tokens."""
 
     def __init__(self, engine: atts.Engine, written: float, read: float) -> None:
         super().__init__(engine, "own")
@@ -27,7 +17,7 @@ class CountingEngine(EngineAround):
         self.cost = 0.0
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Continue the ids; what was cached is not read again."""
+        """Continue the ids; cached tokens are not read again."""
         done = await super().sample(request)
         self.cost += (
             len(done.ids) * self.prices[0]
@@ -36,7 +26,7 @@ class CountingEngine(EngineAround):
         return done
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Log-probabilities of the suffix: reading only."""
+        """Return the log-probabilities of the suffix, which is only read."""
         done = await super().score(request)
         self.cost += (
             (len(request.prefix) + len(request.suffix) - done.cached_tokens) * self.prices[1] / 1e6
@@ -45,7 +35,7 @@ class CountingEngine(EngineAround):
 
 
 async def main() -> None:
-    """The conformance suite first, then a run that tells its price."""
+    """Run the conformance suite, then a run that prints its price."""
     report = await check_engine(lambda: CountingEngine(ScriptedEngine("target"), 8.0, 0.8))
     print(f"{len(report.results)} promises checked, {len(report.broken)} broken")
     draft = CountingEngine(ScriptedEngine("draft"), written=0.4, read=0.04)

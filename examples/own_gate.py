@@ -1,11 +1,4 @@
-"""A gate of one's own: it decides from numbers and never waits.
-
-`preview(features)` comes before the target has scored a chunk, `decide(features, score)` after, and
-`observe(decision, escalated)` says what was really done. This one asks for a score only where the
-draft was unsure.
-
-    python examples/own_gate.py
-"""
+"""Your own gate: it decides from numbers and never waits."""
 
 from dataclasses import dataclass
 
@@ -17,27 +10,27 @@ from atts.testing import toy_problems
 
 @dataclass(frozen=True, slots=True)
 class DoubtGate:
-    """Accepts what the draft was sure of unscored; hands over what the target, too, finds unlikely."""
+    """Accept what the draft was sure of unscored; escalate what the target finds unlikely too."""
 
     sure: float = -0.5  # mean log-probability of the chunk under the draft
     perplexity: float = 3.0  # under the target
 
     def preview(self, features: Features) -> Decision:
-        """Whether the chunk needs a score at all."""
+        """Return whether the chunk needs a score at all."""
         action: Action = "accept" if features.draft_logprob > self.sure else "verify"
         return features.decision(action)
 
     def decide(self, features: Features, score: float) -> Decision:
-        """What to do with a chunk of this score."""
+        """Decide about a chunk of this score."""
         action: Action = "accept" if score <= self.perplexity else "escalate"
         return features.decision(action, score=score)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
 
 def main() -> None:
-    """Eight toy problems under this gate."""
+    """Solve eight toy problems under this gate."""
     setup = atts.Setup(
         draft="scripted", target="scripted", gate=DoubtGate(), policy=atts.Policy(samples=4)
     )

@@ -1,12 +1,4 @@
-"""A score of one's own: one number in [1, inf] made of the target's log-probabilities of a chunk;
-higher is worse.
-
-A rule is a function `rule(logprobs, text) -> float`. As a `ScoreRule` with fields of its own it
-goes into the run's manifest, so that scores of different rules never meet. NaN means that there is
-no score, and the chunk is escalated.
-
-    python examples/own_score.py
-"""
+"""Your own score: one number made of the target's log-probabilities of a chunk; higher is worse."""
 
 import math
 from collections.abc import Sequence
@@ -24,13 +16,13 @@ class WorstShare(ScoreRule):
     share: float = 0.1
 
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
-        """The number for one chunk."""
+        """Return the number for one chunk."""
         worst = sorted(logprobs)[: max(1, round(self.share * len(logprobs)))]
         return math.exp(min(-math.fsum(worst) / len(worst), 700))
 
 
 def main() -> None:
-    """Eight toy problems, judged by their chunks' least likely tokens."""
+    """Solve eight toy problems, judged by their chunks' least likely tokens."""
     policy = atts.Policy(samples=4, score=WorstShare(share=0.2))
     result = atts.evaluate_sync(
         toy_problems(8), atts.Setup(draft="scripted", target="scripted", policy=policy)

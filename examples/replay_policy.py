@@ -1,10 +1,4 @@
-"""What would another rate have done? Recorded scores decide anew, without a model.
-
-Decisions that differ from the record lead where the record does not; they are counted as
-off-policy.
-
-    python examples/replay_policy.py
-"""
+"""Replay of a recorded run under other policies: recorded scores decide again, without a model."""
 
 import tempfile
 from pathlib import Path
@@ -22,10 +16,12 @@ def main() -> None:
         )
         atts.evaluate_sync(toy_problems(12), setup, directory=directory)
         for rate in (0.1, 0.2, 0.3, 0.4):
-            found = atts.replay(directory, rate=rate)
-            share = sum(decision.off_policy for decision in found.decisions) / len(found.decisions)
+            result = atts.replay(directory, rate=rate)
+            share = sum(decision.off_policy for decision in result.decisions) / len(
+                result.decisions
+            )
             print(
-                f"rate {rate}: realised {found.replayed.rate}, {share:.0%} of decisions off-policy"
+                f"rate {rate}: realised {result.replayed.rate}, {share:.0%} of decisions off-policy"
             )
         print(f"two rollouts: {atts.replay(directory, samples=2).replayed.accuracy} right")
 

@@ -15,7 +15,7 @@ from atts.testing import DialectServer, ScriptedEngine, ToyTokenizer, toy_proble
 
 
 def evaluate(draft: str | atts.Engine, target: str | atts.Engine) -> None:
-    """Eight problems; lost requests are asked again, and a directory would make the run resumable."""
+    """Solve eight problems; lost requests are asked again, and a directory makes runs resumable."""
     setup = atts.Setup(draft=draft, target=target, rate=0.2, policy=atts.Policy(samples=4))
     result = atts.evaluate_sync(toy_problems(8), setup)
     right = sum(line.verdict == "correct" for line in result.problems)
@@ -26,7 +26,7 @@ def evaluate(draft: str | atts.Engine, target: str | atts.Engine) -> None:
 
 
 def main(urls: list[str]) -> None:
-    """On the given servers, or on toy models behind real HTTP."""
+    """Run on the given servers, or on toy models behind real HTTP."""
     if urls:
         evaluate(*urls)
         return

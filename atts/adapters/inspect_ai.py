@@ -24,12 +24,12 @@ from atts.errors import UsageError
 
 @modelapi(name="atts")
 class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """`inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8`: one generation is one
-    problem solved.
+    """Solve one problem for each generation of the harness.
 
-    Model arguments are the names of `atts config show`, and `reply` ("text" or "answer"). Of a
-    generation's own settings the temperature (above 0) and the token limit of a rollout are heeded;
-    tools are refused.
+    `inspect eval task.py --model atts/embedded -M rate=0.2 -M samples=8` opens it. Model
+    arguments are the names of `atts config show`, and `reply` ("text" or "answer"). Of a
+    generation's own settings the temperature (above 0) and the token limit of a rollout are
+    heeded; tools are refused.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
     async def generate(
         self, input: Sequence[Any], tools: Sequence[Any], tool_choice: Any, config: Any
     ) -> Any:
-        """Solve what the conversation asks; the facts of it are the output's metadata.
+        """Solve what the conversation asks; facts about it are the output's metadata.
 
         :raises UsageError: tools were offered, or several choices wanted.
         :raises EngineError: an engine cannot be opened, is lost, or failed.
@@ -68,18 +68,17 @@ class ATTSModelAPI(ModelAPI):  # type: ignore[misc]  # the harness is not instal
         await self._session.aclose()
 
     def connection_key(self) -> str:
-        """Models of different setups do not share a limit."""
+        """Return a key by which models of different setups share no limit."""
         return f"atts/{self.model_name}"
 
     def max_connections(self) -> int:
-        """How many problems are solved at once unless told; their rollouts share the engines."""
+        """Return how many problems are solved at once by default; their rollouts share engines."""
         return 16
 
 
 @solver  # type: ignore[untyped-decorator]
 def atts_solver(model: str = "embedded", **options: Any) -> Any:
-    """A solver that answers with this project whatever model the task has; options as the
-    provider's.
+    """Answer with this project whatever model the task has; options are the provider's.
 
     What happened is in the sample's metadata under "atts".
     """

@@ -36,12 +36,12 @@ T = TypeVar("T")
 
 @register_model("atts")
 class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where types are checked
-    """`lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8`: a generation is
-    one problem solved.
+    """Solve one problem for each generation of the harness.
 
-    Arguments are the names of `atts config show`; `reply` ("text" or "answer"); `directory`, where
-    runs are kept and resumed. Of a task's generation settings `until` and `max_gen_toks` are
-    heeded: sampling is the policy's own. Log-likelihoods are the target's.
+    `lm_eval --model atts --model_args pretrained=embedded,rate=0.2,samples=8` opens it.
+    Arguments are the names of `atts config show`; `reply` ("text" or "answer"); `directory`,
+    where runs are kept and resumed. Of a task's generation settings `until` and `max_gen_toks`
+    are heeded: sampling is the policy's own. Log-likelihoods are the target's.
     """
 
     def __init__(
@@ -54,9 +54,7 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         device: Any = None,
         **options: Any,
     ) -> None:
-        """`batch_size`, `max_batch_size` and `device` are what the harness always says; engines
-        batch by themselves.
-        """
+        """Ignore `batch_size`, `max_batch_size` and `device`: engines batch by themselves."""
         super().__init__()
         self._setup = setup_of(pretrained, options)
         self._name = pretrained
@@ -66,13 +64,16 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness keys its request cache by."""
+        """Return the key of the harness's request cache."""
         return f"atts/{self._name}"
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation as one question: the pipeline renders each model's own template."""
+        """Return the conversation as one question.
+
+        The pipeline renders each model's own template.
+        """
         system, question = question_of([(row["role"], row["content"]) for row in chat_history])
         return "\n\n".join(part for part in (system, question) if part)
 
@@ -95,9 +96,7 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """The target's log-probability of each continuation, and whether it is what the target
-        would write greedily.
-        """
+        """Return each continuation's log-probability under the target, and whether it is greedy."""
         return anyio.run(
             self._scored, [partial(_likelihood, *request.args) for request in requests]
         )
@@ -105,9 +104,7 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The target's log-probability of each text from its beginning, in windows of the target's
-        context.
-        """
+        """Return each text's log-probability under the target, in windows of its context."""
         return anyio.run(self._scored, [partial(_rolling, request.args[0]) for request in requests])
 
     async def _solve(self, questions: Sequence[str], limit: int | None) -> list[Reply]:
@@ -115,10 +112,10 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         most = None if limit is None else min(limit, self._setup.run_policy.bounds().max_tokens)
         policy = replace(self._setup.policy, **policy_changes(self._setup.policy, "", None, most))
         problems = [Problem(f"request-{number}", text) for number, text in enumerate(questions)]
-        place = (
+        directory = (
             None if self._directory is None else Path(self._directory) / f"generate-{self._calls}"
         )
-        result = await evaluate(problems, replace(self._setup, policy=policy), directory=place)
+        result = await evaluate(problems, replace(self._setup, policy=policy), directory=directory)
         replies = {
             outcome.problem.id: Reply.of(outcome, self._reply) for outcome in result.outcomes()
         }
@@ -158,7 +155,7 @@ async def _rolling(text: str, target: Engine) -> float:
 
 
 def _split(context: str, continuation: str, target: Engine) -> tuple[TokenIds, TokenIds]:
-    """Ids of both together, cut where a token may first hold something of the continuation.
+    """Return the ids of both, cut where a token may first hold something of the continuation.
 
     A token that spans the seam belongs to the continuation: its beginning is the same for every
     continuation.
@@ -180,7 +177,7 @@ def _cut(text: str, until: str | Sequence[str] | None) -> str:
 
 
 def main() -> None:
-    """`python -m atts.adapters.lm_eval ...` is `lm_eval ...` with the model `atts` known to it."""
+    """Run `lm_eval ...` with the model `atts` known to it."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

@@ -1,6 +1,4 @@
-"""Conversion between harnesses and `atts`: conversations to questions, outcomes to replies, options
-by their names.
-"""
+"""Conversion between harnesses and `atts`: conversations to questions, and outcomes to replies."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ ReplyKind = Literal["text", "answer"]
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of one question."""
+    """The reply to one question."""
 
     text: str
     answer: str | None
@@ -30,7 +28,7 @@ class Reply:
 
     @classmethod
     def of(cls, outcome: Outcome, kind: ReplyKind = "text") -> Reply:
-        """From an outcome.
+        """Make the reply from an outcome.
 
         :raises EngineError: it or a rollout of it failed; the answer without would be counted as
             the model's.
@@ -45,7 +43,7 @@ class Reply:
 
 
 def reply_kind(word: str) -> ReplyKind:
-    """The kind of reply that a harness was asked for.
+    """Return the kind of reply that a harness was asked for.
 
     :raises OptionError: an unknown one.
     """
@@ -57,8 +55,7 @@ def reply_kind(word: str) -> ReplyKind:
 
 
 def setup_of(model: str, options: Mapping[str, object]) -> Setup:
-    """The setup of a harness's model name and options: the names of the configuration, as on our
-    own command line.
+    """Return the setup of a harness's model name and options, named as on the command line.
 
     `model` names both engines ("embedded", "scripted") unless `draft` and `target` are given; then
     it is a label.
@@ -79,8 +76,9 @@ def setup_of(model: str, options: Mapping[str, object]) -> Setup:
 
 
 def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """A conversation of (role, text) as a system prompt ("" for ours) and one question; earlier
-    turns are quoted in it.
+    """Return a conversation of (role, text) as a system prompt and one question.
+
+    The prompt is "" where ours is meant; earlier turns are quoted in the question.
 
     >>> question_of([("system", "Be brief."), ("user", "1 + 1?")])
     ('Be brief.', '1 + 1?')
@@ -90,18 +88,18 @@ def question_of(turns: Sequence[tuple[str, str]]) -> tuple[str, str]:
     :raises UsageError: the conversation holds no question.
     """
     system = "\n\n".join(text for role, text in turns if role == "system")
-    said = [(role, text) for role, text in turns if role != "system"]
-    if not said:
+    spoken = [(role, text) for role, text in turns if role != "system"]
+    if not spoken:
         raise UsageError("a conversation without a question cannot be answered")
-    if len(said) == 1:
-        return system, said[0][1]
-    return system, "\n\n".join(f"{role.capitalize()}: {text}" for role, text in said)
+    if len(spoken) == 1:
+        return system, spoken[0][1]
+    return system, "\n\n".join(f"{role.capitalize()}: {text}" for role, text in spoken)
 
 
 def policy_changes(
     base: Policy, system: str, temperature: float | None, max_tokens: int | None
 ) -> dict[str, Any]:
-    """What a harness's own words change in a policy; None and "" change nothing.
+    """Return what a harness's settings change in a policy; None and "" change nothing.
 
     A temperature of 0 is what harnesses send by default, and would make all rollouts alike: it
     changes nothing either.
@@ -117,13 +115,13 @@ def policy_changes(
 
 
 def _speaker(outcome: Outcome) -> Rollout:
-    """The first rollout that gave the answer, else the first that got anywhere."""
-    said = [
+    """Return the first rollout that gave the answer, else the first that got anywhere."""
+    agreeing = [
         line
         for line in outcome.rollouts
         if line.answer is not None and line.answer == outcome.answer
     ]
-    return [*said, *sorted(outcome.rollouts, key=lambda line: not line.turns)][0]
+    return [*agreeing, *sorted(outcome.rollouts, key=lambda line: not line.turns)][0]
 
 
 def _facts(outcome: Outcome) -> dict[str, Any]:

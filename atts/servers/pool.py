@@ -47,7 +47,7 @@ class Replica(Engine, Protocol):
     """An engine that can be lost and found again."""
 
     async def recheck(self) -> None:
-        """Open it if it never was, or see that it is still who it was.
+        """Open it if it never was, or see that it is still the engine that was opened.
 
         :raises EngineUnavailable: it cannot be reached.
         :raises EngineError: it is another.
@@ -57,7 +57,7 @@ class Replica(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """What one replica has done and has to do."""
+    """The work of one replica: done, failed and under way."""
 
     name: str
     state: State
@@ -73,7 +73,7 @@ Prefer = Callable[[Sequence[ReplicaLoad], SampleRequest | ScoreRequest], int]
 
 @dataclass(slots=True)
 class _Member:
-    """One replica and what is known of its health."""
+    """One replica, and the state of its health."""
 
     name: str
     engine: Replica
@@ -89,7 +89,7 @@ class _Member:
 
     @property
     def load(self) -> ReplicaLoad:
-        """What it has done and has to do."""
+        """Return its work as a value for others."""
         return ReplicaLoad(
             self.name, self.state, self.in_flight, self.requests, self.failures, self.reason
         )
@@ -126,23 +126,26 @@ class ReplicaPool:
 
     @property
     def spec(self) -> EngineSpec:
-        """The replicas', which are alike."""
+        """Return the spec of the replicas, which are alike."""
         return self._one().spec
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The replicas'."""
+        """Return the tokenizer of the replicas."""
         return self._one().tokenizer
 
     def stats(self) -> EngineStats:
-        """The sums over the replicas; a request that was asked again elsewhere counts at each."""
+        """Return the sums over the replicas.
+
+        A request that was asked again elsewhere counts at each.
+        """
         each = [member.engine.stats() for member in self._members]
         return EngineStats(
             *(sum(getattr(stats, field.name) for stats in each) for field in fields(EngineStats))
         )
 
     def load(self) -> tuple[ReplicaLoad, ...]:
-        """Per-replica load, in the order given."""
+        """Return the work of each replica, in the order given."""
         return tuple(member.load for member in self._members)
 
     async def sample(self, request: SampleRequest) -> Completion:
@@ -206,7 +209,7 @@ class ReplicaPool:
     async def _anywhere(
         self, request: SampleRequest | ScoreRequest, call: Callable[[Engine], Awaitable[T]]
     ) -> T:
-        """Ask the best replica, then, if it is lost, each of the others once."""
+        """Ask the best replica, then, while replicas are lost, each of the others once."""
         if self._state != "open":
             raise not_open(self._name, self._state)
         tried: set[str] = set()
@@ -249,8 +252,7 @@ class ReplicaPool:
         return answer
 
     async def _suspect(self, member: _Member, error: EngineError) -> None:
-        """A refusal may be about the request, or the replica is another now: then the request goes
-        elsewhere.
+        """Check a replica that refused a request, which may be another engine now.
 
         :raises EngineUnavailable: the replica is no longer the one that was opened.
         """
@@ -261,7 +263,7 @@ class ReplicaPool:
             ) from error
 
     def _fail(self, member: _Member, error: EngineError) -> None:
-        """Leave it alone for a while, longer each time."""
+        """Leave a replica alone for a while, longer each time."""
         member.failures += 1
         member.reason = str(error)
         if member.state == "up":
@@ -275,8 +277,9 @@ class ReplicaPool:
             member.state, member.retry_at = "down", self._clock() + wait
 
     async def _pick(self, request: SampleRequest | ScoreRequest, tried: set[str]) -> _Member | None:
-        """The replica for this request; one that may be up again is checked on the way. None: there
-        is none.
+        """Return the replica for this request, or None if there is none.
+
+        One that may be up again is checked on the way.
         """
         for member in self._members:
             if self._is_due(member) and member.name not in tried:
@@ -335,12 +338,15 @@ class ReplicaPool:
 
 
 def _weight(name: str, rollout: str) -> bytes:
-    """Rendezvous hashing: when a replica goes, only its rollouts move."""
+    """Return the weight of a replica for a rollout (rendezvous hashing).
+
+    When a replica is lost, only its rollouts move.
+    """
     return blake2b(f"{name}\x1f{rollout}".encode(), digest_size=8).digest()
 
 
 def require_alike(name: str, ours: EngineSpec, theirs: EngineSpec, advice: str) -> None:
-    """Results of several engines are mixed: they must be comparable.
+    """Refuse engines whose results must not be mixed.
 
     :raises FingerprintError: they are not.
     """

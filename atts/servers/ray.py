@@ -35,7 +35,7 @@ _PATIENCE = 2.0  # for a replacement that is starting: requests go elsewhere mea
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """How many actors, what each is given, and where.
+    """The number of actors, their resources, and their cluster.
 
     `address` is a cluster's ("auto": the one that is running here; "": that, or a new one in this
     machine). At most `in_flight` requests are at an actor at once; more wait here, where they can
@@ -91,7 +91,7 @@ class RayEngine(ReplicaPool):
 
     @property
     def actors(self) -> tuple[ActorReplica, ...]:
-        """The replicas, one per actor."""
+        """Return the replicas, one per actor."""
         return tuple(self._actors)
 
     async def __aenter__(self) -> Self:
@@ -131,7 +131,7 @@ class RayEngine(ReplicaPool):
 
 
 def _join(name: str, address: str) -> Literal["leave it", "end it"]:
-    """Connect to the cluster, or start one here; says what is to become of it afterwards."""
+    """Connect to the cluster, or start one here; return what is to become of it afterwards."""
     if _ray().is_initialized():
         return "leave it"
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
@@ -164,8 +164,9 @@ def _begin(name: str, quiet: dict[str, Any]) -> None:
 
 
 class ActorReplica(BaseEngine):
-    """An `atts.servers.Replica` whose engine lives in an actor; `recheck` opens it, and starts
-    another when it died.
+    """An `atts.servers.Replica` whose engine lives in an actor.
+
+    `recheck` opens it, and starts another actor when it died.
     """
 
     def __init__(self, make: Callable[[], Engine], name: str, options: RayOptions) -> None:
@@ -178,11 +179,14 @@ class ActorReplica(BaseEngine):
 
     @property
     def handle(self) -> Any:
-        """Ray's own handle of the actor, such as `ray.kill` takes; None before it was started."""
+        """Return Ray's handle of the actor, such as `ray.kill` takes; None before its start."""
         return self._handle
 
     def start(self) -> None:
-        """Have the actor made, without waiting; a cluster without room makes it when there is some."""
+        """Have the actor made, without waiting.
+
+        A cluster without room makes it when there is some.
+        """
         options = self._options
         limits = {
             "num_cpus": options.cpus,
@@ -225,7 +229,7 @@ class ActorReplica(BaseEngine):
         return False
 
     async def open(self) -> None:
-        """As `recheck`."""
+        """Open it; see `recheck`."""
         await self.recheck()
 
     async def _close(self) -> None:
@@ -289,15 +293,16 @@ class ActorReplica(BaseEngine):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An error on its way between processes: errors with arguments of their own do not survive
-    pickling.
+    """An error on its way between processes.
+
+    Errors with arguments of their own do not survive pickling.
     """
 
     kind: type[ATTSError]
     words: str
 
     def error(self, engine: str) -> ATTSError:
-        """The error again, with the words it had."""
+        """Return the error again, with the text it had."""
         made = self.kind.__new__(self.kind, self.words)
         if isinstance(made, EngineError):
             made.engine = engine
@@ -307,8 +312,9 @@ class Failure:
 
 
 class Host:
-    """What runs in the actor. One task opens and closes the engine: it may hold a task group open
-    in between.
+    """The object that runs in the actor.
+
+    One task opens and closes the engine, which may hold a task group open in between.
     """
 
     def __init__(self, make: Callable[[], Engine]) -> None:
@@ -321,8 +327,9 @@ class Host:
         self._again: asyncio.Task[Failure | None] | None = None
 
     async def open(self) -> tuple[EngineSpec, Tokenizer] | Failure:
-        """Open the engine, unless it is, anew where its loop has ended; what it is, or why it could
-        not be opened.
+        """Open the engine, unless it is open; return its spec, or why it could not be opened.
+
+        A model of this process whose loop has ended is started again.
         """
         if self._life is None:
             self._life = asyncio.create_task(self._live())
@@ -335,11 +342,11 @@ class Host:
         return failure or (self._engine.spec, self._engine.tokenizer)
 
     async def sample(self, request: SampleRequest) -> Completion | Failure:
-        """A completion, or why there is none."""
+        """Return a completion, or why there is none."""
         return await self._ask(lambda engine: engine.sample(request))
 
     async def score(self, request: ScoreRequest) -> Scores | Failure:
-        """Scores, or why there are none."""
+        """Return scores, or why there are none."""
         return await self._ask(lambda engine: engine.score(request))
 
     async def close(self) -> None:
@@ -379,8 +386,9 @@ class Host:
 
 
 async def _result(reference: Any) -> Any:
-    """The value of a reference, awaited on asyncio and trio; given up, the work behind it is
-    cancelled.
+    """Return the value of a reference, on asyncio and trio.
+
+    A caller that gives up cancels the work behind it.
     """
     arrived = anyio.Event()
     hand_over = soon()
@@ -395,7 +403,7 @@ async def _result(reference: Any) -> Any:
 
 
 def _ray(module: str = "") -> Any:
-    """Ray, an extra that is imported where it is used; `RayEngine` says how to install it."""
+    """Import Ray, an extra, where it is used; `RayEngine` says how to install it."""
     return importlib.import_module(f"ray{module}")
 
 

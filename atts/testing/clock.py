@@ -1,11 +1,4 @@
-"""Virtual time: async code that sleeps for hours is run in milliseconds, in the order it would
-really have had.
-
-Time stands still while anything can run. When every task waits, it jumps to the next timer. While
-worker threads are outstanding it passes really instead: their results are waited for, and no timer
-overtakes them that would not have. Real sockets and subprocesses are polled before each jump, not
-waited for; tests that have them give `patience_seconds`.
-"""
+"""Virtual time, in which code that sleeps for hours runs in milliseconds and in the same order."""
 
 from __future__ import annotations
 
@@ -51,13 +44,17 @@ def run_virtual(
 
 
 def virtual_options(backend: Backend, patience_seconds: float = 0.0) -> dict[str, Any]:
-    """The `backend_options` that make `anyio.run`, or an anyio test runner, use virtual time; for
-    one run only.
-    """
+    """Return the `backend_options` that give one `anyio.run` or test runner virtual time."""
     if backend == "asyncio":
         return {"use_uvloop": False, "loop_factory": lambda: VirtualLoop(patience_seconds)}
     clock = TrioClock(patience_seconds)
     return {"clock": clock, "instruments": [clock]}
+
+
+# Time stands still while anything can run. When every task waits, it jumps to the next timer. While
+# worker threads are outstanding it passes really instead: their results are waited for, and no timer
+# overtakes them that would not have. Real sockets and subprocesses are polled before each jump, not
+# waited for; tests that have them give `patience_seconds`.
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -69,20 +66,20 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._virtual)
 
     def time(self) -> float:
-        """Seconds since the loop was made, virtual."""
+        """Return the virtual seconds since the loop was made."""
         return self._virtual.now
 
     def run_in_executor(  # type: ignore[override]  # the stub's variadic form cannot be restated
         self, executor: Executor | None, func: Callable[..., Any], *args: Any
     ) -> asyncio.Future[Any]:
-        """As the base class does, remembering that a thread is at work."""
+        """Run a function in a thread as the base class does, and remember that one is at work."""
         future: asyncio.Future[Any] = super().run_in_executor(executor, func, *args)
         self._executing.add(future)
         future.add_done_callback(self._executing.discard)
         return future
 
     def has_threads(self) -> bool:
-        """Whether a worker thread still owes this loop a result."""
+        """Return whether the result of a worker thread is still outstanding."""
         return bool(self._executing) or any(_owes(thread, self) for thread in threading.enumerate())
 
 
@@ -96,7 +93,7 @@ def _owes(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> bool:
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of sleeping until a timer, moves `now` there."""
+    """A selector that moves `now` to the next timer instead of sleeping until it."""
 
     def __init__(self, patience_seconds: float, has_threads: Callable[[], bool]) -> None:
         super().__init__()
@@ -128,18 +125,18 @@ class TrioClock:
         self._jump_at: float | None = None
 
     def start_clock(self) -> None:
-        """Nothing to start."""
+        """Start nothing: time begins at 0."""
 
     def current_time(self) -> float:
-        """Seconds since the run began, virtual."""
+        """Return the virtual seconds since the run began."""
         return self._now
 
     def before_task_step(self, task: object) -> None:
-        """A task runs: whatever wait was under way is over."""
+        """Note that a task runs: the wait under way is over."""
         self._jump_at = None
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """How long to wait for events, really; trio asks whenever no task can run."""
+        """Return how many real seconds to wait for events; trio asks whenever no task can run."""
         virtual = deadline - self._now
         if virtual <= 0 or virtual == math.inf:
             return max(0.0, virtual)

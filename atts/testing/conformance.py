@@ -1,6 +1,4 @@
-"""The engine conformance suite: `check_engine` runs every check on a live engine and reports what
-became of each.
-"""
+"""The engine conformance suite: `check_engine` runs every check on a live engine and reports on each."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ DEFAULTS = CheckOptions()
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What became of one check."""
+    """The result of one check."""
 
     check: str
     status: Literal["kept", "broken", "skipped"]
@@ -40,18 +38,18 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """What became of every check, in order; prints as a list."""
+    """The results of all checks, in order; prints as a list."""
 
     engine: str
     results: tuple[CheckResult, ...]
 
     @property
     def broken(self) -> tuple[CheckResult, ...]:
-        """The promises that were not kept."""
+        """Return the promises that were not kept."""
         return tuple(result for result in self.results if result.status == "broken")
 
     def listed(self, results: Iterable[CheckResult]) -> str:
-        """Some of the results under a headline."""
+        """Return some of the results as text, under a headline."""
         headline = (
             f"engine {self.engine}: {len(self.broken)} of {len(self.results)} promises broken"
         )
@@ -67,8 +65,9 @@ async def check_engine(
     options: CheckOptions = DEFAULTS,
     broken: Literal["raise", "report"] = "raise",
 ) -> ConformanceReport:
-    """Check every promise of `atts.engine.Engine` on a live engine; one that cannot even be opened
-    is reported as well.
+    """Check every promise of `atts.engine.Engine` on a live engine.
+
+    An engine that cannot even be opened is reported as well.
 
     Best given a function that makes a new, unopened engine each time it is called: then closing and
     isolation are checked too, and an engine that broke a promise is replaced. An engine that is

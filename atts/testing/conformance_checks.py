@@ -26,17 +26,18 @@ LOOSE = Sampling(temperature=1.5)  # so that even a sure model has something to 
 
 
 class Broken(Exception):
-    """A promise the engine did not keep; the message is a line of the report."""
+    """A promise was not kept; the message is a line of the report."""
 
 
 class NotApplicable(Exception):
-    """A check that cannot be made of this engine; the message says why."""
+    """A check cannot be made of this engine; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """How thorough and how patient a conformance check is; the defaults suit some thousand tokens a
-    second.
+    """The thoroughness and the patience of a conformance check.
+
+    The defaults suit engines of some thousand tokens a second.
 
     `tolerance` is in nats per token, between a token's log-prob when sampled and when scored; `tie`
     how close two best tokens may be before either counts as greedy. `tokens` bounds ordinary
@@ -77,8 +78,9 @@ OPENING = "opening"
 
 
 def check(*needs: Need) -> Callable[[Check], Check]:
-    """Register a function as the check of its name; it is left out where the engine lacks what it
-    needs.
+    """Register a function as the check of its name.
+
+    It is left out where the engine lacks what the check needs.
     """
 
     def register(function: Check) -> Check:
@@ -94,7 +96,7 @@ def check(*needs: Need) -> Callable[[Check], Check]:
 
 
 class Probe:
-    """An open engine and the requests its checks make."""
+    """An open engine, and the requests that its checks make."""
 
     def __init__(
         self, engine: Engine, options: CheckOptions, factory: Callable[[], Engine] | None = None
@@ -105,26 +107,27 @@ class Probe:
 
     @cached_property
     def prompts(self) -> tuple[TokenIds, ...]:
-        """The questions as the engine's tokenizer renders them."""
+        """Return the questions as the engine's tokenizer renders them."""
         return tuple(
             self.engine.tokenizer.render([Message("user", text)]) for text in self.options.questions
         )
 
     @property
     def prompt(self) -> TokenIds:
-        """The first of the prompts."""
+        """Return the first of the prompts."""
         return self.prompts[0]
 
     def request(self, prompt: int = 0, seed: int = 0, sampling: Sampling = PLAIN) -> SampleRequest:
-        """A request whose answer can be asked for again: a greedy one where seeds are not
-        reproduced.
+        """Return a request whose answer can be asked for again.
+
+        It is a greedy one where seeds are not reproduced.
         """
         name = Seed(run=20_250_918, problem=f"check {prompt}", sample=seed)
         sampling = sampling if self.options.seeding == "exact" else GREEDY
         return SampleRequest(self.prompts[prompt], self.options.tokens, sampling, name)
 
     def requests(self, seeds: int, sampling: Sampling = PLAIN) -> list[SampleRequest]:
-        """Several seeds for every prompt."""
+        """Return requests with several seeds for every prompt."""
         return [
             self.request(p, seed, sampling)
             for p in range(len(self.prompts))
@@ -132,18 +135,18 @@ class Probe:
         ]
 
     def long(self, request: SampleRequest) -> SampleRequest:
-        """The same request, as long as the options and the context allow."""
+        """Return the same request, as long as the options and the context allow."""
         room = self.engine.spec.context_length - len(request.ids)
         return replace(request, max_tokens=min(self.options.long_tokens, room))
 
     async def sample_all(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """All at once, in the order given."""
+        """Sample all requests at once; return the completions in the order given."""
         return await collect([partial(self.engine.sample, request) for request in requests])
 
     async def score(
         self, prefix: TokenIds, suffix: TokenIds, rollout: str = ""
     ) -> tuple[float, ...]:
-        """Log-probabilities, made sure to be one per token and possible."""
+        """Return log-probabilities, after checking that they are one per token and possible."""
         logprobs = (await self.engine.score(ScoreRequest(prefix, suffix, rollout))).logprobs
         require(
             len(logprobs) == len(suffix),
@@ -154,12 +157,12 @@ class Probe:
         return logprobs
 
     def new_engine(self) -> Engine:
-        """A second engine, not open yet, for checks that need a factory."""
+        """Return a second engine, not open yet, for checks that need a factory."""
         assert self.factory is not None, "the check says that it needs a factory"
         return self.factory()
 
     def can(self, capability: Capability) -> bool:
-        """Whether the engine says that it has this capability."""
+        """Return whether the engine says that it has this capability."""
         return capability in self.engine.spec.capabilities
 
     def need(self, *needs: Need) -> None:
@@ -175,7 +178,7 @@ class Probe:
             )
 
     def require_close(self, what: str, ours: Iterable[float], theirs: Iterable[float]) -> None:
-        """Two series of log-probabilities agree position by position."""
+        """Fail the check unless two series of log-probabilities agree position by position."""
         for position, (left, right) in enumerate(zip(ours, theirs, strict=True)):
             close = abs(left - right) <= self.options.tolerance
             require(
@@ -187,8 +190,9 @@ class Probe:
     async def require_same(
         self, what: str, request: SampleRequest, ours: TokenIds, theirs: TokenIds
     ) -> None:
-        """Two answers to a request are the same tokens; greedy ones, up to the first tie between
-        best tokens.
+        """Fail the check unless two answers to a request are the same tokens.
+
+        Greedy answers are compared up to the first tie between best tokens.
         """
         if ours == theirs:
             return
@@ -217,7 +221,7 @@ def fail(message: str) -> NoReturn:
 async def refused(
     what: str, error: type[Exception], call: Callable[[], Awaitable[_Result]]
 ) -> None:
-    """A call must raise this error and no other."""
+    """Fail the check unless a call raises this error and no other."""
     try:
         result = await call()
     except error:
@@ -230,13 +234,13 @@ async def refused(
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading ids two sequences share."""
+    """Return how many leading ids two sequences share."""
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def tail(ids: TokenIds, start: int) -> str:
-    """A few ids from a place on, for messages."""
+    """Return a few ids from a position on, for messages."""
     more = ", ..." if len(ids) > start + 4 else ""
     return f"[{', '.join(str(index) for index in ids[start : start + 4])}{more}]"
 
@@ -257,8 +261,8 @@ _ASKED = {
 @check()
 async def check_opening(probe: Probe) -> None:
     """It opens and closes, and it and its tokenizer have everything that is asked of them."""
-    for whose, found in (("engine", probe.engine), ("tokenizer", probe.engine.tokenizer)):
-        missing = [name for name in _ASKED[whose] if not hasattr(found, name)]
+    for whose, part in (("engine", probe.engine), ("tokenizer", probe.engine.tokenizer)):
+        missing = [name for name in _ASKED[whose] if not hasattr(part, name)]
         require(
             not missing,
             f"the {whose} lacks {', '.join(missing)}: see `atts.engine.{whose.capitalize()}`",
@@ -308,16 +312,14 @@ async def check_tokenizer(probe: Probe) -> None:
 
 @check("sample")
 async def check_ids(probe: Probe) -> None:
-    """A completion holds known ids, their exact text (spaces at its ends too), and a log-prob for
-    each or none.
-    """
+    """A completion holds known ids, their exact text, and a log-prob for each or none."""
     for request in probe.requests(1):
         written = await probe.engine.sample(request)
         _require_sound(probe, written)
-        places = range(0, len(written.ids) - 1, 3)
+        positions = range(0, len(written.ids) - 1, 3)
         later = [
             replace(request, ids=request.ids + written.ids[:n], max_tokens=1 + n % 4)
-            for n in places
+            for n in positions
         ]
         for completion in await probe.sample_all(later):
             _require_sound(probe, completion)
@@ -342,9 +344,7 @@ def _require_sound(probe: Probe, completion: Completion) -> None:
 
 @check("sample")
 async def check_length(probe: Probe) -> None:
-    """A token limit is kept exactly, and "length" is said when and only when it was what stopped
-    the model.
-    """
+    """A token limit is kept exactly; the end is "length" only where it stopped the model."""
     for limit in (1, 2, 5):
         for completion in await probe.sample_all(
             [replace(r, max_tokens=limit) for r in probe.requests(2)]
@@ -362,28 +362,29 @@ async def check_length(probe: Probe) -> None:
 @check("sample")
 async def check_stop(probe: Probe) -> None:
     """A stop string ends the text at the token that completes it, even where it crosses tokens."""
-    places = 0
+    stops = 0
     for request in (probe.request(0, 0, GREEDY), *probe.requests(1), *probe.requests(1, LOOSE)):
         free = await probe.engine.sample(request)
         for what, stop, count in _stops(probe, free.ids):
-            places += 1
+            stops += 1
             cut = await probe.engine.sample(replace(request, stop=(stop,)))
-            said = f"{what} stop {stop!r} ({len(cut.ids)} tokens came, expected {count})"
-            await probe.require_same(said, request, cut.ids, free.ids[:count])
+            what_differs = f"{what} stop {stop!r} ({len(cut.ids)} tokens came, expected {count})"
+            await probe.require_same(what_differs, request, cut.ids, free.ids[:count])
             require(
                 cut.ended == "delimiter",
                 f"{what} stop {stop!r}: ended by {cut.ended!r}, not delimiter",
             )
             _require_sound(probe, cut)
-    if not places:
+    if not stops:
         raise NotApplicable("no text with a place for a stop string came")
 
 
 def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
-    """Stop strings, and how many tokens they must leave: one across two tokens, one that begins a
-    longer token.
+    """Return stop strings with the number of tokens that each must leave.
+
+    One goes across two tokens, one begins a longer token.
     """
-    found: dict[str, tuple[str, int]] = {}
+    stops: dict[str, tuple[str, int]] = {}
     before = ""
     for count in range(1, len(ids) + 1):
         text = probe.engine.tokenizer.decode(ids[:count])
@@ -392,11 +393,11 @@ def _stops(probe: Probe, ids: TokenIds) -> list[tuple[str, str, int]]:
             crossing = before[-1:] + new[0]
             leading = new[0]
             if before and crossing not in before:
-                found.setdefault("crossing", (crossing, count))
+                stops.setdefault("crossing", (crossing, count))
             if len(new) > 1 and leading not in before:
-                found["inner"] = (leading, count)
+                stops["inner"] = (leading, count)
         before = text
-    return [(what, stop, count) for what, (stop, count) in found.items()]
+    return [(what, stop, count) for what, (stop, count) in stops.items()]
 
 
 @check("sample")
@@ -409,8 +410,8 @@ async def check_stop_ids(probe: Probe) -> None:
             continue
         cut = await probe.engine.sample(replace(request, stop_ids=(stop,)))
         expected = free.ids[: free.ids.index(stop) + 1]
-        said = f"stop id {stop} ({len(cut.ids)} tokens came, expected {len(expected)})"
-        await probe.require_same(said, request, cut.ids, expected)
+        what = f"stop id {stop} ({len(cut.ids)} tokens came, expected {len(expected)})"
+        await probe.require_same(what, request, cut.ids, expected)
         require(cut.ended == "delimiter", f"stop id {stop}: ended by {cut.ended!r}, not delimiter")
 
 
@@ -438,9 +439,7 @@ async def check_end(probe: Probe) -> None:
 
 @check("sample", "score")
 async def check_alignment(probe: Probe) -> None:
-    """Scoring what was sampled gives the log-probs it was sampled with, whole or in parts, whatever
-    the temperature.
-    """
+    """Scoring a sampled text gives the log-probs it was sampled with, whole or in parts."""
     settings = (Sampling(), Sampling(temperature=0.7, top_p=0.9), GREEDY)
     for request in [
         replace(r, sampling=sampling) for sampling in settings for r in probe.requests(1)
@@ -458,20 +457,20 @@ async def check_alignment(probe: Probe) -> None:
 
 @check("sample", "score")
 async def check_improbable(probe: Probe) -> None:
-    """A planted token scores lower than the greedy one in its place, and changes nothing before it."""
+    """A planted token scores lower than the greedy one, and changes nothing before it."""
     written = await probe.engine.sample(probe.request(0, 0, GREEDY))
-    place = len(written.ids) // 2
+    position = len(written.ids) // 2
     plain = await probe.score(probe.prompt, written.ids)
     lower = 0
     for step in range(1, 9):
-        planted = (written.ids[place] + step * 37) % probe.engine.spec.vocabulary
-        if planted == written.ids[place]:
+        planted = (written.ids[position] + step * 37) % probe.engine.spec.vocabulary
+        if planted == written.ids[position]:
             continue
         spoilt = await probe.score(
-            probe.prompt, (*written.ids[:place], planted, *written.ids[place + 1 :])
+            probe.prompt, (*written.ids[:position], planted, *written.ids[position + 1 :])
         )
-        probe.require_close("before a planted token", spoilt[:place], plain[:place])
-        gain = spoilt[place] - plain[place]
+        probe.require_close("before a planted token", spoilt[:position], plain[:position])
+        gain = spoilt[position] - plain[position]
         require(
             gain <= probe.options.tolerance,
             f"planted token {planted} scores {gain:.4f} nats above the greedy one",
@@ -485,9 +484,7 @@ async def check_improbable(probe: Probe) -> None:
 
 @check("sample")
 async def check_greedy(probe: Probe) -> None:
-    """Temperature 0 is one text whatever the seed, also asked for as top-k 1, a tiny top-p, min-p
-    1, or in parts.
-    """
+    """Temperature 0 is one text whatever the seed; top-k 1, top-p 0 and min-p 1 give it too."""
     request = probe.request(0, 0, GREEDY)
     best = (await probe.engine.sample(request)).ids
     same = {
@@ -554,14 +551,12 @@ async def check_seed_fields(probe: Probe) -> None:
 
 @check("sample", "score")
 async def check_distribution(probe: Probe) -> None:
-    """Tokens are drawn as often as their log-probs say, also between the two best, also at a low
-    temperature.
-    """
+    """Tokens are drawn as often as their log-probs say, also at a low temperature."""
     written = await probe.engine.sample(probe.request(0, 1, GREEDY))
     # chance is most telling here
-    place = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5))
-    ids = probe.prompt + written.ids[:place]
-    token = written.ids[place]
+    position = min(range(len(written.ids)), key=lambda n: abs(written.logprobs[n] + 0.5))
+    ids = probe.prompt + written.ids[:position]
+    token = written.ids[position]
     (logprob,) = await probe.score(ids, (token,))
     drawn = await _draws(probe, ids, Sampling())
     _require_share(f"token {token}", drawn.count(token), len(drawn), math.exp(logprob))
@@ -603,8 +598,8 @@ async def check_hints(probe: Probe) -> None:
     honest = [await probe.engine.sample(request) for request in probe.requests(1)]
     for number, request in enumerate(probe.requests(1)):  # one rollout name for unrelated texts
         hinted = await probe.engine.sample(replace(request, rollout="same", priority=3 - number))
-        said = "a rollout hint that names another text's cache changed the answer"
-        await probe.require_same(said, request, hinted.ids, honest[number].ids)
+        what = "a rollout hint that names another text's cache changed the answer"
+        await probe.require_same(what, request, hinted.ids, honest[number].ids)
         if not probe.can("score"):
             continue
         for rollout in ("same", "never seen"):
@@ -616,9 +611,7 @@ async def check_hints(probe: Probe) -> None:
 
 @check("sample", "score", "draw", "seeds")
 async def check_drawing(probe: Probe) -> None:
-    """What is drawn while a text is scored begins the answer that was asked for, and the rest can
-    be asked for.
-    """
+    """What is drawn while a text is scored begins the answer, and the rest can be asked for."""
     for request in probe.requests(1, LOOSE):
         whole = await probe.engine.sample(request)
         other = await probe.engine.sample(replace(request, seed=replace(request.seed, attempt=1)))
@@ -734,13 +727,13 @@ async def check_capabilities(probe: Probe) -> None:
 
 @check("sample")
 async def check_order(probe: Probe) -> None:
-    """Many more requests than any engine serves at once are all answered, each with its own answer."""
+    """Many more requests than are served at once are all answered, each with its own answer."""
     requests = [replace(r, max_tokens=4) for r in probe.requests(24, LOOSE)]
     answers = await probe.sample_all(requests)
     for number in range(0, len(requests), 11):
         again = await probe.engine.sample(requests[number])
-        said = f"request {number} of {len(requests)} was given an answer that is not its own"
-        await probe.require_same(said, requests[number], answers[number].ids, again.ids)
+        what = f"request {number} of {len(requests)} was given an answer that is not its own"
+        await probe.require_same(what, requests[number], answers[number].ids, again.ids)
 
 
 @check()
@@ -805,9 +798,7 @@ async def _use(engine: Engine, probe: Probe) -> None:
 
 @check("sample", "factory")
 async def check_isolation(probe: Probe) -> None:
-    """A second engine, its settings and its closing change nothing about the first; nor do other
-    requests' settings.
-    """
+    """A second engine, its settings and its closing change nothing about the first."""
     settings = (LOOSE, GREEDY, Sampling(temperature=0.3, top_k=2))
     requests = [request for sampling in settings for request in probe.requests(2, sampling)]
     requests = [replace(r, stop=("e",) * (number % 2)) for number, r in enumerate(requests)]
@@ -832,7 +823,7 @@ async def check_isolation(probe: Probe) -> None:
 
 @dataclass(slots=True)
 class _Cancelled:
-    """What became of the calls that were cancelled, summed over rounds."""
+    """The fates of the calls that were cancelled, summed over rounds."""
 
     calls: int = 0  # begun
     returned: int = 0  # of these, answered
@@ -850,8 +841,8 @@ async def check_cancellation(probe: Probe) -> None:
         await _cancel_some(probe, delay, seen)
         await _settle(probe)
         again = await probe.engine.sample(probe.request())
-        said = f"the answer changed after {number + 1} rounds of cancellation"
-        await probe.require_same(said, probe.request(), again.ids, expected.ids)
+        what = f"the answer changed after {number + 1} rounds of cancellation"
+        await probe.require_same(what, probe.request(), again.ids, expected.ids)
     # some answers may have been on their way, however long that takes; never all of them in every
     # round
     ignored = seen.running and seen.late >= seen.running
@@ -860,8 +851,8 @@ async def check_cancellation(probe: Probe) -> None:
         f"all {seen.running} requests that were cancelled in flight were answered all the same",
     )
     cancelled = probe.engine.stats().cancelled - before
-    said = f"of {seen.calls} calls {seen.returned} were answered and {cancelled} counted as cancelled: some are both"
-    require(seen.returned + cancelled <= seen.calls, said)
+    what = f"of {seen.calls} calls {seen.returned} were answered and {cancelled} counted as cancelled: some are both"
+    require(seen.returned + cancelled <= seen.calls, what)
 
 
 async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
@@ -899,7 +890,7 @@ async def _cancel_some(probe: Probe, delay: float, seen: _Cancelled) -> None:
 
 
 async def _settle(probe: Probe) -> None:
-    """Nothing stays in flight."""
+    """Fail the check if anything stays in flight."""
     with anyio.move_on_after(probe.options.settle_seconds):
         while probe.engine.stats().in_flight:  # noqa: ASYNC110  # an engine has no event to wait for
             await anyio.sleep(0.005)

@@ -30,7 +30,7 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 
 
 def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> None:
-    """Refuse faults that cannot be.
+    """Refuse shares of faults that are not probabilities, and unknown kinds.
 
     :raises OptionError: an unknown kind, or shares that are no probabilities or sum to more than 1.
     """
@@ -47,7 +47,7 @@ def check_shares(shares: Mapping[_Kind, float], kinds: tuple[_Kind, ...]) -> Non
 
 
 def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
-    """The kind of fault that a uniform number falls on, if any."""
+    """Return the kind of fault that a uniform number falls on, if any."""
     for kind, share in shares.items():
         uniform -= share
         if uniform < 0:
@@ -57,8 +57,7 @@ def drawn(shares: Mapping[_Kind, float], uniform: float) -> _Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Which calls fail and how: a share of all calls by kind, and fixed call numbers, which go
-    before.
+    """The calls that fail, and how: a share of all calls by kind, and fixed call numbers first.
 
     The shares are drawn from the request itself (seed, ids, rollout): the same calls fail under any
     schedule. A retry fares otherwise if it changes the seed's attempt; scores are told apart by how
@@ -84,7 +83,7 @@ NO_FAULTS = Faults()
 
 
 class FaultSchedule:
-    """The faults of one engine's life: counts its calls and says what becomes of each."""
+    """The faults of one engine's life: it counts calls, and decides the fault of each."""
 
     def __init__(self, faults: Faults, engine: str) -> None:
         self._faults = faults
@@ -93,7 +92,7 @@ class FaultSchedule:
         self._asked: Recent[tuple[str, int, int], int] = Recent(_REMEMBERED)
 
     def pick(self, request: SampleRequest | ScoreRequest) -> FaultKind | None:
-        """What goes wrong with this call, if anything."""
+        """Return the fault of this call, if it has one."""
         faults = self._faults
         number = self._calls
         self._calls += 1
@@ -122,7 +121,7 @@ class FaultSchedule:
         return Seed(run=self._faults.seed, problem=repr(key), attempt=attempt, purpose="fault")
 
     async def before(self, kind: FaultKind | None) -> None:
-        """What happens instead of, or before, an answer.
+        """Fail, wait or hang, as the fault has it, before an answer is made.
 
         :raises EngineUnavailable: refused or dropped.
         :raises EngineTimeout: timed out.
@@ -144,7 +143,7 @@ class FaultSchedule:
 
 
 def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
-    """The answer as it arrives with a fault of this kind; as it is where the kind spoils none."""
+    """Return the answer as it arrives with a fault of this kind."""
     logprobs: tuple[float, ...] = answer.logprobs
     if kind == "wrong_length":
         return replace(answer, logprobs=logprobs[:-1])
@@ -161,8 +160,9 @@ def spoilt(kind: str | None, answer: _Answer, vocabulary: int) -> _Answer:
 
 
 class FaultyEngine(EngineAround):
-    """Any engine, made to fail on a schedule; opening and closing it opens and closes the engine
-    inside.
+    """Any engine, made to fail on a schedule.
+
+    Opening and closing it opens and closes the engine inside.
     """
 
     def __init__(self, engine: Engine, faults: Faults) -> None:
@@ -173,7 +173,7 @@ class FaultyEngine(EngineAround):
     async def around(
         self, request: _Request, call: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """The inner engine's answer, or what the schedule has instead."""
+        """Return the inner engine's answer, or what the schedule has instead."""
         if self._schedule is None:
             raise UsageError("a faulty engine must be opened with `async with` before it is called")
         kind = self._schedule.pick(request)

@@ -50,7 +50,7 @@ TEMPLATE = "{role}{content} ... <|assistant|>"
 
 
 class ToyTokenizer:
-    """Greedy longest match over a small vocabulary, single bytes for the rest.
+    """A tokenizer by greedy longest match over a small vocabulary, with single bytes for the rest.
 
     The same text can be spelt by several id sequences, as in real tokenizers: what a model wrote
     need not be what `encode` makes of it. The "other" dialect numbers its tokens differently and
@@ -88,11 +88,11 @@ class ToyTokenizer:
         )
 
     def piece_id(self, text: str) -> int | None:
-        """The id of the token that is exactly this text; None when the vocabulary has none."""
+        """Return the id of the token that is exactly this text, if there is one."""
         return self._ids.get(text.encode())
 
     def encode(self, text: str) -> TokenIds:
-        """The ids of `text`, no special token added; specials spelt out in the text are just text."""
+        """Return the ids of `text`; specials that are spelt out in it are just text."""
         ids: list[int] = []
         position = 0
         for match in self._pattern.finditer(text):
@@ -106,7 +106,9 @@ class ToyTokenizer:
         return tuple(self._ids[bytes([byte])] for byte in text.encode()) if text else ()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out; a character cut in the middle reads U+FFFD.
+        """Return the text of `ids`, with special tokens left out.
+
+        A character that was cut in the middle reads U+FFFD.
 
         :raises UsageError: an id outside the vocabulary.
         """
@@ -117,8 +119,9 @@ class ToyTokenizer:
         return b"".join([self.pieces[index] for index in ids]).decode(errors="replace")
 
     def render(self, messages: Sequence[Message]) -> TokenIds:
-        """The conversation, each message opened by its role's token; a last assistant message is
-        left open to go on.
+        """Return the ids of a conversation, each message opened by its role's token.
+
+        A last assistant message is left open to be continued.
         """
         ids: list[int] = []
         for message in messages:
@@ -137,8 +140,7 @@ MOODS = 8  # how finely the traits of a question are told apart
 
 @dataclass(frozen=True)
 class Question:
-    """A chain of sums as a model reads it, with the traits that make some questions harder than
-    others.
+    """A chain of sums as a model reads it, with traits that make some questions harder.
 
     `mood` is how loosely its solutions are phrased, `hardness` how often steps go wrong; both are
     levels below `MOODS`, a function of the text alone, and the same for every model.
@@ -150,7 +152,7 @@ class Question:
 
     @cached_property
     def truth(self) -> tuple[int, ...]:
-        """The right value before the first step and after each one."""
+        """Return the right value before the first step and after each one."""
         values = [self.start]
         for operation in self.operations:
             values.append((values[-1] + operation) % 100)
@@ -162,32 +164,33 @@ class Question:
 
     @cached_property
     def hardness(self) -> int:
-        """Longer chains are harder, and some are hard for no visible reason."""
+        """Return the level of hardness: long chains are harder, and some for no visible reason."""
         return min(MOODS - 1, (len(self.operations) + self._noise[0] % 4) // 2)
 
     @cached_property
     def mood(self) -> int:
-        """Goes with hardness, loosely."""
+        """Return how loosely solutions are phrased, which goes with hardness, loosely."""
         return (self.hardness + self._noise[1] % MOODS * 3) // 4
 
     def misconception(self, step: int) -> int:
-        """By how much people usually get this step wrong."""
+        """Return by how much people usually get this step wrong."""
         return (1, -1, 10, -10, 2, -2)[self._noise[step % 16] % 6]
 
 
 def read_question(text: str) -> Question:
-    """The last toy problem stated in `text`; any other text is a question of its own, with a chain
-    made from its hash.
+    """Return the last toy problem stated in `text`.
+
+    Any other text is a question too, with a chain made from its hash.
 
     >>> read_question("Please solve: Start at 4. +3, -2. What is the result?").truth
     (4, 7, 5)
     """
-    found = None
+    last = None
     for match in _STATEMENT.finditer(text):
-        found = match
-    if found is not None:
-        operations = tuple(int(operation) for operation in _OPERATION.findall(found.group(2)))
-        return Question(found.group(), int(found.group(1)), operations)
+        last = match
+    if last is not None:
+        operations = tuple(int(operation) for operation in _OPERATION.findall(last.group(2)))
+        return Question(last.group(), int(last.group(1)), operations)
     noise = blake2b(text.encode(), digest_size=8).digest()
     return Question(
         text, noise[0] % 100, tuple(1 + value % 9 for value in noise[1 : 3 + noise[7] % 4])
@@ -195,8 +198,9 @@ def read_question(text: str) -> Question:
 
 
 def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
-    """Seeded chain-of-sums problems with their right answers, all different; levels 1 to 5 by the
-    length of the chain.
+    """Return seeded chain-of-sums problems with their right answers, all different.
+
+    Levels 1 to 5 go by the length of the chain.
 
     >>> toy_problems(1)[0].answer.isdigit()
     True
@@ -214,17 +218,17 @@ def toy_problems(count: int, seed: int = 0) -> tuple[Problem, ...]:
 
 
 def toy_answer(text: str) -> str | None:
-    """What a solution in the toy language says: the number in its last box.
+    """Return the answer of a solution in the toy language: the number in its last box.
 
     >>> toy_answer("So it is \\\\boxed{4}. No: \\\\boxed{5}")
     '5'
     """
-    found = _BOX.findall(text)
-    return found[-1] if found else None
+    boxes = _BOX.findall(text)
+    return boxes[-1] if boxes else None
 
 
 def toy_groups(answers: Sequence[str]) -> list[int]:
-    """A group for each toy answer: equal where their texts are.
+    """Return a group number for each toy answer, equal where their texts are.
 
     >>> toy_groups(["5", "7", "5"])
     [0, 1, 0]
@@ -249,7 +253,7 @@ _NEXT = LANGUAGE.phases
 
 
 class ReadingState:
-    """What has been understood of the ids so far; takes one word at a time, and copies cheaply."""
+    """The meaning of the ids so far; it takes one word at a time, and copies cheaply."""
 
     __slots__ = (
         "answered",
@@ -272,7 +276,7 @@ class ReadingState:
         self.restart(question)
 
     def restart(self, question: Question) -> None:
-        """A new answer begins."""
+        """Begin a new answer."""
         self.question = question
         self.prompt = None
         self.phase = "open"
@@ -284,7 +288,7 @@ class ReadingState:
         self.answered = False
 
     def copy(self) -> ReadingState:
-        """An independent copy."""
+        """Return an independent copy."""
         other = ReadingState.__new__(ReadingState)
         for name in ReadingState.__slots__:
             setattr(other, name, getattr(self, name))
@@ -293,7 +297,7 @@ class ReadingState:
         return other
 
     def take(self, kind: str, payload: int) -> None:
-        """One word, number, mark or newline of the assistant's text."""
+        """Read one word, number, mark or newline of the assistant's text."""
         phase = self.phase
         if kind == "newline":
             self._break_line(phase)
@@ -349,7 +353,7 @@ class ReadingState:
 
 
 def atoms(piece: bytes) -> tuple[tuple[str, int], ...]:
-    """What a token's text means, newlines apart from the rest."""
+    """Return the meaning of a token's text, newlines apart from the rest."""
     head = piece.lstrip(b"\n")
     core = head.rstrip(b"\n")
     newline = (("newline", 0),)

@@ -1,4 +1,4 @@
-"""`ScriptedEngine`: the toy language model behind real queues, latencies, faults and cancellations."""
+"""A scripted engine: the toy language model behind real queues, latencies, faults and cancellations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Answer = TypeVar("_Answer", Completion, Scores)
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """How long a request holds its slot, in seconds; real, or virtual under `run_virtual`.
+    """The seconds that a request holds its slot; real, or virtual under `run_virtual`.
 
     `jitter` spreads a request's time log-normally (the deviation of its logarithm), seeded by the
     request itself.
@@ -41,7 +41,7 @@ class Latency:
     seed: int = 0
 
     def spread(self, key: Seed) -> float:
-        """The factor on one request's time."""
+        """Return the factor on one request's time."""
         if not self.jitter:
             return 1.0
         first = (key.key() % 2**64 + 0.5) / 2**64
@@ -55,8 +55,7 @@ NO_LATENCY = Latency()
 
 @dataclass(frozen=True, slots=True)
 class ScoreDrift:
-    """Scores that stop being what they were: log-probabilities times `factor` (above 1: perplexity
-    rises).
+    """Scores that drift: log-probabilities times `factor` (above 1: perplexity rises).
 
     It sets in after `after` score calls, or for rollouts whose text before the scored suffix has
     `after` steps or more.
@@ -75,8 +74,9 @@ NO_DRIFT = ScoreDrift()
 
 
 class ScriptedEngine(BaseEngine):
-    """A toy model as an engine: seeded, honest log-probabilities, and any latency, queue, failure
-    or drift asked for.
+    """A toy model as an engine: seeded, with honest log-probabilities.
+
+    Latency, queue, failures and drift are whatever is asked for.
 
     Without latency a call only yields to other tasks once; `concurrency` None means no queue.
 
@@ -124,7 +124,7 @@ class ScriptedEngine(BaseEngine):
 
     @property
     def tokenizer(self) -> ToyTokenizer:
-        """The toy language's."""
+        """Return the toy language's tokenizer."""
         return self._model.tokenizer
 
     async def _sample(self, request: SampleRequest) -> Completion:
@@ -136,7 +136,7 @@ class ScriptedEngine(BaseEngine):
     async def _serve(
         self, request: _Request, work: Callable[[_Request], Awaitable[_Answer]]
     ) -> _Answer:
-        """Queue for a slot, do the work, answer as the fault schedule has it."""
+        """Queue for a slot, do the work, and answer as the fault schedule has it."""
         fault = self._faults.pick(request)
         asked = self._clock()
         if not self._slots.take_nowait():
@@ -206,7 +206,7 @@ class ScriptedEngine(BaseEngine):
 def _spec_of(
     role: Role, model: ToyModel, context_length: int, capabilities: frozenset[Capability]
 ) -> EngineSpec:
-    """The spec of an engine on a toy model; models of other skills have other names."""
+    """Return the spec of an engine on a toy model; models of other skills have other names."""
     return EngineSpec(
         name=role,
         model=f"toy {blake2b(repr(model.skill).encode(), digest_size=6).hexdigest()}",

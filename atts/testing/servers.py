@@ -38,7 +38,7 @@ byte now and then.
 
 @dataclass(frozen=True, slots=True)
 class ServerFaults:
-    """What share of the calls that do work fails, and how; drawn anew for every call, from a seed.
+    """The share of the calls that do work which fail, and how; drawn for every call from a seed.
 
     :raises OptionError: an unknown kind, or shares that are no probabilities or sum to more than 1.
     """
@@ -82,7 +82,7 @@ class ServerQuirks:
     reasoning: Literal["off", "reasoning", "reasoning_content", "hidden"] = "off"
 
     def written(self, request: SampleRequest) -> SampleRequest:
-        """The request as it is carried out: speculation that is broken draws from another law."""
+        """Return the request as it is carried out: broken speculation draws otherwise."""
         is_wrong = self.speculation == ("hot" if request.sampling.temperature else "greedy")
         return (
             replace(request, sampling=Sampling(8.0))
@@ -96,27 +96,28 @@ PLAIN_SERVER = ServerQuirks()
 
 
 class BlockCache:
-    """Which prefixes a server has computed, in whole blocks; the last block of a prompt is always
-    computed again.
+    """The prefixes that a server has computed, in whole blocks.
+
+    The last block of a prompt is always computed again.
     """
 
     def __init__(self) -> None:
         self._known: set[int] = set()
 
     def hit(self, ids: TokenIds) -> int:
-        """How many leading ids are cached."""
+        """Return how many leading ids are cached."""
         count = 0
         while count + _BLOCK < len(ids) and hash(ids[: count + _BLOCK]) in self._known:
             count += _BLOCK
         return count
 
     def keep(self, ids: TokenIds) -> None:
-        """These ids have been computed."""
+        """Note that these ids have been computed."""
         self._known.update(hash(ids[:end]) for end in range(_BLOCK, len(ids) + 1, _BLOCK))
 
 
 class Refusal(Exception):
-    """A request the server refuses: its status and what it says."""
+    """The server refuses a request: with which status, and which words."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words)
@@ -124,7 +125,7 @@ class Refusal(Exception):
 
 
 class Aborted(Refusal):
-    """A request that was aborted while it was worked on."""
+    """A request was aborted while it was worked on."""
 
     def __init__(self) -> None:
         super().__init__(499, "aborted")
@@ -132,9 +133,7 @@ class Aborted(Refusal):
 
 @dataclass(slots=True)
 class ServerState:
-    """What the routes of one dialect work with: the engine, its jobs by request id, its cache, and
-    the quirks.
-    """
+    """The engine of a server with its jobs by request id, its cache and its quirks."""
 
     engine: Engine
     model: str
@@ -145,11 +144,11 @@ class ServerState:
 
     @property
     def context_length(self) -> int:
-        """The engine's."""
+        """Return the context length of the engine."""
         return self.engine.spec.context_length
 
     def abort(self, rid: str, match: Literal["exact", "prefix"] = "exact") -> None:
-        """Free a request, or all that begin so."""
+        """Free a request, or all whose id begins so."""
         for name in list(self.jobs):
             if name == rid or (match == "prefix" and name.startswith(rid)):
                 self.jobs[name].cancel()
@@ -157,9 +156,7 @@ class ServerState:
 
 @dataclass(frozen=True, slots=True)
 class ServerCall:
-    """One call of a route: the server's state, the body and headers sent, and the fault this call
-    is to have.
-    """
+    """One call of a route: the server's state, the body and headers sent, and the call's fault."""
 
     state: ServerState
     body: Mapping[str, Any]
@@ -169,7 +166,7 @@ class ServerCall:
     async def sample(
         self, request: SampleRequest, rid: str = "", *, spoil: bool = True
     ) -> Completion:
-        """A completion, spoilt if the fault says so, its cached tokens counted.
+        """Return a completion, spoilt if the fault says so, its cached tokens counted.
 
         :raises Aborted: it was aborted under way.
         """
@@ -183,7 +180,7 @@ class ServerCall:
         return replace(done, cached_tokens=cached)
 
     async def score(self, ids: TokenIds, start: int, rid: str = "") -> tuple[TokenIds, Scores]:
-        """The ids from `start` on and their scores, spoilt if the fault says so.
+        """Return the ids from `start` on and their scores, spoilt if the fault says so.
 
         :raises Aborted: it was aborted under way.
         """
@@ -229,29 +226,29 @@ class ServerCall:
         most = self.state.context_length
         wanted = len(ids) + limit
         if wanted > most:
-            said = f"This model's maximum context length is {most} tokens. However, you requested {wanted} tokens."
-            raise Refusal(400, said)
+            words = f"This model's maximum context length is {most} tokens. However, you requested {wanted} tokens."
+            raise Refusal(400, words)
 
     def model_row(self, owner: str) -> dict[str, Any]:
-        """The model, as /v1/models lists it where the context is told."""
+        """Return the model, as /v1/models lists it where the context is told."""
         model = self.state.model
         row = {"id": model, "object": "model", "owned_by": owner, "root": model, "parent": None}
         return row | {"max_model_len": self.state.context_length}
 
     def tokens(self, name: str) -> dict[str, Any]:
-        """What /tokenize answers: the ids of the text under that name."""
+        """Return the reply of /tokenize: the ids of the text under that name."""
         tokens = self.state.engine.tokenizer.encode(self.body[name])
         return {"tokens": tokens, "count": len(tokens)}
 
     def gauges(self, running: str, waiting: str) -> str:
-        """What /metrics answers: requests at work under the one name, none waiting under the other."""
+        """Return the reply of /metrics: the requests at work, and none waiting."""
         labels = f'{{engine="0",model_name="{self.state.model}"}}'
         return f"{running}{labels} {float(len(self.state.jobs))}\n{waiting}{labels} 0.0\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """A dialect: its paths; work may fail on demand, the rest always answers."""
+    """The paths of a dialect; work may fail on demand, questions are always answered."""
 
     questions: Mapping[str, Callable[[ServerCall], Any]]
     work: Mapping[str, Callable[[ServerCall], Awaitable[Any]]]
@@ -260,7 +257,10 @@ class Routes:
 def request_of(
     ids: TokenIds, limit: int, fields: Mapping[str, Any], default: Sampling, *, seed: str = "seed"
 ) -> SampleRequest:
-    """The engine's request; what was not sent is the server's own default, which is not neutral."""
+    """Return the engine's request.
+
+    A field that was not sent has the server's own default, which is not neutral.
+    """
     sampling = Sampling(
         float(fields.get("temperature", default.temperature)),
         max(0, int(fields.get("top_k", default.top_k))),
@@ -276,19 +276,18 @@ def request_of(
 
 
 def finish_word(done: Completion) -> Literal["stop", "length"]:
-    """Why it ended: a stop string and the model's own end are one word."""
+    """Return why it ended: a stop string and the model's own end are one word."""
     return "length" if done.ended == "length" else "stop"
 
 
 def shown(done: Completion, stop: tuple[str, ...]) -> str:
-    """The text up to the first stop string, which is left out."""
+    """Return the text up to the first stop string, which is left out."""
     places = [done.text.find(word) for word in stop if word in done.text]
     return done.text[: min(places)] if places else done.text
 
 
 class DialectServer:
-    """A server in a thread with its own loop, on a loopback port, from `with` to the end of the
-    block.
+    """A server in a thread, on a loopback port, from `with` to the end of the block.
 
     `make` makes the engine it serves, anew at every start. `kill` breaks every connection off,
     `restart` begins again on the same port; `faults` may be set while it runs. Needs aiohttp: `pip
@@ -331,17 +330,17 @@ class DialectServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Return where it listens."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def running(self) -> int:
-        """How many requests it is at work on."""
+        """Return how many requests it is at work on."""
         return len(self._state.jobs) if self._state else 0
 
     @property
     def served(self) -> int:
-        """How many completions and scores it has given since its start."""
+        """Return how many completions and scores it has given since its start."""
         return self._state.served if self._state else 0
 
     def __enter__(self) -> Self:
@@ -369,7 +368,10 @@ class DialectServer:
             self._open = stack.pop_all()
 
     def kill(self) -> None:
-        """Break off every connection and stop listening, as a killed process does; twice is fine."""
+        """Break off every connection and stop listening, as a killed process does.
+
+        Killing twice is fine.
+        """
         stack = self._open
         self._open = None
         if stack is not None:
@@ -426,7 +428,10 @@ class DialectServer:
         return await self._respond(request, routes, fault)
 
     def _is_loading(self) -> bool:
-        """It loads from the first look on, so that it is seen to load however busy the machine is."""
+        """Return whether it still loads.
+
+        Loading begins with the first look, so that it is seen however busy the machine is.
+        """
         now = asyncio.get_running_loop().time()
         if self._ready_at is None:
             self._ready_at = now + self._loading_seconds
@@ -523,9 +528,9 @@ def _error(status: int, message: str, kind: str) -> web.Response:
 
 
 def routes_of(dialect: ServerDialect) -> Routes:
-    """What a dialect answers, and how."""
-    found: Routes = importlib.import_module(f"atts.testing.servers_{dialect}").ROUTES
-    return found
+    """Return the paths of a dialect, and what answers them."""
+    routes: Routes = importlib.import_module(f"atts.testing.servers_{dialect}").ROUTES
+    return routes
 
 
 THINK = "<think>\n"

@@ -26,7 +26,7 @@ _STRICT = (
 
 
 def models(call: ServerCall) -> dict[str, Any]:
-    """GET /v1/models; it does not say how long a context is."""
+    """Answer GET /v1/models, which does not say how long a context is."""
     return {
         "object": "list",
         "data": [{"id": call.state.model, "object": "model", "owned_by": "host"}],
@@ -34,7 +34,7 @@ def models(call: ServerCall) -> dict[str, Any]:
 
 
 async def completions(call: ServerCall) -> Any:
-    """POST /v1/chat/completions."""
+    """Answer POST /v1/chat/completions."""
     body = call.body
     quirks = call.state.quirks
     call.check_model()
@@ -83,8 +83,9 @@ async def completions(call: ServerCall) -> Any:
 
 
 def conversation(call: ServerCall, rows: list[dict[str, Any]]) -> TokenIds:
-    """The ids of the messages; a last assistant message stays open only where this server leaves it
-    open.
+    """Return the ids of the messages.
+
+    A last assistant message stays open only where this server leaves it open.
     """
     messages = [Message(row["role"], without_marks(row["content"])) for row in rows]
     if messages and messages[-1].role == "assistant":
@@ -106,7 +107,7 @@ def _so_far(rows: list[dict[str, Any]]) -> str:
 
 
 async def _digits(call: ServerCall, ids: TokenIds) -> list[dict[str, Any]]:
-    """The ten digits stand in for the likeliest tokens, which only the distribution knows."""
+    """Return the ten digits, which stand in for the likeliest tokens."""
     rows: list[dict[str, Any]] = []
     for digit in range(10):
         (token, *_) = call.state.engine.tokenizer.encode(str(digit))

@@ -12,7 +12,7 @@ _DEFAULT = Sampling(0.8, 40, 0.95, 0.05)
 
 
 def props(call: ServerCall) -> dict[str, Any]:
-    """GET /props."""
+    """Answer GET /props."""
     state = call.state
     return {
         "default_generation_settings": {"n_ctx": state.context_length},
@@ -23,8 +23,9 @@ def props(call: ServerCall) -> dict[str, Any]:
 
 
 async def completion(call: ServerCall) -> Any:
-    """POST /completion: its own sampling defaults, and a token forced by `logit_bias` for its
-    log-probability.
+    """Answer POST /completion, with sampling defaults of its own.
+
+    A `logit_bias` forces a token, which shows its log-probability.
     """
     body = call.body
     most = call.state.context_length
@@ -46,9 +47,7 @@ async def completion(call: ServerCall) -> Any:
 
 
 async def ignoring(call: ServerCall) -> Any:
-    """POST /v1/completions: takes `echo` and `logprobs` for the prompt, and gives generated tokens'
-    only.
-    """
+    """Answer POST /v1/completions, which ignores that the prompt's log-probs are asked for."""
     prompt = call.body["prompt"]
     ids = call.state.engine.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
     done = await call.sample(
@@ -92,8 +91,10 @@ def _reply(state: ServerState, done: Completion, word: str) -> Any:
 
 async def _forced(call: ServerCall, ids: TokenIds, token: int) -> Any:
     state = call.state
-    said, scores = await call.score((*ids, token), len(ids))
-    done = Completion(said, state.engine.tokenizer.decode((token,)), "length", scores.logprobs)
+    ids_scored, scores = await call.score((*ids, token), len(ids))
+    done = Completion(
+        ids_scored, state.engine.tokenizer.decode((token,)), "length", scores.logprobs
+    )
     return _reply(state, replace(done, cached_tokens=state.cache.hit(ids)), "")
 
 

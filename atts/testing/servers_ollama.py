@@ -1,6 +1,4 @@
-"""Ollama dialect server: conversations in, text out, and a context that is cut in silence unless
-that is forbidden.
-"""
+"""Ollama dialect server: conversations in, text out, and a context that may be cut in silence."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _DEFAULT = Sampling(0.8, 40, 0.9)
 
 
 def tags(call: ServerCall) -> dict[str, Any]:
-    """GET /api/tags; a name without a tag gets "latest"."""
+    """Answer GET /api/tags; a name without a tag gets "latest"."""
     return {
         "models": [
             {"name": f"{call.state.model}:latest", "model": f"{call.state.model}:latest", "size": 1}
@@ -33,7 +31,7 @@ def tags(call: ServerCall) -> dict[str, Any]:
 
 
 def show(call: ServerCall) -> dict[str, Any]:
-    """POST /api/show."""
+    """Answer POST /api/show."""
     _check_model(call)
     return {
         "model_info": {"toy.context_length": call.state.context_length},
@@ -42,8 +40,9 @@ def show(call: ServerCall) -> dict[str, Any]:
 
 
 async def chat(call: ServerCall) -> Any:
-    """POST /api/chat, not streamed: a last assistant message is gone on with; its own sampling
-    defaults.
+    """Answer POST /api/chat, not streamed, with sampling defaults of its own.
+
+    A last assistant message is continued.
     """
     body = call.body
     _check_model(call)

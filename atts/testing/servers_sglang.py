@@ -9,7 +9,7 @@ from atts.testing.servers import Aborted, Refusal, Routes, ServerCall, ServerSta
 
 
 def server_info(call: ServerCall) -> dict[str, str | None]:
-    """GET /server_info."""
+    """Answer GET /server_info."""
     model = call.state.model
     quirks = call.state.quirks
     algorithm = None if quirks.speculation == "off" else "STANDALONE"
@@ -18,13 +18,13 @@ def server_info(call: ServerCall) -> dict[str, str | None]:
 
 
 def abort(call: ServerCall) -> dict[str, str]:
-    """POST /abort_request: every id that begins so; an empty one means all."""
+    """Answer POST /abort_request: every id that begins so is aborted, an empty one means all."""
     call.state.abort(call.body["rid"], "prefix")
     return {}
 
 
 async def generate(call: ServerCall) -> Any:
-    """POST /generate: with no new tokens it scores from `logprob_start_len` on, else it samples."""
+    """Answer POST /generate: without new tokens it scores from `logprob_start_len` on."""
     body = call.body
     most = call.state.context_length
     ids = tuple(body["input_ids"])
@@ -62,8 +62,10 @@ async def _scored(call: ServerCall, rid: str) -> Any:
         if start > len(ids):
             raise Refusal(400, "logprob_start_len is beyond the input")
         cached = min(state.cache.hit(ids), start)
-        said, scores = await call.score(ids, start + 1, rid)
-        rows = [[value, token, None] for value, token in zip(scores.logprobs, said, strict=True)]
+        ids_scored, scores = await call.score(ids, start + 1, rid)
+        rows = [
+            [value, token, None] for value, token in zip(scores.logprobs, ids_scored, strict=True)
+        ]
         meta |= {"input_token_logprobs": [[None, ids[start], None], *rows], "cached_tokens": cached}
         state.cache.keep(ids)
     return {"text": "", "output_ids": [], "meta_info": meta}

@@ -24,9 +24,7 @@ _CLAMP = -9999.0
 
 
 async def completions(call: ServerCall) -> Any:
-    """POST /v1/completions: one prompt of ids, sampled; scored as well when prompt log-probs are
-    asked for.
-    """
+    """Answer POST /v1/completions: one prompt of ids is sampled, and scored where that is asked."""
     body = call.body
     state = call.state
     call.check_model()
@@ -69,8 +67,9 @@ async def completions(call: ServerCall) -> Any:
 
 
 async def generate(call: ServerCall) -> Any:
-    """POST /inference/v1/generate: scores of given tokens from a cached prefix; null when the cache
-    goes past them.
+    """Answer POST /inference/v1/generate: scores of given tokens from a cached prefix.
+
+    They are null when the cache goes past them.
     """
     body = call.body
     state = call.state
@@ -96,9 +95,11 @@ async def generate(call: ServerCall) -> Any:
     hit = 0 if settings.get("skip_reading_prefix_cache") else state.cache.hit(ids)
     packed = None
     if hit <= start and state.quirks.scoring == "honest":
-        said, scores = await call.score(ids, start + 1, rid)
+        ids_scored, scores = await call.score(ids, start + 1, rid)
         ids_lost = call.fault == "wrong_ids"  # ids do not travel: one is lost
-        packed = _packed(scores.logprobs[:-1] if ids_lost else scores.logprobs) if said else None
+        packed = (
+            _packed(scores.logprobs[:-1] if ids_lost else scores.logprobs) if ids_scored else None
+        )
     state.cache.keep(ids)
     usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": hit}}
     return {
@@ -110,7 +111,7 @@ async def generate(call: ServerCall) -> Any:
 
 
 def abort(call: ServerCall) -> str:
-    """POST /inference/v1/abort_requests: exact ids, unknown ones ignored."""
+    """Answer POST /inference/v1/abort_requests: exact ids are aborted, unknown ones ignored."""
     _check_open(call)
     for rid in call.body["request_ids"]:
         call.state.abort(rid)
@@ -123,8 +124,9 @@ def _check_open(call: ServerCall) -> None:
 
 
 def sent_logprobs(state: ServerState, done: Completion, request: SampleRequest) -> list[float]:
-    """Sampled log-probs as sent; dividing by the temperature stands in for "after it", halving for
-    "cut".
+    """Return sampled log-probs as sent.
+
+    Dividing by the temperature stands in for "after it", halving for "cut".
     """
     heat = request.sampling.temperature
     is_cut = request.sampling != Sampling(request.sampling.temperature)
@@ -137,8 +139,8 @@ def sent_logprobs(state: ServerState, done: Completion, request: SampleRequest) 
 async def _prompt_rows(
     call: ServerCall, ids: TokenIds, rid: str
 ) -> list[dict[str, dict[str, Any]] | None]:
-    said, scores = await call.score(ids, 1, rid)
-    pairs = zip(said, scores.logprobs, strict=True)
+    ids_scored, scores = await call.score(ids, 1, rid)
+    pairs = zip(ids_scored, scores.logprobs, strict=True)
     rows = [
         {str(token): {"logprob": max(_CLAMP, v) if v == v else v, "rank": 1}} for token, v in pairs
     ]
@@ -159,14 +161,14 @@ def _packed(values: tuple[float, ...]) -> str:
 
 
 def _stop_reason(done: Completion, request: SampleRequest) -> str | int | None:
-    """The stop that ended it; null for the model's own end."""
+    """Return the stop that ended it; null for the model's own end."""
     if done.ended != "delimiter":
         return done.ids[-1] if done.ids[-1] in request.stop_ids else None
     return next((stop for stop in request.stop if stop in done.text), done.ids[-1])
 
 
 def metrics(call: ServerCall) -> str:
-    """GET /metrics: counters of speculation only where there is any."""
+    """Answer GET /metrics, with counters of speculation only where there is any."""
     text = call.gauges("vllm:num_requests_running", "vllm:num_requests_waiting")
     counts = {"drafts": "400.0", "draft_tokens": "1.2e+06", "accepted_tokens": "900000.0"}
     lines = [

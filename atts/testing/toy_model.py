@@ -38,7 +38,7 @@ _FILTERED_KEPT = 8192
 
 
 class Distribution:
-    """A few likely tokens, and one small probability for each of the others; all of it sums to one."""
+    """A few likely tokens, and one small probability for each of the others."""
 
     __slots__ = (
         "_bounds",
@@ -59,7 +59,7 @@ class Distribution:
         floors: int,
         vocabulary: int,
     ) -> None:
-        """`ids` by falling probability; `floor` is what each of the first `floors` other ids has."""
+        """Take `ids` by falling probability; each of the first `floors` other ids has `floor`."""
         self.ids = ids
         self.probabilities = probabilities
         self.floor = floor
@@ -71,8 +71,9 @@ class Distribution:
 
     @classmethod
     def of(cls, weights: Mapping[int, float], vocabulary: int, leak: float) -> Distribution:
-        """Probabilities in proportion to `weights`, all but a share `leak` that the whole
-        vocabulary divides evenly.
+        """Return probabilities in proportion to `weights`.
+
+        A share `leak` is divided evenly by the whole vocabulary.
         """
         total = math.fsum(weights.values())
         floor = leak / vocabulary
@@ -87,14 +88,14 @@ class Distribution:
         return cls(ids, probabilities, floor, vocabulary - len(ids), vocabulary)
 
     def logprob(self, index: int) -> float:
-        """The log-probability of a token; -inf for one that was filtered out."""
-        found = self._logprobs.get(index)
-        if found is not None:
-            return found
+        """Return the log-probability of a token; -inf for one that was filtered out."""
+        logprob = self._logprobs.get(index)
+        if logprob is not None:
+            return logprob
         return math.log(self.floor) if self._floor_rank(index) < self._floor_ids else -math.inf
 
     def draw(self, uniform: float) -> int:
-        """The token at a uniform in [0, 1): inverse distribution, likely tokens first."""
+        """Return the token at a uniform in [0, 1): inverse distribution, likely tokens first."""
         target = uniform * self._mass
         rank = bisect_right(self._bounds, target)
         if rank < len(self.ids):
@@ -106,13 +107,11 @@ class Distribution:
         )
 
     def under(self, sampling: Sampling) -> Distribution:
-        """This distribution under a temperature, then cut by top-k, top-p and min-p, and normalised
-        again.
-        """
+        """Return this distribution at a temperature, cut by top-k, top-p and min-p."""
         return self if sampling == Sampling() else _filtered(self, sampling)
 
     def filtered(self, sampling: Sampling) -> Distribution:
-        """What `under` remembers."""
+        """Compute what `under` remembers."""
         if sampling.temperature == 0:
             return Distribution(self.ids[:1], (1.0,), 0.0, 0, self.vocabulary)
         power = 1 / sampling.temperature
@@ -155,7 +154,7 @@ _filtered = lru_cache(_FILTERED_KEPT)(Distribution.filtered)  # asked for at eve
 def _nucleus(
     weights: list[float], floor: float, floors: int, top_p: float
 ) -> tuple[list[float], int]:
-    """The fewest tokens, likeliest first, that together reach `top_p` of the mass."""
+    """Return the fewest tokens, likeliest first, that together reach `top_p` of the mass."""
     wanted = top_p * (math.fsum(weights) + floors * floor)
     for count, reached in enumerate(accumulate(weights), start=1):
         if reached >= wanted:
@@ -172,7 +171,7 @@ _DISTRIBUTIONS_KEPT = 4096  # a hundred problems of eight rollouts need a third 
 
 @dataclass(frozen=True, slots=True)
 class Skill:
-    """What a toy model is good at; every field is a probability but `fluency` and `verbosity`.
+    """The skills of a toy model; every field but `fluency` and `verbosity` is a probability.
 
     `right`: a step of middling hardness comes out right. `typical`: a slip is the question's usual
     one, which lets slips repeat across samples and makes them less surprising to a scorer.
@@ -195,7 +194,13 @@ TARGET = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
 
 
 class ToyModel:
-    """A skill and a tokenizer: ids in, next-token distributions out; equal models give equal ones."""
+    """A skill and a tokenizer: ids in, next-token distributions out.
+
+    Equal models give equal distributions. A solution is a chain of steps ended by blank lines, `So
+    we take: 17 plus 5 is 22.`, and a last one, `The answer is \\boxed{31}.` A model that slips
+    continues from its wrong value, so a wrong step makes a wrong answer, unless some later step
+    (`Wait that was 22.`) repairs it. How often a model slips, notices and rambles is its `Skill`.
+    """
 
     def __init__(self, skill: Skill, tokenizer: ToyTokenizer) -> None:
         self.skill = skill
@@ -204,7 +209,7 @@ class ToyModel:
         self._known: Recent[tuple[object, ...], Distribution] = Recent(_DISTRIBUTIONS_KEPT)
 
     def read(self, ids: Sequence[int], state: ReadingState | None = None) -> ReadingState:
-        """A state after `ids`; going on from `state`, which is left as it was, when one is given."""
+        """Return the state after `ids`, which begins from a copy of `state` when one is given."""
         # ids that open no assistant's turn are a text to go on with: its question is made from the
         # first id alone
         state = (
@@ -231,12 +236,12 @@ class ToyModel:
             state.prompt = state.prompt or []
 
     def distribution(self, state: ReadingState) -> Distribution:
-        """The distribution of the next id."""
+        """Return the distribution of the next id."""
         key = _key(state)
         return self._known.get(key) or self._store(key, self._words(state))
 
     def _words(self, state: ReadingState) -> list[tuple[str, float]]:
-        """What may come next, with weights."""
+        """Return what may come next, with weights."""
         match state.phase:
             case "open":
                 return self._openings(state)
@@ -307,13 +312,11 @@ class ToyModel:
         return [(f" {value}", weight) for value, weight in values]
 
     def _firmness(self, question: Question) -> float:
-        """How settled the phrasing is, from 0 (anything goes) to `fluency` (nearly always the
-        same).
-        """
+        """Return how settled the phrasing is, from 0 (anything goes) to `fluency`."""
         return self.skill.fluency * (1 - question.mood / (MOODS - 1))
 
     def _idle(self, state: ReadingState) -> list[tuple[str, float]]:
-        """Idle words, each with a liking for some of the others, and for going on at all."""
+        """Return idle words, each with its weight after the last one."""
         firmness = self._firmness(state.question)
         likings = _LIKINGS[state.word]
         weights = [
@@ -327,7 +330,7 @@ class ToyModel:
     def _choice(
         self, options: Mapping[str, float], state: ReadingState, total: float
     ) -> list[tuple[str, float]]:
-        """One of several ways to say the same, the likeliest the likelier the firmer the phrasing."""
+        """Return ways to say the same; the firmer the phrasing, the more the likeliest gets."""
         power = 1 + 3 * self._firmness(state.question)
         weights = [(word, share**power) for word, share in options.items()]
         scale = total / sum(weight for _, weight in weights)
@@ -339,8 +342,8 @@ class ToyModel:
             index = self.tokenizer.end_id if word == "<|end|>" else self.tokenizer.piece_id(word)
             if index is not None:  # the other dialect lacks some tokens
                 weights[index] = weights.get(index, 0.0) + weight
-        found = self._known[key] = Distribution.of(weights, self.tokenizer.vocabulary, _LEAK)
-        return found
+        distribution = self._known[key] = Distribution.of(weights, self.tokenizer.vocabulary, _LEAK)
+        return distribution
 
 
 @lru_cache(_QUESTIONS_KEPT)
@@ -349,8 +352,9 @@ def _question(tokenizer: ToyTokenizer, prompt: TokenIds) -> Question:
 
 
 def _likings() -> dict[int, tuple[float, ...]]:
-    """How much each idle word (-1: a phrase's start) likes each to follow, from 0 to 1; last, to go
-    on at all.
+    """Return how much each idle word likes each to follow, from 0 to 1.
+
+    The last number is for going on at all; the word -1 is a phrase's start.
     """
     size = len(FILLERS) + 1
     rows = {
@@ -364,12 +368,12 @@ _LIKINGS = _likings()
 
 
 def _hard(question: Question) -> float:
-    """By what a question multiplies the share of slips; 1 in the middle."""
+    """Return the factor of a question on the share of slips; 1 in the middle."""
     return (question.hardness + 0.5) / (MOODS / 2)
 
 
 def _key(state: ReadingState) -> tuple[object, ...]:
-    """All that the next words depend on, besides the model's skill."""
+    """Return all that the next words depend on, apart from the model's skill."""
     phase = state.phase
     question = state.question
     if phase == "open":
@@ -393,16 +397,14 @@ def _key(state: ReadingState) -> tuple[object, ...]:
 
 
 class Writer:
-    """A toy model with a memory of where recent requests ended; the memory saves time and changes
-    nothing.
-    """
+    """A toy model that remembers where recent requests ended, which saves time only."""
 
     def __init__(self, model: ToyModel, memory: int = 1024) -> None:
         self.model = model
         self._states: Recent[TokenIds, ReadingState] = Recent(memory)
 
     def write(self, request: SampleRequest) -> Completion:
-        """Continue a text: one uniform of the request's stream per position."""
+        """Continue a text, with one uniform of the request's stream for each position."""
         model = self.model
         end = self.model.tokenizer.end_id
         state = self._read(request.ids).copy()
@@ -431,7 +433,7 @@ class Writer:
         return Completion(kept, model.tokenizer.decode(kept), ended, tuple(logprobs))
 
     def score(self, request: ScoreRequest) -> tuple[float, ...]:
-        """The raw log-probability of every token of the suffix."""
+        """Return the raw log-probability of every token of the suffix."""
         state = self._read(request.prefix).copy()
         logprobs: list[float] = []
         for index in request.suffix:
@@ -441,9 +443,7 @@ class Writer:
         return tuple(logprobs)
 
     def begin(self, request: SampleRequest, suffix: TokenIds) -> Beginning:
-        """What the request is answered with, up to and with the first token that is not the
-        suffix's.
-        """
+        """Return the request's answer up to and with the first token that is not the suffix's."""
         whole = self.write(replace(request, max_tokens=min(request.max_tokens, len(suffix) + 1)))
         stood = next(
             (
@@ -467,16 +467,18 @@ class Writer:
 
 
 class PrefixMemory:
-    """What a cache would hold: the ids each rollout last went through, the least recent forgotten
-    first.
+    """The contents of a cache: the ids that each rollout last went through.
+
+    The least recent rollout is forgotten first.
     """
 
     def __init__(self, rollouts: int = 4096) -> None:
         self._seen: Recent[str, TokenIds] = Recent(rollouts)
 
     def cached(self, rollout: str, ids: TokenIds) -> int:
-        """How many leading ids need no computing; never all of them, for the last one gives the
-        next distribution.
+        """Return how many leading ids need no computing.
+
+        It is never all of them, for the last one gives the next distribution.
         """
         seen = self._seen.get(rollout, ())
         limit = min(len(seen), len(ids) - 1)

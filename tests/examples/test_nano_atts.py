@@ -95,11 +95,12 @@ def _facts(outcome: Outcome) -> object:
 
 
 def test_it_stands_alone() -> None:
-    """At most 200 lines, and of atts only the engine protocol and values; its own demonstration
-    aside.
+    """It has at most 200 lines of text, and takes only the engine protocol and values from atts.
+
+    Its demonstration at the end takes more.
     """
     text = NANO.read_text()
-    assert text.count("\n") <= 200
+    assert sum(1 for line in text.splitlines() if line.strip()) <= 200
     imports = [node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom)]
     ours = {node.module for node in imports if (node.module or "").startswith("atts")}
     assert ours == {"atts.core", "atts.engine", "atts.sampling"}

@@ -72,16 +72,16 @@ def compare_blocks(
     if keep is not None:
         check_name(keep, store.names())
     near = store.likenesses(name, most, apart)
-    own = _Own.of(store, store.model(name), problems)
-    found = list[MeasuredPair]()
+    reference = _Own.of(store, store.model(name), problems)
+    measured = list[MeasuredPair]()
     for likeness in near:
-        found.append(MeasuredPair(likeness, own.loss([likeness])))
+        measured.append(MeasuredPair(likeness, reference.loss([likeness])))
         if tell is not None:
-            tell(found[-1])
-    chosen = own.within(found, lossy) if keep is not None else None
+            tell(measured[-1])
+    chosen = reference.within(measured, lossy) if keep is not None else None
     if keep is not None and chosen is not None:
-        store.keep(keep, own.model, {one.place: one.digest for one in chosen[0]}, chosen[1])
-    return ComparedBlocks(name, tuple(found), chosen and chosen[1])
+        store.keep(keep, reference.model, {one.place: one.digest for one in chosen[0]}, chosen[1])
+    return ComparedBlocks(name, tuple(measured), chosen and chosen[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class _Own:
         )
 
     def within(
-        self, found: Sequence[MeasuredPair], bound: float
+        self, measured: Sequence[MeasuredPair], bound: float
     ) -> tuple[list[Likeness], Loss] | None:
         """Return the best blocks that together stay within the bound, with their joint loss.
 
@@ -137,7 +137,7 @@ class _Own:
         are dropped until all together are.
         """
         best = dict[str, Likeness]()
-        for pair in sorted(found, key=lambda pair: pair.loss.nats):
+        for pair in sorted(measured, key=lambda pair: pair.loss.nats):
             if pair.loss.nats <= bound:
                 best.setdefault(pair.likeness.place, pair.likeness)
         chosen = list(best.values())
@@ -156,5 +156,5 @@ def _solved(folder: Path, problems: Sequence[Problem], policy: Policy) -> RunRes
 
 
 def _right(result: RunResult, problems: Sequence[Problem]) -> tuple[bool, ...]:
-    found = {problem.problem: problem.is_correct for problem in result.problems}
-    return tuple(found.get(problem.id, False) for problem in problems)
+    verdicts = {problem.problem: problem.is_correct for problem in result.problems}
+    return tuple(verdicts.get(problem.id, False) for problem in problems)

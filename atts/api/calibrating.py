@@ -97,17 +97,18 @@ def scores_of(run: str | Path | RunResult) -> StoredScores:
     """
     if isinstance(run, RunResult) and run.directory is None:
         manifest = run.manifest
-        found = list(_kept(run))
+        with_lengths = list(_kept(run))
     else:
         recorded = open_run(directory_of(run))
         manifest = recorded.manifest
         scored = (event for event in recorded.decisions() if event.decision.score is not None)
-        found = [(event.decision, event.features.get("tokens", 0.0)) for event in scored]
-    if not found:
+        with_lengths = [(event.decision, event.features.get("tokens", 0.0)) for event in scored]
+    if not with_lengths:
         raise CalibrationInputError(
             "the run's scores", 0, "at least one: a gate that asks the target for scores"
         )
-    decisions, lengths = zip(*found, strict=True)
+    decisions = [decision for decision, _ in with_lengths]
+    lengths = tuple(length for _, length in with_lengths)
     scores = [decision.score for decision in decisions if decision.score is not None]
     return StoredScores(
         tuple(scores),
@@ -133,8 +134,8 @@ def stored_scores(
     """
     check_exists(path)
     if path.is_dir():
-        found = scores_of(path)
-        return replace(found, fingerprint={**found.fingerprint, **(conditions or {})})
+        scores = scores_of(path)
+        return replace(scores, fingerprint={**scores.fingerprint, **(conditions or {})})
     try:
         return read_scores(path, per_question, scale, conditions)
     except OSError as error:
@@ -183,21 +184,21 @@ def calibration_report(
     made: Calibrator | None = None
     labels: Sequence[bool | None] = ()
     usual: Mode = "aci"
-    own: tuple[float, Mode] = (RATE_OF_FILES, usual)
+    default: tuple[float, Mode] = (RATE_OF_FILES, usual)
     if path.is_dir():
-        told = calibration_of_run(path, scores)
-        if (rate is None or rate == told.rate) and (mode is None or mode == told.mode):
-            return told
+        recorded = calibration_of_run(path, scores)
+        if (rate is None or rate == recorded.rate) and (mode is None or mode == recorded.mode):
+            return recorded
         name = f"{path}, decided anew"
-        own = (told.rate, usual)
+        default = (recorded.rate, usual)
     else:
         made, labels = _in_file(path)
     if made is not None:
-        own = float(made.rate), made.mode
-    kept = made if rate in (None, own[0]) and mode in (None, own[1]) else None
-    rate = own[0] if rate is None else rate
+        default = float(made.rate), made.mode
+    kept = made if rate in (None, default[0]) and mode in (None, default[1]) else None
+    rate = default[0] if rate is None else rate
     return calibration_of_scores(
-        name, scores, rate, mode or own[1], seed=seed, labels=labels, calibrator=kept
+        name, scores, rate, mode or default[1], seed=seed, labels=labels, calibrator=kept
     )
 
 
@@ -223,11 +224,11 @@ def calibrator_of(run: str | Path | RunResult) -> Calibrator:
     recorded = open_run(directory_of(run))
     whole: Calibrator | None = None
     for entries in _parts(recorded):
-        found = _rebuilt(recorded.manifest, entries)
+        calibrator = _rebuilt(recorded.manifest, entries)
         if whole is None:
-            whole = found
+            whole = calibrator
         else:
-            whole.merge(found.state())
+            whole.merge(calibrator.state())
     assert whole is not None, "a run has at least one part"
     return whole
 

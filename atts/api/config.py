@@ -150,36 +150,41 @@ class Job:
     """The problems to evaluate, and the place where the run is kept."""
 
     dataset: Annotated[
-        str, "a benchmark, a file or hub:owner/name; a slice may follow: math500[:50]"
+        str, "benchmark, file or hub:owner/name; a slice may follow: math500[:50]"
     ] = "arithmetic[:40]"
-    limit: Annotated[int | None, "only the first problems; none: all"] = None
-    file: Annotated[str | None, "read the benchmark from this file, not from the hub"] = None
-    column: Annotated[tuple[str, ...], "FIELD=COLUMN of the file, such as text=Question"] = ()
+    limit: Annotated[int | None, "number of problems to run, from the first on; none: all"] = None
+    file: Annotated[str | None, "read the benchmark from this file instead of the hub"] = None
+    column: Annotated[
+        tuple[str, ...], "columns of the file for fields, FIELD=COLUMN, such as text=Question"
+    ] = ()
     relative: Annotated[
-        float | None, "by what share a number may differ from a decimal reference"
+        float | None, "share by which a number may differ from a decimal reference"
     ] = None
-    absolute: Annotated[float | None, "by how much a number may differ from its reference"] = None
+    absolute: Annotated[float | None, "amount by which a number may differ from its reference"] = (
+        None
+    )
     units: Annotated[
         Literal["optional", "required"] | None, "whether an answer may leave its unit out"
     ] = None
     choices: Annotated[
-        Literal["letter", "text"] | None, "what counts as a choice: its letter, or its words too"
+        Literal["letter", "text"] | None,
+        "answers to a choice: its letter alone, or its text as well",
     ] = None
     references: Annotated[
         Literal["required", "optional"], "whether every problem must have a reference answer"
     ] = "required"
-    shots: Annotated[str | None, "a file of problems with solutions, said before every problem"] = (
-        None
-    )
-    out: Annotated[
-        str | None, "run directory; none: a folder of its own under `runs`, named after what is run"
+    shots: Annotated[
+        str | None, "file of solved problems that the prompt shows before every problem"
     ] = None
-    runs: Annotated[str, "where run directories without a name of their own go"] = "runs"
-    report: Annotated[ReportKind, "what is written when a run ends"] = "html"
-    against: Annotated[str | None, "an earlier run to be told apart from, with stop_when"] = None
+    out: Annotated[
+        str | None, "run directory; none: a new folder under runs, named after what is run"
+    ] = None
+    runs: Annotated[str, "folder for run directories that out does not name"] = "runs"
+    report: Annotated[ReportKind, "report written when the run ends"] = "html"
+    against: Annotated[str | None, "earlier run to compare with, for stop_when"] = None
     stop_when: Annotated[
         str | None,
-        "end once the difference to it is decided; decided=2: also once it is within 2 points",
+        "end early: decided, once the difference to against is known; decided=2, also once it is within 2 points",
     ] = None
 
     def __post_init__(self) -> None:
@@ -210,10 +215,10 @@ class Job:
         options = LoadOptions(
             columns=columns, file=file, answers=self.references, grading=grading, shots=shots
         )
-        found = load_dataset(self.dataset, options=options)
-        if not found.problems:
+        dataset = load_dataset(self.dataset, options=options)
+        if not dataset.problems:
             raise DatasetError(self.dataset, "it holds no problem")
-        return replace(found, problems=found.problems[: self.limit])
+        return replace(dataset, problems=dataset.problems[: self.limit])
 
 
 @cache
@@ -224,7 +229,7 @@ def config_keys() -> Mapping[str, Key]:
     (8, 'ATTS_CHUNKING_STOP')
     """
     setup = Setup()
-    found = [
+    keys = [
         *keys_of(Job, Job()),
         *keys_of(PairChoice, PairChoice()),
         *setup_keys(),
@@ -233,7 +238,7 @@ def config_keys() -> Mapping[str, Key]:
             str,
             None,
             True,
-            "calibration scores from before the run: a file, or the directory of a run",
+            "calibration scores to start from: a file, or a run directory",
         ),
         *keys_of(Policy, setup.policy),
         *(
@@ -242,7 +247,7 @@ def config_keys() -> Mapping[str, Key]:
             for key in keys_of(Limit, Limit(), f"limits.{role}.")
         ),
     ]
-    return MappingProxyType({key.name: key for key in found})
+    return MappingProxyType({key.name: key for key in keys})
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +289,8 @@ class Configuration:
     def deciding(self) -> dict[str, Any]:
         """Return every value that decides the results, as plain JSON data."""
         kept = {
-            name: held.value
-            for name, held in self.settings.items()
+            name: setting.value
+            for name, setting in self.settings.items()
             if name not in _NEUTRAL and not name.startswith("limits.")
         }
         return cast(dict[str, Any], json.loads(json.dumps(kept)))
@@ -304,7 +309,7 @@ class Configuration:
         :raises CalibrationInputError: the file of scores cannot be read as one.
         """
         tables = _tables(
-            {name: held for name, held in self.settings.items() if name not in self.followed}
+            {name: setting for name, setting in self.settings.items() if name not in self.followed}
         )
         with _origins(self.settings):
             return Setup(
@@ -341,7 +346,9 @@ def configure(
     environment = os.environ if environment is None else environment
     named = file or environment.get(CONFIG_VARIABLE)
     usual = Path(folder) / FILE
-    source = Path(named) if named is not None else usual if usual.exists() else None
+    source = Path(named) if named is not None else None
+    if source is None and usual.exists():
+        source = usual
     layers = chain(
         from_file(source, config_keys()) if source is not None else (),
         from_environment(environment, config_keys()),
@@ -359,7 +366,7 @@ def configure(
 
 def _tables(settings: Mapping[str, Setting]) -> dict[str, Any]:
     """Return the values as nested tables, the target's sampling completed by the draft's."""
-    tables = nested({name: held.value for name, held in settings.items()})
+    tables = nested({name: setting.value for name, setting in settings.items()})
     if "target_sampling" in tables:
         tables["target_sampling"] = tables["sampling"] | tables["target_sampling"]
     return tables
@@ -402,7 +409,7 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
         method = cast(str, settings["method"].value)
         base = msgspec.convert(_tables(settings), Policy)
         before = dict(flat(asdict(base)))
-        found = dict[str, Setting]()
+        settled = dict[str, Setting]()
         for name, value in flat(asdict(preset(method).policy(base))):
             if name not in settings or value == before.get(name, settings[name].value):
                 continue
@@ -411,8 +418,8 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
                     name,
                     f"the method {method} makes it {value!r}; leave it out, or take another method",
                 )
-            found[name] = Setting(value, f"method {method}")
-    return found
+            settled[name] = Setting(value, f"method {method}")
+    return settled
 
 
 def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
@@ -423,10 +430,10 @@ def _followed(settings: Mapping[str, Setting]) -> dict[str, Setting]:
     as_run = method.policy(policy)
     asked = [str(settings[role].value) for role in method.roles(as_run)]
     budget = budget_of(*asked, reads_chunks=method.reads_chunks(as_run))
-    found = dict(flat(asdict(policy.filled(budget))))
+    lengths = dict(flat(asdict(policy.filled(budget))))
     origins = dict.fromkeys(LENGTHS, budget.models) | {"turns": "max_tokens"}
     return {
-        name: Setting(found[name], origin)
+        name: Setting(lengths[name], origin)
         for name, origin in origins.items()
         if settings[name].value is None
     }
@@ -438,11 +445,11 @@ def _origins(settings: Mapping[str, Setting]) -> Generator[None, None, None]:
     try:
         yield
     except OptionError as error:
-        held = settings.get(error.option)
-        if held is None or held.origin == "default":
+        setting = settings.get(error.option)
+        if setting is None or setting.origin == "default":
             raise
-        flag = f"--set {error.option}" if held.origin == "--set" else held.origin
-        label = flag if flag.startswith("--") else f"{error.option} ({held.origin})"
+        flag = f"--set {error.option}" if setting.origin == "--set" else setting.origin
+        label = flag if flag.startswith("--") else f"{error.option} ({setting.origin})"
         raise OptionError(label, str(error).removeprefix(f"{error.option}: ")) from error
 
 

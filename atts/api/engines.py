@@ -36,6 +36,18 @@ _WRITTEN = "{}:http://HOST:PORT/MODEL"
 _MODELS = {"hf": "hf:OWNER/NAME or hf:./FOLDER", "zoo": "zoo:DIR/NAME"}
 
 
+INSTRUCT = Budget("instruct models", 4096, 256)
+REASONING = Budget("reasoning models", 16_000, 500)
+_ANSWERS_AT_ONCE = re.compile(r"instruct|chat|-it\b|-base\b", re.IGNORECASE)
+_REASONS = re.compile(r"\br1\b|qwq|think|reason|qwen3", re.IGNORECASE)
+_IS_BASE = re.compile(r"-base\b", re.IGNORECASE)
+_SERVER_CLASSES = ("RemoteEngine", "ReplicaPool", "RayEngine")
+# Tokens of one request that nothing reads before it is over. At 10 tokens a second they come well
+# within `timeout_seconds`, and few rollouts are longer.
+_REQUEST_TOKENS = 4096
+_TOO_SMALL = 0.25  # of the tokens that such models need
+
+
 def build_engine(
     name: str | Engine,
     role: Role,
@@ -52,10 +64,7 @@ def build_engine(
     logged as a warning. "?replicas=2" loads the model into two processes, "?stages=2" divides its
     layers between two.
 
-    "zoo:DIR/NAME" is a model that `atts zoo add` stored (`docs/blocks.md`); with "?lossy=.01", what
-    `atts zoo compare` kept to stand in for it within so many nats a token: what that loses is
-    logged as a warning. With "?replicas=2" as many processes hold the model. With "?stages=2" one
-    model of any folder is in two processes, each with some of its layers. Servers are
+    Servers are
     "vllm:http://host:8000/Model", "sglang:...", "llamacpp:...", "ollama:...", any chat API as
     "openai:https://host/v1/Model", or "server:..." when the server may say what it is; several URLs
     with commas between them are replicas of one engine (`docs/servers.md`). Settings follow a
@@ -163,7 +172,9 @@ def speculation_words(
         return "the draft, if both models share a tokenizer and the target is computed on a CPU"
     if speculate == "auto" and _is_one_loop(draft, target):
         return "nothing: draft and target share the blocks of a zoo, and a step loop"
-    return "nothing" + ": that takes a draft and a target of this machine" * (speculate == "auto")
+    if speculate == "auto":
+        return "nothing: that takes a draft and a target of this machine"
+    return "nothing"
 
 
 def _speculation(
@@ -307,15 +318,15 @@ class _ZooModel(NamedTuple):
 
 def _zoo_model(words: str, settings: str) -> _ZooModel:
     zoo, name = _zoo(words)
-    said = dict(parse_qsl(settings, keep_blank_values=True))
-    bound = said.pop("lossy", None)
-    count = said.pop("replicas", "1")
+    named = dict(parse_qsl(settings, keep_blank_values=True))
+    bound = named.pop("lossy", None)
+    count = named.pop("replicas", "1")
     model = zoo.model(name)
     if not count.isdecimal() or not 1 <= int(count) <= _MOST_REPLICAS:
         raise OptionError(
             "replicas", f"{count!r} is no number of processes from 1 to {_MOST_REPLICAS}"
         )
-    found = _ZooModel(str(zoo.folder(name)), urlencode(said), "", int(count))
+    found = _ZooModel(str(zoo.folder(name)), urlencode(named), "", int(count))
     if bound is None:
         if model.loss:
             advice = f"write zoo:DIR/{model.loss.model}?lossy=NATS, {model.loss.nats:.3g} or more, or take it as a drafter"
@@ -365,28 +376,16 @@ def _drafter_model(words: str) -> str:
 def _with_settings(base: T, settings: str) -> tuple[T, dict[str, str]]:
     """Return the options changed by the settings after a question mark, and the unknown ones."""
     known = {key.name: key for key in keys_of(type(base), base)}
-    found = dict(parse_qsl(settings, keep_blank_values=True))
-    if found.get("k") == "auto":
-        del found["k"]
+    given = dict(parse_qsl(settings, keep_blank_values=True))
+    if given.get("k") == "auto":
+        del given["k"]
     changes = {
         name: known[name].read(words, f"engine {name}")
-        for name, words in found.items()
+        for name, words in given.items()
         if name in known
     }
     changed = replace(cast(Any, base), **changes)
-    return changed, {name: words for name, words in found.items() if name not in known}
-
-
-INSTRUCT = Budget("instruct models", 4096, 256)
-REASONING = Budget("reasoning models", 16_000, 500)
-_ANSWERS_AT_ONCE = re.compile(r"instruct|chat|-it\b|-base\b", re.IGNORECASE)
-_REASONS = re.compile(r"\br1\b|qwq|think|reason|qwen3", re.IGNORECASE)
-_SERVER_CLASSES = ("RemoteEngine", "ReplicaPool", "RayEngine")
-_IS_BASE = re.compile(r"-base\b", re.IGNORECASE)
-# Tokens of one request that nothing reads before it is over. At 10 tokens a second they come well
-# within `timeout_seconds`, and few rollouts are longer.
-_REQUEST_TOKENS = 4096
-_TOO_SMALL = 0.25  # of what such models need
+    return changed, {name: words for name, words in given.items() if name not in known}
 
 
 def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
@@ -407,7 +406,8 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     largest = max(map(_model_budget, engines), key=lambda budget: budget.max_tokens)
     contexts = [length for length in map(known_context, engines) if length is not None]
     names = [_engine_words(engine) for engine in engines]
-    if not reads_chunks and largest is not SMALL and not any(map(_IS_BASE.search, names)):
+    has_base = any(_IS_BASE.search(name) for name in names)
+    if not reads_chunks and not has_base and largest is not SMALL:
         largest = replace(largest, chunk_tokens=min(largest.max_tokens, _REQUEST_TOKENS))
     return largest.within(min(contexts)) if contexts else largest
 
@@ -421,10 +421,13 @@ def budget_warnings(policy: Policy, budget: Budget) -> Iterator[str]:
             f"{budget.max_tokens:,}: "
             "many rollouts would be cut before they answer; leave it out, or raise it"
         )
-    per_turn = bounds.draft_tokens + bounds.target_tokens * (policy.takeover == "continue")
+    per_turn = bounds.draft_tokens
     if policy.drafter == "target":
         per_turn = bounds.target_tokens
-    if (most := bounds.turns * per_turn) < bounds.max_tokens and policy.turns is not None:
+    elif policy.takeover == "continue":  # the rejected chunk stays, and the target adds its own
+        per_turn += bounds.target_tokens
+    most = bounds.turns * per_turn
+    if policy.turns is not None and most < bounds.max_tokens:
         yield (
             f"--turns {bounds.turns} ends a rollout after {most:,} of its {bounds.max_tokens:,} "
             f"tokens; "
@@ -436,8 +439,8 @@ def known_context(engine: str | Engine) -> int | None:
     """Return the context length of a model, if its words or its folder state it."""
     words, _, settings = _engine_words(engine).partition("?")
     scheme, _, model = words.removeprefix("ray:").partition(":")
-    said = [*parse_qs(settings).get("context", ()), *parse_qs(settings).get("kv_tokens", ())]
-    lengths = [int(word) for word in said if word.isdecimal() and int(word) > 0]
+    stated = [*parse_qs(settings).get("context", ()), *parse_qs(settings).get("kv_tokens", ())]
+    lengths = [int(word) for word in stated if word.isdecimal() and int(word) > 0]
     if scheme == "hf":
         lengths += _context_of_folder(Path(model).expanduser())
         lengths += [size.context for name, size in model_sizes().items() if name == model]
@@ -474,13 +477,8 @@ def _engine_words(engine: str | Engine) -> str:
         return engine
     kind = type(engine).__name__
     model = Path(str(getattr(engine, "model", "")))
-    # in the package's own folder
-    if kind == "LocalEngine" and (Path(model).parent / "__init__.py").exists():
-        return "embedded"
-    return (
-        f"hf:{model}"
-        if kind == "LocalEngine"
-        else "server:"
-        if kind in _SERVER_CLASSES
-        else "scripted"
-    )
+    if kind == "LocalEngine" and (model.parent / "__init__.py").exists():
+        return "embedded"  # only the models of this package stand in a package
+    if kind == "LocalEngine":
+        return f"hf:{model}"
+    return "server:" if kind in _SERVER_CLASSES else "scripted"

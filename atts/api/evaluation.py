@@ -42,7 +42,7 @@ from atts.sampling import Seed, generator
 def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
     """Return the problems in an order drawn from the seed and their number alone."""
     places = generator(Seed(run=seed, purpose="order of problems")).permutation(len(problems))
-    return tuple(problems[place] for place in places)
+    return tuple(problems[position] for position in places)
 
 
 def read_stop_when(against: str | Path, stop_when: str) -> StopWhen:
@@ -67,28 +67,31 @@ def read_stop_when(against: str | Path, stop_when: str) -> StopWhen:
     return StopWhen(run.name, {name: one.vote for name, one in run.problems.items()}, near)
 
 
-def common_problems(problems: Sequence[Problem], found: StopWhen, seed: int) -> tuple[Problem, ...]:
+def common_problems(
+    problems: Sequence[Problem], comparison: StopWhen, seed: int
+) -> tuple[Problem, ...]:
     """Return the problems that both runs have, in the order in which they are taken.
 
     :raises DatasetError: there are none.
     """
-    both = [problem for problem in problems if problem.id in found.votes]
+    both = [problem for problem in problems if problem.id in comparison.votes]
     if not both:
         raise DatasetError(
-            found.against,
+            comparison.against,
             "it has graded none of the problems to be run",
             "Compare on the same problems",
         )
     return drawn_order(both, seed)
 
 
-def comparison_setting(found: StopWhen) -> dict[str, Setting]:
+def comparison_setting(comparison: StopWhen) -> dict[str, Setting]:
     """Return the setting of the comparison, which a resume must find unchanged."""
-    votes = repr(sorted(found.votes.items())).encode()
+    votes = repr(sorted(comparison.votes.items())).encode()
     digest = blake2b(votes, digest_size=8).hexdigest()
     return {
         "until": Setting(
-            {"against": digest, "points": found.points, "order": "drawn by seed"}, "--stop-when"
+            {"against": digest, "points": comparison.points, "order": "drawn by seed"},
+            "--stop-when",
         )
     }
 
@@ -222,12 +225,12 @@ class evaluate:
         else:
             plan, options = await self._within.plan(problems[0].kind, options)
         if self._shard is not None:
-            held = {"shard": Setting(str(self._shard), "--shard")}
-            plan = replace(plan, configuration={**plan.configuration, **held})
+            settings = {"shard": Setting(str(self._shard), "--shard")}
+            plan = replace(plan, configuration={**plan.configuration, **settings})
         if self._stop_when is not None:
-            held = comparison_setting(self._stop_when)
+            settings = comparison_setting(self._stop_when)
             plan = replace(
-                plan, stop_when=self._stop_when, configuration={**plan.configuration, **held}
+                plan, stop_when=self._stop_when, configuration={**plan.configuration, **settings}
             )
         return await run_evaluation(problems, plan, options)
 
@@ -248,7 +251,7 @@ def check_resumes(
         return
     now = {name: getattr(setup, name) for name in _DECISIVE} | _decisive_policy(setup)
     now["shard"] = None if shard is None else str(shard)
-    then: dict[str, Any] = {name: held.value for name, held in stored.configuration.items()}
+    then: dict[str, Any] = {name: setting.value for name, setting in stored.configuration.items()}
     recorded_policy = then.pop("policy", None)
     if isinstance(recorded_policy, dict):
         then |= dict(flat(recorded_policy))
@@ -256,7 +259,7 @@ def check_resumes(
     # An empty value and one that was never written are the same setting.
     changed = [name for name in now if (now[name] or None) != (then.get(name) or None)]
     if "method" in changed:  # what a method settles follows from it, and is not named as well
-        settled = {name for name, held in setup.settings.items() if held.origin[:2] != "--"}
+        settled = {name for name, setting in setup.settings.items() if setting.origin[:2] != "--"}
         changed = [name for name in changed if name in _DECISIVE or name not in settled]
     if "shard" not in changed and dataset_digest(problems) != stored.dataset:
         changed += _changed_problems(setup, stored, now, then)
@@ -285,8 +288,8 @@ def _decisive_policy(setup: Setup) -> dict[str, Any]:
     policy = dict(flat(json.loads(json.dumps(asdict(setup.run_policy)))))
     given = dict(flat(asdict(setup.policy)))
     for name in LENGTHS:
-        held = setup.provenance.get(name)
-        is_of_pair = held is not None and held.origin.startswith(PAIR)
+        setting = setup.provenance.get(name)
+        is_of_pair = setting is not None and setting.origin.startswith(PAIR)
         if given.get(name) is None or is_of_pair:
             del policy[name]
     del policy["letter"]  # a run records it where its problems have choices

@@ -66,12 +66,12 @@ class Key:
         if self.choices and value not in self.choices:
             raise OptionError(label, f"{value!r} is not one of its values", self.choices, value)
         try:
-            found: Json = _converted(value, self.kind)
+            converted: Json = _converted(value, self.kind)
         except msgspec.DecodeError:
-            found = math.nan
-        if found != found:
+            converted = math.nan
+        if converted != converted:
             raise OptionError(label, f"{value!r} is not {KINDS.get(self.kind, 'a list of texts')}")
-        return found
+        return converted
 
 
 def keys_of(
@@ -88,17 +88,17 @@ def keys_of(
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         hint = hints[field.name]
-        said = help.get(field.name, "") if isinstance(help, Mapping) else ""
+        words = help.get(field.name, "") if isinstance(help, Mapping) else ""
         if get_origin(hint) is Annotated:
-            hint, said = hint.__origin__, said or hint.__metadata__[0]
+            hint, words = hint.__origin__, words or hint.__metadata__[0]
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         inner = next((part for part in parts if _is_sayable(part) or is_dataclass(part)), None)
         name = prefix + field.name
         value = getattr(default, field.name, None)
         if isinstance(inner, type) and is_dataclass(inner):
-            yield from keys_of(inner, value, name + ".", said)
+            yield from keys_of(inner, value, name + ".", words)
         elif inner is not None:
-            yield Key(name, inner, value, NoneType in parts or default is None, said)
+            yield Key(name, inner, value, NoneType in parts or default is None, words)
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

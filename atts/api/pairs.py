@@ -29,14 +29,16 @@ class PairChoice:
 
     pair: Annotated[
         str | None,
-        "models that work together, with their prompts and lengths: `atts pairs` lists them",
+        "draft and target that work together, with prompts and lengths: see `atts pairs`",
     ] = None
     at: Annotated[
         Place,
-        "where a pair's models are: servers on this machine (target :8000, draft :8001), or here",
+        "where the models of pair run: servers on this machine (target :8000, draft :8001) or local",
     ] = "vllm"
-    draft_servers: Annotated[int, "servers of a pair's draft: ports 8001, 8002, ..."] = 1
-    target_servers: Annotated[int, "servers of a pair's target: ports 8000, 8100, ..."] = 1
+    draft_servers: Annotated[int, "number of servers of a pair's draft: ports 8001, 8002, ..."] = 1
+    target_servers: Annotated[
+        int, "number of servers of a pair's target: ports 8000, 8100, ..."
+    ] = 1
 
     def __post_init__(self) -> None:
         for name in ("draft_servers", "target_servers"):
@@ -252,8 +254,8 @@ def gpu_placement(
         for is_quantized in (False, True):
             if is_quantized and target.packed:
                 continue
-            if found := _placed(draft, target, CARDS[card], count, context, is_quantized):
-                return GpuPlacement(card, count, context, *found)
+            if shares := _placed(draft, target, CARDS[card], count, context, is_quantized):
+                return GpuPlacement(card, count, context, *shares)
     return None
 
 

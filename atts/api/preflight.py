@@ -24,6 +24,14 @@ from atts.journal import FACTS, MANIFEST, FinishedProblem, Setting, open_run
 from atts.pipelines import FixedGate, Policy, check_engines, needed_logprobs, prompt_of
 from atts.run import Shard
 
+Status = Literal["ok", "warn", "fail"]
+# The first line of a settings file of ours, which alone may be replaced.
+_SIGNATURE = "# Written by `atts doctor`"
+_TIGHT_GB = 2.0
+_FULL_GB = 0.2
+_PROBLEM = Problem("doctor", "What is (17 + 25) * 3?")
+_TRIED = 16  # tokens that the draft writes to see the target score them
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -79,16 +87,16 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
 
     The dataset and earlier runs of the same models are read.
 
-    Of a `shard`, what that part of the dataset would take.
-
     :raises DatasetError: the dataset cannot be read, or holds nothing.
     :raises OptionError: something is impossible.
     """
     setup = configuration.setup()
     job = configuration.job
     directory = configuration.directory_of(shard)
-    problems = job.load().problems if shard is None else shard.take(job.load().problems)
-    setup.engines()  # opens nothing; refuses what names no engine
+    problems = job.load().problems
+    if shard is not None:
+        problems = shard.take(problems)
+    setup.engines()  # opens nothing, but refuses what a run would refuse
     policy = setup.run_policy
     rollouts = len(problems) * policy.samples
     done = len(_finished(directory))
@@ -189,9 +197,10 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
         return Tokens(0, 0, length), words
     if _accepts_everything(setup):
         return Tokens(length, 0, 0), words
-    # then what the target writes comes on top of the draft's chunk
-    appended = setup.policy.takeover == "continue"
-    drafted = length / (1 + setup.rate) if appended else length
+    drafted = length
+    if setup.policy.takeover == "continue":
+        # What the target writes comes on top of the draft's chunk, so fewer chunks are drafted.
+        drafted = length / (1 + setup.rate)
     words += (
         f"; with {setup.rate:g} of the drafted chunks the target is taken to write one of its own"
     )
@@ -200,25 +209,22 @@ def _from_solutions(setup: Setup, problems: Sequence[Problem]) -> tuple[Tokens |
 
 def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterator[_Past]:
     """Yield earlier runs with the same models and method, this run's own start included."""
-    folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")} | {
-        configuration.directory
-    }
-    for folder in sorted(folders):
+    folders = {path.parent for path in Path(configuration["runs"]).glob(f"*/{MANIFEST}")}
+    for folder in sorted({*folders, configuration.directory}):
         finished = _finished(folder)
         rollouts = sum(len(one.samples) for one in finished)
-        settings = (
-            {name: held.value for name, held in open_run(folder).manifest.settings.items()}
-            if rollouts
-            else {}
-        )
-        same = (*roles, "method")
-        if rollouts and all(settings.get(name) == configuration[name] for name in same):
-            used = sum((one.usage for one in finished), Usage())
-            mean = Tokens(used.draft_tokens, used.scored_tokens, used.target_tokens).times(
-                1 / rollouts
-            )
-            dataset = _without_slice(str(settings.get("dataset", "other problems")))
-            yield _Past(folder, rollouts, mean, float(str(settings["rate"])), dataset)
+        if not rollouts:
+            continue
+        settings = {
+            name: setting.value for name, setting in open_run(folder).manifest.settings.items()
+        }
+        if any(settings.get(name) != configuration[name] for name in (*roles, "method")):
+            continue
+        usage = sum((one.usage for one in finished), Usage())
+        tokens = Tokens(usage.draft_tokens, usage.scored_tokens, usage.target_tokens)
+        dataset = _without_slice(str(settings.get("dataset", "other problems")))
+        rate = float(str(settings["rate"]))
+        yield _Past(folder, rollouts, tokens.times(1 / rollouts), rate, dataset)
 
 
 def _finished(directory: Path) -> list[FinishedProblem]:
@@ -234,14 +240,6 @@ def _without_slice(dataset: str) -> str:
     return dataset.partition("[")[0]
 
 
-Status = Literal["ok", "warn", "fail"]
-_SIGNATURE = "# Written by `atts doctor`"
-_TIGHT_GB = 2.0
-_FULL_GB = 0.2
-_PROBLEM = Problem("doctor", "What is (17 + 25) * 3?")
-_TRIED = 16  # tokens that the draft writes to see the target score them
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
     """One thing that was checked, what was seen, and what to do about it."""
@@ -253,9 +251,8 @@ class Check:
 
     def __str__(self) -> str:
         """Return the check in one line."""
-        return f"{self.status:<5} {self.name:<12} {self.seen}" + (
-            f". {self.advice}" if self.advice else ""
-        )
+        advice = f". {self.advice}" if self.advice else ""
+        return f"{self.status:<5} {self.name:<12} {self.seen}{advice}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,30 +299,29 @@ def write_settings(path: Path, configuration: Configuration, diagnosis: Diagnosi
     :raises OptionError: another file is there.
     :raises StorageError: the disk refuses.
     """
-    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(
-        _SIGNATURE
-    ):
-        raise OptionError(
-            "out", f"{path} is there and is not this command's own; name another file"
-        )
-    said = {
-        name: held.value
-        for name, held in configuration.settings.items()
-        if _is_said(name, configuration)
+    if path.exists():
+        earlier = path.read_text(encoding="utf-8", errors="replace")
+        if not earlier.startswith(_SIGNATURE):
+            raise OptionError(
+                "out", f"{path} exists and was not written by this command; name another file"
+            )
+    given = {
+        name: setting.value
+        for name, setting in configuration.settings.items()
+        if _is_given(name, configuration)
     }
     lines = [_SIGNATURE, *(f"# {check}" for check in diagnosis.checks)]
-    lines += [f"{name} = {json.dumps(value)}" for name, value in said.items() if value is not None]
+    lines += [f"{name} = {json.dumps(value)}" for name, value in given.items() if value is not None]
     write_atomic(path, ("\n".join(lines) + "\n").encode())
 
 
-def _is_said(name: str, configuration: Configuration) -> bool:
+def _is_given(name: str, configuration: Configuration) -> bool:
     """Return whether a key was given or names a pair's engine; what follows is left out."""
     origin = configuration.settings[name].origin
     if name in ("draft", "target"):
         return origin != "default"
-    return name not in configuration.followed and not origin.startswith(
-        ("default", "pair ", "method ")
-    )
+    follows = origin.startswith(("default", "pair ", "method "))
+    return name not in configuration.followed and not follows
 
 
 def _lengths(configuration: Configuration, setup: Setup) -> Iterator[Check]:
@@ -339,14 +335,15 @@ def _lengths(configuration: Configuration, setup: Setup) -> Iterator[Check]:
 
 
 def _disk(directory: Path) -> Iterator[Check]:
-    place = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
-    free = shutil.disk_usage(place).free / 1e9
-    status: Status = "fail" if free < _FULL_GB else "warn" if free < _TIGHT_GB else "ok"
-    advice = (
-        ""
-        if status == "ok"
-        else "Free some, or keep the run elsewhere with --out: a journal keeps every token"
+    nearest = next(
+        folder for folder in (directory, *directory.absolute().parents) if folder.exists()
     )
+    free = shutil.disk_usage(nearest).free / 1e9
+    status: Status = "ok"
+    advice = ""
+    if free < _TIGHT_GB:
+        status = "fail" if free < _FULL_GB else "warn"
+        advice = "Free some, or keep the run elsewhere with --out: a journal keeps every token"
     yield Check("disk", status, f"{free:,.1f} GB free for {directory}", advice)
 
 
@@ -356,44 +353,39 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
         return
     here = [] if card else list(_cards_here())
     tokens = configuration.setup().run_policy.bounds().max_tokens
-    for kind in [card] if card else sorted({name for name, _ in here}) or USUAL_CARDS:
-        found = gpu_placement(pair, kind, tokens)
-        if found is None:
-            yield Check(
-                "memory",
-                "fail" if card or here else "warn",
-                f"not even eight {kind} hold {pair.name}",
-            )
+    if card:
+        kinds: Sequence[str] = [card]
+    else:
+        kinds = sorted({name for name, _ in here}) or USUAL_CARDS
+    for kind in kinds:
+        placement = gpu_placement(pair, kind, tokens)
+        if placement is None:
+            # Cards that were only guessed may be too small without being wrong.
+            status: Status = "fail" if card or here else "warn"
+            yield Check("memory", status, f"not even eight {kind} hold {pair.name}")
             continue
-        lacks = bool(here) and found.count > sum(name == kind for name, _ in here)
-        advice = (
-            "Take a smaller pair, or larger cards"
-            if lacks
-            else f"`atts pairs {pair.name} --card {kind}` starts them"
-        )
-        yield Check(
-            "memory",
-            "fail" if lacks else "ok",
-            f"{found}; the cache holds {found.rollouts} rollouts",
-            advice,
-        )
+        seen = f"{placement}; the cache holds {placement.rollouts} rollouts"
+        if here and placement.count > sum(name == kind for name, _ in here):
+            yield Check("memory", "fail", seen, "Take a smaller pair, or larger cards")
+        else:
+            start = f"`atts pairs {pair.name} --card {kind}` starts them"
+            yield Check("memory", "ok", seen, start)
 
 
 def _cards_here() -> Iterator[tuple[str, float]]:
     """Yield the kind and gigabytes of every GPU of this machine."""
-    if (program := shutil.which("nvidia-smi")) is None:
+    program = shutil.which("nvidia-smi")
+    if program is None:
         return
     query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=30)
     for line in done.stdout.splitlines():
-        if line.strip().isdecimal():
-            memory = int(line) * 1.048576e-3
-            fitting = [name for name, size in CARDS.items() if size <= memory * 1.08]
-            yield (
-                (max(fitting, key=lambda name: CARDS[name]), memory)
-                if fitting
-                else ("rtx4090", memory)
-            )
+        if not line.strip().isdecimal():
+            continue
+        memory = int(line) * 1.048576e-3  # MiB to GB
+        # Drivers keep some of a card's memory, so a card may report up to 8 % less than its kind.
+        fitting = [name for name, size in CARDS.items() if size <= memory * 1.08]
+        yield max(fitting, key=lambda name: CARDS[name], default="rtx4090"), memory
 
 
 async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
@@ -404,16 +396,14 @@ async def _engines(setup: Setup, pair: Pair | None) -> AsyncIterator[Check]:
         for role in setup.roles:
             engine = draft if role == "draft" else target
             try:
-                opened[role] = (
-                    engine if engine in opened.values() else await stack.enter_async_context(engine)
-                )
+                if engine not in opened.values():
+                    await stack.enter_async_context(engine)
+                opened[role] = engine
             except ATTSError as error:
-                start = (
-                    f"`atts pairs {pair.name} --card CARD` prints the command that starts it"
-                    if pair
-                    else ""
-                )
-                yield Check(role, "fail", str(error), start)
+                advice = ""
+                if pair is not None:
+                    advice = f"`atts pairs {pair.name} --card CARD` prints its start command"
+                yield Check(role, "fail", str(error), advice)
                 continue
             for check in _one(role, opened[role], pair):
                 yield check
@@ -439,16 +429,18 @@ def _one(role: Role, engine: Engine, pair: Pair | None) -> Iterator[Check]:
             f"{spec.model} is served, the pair names {wanted}",
             "Scores and prompts may not fit it",
         )
-    told = dict(spec.findings).get("speculation", "")
-    if told and "does not speculate" not in told:
+    finding = dict(spec.findings).get("speculation", "")
+    if finding and "does not speculate" not in finding:
         yield Check(
             role,
-            "warn" if told.startswith("unknown") else "ok",
-            f"speculation: {told.partition(': ')[2]}",
+            "warn" if finding.startswith("unknown") else "ok",
+            f"speculation: {finding.partition(': ')[2]}",
         )
-    for name, told in spec.findings:
-        if told.startswith("no") and name in ("cache", "abort", "seeds"):
-            yield Check(role, "warn", f"{name}: {told}", "docs/servers.md names the server's flag")
+    for name, finding in spec.findings:
+        if finding.startswith("no") and name in ("cache", "abort", "seeds"):
+            yield Check(
+                role, "warn", f"{name}: {finding}", "docs/servers.md names the server's flag"
+            )
 
 
 def _together(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:

@@ -44,6 +44,16 @@ if TYPE_CHECKING:
     from atts.evaluators import Verdict
 
 
+CalibrationMode = Literal["split", "marginal", "aci", "question", "question-turn"]
+
+LENGTHS = (
+    "max_tokens",
+    "turns",
+    "chunking.draft_tokens",
+    "chunking.target_tokens",
+    "chunking.stop",
+)
+"""Keys that follow from the models, and turns from max_tokens, where nothing sets them."""
 _RISK_FORM = (
     "RISK@PROBABILITY, such as .1@.9: answers wrong at most .1 of the time with probability .9"
 )
@@ -83,34 +93,22 @@ def read_abstain(abstain: str | None, labelled: str | Path | None) -> Abstain | 
             "labelled", f"no problem of {labelled} was graded; problems need reference answers"
         )
     confidence = [one.agreement if one.answer is not None else math.nan for one in graded]
-    found = certify_abstention(confidence, [not one.is_correct for one in graded], risk, kept)
-    if found.threshold is None:
-        raise OptionError("abstain", found.guarantee)
-    return Abstain(found, run.manifest)
+    certified = certify_abstention(confidence, [not one.is_correct for one in graded], risk, kept)
+    if certified.threshold is None:
+        raise OptionError("abstain", certified.guarantee)
+    return Abstain(certified, run.manifest)
 
 
 def _parsed_risk(text: str) -> tuple[float, float]:
     risk, mark, kept = text.partition("@")
     try:
-        found = float(risk), float(kept) if mark else 0.9
+        risk_level = float(risk)
+        probability = float(kept) if mark else 0.9
     except ValueError:
-        found = math.nan, math.nan
-    if not all(0 < part < 1 for part in found):
+        risk_level = probability = math.nan  # fails the check of the range
+    if not (0 < risk_level < 1 and 0 < probability < 1):
         raise OptionError("abstain", f"{text!r} is not {_RISK_FORM}")
-    return found
-
-
-CalibrationMode = Literal["split", "marginal", "aci", "question", "question-turn"]
-
-
-LENGTHS = (
-    "max_tokens",
-    "turns",
-    "chunking.draft_tokens",
-    "chunking.target_tokens",
-    "chunking.stop",
-)
-"""Keys that follow from the models, and turns from max_tokens, where nothing sets them."""
+    return risk_level, probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,56 +117,56 @@ class Setup:
 
     draft: Annotated[
         str | Engine,
-        "the model that writes: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, llamacpp:URL, "
-        "server:URL",
+        "draft model: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, llamacpp:URL, server:URL",
     ] = "embedded"
-    target: Annotated[str | Engine, "the model that scores and takes over; the same words"] = (
-        "embedded"
-    )
-    method: Annotated[str, "atts, a baseline, or another paper's method"] = "atts"
+    target: Annotated[str | Engine, "target model, in the same formats as draft"] = "embedded"
+    method: Annotated[str, "method: atts, a baseline, or another paper's method"] = "atts"
     rate: Annotated[float, "share of chunks that the target takes over"] = 0.2
-    mode: Annotated[  # aci holds the rate over the run, and spends it where it helps
+    # aci meets the rate over the run, and spends it where it helps
+    mode: Annotated[
         CalibrationMode,
-        "for what the rate is held: all chunks, each turn, each question, each question's turns",
+        "scope in which the rate is met: split, marginal and aci over all chunks, question in each "
+        "question, question-turn in each question's turns",
     ] = "aci"
     by_length: Annotated[
         bool | None,
-        "rank scores among chunks of about the same length; none: in mode marginal alone",
+        "whether scores are ranked among chunks of similar length; none: in mode marginal only",
     ] = None
     cap: Annotated[
         float | None,
-        "of any first n chunks at most ceil(cap * n) go over, exactly, whatever is owed; none: no "
-        "cap",
+        "hard cap: of any first n chunks at most ceil(cap * n) are escalated; none: no cap",
     ] = None
     policy: Policy = Policy()
     gate: Gate | RoundGate | None = None  # None: the method's own
     stored: Sequence[float] | StoredScores = ()  # calibration scores from before the run
     conditions: Annotated[
         Conditions,
-        "what scores made under other conditions than the run's do: end it, or be taken with a "
-        "warning",
+        "scores made under other conditions: match refuses them, ignore takes them with a warning",
     ] = "match"
-    warmup: Annotated[int, "take the run's own first so many scores instead; 0: do without"] = 0
+    warmup: Annotated[
+        int,
+        "number of the run's own first scores to calibrate with, instead of stored ones; 0: none",
+    ] = 0
     abstain: Annotated[
         str | None,
-        "answer only where wrong seldom enough: .1@.9 is at most .1 of the time with probability "
-        ".9",
+        "answer only where answers are seldom wrong: .1@.9 is at most 10 % of them, with "
+        "probability 0.9",
     ] = None
     labelled: Annotated[
-        str | None, "the run of the same settings whose graded problems say where that is"
+        str | None, "graded run of the same settings, from which abstain takes its threshold"
     ] = None
     spare: Annotated[
         float | None,
-        "keep chunks where such a share of the answered siblings agrees, and spend the rate "
-        "elsewhere",
+        "accept chunks unscored where this share of the answered siblings agrees, and spend the "
+        "rate elsewhere",
     ] = None
-    speculate: Annotated[  # the text is the same in any case
+    # the text is the same in any case
+    speculate: Annotated[
         Speculate,
-        "what proposes tokens to a local target: the draft where it fits (auto), always, other "
-        "ways",
+        "what proposes tokens to a local target: auto is the draft where it fits, draft always",
     ] = "auto"
-    seed: Annotated[int, "of everything random"] = 0
-    rollouts: Annotated[int, "in flight at once, over all problems"] = 64
+    seed: Annotated[int, "random seed"] = 0
+    rollouts: Annotated[int, "rollouts in flight at once, over all problems"] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     # set by `configure`
     provenance: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)
@@ -247,40 +245,38 @@ class Setup:
 
         One question has no scores of its own to begin with; a run over a data set soon has.
         """
-        is_open = self.gate is None and not len(self.stored) and not self.warmup
-        return (
-            replace(self, stored=known)
-            if is_open and (known := self._shipped) is not None
-            else self
-        )
+        has_start = self.gate is not None or len(self.stored) > 0 or self.warmup > 0
+        shipped = self._shipped
+        if has_start or shipped is None:
+            return self
+        return replace(self, stored=shipped)
 
     @property
     def _shipped(self) -> StoredScores | None:
         """Return the scores that come with the models, if this setup has their conditions."""
         if (self.draft, self.target) != ("embedded", "embedded"):
             return None
-        found = embedded_scores()
-        own = Manifest(configuration={"policy": Setting(asdict(self.run_policy))})
-        fits = all(
-            found.fingerprint.get(name) == value for name, value in conditions_of(own).items()
-        )
-        return found if fits else None
+        scores = embedded_scores()
+        manifest = Manifest(configuration={"policy": Setting(asdict(self.run_policy))})
+        conditions = conditions_of(manifest)
+        if any(scores.fingerprint.get(name) != value for name, value in conditions.items()):
+            return None
+        return scores
 
     def policy_within(self, context: int) -> Policy:
         """Return the policy for models of this context; lengths that were given are not cut."""
         policy = self._policy
         budget = self.budget
-        held = self.provenance.get("max_tokens")
-        said = policy.max_tokens
-        if (
-            said is not None
-            and held is not None
-            and held.origin.startswith(PAIR)
-            and held.value == said
-        ):
-            policy = replace(
-                policy, max_tokens=replace(budget, max_tokens=said).within(context).max_tokens
-            )
+        setting = self.provenance.get("max_tokens")
+        is_of_pair = (
+            setting is not None
+            and setting.origin.startswith(PAIR)
+            and setting.value == policy.max_tokens
+        )
+        if is_of_pair and policy.max_tokens is not None:
+            # A pair's length is what its models need, and is cut as a budget's is.
+            needed = replace(budget, max_tokens=policy.max_tokens)
+            policy = replace(policy, max_tokens=needed.within(context).max_tokens)
         return policy.filled(budget.within(context))
 
     @property
@@ -293,26 +289,23 @@ class Setup:
         """Return every key with its origin: as given, "default", or "code" for a program's value.
 
         Which problems are run, and where, is included only if `configure` made the setup.
-
-        What is evaluated, and where that is kept, a setup knows only when it was made by
-        `configure`.
         """
         values = _values(self)
         given = self.provenance
         if not given:
             usual = _values(Setup())
             given = {name: Setting(usual.get(name)) for name in values}
-        found = dict[str, Setting]()
-        for name, held in given.items():
-            value = values.get(name, held.value)
-            found[name] = held if held.value == value else Setting(value, "code")
-        return found
+        settings = dict[str, Setting]()
+        for name, setting in given.items():
+            value = values.get(name, setting.value)
+            settings[name] = setting if setting.value == value else Setting(value, "code")
+        return settings
 
     @classmethod
     def recorded(cls, manifest: Manifest) -> Setup:
         """Return the setup of a recorded run, as far as its gate depends on it."""
         settings: dict[str, Any] = {
-            name: held.value for name, held in manifest.configuration.items()
+            name: setting.value for name, setting in manifest.configuration.items()
         }
         samples = (settings.get("policy") or {}).get("samples", 1)
         given: dict[str, Any] = {
@@ -335,6 +328,7 @@ class Setup:
             certify.
         """
         gate, calibrator = self.decider()
+        stored = calibrator.stored
         return Plan(
             draft,
             target,
@@ -350,13 +344,11 @@ class Setup:
             settings=self.settings,
             alarms=partial(getattr, calibrator, "events"),
             forget=partial(let_go, gate),
-            stored_under=calibrator.stored.fingerprint if len(calibrator.stored) else None,
+            stored_under=stored.fingerprint if len(stored) else None,
             conditions=self.conditions,
             warnings=self.warnings,
             within=self.policy_within,
-            domain=DomainCheck.of(
-                calibrator.stored if len(calibrator.stored) else self._shipped or calibrator.stored
-            ),
+            domain=DomainCheck.of(stored if len(stored) else self._shipped or stored),
             abstain=read_abstain(self.abstain, self.labelled),
         )
 
@@ -370,16 +362,24 @@ class Setup:
         chosen = preset(self.method)
         tuning = Tuning.for_rollouts(self.policy.samples)
         calibrator = Calibrator(
-            self.rate, self.mode, seed=self.seed, stored=self.stored, hold=max(HOLD, self.rollouts), tuning=tuning,
-            by_length=self.ranks_by_length, cap=self.cap,
-        )  # fmt: skip
-        gate = (
-            self.gate if self.gate is not None else chosen.gate(GateInputs(calibrator, self.warmup))
+            self.rate,
+            self.mode,
+            seed=self.seed,
+            stored=self.stored,
+            hold=max(HOLD, self.rollouts),
+            tuning=tuning,
+            by_length=self.ranks_by_length,
+            cap=self.cap,
         )
+        gate = self.gate
+        if gate is None:
+            gate = chosen.gate(GateInputs(calibrator, self.warmup))
         if self.cap is not None and not isinstance(gate, ConformalGate):
-            raise OptionError("cap", f"the gate of method {self.method!r} here keeps none; methods "
-                                     f"atts and paper do, "
-                              "without a warm-up")  # fmt: skip
+            raise OptionError(
+                "cap",
+                f"the gate of method {self.method!r} here keeps none; methods atts and paper do, "
+                "without a warm-up",
+            )
         return self._sparing(gate), calibrator
 
     def _sparing(self, gate: Gate | RoundGate) -> Gate | RoundGate:
@@ -399,22 +399,25 @@ class Setup:
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
         """Return what decides the gate's behaviour, which a resume must find unchanged."""
-        words: dict[str, Json] = {
+        decisive: dict[str, Json] = {
             "method": self.method,
             "rate": self.rate,
             "mode": self.mode,
             "stored": list(calibrator.stored.scores),
-            **({"aci_step": calibrator.tuning.aci_step} if self.mode == "aci" else {}),
-            **({"warmup": self.warmup} if self.warmup else {}),
-            **({"cap": self.cap} if self.cap is not None else {}),
-            **({"spare": self.spare} if self.spare is not None else {}),
-            **(
-                {"by_length": True, "stored_lengths": list(calibrator.stored.lengths)}
-                if self.ranks_by_length
-                else {}
-            ),
         }
-        return {name: Setting(value, "setup") for name, value in words.items()}
+        # What is not used is left out, so that a manifest shows what decided.
+        if self.mode == "aci":
+            decisive["aci_step"] = calibrator.tuning.aci_step
+        if self.warmup:
+            decisive["warmup"] = self.warmup
+        if self.cap is not None:
+            decisive["cap"] = self.cap
+        if self.spare is not None:
+            decisive["spare"] = self.spare
+        if self.ranks_by_length:
+            decisive["by_length"] = True
+            decisive["stored_lengths"] = list(calibrator.stored.lengths)
+        return {name: Setting(value, "setup") for name, value in decisive.items()}
 
 
 @cache
@@ -433,14 +436,16 @@ def setup_keys() -> tuple[Key, ...]:
 
 def _values(setup: Setup) -> dict[str, Json]:
     """Return the values of a setup's keys; a program's engine is named by its class."""
-    own = {key.name: getattr(setup, key.name) for key in setup_keys()}
-    own |= {
-        role: type(own[role]).__name__ for role in get_args(Role) if not isinstance(own[role], str)
+    keys = {key.name: getattr(setup, key.name) for key in setup_keys()}
+    keys |= {
+        role: type(keys[role]).__name__
+        for role in get_args(Role)
+        if not isinstance(keys[role], str)
     }
     policy = flat(asdict(setup.run_policy))
     limits = {role: asdict(limit) for role, limit in setup.limits.items()}
     return {
-        **own,
+        **keys,
         **{name: value for name, value in policy if value is not None},
         **dict(flat(limits, "limits.")),
     }
@@ -481,9 +486,9 @@ def load_problems(
     if isinstance(dataset, str | Path):
         from atts.evaluators import load_dataset
 
-        found = load_dataset(dataset).problems
+        problems = load_dataset(dataset).problems
     else:
-        found = tuple(dataset)
-    if not found:
+        problems = tuple(dataset)
+    if not problems:
         raise DatasetError(str(dataset)[:60], "it holds no problem")
-    return found[:limit]
+    return problems[:limit]

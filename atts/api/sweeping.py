@@ -167,16 +167,16 @@ def _values(
         )
     if flags.get(name) is not None or any(pair.partition("=")[0].strip() == name for pair in pairs):
         raise OptionError("--over", f"{name} is set by a flag as well; leave one out")
-    found = tuple(dict.fromkeys(_read(known[name], value) for value in values))
-    if not found:
+    unique = tuple(dict.fromkeys(_read(known[name], value) for value in values))
+    if not unique:
         raise OptionError("--over", f"{name} has no values; give some, as in {name}=VALUE,VALUE")
-    return found
+    return unique
 
 
 def _read(key: Key, value: object) -> Value:
-    found = key.read(value, f"--over {key.name}")
-    if found is None or isinstance(found, str | int | float):
-        return found
+    converted = key.read(value, f"--over {key.name}")
+    if converted is None or isinstance(converted, str | int | float):
+        return converted
     raise OptionError("--over", f"{key.name} is a list, which cannot vary here")
 
 
@@ -331,15 +331,16 @@ def _keep(planned: Sweep) -> None:
     }
     over = dict(planned.over)
     if (directory / SWEEP).exists():
-        held = load_run_set(directory)
-        if [*held.over] != [*over]:
-            raise _another(directory, f"it varies {', '.join(held.over)}")
-        for name in {**settings, **held.settings}:
-            if settings.get(name) != held.settings.get(name):
-                raise _another(directory, f"its {name} is {held.settings.get(name)!r}")
-        points = {one.name: one for one in held.points} | points
+        stored = load_run_set(directory)
+        if [*stored.over] != [*over]:
+            raise _another(directory, f"it varies {', '.join(stored.over)}")
+        for name in {**settings, **stored.settings}:
+            if settings.get(name) != stored.settings.get(name):
+                raise _another(directory, f"its {name} is {stored.settings.get(name)!r}")
+        points = {one.name: one for one in stored.points} | points
         over = {
-            name: tuple(dict.fromkeys((*held.over[name], *values))) for name, values in over.items()
+            name: tuple(dict.fromkeys((*stored.over[name], *values)))
+            for name, values in over.items()
         }
     save_run_set(directory, RunSet(over, settings, tuple(points.values())))
 

@@ -58,10 +58,10 @@ def rate_of(given: float | None, file: str) -> float:
         return RATE_OF_FILES if given is None else given
     from atts.journal import open_run
 
-    held = open_run(Path(file)).manifest.configuration.get("rate")
+    recorded = open_run(Path(file)).manifest.configuration.get("rate")
     return (
-        float(held.value)
-        if held is not None and isinstance(held.value, int | float)
+        float(recorded.value)
+        if recorded is not None and isinstance(recorded.value, int | float)
         else RATE_OF_FILES
     )
 
@@ -181,10 +181,10 @@ def import_scores(
     Example: atts calibration import ppls.npy --per-question 16 --condition target.model=QwQ-32B
     --out scores.json
     """
-    found = scores_of(file, per_question, scale, condition)
-    told = write_scores(out, found.state())
-    facts = {"scores": len(found), "questions": len(set(found.questions)), "out": str(out)}
-    told(
+    scores = scores_of(file, per_question, scale, condition)
+    report_written = write_scores(out, scores.state())
+    facts = {"scores": len(scores), "questions": len(set(scores.questions)), "out": str(out)}
+    report_written(
         json_line(facts)
         if as_json
         else f"{facts['scores']} scores of {facts['questions']} questions: {out}"
@@ -214,15 +214,17 @@ def fit(
     from atts.calibration import Calibrator
 
     rate = rate_of(rate, file)
-    found = scores_of(file, per_question, scale, condition)
-    made = Calibrator(rate, mode, seed=seed, stored=found, by_length=by_length)  # type: ignore[arg-type]  # checked there
-    told = write_scores(out, made.state())
+    scores = scores_of(file, per_question, scale, condition)
+    made = Calibrator(rate, mode, seed=seed, stored=scores, by_length=by_length)  # type: ignore[arg-type]  # checked there
+    report_written = write_scores(out, made.state())
     if as_json:
-        facts = {"out": str(out), "rate": rate, "mode": mode, "scores": len(found)}
-        told(json_line({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by}))
+        facts = {"out": str(out), "rate": rate, "mode": mode, "scores": len(scores)}
+        report_written(
+            json_line({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by})
+        )
         return
-    told(f"{out}: {len(found)} scores, mode {mode}, rate {rate:g}")
-    told(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
+    report_written(f"{out}: {len(scores)} scores, mode {mode}, rate {rate:g}")
+    report_written(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
 
 
 @app.command("report")
@@ -274,18 +276,18 @@ def report(
             "--out",
             f"name a {'folder' if named in ('svg', 'png') else 'file'} to write the {named} into",
         )
-    found = _report(file, rate, mode, (per_question, scale, seed))
+    built = _report(file, rate, mode, (per_question, scale, seed))
     if out is None:
-        (_print_as_json if as_json else _print_report)(found)
+        (_print_as_json if as_json else _print_report)(built)
     elif str(out) == "-":
-        hand_out(render_calibration(found, named))
+        hand_out(render_calibration(built, named))
     else:
-        paths = [str(path) for path in save_calibration(found, named, out)]
+        paths = [str(path) for path in save_calibration(built, named, out)]
         if as_json:
-            print_json({"report": paths[0] if len(paths) == 1 else paths, **_verdict(found)})
+            print_json({"report": paths[0] if len(paths) == 1 else paths, **_verdict(built)})
         else:
             say("\n".join(paths))
-            tell(found.headline.sentence)
+            tell(built.headline.sentence)
 
 
 @app.command("check")
@@ -340,31 +342,36 @@ def check_run(directory: Path, as_json: bool) -> None:
     """
     from atts.analysis import build_report
 
-    held = build_report(directory, page_bytes=0).report.calibration
-    if held is None:
+    calibration = build_report(directory, page_bytes=0).report.calibration
+    if calibration is None:
         raise CheckFailed(f"{directory}: its gate decided nothing, so there is nothing to check")
     problems = [
-        f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}" for alarm in held.alarms
+        f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}"
+        for alarm in calibration.alarms
     ]
-    share = held.escalated / held.decisions
+    share = calibration.escalated / calibration.decisions
     facts: dict[str, Any] = {
-        "decisions": held.decisions,
+        "decisions": calibration.decisions,
         "rate": share,
-        "nominal": held.nominal,
+        "nominal": calibration.nominal,
         "standing": "held",
     }
-    said = f"{share:.3f} of {held.decisions:,} chunks were escalated, no rate was promised"
-    if found := held.check():
-        said = str(found)
-        facts |= {"standing": found.standing, "coin": found.coin, "band": found.band}
+    sentence = (
+        f"{share:.3f} of {calibration.decisions:,} chunks were escalated, no rate was promised"
+    )
+    if check := calibration.check():
+        sentence = str(check)
+        facts |= {"standing": check.standing, "coin": check.coin, "band": check.band}
     if facts["standing"] == "left":
-        problems.insert(0, said)
+        problems.insert(0, sentence)
     if as_json:
-        print_json({"ok": not problems, **facts, "problems": problems, "audit": held.promise.audit})
+        print_json(
+            {"ok": not problems, **facts, "problems": problems, "audit": calibration.promise.audit}
+        )
     if problems:
         raise CheckFailed(f"{directory}: " + "; ".join(problems))
     if not as_json:
-        say(f"{directory}: {said}; no alarm")
+        say(f"{directory}: {sentence}; no alarm")
 
 
 def _print_decisions(done: ReplayResult) -> None:
@@ -416,28 +423,28 @@ def _report(
     )
 
 
-def _verdict(found: CalibrationReport) -> dict[str, Any]:
+def _verdict(report: CalibrationReport) -> dict[str, Any]:
     return {
-        "standing": found.standing,
-        "sentence": found.headline.sentence,
-        "rate": found.rate,
-        "mode": found.mode,
+        "standing": report.standing,
+        "sentence": report.headline.sentence,
+        "rate": report.rate,
+        "mode": report.mode,
     }
 
 
-def _print_as_json(found: CalibrationReport) -> None:
-    print_json({**asdict(found.health), **_verdict(found), "warnings": found.health.warnings})
+def _print_as_json(report: CalibrationReport) -> None:
+    print_json({**asdict(report.health), **_verdict(report), "warnings": report.health.warnings})
 
 
-def _print_report(found: CalibrationReport) -> None:
-    say(f"{found.headline.sentence[:1].upper()}{found.headline.sentence[1:]}.\n")
-    for number in found.headline.numbers:
+def _print_report(report: CalibrationReport) -> None:
+    say(f"{report.headline.sentence[:1].upper()}{report.headline.sentence[1:]}.\n")
+    for number in report.headline.numbers:
         say(f"  {number.value:>8}  {number.what}: {number.note}")
     say("")
-    _print_health(found.health)
-    for text in dict.fromkeys([*(text for _, text in found.points), *found.health.warnings]):
+    _print_health(report.health)
+    for text in dict.fromkeys([*(text for _, text in report.points), *report.health.warnings]):
         say(f"warning: {text}")
-    say(f"guarantee  {found.promise.guarantee}\nvoided by  {found.promise.voided_by}")
+    say(f"guarantee  {report.promise.guarantee}\nvoided by  {report.promise.voided_by}")
 
 
 def _print_health(health: Health) -> None:

@@ -58,46 +58,48 @@ def compare(
 
     if points and not sequential:
         raise OptionError("points", "they belong to --sequential")
-    found = compared(first, second, points=points if sequential else None, seed=seed)
-    left_out = found.only_first + found.only_second
+    comparison = compared(first, second, points=points if sequential else None, seed=seed)
+    left_out = comparison.only_first + comparison.only_second
     if left_out:
         tell(
-            f"atts: {found.only_first} problems are only in {found.first}, {found.only_second} "
-            f"only in {found.second}: "
+            f"atts: {comparison.only_first} problems are only in {comparison.first}, {comparison.only_second} "
+            f"only in {comparison.second}: "
             "left out",
         )
-    print_result(found, as_json, _comparison_lines)
+    print_result(comparison, as_json, _comparison_lines)
 
 
-def _comparison_lines(found: Compared) -> list[str]:
+def _comparison_lines(comparison: Compared) -> list[str]:
     names = [
         f"{run} ({method})" if method else run
-        for run, method in zip((found.first, found.second), found.methods, strict=True)
+        for run, method in zip(
+            (comparison.first, comparison.second), comparison.methods, strict=True
+        )
     ]
-    common = "1 problem" if found.problems == 1 else f"{found.problems:,} problems"
+    common = "1 problem" if comparison.problems == 1 else f"{comparison.problems:,} problems"
     lines = [f"{names[0]} → {names[1]}", f"{common} in common", ""]
-    lines += _accuracy_lines("vote", found.vote)
-    if found.if_right is not None:
-        first, second = found.unscored
-        between = found.if_right.difference.signed()
+    lines += _accuracy_lines("vote", comparison.vote)
+    if comparison.if_right is not None:
+        first, second = comparison.unscored
+        between = comparison.if_right.difference.signed()
         lines.append(
             f"{'':16}unscored, counted wrong: {first} and {second}; were they right: difference "
             f"{between}"
         )
-    if found.mcnemar is not None:
-        pairs = found.mcnemar
+    if comparison.mcnemar is not None:
+        pairs = comparison.mcnemar
         lines.append(
             f"{'':16}right by both {pairs.both}, first alone {pairs.first_only}, second alone "
             f"{pairs.second_only}, "
             f"neither {pairs.neither}; exact McNemar p = {pairs.p_value:.3g}"
         )
-    if found.sequential is not None:
-        lines.append(f"{'one by one':16}second {found.sequential}")
-    if found.single is not None:
-        lines += _accuracy_lines("one rollout", found.single)
-    if found.costs:
+    if comparison.sequential is not None:
+        lines.append(f"{'one by one':16}second {comparison.sequential}")
+    if comparison.single is not None:
+        lines += _accuracy_lines("one rollout", comparison.single)
+    if comparison.costs:
         lines += ["", f"{'per problem':<16}{'first':>12}{'second':>12}   second / first"]
-    for cost in found.costs:
+    for cost in comparison.costs:
         ratio = (
             "first took none"
             if math.isinf(cost.ratio)
@@ -108,7 +110,7 @@ def _comparison_lines(found: Compared) -> list[str]:
         ratio = ratio or f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
         name = "seconds it took" if cost.name == "seconds" else cost.name.replace("_", " ")
         lines.append(f"{name:<16}{cost.first:>12,.1f}{cost.second:>12,.1f}   {ratio}")
-    if any(cost.name == "seconds" for cost in found.costs):
+    if any(cost.name == "seconds" for cost in comparison.costs):
         lines.append(
             "Seconds a problem took are its latency: problems run side by side, a run is shorter "
             "than their sum."
@@ -116,19 +118,19 @@ def _comparison_lines(found: Compared) -> list[str]:
     return [*lines, "Brackets are 95 % intervals over problems."]
 
 
-def _accuracy_lines(name: str, found: Comparison) -> list[str]:
-    between = found.difference
+def _accuracy_lines(name: str, accuracy: Comparison) -> list[str]:
+    between = accuracy.difference
     ends = "" if math.isnan(between.low) else f" [{between.low:+.3f}, {between.high:+.3f}]"
     lines = [
-        f"{name:<16}{found.first:.3f} → {found.second:.3f}   difference "
-        f"{found.second - found.first:+.3f}{ends}, "
-        f"p = {found.p_value:.3g}",
-        f"{'':16}better on {found.better}, worse on {found.worse}, equal on {found.tied}",
+        f"{name:<16}{accuracy.first:.3f} → {accuracy.second:.3f}   difference "
+        f"{accuracy.second - accuracy.first:+.3f}{ends}, "
+        f"p = {accuracy.p_value:.3g}",
+        f"{'':16}better on {accuracy.better}, worse on {accuracy.worse}, equal on {accuracy.tied}",
     ]
-    if found.problems_needed:
+    if accuracy.problems_needed:
         needed = (
-            f"{found.problems_needed:,}"
-            if found.problems_needed <= _MANY
+            f"{accuracy.problems_needed:,}"
+            if accuracy.problems_needed <= _MANY
             else f"more than {_MANY:,}"
         )
         lines.append(f"{'':16}{needed} problems like these give 80 % power for such a difference")
@@ -169,21 +171,26 @@ def certify(
     """
     from atts.api import certify as certified
 
-    found = certified(target, runs, epsilon=epsilon, delta=delta, net=not lost)
-    print_result(found, as_json, _certificate_lines)
-    if found.chosen is None:
-        raise CheckFailed(found.guarantee)
+    certificate = certified(target, runs, epsilon=epsilon, delta=delta, net=not lost)
+    print_result(certificate, as_json, _certificate_lines)
+    if certificate.chosen is None:
+        raise CheckFailed(certificate.guarantee)
 
 
-def _certificate_lines(found: Certificate) -> list[str]:
+def _certificate_lines(certificate: Certificate) -> list[str]:
     lines = [f"{'policy':<28}{'rate':>6}{'loss':>10}{'p':>10}{'target tokens':>16}   certified"]
-    for row in found.tested:
+    for row in certificate.tested:
         p = "-" if row.p is None else f"{row.p:.2g}"
         verdict = "yes" if row.certified else "no"
         lines.append(
             f"{row.gate:<28}{row.rate:>6g}{row.loss:>+10.2%}{p:>10}{row.cost:>16,.1f}   {verdict}"
         )
-    return [*lines, "", f"guarantee  {found.guarantee}", f"voided by  {found.voided_by}"]
+    return [
+        *lines,
+        "",
+        f"guarantee  {certificate.guarantee}",
+        f"voided by  {certificate.voided_by}",
+    ]
 
 
 def replay(
@@ -234,7 +241,7 @@ def replay(
     from atts.api import replay as again
 
     words: Any = {"mode": mode, "vote": vote}  # checked there
-    found = again(
+    replayed = again(
         directory,
         method=method,
         rate=rate,
@@ -244,10 +251,10 @@ def replay(
         seed=seed,
         **words,
     )
-    say("\n".join(_replay_objects(found) if as_json else _replay_lines(found)))
+    say("\n".join(_replay_objects(replayed) if as_json else _replay_lines(replayed)))
 
 
-def _replay_objects(found: Replay) -> list[str]:
+def _replay_objects(replayed: Replay) -> list[str]:
     """Return one JSON object per decision and per problem, then the summary."""
     decisions = (
         {
@@ -260,25 +267,27 @@ def _replay_objects(found: Replay) -> list[str]:
             "recorded": pair.recorded.action,
             "off_policy": pair.off_policy,
         }
-        for pair in found.decisions
+        for pair in replayed.decisions
     )
     problems = (
         {"type": "problem", "problem": name, "answer": new, "recorded": old}
-        for name, (old, new) in found.answers.items()
+        for name, (old, new) in replayed.answers.items()
     )
-    rest = {name: getattr(found, name) for name in ("nominal", "changed", "off_policy", "censored")}
+    rest = {
+        name: getattr(replayed, name) for name in ("nominal", "changed", "off_policy", "censored")
+    }
     sides = {
-        name: asdict(getattr(found, name))
+        name: asdict(getattr(replayed, name))
         for name in ("recorded", "replayed", "on_policy_accuracy")
     }
     summary = {"type": "summary", **rest, **sides}
     return [json_line(line) for line in (*decisions, *problems, summary)]
 
 
-def _replay_lines(found: Replay) -> list[str]:
+def _replay_lines(replayed: Replay) -> list[str]:
     """Return how reliable the numbers are, then both sides in a table."""
-    old = found.recorded
-    new = found.replayed
+    old = replayed.recorded
+    new = replayed.replayed
     rows = [
         ("", "recorded", "replayed"),
         ("chunks escalated", old.rate.brief("-"), new.rate.brief("-")),
@@ -288,13 +297,13 @@ def _replay_lines(found: Replay) -> list[str]:
         ("tokens, target", *(_replay_tokens(side, side.target_tokens) for side in (old, new))),
         ("tokens, scored", *(_replay_tokens(side, side.scored_tokens) for side in (old, new))),
     ]
-    asked = "" if found.nominal is None else f" (asked for: {found.nominal:g})"
+    asked = "" if replayed.nominal is None else f" (asked for: {replayed.nominal:g})"
     table = [
         f"{name:<20}{one:<24}{other}{asked if name.startswith('chunks') else ''}"
         for name, one, other in rows
     ]
-    changed = f"{found.changed:,} of {new.decisions:,} decisions changed."
-    return [*_off_policy_lines(found), *table, "", changed]
+    changed = f"{replayed.changed:,} of {new.decisions:,} decisions changed."
+    return [*_off_policy_lines(replayed), *table, "", changed]
 
 
 def _replay_tokens(side: ReplaySide, count: int | None) -> str:
@@ -303,24 +312,24 @@ def _replay_tokens(side: ReplaySide, count: int | None) -> str:
     return f"about {count:,}" if side.tokens == "estimated" else f"{count:,}"
 
 
-def _off_policy_lines(found: Replay) -> Iterator[str]:
+def _off_policy_lines(replayed: Replay) -> Iterator[str]:
     """Yield what the numbers rest on, where that is not the record alone."""
-    if found.off_policy > 0:
+    if replayed.off_policy > 0:
         yield (
-            f"{found.off_policy:.1%} of the rollouts left the recorded path: what they would have "
+            f"{replayed.off_policy:.1%} of the rollouts left the recorded path: what they would have "
             f"written is unknown. "
             "Below, their recorded answers vote; tokens are estimates, with as many by the target "
             "for each takeover "
             "as it wrote in the record."
         )
-        clean = found.on_policy_accuracy
+        clean = replayed.on_policy_accuracy
         if clean.n_problems:
             yield f"Problems without such rollouts: {clean.n_problems}, right {clean.brief()}."
         else:
             yield "No problem is without such rollouts: the accuracy replayed is that of the recorded texts."
-    if found.censored:
-        yield f"{found.censored:,} problems are left out: their rollouts were stopped before any could answer."
-    if found.off_policy > 0 or found.censored:
+    if replayed.censored:
+        yield f"{replayed.censored:,} problems are left out: their rollouts were stopped before any could answer."
+    if replayed.off_policy > 0 or replayed.censored:
         yield ""
 
 
@@ -351,25 +360,25 @@ def plan(
     """
     from atts.api import plan as planned
 
-    found = planned(runs, target_tokens=target_tokens, tokens=tokens, seconds=seconds)
-    print_result(found, as_json, _advice_lines)
+    advice = planned(runs, target_tokens=target_tokens, tokens=tokens, seconds=seconds)
+    print_result(advice, as_json, _advice_lines)
 
 
-def _advice_lines(found: Advice) -> list[str]:
+def _advice_lines(advice: Advice) -> list[str]:
     lines = [
-        f"From {', '.join(found.runs)}: {found.problems} problems, {found.rollouts} whole rollouts",
+        f"From {', '.join(advice.runs)}: {advice.problems} problems, {advice.rollouts} whole rollouts",
         "",
     ]
-    lines += _best_lines(found)
+    lines += _best_lines(advice)
     lines += ["", "Pareto-optimal settings, per problem:", _option_head()]
-    lines += [_option_row(option) for option in found.options]
-    if found.other_rates:
+    lines += [_option_row(option) for option in advice.options]
+    if advice.other_rates:
         lines += ["", "Rates that were not run, decided again on the recorded scores:"]
         lines.append(
             f"  {'rate':>5}{'realised':>10}{'target tokens':>15}   vote right between   rollouts "
             f"unknown"
         )
-        for guess in found.other_rates:
+        for guess in advice.other_rates:
             between = f"{guess.low:.3f} and {guess.high:.3f}"
             lines.append(
                 f"  {guess.rate:>5g}{guess.realised:>10.3f}{guess.target_tokens:>15,.0f}   "
@@ -377,10 +386,10 @@ def _advice_lines(found: Advice) -> list[str]:
                 f"{guess.off_policy:>16.1%}"
             )
         lines.append("  Run one of them (--limit 20) and plan from both runs to know more.")
-    if found.chunks is not None:
-        lines += ["", *_chunk_lines(found.chunks)]
+    if advice.chunks is not None:
+        lines += ["", *_chunk_lines(advice.chunks)]
     lines += ["", "Measured speeds:"]
-    for speed in found.speeds:
+    for speed in advice.speeds:
         scored = f", {speed.scored_per_second:,.0f} scored" if speed.scored_per_second else ""
         lines.append(
             f"  {speed.engine:<8}{speed.written_per_second:,.0f} tokens a second written{scored}, "
@@ -388,21 +397,21 @@ def _advice_lines(found: Advice) -> list[str]:
             f"({speed.busy_seconds:,.1f} s, {speed.calls:,} calls of "
             f"{speed.seconds_per_call * 1000:,.0f} ms)"
         )
-    return [*lines, "", *found.notes]
+    return [*lines, "", *advice.notes]
 
 
-def _best_lines(found: Advice) -> list[str]:
-    caps = " and ".join(f"{value:g} {name.replace('_', ' ')}" for name, value in found.cap.given)
+def _best_lines(advice: Advice) -> list[str]:
+    caps = " and ".join(f"{value:g} {name.replace('_', ' ')}" for name, value in advice.cap.given)
     under = f"Under {caps} per problem" if caps else "Without a cap"
-    if found.best is None:
-        cheapest = found.options[0]
+    if advice.best is None:
+        cheapest = advice.options[0]
         return [
             f"{under}: nothing recorded stays below that.",
             f"The cheapest way takes {cheapest.target_tokens:,.0f} target tokens, "
             f"{cheapest.tokens:,.0f} tokens, "
             f"{cheapest.seconds:,.1f} s and is right on {cheapest.accuracy.value:.3f}.",
         ]
-    best = found.best
+    best = advice.best
     return [
         f"{under}: {best.method} at rate {best.rate:g}, {best.samples} samples, {best.turns} turns "
         f"(from {best.run})",
@@ -443,12 +452,12 @@ def _option_columns(cells: tuple[str, ...]) -> str:
     return f"  {cells[0]:<14}{between}   {cells[-1]}"
 
 
-def _chunk_lines(found: ChunkAdvice) -> list[str]:
+def _chunk_lines(advice: ChunkAdvice) -> list[str]:
     lines = [
-        f"Chunks: the draft's limit of {found.limit} tokens ended {found.cut:.1%} of them; "
-        f"{found.fixed:.0%} of a rollout's time is paid per turn (fit {found.fit:.2f})."
+        f"Chunks: the draft's limit of {advice.limit} tokens ended {advice.cut:.1%} of them; "
+        f"{advice.fixed:.0%} of a rollout's time is paid per turn (fit {advice.fit:.2f})."
     ]
-    for choice in found.choices:
+    for choice in advice.choices:
         lines.append(
             f"  limit {choice.limit:>5}: turns x {choice.turns:.2f}, seconds x {choice.seconds:.2f}"
         )

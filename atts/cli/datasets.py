@@ -112,7 +112,7 @@ def show(
     """
     from atts.evaluators import LoadOptions, Selection, load_dataset
 
-    found = load_dataset(
+    dataset = load_dataset(
         name,
         Selection(tuple(identity or ()), tuple(level or ()), tuple(subject or ()), sample, seed),
         LoadOptions(
@@ -128,52 +128,57 @@ def show(
         ),
     )
     if as_json:
-        _print_json(found)
+        _print_json(dataset)
     else:
-        _print_words(found, limit)
+        _print_words(dataset, limit)
 
 
 def _facts(benchmark: Benchmark, cache: Path | None) -> dict[str, object]:
     from atts.evaluators import cached_snapshot
 
     copies = [hub.repo for hub in benchmark.hubs]
-    held = [
+    cached = [
         hub.repo for hub in benchmark.hubs if cached_snapshot(hub.repo, "main", hub.files, cache)
     ]
+    here = "built in"
+    if cached:
+        here = "cached"
+    elif copies:
+        here = "on the hub"
     return {
         "name": benchmark.name,
         "title": benchmark.title,
         "problems": benchmark.size,
         "kind": benchmark.kind,
         "hub": copies,
-        "cached": held,
-        "here": "cached" if held else "on the hub" if copies else "built in",
+        "cached": cached,
+        "here": here,
         "quirks": {hub.repo: hub.quirk for hub in benchmark.hubs if hub.quirk},
         "note": benchmark.note,
     }
 
 
-def _print_json(found: Dataset) -> None:
+def _print_json(dataset: Dataset) -> None:
     record = {
-        name: getattr(found, name) for name in ("name", "source", "revision", "digest", "notes")
+        name: getattr(dataset, name) for name in ("name", "source", "revision", "digest", "notes")
     }
-    print_json({"type": "dataset", **record, "problems": len(found)})
-    for problem in found:
+    print_json({"type": "dataset", **record, "problems": len(dataset)})
+    for problem in dataset:
         print_json({"type": "problem", **asdict(problem)})
 
 
-def _print_words(found: Dataset, limit: int) -> None:
-    say(f"{found.name}: {len(found)} problems")
-    say(f"  source    {found.source}")
-    say(f"  revision  {found.revision}")
-    say(f"  digest    {found.digest}")
-    for note in found.notes:
+def _print_words(dataset: Dataset, limit: int) -> None:
+    say(f"{dataset.name}: {len(dataset)} problems")
+    say(f"  source    {dataset.source}")
+    say(f"  revision  {dataset.revision}")
+    say(f"  digest    {dataset.digest}")
+    for note in dataset.notes:
         say(f"  note      {note}")
-    for problem in found.problems[: max(0, limit)]:
-        told = f"{_heading(problem)}\n{problem.text}\n→ {problem.answer or 'no reference answer'}"
-        say(f"\n{told}")
-    if len(found) > limit:
-        tell(f"({len(found) - limit} more; --limit or --json shows them)")
+    for problem in dataset.problems[: max(0, limit)]:
+        words = f"{_heading(problem)}\n{problem.text}\n→ {problem.answer or 'no reference answer'}"
+        say(f"\n{words}")
+    if len(dataset) > limit:
+        tell(f"({len(dataset) - limit} more; --limit or --json shows them)")
 
 
 def _heading(problem: Problem) -> str:

@@ -69,11 +69,11 @@ def evaluate(
     part = None if shard is None else Shard.parse(shard)
     if not dry_run:
         raise typer.Exit(run_and_print(configuration, part, as_json))
-    found = estimated(configuration, part)
+    estimate = estimated(configuration, part)
     print_result(
-        found.as_json() if as_json else found,
+        estimate.as_json() if as_json else estimate,
         as_json,
-        lambda _: dry_run_lines(found, configuration),
+        lambda _: dry_run_lines(estimate, configuration),
     )
 
 
@@ -141,21 +141,25 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
     return run_async(main)
 
 
-def dry_run_lines(found: DryRun, configuration: Configuration) -> list[str]:
+def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     """Return the lines of a dry run for people."""
-    output = f"{found.done} of {found.problems} problems are done there" if found.done else "new"
-    expected = [] if found.expected is None else [f"  about     {_tokens(found.expected)}"]
+    output = (
+        f"{estimate.done} of {estimate.problems} problems are done there"
+        if estimate.done
+        else "new"
+    )
+    expected = [] if estimate.expected is None else [f"  about     {_tokens(estimate.expected)}"]
     return [
-        f"{found.dataset}: {found.problems} problems x {configuration['samples']} rollouts, method "
+        f"{estimate.dataset}: {estimate.problems} problems x {configuration['samples']} rollouts, method "
         f"{configuration['method']}, rate {configuration['rate']:g}",
         *(f"  {role:<9} {configuration[role]}" for role in ("draft", "target")),
-        f"  proposed  by {found.proposes} (speculate {configuration['speculate']})",
-        f"  output    {found.directory} ({output})",
+        f"  proposed  by {estimate.proposes} (speculate {configuration['speculate']})",
+        f"  output    {estimate.directory} ({output})",
         *(_budget_line(configuration, key, words) for key, words in _BUDGET.items()),
         *expected,
-        f"            {found.basis}",
-        f"  at most   {_tokens(found.at_most)}",
-        *(f"  warning   {text}" for text in found.warnings),
+        f"            {estimate.basis}",
+        f"  at most   {_tokens(estimate.at_most)}",
+        *(f"  warning   {text}" for text in estimate.warnings),
         "Nothing was run.",
     ]
 
@@ -171,9 +175,11 @@ _BUDGET = {
 
 def _budget_line(configuration: Configuration, key: str, words: str) -> str:
     """Return one length with its origin."""
-    held = configuration.settings[key]
-    value = f"{held.value:,}" if isinstance(held.value, int) else json_line(held.value)
-    return f"  {'budget' if key == 'max_tokens' else '':<9} {value:>7} {words:<28} by {held.origin}"
+    setting = configuration.settings[key]
+    value = f"{setting.value:,}" if isinstance(setting.value, int) else json_line(setting.value)
+    return (
+        f"  {'budget' if key == 'max_tokens' else '':<9} {value:>7} {words:<28} by {setting.origin}"
+    )
 
 
 def _tokens(sums: Tokens) -> str:
@@ -244,16 +250,16 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
 
 def _abstained(result: RunResult) -> list[tuple[str, str]]:
     """Return what a run that may abstain answered, and its guarantee."""
-    found = result.answered
-    if found is None:
+    answered = result.answered
+    if answered is None:
         return []
     return [
         (
             "answered",
-            f"{_share(found.share)}   of the problems; the others are counted as not right",
+            f"{_share(answered.share)}   of the problems; the others are counted as not right",
         ),
-        ("wrong of these", _share(found.wrong)),
-        ("promised", found.guarantee),
+        ("wrong of these", _share(answered.wrong)),
+        ("promised", answered.guarantee),
     ]
 
 
@@ -267,8 +273,8 @@ def _doubts(result: RunResult) -> str:
     )
 
 
-def _share(found: Estimate) -> str:
-    return found.brief("nothing to count    ")
+def _share(estimate: Estimate) -> str:
+    return estimate.brief("nothing to count    ")
 
 
 @options.with_keys(
@@ -349,7 +355,7 @@ def _run(planned: Sweep) -> SweepEnd:
     return run_async(main)
 
 
-def axes(said: Sequence[str]) -> dict[str, list[object]]:
+def axes(given: Sequence[str]) -> dict[str, list[object]]:
     """Parse the keys and values of `--over`.
 
     >>> axes(["rate=.1,.2", 'draft=["hf:a", "hf:b"]'])
@@ -357,15 +363,15 @@ def axes(said: Sequence[str]) -> dict[str, list[object]]:
 
     :raises OptionError: one is not of that form, or a key comes twice.
     """
-    found = dict[str, list[object]]()
-    for words in said:
+    values_by_key = dict[str, list[object]]()
+    for words in given:
         name, mark, values = (part.strip() for part in words.partition("="))
         if not (name and mark and values.strip(", ")):
             raise OptionError("--over", f"{words!r} is not KEY=VALUE,VALUE, such as rate=.1,.2,.4")
-        if name in found:
+        if name in values_by_key:
             raise OptionError("--over", f"{name} comes twice; put all its values into one --over")
-        found[name] = _listed(values, words)
-    return found
+        values_by_key[name] = _listed(values, words)
+    return values_by_key
 
 
 def _listed(values: str, words: str) -> list[object]:

@@ -108,8 +108,8 @@ def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]
     """
 
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
-        own = signature(function, eval_str=True)
-        context, *rest = own.parameters.values()
+        inner = signature(function, eval_str=True)
+        context, *rest = inner.parameters.values()
         known = {**OPTIONS, **{one.name: one for one in rest}}
         placed = [
             known[name].replace(name=name, kind=Parameter.KEYWORD_ONLY) for name in order.split()
@@ -117,9 +117,9 @@ def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
         @wraps(function)
         def command(**given: Any) -> None:
-            function(**{name: value for name, value in given.items() if name in own.parameters})
+            function(**{name: value for name, value in given.items() if name in inner.parameters})
 
-        command.__dict__["__signature__"] = own.replace(parameters=[context, *placed])
+        command.__dict__["__signature__"] = inner.replace(parameters=[context, *placed])
         return command
 
     return decorated
@@ -153,10 +153,10 @@ def named_values(pairs: Sequence[str], option: str, form: str) -> dict[str, str]
 
     :raises OptionError: one is not of that form.
     """
-    found = dict[str, str]()
+    values = dict[str, str]()
     for pair in pairs:
         name, mark, value = pair.partition("=")
         if not (mark and name):
             raise OptionError(option, f"{pair!r} is not {form}")
-        found[name] = value
-    return found
+        values[name] = value
+    return values

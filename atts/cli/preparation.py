@@ -50,13 +50,13 @@ def show(
     from atts.api import config_keys, configure
     from atts.errors import OptionError
 
-    found = configure({}, pairs or (), file=config).settings
+    settings = configure({}, pairs or (), file=config).settings
     shown = {name: known for name, known in config_keys().items() if key in name}
     if not shown:
         raise OptionError("config", f"no key contains {key!r}; `atts config show` lists them all")
     for name, known in shown.items():
-        value = jsonable(found[name].value)
-        origin = found[name].origin
+        value = jsonable(settings[name].value)
+        origin = settings[name].origin
         if as_json:
             facts = {"key": name, "value": value, "origin": origin, "default": known.default}
             print_json({**facts, "variable": known.variable, "help": known.help})
@@ -116,12 +116,13 @@ def _placed(pair: Pair, card: str) -> GpuPlacement | None:
 def _facts(pair: Pair, placed: dict[str, GpuPlacement | None]) -> dict[str, Any]:
     sizes = {role: asdict(pair.size(role)) for role in ("draft", "target")}
     cards = {
-        card: None if found is None else _placement(pair, found) for card, found in placed.items()
+        card: None if placement is None else _placement(pair, placement)
+        for card, placement in placed.items()
     }
     published = {benchmark: asdict(row) for benchmark, row in pair.published.items()}
-    own = {"name": pair.name, "draft": pair.draft, "target": pair.target, "note": pair.note}
+    facts = {"name": pair.name, "draft": pair.draft, "target": pair.target, "note": pair.note}
     return {
-        **own,
+        **facts,
         "settings": dict(pair.settings),
         "sizes": sizes,
         "cards": cards,
@@ -129,8 +130,8 @@ def _facts(pair: Pair, placed: dict[str, GpuPlacement | None]) -> dict[str, Any]
     }
 
 
-def _placement(pair: Pair, found: GpuPlacement) -> dict[str, Any]:
-    return {**asdict(found), "commands": list(found.commands(pair))}
+def _placement(pair: Pair, placement: GpuPlacement) -> dict[str, Any]:
+    return {**asdict(placement), "commands": list(placement.commands(pair))}
 
 
 def _table(chosen: list[Pair], placed: dict[str, dict[str, GpuPlacement | None]]) -> Iterator[str]:
@@ -143,7 +144,7 @@ def _table(chosen: list[Pair], placed: dict[str, dict[str, GpuPlacement | None]]
         tokens = settings.get("max_tokens", "512")
         chunk = settings.get("chunking.draft_tokens", "64")
         system = "none" if settings.get("system") == "" else "yes"
-        cards = "".join(f"{_count(found):<10}" for found in placed[pair.name].values())
+        cards = "".join(f"{_count(placement):<10}" for placement in placed[pair.name].values())
         yield f"{pair.name:<26}{sizes:>12}{tokens:>8}{chunk:>7}  {system:<8}{cards}".rstrip()
     yield "GB of weights; cards: the fewest that hold both (* target in fp8). Sizes are computed and not yet run."
 
@@ -152,8 +153,12 @@ def _without(pair: Pair, card: str) -> str:
     return f"not even eight {card} hold it" if pair.size("target").layers else "no GPU is needed"
 
 
-def _count(found: GpuPlacement | None) -> str:
-    return "-" if found is None else f"x {found.count}{'*' if found.target.is_quantized else ''}"
+def _count(placement: GpuPlacement | None) -> str:
+    return (
+        "-"
+        if placement is None
+        else f"x {placement.count}{'*' if placement.target.is_quantized else ''}"
+    )
 
 
 def _details(pair: Pair, placed: dict[str, GpuPlacement | None], card: str | None) -> Iterator[str]:
@@ -166,10 +171,10 @@ def _details(pair: Pair, placed: dict[str, GpuPlacement | None], card: str | Non
     for benchmark, row in pair.published.items():
         speeds = f"{row.marginal:g}x marginal, {row.conditional:g}x conditional"
         yield f"  published {benchmark}: right in any of 16 {row.accuracy:.1%}, speed-up {speeds}"
-    for kind, found in placed.items():
-        yield f"  memory    {found or _without(pair, kind)}"
-        if card and found:
-            yield from found.commands(pair)
+    for kind, placement in placed.items():
+        yield f"  memory    {placement or _without(pair, kind)}"
+        if card and placement:
+            yield from placement.commands(pair)
 
 
 @options.with_keys(
@@ -206,15 +211,15 @@ def doctor(
     configuration = options.configured(context, config, pairs, without="out")
 
     async def main() -> None:
-        found = await diagnose(configuration, card)
+        diagnosis = await diagnose(configuration, card)
         if out is not None:
-            write_settings(out, configuration, found)
+            write_settings(out, configuration, diagnosis)
         if as_json:
-            print_json({**found.as_json(), "out": None if out is None else str(out)})
+            print_json({**diagnosis.as_json(), "out": None if out is None else str(out)})
         else:
-            say("\n".join(map(str, found.checks)))
-        if found.failed:
-            raise CheckFailed(f"{found.failed} of {len(found.checks)} checks failed")
+            say("\n".join(map(str, diagnosis.checks)))
+        if diagnosis.failed:
+            raise CheckFailed(f"{diagnosis.failed} of {len(diagnosis.checks)} checks failed")
 
     run_async(main)
 

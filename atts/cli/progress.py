@@ -85,11 +85,11 @@ def _display(progress: Progress, stream: TextIO) -> Generator[Callable[[], None]
         yield partial(_redraw, live, progress, list[str]())
 
 
-def _redraw(live: Live, progress: Progress, told: list[str]) -> None:
+def _redraw(live: Live, progress: Progress, printed: list[str]) -> None:
     """Draw the current table, with new warnings above it."""
-    for text in progress.warnings[len(told) :]:
+    for text in progress.warnings[len(printed) :]:
         live.console.print(sanitized(f"atts: {text}"), markup=False)
-        told.append(text)
+        printed.append(text)
     live.update(table(progress.snapshot()), refresh=True)
 
 
@@ -219,12 +219,12 @@ def _waiting(snapshot: ProgressSnapshot) -> str:
 
 
 def _trouble(snapshot: ProgressSnapshot) -> str:
-    found = (
+    counts = (
         (snapshot.alarms, "drift alarms"),
         (snapshot.failed_calls, "calls failed"),
         (snapshot.lost, "rollouts failed"),
     )
-    return ", ".join(f"{count:,} {what}" for count, what in found if count)
+    return ", ".join(f"{count:,} {what}" for count, what in counts if count)
 
 
 def duration(seconds: float) -> str:

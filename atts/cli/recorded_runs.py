@@ -41,25 +41,25 @@ def runs(
     from atts.analysis import list_runs
 
     named = folders or [Path("runs")]
-    found = list_runs(named)
+    listed = list_runs(named)
     if as_json:
-        say("\n".join(json_line(asdict(line)) for line in found)) if found else None
-    elif found:
-        say("\n".join(_table(found)))
-    if not found:
+        say("\n".join(json_line(asdict(line)) for line in listed)) if listed else None
+    elif listed:
+        say("\n".join(_table(listed)))
+    if not listed:
         tell(f"atts: no run in {', '.join(map(str, named))}; `atts eval` makes one")
 
 
-def _table(found: Sequence[RunLine]) -> Iterator[str]:
-    wide = max(len("run"), *(len(line.directory) for line in found))
+def _table(listed: Sequence[RunLine]) -> Iterator[str]:
+    wide = max(len("run"), *(len(line.directory) for line in listed))
     yield (
         f"{'run':<{wide}}  {'begun':<16}  {'status':<11}  {'problems':>11}  {'accuracy':<20}  "
         f"{'rate':>5}  "
         f"{'target tokens':>13}  {'method':<12}  models"
     )
-    for line in found:
+    for line in listed:
         yield _row(line, wide).rstrip()
-    yield f"{len(found)} run{'s' * (len(found) != 1)}. Brackets are 95 % intervals over problems."
+    yield f"{len(listed)} run{'s' * (len(listed) != 1)}. Brackets are 95 % intervals over problems."
 
 
 def _row(line: RunLine, wide: int) -> str:
@@ -297,10 +297,10 @@ def check(run: RunDirectory, as_json: Json = False) -> None:
     """
     from atts.journal import check_journal
 
-    found = check_journal(run)
-    print_result(found.as_json(), as_json, lambda _: _journal_lines(found))
-    if found.damage:
-        raise CheckFailed(found.damage)
+    result = check_journal(run)
+    print_result(result.as_json(), as_json, lambda _: _journal_lines(result))
+    if result.damage:
+        raise CheckFailed(result.damage)
 
 
 @journal_app.command()
@@ -320,23 +320,23 @@ def salvage(
     """
     from atts.journal import salvage as save
 
-    found = save(run, out)
+    saved = save(run, out)
     print_result(
-        {**found.as_json(), "out": str(out)},
+        {**saved.as_json(), "out": str(out)},
         as_json,
         lambda _: [
-            *_journal_lines(found),
+            *_journal_lines(saved),
             f"Saved in {out}: run the same command with --out {out}",
         ],
     )
 
 
-def _journal_lines(found: JournalCheck) -> list[str]:
+def _journal_lines(checked: JournalCheck) -> list[str]:
     """Return what was read of a journal, in lines for people."""
-    after = "damaged" if found.damage else "a torn last line"
+    after = "damaged" if checked.damage else "a torn last line"
     return [
-        f"{found.directory}: {found.lines:,} whole lines of {found.sessions:,} sessions; "
-        f"{found.complete:,} problems "
-        f"complete, {found.open:,} open",
-        *([f"{found.lost:,} bytes after them are {after}"] if found.lost else []),
+        f"{checked.directory}: {checked.lines:,} whole lines of {checked.sessions:,} sessions; "
+        f"{checked.complete:,} problems "
+        f"complete, {checked.open:,} open",
+        *([f"{checked.lost:,} bytes after them are {after}"] if checked.lost else []),
     ]

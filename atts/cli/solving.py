@@ -203,11 +203,11 @@ class EventPrinter:
         """Print the outcome."""
         from dataclasses import asdict
 
-        said = {name: getattr(outcome, name) for name in ("answer", "status", "why", "doubt")}
+        facts = {name: getattr(outcome, name) for name in ("answer", "status", "why", "doubt")}
         print_json(
             {
                 "type": "outcome",
-                **said,
+                **facts,
                 "votes": dict(outcome.votes),
                 "usage": asdict(outcome.usage),
             }
@@ -220,21 +220,21 @@ def _line(event: Notice) -> dict[str, Any] | None:
 
     if isinstance(event, ChunkWritten):
         chunk = event.chunk
-        place = {"sample": event.sample, "turn": event.turn}
+        position = {"sample": event.sample, "turn": event.turn}
         return {
             "type": chunk.author,
-            **place,
+            **position,
             "text": chunk.text,
             "ended": chunk.ended,
             "tokens": chunk.tokens,
         }
     if isinstance(event, Decided) and event.decision.action != "verify":
         decision = event.decision
-        said = {
+        facts = {
             name: getattr(decision, name)
             for name in ("sample", "turn", "score", "p", "rate", "why")
         }
-        return {"type": "rejected" if decision.escalate else "accepted", **said}
+        return {"type": "rejected" if decision.escalate else "accepted", **facts}
     if isinstance(event, TurnFinished):
         turn = event.turn
         text = "".join(chunk.text for chunk in turn.chunks)

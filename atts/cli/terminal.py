@@ -46,8 +46,8 @@ def hand_out(document: str) -> None:
     sys.stdout.write(sanitized(document) if sys.stdout.isatty() else document)
 
 
-def _picture(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _picture(match: re.Match[str]) -> str:
+    code = ord(match[0])
     return chr(0x2400 + code) if code < 32 else f"\\u{code:04x}"
 
 
@@ -93,11 +93,13 @@ def _plain(record: logging.LogRecord) -> logging.LogRecord:
     return record
 
 
-def _tell_unraised(found: Any) -> None:
+def _tell_unraised(unraised: Any) -> None:
     """Print the traceback of an error in a thread, or one that nothing can catch."""
     tell(
         "".join(
-            traceback.format_exception(found.exc_type, found.exc_value, found.exc_traceback)
+            traceback.format_exception(
+                unraised.exc_type, unraised.exc_value, unraised.exc_traceback
+            )
         ).rstrip()
     )
 

@@ -122,12 +122,12 @@ def show(
     """
     from atts.blocks import Zoo
 
-    found = Zoo(zoo).show()
-    print_result(found, as_json, written)
+    contents = Zoo(zoo).show()
+    print_result(contents, as_json, written)
     if picture is not None:
         from atts.analysis import save_sharing
 
-        rows = [(model.name, model.parts) for model in found.models]
+        rows = [(model.name, model.parts) for model in contents.models]
         save_sharing(rows, picture)
         say(picture)
     if check and (damage := Zoo(zoo).damage()):
@@ -176,20 +176,20 @@ def compare(
     from atts.api import compare_blocks
 
     tell = None if as_json else lambda pair: say(_compared(pair))
-    found = compare_blocks(
+    compared = compare_blocks(
         zoo, name, problems, most=most, apart=apart, lossy=lossy, keep=keep, tell=tell
     )
     if as_json:
-        print_json(found)
-    elif not found.pairs:
+        print_json(compared)
+    elif not compared.pairs:
         say(
             f"no other block of the shape of one of {name}'s is nearer than {apart:g}; give a "
             f"larger --apart"
         )
-    elif found.kept is not None:
-        say(f"{keep} has {len(found.kept.stands)} of them: {found.kept}")
+    elif compared.kept is not None:
+        say(f"{keep} has {len(compared.kept.stands)} of them: {compared.kept}")
         say(f"Its engine's name: zoo:{zoo}/{name}?lossy={lossy:g}")
-    if keep is not None and found.kept is None:
+    if keep is not None and compared.kept is None:
         raise CheckFailed(
             f"nothing is kept: no block was measured to diverge by {lossy:g} nats a token or less"
         )
@@ -200,19 +200,19 @@ def _compared(pair: MeasuredPair) -> str:
     return f"{near.place} by {near.other}: parameters {near.distance:.3f} apart, cosine {near.cosine:.3f}\n  {pair.loss}"
 
 
-def written(found: ZooContents) -> Iterator[str]:
+def written(contents: ZooContents) -> Iterator[str]:
     """Yield a zoo in lines for people: its models, then the tree of what they share."""
     yield (
-        f"{found.zoo}: {len(found.models)} models, {found.blocks} blocks; "
-        f"{megabytes(found.stored)} stored, "
-        f"{megabytes(found.apart)} apart ({found.saved:.0%} less)"
+        f"{contents.zoo}: {len(contents.models)} models, {contents.blocks} blocks; "
+        f"{megabytes(contents.stored)} stored, "
+        f"{megabytes(contents.apart)} apart ({contents.saved:.0%} less)"
     )
-    wide = max([len(model.name) for model in found.models], default=0)
-    for model in found.models:
+    wide = max([len(model.name) for model in contents.models], default=0)
+    for model in contents.models:
         shared = sum(count > 1 for count in model.parts.values())
         kind = "whole" if model.is_whole else f"{shared} of {len(model.parts)} blocks shared"
         yield f"  {model.name:{wide}}  {megabytes(model.bytes):>9}  {kind}{f', on {model.base}' if model.base else ''}"
-    yield from _tree(found.tree, "")
+    yield from _tree(contents.tree, "")
 
 
 def _tree(parts: Sequence[SharedPart], indent: str) -> Iterator[str]:

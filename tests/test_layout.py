@@ -20,7 +20,7 @@ MAPPING: dict[str, str] = SETUPTOOLS["package-dir"]
 HEAVY = ("torch", "transformers", "sympy", "numpy", "anyio")
 
 FLOORS: list[set[str]] = [
-    {"atts.concurrency", "atts.errors", "atts.placement", "atts.sampling"},
+    {"atts.concurrency", "atts.errors", "atts.sampling"},
     {"atts.core", "atts.files"},
     {"atts.engine"},
     {
@@ -29,10 +29,9 @@ FLOORS: list[set[str]] = [
         "atts.graph",
         "atts.journal",
         "atts.models",
-        "atts.speculation",
     },
     {"atts.local", "atts.servers", "atts.testing", "atts.pipelines"},
-    {"atts.analysis", "atts.blocks", "atts.methods", "atts.run"},
+    {"atts.analysis", "atts.accel", "atts.methods", "atts.run"},
     {"atts.api"},
     {"atts.adapters", "atts.cli"},
     {"atts.__main__"},
@@ -140,8 +139,8 @@ def deep_imports() -> Iterator[str]:
     for name, path in sources().items():
         for target, part in imports(name):
             here = unit(target)
-            if here in SHELVES:
-                continue
+            if here in SHELVES or (unit(name), here) == ("atts.accel", "atts.local"):
+                continue  # what accelerates the local engine is built from its parts
             if here != unit(name) and sources()[here].name == "__init__.py":
                 if target != here or (part and part not in face(here)):
                     yield f"{path.relative_to(ROOT)}: {target} {part}".strip()
@@ -245,8 +244,43 @@ def test_import_atts_is_light() -> None:
 
 def test_a_run_loads_neither_reports_nor_blocks() -> None:
     """Every command waits for what `atts.api` imports: what few ask for is imported where it is."""
-    code = "import sys, atts.api.evaluation; print([n for n in ('atts.analysis', 'atts.blocks') if n in sys.modules])"
+    code = "import sys, atts.api.evaluation; print([n for n in ('atts.analysis', 'atts.accel') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_local_engine_knows_nothing_that_accelerates_it() -> None:
+    """Accelerators see it through its seams; it sees none of them."""
+    assert [
+        name
+        for name in sources()
+        if unit(name) == "atts.local"
+        and any(unit(target) == "atts.accel" for target, _ in imports(name))
+    ] == []
+
+
+_PLAIN = """
+import sys
+import anyio
+from atts.core import SampleRequest
+from atts.local import LocalEngine, LocalOptions
+from atts.models import path
+
+async def main():
+    options = LocalOptions(worker="thread", threads=1, kv_tokens=2048)
+    async with LocalEngine(path("draft"), options=options) as engine:
+        await engine.sample(SampleRequest((5, 6), 4))
+
+anyio.run(main)
+print([name for name in sys.modules if name.startswith("atts.accel")])
+"""
+
+
+def test_plain_decoding_loads_no_accelerator() -> None:
+    """An engine that is built and writes a few tokens has imported none of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PLAIN], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]"
 
 

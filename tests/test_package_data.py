@@ -15,7 +15,7 @@ FILES = [
     ("atts.evaluators.syntax", "rewrites.toml"),
     ("atts.evaluators.syntax", "words.toml"),
     ("atts.evaluators.syntax", "units.toml"),
-    ("atts.local", "kernels/step.c"),
+    ("atts.local.cpu", "kernels/step.c"),
     ("atts.models", "draft/heads/streams.safetensors"),
     ("atts.models", "target/heads/exit.safetensors"),
     ("atts.testing", "language.toml"),

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from atts.accel import Likeness, Zoo, check_name, divergence, stand_in
 from atts.api.evaluation import evaluate_sync
 from atts.api.setup import Setup, load_problems
-from atts.blocks import Likeness, Zoo, check_name, stand_in
 from atts.core import Problem, Sampling, TokenIds
 from atts.evaluators import compare_runs
-from atts.local import LocalEngine, LocalOptions, divergence
+from atts.local import LocalEngine, LocalOptions
 from atts.models.stored_blocks import Loss, StoredModel
 from atts.pipelines import Policy
 from atts.run import RunResult

@@ -20,7 +20,7 @@ from atts.errors import OptionError
 from atts.pipelines import SMALL, Budget, Policy
 
 if TYPE_CHECKING:
-    from atts.blocks import Zoo
+    from atts.accel import SpeculationOptions, StageOptions, Zoo
     from atts.local import LocalOptions
     from atts.servers import RayOptions
 
@@ -53,6 +53,8 @@ def build_engine(
     role: Role,
     options: LocalOptions | None = None,
     *,
+    speculation: SpeculationOptions | None = None,
+    stages: StageOptions | None = None,
     chat: bool = False,
     lent: str = "",
 ) -> Engine:
@@ -69,11 +71,12 @@ def build_engine(
     "openai:https://host/v1/Model", or "server:..." when the server may say what it is; several URLs
     with commas between them are replicas of one engine (`docs/servers.md`). Settings follow a
     question mark: "hf:Qwen/Qwen3-1.7B?device=cuda&dtype=bfloat16" (the fields of
-    `atts.local.LocalOptions`). "ray:" before any of these runs it in the actors of a Ray cluster:
+    `atts.local.LocalOptions`, and of `SpeculationOptions` and `StageOptions` in `atts.accel`).
+    "ray:" before any of these runs it in the actors of a Ray cluster:
     "ray:hf:Qwen/Qwen3-1.7B?actors=4&gpus=1" (the fields of `atts.servers.RayOptions`).
 
     With `chat`, a model of this machine without a chat template is refused before it is loaded. A
-    draft model that is `lent` proposes for one of this machine, where it fits (`LocalEngine`).
+    draft model that is `lent` proposes for one of this machine, where it fits (`atts.accel.accelerated`).
 
     :raises OptionError: no engine is called that, or it has no such setting.
     :raises UnsupportedByEngine: a folder without a chat template.
@@ -95,7 +98,7 @@ def build_engine(
 
         # what else is needed, a run checks
         return server_engine(scheme, rest, role, frozenset({"sample"}))
-    from atts.local import LocalEngine
+    from atts.accel import accelerated
 
     model, _, settings = rest.partition("?")
     if scheme == "embedded":
@@ -110,14 +113,21 @@ def build_engine(
         count = zoo.replicas
         if zoo.loss:
             _log.warning("%s: %s", name, zoo.loss)
-    found = _local_options(settings, options)
+    words = _LocalWords.read(settings, options, speculation, stages)
     lent = _drafter_model(lent) if lent else ""
     make = partial(
-        LocalEngine, model, name=role, options=found, chat=chat, lent="" if lent == model else lent
+        accelerated,
+        model,
+        name=role,
+        options=words.options,
+        speculation=words.speculation,
+        stages=words.stages,
+        chat=chat,
+        lent="" if lent == model else lent,
     )
     if count == 1:
         return make()
-    from atts.blocks import replicated
+    from atts.accel import replicated
 
     return replicated([make(replica=number) for number in range(count)], role)
 
@@ -142,14 +152,14 @@ def build_engines(
         if isinstance(words, str):  # a typing error is one whether or not the engine is built
             check_engine_words(words)
     if roles == ("target",):
-        options, lent = _speculation(draft, target, speculate)
-        only = build_engine(target, "target", options, chat=True, lent=lent)
+        speculation, lent = _speculation(draft, target, speculate)
+        only = build_engine(target, "target", speculation=speculation, chat=True, lent=lent)
         return only, only
     first = build_engine(draft, "draft", chat=True)
     if target is first or roles == ("draft",):
         return first, first
-    options, lent = _speculation(draft, target, speculate)
-    return first, build_engine(target, "target", options, chat=True, lent=lent)
+    speculation, lent = _speculation(draft, target, speculate)
+    return first, build_engine(target, "target", speculation=speculation, chat=True, lent=lent)
 
 
 def speculation_words(
@@ -162,11 +172,11 @@ def speculation_words(
     >>> speculation_words("embedded", "vllm:http://a:8000/M")
     'nothing: that takes a draft and a target of this machine'
     """
-    options, lent = _speculation(draft, target, speculate)
+    speculation, lent = _speculation(draft, target, speculate)
     _, _, settings = str(target).partition("?")
     if {name for name, _ in parse_qsl(settings)} & {"drafter", "speculate", "k"}:
         return "as the target's own words say"
-    if options is not None:
+    if speculation is not None:
         return "earlier texts on the same problem" if speculate == "suffix" else "the draft"
     if lent:
         return "the draft, if both models share a tokenizer and the target is computed on a CPU"
@@ -179,9 +189,9 @@ def speculation_words(
 
 def _speculation(
     draft: str | Engine, target: str | Engine, speculate: Speculate
-) -> tuple[LocalOptions | None, str]:
-    """Return the options that speculation adds to the target's, and the draft lent to it."""
-    from atts.local import LocalOptions
+) -> tuple[SpeculationOptions | None, str]:
+    """Return the speculation that is added to the target's own words, and the draft lent to it."""
+    from atts.accel import SpeculationOptions
 
     drafter = _drafter_words(draft)
     is_local = bool(_drafter_words(target))
@@ -201,13 +211,13 @@ def _speculation(
             f"{speculate} is for a target of this machine, embedded or hf:MODEL: {advice}",
         )
     if speculate == "suffix":
-        return LocalOptions(speculate="suffix"), ""
+        return SpeculationOptions(speculate="suffix"), ""
     if not drafter:
         problem = "has the run's draft propose, which must be a model of this machine, embedded or hf:MODEL"
         raise OptionError(
             "speculate", f"{speculate} {problem}; take another draft, or leave speculate out"
         )
-    return LocalOptions(speculate=speculate, drafter=drafter), ""
+    return SpeculationOptions(speculate=speculate, drafter=drafter), ""
 
 
 def _is_one_loop(draft: str | Engine, target: str | Engine) -> bool:
@@ -273,15 +283,16 @@ def check_engine_words(name: str) -> tuple[str, str]:
 
 def _on_ray(words: str, role: Role, chat: bool) -> Engine:
     """Build the engine of these words in actors, without the settings that are Ray's."""
+    from atts.accel import StageOptions
     from atts.local import LocalOptions
     from atts.servers import RayEngine
 
     inner, options = _ray_words(words)
     # an actor is a process of its own already
-    here = LocalOptions(worker="thread", stage_worker="ray")
-    return RayEngine(
-        partial(build_engine, inner, role, here, chat=chat), name=role, options=options
-    )
+    here = LocalOptions(worker="thread")
+    stages = StageOptions(stage_worker="ray")
+    build = partial(build_engine, inner, role, here, stages=stages, chat=chat)
+    return RayEngine(build, name=role, options=options)
 
 
 def _ray_words(words: str) -> tuple[str, RayOptions]:
@@ -293,18 +304,42 @@ def _ray_words(words: str) -> tuple[str, RayOptions]:
     return f"{inner}?{urlencode(rest)}" if rest else inner, options
 
 
-def _local_options(settings: str, base: LocalOptions | None) -> LocalOptions:
-    from atts.local import LocalOptions
+class _LocalWords(NamedTuple):
+    """What the settings behind a local engine's name say."""
 
-    options, rest = _with_settings(base or LocalOptions(), settings)
-    for name in rest:
-        known = [key.name for key in keys_of(LocalOptions, options)]
-        raise OptionError("engine", f"{name!r} is no setting of a local engine", known, name)
-    options = (
-        replace(options, drafter=_drafter_model(options.drafter)) if options.drafter else options
-    )
-    options.check()
-    return options
+    options: LocalOptions
+    speculation: SpeculationOptions
+    stages: StageOptions
+
+    @classmethod
+    def read(
+        cls,
+        settings: str,
+        options: LocalOptions | None,
+        speculation: SpeculationOptions | None,
+        stages: StageOptions | None,
+    ) -> _LocalWords:
+        """Change what is given by the settings, each of which belongs to one of these.
+
+        :raises OptionError: one is unknown or impossible.
+        """
+        from atts.accel import SpeculationOptions, StageOptions
+        from atts.local import LocalOptions
+
+        own, rest = _with_settings(options or LocalOptions(), settings)
+        drafting, rest = _with_settings(speculation or SpeculationOptions(), urlencode(rest))
+        staged, rest = _with_settings(stages or StageOptions(), urlencode(rest))
+        for name in rest:
+            known = [
+                key.name for each in (own, drafting, staged) for key in keys_of(type(each), each)
+            ]
+            raise OptionError("engine", f"{name!r} is no setting of a local engine", known, name)
+        if drafting.drafter:
+            drafting = replace(drafting, drafter=_drafter_model(drafting.drafter))
+        own.check()
+        drafting.check()
+        staged.check()
+        return cls(own, drafting, staged)
 
 
 class _ZooModel(NamedTuple):
@@ -349,7 +384,7 @@ def _zoo_model(words: str, settings: str) -> _ZooModel:
 
 def _zoo(words: str) -> tuple[Zoo, str]:
     """Split a zoo model's path into the zoo and the model's own name."""
-    from atts.blocks import Zoo
+    from atts.accel import Zoo
 
     directory, _, name = words.rstrip("/").rpartition("/")
     return Zoo(Path(directory or ".").expanduser()), name

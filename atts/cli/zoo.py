@@ -13,8 +13,8 @@ from atts.cli.terminal import print_json, print_result, say
 from atts.errors import CheckFailed
 
 if TYPE_CHECKING:
+    from atts.accel import SharedPart, ZooContents
     from atts.api import MeasuredPair
-    from atts.blocks import SharedPart, ZooContents
 
 app = typer.Typer(no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="Name of the model in the zoo.")]
@@ -48,7 +48,7 @@ def add(
 
     Example: atts zoo add algebra ./algebra-lora --base base --zoo zoo
     """
-    from atts.blocks import Zoo
+    from atts.accel import Zoo
 
     model = Zoo(zoo).add(name, folder, base)
     print_result(
@@ -74,7 +74,7 @@ def remove(name: Name, zoo: Directory, as_json: Json = False) -> None:
 
     Example: atts zoo remove tuned --zoo zoo
     """
-    from atts.blocks import Zoo
+    from atts.accel import Zoo
 
     freed = Zoo(zoo).remove(name)
     print_result(
@@ -95,7 +95,7 @@ def export(
 
     Example: atts zoo export tuned ./tuned-again --zoo zoo
     """
-    from atts.blocks import Zoo
+    from atts.accel import Zoo
 
     Zoo(zoo).export(name, out)
     print_result({"name": name, "zoo": str(zoo), "out": str(out)}, as_json, lambda _: [str(out)])
@@ -120,7 +120,7 @@ def show(
 
     Example: atts zoo show --zoo zoo --picture zoo.svg
     """
-    from atts.blocks import Zoo
+    from atts.accel import Zoo
 
     contents = Zoo(zoo).show()
     print_result(contents, as_json, written)
@@ -216,7 +216,7 @@ def written(contents: ZooContents) -> Iterator[str]:
 
 
 def _tree(parts: Sequence[SharedPart], indent: str) -> Iterator[str]:
-    from atts.blocks import written_places
+    from atts.accel import written_places
 
     for part in parts:
         yield f"{indent}{', '.join(part.models)}: {written_places(part.places)} ({megabytes(part.bytes)})"

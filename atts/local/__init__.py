@@ -3,20 +3,22 @@ cache.
 """
 
 from atts.local.checking import check_adapter, check_model, check_weights
-from atts.local.engine import LocalEngine
+from atts.local.engine import Accelerator, LocalEngine
 from atts.local.messages import LoopStats
 from atts.local.model_config import Family
-from atts.local.model_divergence import Divergence, divergence
 from atts.local.options import LocalOptions
+from atts.local.seams import Ask, Proposer, TokenProposal
 
 __all__ = [
-    "Divergence",
+    "Accelerator",
+    "Ask",
     "Family",
     "LocalEngine",
     "LocalOptions",
     "LoopStats",
+    "Proposer",
+    "TokenProposal",
     "check_adapter",
     "check_model",
     "check_weights",
-    "divergence",
 ]

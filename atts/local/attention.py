@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atts.local.blocks import Blocks, DeviceStep
 from atts.local.model_config import ModelConfig
+from atts.local.step_layout import Blocks, DeviceStep
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """[rows, heads * head_dim] of [rows, heads, head_dim] queries over [slots, kv_heads, head_dim] keys

@@ -4,7 +4,7 @@ models.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atts.core import TokenIds
-from atts.local.allocator import SlotIds
-from atts.local.logit_sampling import SampledTokens, SamplingBatch
+from atts.local.cache import SlotIds
 from atts.local.sequence import Sequence
 
 Ints = NDArray[np.int64]
@@ -130,127 +129,22 @@ class StepBatch:
         0,
     )
     # [sequences] of which model each is
-    chains: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    # [sequences] of it, computed from there
-    units: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    # [sequences] which of the loop's models each is of, where there are several
+    models: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
-class Tap(NamedTuple):
-    """Who hears of a step on its way: of its `logit_rows` after so many layers, before the last
-    norm.
-    """
+class Bursts(Protocol):
+    """Several plain steps in one, where that comes to the same tokens."""
 
-    layers: int
-    receive: Callable[[Tensor], None]
-
-
-class Model(Protocol):
-    """A decoder whose key-value cache is addressed through a table of slots."""
-
-    @property
-    def device_name(self) -> str:
-        """Where it computes."""
+    def turns(self, plan: StepPlan) -> int:
+        """Return how many steps may be one; 1 where they may not."""
         ...
 
-    def use_threads(self, threads: int) -> None:
-        """Compute with so many threads from now on."""
-        ...
-
-    def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
-        ...
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Their logits: [logits, vocabulary] float32."""
-        ...
-
-    def sample(
-        self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
-    ) -> SampledTokens:
-        """One token a row, as `atts.local.logit_sampling.sample` draws it."""
-        ...
-
-    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Each row's token under the raw distribution, as `atts.local.logit_sampling.raw_logprobs` has it."""
-        ...
-
-    def score(
-        self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
-    ) -> tuple[list[float], Tensor]:
-        """The same from hidden states, never all logits at once; and the logits of `kept_rows`, in
-        rising order.
+    def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
+        """Return what each sequence draws, as many tokens for one as for the other, and the logits
+        after the first turn.
         """
         ...
-
-
-class TappedModel(Model, Protocol):
-    """One whose rows can be heard of on their way."""
-
-    def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
-        """The same; what it computes does not depend on who hears."""
-        ...
-
-
-class GroupedModel(Model, Protocol):
-    """One that may compute the attentions of a group of layers at once, from the first one's input:
-    not exact.
-    """
-
-    is_grouped: bool
-
-
-class Layers(Protocol):
-    """What takes rows through some of its units: its embedding (0), the halves of its layers, its
-    last norm.
-    """
-
-    def through(
-        self,
-        batch: StepBatch,
-        table: SlotIds,
-        rows: tuple[Floats, Floats],
-        units: tuple[int, int],
-        /,
-    ) -> None:
-        """`rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer
-        goes on alone.
-        """
-        ...
-
-
-class RangedModel(TappedModel, Layers, Protocol):
-    """A whole model that does."""
-
-
-class ModelAround:
-    """Wraps a model: what a subclass does not say anew is as the model does it."""
-
-    def __init__(self, model: TappedModel) -> None:
-        self._model = model
-
-    def use_threads(self, threads: int) -> None:
-        """As the model does."""
-        self._model.use_threads(threads)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The model's."""
-        return self._model.compute_logits(hidden)
-
-    def sample(
-        self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
-    ) -> SampledTokens:
-        """As the model does."""
-        return self._model.sample(logits, sampling, uniforms)
-
-    def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """As the model does."""
-        return self._model.logprobs(logits, tokens)
-
-    def score(
-        self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
-    ) -> tuple[list[float], Tensor]:
-        """As the model does."""
-        return self._model.score(hidden, tokens, kept_rows)
 
 
 def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
@@ -267,23 +161,13 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
     ids = chain(
         [token for *_, token in fed], *[s.ids[start:stop] for s, start, stop, _ in plan.prefills]
     )
-    numbers = [(s.row, at, at + 1, at, False, s.rope_row, s.chain, 0) for s, at, _ in fed]
+    numbers = [(s.row, at, at + 1, at, False, s.rope_row, s.model) for s, at, _ in fed]
     numbers += [
-        (
-            s.row,
-            start,
-            stop,
-            first,
-            s.is_scoring,
-            s.rope_row,
-            s.chain,
-            s.unit * (start < s.borrowed),
-        )
+        (s.row, start, stop, first, s.is_scoring, s.rope_row, s.model)
         for s, start, stop, first in plan.prefills
     ]
-    rows, begins, lengths, logits_from, is_scoring, ropes, chains, units = np.array(
-        numbers, dtype=np.int64
-    ).T.copy()
+    columns = np.array(numbers, dtype=np.int64).T.copy()
+    rows, begins, lengths, logits_from, is_scoring, ropes, models = columns
     counts = lengths - begins
     num_logits = lengths - logits_from
     starts = np.zeros(len(numbers) + 1, dtype=np.int64)
@@ -305,8 +189,7 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
         num_single=int((counts == 1).sum()),
         logit_rows=np.concatenate([sampled, scored]),
         num_scored=(int(counts[last:].sum()), int(num_logits[last:].sum())),
-        chains=chains,
-        units=units,
+        models=models,
     )
 
 
@@ -333,7 +216,7 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
         num_logits=batch.num_logits[entries],
         num_single=int((counts == 1).sum()),
         logit_rows=where[logits],
-        chains=batch.chains[entries] if len(batch.chains) else batch.chains,
+        models=batch.models[entries] if len(batch.models) else batch.models,
     )
     return found, rows, logits
 
@@ -356,10 +239,10 @@ def _newest(sequences: list[Sequence]) -> list[_Fed]:
 
 def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
     """The common case, one token each, without the bookkeeping of chunks."""
-    numbers = [(s.row, s.rope_row, position, token, s.chain, 0) for s, position, token in fed]
-    rows, ropes, positions, tokens, chains, units = np.array(numbers, dtype=np.int64).T.copy()
+    numbers = [(s.row, s.rope_row, position, token, s.model) for s, position, token in fed]
+    rows, ropes, positions, tokens, models = np.array(numbers, dtype=np.int64).T.copy()
     plain = single_rows(tokens, positions, rows, table)
-    return replace(plain, positions=positions + ropes, chains=chains, units=units)
+    return replace(plain, positions=positions + ropes, models=models)
 
 
 class StepBatches:
@@ -390,11 +273,9 @@ class StepBatches:
 
 
 def is_last(chunk: PrefillChunk) -> bool:
-    """Whether it is the last given token alone, sampled after, and computed in all layers: like one
-    that decodes.
-    """
+    """Whether it is the last given token alone, sampled after: like one that decodes."""
     sequence, start, stop, first = chunk
-    return stop - start == 1 and first == start >= sequence.borrowed and not sequence.is_scoring
+    return stop - start == 1 and first == start and not sequence.is_scoring
 
 
 def single_rows(

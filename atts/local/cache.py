@@ -1,65 +1,313 @@
-"""The key-value cache: how many tokens it holds, and its memory."""
+"""The slots of the key-value cache and what is known in them: an allocator of slots of one token
+each, and a radix tree of the token sequences that are cached.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from atts.errors import OutOfMemory
-from atts.local.loader import free_memory
-from atts.local.messages import WorkerConfig
+from atts.core import Recent, TokenIds
 
-_CPU_CACHE_BYTES = 2 << 30
-_GPU_CACHE_SHARE = 0.8  # of what the weights leave free
-# the first, which stays zero, and the last, which rows that only fill a step up are written to
-SPARE_SLOTS = 2
+SlotIds = NDArray[np.int32]
+"""Slots of the key-value cache, one token each; a store may give every token several, in columns."""
 
 
-def free_room(device: torch.device) -> int:
-    """Bytes of memory that are free there; as many as there can be where the system does not tell."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = free_memory()
-    return 1 << 60 if free is None else free
+class SlotAllocator:
+    """A stack of free slots. Slot 0 is never handed out: it stays zero, and padding points at it.
 
-
-def allocate_cache(
-    config: WorkerConfig, dtype: torch.dtype, device: torch.device, least: int | None = None
-) -> Tensor:
-    """The key-value cache, [layers, 2, slots + 2, kv_heads, head_dim] of zeros; halved until it
-    fits.
-
-    :raises OutOfMemory: not even one whole context fits.
+    >>> allocator = SlotAllocator(4)
+    >>> slots = allocator.allocate(3)
+    >>> allocator.num_free, allocator.num_used
+    (1, 3)
+    >>> allocator.free([slots]); allocator.num_free
+    4
     """
-    model = config.model
-    tokens = config.options.kv_tokens or default_tokens(config, dtype, device)
-    least = least or min(tokens, model.context_length)
-    while True:
-        size = (config.num_layers, 2, tokens + SPARE_SLOTS, model.num_kv_heads, model.head_dim)
-        try:
-            return _zeros(size, dtype, device)
-        except (torch.OutOfMemoryError, MemoryError):
-            if tokens <= least:
-                advice = "Lower kv_tokens, use bfloat16, or a smaller model"
-                raise OutOfMemory(
-                    config.name, f"a cache of {tokens} tokens does not fit", advice
-                ) from None
-            tokens = max(least, tokens // 2)
+
+    def __init__(self, num_slots: int) -> None:
+        self._stack: SlotIds = np.arange(num_slots, 0, -1, dtype=np.int32)  # low slots on top
+        self.num_slots = self.num_free = num_slots
+        self._least_free = num_slots
+
+    @property
+    def num_used(self) -> int:
+        """How many slots are allocated."""
+        return self.num_slots - self.num_free
+
+    @property
+    def peak_used(self) -> int:
+        """The most that were allocated at once."""
+        return self.num_slots - self._least_free
+
+    def new_table(self, rows: int, width: int) -> SlotIds:
+        """Return a table of slots, all 0, for so many sequences of so many tokens: [rows, width]."""
+        return np.zeros((rows, width), dtype=np.int32)
+
+    def allocate(self, count: int) -> SlotIds:
+        """`count` slots; the caller has made sure there are as many."""
+        assert count <= self.num_free, "slots must be made free before they are allocated"
+        self.num_free -= count
+        self._least_free = min(self._least_free, self.num_free)
+        return self._stack[self.num_free : self.num_free + count][::-1].copy()
+
+    def free(self, runs: Sequence[SlotIds]) -> None:
+        """Take back slots that no sequence reads any more."""
+        for run in runs:
+            count = len(run)
+            assert self.num_free + count <= self.num_slots, "a slot was freed twice"
+            self._stack[self.num_free : self.num_free + count] = run[::-1]
+            self.num_free += count
 
 
-def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Tokens that a cache holds where no number is given."""
-    budget = _CPU_CACHE_BYTES
-    if device.type == "cuda":
-        budget = int(free_room(device) * _GPU_CACHE_SHARE)
-    return max(config.model.context_length, budget // (config.kv_floats_per_token * dtype.itemsize))
+@dataclass(slots=True, eq=False)
+class PrefixNode:
+    """A run of tokens that follows its parent's, and the slots that hold it."""
+
+    ids: TokenIds
+    slots: SlotIds
+    parent: PrefixNode | None
+    depth: int  # how many tokens a sequence that ends here has
+    children: dict[int, PrefixNode] = field(default_factory=dict[int, "PrefixNode"])
+    locks: int = 0  # sequences that read through this node
+    last_used: int = 0  # on the tree's own clock
+    is_idle: bool = False  # among those to be evicted
+    # log-probability of each token where it is known, else NaN
+    scores: NDArray[np.float32] | None = None
 
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    # numpy asks the system for zeroed pages, which cost nothing until they are written; torch would
-    # write them all
-    words = np.zeros(size, dtype=np.float32 if dtype == torch.float32 else np.int16)
-    return torch.from_numpy(words).view(dtype)
+class PrefixMatch(NamedTuple):
+    """The longest known prefix of some ids: the node where it ends and the slots along the way."""
+
+    node: PrefixNode
+    slots: SlotIds
+
+    @property
+    def length(self) -> int:
+        """How many tokens are known."""
+        return len(self.slots)
+
+
+_NO_SLOTS: SlotIds = np.zeros(0, dtype=np.int32)
+
+
+class PrefixTree:
+    """Token sequences by longest common prefix, exact to the token; nodes in use are locked and
+    stay.
+
+    A node may also keep the logits after its last token: then a sequence that goes on there starts
+    without a forward. And it may keep what its tokens scored: four bytes a token, for as long as
+    its slots are kept.
+    """
+
+    def __init__(self, max_logits: int) -> None:
+        self.no_slots = _NO_SLOTS  # what no slots look like: [0], or [0, columns]
+        self._root = PrefixNode((), _NO_SLOTS, None, 0, locks=1)
+        self._clock = 0
+        self.num_cached = 0  # slots the tree owns
+        self._num_locked = 0  # of them, those a running sequence reads
+        # leaves without locks, and some that were; by last use then
+        self._idle: list[tuple[int, int, PrefixNode]] = []
+        self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
+
+    def root(self, kind: int) -> PrefixNode:
+        """Where sequences of a kind begin, which share nothing with those of another."""
+        if not kind:
+            return self._root
+        return self._root.children.setdefault(
+            -kind, PrefixNode((-kind,), self.no_slots, self._root, 0, locks=1)
+        )
+
+    @property
+    def num_evictable(self) -> int:
+        """Slots of the tree that no running sequence reads."""
+        return self.num_cached - self._num_locked
+
+    def match(self, ids: TokenIds, limit: int, after: PrefixNode | None = None) -> PrefixMatch:
+        """What is known of the first `limit` ids, from `after` on; splits a node where the match
+        ends inside it.
+        """
+        self._clock += 1
+        node = after or self._root
+        at = 0
+        runs = list[SlotIds]()
+        while at < limit:
+            child = node.children.get(ids[at])
+            if child is None:
+                break
+            shared = _shared_length(child.ids, ids, at, limit)
+            if shared < len(child.ids):
+                child = self._split(child, shared)
+            child.last_used = self._clock
+            runs.append(child.slots)
+            node = child
+            at = at + shared
+        return PrefixMatch(
+            node, np.concatenate(runs) if len(runs) > 1 else runs[0] if runs else self.no_slots
+        )
+
+    def insert(self, ids: TokenIds, slots: SlotIds, after: PrefixNode | None = None) -> PrefixMatch:
+        """Make `ids` known: the node where they end, and the slots of the part that was known
+        before.
+
+        They follow those of `after`, where it is given: then nothing before it is looked at again.
+        The tree takes the other slots over; the caller reads the known part from the tree's slots
+        and frees its own.
+        """
+        found = self.match(ids, len(ids), after)
+        known = found.length
+        if known == len(ids):
+            return found
+        depth = found.node.depth + len(ids) - known
+        leaf = PrefixNode(
+            ids[known:], slots[known:].copy(), found.node, depth, last_used=self._clock
+        )
+        found.node.children[ids[known]] = leaf
+        self.num_cached += len(leaf.slots)
+        self._offer(leaf)
+        return PrefixMatch(leaf, found.slots)
+
+    def lock(self, node: PrefixNode, after: PrefixNode | None = None) -> None:
+        """Keep this node and all before it; where `after` is locked already, that lock is moved on
+        to the node.
+        """
+        step: PrefixNode | None = node
+        while step is not after:
+            assert step is not None, "the node to lock does not follow the one that is locked"
+            if step.locks == 0:
+                self._num_locked += len(step.slots)
+            step.locks += 1
+            step = step.parent
+
+    def unlock(self, node: PrefixNode) -> None:
+        """Undo one `lock`."""
+        step: PrefixNode | None = node
+        while step is not None:
+            step.locks -= 1
+            assert step.locks >= 0, "unlocked more often than locked"
+            if step.locks == 0:
+                self._num_locked -= len(step.slots)
+                self._offer(step)
+            step = step.parent
+
+    def evict(self, count: int) -> list[SlotIds]:
+        """Forget at least `count` unlocked slots if there are as many, those least recently used
+        first.
+        """
+        freed: list[SlotIds] = []
+        while count > 0 and self._idle:
+            used, _, node = heappop(self._idle)
+            node.is_idle = False
+            if used < node.last_used:
+                self._offer(node)
+            elif not node.children and not node.locks:
+                freed.append(self._remove(node))
+                count -= len(node.slots)
+        return freed
+
+    def _offer(self, node: PrefixNode) -> None:
+        """Let a leaf without locks be evicted in its turn."""
+        if not (node.children or node.locks or node.is_idle):
+            node.is_idle = True
+            heappush(self._idle, (node.last_used, id(node), node))
+
+    def keep_logits(self, node: PrefixNode, logits: Tensor) -> None:
+        """Remember the logits after this node's last token; the oldest such memory goes when there
+        are too many.
+        """
+        self._logits[id(node)] = (node, logits)
+
+    def logits(self, node: PrefixNode) -> Tensor | None:
+        """The logits after this node's last token, if they are still known."""
+        kept = self._logits.get(id(node))
+        return None if kept is None else kept[1]
+
+    def keep_scores(self, node: PrefixNode, scores: Sequence[float]) -> None:
+        """Remember the log-probabilities of the last tokens of the text that ends with this node."""
+        left = np.array(scores, dtype=np.float32)
+        step = node
+        while len(left):
+            assert step.parent is not None, "more scores than tokens"
+            if step.scores is None:
+                step.scores = np.full(len(step.ids), np.nan, dtype=np.float32)
+            own = min(len(left), len(step.ids))
+            step.scores[len(step.ids) - own :] = left[len(left) - own :]
+            left = left[: len(left) - own]
+            step = step.parent
+
+    def scores(self, node: PrefixNode, first: int) -> list[float]:
+        """What is remembered of the text that ends with this node, from its token `first` up to one
+        that is unknown.
+        """
+        parts = list[NDArray[np.float32]]()
+        step = node
+        while step.depth > first and step.parent is not None:
+            own = (
+                step.scores
+                if step.scores is not None
+                else np.full(len(step.ids), np.nan, dtype=np.float32)
+            )
+            parts.append(own[max(0, first - step.depth + len(step.ids)) :])
+            step = step.parent
+        values = np.concatenate([*parts[::-1], [np.nan]])
+        known: list[float] = values[: int(np.isnan(values).argmax())].tolist()
+        return known
+
+    def nodes(self) -> Iterator[PrefixNode]:
+        """All of them, those before others first."""
+        pending = [self._root]
+        while pending:
+            yield (node := pending.pop())
+            pending.extend(node.children.values())
+
+    def _remove(self, leaf: PrefixNode) -> SlotIds:
+        assert leaf.parent is not None, "the root is locked"
+        del leaf.parent.children[leaf.ids[0]]
+        self._logits.pop(id(leaf), None)
+        self.num_cached -= len(leaf.slots)
+        self._offer(leaf.parent)
+        return leaf.slots
+
+    def _split(self, child: PrefixNode, at: int) -> PrefixNode:
+        """Cut a node in two; the lower part stays the same object, so locks on it and its logits
+        stay right.
+        """
+        assert child.parent is not None, "the root has no ids to cut"
+        upper = PrefixNode(
+            child.ids[:at],
+            child.slots[:at].copy(),
+            child.parent,
+            child.depth - len(child.ids) + at,
+            locks=child.locks,
+            last_used=child.last_used,
+        )
+        child.parent.children[child.ids[0]] = upper
+        upper.children[child.ids[at]] = child
+        child.ids = child.ids[at:]
+        child.slots = child.slots[at:].copy()
+        child.parent = upper
+        if child.scores is not None:
+            upper.scores = child.scores[:at].copy()
+            child.scores = child.scores[at:].copy()
+        return upper
+
+
+def _shared_length(known: TokenIds, ids: TokenIds, start: int, limit: int) -> int:
+    """How many of `known` equal `ids` from `start` on, up to `limit`; at least 1 is known to."""
+    most = min(len(known), limit - start)
+    if known[:most] == ids[start : start + most]:
+        return most
+    low = 1
+    high = most  # the first `low` are equal, the first `high` are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if known[low:middle] == ids[start + low : start + middle]:
+            low = middle
+        else:
+            high = middle
+    return low

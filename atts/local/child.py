@@ -23,7 +23,7 @@ def main() -> int:
     process's end.
     """
     end_with(int(sys.argv[1]))
-    from atts.local.build import build_loop, set_threads  # imports torch
+    from atts.local.builder import build_loop, set_threads  # imports torch
 
     commands = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
@@ -31,8 +31,9 @@ def main() -> int:
 
     config = pickle.load(commands)
     assert isinstance(config, WorkerConfig), "the first message is the configuration"
+    build = build_loop if config.builder is None else config.builder.build
     try:
-        loop, ready = build_loop(config, lambda report: write(replies, report))
+        loop, ready = build(config, lambda report: write(replies, report))
     except EngineError as error:
         write(replies, FailureReply.of(error))
         return 0

@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import anyio
 
 from atts.concurrency import soon
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, Speculated, check_sample, check_score, counters_of
-from atts.errors import ContextOverflow, EngineError, EngineUnavailable, MissingExtra, OptionError
+from atts.errors import ContextOverflow, EngineUnavailable, MissingExtra
 from atts.local.checking import check_model
 from atts.local.messages import (
     Cancel,
@@ -31,9 +31,7 @@ from atts.local.messages import (
     WorkerConfig,
     WorkerReady,
 )
-from atts.local.model_config import read_model_config
 from atts.local.options import LocalOptions
-from atts.local.shared_worker import SharedWorker
 from atts.local.worker import LoopWorker, new_worker
 from atts.models.folders import (
     TEXT_FILES,
@@ -43,13 +41,53 @@ from atts.models.folders import (
     weight_files,
     weights_marks,
 )
-from atts.models.stored_blocks import MANIFEST, check_stored
+from atts.models.stored_blocks import check_stored
 from atts.models.tokenizers import ModelTokenizer
-from atts.speculation import Proposer
 
 _KIND = "local 0.1"
 _log = logging.getLogger("atts.local")
 _log.addHandler(logging.NullHandler())
+
+
+class Accelerator(Protocol):
+    """What an engine adds to plain decoding; packages above this one have some."""
+
+    def check(self, options: LocalOptions) -> None:
+        """See that it can be added to an engine with these options.
+
+        :raises OptionError: it cannot.
+        """
+        ...
+
+    def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
+        """Name the builder of the loop, with all that must be known before anything is loaded.
+
+        :raises OptionError: something named does not fit the model.
+        :raises EngineError: something named cannot be used.
+        """
+        ...
+
+    def worker(self, model: str, options: LocalOptions) -> LoopWorker:
+        """Return what is to run the loop of a model, a folder or a hub id.
+
+        :raises OSError: the system starts no process.
+        """
+        ...
+
+
+class PlainDecoding(Accelerator):
+    """Adds nothing."""
+
+    def check(self, options: LocalOptions) -> None:
+        """Accept any."""
+
+    def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
+        """Leave it as it is."""
+        return config
+
+    def worker(self, model: str, options: LocalOptions) -> LoopWorker:
+        """Return a worker of the kind that the options name."""
+        return new_worker(options.worker)
 
 
 class LocalEngine:
@@ -67,18 +105,12 @@ class LocalEngine:
         name: str = "",
         options: LocalOptions | None = None,
         chat: bool = False,
-        proposer: type[Proposer] | None = None,
-        lent: str = "",
-        replica: int = 0,
+        accelerator: Accelerator | None = None,
     ) -> None:
         """`model` is a folder or a hub id; nothing is loaded before the engine is entered.
 
-        A `proposer` is made where the loop runs, and proposes instead of those that the options
-        name. A draft model that is `lent` is the drafter where the options say nothing against it,
-        its tokenizer is this model's, and both fit into the memory of a CPU; on a GPU it would take
-        cache from this model, and options must name it. With `chat`, a model without a chat
-        template is refused at once, or when its files are there to be looked at. Engines of one zoo
-        share a step loop where their `replica` is the same.
+        With `chat`, a model without a chat template is refused at once, or when its files are there
+        to be looked at. An `accelerator` changes how fast texts are written, never which.
 
         :raises OptionError: an option is unknown or impossible.
         :raises UnsupportedByEngine: the folder holds no chat template.
@@ -88,9 +120,8 @@ class LocalEngine:
         self._options = options or LocalOptions()
         self._options.check()
         self._is_chat = chat
-        self._proposer = proposer
-        self._lent = lent
-        self._replica = replica
+        self._accelerator = accelerator or PlainDecoding()
+        self._accelerator.check(self._options)
         if chat and (folder := Path(self.model).expanduser()).is_dir():
             require_template(folder, self._name)
         self._opened: _OpenEngine | None = None
@@ -176,7 +207,7 @@ class LocalEngine:
         """
         assert self._opened is None, "an engine is entered once at a time"
         try:
-            worker = self._worker()
+            worker = self._accelerator.worker(self.model, self._options)
         except OSError as error:
             advice = "End other processes, or write ?worker=thread behind the engine's name"
             raise EngineUnavailable(
@@ -189,8 +220,7 @@ class LocalEngine:
                 self.model,
                 self._name,
                 self._options,
-                self._proposer,
-                self._lent,
+                self._accelerator,
                 is_chat=self._is_chat,
             )
             await opened.load(prepare)
@@ -210,18 +240,6 @@ class LocalEngine:
         if opened is not None:
             with anyio.CancelScope(shield=True):
                 await opened.close()
-
-    def _worker(self) -> LoopWorker:
-        """What runs the step loop: a zoo's models share one where nothing else is computed beside
-        them.
-        """
-        options = self._options
-        folder = Path(self.model).expanduser()
-        drafts = options.speculates or self._proposer or (self._lent and options.takes_lent)
-        is_alone = drafts or options.scores == "bfloat16"
-        if not is_alone and options.kernel != "torch" and (folder / MANIFEST).is_file():
-            return SharedWorker(folder.resolve().parent.parent, self._replica)
-        return new_worker(options.worker)
 
     def _require(self) -> _OpenEngine:
         if self._opened is None:
@@ -312,9 +330,8 @@ class _OpenEngine:
     @property
     def in_loop(self) -> int:
         """Requests in the step loop, of whichever engine."""
-        return (
-            self._worker.in_loop if isinstance(self._worker, SharedWorker) else len(self._waiters)
-        )
+        of_all = self._worker.in_loop
+        return len(self._waiters) if of_all is None else of_all
 
     async def close(self) -> None:
         """End the worker; calls that still wait are told."""
@@ -351,8 +368,7 @@ def _prepare(
     model: str,
     name: str,
     options: LocalOptions,
-    proposer: type[Proposer] | None,
-    lent: str,
+    accelerator: Accelerator,
     *,
     is_chat: bool,
 ) -> _Prepared:
@@ -370,40 +386,9 @@ def _prepare(
     config, tokenizer = check_model(folder, name)
     marks = stored.marks if stored else weights_marks(weight_files(folder, name))
     label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{marks[0]}"
-    worker = WorkerConfig(name, folder, config, tokenizer.pieces, options, proposer=proposer)
-    if options.speculates and options.drafter:
-        worker = replace(worker, drafter=_prepare_drafter(name, options, tokenizer))
-    elif lent and proposer is None and options.takes_lent:
-        worker = _with_lent(worker, replace(options, drafter=lent), tokenizer)
+    plain = WorkerConfig(name, folder, config, tokenizer.pieces, options)
+    worker = accelerator.prepare(plain, tokenizer)
     return worker, tokenizer, (label, marks[1])
-
-
-def _with_lent(
-    worker: WorkerConfig, options: LocalOptions, tokenizer: ModelTokenizer
-) -> WorkerConfig:
-    """With the lent draft model, if it is there and its ids mean what the target's do."""
-    try:
-        drafter = _prepare_drafter(worker.name, options, tokenizer)
-    except (OptionError, EngineError):
-        return worker
-    return replace(worker, options=options, drafter=drafter, may_lack_drafter=True)
-
-
-def _prepare_drafter(name: str, options: LocalOptions, tokenizer: ModelTokenizer) -> WorkerConfig:
-    """All that is known of the draft model before it is loaded.
-
-    :raises OptionError: its ids do not mean what the target's do.
-    :raises ZooError: it is a zoo's, and a block of it is damaged.
-    """
-    own = f"{name}'s drafter"
-    folder = find_folder(options.drafter, own, (*TEXT_FILES, *WEIGHT_FILES))
-    check_stored(folder)
-    pieces = ModelTokenizer(folder, own).pieces
-    shared = min(len(pieces), len(tokenizer.pieces))
-    if pieces[:shared] != tokenizer.pieces[:shared]:
-        problem = f"{options.drafter} has another tokenizer than {name}'s model: its proposals would mean nothing"
-        raise OptionError("drafter", f"{problem}. Name a smaller model of the same family")
-    return WorkerConfig(own, folder, read_model_config(folder, own), pieces, options)
 
 
 @cache
@@ -438,5 +423,5 @@ def _spec(
         dtype=config.options.dtype + ", scores in bfloat16" * rounds_scores,
         rounds_scores=rounds_scores,
         capabilities=frozenset({"sample", "score", "draw"}),
-        flops_per_token=2.0 * config.matrix_weights,
+        flops_per_token=2.0 * model.matrix_weights,
     )

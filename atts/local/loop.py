@@ -1,4 +1,4 @@
-"""The step loop: take commands, plan a step, run the model, sample or score, reply."""
+"""The step loop: take commands, then schedule, run and commit one step after the other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from torch import Tensor
 
 from atts.core import SampleRequest
 from atts.errors import EngineUnavailable
-from atts.local.batch import Draws, Model, PrefillChunk, StepBatches, StepPlan
+from atts.local.batch import Bursts, Draws, PrefillChunk, StepBatches, StepPlan
 from atts.local.devices import is_out_of_memory
-from atts.local.draws_while_scoring import DrawnTokens, beginning, draw_scored, extend_drawn
 from atts.local.logit_sampling import SamplingBatch, batch_sampling, spread_rows
-from atts.local.many_models import ManyModels
 from atts.local.messages import (
-    AddChain,
     Cancel,
     Close,
     Command,
@@ -37,10 +34,11 @@ from atts.local.messages import (
     ShareCores,
     Submit,
 )
-from atts.local.multi_step import MultiStep
+from atts.local.proposals import Proposals
 from atts.local.scheduler import Scheduler
+from atts.local.scoring import DrawnTokens, beginning, draw_scored, extend_drawn
+from atts.local.seams import Model
 from atts.local.sequence import Sequence, TokenTable, ending, new_sequence
-from atts.local.speculating import Speculation
 
 _NOT_NUMBERS = (
     "the model's logits are not numbers (NaN)",
@@ -54,18 +52,18 @@ _REPORT_SECONDS = 0.2
 ScoredChunk = tuple[PrefillChunk, list[float], Tensor | None]
 
 
-class Computed(NamedTuple):
+class StepResults(NamedTuple):
     """What one step computed, before any sequence hears of it."""
 
     sampled: list[Draws]
     started: dict[Sequence, Tensor]  # logits after prompts that were fed to their end
     scored: list[ScoredChunk]
     firsts: list[tuple[Sequence, float]]  # tokens scored by cached logits
-    drawn: list[DrawnTokens]  # beside what is scored
+    drawn: list[DrawnTokens]  # the model's own tokens at places that are scored
 
 
 class StepLoop:
-    """Owns the scheduler and the model; runs in one thread until told to close."""
+    """Owns the scheduler and the model; runs in one thread until it is closed."""
 
     def __init__(
         self,
@@ -73,21 +71,22 @@ class StepLoop:
         scheduler: Scheduler,
         token_table: TokenTable,
         send: Callable[[LoopReport], None],
-        speculation: Speculation | None = None,
+        proposals: Proposals | None = None,
+        *,
+        bursts: Bursts | None = None,
     ) -> None:
+        """`bursts` may take several plain steps of a small model in one."""
         self._model = model
         self._scheduler = scheduler
         self._token_table = token_table
         self._send = send
-        self._speculation = speculation
+        self._proposals = proposals or Proposals(scheduler)
+        self._bursts = bursts
         self._stats = LoopStats()
         self._replies: list[Reply] = []
         self._reported_at = 0.0
         self._sampling: tuple[list[Sequence], SamplingBatch] = ([], batch_sampling([], 1))
         self._batches = StepBatches()
-        self._multi_step = (
-            MultiStep.of(model, scheduler, token_table) if speculation is None else None
-        )
         self._is_closing = False
         # set by whoever built the loop
         self.share_cores: Callable[[int], None] = lambda loops: None
@@ -106,16 +105,14 @@ class StepLoop:
                 self._report()
 
     def step(self) -> None:
-        """One step of the model, for all sequences whose turn it is."""
+        """Take one step of the model, for all sequences whose turn it is."""
         began = perf_counter()
-        plan = self._scheduler.plan()
+        plan = self._scheduler.schedule()
         self._count(plan, began)
-        if self._speculation is not None:
-            self._speculation.propose(plan)
+        self._proposals.propose(plan)
         self._attempt(plan)
         self._stats.busy_seconds += perf_counter() - began
-        if self._speculation is not None:
-            self._speculation.observed(plan)
+        self._proposals.observed(plan)
 
     def fail_all(self, failure: FailureReply) -> None:
         """Tell every caller that nothing more will come."""
@@ -124,48 +121,50 @@ class StepLoop:
 
     def _handle(self, commands: Iterable[Command]) -> None:
         for command in commands:
-            match command:
-                case Submit(request_id, request, chain):
-                    self._stats.requests += 1
-                    try:
-                        sequence = new_sequence(
-                            request_id, request, perf_counter(), self._token_table.pieces
-                        )
-                        sequence.chain = chain
-                        if isinstance(self._model, ManyModels):
-                            self._model.open(chain, self._scheduler.divide)
-                        self._scheduler.add(sequence)
-                    except Exception as error:  # noqa: BLE001  it is this request's, and told to its caller alone
-                        problem = f"it cannot take this request ({type(error).__name__}: {error})"
-                        self._replies.append(
-                            FailureReply(request_id, "broken", problem, "The others go on")
-                        )
-                        self._stats.failed += 1
-                case AddChain(config):
-                    assert isinstance(self._model, ManyModels), (
-                        "only a loop that shares is given other models"
-                    )
-                    self._model.add(config)
-                case Cancel(request_id):
-                    self._stats.cancelled += self._scheduler.cancel(request_id)
-                case ShareCores(loops):
-                    self.share_cores(loops)
-                case Close():
-                    self._is_closing = True
+            self._take(command)
+
+    def _take(self, command: Command) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Cancel(request_id):
+                self._stats.cancelled += self._scheduler.cancel(request_id)
+            case ShareCores(loops):
+                self.share_cores(loops)
+            case Close():
+                self._is_closing = True
+            case _:
+                raise AssertionError(f"a loop does not know {command!r}")
+
+    def _submit(self, command: Submit) -> None:
+        self._stats.requests += 1
+        try:
+            self._scheduler.add(self._new_sequence(command))
+        except Exception as error:  # noqa: BLE001  it is this request's, and told to its caller alone
+            problem = f"it cannot take this request ({type(error).__name__}: {error})"
+            failure = FailureReply(command.request_id, "broken", problem, "The others go on")
+            self._replies.append(failure)
+            self._stats.failed += 1
+
+    def _new_sequence(self, command: Submit) -> Sequence:
+        pieces = self._token_table.pieces
+        sequence = new_sequence(command.request_id, command.request, perf_counter(), pieces)
+        sequence.model = command.model
+        return sequence
 
     def _attempt(self, plan: StepPlan) -> None:
-        """Execute a plan; one that breaks is tried without proposals, then halved until what breaks
-        it fails alone.
+        """Run and commit a plan; one that breaks is tried without proposals, then halved until what
+        breaks it fails alone.
         """
         if not plan.size:
             return
         try:
-            computed = self._compute(plan)
+            results = self._run(plan)
         except EngineUnavailable:  # part of the model is gone
             raise
         except Exception as error:  # noqa: BLE001  told to the callers whose requests it concerns
-            if self._speculation is not None and plan.proposals:
-                self._speculation.give_way(plan, shorten=is_out_of_memory(error))
+            if plan.proposals:
+                self._proposals.give_way(plan, shorten=is_out_of_memory(error))
                 self._attempt(plan)
             elif is_out_of_memory(error):
                 self._shrink()
@@ -175,68 +174,63 @@ class StepLoop:
             else:
                 self._break(plan.sequences()[0], error)
         else:
-            self._commit(plan, computed)
+            self._commit(plan, results)
 
-    def _compute(self, plan: StepPlan) -> Computed:
+    def _run(self, plan: StepPlan) -> StepResults:
         """Feed the plan's tokens, then sample and score; no sequence changes."""
-        if self._multi_step is not None and (steps := self._multi_step.turns(plan)) > 1:
-            batch = self._batches.of(plan, self._scheduler.table)
-            return self._take_several(plan, *self._multi_step.draw(plan, batch, steps))
-        hidden = self._hidden(plan) if plan.decoding or plan.prefills else None
+        steps = 1 if self._bursts is None else self._bursts.turns(plan)
+        if steps > 1:
+            return self._run_several(plan, steps)
+        hidden = self._forward(plan) if plan.decoding or plan.prefills else None
         started = plan.started()
         chunks = plan.scored()
         sequences = plan.ready + plan.decoding + started
-        count = plan.num_rows + len(started)
+        count = plan.num_rows + len(started)  # rows of `hidden` that are sampled after
         logits = self._sampling_logits(plan.ready, hidden, count)
-        return Computed(
-            sampled=self._sample(sequences, plan.widths(), logits) if sequences else [],
-            started=dict(zip(started, logits[len(logits) - len(started) :], strict=True))
-            if started
-            else {},
-            scored=self._score(chunks, hidden[count:]) if hidden is not None and chunks else [],
-            firsts=self._score_first_tokens(chunks),
-            drawn=list(draw_scored(self._model, chunks, hidden[count:]))
-            if hidden is not None
-            else [],
-        )
+        sampled = self._sample(sequences, plan.widths(), logits) if sequences else []
+        first_logits = dict(zip(started, logits[len(logits) - len(started) :], strict=True))
+        firsts = self._score_first_tokens(chunks)
+        if hidden is None or not chunks:
+            return StepResults(sampled, first_logits, [], firsts, [])
+        scored = self._score(chunks, hidden[count:])
+        drawn = list(draw_scored(self._model, chunks, hidden[count:]))
+        return StepResults(sampled, first_logits, scored, firsts, drawn)
 
-    def _take_several(self, plan: StepPlan, drawn: list[Draws], logits: Tensor) -> Computed:
-        """As many steps as were drawn at once; the logits are those after the first."""
+    def _run_several(self, plan: StepPlan, steps: int) -> StepResults:
+        """Run as many steps as can be drawn at once; the logits are those after the first."""
+        assert self._bursts is not None, "otherwise it is one step"
+        batch = self._batches.of(plan, self._scheduler.table)
+        drawn, logits = self._bursts.draw(plan, batch, steps)
         more = len(drawn[0][1]) - 1
         self._stats.steps += more
         self._stats.step_sequences += more * plan.size
         started = dict(zip(plan.started(), logits[len(plan.decoding) :], strict=True))
-        return Computed(drawn, started, [], [], [])
+        return StepResults(drawn, started, [], [], [])
 
-    def _hidden(self, plan: StepPlan) -> Tensor:
-        """The states that follow from what a plan feeds."""
-        tables = self._scheduler.tables
+    def _forward(self, plan: StepPlan) -> Tensor:
+        """Return the states that follow from what a plan feeds."""
         table = self._scheduler.table
-        batch = self._batches.of(plan, tables[0])
-        return self._model.forward(batch, tables if isinstance(self._model, ManyModels) else table)
+        return self._model.forward(self._batches.of(plan, table), table)
 
-    def _commit(self, plan: StepPlan, computed: Computed) -> None:
+    def _commit(self, plan: StepPlan, results: StepResults) -> None:
         """Tell each sequence what was computed for it; where that breaks, this sequence fails."""
         for sequence in plan.decoding:
             sequence.num_computed += 1
         for chunk in plan.prefills:
             chunk.sequence.num_computed = chunk.stop
-        for sequence, tokens, logprobs in computed.sampled:
+        for sequence, tokens, logprobs in results.sampled:
             if len(tokens) == 1 and sequence.is_decoding:
                 self._guarded(sequence, self._append, (tokens[0], logprobs[0]))
             else:
-                self._guarded(
-                    sequence,
-                    self._commit_sampled,
-                    (tokens, logprobs, computed.started.get(sequence)),
-                )
-        for sequence, value in computed.firsts:
+                outcome = tokens, logprobs, results.started.get(sequence)
+                self._guarded(sequence, self._commit_sampled, outcome)
+        for sequence, value in results.firsts:
             sequence.logprobs.append(value)
-        self._stats.free_tokens += len(computed.firsts)
-        for draws in computed.drawn:
+        self._stats.free_tokens += len(results.firsts)
+        for draws in results.drawn:
             table = self._token_table
             self._guarded(draws.sequence, extend_drawn, (draws, table.pieces, table.end_ids))
-        for chunk, logprobs, last in computed.scored:
+        for chunk, logprobs, last in results.scored:
             self._guarded(chunk.sequence, self._commit_scores, (logprobs, last))
 
     def _guarded(
@@ -333,9 +327,7 @@ class StepLoop:
         """
         if started is not None and not math.isnan(logprobs[0]):
             self._cache(sequence, started)
-        accepted = len(tokens) - 1
-        if self._speculation is not None and len(tokens) > 1:
-            accepted = self._speculation.settle(sequence, tokens)
+        accepted = self._proposals.settle(sequence, tokens) if len(tokens) > 1 else 0
         for place in range(accepted + 1):
             sequence.num_computed += place > 0  # an accepted token was fed
             if not self._append(sequence, tokens[place], logprobs[place]):
@@ -437,16 +429,16 @@ class StepLoop:
 
     def stats(self) -> LoopStats:
         """The counters now."""
-        allocator = self._scheduler.allocator
+        store = self._scheduler.store
         return replace(
             self._stats,
             in_flight=self._scheduler.num_unfinished,
-            kv_used=allocator.num_used,
+            kv_used=store.num_used,
             kv_locked=self._scheduler.num_locked,
-            kv_peak=allocator.peak_used,
+            kv_peak=store.peak_used,
             preempted=self._scheduler.num_preempted,
             evicted_tokens=self._scheduler.num_evicted,
-            speculation=self._speculation.report() if self._speculation is not None else None,
+            speculation=self._proposals.report(),
         )
 
     def _report(self) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import pickle
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
@@ -17,7 +18,7 @@ from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OutOfMem
 from atts.local.cores import SMALL_MODEL
 from atts.local.model_config import ModelConfig
 from atts.local.options import LocalOptions
-from atts.speculation import Forecast, OverlapStats, Proposer
+from atts.local.seams import SpeculationStats
 
 FailureKind = Literal["broken", "load", "memory", "closed"]
 _ERRORS: dict[FailureKind, type[EngineError]] = {
@@ -25,6 +26,23 @@ _ERRORS: dict[FailureKind, type[EngineError]] = {
     "memory": OutOfMemory,
     "closed": EngineUnavailable,
 }
+
+
+class LoopBuilder(Protocol):
+    """Builds the loop of an engine that adds something to plain decoding.
+
+    It travels to the process that runs the loop. Packages above this one implement it: nothing here
+    knows any of them.
+    """
+
+    def build(
+        self, config: WorkerConfig, send: Callable[[LoopReport], None]
+    ) -> tuple[Loop, WorkerReady]:
+        """Load the model and build its loop, in the thread or process that will run it.
+
+        :raises EngineError: it cannot be loaded.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +54,14 @@ class WorkerConfig:
     model: ModelConfig
     pieces: tuple[bytes, ...]  # the bytes of each token
     options: LocalOptions
-    drafter: WorkerConfig | None = None  # the model that drafts for this one
-    proposer: type[Proposer] | None = None  # of one's own: found by name in a process
-    shares: bool = False  # whether other models of its zoo may be run in the same loop
-    depth: int = 0  # layers of the deepest of these, where that is deeper
-    # it was lent: what hinders it is told, and the model works without
-    may_lack_drafter: bool = False
+    builder: LoopBuilder | None = None  # None: plain decoding
+    more_kv_floats: int = 0  # numbers that caches besides the model's own keep per token
     sharers: int = 1  # loops of the same process that divide the cores, this one included
 
     @property
     def is_parallel(self) -> bool:
         """Whether its loop takes as many threads as there are cores for it."""
-        return self.options.threads is None and self.matrix_weights >= SMALL_MODEL
+        return self.options.threads is None and self.model.matrix_weights >= SMALL_MODEL
 
     def threads(self, cores: int) -> int:
         """Return how many threads a step uses where a process may take so many cores."""
@@ -56,60 +70,40 @@ class WorkerConfig:
         return max(1, cores // self.sharers) if self.is_parallel else 1
 
     @property
-    def matrix_weights(self) -> int:
-        """Weights one token is multiplied with."""
-        return self.model.matrix_weights
-
-    @property
     def kv_floats_per_token(self) -> int:
         """Numbers that all caches keep per token."""
-        deepest = replace(self.model, num_layers=self.num_layers)
-        drafted = self.drafter.kv_floats_per_token if self.drafter else 0
-        return deepest.kv_floats_per_token + drafted
+        return self.model.kv_floats_per_token + self.more_kv_floats
 
-    @property
-    def num_layers(self) -> int:
-        """Layers that the cache is for."""
-        return max(self.depth, self.model.num_layers)
 
-    def without_drafter(self) -> WorkerConfig:
-        """The same engine, proposing nothing."""
-        options = replace(self.options, drafter="", speculate="off")
-        return replace(self, options=options, drafter=None, may_lack_drafter=False)
+class Command:
+    """What a loop is asked to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class Submit(Command):
     """Serve this request; request ids rise from one to the next."""
 
     request_id: int
     request: SampleRequest | ScoreRequest
-    chain: int = 0  # which of the loop's models is asked
+    model: int = 0  # which of the loop's models is asked, where there are several
 
 
 @dataclass(frozen=True, slots=True)
-class AddChain:
-    """One more model for a loop that runs several: its number follows the last one's."""
-
-    config: WorkerConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
+class Cancel(Command):
     """The caller no longer waits for this request."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class ShareCores:
+class ShareCores(Command):
     """So many loops divide the cores from now on."""
 
     loops: int
 
 
 @dataclass(frozen=True, slots=True)
-class Close:
+class Close(Command):
     """End the loop; unfinished requests are dropped."""
 
 
@@ -168,55 +162,7 @@ class WorkerReady:
     kv_tokens: int
     kernel: str
     trouble: str = ""
-    shares: bool = False  # whether the loop can run other models of the zoo beside
-
-
-@dataclass(slots=True)
-class SpeculationStats:
-    """What was proposed and what of it stood, in all and by position."""
-
-    rounds: int = 0  # proposals verified: one sequence in one step
-    proposed: int = 0
-    accepted: int = 0
-    # rounds in which all tokens before this place stood
-    tested_at: list[int] = field(default_factory=list[int])
-    # of them, those in which the one at this place did as well
-    stood_at: list[int] = field(default_factory=list[int])
-    seconds: float = 0.0  # spent on proposing
-    trouble: str = ""  # why nothing is proposed any more
-    choices: int = 0  # of a length: sequences summed over steps
-    chosen: int = 0  # summed lengths: divided by choices, the mean k
-    # of steps of which something was expected; beside it what came of them
-    expected_tokens: float = 0.0
-    expected_seconds: float = 0.0
-    came_tokens: int = 0
-    came_seconds: float = 0.0
-    saved_seconds: float = 0.0  # in these and the like ones between, beside steps without proposals
-    # of guesses continued beside the target, where there are any
-    overlap: OverlapStats | None = None
-
-    def compare(self, forecast: Forecast, came: tuple[int, float], sequences: int) -> None:
-        """Tokens and seconds of one more step of so many sequences, as they were expected and as
-        they came.
-        """
-        self.expected_tokens += forecast.tokens
-        self.expected_seconds += forecast.seconds
-        self.came_tokens += came[0]
-        self.came_seconds += came[1]
-        if forecast.plain:
-            self.saved_seconds += forecast.steps * (forecast.plain * came[0] / sequences - came[1])
-
-    def add(self, proposed: int, stood: int) -> None:
-        """One more round."""
-        self.rounds = self.rounds + 1
-        self.proposed = self.proposed + proposed
-        self.accepted = self.accepted + stood
-        missing = max(0, proposed - len(self.tested_at))
-        self.tested_at += [0] * missing
-        self.stood_at += [0] * missing
-        for place in range(min(stood + 1, proposed)):
-            self.tested_at[place] += 1
-            self.stood_at[place] += place < stood
+    takes_models: bool = False  # whether the loop can run further models
 
 
 @dataclass(slots=True)
@@ -236,7 +182,6 @@ class LoopStats(EngineCounters):
     speculation: SpeculationStats | None = None  # None: there is none
 
 
-Command = Submit | AddChain | Cancel | ShareCores | Close
 Reply = SampleReply | ScoreReply | FailureReply
 
 
@@ -254,6 +199,18 @@ class LoopReport:
 
     replies: tuple[Reply, ...]
     stats: LoopStats | None  # None when the loop is gone
+
+
+class Loop(Protocol):
+    """What a worker runs."""
+
+    def run(self, inbox: Inbox) -> None:
+        """Serve commands until told to close."""
+        ...
+
+    def fail_all(self, failure: FailureReply) -> None:
+        """Tell every caller that nothing more will come."""
+        ...
 
 
 GONE = (EOFError, OSError, pickle.UnpicklingError)

@@ -1,5 +1,5 @@
-"""The scheduler: which requests run, which tokens the next step feeds, which are preempted when
-slots run short.
+"""The scheduler: which requests run, which tokens a step feeds, who is preempted when slots run
+short.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from atts.local.allocator import SlotAllocator, SlotIds
 from atts.local.batch import PrefillChunk, StepPlan
-from atts.local.kv_sharing import WORTH_WAITING, KVSharing, SharedSlots
-from atts.local.prefix import PrefixMatch, PrefixNode, PrefixTree
+from atts.local.cache import PrefixMatch, PrefixNode, PrefixTree, SlotAllocator, SlotIds
+from atts.local.seams import SlotStore
 from atts.local.sequence import Sequence
-from atts.local.slot_ledger import SlotLedger
 
 # slots taken at a time while decoding: neighbours in memory are read faster, and calls are few
 _SLOT_RUN = 32
 _HEADROOM = 16  # slots kept free per running sequence when another is admitted
+# tokens that must be saved, or a request does not wait for whoever computes them
+WORTH_WAITING = 8
 CacheAction = Literal["keep", "drop"]
 
 
@@ -45,23 +43,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, tree: PrefixTree, ledger: SlotLedger | None = None
+        self, config: SchedulerConfig, tree: PrefixTree, store: SlotStore | None = None
     ) -> None:
         self._config = config
         self.tree = tree
-        self._lending = None if ledger is None else KVSharing(tree, ledger)
-        self.allocator: SlotAllocator = ledger or SlotAllocator(config.kv_tokens)
+        self.store: SlotStore = store or SlotAllocator(config.kv_tokens)
         self._chunk_tokens = config.chunk_tokens
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._running: list[Sequence] = []  # by order
         self._unfinished: dict[int, Sequence] = {}
         self._free_rows = list(range(config.max_batch - 1, -1, -1))
         width = min(config.context_length, config.kv_tokens) + 1
-        # one of each column of layers
-        self.tables: SlotIds = np.zeros((1, config.max_batch, width), dtype=np.int32)
-        self.table: SlotIds = self.tables[0]
-        if ledger is not None:
-            self.divide([0])
+        self.table: SlotIds = self.store.new_table(config.max_batch, width)  # [rows, tokens]
         self.num_preempted = self.num_evicted = 0
         self.admitted: list[Sequence] = []  # first-time admissions since the reader last cleared it
 
@@ -73,11 +66,7 @@ class Scheduler:
     @property
     def num_locked(self) -> int:
         """Slots that running sequences read or write: all others are free or can be made so."""
-        if self._lending is None or not self._running:
-            return max(0, self.allocator.num_used - self.tree.num_evictable)
-        return self._lending.ledger.num_apart(
-            np.concatenate([self.table[s.row, : s.capacity] for s in self._running])
-        )
+        return max(0, self.store.num_used - self.tree.num_evictable)
 
     def sequence(self, request_id: int) -> Sequence:
         """An unfinished request."""
@@ -86,10 +75,6 @@ class Scheduler:
     def is_unfinished(self, request_id: int) -> bool:
         """Whether it is waiting or running."""
         return request_id in self._unfinished
-
-    def is_under_way(self, request_id: int) -> bool:
-        """Whether it is in a step that was begun."""
-        return request_id in self._unfinished and self._unfinished[request_id].is_under_way
 
     def running(self) -> list[Sequence]:
         """The requests that have a row, oldest first."""
@@ -121,17 +106,6 @@ class Scheduler:
         if sequence.row >= 0:
             self._release(sequence, cache=cache)
 
-    def divide(self, parents: list[int]) -> None:
-        """Each column of layers is from now on what that old one was; who is amid a loan borrows
-        anew from then on.
-        """
-        for sequence in [each for each in self._running if each.num_computed < each.borrowed]:
-            self._preempt(sequence)
-        tables = self.tables[parents]
-        self.tree.divide(parents)
-        self.tables = tables
-        self.table = tables.transpose(1, 2, 0)
-
     def shrink(self) -> bool:
         """Feed half as many tokens and sequences a step from now on; False when that is impossible:
         then all again.
@@ -144,43 +118,42 @@ class Scheduler:
             self._preempt(sequence)
         return True
 
-    def plan(self, share: int = 1) -> StepPlan:
-        """Admit what fits, then choose the tokens of the next step, for the oldest first.
-
-        Of those that are not under way in other steps, one in `share` of all at most.
-        """
+    def schedule(self) -> StepPlan:
+        """Admit what fits, then choose the tokens of the next step, for the oldest first."""
         if self._waiting:
             self._admit()
         plan = StepPlan([], [], [], [])
-        chosen = self._running.copy()
-        if share > 1:
-            chosen = [each for each in chosen if not each.is_under_way][: -(-len(chosen) // share)]
+        chosen = self._candidates()
         num_decoding = sum([sequence.is_decoding for sequence in chosen])
         budget = max(self._chunk_tokens - num_decoding, (self._chunk_tokens + 3) // 4)
         for sequence in chosen:
+            computed = sequence.num_computed
             if sequence.is_decoding:
-                if sequence.num_computed < sequence.capacity or self._reserve(
-                    sequence, sequence.num_computed + 1
-                ):
+                if computed < sequence.capacity or self._reserve(sequence, computed + 1):
                     plan.decoding.append(sequence)
             elif sequence.row < 0:
                 continue  # preempted by an older one
-            elif sequence.num_computed == len(sequence.ids):
+            elif computed == len(sequence.ids):
                 plan.ready.append(sequence)
             else:
-                start = sequence.num_computed
-                stop = min(len(sequence.ids), sequence.num_computed + budget)
-                if start < sequence.borrowed:  # what follows is computed from its first unit on
-                    stop = min(stop, sequence.borrowed)
-                if stop > start and self._reserve(sequence, stop):
-                    budget -= stop - start
-                    plan.prefills.append(
-                        PrefillChunk(sequence, start, stop, _logits_from(sequence, stop))
-                    )
+                stop = self._prefill_stop(sequence, min(len(sequence.ids), computed + budget))
+                if stop > computed and self._reserve(sequence, stop):
+                    budget -= stop - computed
+                    logits_from = _logits_from(sequence, stop)
+                    plan.prefills.append(PrefillChunk(sequence, computed, stop, logits_from))
+        # those of a single token come first: kernels compute them as they do decoding ones
         plan.prefills.sort(
             key=lambda chunk: (chunk.stop - chunk.start > 1, chunk.sequence.is_scoring)
         )
         return plan
+
+    def _candidates(self) -> list[Sequence]:
+        """Return whoever may be in the next step."""
+        return self._running.copy()
+
+    def _prefill_stop(self, sequence: Sequence, stop: int) -> int:
+        """Return up to where given ids are fed in one piece, at most to `stop`."""
+        return stop
 
     def widen(self, sequence: Sequence, count: int) -> int:
         """How many tokens, at most `count`, a sequence that decodes may feed beyond its newest one.
@@ -202,15 +175,13 @@ class Scheduler:
         shared = sequence.num_shared
         assert node is not None, "a running sequence holds a lock"
         computed = sequence.num_computed
-        if self._lending is not None:
-            self._lending.deduplicate(sequence, row, max(shared, node.depth))
         found = self.tree.insert(
             tuple(sequence.ids[node.depth : computed]), row[node.depth : computed], node
         )
         self.tree.lock(found.node, node)
         known = node.depth + found.length
         if known > shared:
-            self.allocator.free([row[shared:known]])
+            self.store.free([row[shared:known]])
             row[shared : node.depth] = node.slots[len(node.slots) - (node.depth - shared) :]
             row[node.depth : known] = found.slots
         sequence.node = found.node
@@ -231,17 +202,10 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 continue
             found = self._known(sequence)
-            loan = (
-                self._lending.best(sequence, self._start(sequence, found))
-                if self._lending
-                else None
-            )
-            if self._should_wait(sequence, max(found.length, loan.stop if loan else 0)):
+            if self._should_wait(sequence, self._reachable(sequence, found)):
                 deferred.append(sequence)
             elif not self._try_admit(sequence, found):
                 break
-            elif loan is not None:
-                self._borrow(sequence, loan)
             heapq.heappop(self._waiting)
         for sequence in deferred:
             heapq.heappush(self._waiting, (sequence.order, sequence))
@@ -262,6 +226,10 @@ class Scheduler:
             if found.length <= sequence.first_scored:
                 return found
         return self.tree.match(ids, min(len(ids), sequence.first_scored), root)
+
+    def _reachable(self, sequence: Sequence, found: PrefixMatch) -> int:
+        """Return how many ids of a waiting request need not be computed."""
+        return found.length
 
     def _start(self, sequence: Sequence, found: PrefixMatch) -> int:
         """How much a request need not compute: the last known position it must, where its logits
@@ -289,8 +257,8 @@ class Scheduler:
         sequence.cached_logits = logits
         self.table[sequence.row, :known] = found.slots[:known]
         sequence.num_computed = sequence.num_shared = sequence.capacity = known
-        if not sequence.was_admitted:
-            sequence.was_admitted = True
+        sequence.num_admissions += 1
+        if sequence.num_admissions == 1:
             sequence.cached_tokens = known
             self.admitted.append(sequence)
         if self._running and sequence.order < self._running[-1].order:
@@ -311,38 +279,25 @@ class Scheduler:
         )
 
     def _can_free(self, count: int) -> bool:
-        """Whether as many slots are free or can be made so; those of the tree that others hold as
-        well cannot.
-        """
-        free = self.allocator.num_free
-        if free >= count or free + self.tree.num_evictable < count:
-            return free >= count
-        return self._lending is None or self.allocator.num_slots - self.num_locked >= count
-
-    def _borrow(self, sequence: Sequence, loan: SharedSlots) -> None:
-        """Make room for a loan, and hold it."""
-        self.tree.lock(loan.found.node)
-        self._evict_until_free(loan.stop - sequence.capacity)
-        self.tree.unlock(loan.found.node)
-        loan.put_into(sequence, self.table[sequence.row], self.allocator.num_free)
+        """Whether as many slots are free or can be made so."""
+        return self.store.num_free + self.tree.num_evictable >= count
 
     def _should_wait(self, sequence: Sequence, known: int) -> bool:
-        """Whether a running prefill, be it a relative's, is about to compute a good part of this
-        request's ids.
-        """
+        """Whether a running prefill is about to compute a good part of this request's ids."""
         wanted = known + WORTH_WAITING
         if wanted > min(len(sequence.ids), sequence.first_scored):
             return False
-        kinds = {sequence.kind}
-        if self._lending is not None:
-            kinds.update(kind for _, kind in self._lending.kinds(sequence))
+        kinds = self._useful_kinds(sequence)
         start = sequence.ids[:wanted]
-        prefilled = [s for s in self._running if s.kind in kinds]
         return any(
-            s.ids[:wanted] == start
-            for s in prefilled
-            if not s.is_decoding and s.num_computed < len(s.ids)
+            other.ids[:wanted] == start
+            for other in self._running
+            if other.kind in kinds and not other.is_decoding and other.num_computed < len(other.ids)
         )
+
+    def _useful_kinds(self, sequence: Sequence) -> set[int]:
+        """Return the kinds of sequences whose keys and values this one can read."""
+        return {sequence.kind}
 
     def _reserve(self, sequence: Sequence, stop: int) -> bool:
         """See that the row has slots up to `stop`; failing that, the sequence itself is preempted."""
@@ -356,7 +311,7 @@ class Scheduler:
             self._preempt(sequence)
             return False
         self.table[sequence.row, sequence.capacity : sequence.capacity + count] = (
-            self.allocator.allocate(count)
+            self.store.allocate(count)
         )
         sequence.capacity += count
         return True
@@ -369,10 +324,12 @@ class Scheduler:
         """Evict, then preempt younger sequences, youngest first, until `count` slots are free;
         whether they are.
         """
-        if count <= self.allocator.num_free:
+        if count <= self.store.num_free:
             return True
         younger = [
-            each for each in self._running if each.order > sequence.order and not each.is_under_way
+            each
+            for each in self._running
+            if each.order > sequence.order and self._may_give_way(each)
         ]
         while not self._evict_until_free(count):
             if not younger:
@@ -380,13 +337,17 @@ class Scheduler:
             self._preempt(younger.pop())
         return True
 
+    def _may_give_way(self, sequence: Sequence) -> bool:
+        """Whether a running sequence can be preempted now."""
+        return True
+
     def _evict_until_free(self, count: int) -> bool:
-        while self.allocator.num_free < count and (
-            evicted := self.tree.evict(count - self.allocator.num_free)
+        while self.store.num_free < count and (
+            evicted := self.tree.evict(count - self.store.num_free)
         ):
             self.num_evicted += sum(len(run) for run in evicted)
-            self.allocator.free(evicted)
-        return self.allocator.num_free >= count
+            self.store.free(evicted)
+        return self.store.num_free >= count
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue; what it generated stays, what it computed may be found in the cache
@@ -404,15 +365,13 @@ class Scheduler:
             self.cache_prefix(sequence)
         assert sequence.node is not None, "a running sequence holds a lock"
         self.tree.unlock(sequence.node)
-        self.allocator.free([self.table[sequence.row, sequence.num_shared : sequence.capacity]])
+        self.store.free([self.table[sequence.row, sequence.num_shared : sequence.capacity]])
         self._free_rows.append(sequence.row)
         self._running.remove(sequence)
         sequence.row = -1
         sequence.node = None
         sequence.cached_logits = None
-        sequence.num_computed = sequence.num_drafted = sequence.num_shared = sequence.capacity = (
-            sequence.borrowed
-        ) = 0
+        sequence.num_computed = sequence.num_shared = sequence.capacity = 0
 
 
 def _logits_from(sequence: Sequence, stop: int) -> int:

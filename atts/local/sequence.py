@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from atts.core import Ending, SampleRequest, ScoreRequest, TokenIds
-from atts.local.prefix import PrefixNode
+from atts.local.cache import PrefixNode
 from atts.models.tokenizers import StopMatcher
 from atts.sampling import uniforms
 
@@ -39,27 +39,23 @@ class Sequence:
     first_scored: int
     uniforms: NDArray[np.float64] | None = None
     stop: StopMatcher | None = None
-    chain: int = 0  # which of the loop's models it is of
+    model: int = 0  # which of the loop's models it is of, where there are several
     logprobs: list[float] = field(default_factory=list[float])
     # set by the scheduler
     rope_row: int = 0  # of the tables of angles, where position 0 is
     row: int = -1  # in the slot table; -1 while waiting
     node: PrefixNode | None = None  # deepest node it holds a lock on
     num_computed: int = 0  # tokens whose keys and values are cached
-    num_drafted: int = 0  # tokens whose keys and values the drafter has cached, in the same slots
     # leading slots of the row that belong to the prefix tree; those after are its own
     num_shared: int = 0
     capacity: int = 0  # slots in the row
     cached_tokens: int = 0
     # after the last cached token, where the prefix tree has them
     cached_logits: Tensor | None = None
-    borrowed: int = 0  # up to where a relative's keys and values of the first layers are read
-    unit: int = 0  # of its model, from which on these positions are computed
     # only its newest token is left to feed; set by the loop, cleared when it gives way
     is_decoding: bool = False
-    is_under_way: bool = False  # in a step that was begun; set by the loop
     is_finished: bool = False  # or cancelled
-    was_admitted: bool = False
+    num_admissions: int = 0  # more than one where it was preempted
     # of one that scores: the completion that is drawn beside, which no scheduler knows
     drawn: Sequence | None = None
     ended: Ending | None = None  # why that one ended, if it did
@@ -69,11 +65,11 @@ class Sequence:
         """Sequences of different kinds share no keys and values: they are of other models, or of
         other frequencies.
         """
-        return self.kind_of(self.chain)
+        return self.kind_of(self.model)
 
-    def kind_of(self, chain: int) -> int:
-        """The kind that it would be as a sequence of another model."""
-        return 2 * chain + (self.rope_row > 0)
+    def kind_of(self, model: int) -> int:
+        """Return the kind that it would be as a sequence of another model."""
+        return 2 * model + (self.rope_row > 0)
 
     @property
     def is_scoring(self) -> bool:

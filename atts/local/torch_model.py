@@ -15,15 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atts.local.allocator import SlotIds
 from atts.local.attention import Attend, GatheredAttention, MakeAttend
-from atts.local.batch import Floats, StepBatch, Tap
-from atts.local.blocks import DeviceStep, RowBlocks, layout_of, packed, unpacked
+from atts.local.batch import Floats, StepBatch
+from atts.local.cache import SlotIds
+from atts.local.cuda.graphs import Capture, StepGraphs
 from atts.local.grouping import AttentionGroup, attention_groups, joined
 from atts.local.loader import LayerWeights, Rope, Weights
 from atts.local.logit_sampling import SampledTokens, SamplingBatch, raw_logprobs, sample
 from atts.local.model_config import ModelConfig, rope_rows
-from atts.local.step_graphs import Capture, StepGraphs
+from atts.local.seams import Tap
+from atts.local.step_layout import DeviceStep, RowBlocks, layout_of, packed, unpacked
 
 _SCORED_LOGITS = 1 << 25
 """Most logits made at once for scoring: a bound on memory where vocabularies are large."""

@@ -1,4 +1,4 @@
-"""The workers that run a step loop beside the caller, in a thread or in a process of its own."""
+"""Workers that run a step loop in a thread of the caller's process or in a process of its own."""
 
 from __future__ import annotations
 
@@ -58,6 +58,8 @@ class Mailbox:
 class ThreadWorker:
     """The loop in a thread of this process."""
 
+    in_loop = None
+
     def __init__(self) -> None:
         self._mailbox = Mailbox()
         self._thread: threading.Thread | None = None
@@ -72,7 +74,7 @@ class ThreadWorker:
         :raises EngineError: it could not be loaded.
         """
         with import_lock:
-            from atts.local.build import build_loop, set_threads  # imports torch
+            from atts.local.builder import build_loop, set_threads  # imports torch
 
         ready = Future[WorkerReady]()
         config = join_loops(config, self._share)
@@ -80,7 +82,8 @@ class ThreadWorker:
         def run() -> None:
             try:
                 set_threads(config)
-                loop, found = build_loop(config, deliver)
+                build = build_loop if config.builder is None else config.builder.build
+                loop, found = build(config, deliver)
             except BaseException as error:  # noqa: BLE001  raised where the engine is opened
                 ready.set_exception(error)
                 return
@@ -117,6 +120,8 @@ class ProcessWorker:
     A plain child with pipes rather than `multiprocessing`: a user's script needs no `__main__`
     guard.
     """
+
+    in_loop = None
 
     def __init__(self) -> None:
         """Start the child: it imports torch while the caller still reads tokenizer and
@@ -204,7 +209,12 @@ class ProcessWorker:
 
 
 class LoopWorker(Protocol):
-    """What runs a step loop beside the caller."""
+    """What runs a step loop while its caller does something else."""
+
+    @property
+    def in_loop(self) -> int | None:
+        """Requests in the loop, of whichever engine; None where it is one engine's alone."""
+        ...
 
     def open(self, config: WorkerConfig, deliver: Deliver) -> WorkerReady:
         """Load the model; reports come from another thread.

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from atts.accel import accelerated
 from atts.api import Setup
 from atts.core import Outcome, Problem, Turn
 from atts.engine import Engine
@@ -107,7 +108,7 @@ class Pair:
                 options, threads=1, scores="bfloat16" if variant == "rounding" else options.scores
             )
             lent = str(model_path("draft")) if variant == "proposed to" else ""
-            self.targets[variant] = LocalEngine(
+            self.targets[variant] = accelerated(
                 model_path("target"), name="target", options=one, lent=lent
             )
 

@@ -22,17 +22,18 @@ import anyio
 import torch
 from safetensors.torch import load_file, save_file
 
-from atts.blocks import Zoo
+from atts.accel import Zoo
 from atts.concurrency import collect
 from atts.core import SampleRequest, Sampling
 from atts.local import LocalEngine, LocalOptions, check_model
-from atts.local.build import build_loop
-from atts.local.chains import ChainModel
+from atts.local.builder import build_loop
+from atts.accel.zoo.chains import ChainModel
 from atts.local.loop import StepLoop
-from atts.local.messages import AddChain, LoopReport, SampleReply, Submit, WorkerConfig
-from atts.local.native_model import NativeModel
+from atts.accel.zoo.shared_worker import AddModel
+from atts.local.messages import LoopReport, SampleReply, Submit, WorkerConfig
+from atts.local.cpu.native_model import NativeModel
 from atts.models import path
-from atts.placement import Demand, Instance, dispatched, placed
+from atts.accel.zoo.placement import Demand, Instance, dispatched, placed
 from atts.sampling import Seed
 from scripts.studies.harness import Options, Row, Table, children, say
 from scripts.studies.modelled import DRAFT_8B as COST
@@ -405,7 +406,7 @@ class Arm:
             build_loop(c, self._hear)[0] for c in (configs[:1] if shares else configs)
         ]
         if shares:
-            self._loops[0]._handle([AddChain(config) for config in configs[1:]])
+            self._loops[0]._handle([AddModel(config) for config in configs[1:]])
 
     def serve(self, arrivals: Sequence[Arrival]) -> Served:
         """Run all requests to their end."""

@@ -50,14 +50,14 @@ from atts.evaluators.datasets.arithmetic import problems
 from atts.graph import Caller, Graph
 from atts.local import LocalEngine, LocalOptions
 from atts.local.attention import GatheredAttention
-from atts.local.batch import Model
-from atts.local.build import MakeModel, build_loop
-from atts.local.cuda_model import cuda_model, disagreement, paged_attention
+from atts.local.seams import Model
+from atts.local.builder import MakeModel, build_loop
+from atts.local.cuda.model import cuda_model, disagreement, paged_attention
 from atts.local.loop import StepLoop
 from atts.local.messages import Close, Command, FailureReply, LoopReport, Submit, WorkerConfig
 from atts.local.model_config import ModelConfig, read_model_config, rope_rows
 from atts.local.options import Graphs
-from atts.local.prefix import PrefixTree
+from atts.local.cache import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.sequence import TokenTable
 from atts.local.torch_model import TorchModel

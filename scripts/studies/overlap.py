@@ -20,14 +20,14 @@ from atts.core import SampleRequest, TokenIds
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local import LocalEngine, build
 from atts.local.batch import StepBatch, single_rows
-from atts.local.compiling import native_library
-from atts.local.drafting import Calibration, FuzzyDrafter
-from atts.local.exits import ExitGuesses, ExitListener, ExitModel
+from atts.local.cpu.compiling import native_library
+from atts.accel.grouped import Calibration, GroupedDrafter
+from atts.accel.overlap.mirror import ExitGuesses, ExitListener, ExitModel
 from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
-from atts.local.native_model import AheadBatch, NativeModel
+from atts.local.cpu.native_model import AheadBatch, NativeModel
 from atts.models import path
-from atts.speculation.proposals import OverlapStats
+from atts.local.seams import OverlapStats
 from scripts.studies.charts import page
 from scripts.studies.harness import (
     Cell,
@@ -354,8 +354,8 @@ def _draft(model: NativeModel, context: int) -> float:
 
 def _stood(lab: Lab, size: int, calibration: Calibration) -> float:
     """Return how often a position after the first is accepted if all before it are."""
-    kept = FuzzyDrafter.calibration
-    FuzzyDrafter.calibration = calibration
+    kept = GroupedDrafter.calibration
+    GroupedDrafter.calibration = calibration
     try:
         with lab.engine(path("target"), **{**_DEEP, "k": 4, "fuzzy": size}) as engine:
             texts = [one.text for one in arithmetic("test", lab.options.pick(2, 5, 20), seed=5)]
@@ -363,6 +363,6 @@ def _stood(lab: Lab, size: int, calibration: Calibration) -> float:
                 lab.portal.call(engine.sample, request)
             told = engine.loop_stats().speculation
     finally:
-        FuzzyDrafter.calibration = kept
+        GroupedDrafter.calibration = kept
     assert told is not None, "it speculates"
     return sum(told.stood_at[1:]) / sum(told.tested_at[1:])

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atts.accel.overlap.mirror import ExitAdapter
+from atts.accel.overlap.outcomes import OutcomeCache
 from atts.core import Sampling, TokenIds
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
-from atts.local.batch import Tap
-from atts.local.exits import ExitAdapter
 from atts.local.logit_sampling import batch_sampling, inverse_cdf, probabilities
+from atts.local.proposals import standing
+from atts.local.seams import Tap
 from atts.models import path
 from atts.sampling import Seed, uniforms
-from atts.speculation.outcomes import OutcomeCache
-from atts.speculation.verifying import standing
 from scripts.studies.harness import Options, Row, Table, interval, say
 from scripts.studies.local import written
 from scripts.studies.train_proposers import Reader, Text

@@ -22,7 +22,7 @@ from atts.core import Outcome, Problem, Rollout, ScoreRequest, Turn
 from atts.engine import Engine
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
-from atts.local.compiling import native_library
+from atts.local.cpu.compiling import native_library
 from atts.local.logit_sampling import batch_sampling, inverse_cdf, probabilities
 from atts.local.model_config import read_model_config
 from atts.methods import (

@@ -17,7 +17,7 @@ from anyio.from_thread import start_blocking_portal
 from atts.core import SampleRequest, Sampling, TokenIds
 from atts.evaluators.datasets.arithmetic import problems
 from atts.local import LocalEngine
-from atts.local.messages import SpeculationStats
+from atts.local.seams import SpeculationStats
 from atts.models import EMBEDDED, path
 from atts.sampling import Seed
 from scripts.studies.harness import (

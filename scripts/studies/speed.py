@@ -18,11 +18,12 @@ import anyio
 import torch
 from safetensors.torch import load_file, save_file
 
+from atts.accel import accelerated, options_of
 from atts.api import Setup
 from atts.core import Problem
 from atts.engine import Engine
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
-from atts.local import LocalEngine, LocalOptions
+from atts.local import LocalEngine
 from atts.models import path as model_path
 from scripts.studies.arms import Schedule, Solved, arm, run_block, scores_of
 from scripts.studies.harness import (
@@ -496,9 +497,7 @@ async def _targets(
 
 
 def _engine(folder: Path, **changes: Any) -> LocalEngine:
-    return LocalEngine(
-        folder, name=folder.name, options=replace(LocalOptions(device="cpu"), **changes)
-    )
+    return accelerated(folder, name=folder.name, **options_of(device="cpu", **changes)._asdict())
 
 
 def setup(method: str, samples: int, **changes: Any) -> Setup:

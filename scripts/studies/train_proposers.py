@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from atts.accel.overlap.mirror import EXIT_FILE, STREAM_FILE, ExitAdapter, StreamHead, StreamHeads
 from atts.core import SampleRequest, TokenIds
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems
-from atts.local.batch import PrefillChunk, StepPlan, Tap, step_batch
-from atts.local.exits import EXIT_FILE, ExitAdapter
+from atts.local.batch import PrefillChunk, StepPlan, step_batch
 from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
+from atts.local.seams import Tap
 from atts.local.sequence import new_sequence
-from atts.local.streams import STREAM_FILE, StreamHead, StreamHeads
 from atts.local.torch_model import TorchModel
 from scripts.studies.local import written
 from scripts.studies.train_model import Descent, Llama, ModelConfig, descend, load, save

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atts.blocks import Zoo
+from atts.accel import Zoo
 from tests.local.conftest import make_model as make_model
 
 Make = Callable[..., Path]

@@ -15,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atts.blocks import Zoo
+from atts.accel import Zoo, accelerated, options_of
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.errors import ATTSError, ModelLoadError, OptionError
-from atts.local import LocalEngine, LocalOptions
 from atts.sampling import Seed
 from tests.local.test_stages import StageHere
 from tests.local.test_stages import here as here
@@ -82,8 +81,8 @@ def merged(folder: Path, base: Path, adapter: Path, tune: Tune) -> Path:
 
 async def asked(folder: Path, **changes: Any) -> tuple[list[float], tuple[int, ...]]:
     """Scores of some ids and what a request samples."""
-    options = LocalOptions(worker="thread", device="cpu", kv_tokens=1024, threads=1, **changes)
-    async with LocalEngine(folder, options=options) as engine:
+    settings = {"worker": "thread", "device": "cpu", "kv_tokens": 1024, "threads": 1, **changes}
+    async with accelerated(folder, **options_of(**settings)._asdict()) as engine:
         scores = await engine.score(ScoreRequest(IDS[:5], IDS[5:]))
         request = SampleRequest(IDS[:20], 30, Sampling(0.8), seed=Seed(1, "p", 0, 0, "target", 0))
         return list(scores.logprobs), (await engine.sample(request)).ids

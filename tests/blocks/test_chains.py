@@ -13,19 +13,33 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, permutations
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
-from atts.blocks import Zoo
+from atts.accel import SpeculationOptions, StageOptions, Zoo, accelerated
+from atts.accel.engine import PlannedLoop
+from atts.accel.plan import LoopPlan
+from atts.accel.zoo import shared_worker
+from atts.accel.zoo.chains import ChainModel
+from atts.accel.zoo.shared_worker import AddModel
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.errors import EngineUnavailable, ZooError
-from atts.local import LocalEngine, LocalOptions, shared_worker
-from atts.local.allocator import SlotIds
-from atts.local.batch import StepBatch
-from atts.local.build import build_loop
-from atts.local.chains import ChainModel
-from atts.local.messages import AddChain, Cancel, Command, LoopReport, Reply, Submit, WorkerConfig
+from atts.local import LocalEngine, LocalOptions
+from atts.local.batch import Ints, StepBatch
+from atts.local.builder import build_loop
+from atts.local.cache import SlotIds
+from atts.local.loop import StepLoop
+from atts.local.messages import (
+    Cancel,
+    Command,
+    LoopReport,
+    Reply,
+    Submit,
+    WorkerConfig,
+    WorkerReady,
+)
 from atts.local.model_config import read_model_config
 from atts.local.options import WorkerKind
 from atts.models.tokenizers import ModelTokenizer
@@ -55,13 +69,22 @@ def family(make_zoo: MakeZoo) -> Zoo:
     return make_zoo(tuned, {"narrow": ("q_proj", "v_proj"), "wide": wide})
 
 
-def config_of(zoo: Zoo, name: str, *, shares: bool = True) -> WorkerConfig:
+def config_of(zoo: Zoo, name: str, *, shares: bool = True, **stages: Any) -> WorkerConfig:
     """What a loop is told of a model of a zoo."""
     folder = zoo.folder(name)
     pieces = ModelTokenizer(folder, name).pieces
-    return WorkerConfig(
-        name, folder, read_model_config(folder, name), pieces, OPTIONS, shares=shares
+    plan = LoopPlan(stages=StageOptions(**stages), is_shared=True)
+    builder = PlannedLoop(plan) if shares else None
+    return WorkerConfig(name, folder, read_model_config(folder, name), pieces, OPTIONS, builder)
+
+
+def build(config: WorkerConfig, tell: Callable[[LoopReport], None]) -> tuple[StepLoop, WorkerReady]:
+    """The loop of such a configuration."""
+    made = (
+        build_loop(config, tell) if config.builder is None else config.builder.build(config, tell)
     )
+    assert isinstance(made[0], StepLoop)
+    return made[0], made[1]
 
 
 def requests(rng: random.Random, count: int) -> list[SampleRequest | ScoreRequest]:
@@ -88,8 +111,8 @@ def run(first: WorkerConfig, steps: Sequence[Sequence[Command]]) -> tuple[dict[i
     def tell(report: LoopReport) -> None:
         replies.update({reply.request_id: reply for reply in report.replies})
 
-    loop, ready = build_loop(first, tell)
-    assert ready.shares == first.shares
+    loop, ready = build(first, tell)
+    assert ready.takes_models == (first.builder is not None)
     loop.run(Script([list(step) for step in steps]))
     return replies, loop._model
 
@@ -130,7 +153,7 @@ def test_models_say_beside_others_what_they_say_alone(seed: int, family: Zoo) ->
                 alone |= said
             elif name not in ("narrow", "wide"):  # adapters are merged there: equal up to rounding
                 assert said == {number: alone[number] for number in mine}
-    added = [AddChain(config_of(family, name)) for name in names[1:]]
+    added = [AddModel(config_of(family, name)) for name in names[1:]]
     submits = {number: Submit(number, ask, chain) for number, (chain, ask) in chosen.items()}
     for late in (0.0, 0.6, 0.9):
         said, _ = run(config_of(family, "base"), [added, *schedule(rng, submits, late)])
@@ -146,9 +169,9 @@ def test_a_step_is_laid_out_once_while_the_same_texts_go_on(
     laid = list[int]()
     inner = ChainModel._prepared
 
-    def counted(model: ChainModel, given: StepBatch, table: SlotIds) -> object:
+    def counted(model: ChainModel, given: StepBatch, units: Ints, table: SlotIds) -> object:
         laid.append(len(given.tokens))
-        return inner(model, given, table)
+        return inner(model, given, units, table)
 
     monkeypatch.setattr(ChainModel, "_prepared", counted)
     asks = [SampleRequest((n, 5, 6, 7, 8), 40, Sampling(1.0), seed=Seed(n)) for n in range(3, 7)]
@@ -156,7 +179,7 @@ def test_a_step_is_laid_out_once_while_the_same_texts_go_on(
         [Submit(n, ask, n % 2) for n, ask in enumerate(asks, 1)],
         *([[]] * 9),
     ]
-    added = [AddChain(config_of(family, name)) for name in ("end", "head")]
+    added = [AddModel(config_of(family, name)) for name in ("end", "head")]
     alone = {
         n: run(config_of(family, "base"), [added, [Submit(n, ask, n % 2)]])[0][n]
         for n, ask in enumerate(asks, 1)
@@ -178,9 +201,8 @@ def test_a_block_takes_no_more_rows_than_its_limit(most: int, family: Zoo) -> No
     found = list[dict[int, Reply]]()
     calls = list[float]()
     for rows in (None, most):
-        configs = [config_of(family, name) for name in ("base", "narrow")]
-        first, other = [replace(c, options=replace(OPTIONS, block_rows=rows)) for c in configs]
-        said, model = run(first, [[AddChain(other)], submits])
+        first, other = (config_of(family, name, block_rows=rows) for name in ("base", "narrow"))
+        said, model = run(first, [[AddModel(other)], submits])
         assert isinstance(model, ChainModel)
         found.append(said)
         calls.append(model.unit_rows / model.unit_calls)
@@ -191,7 +213,7 @@ def test_a_block_takes_no_more_rows_than_its_limit(most: int, family: Zoo) -> No
 def chain_model(zoo: Zoo, *names: str) -> ChainModel:
     """Models of a zoo in one loop."""
     _, model = run(
-        config_of(zoo, names[0]), [[AddChain(config_of(zoo, name)) for name in names[1:]]]
+        config_of(zoo, names[0]), [[AddModel(config_of(zoo, name)) for name in names[1:]]]
     )
     assert isinstance(model, ChainModel)
     for number in range(len(names)):
@@ -208,7 +230,7 @@ def test_blocks_that_are_shared_run_once(family: Zoo) -> None:
     def stages(*chains: int) -> list[tuple[int, int, tuple[tuple[int, ...], ...]]]:
         """Without cuts where nothing changes, at which states are kept."""
         found = list[tuple[int, int, tuple[tuple[int, ...], ...]]]()
-        for start, stop, groups in model.stages(chains):
+        for start, stop, groups in model.spans(chains):
             if found and found[-1][2] == groups:
                 start = found.pop()[0]
             found.append((start, stop, groups))
@@ -240,7 +262,7 @@ def test_weights_are_kept_once(family: Zoo) -> None:
     model = chain_model(family, "base", "end", "middle", "head", "narrow", "wide")
     single = chain_model(family, "base")
     for loaded, count in ((model, 6), (single, 1)):
-        loaded.stages(tuple(range(count)))
+        loaded.spans(tuple(range(count)))
     assert 1.4 * single.num_bytes < model.num_bytes < 2.4 * single.num_bytes
 
 
@@ -269,7 +291,7 @@ def test_a_shallow_model_shares_the_trunk_of_a_deep_one(
     zoo.add("deep", base)
     zoo.add("shallow", folder)
     model = chain_model(zoo, "deep", "shallow")
-    assert [stage.groups for stage in model.stages((0, 1))][0] == ((0, 1),)
+    assert [stage.groups for stage in model.spans((0, 1))][0] == ((0, 1),)
     asks = dict(enumerate(requests(random.Random(5), 10), 1))
     alone, _ = run(
         config_of(zoo, "shallow", shares=False),
@@ -277,7 +299,7 @@ def test_a_shallow_model_shares_the_trunk_of_a_deep_one(
     )
     both, _ = run(
         config_of(zoo, "deep"),
-        [[AddChain(config_of(zoo, "shallow"))], [Submit(n, ask, n % 2) for n, ask in asks.items()]],
+        [[AddModel(config_of(zoo, "shallow"))], [Submit(n, ask, n % 2) for n, ask in asks.items()]],
     )
     assert {n: both[n] for n in alone} == alone
 
@@ -286,7 +308,7 @@ def test_cancelled_requests_of_one_model_leave_the_others_alone(family: Zoo) -> 
     """Those that go on say what they would have said."""
     asks = dict(enumerate(requests(random.Random(7), 12), 1))
     submits: list[Command] = [Submit(n, ask, n % 2) for n, ask in asks.items()]
-    added = [AddChain(config_of(family, "end"))]
+    added = [AddModel(config_of(family, "end"))]
     whole, _ = run(config_of(family, "base"), [added, submits])
     part, _ = run(
         config_of(family, "base"), [added, submits, [], [Cancel(n) for n in asks if n % 3 == 0]]
@@ -302,8 +324,8 @@ async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
     """
     alone = {name: await asked(family.folder(name), kernel="native") for name in ("base", "end")}
     request = SampleRequest((5, 6, 7), 12, Sampling(0.8), seed=Seed(1, "p", 0, 0, "target", 0))
-    async with LocalEngine(family.folder("base"), options=SHARED) as first:
-        async with LocalEngine(family.folder("end"), options=SHARED) as second:
+    async with accelerated(family.folder("base"), options=SHARED) as first:
+        async with accelerated(family.folder("end"), options=SHARED) as second:
             assert "shared blocks" in second.kernel
             assert len(shared_worker._HOSTS) == 1
             done = await first.sample(request)
@@ -330,8 +352,8 @@ async def test_engines_of_a_zoo_share_a_loop(family: Zoo) -> None:
 async def test_an_engine_of_a_zoo_keeps_every_promise(family: Zoo, worker: WorkerKind) -> None:
     """The conformance suite, on an adapter's model beside another that is open in the same loop."""
     options = replace(SHARED, worker=worker, kv_tokens=8192)
-    async with LocalEngine(family.folder("base"), options=options) as other:
-        await check_engine(lambda: LocalEngine(family.folder("narrow"), options=options))
+    async with accelerated(family.folder("base"), options=options) as other:
+        await check_engine(lambda: accelerated(family.folder("narrow"), options=options))
         assert other.stats().in_flight == 0
 
 
@@ -343,9 +365,9 @@ async def test_engines_that_cannot_share_have_loops_of_their_own(
     family.add("wider", make_model("llama", intermediate_size=128))
     others = {"base": SHARED, "end": replace(SHARED, kv_tokens=999), "wider": SHARED}
     engines = [
-        LocalEngine(family.folder(name), options=options) for name, options in others.items()
+        accelerated(family.folder(name), options=options) for name, options in others.items()
     ]
-    engines.append(LocalEngine(family.folder("head"), options=replace(SHARED, kernel="torch")))
+    engines.append(accelerated(family.folder("head"), options=replace(SHARED, kernel="torch")))
     opened = [await engine.__aenter__() for engine in engines]
     assert len(shared_worker._HOSTS) == 3
     scores = [await engine.score(ScoreRequest((5, 6), (7, 8, 9))) for engine in opened]
@@ -361,9 +383,9 @@ async def test_a_model_that_is_lent_a_drafter_drafts_in_a_loop_of_its_own(
 ) -> None:
     """What a run lends is not lost for a target of a zoo: the same words, from proposals."""
     request = SampleRequest((5, 6, 7), 20, Sampling(0.0), seed=Seed(1, "p", 0, 0, "target", 0))
-    async with LocalEngine(family.folder("base"), options=SHARED) as plain:
+    async with accelerated(family.folder("base"), options=SHARED) as plain:
         wanted = await plain.sample(request)
-        async with LocalEngine(family.folder("base"), options=SHARED, lent=str(base)) as engine:
+        async with accelerated(family.folder("base"), options=SHARED, lent=str(base)) as engine:
             assert "shared" not in engine.kernel
             assert (await engine.sample(request)).ids == wanted.ids
             found = engine.loop_stats().speculation
@@ -374,13 +396,13 @@ async def test_a_model_that_is_lent_a_drafter_drafts_in_a_loop_of_its_own(
 async def test_a_damaged_block_keeps_only_its_own_models_out(family: Zoo) -> None:
     """The engine that needs it says which block it is; the one beside it works."""
     digest = damaged(family, "end", "base")
-    async with LocalEngine(family.folder("base"), options=SHARED) as engine:
+    async with accelerated(family.folder("base"), options=SHARED) as engine:
         with pytest.raises(ZooError, match=digest):
-            await LocalEngine(family.folder("end"), options=SHARED).__aenter__()
+            await accelerated(family.folder("end"), options=SHARED).__aenter__()
         assert len((await engine.score(ScoreRequest((5, 6), (7, 8)))).logprobs) == 2
-    drafting = replace(SHARED, drafter=str(family.folder("end")))
+    drafting = SpeculationOptions(drafter=str(family.folder("end")))
     with pytest.raises(ZooError, match=digest):
-        await LocalEngine(family.folder("base"), options=drafting).__aenter__()
+        await accelerated(family.folder("base"), options=SHARED, speculation=drafting).__aenter__()
 
 
 @pytest.mark.slow
@@ -401,8 +423,8 @@ async def test_a_loop_that_is_killed_while_it_serves_loses_no_model(
     said = list[object]()
     for is_killed in (True, False):
         async with (
-            LocalEngine(folders[0], options=options) as one,
-            LocalEngine(folders[1], options=options) as other,
+            accelerated(folders[0], options=options) as one,
+            accelerated(folders[1], options=options) as other,
         ):
             assert "shared blocks" in other.kernel
             said.append([(await engine.score(ask)).logprobs for engine in (one, other)])
@@ -433,7 +455,7 @@ async def test_engines_are_opened_and_closed_at_once(family: Zoo) -> None:
     found = dict[int, tuple[float, ...]]()
 
     async def use(number: int, name: str) -> None:
-        async with LocalEngine(family.folder(name), options=SHARED) as engine:
+        async with accelerated(family.folder(name), options=SHARED) as engine:
             found[number] = (await engine.score(ScoreRequest((5, 6), (7, 8, 9)))).logprobs
 
     async with anyio.create_task_group() as group:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from atts.accel import Zoo, accelerated, divergence, stand_in
 from atts.api import build_engine, build_engines, compare_blocks
-from atts.blocks import Zoo, stand_in
 from atts.core import SampleRequest, Sampling
 from atts.errors import ATTSError, OptionError
-from atts.local import LocalEngine, divergence
+from atts.local import LocalEngine
 from atts.models import path
 from atts.models.stored_blocks import Loss
 from atts.sampling import Seed
@@ -175,7 +175,8 @@ def test_the_word_lossy_opens_what_loses_no_more(
     )
     assert isinstance(draft, LocalEngine)
     assert isinstance(target, LocalEngine)
-    assert (Path(draft.model).name, target._lent) == ("leaner", "")  # pyright: ignore[reportPrivateUsage]
+    lent = target._accelerator.lent  # type: ignore[attr-defined]  # pyright: ignore
+    assert (Path(draft.model).name, lent) == ("leaner", "")
 
 
 def test_no_loss_is_taken_unsaid(pair: Zoo, base: Path) -> None:
@@ -227,7 +228,7 @@ async def test_stand_ins_draft_what_their_model_verifies(
         SampleRequest((5, 6, 7), 40, law, seed=Seed(1, "p", 0, 0, "target", 0))
         for law in (Sampling(0.0), Sampling(0.9))
     ]
-    async with LocalEngine(pair.folder("tuned"), options=SHARED) as plain:
+    async with accelerated(pair.folder("tuned"), options=SHARED) as plain:
         wanted = [(await plain.sample(ask)).ids for ask in asks]
     for drafter in ("lean", "short"):
         words = f"zoo:{pair.directory}/tuned?drafter=zoo:{pair.directory}/{drafter}&k=4&worker=thread&kernel=native"

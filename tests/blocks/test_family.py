@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atts.blocks import Zoo
+from atts.accel import Zoo
 from atts.models import path
 from scripts.studies.train import ADAPTED, MEMBERS, TRUNK, relative, retold
 

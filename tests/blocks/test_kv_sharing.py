@@ -12,16 +12,17 @@ from dataclasses import replace
 
 import pytest
 
-from atts.blocks import Zoo
+from atts.accel import Zoo
+from atts.accel.zoo.chains import ChainModel
+from atts.accel.zoo.kv_sharing import SharingScheduler
+from atts.accel.zoo.shared_worker import AddModel
+from atts.accel.zoo.slot_ledger import Lineage, SlotLedger
 from atts.core import SampleRequest, Sampling, ScoreRequest
-from atts.local.build import build_loop
-from atts.local.chains import ChainModel
-from atts.local.messages import AddChain, FailureReply, LoopReport, Reply, SampleReply, Submit
-from atts.local.slot_ledger import Lineage, SlotLedger
+from atts.local.messages import FailureReply, LoopReport, Reply, SampleReply, Submit
 from atts.sampling import Seed
 
 from .conftest import MakeZoo
-from .test_chains import OPTIONS, config_of
+from .test_chains import OPTIONS, build, config_of
 from .test_slot_ledger import said
 
 Ask = SampleRequest | ScoreRequest
@@ -46,8 +47,9 @@ class Loop:
         configs = [config_of(zoo, name) for name in names]
         options = replace(OPTIONS, kv_tokens=kv_tokens, chunk_tokens=chunk_tokens)
         first, *others = [replace(config, options=options) for config in configs]
-        self.loop, _ = build_loop(first, self._tell)
-        self.loop._handle([AddChain(config) for config in others])
+        self.loop, _ = build(first, self._tell)
+        self.loop._handle([AddModel(config) for config in others])
+        assert isinstance(self.loop._scheduler, SharingScheduler)
         self.scheduler = self.loop._scheduler
 
     def _tell(self, report: LoopReport) -> None:
@@ -106,7 +108,7 @@ def test_a_model_that_comes_takes_no_loan_from_those_that_use_it(relatives: Zoo)
     loop.submit(2, sample(IDS, 8), 1)
     loop.loop.step()
     (borrower,) = loop.scheduler.running()
-    assert 0 < borrower.num_computed < borrower.borrowed
+    assert 0 < borrower.num_computed < loop.ledger.borrowed[borrower.row]
     loop.submit(3, sample(OTHERS, 8), 2)
     loop.finish()
     for number, name, ids in ((2, "forward", IDS), (3, "asks", OTHERS)):
@@ -148,7 +150,7 @@ def test_a_model_without_memory_to_come_is_refused_alone(
     loop = Loop(relatives, "base", "end")
     loop.submit(1, sample(IDS, 8))
     loop.loop.step()
-    for owner, name in ((SlotLedger, "_kept"), (type(loop.scheduler.tree), "divide")):
+    for owner, name in ((SlotLedger, "_kept"), (type(loop.scheduler.tree), "nodes")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, _refuse)
             loop.submit(2, sample(OTHERS, 8), 1)

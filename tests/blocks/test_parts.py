@@ -16,12 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from atts.accel import Zoo, accelerated
+from atts.accel.engine import PlannedLoop
+from atts.accel.zoo import shared_worker
+from atts.accel.zoo.folders import bytes_of
 from atts.api import Setup, build_engines, evaluate
-from atts.blocks import Zoo
-from atts.blocks.folders import bytes_of
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.errors import ATTSError, ModelLoadError, OptionError, ZooError
-from atts.local import LocalEngine, shared_worker
+from atts.local import LocalEngine
 from atts.models import path
 from atts.pipelines import Policy
 from atts.sampling import Seed
@@ -87,10 +89,11 @@ async def test_a_shallow_part_is_opened_before_its_trunk(
     found = dict[str, list[object]]()
     for names in (["shallow", "deep"], ["deep"], ["shallow"]):
         engines = [
-            await LocalEngine(zoo.folder(name), options=SHARED).__aenter__() for name in names
+            await accelerated(zoo.folder(name), options=SHARED).__aenter__() for name in names
         ]
         assert len(shared_worker._HOSTS) == 1
-        assert {host._config.num_layers for host in shared_worker._HOSTS.values()} == {3}
+        builders = [host._config.builder for host in shared_worker._HOSTS.values()]
+        assert [each.plan.depth for each in builders if isinstance(each, PlannedLoop)] == [3]
         for name, engine in zip(names, engines, strict=True):
             done = await engine.sample(request)
             scores = await engine.score(ScoreRequest((5, 6), tuple(range(7, 60))))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atts.placement import Demand, Instance, dispatched, placed
+from atts.accel.zoo.placement import Demand, Instance, dispatched, placed
 from scripts.studies.blocks import (
     VIRTUAL_PROMPT,
     Arrivals,

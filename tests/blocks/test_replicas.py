@@ -18,14 +18,15 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from atts.accel import Zoo, accelerated, replicated
+from atts.accel.zoo import shared_worker
+from atts.accel.zoo.replicas import Dispatch
 from atts.api import build_engine
-from atts.blocks import Zoo, replicated
-from atts.blocks.replicas import Dispatch
 from atts.concurrency import collect
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest
 from atts.engine import EngineStats
 from atts.errors import OptionError
-from atts.local import LocalEngine, LocalOptions, shared_worker
+from atts.local import LocalEngine, LocalOptions
 from atts.sampling import Seed
 from atts.servers import ReplicaLoad, ReplicaPool
 from atts.testing import check_engine
@@ -46,7 +47,7 @@ def zoo(base: Path, tune: Tune, tmp_path: Path) -> Zoo:
 def pool_of(zoo: Zoo, name: str, count: int = 2, options: LocalOptions = SHARED) -> ReplicaPool:
     """A model's replicas as one engine."""
     return replicated(
-        [LocalEngine(zoo.folder(name), options=options, replica=at) for at in range(count)], name
+        [accelerated(zoo.folder(name), options=options, replica=at) for at in range(count)], name
     )
 
 
@@ -64,7 +65,7 @@ def asks(count: int, tokens: int = 12) -> list[SampleRequest]:
 @pytest.mark.anyio
 async def test_replicas_say_what_one_says(zoo: Zoo) -> None:
     """Each has a loop of its own, which the zoo's other models share."""
-    async with LocalEngine(zoo.folder("base"), options=SHARED) as one:
+    async with accelerated(zoo.folder("base"), options=SHARED) as one:
         wanted = await collect([partial(one.sample, ask) for ask in asks(8)])
         async with pool_of(zoo, "base") as pool, pool_of(zoo, "other") as other:
             assert len(shared_worker._HOSTS) == 2
@@ -147,7 +148,7 @@ async def test_a_replica_that_is_killed_loses_no_request(zoo: Zoo) -> None:
 
     options = replace(SHARED, worker="process")
     longer = asks(6, 60)
-    async with LocalEngine(zoo.folder("base"), options=SHARED) as one:
+    async with accelerated(zoo.folder("base"), options=SHARED) as one:
         wanted = await collect([partial(one.sample, ask) for ask in longer])
     async with pool_of(zoo, "base", options=options) as pool:
 

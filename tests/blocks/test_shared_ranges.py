@@ -19,33 +19,26 @@ import anyio
 import numpy as np
 import pytest
 
-from atts.blocks import Zoo
+from atts.accel import StageOptions, Zoo, accelerated
+from atts.accel.build import build_stage
+from atts.accel.zoo import stage_rows, stage_workers
+from atts.accel.zoo.placement import Instance, dispatched
+from atts.accel.zoo.shared_worker import AddModel
+from atts.accel.zoo.stage_line import HeldLine, InFlightStep
+from atts.accel.zoo.stage_rows import HeldRange
+from atts.accel.zoo.staged_loop import StagedModel
+from atts.accel.zoo.stages import BuildStage, StageSetup, Visited
 from atts.concurrency import collect
 from atts.core import Completion, SampleRequest, Sampling
 from atts.errors import EngineUnavailable, ModelLoadError
-from atts.local import LocalEngine, stage_rows, stage_workers
 from atts.local.batch import single_rows
-from atts.local.build import build_loop, build_stage
-from atts.local.messages import (
-    AddChain,
-    Command,
-    FailureReply,
-    LoopReport,
-    Reply,
-    Submit,
-    WorkerConfig,
-)
-from atts.local.stage_line import Flight, HeldLine
-from atts.local.stage_rows import HeldRange
-from atts.local.staged_loop import StagedModel
-from atts.local.stages import BuildStage, StageSetup, Visited
+from atts.local.messages import Command, FailureReply, LoopReport, Reply, Submit, WorkerConfig
 from atts.models.stored_blocks import unit_digests
-from atts.placement import Instance, dispatched
 from atts.sampling import Seed
 from tests.local.speculating import Script
 from tests.local.test_stages import StageHere, stage_processes
 
-from .test_chains import SHARED, config_of, family, requests, run, schedule
+from .test_chains import SHARED, build, config_of, family, requests, run, schedule
 
 __all__ = ["family"]
 NAMES = ("base", "end", "middle", "head", "narrow", "wide")
@@ -61,8 +54,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> type[StageHere]:
 
 def staged(zoo: Zoo, name: str, stages: int = 2, **settings: Any) -> WorkerConfig:
     """A model of a zoo in ranges of layers."""
-    config = config_of(zoo, name)
-    return replace(config, options=replace(config.options, stages=stages, **settings))
+    tokens = settings.pop("kv_tokens", None)
+    config = config_of(zoo, name, stages=stages, **settings)
+    return replace(config, options=replace(config.options, kv_tokens=tokens or 4096))
 
 
 def driven(
@@ -74,8 +68,8 @@ def driven(
     def tell(report: LoopReport) -> None:
         replies.update({reply.request_id: reply for reply in report.replies})
 
-    loop, ready = build_loop(first, tell)
-    assert ready.shares
+    loop, ready = build(first, tell)
+    assert ready.takes_models
     loop.run(Script([list(step) for step in steps]))
     assert isinstance(loop._model, StagedModel)
     return replies, loop._model._line
@@ -102,7 +96,7 @@ def test_models_share_ranges_and_say_what_they_say_alone(
         return rng.randrange(len(instances)) if rng.random() < 0.2 else dispatched(instances)
 
     monkeypatch.setattr(stage_rows, "dispatched", anywhere)
-    added = [AddChain(staged(family, name)) for name in NAMES[1:]]
+    added = [AddModel(staged(family, name)) for name in NAMES[1:]]
     submits = {number: Submit(number, ask, chain) for number, (chain, ask) in chosen.items()}
     said, line = driven(
         staged(family, "base", stages, stage_replicas=replicas),
@@ -124,7 +118,7 @@ def test_every_range_is_in_as_many_workers_as_were_asked_for(
     """However busy each is: which is placed first decides what room is left in which worker for the
     others.
     """
-    added = [AddChain(staged(family, name)) for name in NAMES[1:]]
+    added = [AddModel(staged(family, name)) for name in NAMES[1:]]
     ask = SampleRequest((3, 4, 5), 2, Sampling(0.0))
     _, line = driven(
         staged(family, "base", stage_replicas="2"),
@@ -163,7 +157,7 @@ def test_a_worker_of_a_shared_range_that_is_gone_costs_no_answer(
 
     monkeypatch.setattr("tests.blocks.test_shared_ranges.Script", Prepared)
     submits = [[Submit(n, ask, n % 2)] for n, ask in asks.items()]
-    said, line = driven(staged(family, "base"), [[AddChain(staged(family, "narrow"))], *submits])
+    said, line = driven(staged(family, "base"), [[AddModel(staged(family, "narrow"))], *submits])
     assert said == alone
     assert len(here.made) == 2
     gone = [node.number for node in line.nodes if node.error]
@@ -174,11 +168,11 @@ def test_ranges_move_beside_those_that_they_hand_rows_to(
     family: Zoo, here: type[StageHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the very function of the simulator, from what was counted; and no bit changes."""
-    monkeypatch.setattr("atts.local.stage_line._LOOKED_AT", 8)
+    monkeypatch.setattr("atts.accel.zoo.stage_line._LOOKED_AT", 8)
     asks = dict(enumerate(requests(random.Random(7), 30), 1))
     alone, _ = run(config_of(family, "middle"), [[Submit(n, ask)] for n, ask in asks.items()])
     submits: list[list[Command]] = [[Submit(n, ask, 1)] for n, ask in asks.items()]
-    added: list[Command] = [AddChain(staged(family, "middle", 3))]
+    added: list[Command] = [AddModel(staged(family, "middle", 3))]
     first = SampleRequest((3, 4, 5), 30, Sampling(0.0))
     said, line = driven(
         staged(family, "base", 3), [added, [Submit(99, first)], *([[]] * 20), *submits]
@@ -215,7 +209,7 @@ def test_a_model_that_cannot_be_loaded_hinders_no_other(family: Zoo, here: type[
     path.write_bytes(path.read_bytes()[:-8])
     ask = SampleRequest((3, 4, 5), 10, Sampling(1.0), seed=Seed(1))
     alone, _ = run(config_of(family, "base"), [[Submit(1, ask)]])
-    added: list[Command] = [AddChain(staged(family, "end"))]
+    added: list[Command] = [AddModel(staged(family, "end"))]
     said, line = driven(staged(family, "base"), [[*added, Submit(2, ask, 1)], [Submit(1, ask)]])
     assert said[1] == alone[1]
     assert isinstance(said[2], FailureReply)
@@ -234,7 +228,7 @@ def test_a_worker_that_is_gone_while_a_damaged_model_is_loaded_costs_no_other_an
     class Prepared(Script):
         def take(self, *, wait: bool) -> list[Command]:
             taken = super().take(wait=wait)
-            if any(isinstance(order, Submit) and order.chain for order in taken):
+            if any(isinstance(order, Submit) and order.model for order in taken):
                 path.write_bytes(path.read_bytes()[:100])
                 here.made[0].ends = here.made[0].heard + 1
             return taken
@@ -242,7 +236,7 @@ def test_a_worker_that_is_gone_while_a_damaged_model_is_loaded_costs_no_other_an
     monkeypatch.setattr("tests.blocks.test_shared_ranges.Script", Prepared)
     ask = SampleRequest((3, 4, 5), 10, Sampling(1.0), seed=Seed(1))
     alone, _ = run(config_of(family, "base"), [[Submit(1, ask)], *[[]] * 30, [Submit(3, ask)]])
-    orders: list[list[Command]] = [[AddChain(staged(family, "wide")), Submit(1, ask)], *([[]] * 30)]
+    orders: list[list[Command]] = [[AddModel(staged(family, "wide")), Submit(1, ask)], *([[]] * 30)]
     said, _ = driven(staged(family, "base"), [*orders, [Submit(2, ask, 1), Submit(3, ask)]])
     assert isinstance(said.pop(2), FailureReply)
     assert said == alone
@@ -254,7 +248,7 @@ def test_a_range_that_could_not_be_loaded_again_is_loaded_for_all_of_its_models(
 ) -> None:
     """The model that is opened then is not the only one whose adapter it has."""
     setups = [
-        StageSetup(staged(family, name), range(1), 1, "a", at)
+        StageSetup(staged(family, name), range(1), 1, "a", at, is_shared=True)
         for at, name in enumerate(("narrow", "wide"))
     ]
     config = setups[0].config
@@ -265,13 +259,15 @@ def test_a_range_that_could_not_be_loaded_again_is_loaded_for_all_of_its_models(
         def join(self, setup: StageSetup) -> None:
             joined.append(setup.chain)
 
-    def build(setup: StageSetup) -> Any:
+    def loaded(setup: StageSetup) -> Any:
         if broken and setup.name == "a":
             raise ModelLoadError("a", "damaged")
         joined.clear()
         return Layers()
 
-    line = HeldLine(replace(config, options=replace(config.options, kv_tokens=64)), build, 1)
+    line = HeldLine(
+        replace(config, options=replace(config.options, kv_tokens=64)), loaded, 1, is_shared=True
+    )
     setups = [setup._replace(config=line._config) for setup in setups]
     line.start("one")
     line.add(setups[:1])
@@ -293,9 +289,9 @@ def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(
     it once more.
     """
     config = staged(family, "base", kv_tokens=64)
-    line = HeldLine(config, build_stage, 1)
+    line = HeldLine(config, build_stage, 1, is_shared=True)
     line.start("one")
-    held = line.ranges["a"] = HeldRange(StageSetup(config, range(1), 1, "a"), 1)
+    held = line.ranges["a"] = HeldRange(StageSetup(config, range(1), 1, "a", is_shared=True), 1)
     line.paths[0] = [held]
     held.loading[0] = 2
     held._joined(0, None)
@@ -304,9 +300,9 @@ def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(
     assert held.holders == {0}
     zero = np.zeros(1, dtype=np.int64)
     table = np.ones((1, 4), dtype=np.int32)
-    batch = replace(single_rows(zero, zero, zero, table), chains=zero)
+    batch = replace(single_rows(zero, zero, zero, table), models=zero)
     for is_kept in (True, False):
-        flight = Flight.of(batch, table, config.model.hidden_size)
+        flight = InFlightStep.of(batch, table, config.model.hidden_size)
         stops = [(stop, zero[:0]) for stop in line._way(flight, 0, zero)]
         if not is_kept:
             held.leave(0)
@@ -336,7 +332,7 @@ def test_what_cannot_be_loaded_again_is_an_outage(
     monkeypatch.setattr("tests.blocks.test_shared_ranges.Script", Prepared)
     asks = [SampleRequest((3 + n, 4, 5), 30, Sampling(1.0), seed=Seed(n)) for n in range(4)]
     submits: list[Command] = [Submit(n, ask, n % 3) for n, ask in enumerate(asks, 1)]
-    added = [AddChain(staged(family, name, 3)) for name in ("wide", "narrow")]
+    added = [AddModel(staged(family, name, 3)) for name in ("wide", "narrow")]
     with pytest.raises(
         EngineUnavailable, match=r"layers . to . could not be loaded again \(.*damaged"
     ):
@@ -352,13 +348,15 @@ async def test_engines_in_ranges_say_what_they_say_in_one_process(
     shares.
     """
     ask = SampleRequest((5, 6, 7), 20, Sampling(0.9), seed=Seed(1))
-    options = replace(SHARED, stages=2)
     for name in ("wide", "end"):
         found = list[Completion]()
-        for own in (SHARED, options):
-            async with LocalEngine(family.folder("base"), options=own) as base:
+        for count in (1, 2):
+            stages = StageOptions(stages=count)
+            async with accelerated(family.folder("base"), options=SHARED, stages=stages) as base:
                 await base.sample(ask)
-                async with LocalEngine(family.folder(name), options=own) as engine:
+                async with accelerated(
+                    family.folder(name), options=SHARED, stages=stages
+                ) as engine:
                     found.append(await engine.sample(ask))
         assert found[0] == found[1]
     # a layer of one's own is where the busy share of either worker has it
@@ -372,13 +370,14 @@ async def test_a_killed_process_of_two_models_costs_no_answer(family: Zoo) -> No
     """Two engines on one loop, kill -9 while both write: all answers are those of before, and it is
     replaced.
     """
-    options = replace(SHARED, stages=2, kv_tokens=4096)
+    stages = StageOptions(stages=2)
     asks = [
         SampleRequest((5, 6, 7 + at), 150, Sampling(0.9), seed=Seed(at), rollout=f"r{at}")
         for at in range(8)
     ]
     engines = [
-        LocalEngine(family.folder(name), name=name, options=options) for name in ("base", "narrow")
+        accelerated(family.folder(name), name=name, options=SHARED, stages=stages)
+        for name in ("base", "narrow")
     ]
     async with engines[0], engines[1]:
         wanted = [[(await engine.sample(ask)).ids for ask in asks] for engine in engines]

@@ -16,18 +16,18 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from atts.blocks import Zoo
+from atts.accel import Zoo
+from atts.accel.zoo.chains import ChainModel
+from atts.accel.zoo.shared_worker import AddModel
+from atts.accel.zoo.slot_ledger import Lineage, SlotLedger, parting
 from atts.core import SampleRequest, Sampling, ScoreRequest
-from atts.local.build import build_loop
-from atts.local.chains import ChainModel
+from atts.local.cache import PrefixNode
 from atts.local.loop import StepLoop
-from atts.local.messages import AddChain, Cancel, LoopReport, Reply, SampleReply, ScoreReply, Submit
-from atts.local.prefix import PrefixNode
-from atts.local.slot_ledger import Lineage, SlotLedger, parting
+from atts.local.messages import Cancel, LoopReport, Reply, SampleReply, ScoreReply, Submit
 from atts.sampling import Seed
 
 from .conftest import MakeZoo, Tune
-from .test_chains import OPTIONS, config_of
+from .test_chains import OPTIONS, build, config_of
 
 NAMES = ("base", "end", "late", "head", "shallow", "outputs")
 Ask = SampleRequest | ScoreRequest
@@ -97,8 +97,8 @@ def open_loop(
 
     configs = [config_of(zoo, name) for name in names]
     configs = [replace(config, options=replace(OPTIONS, kv_tokens=kv_tokens)) for config in configs]
-    loop, _ = build_loop(configs[0], tell)
-    loop._handle([AddChain(config) for config in configs[1:]])
+    loop, _ = build(configs[0], tell)
+    loop._handle([AddModel(config) for config in configs[1:]])
     return loop
 
 
@@ -134,8 +134,8 @@ def test_common_prompts_change_no_bit(seed: int, relatives: Zoo) -> None:
     for at, name in enumerate(NAMES):
         loop = open_loop(relatives, alone, names=[name])
         for ask in asks:
-            if ask.chain == at:
-                drive(loop, [replace(ask, chain=0)], rng)
+            if ask.model == at:
+                drive(loop, [replace(ask, model=0)], rng)
     beside = dict[int, Reply]()
     loop = open_loop(relatives, beside)
     drive(loop, asks[::-1], rng)
@@ -218,10 +218,10 @@ def test_every_layer_and_position_is_owned_once(seed: int, relatives: Zoo) -> No
     assert max(shared) > 50
     assert loop._scheduler.num_preempted > 0
     assert loop._scheduler.num_evicted > 0
-    loop._scheduler.allocator.free([])
+    loop._scheduler.store.free([])
     for run in loop._scheduler.tree.evict(10**6):
-        loop._scheduler.allocator.free([run])
-    assert loop._scheduler.allocator.num_free == 130
+        loop._scheduler.store.free([run])
+    assert loop._scheduler.store.num_free == 130
 
 
 def test_a_common_prompt_is_prefilled_once_up_to_where_models_part(relatives: Zoo) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atts.blocks import SharedPart, Zoo
+from atts.accel import SharedPart, Zoo
 from atts.errors import ATTSError, ModelLoadError, OptionError, StorageError, ZooError
 from atts.local.model_config import FAMILIES
 from tests.local.test_families import CASES
@@ -361,7 +361,7 @@ def test_a_disk_that_refuses_at_any_moment_loses_nothing(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from atts.blocks import SharedPart, Zoo
+from atts.accel import SharedPart, Zoo
 left = int(sys.argv[1])
 def count(event, args):
     global left
@@ -422,7 +422,7 @@ def test_killed_at_any_moment_a_zoo_loses_nothing(
 ADDED = """
 import sys
 from pathlib import Path
-from atts.blocks import Zoo
+from atts.accel import Zoo
 Zoo(Path(sys.argv[1])).add(sys.argv[2], Path(sys.argv[3]))
 """
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from atts.accel import SpeculationOptions, accelerated
 from atts.analysis.report.build import build_report
 from atts.analysis.report.tables import speculation_table
 from atts.api import Setup, build_engines, evaluate
@@ -151,13 +152,14 @@ async def test_a_lent_draft_that_does_not_fit_is_left_out(
         (folder / "model.safetensors").write_bytes(b"none")
     if flaw == "memory":
         scarce(monkeypatch, "drafter")
-    engine = LocalEngine(
-        path("target"), options=LocalOptions(worker="thread", threads=1), lent=str(folder)
-    )
+    options = LocalOptions(worker="thread", threads=1)
+    engine = accelerated(path("target"), options=options, lent=str(folder))
     assert await proposals(engine) is None
-    named = LocalOptions(worker="thread", threads=1, drafter=str(folder))
+    named = SpeculationOptions(drafter=str(folder))
     with pytest.raises(Exception, match="drafter"):
-        await proposals(LocalEngine(path("target"), name="target", options=named))
+        await proposals(
+            accelerated(path("target"), name="target", options=options, speculation=named)
+        )
 
 
 def swap_two_tokens(file: Path) -> None:
@@ -170,7 +172,7 @@ def swap_two_tokens(file: Path) -> None:
 
 def scarce(monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
     """There is next to no memory for the weights of this engine."""
-    from atts.local import build
+    from atts.accel import build
     from atts.local.loader import load_weights
 
     def load(folder: Path, config: Any, dtype: Any, device: Any, name: str) -> Any:

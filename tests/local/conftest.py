@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from atts.local import LocalOptions, LoopStats
-from atts.local.build import MakeModel, build_loop
-from atts.local.messages import Command, LoopReport, WorkerConfig
-from atts.local.model_config import read_model_config
-from atts.models.tokenizers import ModelTokenizer
-from tests.local.speculating import Driven, Script
+from atts.accel.build import build_accelerated
+from atts.local import LoopStats
+from atts.local.builder import MakeModel, build_loop
+from atts.local.messages import Command, LoopReport
+from tests.local.speculating import Driven, Script, planned
 
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -192,20 +190,10 @@ def drive() -> Callable[..., Driven]:
         make_model: MakeModel | None = None,
         **changes: Any,
     ) -> Driven:
-        tokenizer = ModelTokenizer(folder, "tiny")
-        small = LocalOptions(
-            device="cpu", kernel="torch", kv_tokens=4096, max_batch=16, chunk_tokens=64, threads=1
-        )
-        options = replace(small, **changes)
-        config = WorkerConfig(
-            "tiny", folder, read_model_config(folder, "tiny"), tokenizer.pieces, options
-        )
-        if options.drafter:
-            own = Path(options.drafter)
-            small_one = replace(
-                config, name="drafter", folder=own, model=read_model_config(own, "drafter")
-            )
-            config = replace(config, drafter=small_one)
+        small: dict[str, Any] = {"device": "cpu", "kernel": "torch", "kv_tokens": 4096}
+        small |= {"max_batch": 16, "chunk_tokens": 64, "threads": 1}
+        drafter = changes.pop("drafter", "")
+        plan, config = planned(folder, Path(drafter) if drafter else None, **{**small, **changes})
         driven = Driven({}, LoopStats())
 
         def tell(report: LoopReport) -> None:
@@ -215,7 +203,11 @@ def drive() -> Callable[..., Driven]:
             if report.stats is not None:
                 driven.stats = report.stats
 
-        build_loop(config, tell, make_model)[0].run(Script(steps))
+        if plan.is_plain:
+            loop = build_loop(config, tell, make_model)[0]
+        else:
+            loop = build_accelerated(plan, config, tell, make_model)[0]
+        loop.run(Script(steps))
         return driven
 
     return run

@@ -11,25 +11,25 @@ from typing import Any, cast
 
 import pytest
 
+from atts.accel import accelerated, options_of
+from atts.accel.build import build_accelerated
+from atts.accel.plan import LoopPlan
 from atts.core import SampleRequest, Sampling, TokenIds
-from atts.local import LocalOptions, LoopStats
+from atts.local import LocalEngine, LocalOptions, LoopStats
 from atts.local.batch import StepPlan
-from atts.local.build import build_loop
-from atts.local.messages import (
-    Close,
-    Command,
-    LoopReport,
-    Reply,
-    SampleReply,
-    SpeculationStats,
-    Submit,
-    WorkerConfig,
-)
+from atts.local.builder import build_loop
+from atts.local.messages import Close, Command, LoopReport, Reply, SampleReply, Submit, WorkerConfig
 from atts.local.model_config import read_model_config
-from atts.local.speculating import Lengths, SpeculationRound
+from atts.local.seams import (
+    Ask,
+    Lengths,
+    Proposer,
+    SpeculationRound,
+    SpeculationStats,
+    TokenProposal,
+)
 from atts.models.tokenizers import ModelTokenizer
 from atts.sampling import Seed
-from atts.speculation import Ask, Proposer, TokenProposal
 
 Make = Callable[..., Path]
 LAWS = (
@@ -134,17 +134,34 @@ class AnyLength:
 
 
 @cache
-def config_of(folder: Path, drafter: Path | None = None) -> WorkerConfig:
+def config_of(folder: Path) -> WorkerConfig:
     """What is known of a model before it is loaded."""
-    own = None if drafter is None else config_of(drafter)
-    return WorkerConfig(
-        "tiny",
-        folder,
-        read_model_config(folder, "tiny"),
-        ModelTokenizer(folder, "tiny").pieces,
-        LocalOptions(),
-        own,
-    )
+    model = read_model_config(folder, "tiny")
+    pieces = ModelTokenizer(folder, "tiny").pieces
+    return WorkerConfig("tiny", folder, model, pieces, LocalOptions())
+
+
+def engine_of(folder: Path | str, **changes: Any) -> LocalEngine:
+    """An engine with all of these options."""
+    name = str(changes.pop("name", ""))
+    return accelerated(folder, name=name, **options_of(**changes)._asdict())
+
+
+def planned(
+    folder: Path, drafter: Path | None = None, proposer: Proposer | None = None, **changes: Any
+) -> tuple[LoopPlan, WorkerConfig]:
+    """What is to be built: options of the engine, of speculation and of stages, each by its name."""
+
+    options, speculation, stages = options_of(**{"drafter": str(drafter or ""), **changes})
+    plan = LoopPlan(speculation, stages)
+    config = replace(config_of(folder), options=options)
+    if drafter is not None:
+        own = replace(config_of(drafter), options=config.options)
+        plan = replace(plan, drafter=own)
+        config = replace(config, more_kv_floats=own.kv_floats_per_token)
+    if proposer is not None:
+        plan = replace(plan, proposer=cast(Any, lambda: proposer))
+    return plan, config
 
 
 def run(
@@ -158,18 +175,12 @@ def run(
     """Run a loop over a script, with a proposer and a choice of lengths of one's own where they are
     given.
     """
-    options = LocalOptions(
-        device="cpu", kernel="native", kv_tokens=4096, max_batch=32, chunk_tokens=512, threads=1
-    )
-    ways: dict[str, Any] = {}
+    ways: dict[str, Any] = {"device": "cpu", "kernel": "native", "kv_tokens": 4096}
+    ways |= {"max_batch": 32, "chunk_tokens": 512, "threads": 1}
     if drafter is not None:
-        ways = {"speculate": "draft", "beside": "inline"}
-    options = replace(
-        options, drafter=str(drafter or ""), k=lengths if isinstance(lengths, int) else None, **ways
-    )
-    config = replace(config_of(folder, drafter), options=replace(options, **changes))
-    if proposer is not None:
-        config = replace(config, proposer=cast(Any, lambda: proposer))
+        ways |= {"speculate": "draft", "beside": "inline"}
+    ways["k"] = lengths if isinstance(lengths, int) else None
+    plan, config = planned(folder, drafter, proposer, **{**ways, **changes})
     driven = Driven({}, LoopStats())
 
     def tell(report: LoopReport) -> None:
@@ -178,8 +189,12 @@ def run(
 
     with pytest.MonkeyPatch.context() as patch:
         if lengths is not None and not isinstance(lengths, int):
-            patch.setattr("atts.local.build.GoodputLengths", lambda *limits: lengths)
-        loop = build_loop(config, tell)[0]
+            patch.setattr("atts.accel.build.GoodputLengths", lambda *limits: lengths)
+        loop = (
+            build_loop(config, tell)[0]
+            if plan.is_plain
+            else build_accelerated(plan, config, tell)[0]
+        )
     loop.run(Script(steps))
     return driven
 

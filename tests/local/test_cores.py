@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from atts.core import SampleRequest
-from atts.local import LocalEngine, LocalOptions, build, cores, messages
+from atts.local import LocalEngine, LocalOptions, builder, cores, messages
 from atts.local.cores import OpenLoops, worker_environment
 from atts.local.messages import WorkerConfig
 from atts.local.model_config import read_model_config
@@ -48,7 +48,7 @@ def test_the_process_of_an_engine_has_that_environment(monkeypatch: pytest.Monke
         words = Path(f"/proc/{pid}/environ").read_text().split("\0")
     finally:
         worker.close()
-    assert PASSIVE.items() <= dict(word.partition("=")[::2] for word in words).items()
+    assert {f"{name}={value}" for name, value in PASSIVE.items()} <= set(words)
 
 
 def test_loops_hear_how_many_share_the_cores() -> None:
@@ -83,10 +83,10 @@ async def test_two_engines_opened_together_divide_the_cores(
 ) -> None:
     """The first one gives half of its threads up, and has them again when the second one closes."""
     monkeypatch.setattr(messages, "SMALL_MODEL", 1)
-    monkeypatch.setattr(build, "_MOST_THREADS", 6)
+    monkeypatch.setattr(builder, "_MOST_THREADS", 6)
     monkeypatch.setattr(cores.OPEN_LOOPS, "_listeners", [])
     counts: list[tuple[str, int]] = []
-    monkeypatch.setattr(build, "set_threads", lambda config: counts.append(key(config)))
+    monkeypatch.setattr(builder, "set_threads", lambda config: counts.append(key(config)))
 
     def key(config: WorkerConfig) -> tuple[str, int]:
         return config.name, config.threads(6)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from atts.accel import SpeculationOptions
 from atts.core import Sampling
 from atts.errors import ModelLoadError, OptionError
-from atts.local import LocalOptions
-from atts.local.cache import allocate_cache
+from atts.local.devices import allocate_cache
 from atts.local.loader import load_weights
 from tests.local.speculating import Make, counts, requests, run, same
 
@@ -42,7 +42,7 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
     """By its name, with what to write instead."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("atts.local.build.load_weights", None)
+    monkeypatch.setattr("atts.accel.build.load_weights", None)
     with pytest.raises(ModelLoadError, match="no usable CUDA device cuda:2") as raised:
         run(
             make_model("llama"),
@@ -61,9 +61,9 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_loaded(
 def test_what_is_no_device_is_refused(words: str) -> None:
     """So is a device for a drafter that is not named."""
     with pytest.raises(OptionError, match="no such drafter_device"):
-        LocalOptions(drafter="embedded:draft", drafter_device=words).check()
+        SpeculationOptions(drafter="embedded:draft", drafter_device=words).check()
     with pytest.raises(OptionError, match="needs a draft model"):
-        LocalOptions(drafter_device="cpu").check()
+        SpeculationOptions(drafter_device="cpu").check()
 
 
 @pytest.mark.parametrize("way", ["draft", "pearl"])
@@ -83,8 +83,8 @@ def test_the_option_reaches_the_drafters_model(
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setattr("atts.local.build.load_weights", weights)
-    monkeypatch.setattr("atts.local.build.allocate_cache", cache)
+    monkeypatch.setattr("atts.accel.build.load_weights", weights)
+    monkeypatch.setattr("atts.accel.build.allocate_cache", cache)
     done = run(
         make_model("llama"),
         [requests(2, 24, HOT[:2])],

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from atts.accel.overlap.child import RemoteRows
+from atts.accel.overlap.process import DrafterProcess, DraftStep
 from atts.core import SampleRequest, Sampling, TokenIds
 from atts.errors import ModelLoadError
-from atts.local.drafter_child import DraftRows
-from atts.local.drafter_process import DrafterProcess, DraftStep
+from atts.local.seams import Ask, OverlapStats
 from atts.sampling import Seed
-from atts.speculation import Ask, OverlapStats
 from tests.local.speculating import Driven, Make, counts, ids_of, requests, run, same
 
 HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
@@ -35,7 +35,7 @@ def overlap(done: Driven) -> OverlapStats:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer is waited for: steps seem to take a minute each."""
     times = count(0, 60)
-    monkeypatch.setattr("atts.local.drafter_process.perf_counter", lambda: float(next(times)))
+    monkeypatch.setattr("atts.accel.overlap.process.perf_counter", lambda: float(next(times)))
 
 
 @pytest.mark.usefixtures("patient")
@@ -140,7 +140,7 @@ def test_nothing_is_left_of_a_process_whose_start_broke(
     def broken(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("atts.local.drafter_process.subprocess.Popen", kept)
+    monkeypatch.setattr("atts.accel.overlap.process.subprocess.Popen", kept)
     monkeypatch.setattr("atts.local.messages.write", broken)
     with pytest.raises(KeyboardInterrupt):
         run(make_model("llama"), [requests(1)], None, 4, near, speculate="pearl", beside="process")
@@ -148,9 +148,9 @@ def test_nothing_is_left_of_a_process_whose_start_broke(
 
 
 @pytest.fixture
-def rows() -> DraftRows:
+def rows() -> RemoteRows:
     """Two rows of 200 tokens, 256 slots."""
-    return DraftRows(256, 2, 200)
+    return RemoteRows(256, 2, 200)
 
 
 def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] = ()) -> DraftStep:
@@ -164,11 +164,11 @@ def step(fresh: dict[int, int], ended: Sequence[int] = (), more: Sequence[int] =
     return DraftStep(told, list(ended), asks, [], 0.0)
 
 
-def test_sequences_without_room_are_not_drafted_for(rows: DraftRows) -> None:
+def test_sequences_without_room_are_not_drafted_for(rows: RemoteRows) -> None:
     """Rows and slots come back when a sequence ends; who waited for them is drafted for then."""
     assert [ask.key for ask in rows.follow(step({1: 20, 2: 180}))] == [1, 2]
     assert rows.follow(step({3: 20})) == [], "no row is free"
     found = rows.follow(step({}, ended=[2], more=[1, 3]))
     assert [(ask.key, ask.written, len(ask.ids)) for ask in found] == [(1, 1, 21), (3, 1, 21)]
     rows.follow(step({}, ended=[1, 3]))
-    assert rows.allocator.num_used == 0
+    assert rows.slots.num_used == 0

@@ -33,7 +33,7 @@ from atts.errors import (
     OutOfMemory,
     UnsupportedByEngine,
 )
-from atts.local import LocalEngine, LocalOptions, build
+from atts.local import LocalEngine, LocalOptions, builder
 from atts.local.messages import WorkerConfig
 from atts.local.sequence import new_sequence
 from atts.models.tokenizers import ModelTokenizer
@@ -64,13 +64,13 @@ async def test_a_thread_loads_what_it_computes(
 ) -> None:
     """OpenMP's helpers of any other thread would keep those of the loop from waiting awake."""
     threads = list[str]()
-    build_loop = build.build_loop
+    build_loop = builder.build_loop
 
     def watched(config: WorkerConfig, deliver: Any) -> Any:
         threads.append(threading.current_thread().name)
         return build_loop(config, deliver)
 
-    monkeypatch.setattr(build, "build_loop", watched)
+    monkeypatch.setattr(builder, "build_loop", watched)
     async with LocalEngine(make_model("llama"), name="local", options=HERE) as engine:
         assert (await engine.sample(SampleRequest((5, 6, 7), 4, Sampling(0.0), Seed(1)))).ids
     assert threads == ["atts-local"]

@@ -15,14 +15,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from atts.accel.overlap.mirror import EXIT_FILE, ExitAdapter
 from atts.core import Sampling
 from atts.errors import ModelLoadError, UnsupportedByEngine
-from atts.local.batch import PrefillChunk, StepBatch, StepPlan, Tap, TappedModel, step_batch
-from atts.local.compiling import native_library
-from atts.local.exits import EXIT_FILE, ExitAdapter
+from atts.local.batch import PrefillChunk, StepBatch, StepPlan, step_batch
+from atts.local.cpu.compiling import native_library
+from atts.local.cpu.native_model import NativeModel
 from atts.local.loader import Weights, load_weights
 from atts.local.model_config import ModelConfig, read_model_config
-from atts.local.native_model import NativeModel
+from atts.local.seams import Tap, TappedModel
 from atts.local.sequence import new_sequence
 from atts.local.torch_model import TorchModel
 from tests.local.speculating import Make, counts, ids_of, requests, run, same, texts

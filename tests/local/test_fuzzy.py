@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
+from atts.accel import SpeculationOptions
+from atts.accel.grouped import GroupedDrafter, GroupedModel
+from atts.accel.speculate.drafter import ModelDrafter
 from atts.core import ScoreRequest
 from atts.errors import OptionError
-from atts.local import LocalOptions
-from atts.local.batch import GroupedModel, PrefillChunk, StepPlan, step_batch
-from atts.local.compiling import native_library
-from atts.local.drafting import FuzzyDrafter, ModelDrafter
+from atts.local.batch import PrefillChunk, StepPlan, step_batch
+from atts.local.cpu.compiling import native_library
+from atts.local.cpu.native_model import NativeModel
 from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
-from atts.local.native_model import NativeModel
 from atts.local.sequence import new_sequence
 from atts.local.torch_model import TorchModel
 from tests.local.speculating import LAWS, Driven, Make, counts, ids_of, requests, run, same
@@ -117,7 +118,7 @@ def drafted(
 ) -> Driven:
     """A model that drafts for itself in groups."""
 
-    patch.setattr(FuzzyDrafter, "calibration", calibration)
+    patch.setattr(GroupedDrafter, "calibration", calibration)
     return run(folder, [requests(4, 60)], None, 6, folder, fuzzy=group)
 
 
@@ -162,7 +163,7 @@ def test_one_call_of_the_kernels_drafts_what_steps_of_the_model_do(
 
 def test_groups_need_a_drafter_of_its_own_size_that_takes_turns() -> None:
     """What cannot be is refused."""
-    good = LocalOptions(drafter="embedded:draft", fuzzy=2)
+    good = SpeculationOptions(drafter="embedded:draft", fuzzy=2)
     good.check()
     for wrong in ({"fuzzy": 0}, {"drafter": ""}, {"speculate": "pearl"}):
         with pytest.raises(OptionError, match="fuzzy"):

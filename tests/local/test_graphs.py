@@ -16,12 +16,12 @@ import torch
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.local.attention import GatheredAttention
 from atts.local.batch import StepBatch
-from atts.local.blocks import RowBlocks, bucketed, layout_of, packed, unpacked
-from atts.local.cuda_model import disagreement, paged_attention
+from atts.local.cuda.model import disagreement, paged_attention
 from atts.local.loader import Weights
 from atts.local.logit_sampling import SampledTokens
 from atts.local.messages import Command, SampleReply, Submit
 from atts.local.model_config import ModelConfig, read_model_config
+from atts.local.step_layout import RowBlocks, bucketed, layout_of, packed, unpacked
 from atts.local.torch_model import TorchModel
 from atts.models import path
 from atts.sampling import Seed
@@ -66,7 +66,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[TorchModel]]:
             made.append(TorchModel(config, weights, cache, **settings))
             return made[-1]
 
-        monkeypatch.setattr("atts.local.build.TorchModel", make)
+        monkeypatch.setattr("atts.local.builder.TorchModel", make)
         return made
 
     return watch

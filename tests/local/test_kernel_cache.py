@@ -21,8 +21,9 @@ import pytest
 
 from atts.core import SampleRequest
 from atts.errors import UnsupportedByEngine
-from atts.local import LocalEngine, LocalOptions, engine, kernel_cache
-from atts.local.compiling import native_library
+from atts.local import LocalEngine, LocalOptions, engine
+from atts.local.cpu import kernel_cache
+from atts.local.cpu.compiling import native_library
 from atts.local.model_config import ModelConfig, read_model_config
 
 Make = Callable[..., Path]
@@ -288,7 +289,7 @@ def test_what_killed_builds_left_is_removed(builds: Builds) -> None:
 LOAD = """
 import sys, time
 from pathlib import Path
-from atts.local.kernel_cache import cached_library
+from atts.local.cpu.kernel_cache import cached_library
 
 log, prebuilt = map(Path, sys.argv[1:])
 def build(library):

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from atts.core import SampleRequest, Sampling
+from atts.local.cpu.bursts import MultiStep
+from atts.local.cpu.native_model import NativeModel
 from atts.local.messages import Cancel, Command, SampleReply, Submit
-from atts.local.multi_step import MultiStep
-from atts.local.native_model import NativeModel
 from atts.models.tokenizers import ModelTokenizer
 from tests.local.speculating import LAWS, Driven, Make, ids_of, requests, run, same, texts
 

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
-from atts.local.build import MakeModel
-from atts.local.compiling import Tuning, native_library, tunings
+from atts.local.builder import MakeModel
+from atts.local.cpu.compiling import Tuning, native_library, tunings
+from atts.local.cpu.native_model import NativeModel
 from atts.local.loader import Weights
 from atts.local.messages import Cancel, Command, SampleReply, ScoreReply, Submit, WorkerConfig
 from atts.local.model_config import read_model_config
-from atts.local.native_model import NativeModel
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 GREEDY = Sampling(temperature=0)

@@ -15,19 +15,29 @@ import numpy as np
 import pytest
 import torch
 
+from atts.accel import SpeculationOptions
+from atts.accel.overlap.branches import BranchWriter
+from atts.accel.overlap.drafter import InlineTransport, OverlappedDrafter, Work
+from atts.accel.overlap.mirror import ExitModel
+from atts.accel.overlap.outcomes import PlaceLaw
 from atts.core import SampleRequest, Sampling
 from atts.errors import OptionError
-from atts.local import LocalEngine, LocalOptions
-from atts.local.ahead import AheadDrafter
-from atts.local.draft_branches import BranchWriter
-from atts.local.exits import ExitModel
+from atts.local.cpu.native_model import NativeModel
 from atts.local.loop import StepLoop
 from atts.local.messages import Cancel, Command
-from atts.local.native_model import NativeModel
-from atts.local.transport import InlineTransport, Work
+from atts.local.seams import OverlapStats
 from atts.sampling import Seed
-from atts.speculation import OverlapStats, PlaceLaw
-from tests.local.speculating import Driven, Make, counts, ids_of, requests, run, same, texts
+from tests.local.speculating import (
+    Driven,
+    Make,
+    counts,
+    engine_of,
+    ids_of,
+    requests,
+    run,
+    same,
+    texts,
+)
 
 WAYS = ["pearl", "ssd", "mirror"]
 HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
@@ -55,12 +65,12 @@ class Made:
     """The drafters that loops made, with a transport of one's own."""
 
     def __init__(self, patch: pytest.MonkeyPatch, transport: Callable[[], Any]) -> None:
-        self.drafters: list[AheadDrafter] = []
-        patch.setattr("atts.local.build.InlineTransport", transport)
-        patch.setattr("atts.local.build.AheadDrafter", self._make)
+        self.drafters: list[OverlappedDrafter] = []
+        patch.setattr("atts.accel.build.InlineTransport", transport)
+        patch.setattr("atts.accel.build.OverlappedDrafter", self._make)
 
-    def _make(self, *args: Any, **changes: Any) -> AheadDrafter:
-        self.drafters.append(AheadDrafter(*args, **changes))
+    def _make(self, *args: Any, **changes: Any) -> OverlappedDrafter:
+        self.drafters.append(OverlappedDrafter(*args, **changes))
         return self.drafters[-1]
 
     def spare(self) -> tuple[int, int]:
@@ -125,7 +135,7 @@ def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
         return [PlaceLaw(0.5, (), ())] * len(logits)
 
     monkeypatch.setattr(BranchWriter, "_sampled", wrong)
-    monkeypatch.setattr("atts.local.draft_branches.place_laws", unknown)
+    monkeypatch.setattr("atts.accel.overlap.branches.place_laws", unknown)
     monkeypatch.setattr(ExitModel, "_heard", lambda *args: {})
     ahead = NativeModel.draw_ahead
     monkeypatch.setattr(NativeModel, "draw_ahead", lambda *args: (ahead(*args) + 1) % 300)
@@ -148,7 +158,7 @@ def test_an_exit_that_knows_the_text_hits_always(
     _ = Made(monkeypatch, InlineTransport)
     known = texts(plain)
 
-    heard = AheadDrafter._heard  # pyright: ignore[reportPrivateUsage]
+    heard = OverlappedDrafter._heard  # pyright: ignore[reportPrivateUsage]
 
     def knows(self: Any, told: Any) -> None:
         for line in self._job.lines:
@@ -161,7 +171,7 @@ def test_an_exit_that_knows_the_text_hits_always(
 
     found = run(folder, [orders], None, 4, near, speculate="mirror")
     assert overlap(found).misses > 0
-    monkeypatch.setattr(AheadDrafter, "_heard", knows)
+    monkeypatch.setattr(OverlappedDrafter, "_heard", knows)
     oracle = run(folder, [orders], None, 4, near, speculate="mirror")
     assert same(plain, oracle)
     assert overlap(oracle).misses == 0
@@ -202,7 +212,7 @@ def test_a_drafter_slower_than_its_target_still_proposes(
     orders = requests(2, 24, HOT)
     plain = run(folder, [orders])
     _ = Made(monkeypatch, InlineTransport)
-    monkeypatch.setattr(AheadDrafter, "_length", lambda self, count, lines: 0)
+    monkeypatch.setattr(OverlappedDrafter, "_length", lambda self, count, lines: 0)
     done = run(folder, [orders], None, 4, near, speculate=way)
     assert same(plain, done)
     assert counts(done).accepted > 0
@@ -241,21 +251,21 @@ def test_a_drafter_that_dies_is_a_miss(
     calls = [0]
     plain = run(folder, [orders])
     _ = Made(monkeypatch, InlineTransport)
-    branch = AheadDrafter._branch  # pyright: ignore[reportPrivateUsage]
+    branch = OverlappedDrafter._branch  # pyright: ignore[reportPrivateUsage]
 
-    def dying(self: AheadDrafter, *args: Any) -> Any:
+    def dying(self: OverlappedDrafter, *args: Any) -> Any:
         calls[0] += 1
         if calls[0] > 5:
             raise SystemExit("killed")
         return branch(self, *args)
 
-    monkeypatch.setattr(AheadDrafter, "_branch", dying)
+    monkeypatch.setattr(OverlappedDrafter, "_branch", dying)
     done = run(folder, [orders], None, 4, near, speculate="pearl")
     assert same(plain, done)
     assert calls[0] > 5
     assert (
         counts(done).trouble
-        == "speculation is off: AheadDrafter failed (RuntimeError: SystemExit: killed)"
+        == "speculation is off: OverlappedDrafter failed (RuntimeError: SystemExit: killed)"
     )
 
 
@@ -348,16 +358,18 @@ def tail_returned(settle: Callable[..., int]) -> Callable[..., int]:
 
 
 BUGS: dict[str, tuple[str, Callable[..., Any], str]] = {
-    "the pending tail is returned": ("atts.local.speculating.Speculation.settle", tail_returned, "text"),
+    "the pending tail is returned": ("atts.local.proposals.Proposals.settle", tail_returned, "text"),
     "PEARL's numbers by place": ("atts.local.loop.StepLoop._sample", seeded_by_place, "text"),
     "a branch of another outcome is served": (
-        "atts.speculation.OutcomeCache.select",
+        "atts.accel.overlap.outcomes.OutcomeCache.select",
         served_another,
         "branches",
     ),
-    "branches draw with other numbers": ("atts.local.ahead.AheadDrafter._begin", next_uniforms, "hits"),
-    "a branch's keys are left behind": ("atts.local.ahead.AheadDrafter._moved", kept_where_it_was, "hits"),
-    "slots are kept": ("atts.local.ahead.AheadDrafter._give_back", lambda give: lambda self, runs: None, "slots"),
+    "branches draw with other numbers": ("atts.accel.overlap.drafter.OverlappedDrafter._begin", next_uniforms, "hits"),
+    "a branch's keys are left behind": ("atts.accel.overlap.drafter.OverlappedDrafter._moved", kept_where_it_was, "hits"),
+    "slots are kept": (
+        "atts.accel.overlap.drafter.OverlappedDrafter._give_back", lambda give: lambda self, runs: None, "slots",
+    ),
 }  # fmt: skip
 
 
@@ -398,10 +410,10 @@ async def test_an_engine_drafts_beside_its_target(
     """Asked for by a word; what was guessed is in its counters."""
     request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
     answers = list[Any]()
-    here = LocalOptions(device="cpu", kv_tokens=2048, max_batch=32, threads=1)
+    here: dict[str, Any] = {"device": "cpu", "kv_tokens": 2048, "max_batch": 32, "threads": 1}
     for way in ("off", "ssd"):
-        options = replace(here, worker=worker, drafter=str(near), speculate=way, k=4)
-        async with LocalEngine(make_model("llama"), options=options) as engine:
+        ways = {"worker": worker, "drafter": str(near), "speculate": way, "k": 4}
+        async with engine_of(make_model("llama"), **here, **ways) as engine:
             answers.append(await engine.sample(request))
             speculation = engine.loop_stats().speculation
             assert (speculation is None) == (way == "off")
@@ -409,4 +421,4 @@ async def test_an_engine_drafts_beside_its_target(
                 assert speculation.overlap is not None
     assert answers[0] == answers[1]
     with pytest.raises(OptionError, match="pearl needs a draft model"):
-        LocalOptions(speculate="pearl").check()
+        SpeculationOptions(speculate="pearl").check()

@@ -85,8 +85,8 @@ def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
     def found(
         loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any
     ) -> None:
-        own = loop._speculation  # pyright: ignore[reportPrivateUsage]
-        stood = own.settle(sequence, tokens) if own and len(tokens) > 1 else 0
+        own = loop._proposals  # pyright: ignore[reportPrivateUsage]
+        stood = own.settle(sequence, tokens) if len(tokens) > 1 else 0
         sequence.ids += tokens[:stood]
         sequence.logprobs += logprobs[:stood]
         sequence.num_computed += stood
@@ -152,9 +152,9 @@ def greedy_alone(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "tokens after a wrong one stand": (
-        "atts.local.speculating.standing", lambda f: lambda p, d: min(len(p), f(p, d) + 1), "text",
+        "atts.local.proposals.standing", lambda f: lambda p, d: min(len(p), f(p, d) + 1), "text",
     ),
-    "all stand": ("atts.local.speculating.standing", lambda f: lambda p, d: len(p), "text"),
+    "all stand": ("atts.local.proposals.standing", lambda f: lambda p, d: len(p), "text"),
     "settings of another row": ("atts.local.loop.spread_rows", wrong_rows, "text"),
     "position off by one": ("atts.local.batch.StepPlan.spans", shifted, "text"),
     "slots not reserved": (
@@ -170,7 +170,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
         lambda f: lambda plan: [(s, at, token + (at > s.num_computed)) for s, at, token in f(plan)], "text",
     ),
     "drafter at another temperature": (
-        "atts.local.drafting.batch_sampling",
+        "atts.accel.speculate.drafter.batch_sampling",
         lambda f: lambda rows, *args: f([replace(row, temperature=1.0) for row in rows], *args), "drafter",
     ),
     "log-probabilities shifted": ("atts.local.loop.StepLoop._sample", shifted_logprobs, "text"),
@@ -179,9 +179,9 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
         "atts.local.sequence._stop_matcher", lambda f: lambda r, p: StopMatcher(r.stop), "begun",
     ),
     "begun uniforms used again": ("atts.local.sequence._uniforms", lambda f: lambda r: f(replace(r, begun=0)), "begun"),
-    "drafter not rolled back": ("atts.local.drafting.ModelDrafter.settled", kept_whole, "drafter"),
-    "drafter's numbers off by one": ("atts.local.speculating.ask_of", later_uniforms, "drafter"),
-    "drafter's slots not forgotten": ("atts.local.allocator.SlotAllocator.allocate", forgetful, "drafter"),
+    "drafter not rolled back": ("atts.accel.speculate.drafter.ModelDrafter.settled", kept_whole, "drafter"),
+    "drafter's numbers off by one": ("atts.local.proposals.ask_of", later_uniforms, "drafter"),
+    "drafter's slots not forgotten": ("atts.accel.speculate.drafter.DraftedSlots.allocate", forgetful, "drafter"),
 }  # fmt: skip
 
 

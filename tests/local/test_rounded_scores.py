@@ -19,7 +19,7 @@ from atts.concurrency import collect
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest
 from atts.errors import OptionError, UnsupportedByEngine
 from atts.local import LocalEngine, LocalOptions
-from atts.local.compiling import native_library
+from atts.local.cpu.compiling import native_library
 from atts.local.model_config import read_model_config
 from atts.models import path
 from atts.sampling import Seed
@@ -110,10 +110,11 @@ def test_what_cannot_round_says_so() -> None:
     for options in (
         replace(scored, kernel="torch"),
         replace(scored, dtype="bfloat16"),
-        replace(scored, stages=2),
     ):
         with pytest.raises(OptionError, match="scores"):
             options.check()
+    with pytest.raises(OptionError, match="scores"):
+        build_engine("embedded:target?stages=2&scores=bfloat16", "target")
 
 
 @pytest.mark.anyio
@@ -121,7 +122,7 @@ async def test_a_processor_without_such_products_says_so(monkeypatch: pytest.Mon
     """Nothing falls back to other arithmetic in silence."""
     library, trouble = native_library("target", read_model_config(path("target"), "target"))
     lesser = SimpleNamespace(atts_has_pairs=lambda: 0, atts_forward=library.atts_forward)
-    monkeypatch.setattr("atts.local.build.native_library", lambda *_: (lesser, trouble))
+    monkeypatch.setattr("atts.local.builder.native_library", lambda *_: (lesser, trouble))
     with pytest.raises(UnsupportedByEngine, match="does not multiply bfloat16"):
         async with build_engine("embedded:target?scores=bfloat16", "target", HERE):
             pass

@@ -11,14 +11,13 @@ from typing import Any, cast
 
 import pytest
 
+from atts.accel.overlap.drafter import PATIENCE, InlineTransport, OverlappedDrafter
+from atts.accel.overlap.outcomes import Guessing
+from atts.accel.overlap.process import DrafterProcess
+from atts.accel.overlap.schemes import GUESSING, AdaptiveDrafting
 from atts.core import Sampling
-from atts.local.ahead import AheadDrafter
 from atts.local.batch import StepPlan
-from atts.local.drafter_process import DrafterProcess
-from atts.local.scheme_drafting import GUESSING, SchemeDrafting
-from atts.local.speculating import FixedLength, SpeculationRound
-from atts.local.transport import PATIENCE, InlineTransport
-from atts.speculation import Forecast, Guessing
+from atts.local.seams import FixedLength, Forecast, SpeculationRound
 from tests.local.speculating import Make, counts, requests, run, same
 from tests.local.test_exits import trained
 from tests.local.test_streams import with_heads
@@ -68,15 +67,15 @@ def test_schemes_that_change_change_no_token(
     orders = requests(4, 60, HOT)
     folder = trained(folder, tmp_path / "heard") if has_exit else folder
     fans = set[Guessing]()
-    drafter: Any = transport if transport is DrafterProcess else AheadDrafter
+    drafter: Any = transport if transport is DrafterProcess else OverlappedDrafter
     begin = drafter.begin_anew
 
     def seen(self: Any, guessing: Guessing) -> None:
         fans.add(guessing)
         begin(self, guessing)
 
-    monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
-    monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
+    monkeypatch.setattr("atts.accel.build.usable_cores", lambda: 2)
+    monkeypatch.setattr("atts.accel.overlap.schemes.SchemeControl", Changing)
     monkeypatch.setattr(drafter, "begin_anew", seen)
     plain = run(folder, [orders])
     beside = "process" if transport is DrafterProcess else "inline"
@@ -94,20 +93,20 @@ def test_only_what_is_left_open_is_learned(
     make_model: Make, near: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A number of tokens, another word or a single core leave it at drafts before the step."""
-    made = list[SchemeDrafting]()
+    made = list[AdaptiveDrafting]()
 
-    def make(*args: Any, **ways: Any) -> SchemeDrafting:
-        made.append(SchemeDrafting(*args, **ways))
+    def make(*args: Any, **ways: Any) -> AdaptiveDrafting:
+        made.append(AdaptiveDrafting(*args, **ways))
         return made[-1]
 
-    monkeypatch.setattr("atts.local.build.SchemeDrafting", make)
+    monkeypatch.setattr("atts.accel.build.AdaptiveDrafting", make)
     folder = make_model("llama")
     orders = requests(1, 4)
     for cores, lengths, way in ((2, 4, "auto"), (2, None, "draft"), (1, None, "auto")):
-        monkeypatch.setattr("atts.local.build.usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr("atts.accel.build.usable_cores", lambda cores=cores: cores)
         run(folder, [orders], None, lengths, near, speculate=way)
         assert made == []
-    monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
+    monkeypatch.setattr("atts.accel.build.usable_cores", lambda: 2)
     run(folder, [orders], None, None, near, speculate="auto")
     assert len(made) == 1
 
@@ -121,9 +120,9 @@ def test_a_drafter_that_does_not_end_is_left(
         def wait(self, seconds: float) -> bool:
             return False
 
-    monkeypatch.setattr("atts.local.build.InlineTransport", Stuck)
-    monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
-    monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
+    monkeypatch.setattr("atts.accel.build.InlineTransport", Stuck)
+    monkeypatch.setattr("atts.accel.build.usable_cores", lambda: 2)
+    monkeypatch.setattr("atts.accel.overlap.schemes.SchemeControl", Changing)
     folder = make_model("llama")
     orders = requests(2, 40, HOT)
     done = run(folder, [orders], None, None, near, speculate="auto")
@@ -142,9 +141,9 @@ def test_a_late_job_makes_no_other_scheme_late(
             waits.append(seconds)
             return seconds == PATIENCE
 
-    monkeypatch.setattr("atts.local.build.InlineTransport", Late)
-    monkeypatch.setattr("atts.local.build.usable_cores", lambda: 2)
-    monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Changing)
+    monkeypatch.setattr("atts.accel.build.InlineTransport", Late)
+    monkeypatch.setattr("atts.accel.build.usable_cores", lambda: 2)
+    monkeypatch.setattr("atts.accel.overlap.schemes.SchemeControl", Changing)
     run(make_model("llama"), [requests(2, 40, HOT)], None, None, near, speculate="auto")
     first = [then for before, then in pairwise(waits) if before == PATIENCE]
     assert 0.0 in waits, "some were late"
@@ -173,8 +172,8 @@ def test_what_is_but_tried_counts_for_no_scheme(monkeypatch: pytest.MonkeyPatch)
         def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
             seen.append(tokens)
 
-    monkeypatch.setattr("atts.local.scheme_drafting.SchemeControl", Counting)
-    drafting = SchemeDrafting(cast(Any, None), cast(Any, None), Said(4), 4, has_exit=False)
+    monkeypatch.setattr("atts.accel.overlap.schemes.SchemeControl", Counting)
+    drafting = AdaptiveDrafting(cast(Any, None), cast(Any, None), Said(4), 4, has_exit=False)
     plan = StepPlan([], [], [], [(1, 2)])
     for _ in range(3):
         drafting.observed(plan, [SpeculationRound(1, 2, 2, 2)], (0.1, 0.1))

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from atts.accel.speculate.drafter import ModelDrafter
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.local.batch import StepPlan
-from atts.local.drafting import ModelDrafter
 from atts.local.messages import (
     Cancel,
     Command,
@@ -20,8 +20,8 @@ from atts.local.messages import (
     ScoreReply,
     Submit,
 )
-from atts.local.speculating import Speculation, SpeculationRound
-from atts.speculation import Ask, Proposer, TokenProposal
+from atts.local.proposals import Proposals
+from atts.local.seams import Ask, Proposer, SpeculationRound, TokenProposal
 from tests.local.speculating import (
     AnyLength,
     Driven,
@@ -194,7 +194,7 @@ def is_always_right(folder: Path, room: int) -> bool:
             lambda drafter, asks: propose(drafter, [exchanged(ask) for ask in asks]),
         )
         patch.setattr(ModelDrafter, "settled", watched)
-        patch.setattr(Speculation, "_checked", lambda self, ask, proposal: proposal)
+        patch.setattr(Proposals, "_checked", lambda self, ask, proposal: proposal)
         storm(folder, folder, room, (Sampling(3.0),))
     assert len(missing) > 15
     return sum(missing) <= 2  # but for a near tie of two ways to compute

@@ -5,29 +5,29 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atts.accel import SpeculationOptions
 from atts.api.engines import build_engine
 from atts.core import SampleRequest, Sampling
 from atts.errors import OptionError, OutOfMemory
-from atts.local import LocalEngine, LocalOptions
 from atts.local.batch import StepPlan
-from atts.local.cache import allocate_cache
+from atts.local.devices import allocate_cache
 from atts.local.loop import StepLoop
 from atts.local.messages import Command, SampleReply, Submit
 from atts.local.scheduler import Scheduler
+from atts.local.seams import Ask, Proposer, TokenProposal
 from atts.sampling import Seed
-from atts.speculation import Ask, Proposer, TokenProposal
 from tests.local.speculating import (
     AnyLength,
     Knowing,
     Make,
     Script,
     counts,
+    engine_of,
     ids_of,
     requests,
     run,
@@ -35,7 +35,13 @@ from tests.local.speculating import (
     texts,
 )
 
-HERE = LocalOptions(device="cpu", worker="thread", kv_tokens=2048, max_batch=32, threads=1)
+HERE: dict[str, Any] = {
+    "device": "cpu",
+    "worker": "thread",
+    "kv_tokens": 2048,
+    "max_batch": 32,
+    "threads": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -74,10 +80,9 @@ async def test_an_engine_with_a_drafter_answers_as_one_without(
     request = SampleRequest(ids_of(1, 12), 24, Sampling(0.8), Seed(3))
     answers = list[Any]()
     for drafter in ("", str(near)):
-        options = replace(
-            HERE, worker=worker if drafter else "thread", drafter=drafter, k=4 if drafter else None
-        )
-        async with LocalEngine(make_model("llama"), options=options) as engine:
+        settings: dict[str, Any] = {"worker": worker if drafter else "thread", "drafter": drafter}
+        settings |= {"k": 4} if drafter else {}
+        async with engine_of(make_model("llama"), **{**HERE, **settings}) as engine:
             answers.append(await engine.sample(request))
             speculation = engine.loop_stats().speculation
             assert (speculation is not None) == bool(drafter)
@@ -115,12 +120,13 @@ def test_words_for_speculation_are_understood() -> None:
     engine: Any = build_engine(
         "embedded:target?drafter=embedded:draft&speculate=auto&k=auto", "target"
     )
-    assert engine._options.k is None
-    assert Path(engine._options.drafter).name == "draft"
-    assert engine._options.speculates
+    speculation = engine._accelerator.speculation
+    assert speculation.k is None
+    assert Path(speculation.drafter).name == "draft"
+    assert speculation.is_on
     off: Any = build_engine("embedded:target?drafter=embedded:draft&k=0", "target")
-    assert not off._options.speculates
-    assert not LocalOptions().speculates
+    assert not off._accelerator.speculation.is_on
+    assert not SpeculationOptions().is_on
 
 
 @pytest.mark.anyio
@@ -138,7 +144,7 @@ async def test_a_drafter_of_another_tokenizer_is_refused(make_model: Make, tmp_p
     (tmp_path / "tokenizer.json").write_text(json.dumps(state))
     assert AutoTokenizer.from_pretrained(tmp_path) is not None
     with pytest.raises(OptionError, match="has another tokenizer"):
-        async with LocalEngine(source, options=replace(HERE, drafter=str(tmp_path))):
+        async with engine_of(source, **HERE, drafter=str(tmp_path)):
             pass
 
 
@@ -149,13 +155,13 @@ def test_a_drafter_without_room_for_its_cache_is_refused(
 
     def scarce(config: Any, dtype: Any, device: Any, least: int | None = None) -> Any:
         if config.name == "tiny" and least is not None:
-            monkeypatch.setattr("atts.local.cache._zeros", refuse)
+            monkeypatch.setattr("atts.local.devices._zeros", refuse)
         return allocate_cache(config, dtype, device, least)
 
     def refuse(*sizes: object) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("atts.local.build.allocate_cache", scarce)
+    monkeypatch.setattr("atts.accel.build.allocate_cache", scarce)
     with pytest.raises(OutOfMemory, match="a cache of 4096 tokens does not fit"):
         run(make_model("llama"), [requests(1)], None, 4, near)
 
@@ -193,8 +199,8 @@ def test_a_step_that_breaks_is_tried_without_proposals(
 ) -> None:
     """Nobody is told, no text changes; where memory ran out, proposals are shorter afterwards."""
     orders = requests(4)
-    compute = StepLoop._compute
-    seen = list[int]()  # pyright: ignore[reportPrivateUsage]
+    compute = StepLoop._run  # pyright: ignore[reportPrivateUsage]
+    seen = list[int]()
     plain = run(make_model("llama"), [orders])
 
     def scarce(loop: StepLoop, plan: StepPlan, *rest: Any) -> Any:
@@ -203,7 +209,7 @@ def test_a_step_that_breaks_is_tried_without_proposals(
             raise error
         return compute(loop, plan, *rest)
 
-    monkeypatch.setattr(StepLoop, "_compute", scarce)
+    monkeypatch.setattr(StepLoop, "_run", scarce)
     done = run(make_model("llama"), [orders], Knowing(texts(plain), "right"), 8)
     assert same(plain, done)
     assert done.stats.shrunk == done.stats.preempted == 0
@@ -252,7 +258,7 @@ def test_choosing_and_learning_are_no_part_of_what_a_step_takes(
             now[0] += 10
             told.append(seconds)
 
-    monkeypatch.setattr("atts.local.build.thread_time", lambda: now[0])
+    monkeypatch.setattr("atts.accel.build.thread_time", lambda: now[0])
     run(make_model("llama"), [requests(2)], None, Slow(1), near)
     assert len(told) > 5
     assert set(told) == {(0, 0)}
@@ -264,7 +270,7 @@ def test_what_is_done_between_two_steps_is_part_of_what_the_second_takes(
     """Plans, replies and reports are as dear a step with one token as with nine."""
     now = [0.0]
     told = list[float]()
-    plan = Scheduler.plan
+    plan = Scheduler.schedule
 
     class Told(AnyLength):
         def observed(
@@ -276,8 +282,8 @@ def test_what_is_done_between_two_steps_is_part_of_what_the_second_takes(
         now[0] += 500 if len(told) == 9 else 5
         return plan(scheduler)
 
-    monkeypatch.setattr(Scheduler, "plan", planned)
-    monkeypatch.setattr("atts.local.build.thread_time", lambda: now[0])
+    monkeypatch.setattr(Scheduler, "schedule", planned)
+    monkeypatch.setattr("atts.accel.build.thread_time", lambda: now[0])
     run(make_model("llama"), [requests(2)], None, Told(1), near)
     assert len(told) > 15
     assert told[0] == 0
@@ -305,7 +311,7 @@ def test_a_wait_for_requests_is_no_part_of_a_step(
         return take(inbox, wait=wait)
 
     monkeypatch.setattr(Script, "take", waiting)
-    monkeypatch.setattr("atts.local.build.thread_time", lambda: now[0])
+    monkeypatch.setattr("atts.accel.build.thread_time", lambda: now[0])
     run(
         make_model("llama"),
         [[order] for order in requests(1, 2)] + [[]] * 9 + [requests(2)],
@@ -324,7 +330,7 @@ def test_a_step_that_is_tried_again_teaches_nothing(
     proposers.
     """
     orders = requests(2)
-    compute = StepLoop._compute  # pyright: ignore[reportPrivateUsage]
+    compute = StepLoop._run  # pyright: ignore[reportPrivateUsage]
     plain = run(make_model("llama"), [orders])
     broken = list[StepPlan]()
     told = list[bool]()
@@ -341,7 +347,7 @@ def test_a_step_that_is_tried_again_teaches_nothing(
         ) -> None:
             told.append(any(plan is each for each in broken))
 
-    monkeypatch.setattr(StepLoop, "_compute", breaking)
+    monkeypatch.setattr(StepLoop, "_run", breaking)
     assert same(
         plain, run(make_model("llama"), [orders], Knowing(texts(plain), "right"), Said(4, 1))
     )

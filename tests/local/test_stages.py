@@ -25,26 +25,28 @@ import numpy as np
 import pytest
 import torch
 
+from atts.accel import options_of
+from atts.accel.build import build_stage
+from atts.accel.options import StageOptions
+from atts.accel.zoo import stage_rows, stage_workers
+from atts.accel.zoo.placement import Instance, dispatched
+from atts.accel.zoo.stage_rows import KeptRows, StageCosts
+from atts.accel.zoo.stages import BuildStage, StageServer, StageSetup, Visit, stage_setups
 from atts.concurrency import collect
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import EngineUnavailable, ModelLoadError, OptionError, UnsupportedByEngine
-from atts.local import LocalEngine, LocalOptions, stage_rows, stage_workers
 from atts.local.batch import StepBatch, single_rows
-from atts.local.build import build_stage
+from atts.local.cpu.native_model import NativeModel
 from atts.local.messages import Cancel, Command, Submit, WorkerConfig
 from atts.local.model_config import read_model_config
-from atts.local.native_model import NativeModel
-from atts.local.stage_rows import KeptRows, StageCosts
-from atts.local.stages import BuildStage, StageServer, StageSetup, Visit, stage_setups
 from atts.models.tokenizers import ModelTokenizer
-from atts.placement import Instance, dispatched
 from atts.sampling import Seed
 from atts.testing import check_engine
 
-from .speculating import Driven, Script, ids_of
+from .speculating import Driven, Script, engine_of, ids_of
 
 Make = Callable[..., Path]
-HERE = LocalOptions(device="cpu", worker="thread", kv_tokens=4096, stages=3)
+HERE: dict[str, Any] = {"device": "cpu", "worker": "thread", "kv_tokens": 4096, "stages": 3}
 LAWS = Sampling(0.0), Sampling(0.9), Sampling(1.0, top_p=0.9)
 
 
@@ -172,9 +174,9 @@ def said(driven: Driven) -> list[tuple[int, tuple[object, object]]]:
     ]
 
 
-def setup_of(folder: Path, layers: range, stages: int = 3) -> StageSetup:
+def setup_of(folder: Path, layers: range) -> StageSetup:
     """What a stage is told."""
-    options = replace(HERE, stages=stages)
+    options = options_of(**HERE)[0]
     return StageSetup(
         WorkerConfig("m", folder, read_model_config(folder, "m"), (), options), layers
     )
@@ -188,7 +190,9 @@ def stage_processes() -> dict[int, bytes]:
     )
     commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
     return {
-        pid: command for pid, command in commands.items() if b"atts.local.stage_workers" in command
+        pid: command
+        for pid, command in commands.items()
+        if b"atts.accel.zoo.stage_workers" in command
     }
 
 
@@ -200,8 +204,8 @@ async def test_a_killed_stage_is_an_outage_that_ends(replicas: str, make_model: 
     """While one is left that has its layers nobody notices; then whoever waits is told, and opened
     anew it goes on.
     """
-    options = replace(HERE, stages=2, stage_replicas=replicas)
-    engine = LocalEngine(make_model("llama", eos_token_id=None), name="m", options=options)
+    options = {**HERE, "stages": 2, "stage_replicas": replicas}
+    engine = engine_of(make_model("llama", eos_token_id=None), name="m", **options)
     ask = SampleRequest((5, 6, 7), 60, Sampling(0.8), Seed(1))
     async with engine:
         assert "2 stages" in engine.kernel
@@ -250,7 +254,7 @@ async def test_stages_keep_every_promise(make_model: Make) -> None:
     """The conformance suite, the loop in a process as well."""
     folder = make_model("llama")
     await check_engine(
-        lambda: LocalEngine(folder, options=replace(HERE, worker="process", kv_tokens=8192))
+        lambda: engine_of(folder, **{**HERE, "worker": "process", "kv_tokens": 8192})
     )
 
 
@@ -269,22 +273,19 @@ async def test_what_cannot_be_loaded_or_divided_is_told(
     del tensors["model.layers.2.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelLoadError, match=r"lacks the weight 'layers\.2\.mlp"):
-        await LocalEngine(folder, options=HERE).__aenter__()
+        await engine_of(folder, **HERE).__aenter__()
     assert len(here.made) == 2
     with pytest.raises(UnsupportedByEngine, match="3 layers make no 4 stages"):
-        await LocalEngine(make_model("llama"), options=replace(HERE, stages=4)).__aenter__()
+        await engine_of(make_model("llama"), **{**HERE, "stages": 4}).__aenter__()
     with pytest.raises(UnsupportedByEngine, match="ray:"):
-        await LocalEngine(
-            make_model("llama"), options=replace(HERE, stage_worker="ray")
-        ).__aenter__()
-    counts = [replace(HERE, stage_replicas=said) for said in ("0", "2,2,2", "", "1,x", "65")]
-    others = (
-        replace(HERE, stages=0),
-        replace(HERE, speculate="mirror", drafter="d"),
-    )
-    for options in (*others, *counts, replace(HERE, stage_steps=0)):
+        await engine_of(make_model("llama"), **HERE, stage_worker="ray").__aenter__()
+    wrong: list[dict[str, Any]] = [
+        {"stage_replicas": said} for said in ("0", "2,2,2", "", "1,x", "65")
+    ]
+    wrong += [{"stages": 0}, {"speculate": "mirror", "drafter": "d"}, {"stage_steps": 0}]
+    for changes in wrong:
         with pytest.raises(OptionError, match="stage"):
-            LocalEngine(folder, options=options)
+            engine_of(folder, **{**HERE, **changes})
 
 
 @pytest.mark.parametrize(("family", "proposed"), [("llama", 0), ("llama", 3), ("qwen3", 0)])
@@ -342,7 +343,7 @@ def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
     """As they were fed, whichever of them are missing: long runs, short ones, rows alone, and parts
     of runs.
     """
-    setup = setup_of(make_model("llama", eos_token_id=None, num_hidden_layers=5), range(1, 5), 2)
+    setup = setup_of(make_model("llama", eos_token_id=None, num_hidden_layers=5), range(1, 5))
     one, two = (build_stage(setup) for _ in range(2))
     cache = one.cache
     copied = two.cache
@@ -370,7 +371,7 @@ def test_keys_and_values_are_brought_whatever_is_heard_meanwhile(make_model: Mak
     more.
     """
     kept = KeptRows(3, 64, 8)
-    costs = StageCosts(setup_of(make_model("llama"), range(1, 3), 3))
+    costs = StageCosts(setup_of(make_model("llama"), range(1, 3)))
     table = np.arange(1, 25, dtype=np.int32).reshape(2, 12)
     ends = np.array([10, 10])
     kept.held[0] = True
@@ -445,7 +446,8 @@ def test_layers_are_divided_by_bytes(make_model: Make) -> None:
     sizes = (8, 320, [4, 4]), (8, 2000, [2, 6]), (9, 90_000, [1, 4, 4]), (3, 10, [1, 1, 1])
     for layers, words, wanted in sizes:
         model = replace(config.model, num_layers=layers, vocabulary=words, ties_embeddings=True)
-        told = replace(config, model=model, options=replace(HERE, stages=len(wanted)))
-        found = [each.layers for each in stage_setups(told)]
+        told = replace(config, model=model)
+        stages = StageOptions(stages=len(wanted))
+        found = [each.layers for each in stage_setups(told, stages)]
         assert [len(each) for each in found] == wanted
         assert [at for each in found for at in each] == list(range(layers))

@@ -11,17 +11,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from atts.accel.overlap.branches import BranchWriter
+from atts.accel.overlap.mirror import STREAM_FILE
 from atts.core import Message, SampleRequest, Sampling
 from atts.errors import ModelLoadError
 from atts.evaluators.datasets.arithmetic import problems
-from atts.local import LocalEngine, LocalOptions
-from atts.local.draft_branches import BranchWriter
 from atts.local.model_config import read_model_config
-from atts.local.streams import STREAM_FILE
+from atts.local.seams import OverlapStats
 from atts.models import path
 from atts.sampling import Seed
-from atts.speculation import OverlapStats
-from tests.local.speculating import Make, counts, requests, run, same, texts
+from tests.local.speculating import Make, counts, engine_of, requests, run, same, texts
 
 HOT = (Sampling(0.0), Sampling(0.8), Sampling(1.0, top_p=0.9))
 
@@ -98,21 +97,21 @@ async def test_the_shipped_heads_save_passes_and_keep_what_stands(
     """Of the embedded pair: the same texts, at most .6 passes a token, and .97 of what stands
     without them.
     """
-    options = LocalOptions(
-        worker="thread",
-        threads=1,
-        drafter=str(path("draft")),
-        speculate="mirror",
-        k=7,
-        beside="inline",
-    )
+    settings: dict[str, Any] = {
+        "worker": "thread",
+        "threads": 1,
+        "drafter": str(path("draft")),
+        "speculate": "mirror",
+        "k": 7,
+        "beside": "inline",
+    }
     written = list[Any]()
     shares = list[float]()
     passes = list[float]()
     for heads in (True, False):
         if not heads:
-            monkeypatch.setattr("atts.local.build.StreamHeads.read", lambda *args: None)
-        async with LocalEngine(path("target"), options=options) as engine:
+            monkeypatch.setattr("atts.accel.build.StreamHeads.read", lambda *args: None)
+        async with engine_of(path("target"), **settings) as engine:
             asks = [
                 engine.tokenizer.render([Message("user", each.text)])
                 for each in problems("test", 4)

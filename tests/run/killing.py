@@ -83,7 +83,7 @@ def serve() -> None:
     """
     import transformers  # noqa: F401  # pyright: ignore[reportUnusedImport]  what engines load when they open
 
-    import atts.local.build  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    import atts.local.builder  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
     workers: Any = worker
     workers.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from atts.speculation import GoodputControl, StepShape
-from atts.speculation.costs import StepCosts, condition
-from atts.speculation.survival import Outcome, Survival
+from atts.accel.speculate.costs import StepCosts, condition
+from atts.accel.speculate.goodput import GoodputControl, StepShape
+from atts.accel.speculate.survival import Outcome, Survival
 
 Table = Callable[[int], float]
 MOST = 16

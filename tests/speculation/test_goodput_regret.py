@@ -14,7 +14,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from atts.speculation import GoodputControl, StepShape
+from atts.accel.speculate.goodput import GoodputControl, StepShape
 
 MOST = 16
 DRAFTS = {

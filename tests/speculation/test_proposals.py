@@ -5,15 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from atts.accel.speculate.proposers import BestProposer, HintProposer, SuffixProposer
 from atts.core import Sampling, TokenIds
 from atts.engine import Speculated, speculated_since, together
-from atts.speculation import (
-    Ask,
-    BestProposer,
-    HintProposer,
-    SuffixProposer,
-    TokenProposal,
-)
+from atts.local.seams import Ask, TokenProposal
 
 
 def ask(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from atts.speculation import SchemeControl
+from atts.accel.overlap.schemes import SchemeControl
 
 Rates = Callable[[int], Sequence[float]]
 

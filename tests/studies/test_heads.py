@@ -11,8 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from atts.local.exits import EXIT_FILE
-from atts.local.streams import STREAM_FILE
+from atts.accel.overlap.mirror import EXIT_FILE, STREAM_FILE
 from atts.models import path
 from scripts.studies import train_proposers
 from scripts.studies.overlap_virtual import Recorder, record

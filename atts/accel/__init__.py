@@ -1,0 +1,57 @@
+"""What accelerates the local engine, without a change to what it writes: speculation, overlap, zoos.
+
+zoo = Zoo(Path("zoo"))
+zoo.add("base", Path("models/base"))      # split, hashed, stored once
+zoo.show().stored, zoo.show().apart       # bytes, and those of the folders they came from
+zoo.export("base", Path("copy"))          # every file as it was added
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from atts.accel.engine import accelerated
+from atts.accel.options import SpeculationOptions, StageOptions, options_of
+
+if TYPE_CHECKING:
+    from atts.accel.zoo.divergence import Divergence, divergence
+    from atts.accel.zoo.equivalence import Likeness, stand_in
+    from atts.accel.zoo.folders import check_name
+    from atts.accel.zoo.replicas import replicated
+    from atts.accel.zoo.sharing import SharedPart, ZooContents, written_places
+    from atts.accel.zoo.zoo import Zoo
+
+__all__ = [
+    "Divergence",
+    "Likeness",
+    "SharedPart",
+    "SpeculationOptions",
+    "StageOptions",
+    "Zoo",
+    "ZooContents",
+    "accelerated",
+    "check_name",
+    "divergence",
+    "options_of",
+    "replicated",
+    "stand_in",
+    "written_places",
+]
+
+_NAMES = {
+    "divergence": "Divergence divergence",
+    "equivalence": "Likeness stand_in",
+    "folders": "check_name",
+    "replicas": "replicated",
+    "sharing": "SharedPart ZooContents written_places",
+    "zoo": "Zoo",
+}
+_HOME = {
+    name: f"atts.accel.zoo.{module}" for module, names in _NAMES.items() for name in names.split()
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what belongs to zoos when it is first used: most engines need none of it."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'atts.accel' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,433 @@
+"""The builder of loops that accelerate decoding: target, drafter and slots, from what a plan names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from time import perf_counter, thread_time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from atts.accel.grouped import GroupedDrafter
+from atts.accel.options import MOST_PROPOSED, OVERLAPPED
+from atts.accel.overlap.drafter import BRANCH_SLOTS, InlineTransport, OverlappedDrafter
+from atts.accel.overlap.mirror import EXIT_FILE, ExitAdapter, ExitModel, Exits, StreamHeads
+from atts.accel.overlap.process import DrafterProcess, DraftSetup
+from atts.accel.overlap.schemes import GUESSING, AdaptiveDrafting
+from atts.accel.plan import LoopPlan
+from atts.accel.speculate.drafter import DraftedRows, DraftedSlots, ModelDrafter
+from atts.accel.speculate.goodput import GoodputLengths
+from atts.accel.speculate.proposers import BestProposer, HintProposer, SuffixProposer
+from atts.accel.zoo.chains import ChainModel, SharedLoop, shared_kernels
+from atts.accel.zoo.kv_sharing import SharingScheduler
+from atts.accel.zoo.many_models import Chain, ZooLoader
+from atts.accel.zoo.slot_ledger import SlotLedger
+from atts.accel.zoo.stage_line import HeldLine
+from atts.accel.zoo.staged_loop import StagedLoop, StagedModel, StagedScheduler
+from atts.accel.zoo.stages import HeldLayers, SharedLayers, StageSetup, stage_setups
+from atts.concurrency import usable_cores
+from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
+from atts.local.builder import (
+    MakeModel,
+    Send,
+    choose_model,
+    prefix_tree,
+    scheduler_config,
+    set_threads,
+    share_cores,
+    threads_of,
+    token_table,
+)
+from atts.local.cpu.native_model import NativeModel
+from atts.local.devices import SPARE_SLOTS, allocate_cache, default_tokens, device_of
+from atts.local.loader import Weights, load_weights
+from atts.local.loop import StepLoop
+from atts.local.messages import WorkerConfig, WorkerReady
+from atts.local.proposals import Proposals
+from atts.local.scheduler import Scheduler
+from atts.local.seams import FixedLength, Lengths, Model, Proposer, TappedModel
+from atts.local.torch_model import TorchModel
+
+_K_AHEAD = 16
+"""Most tokens drafted while a step is computed, where no number is given: drafting ends with it."""
+
+
+def build_accelerated(
+    plan: LoopPlan, config: WorkerConfig, send: Send, make_model: MakeModel | None = None
+) -> tuple[StepLoop, WorkerReady]:
+    """Load and connect what a plan names; `make_model` stands in for the choice of a kernel.
+
+    A lent drafter that cannot be loaded is left out, as on a GPU, where it would take cache from
+    the target.
+
+    :raises ModelLoadError: the weights cannot be used.
+    :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
+    """
+    if not plan.may_lack_drafter:
+        return _build(plan, config, send, make_model)
+    alone = plan.without_drafter(), replace(config, more_kv_floats=0)
+    if device_of(config).type != "cpu":
+        return _build(*alone, send, make_model)
+    try:
+        return _build(plan, config, send, make_model)
+    except (ModelLoadError, OutOfMemory, UnsupportedByEngine) as error:
+        loop, ready = _build(*alone, send, make_model)
+        trouble = f"{config.name}: the draft proposes nothing to it ({error})"
+        return loop, replace(ready, trouble=" ".join(filter(None, (ready.trouble, trouble))))
+
+
+class _Target(NamedTuple):
+    """The target's model and cache, and what was loaded before the cache took the memory."""
+
+    model: Model
+    cache: Tensor
+    drafter: Weights | None = None
+    exits: ExitModel | None = None
+    trouble: str = ""  # what a user should know of the choice of kernels
+
+    @property
+    def slots(self) -> int:
+        """Tokens that may be cached."""
+        return self.cache.shape[2] - SPARE_SLOTS
+
+
+def _build(
+    plan: LoopPlan, config: WorkerConfig, send: Send, make_model: MakeModel | None
+) -> tuple[StepLoop, WorkerReady]:
+    device = device_of(config)
+    if plan.drafter is not None:
+        _drafter_device(plan, config)  # one that is missing is an error before anything is loaded
+    kernels: Any = None
+    trouble = ""
+    if plan.is_shared:
+        kernels, trouble = shared_kernels(config, device)
+    if kernels is not None and plan.stages.stages == 1:
+        loop, target = _shared_loop(plan, config, kernels, send)
+    elif plan.stages.stages > 1:
+        loop, target = _staged_loop(plan, config, kernels, send)
+    else:
+        target = _alone(plan, config, device, make_model)
+        loop = _speculating_loop(plan, config, target, send)
+    loop.share_cores = partial(share_cores, config, target.model)
+    takes_models = kernels is not None
+    trouble = target.trouble or trouble
+    return loop, WorkerReady(target.slots, target.model.device_name, trouble, takes_models)
+
+
+def _speculating_loop(
+    plan: LoopPlan, config: WorkerConfig, target: _Target, send: Send
+) -> StepLoop:
+    """Connect a target with what proposes to it."""
+    slots = DraftedSlots(target.slots)
+    scheduler = Scheduler(scheduler_config(config, target.slots), prefix_tree(config), slots)
+    table = token_table(config)
+    if not plan.speculates:
+        return StepLoop(target.model, scheduler, table, send)
+    rows = DraftedRows(scheduler.table, slots, scheduler.sequence)
+    proposer, lengths = _proposer_and_lengths(plan, config, target, rows)
+    is_here = target.cache.device.type == "cpu" and plan.stages.stages == 1
+    is_here &= plan.speculation.drafter_device in ("", "cpu")
+    proposals = Proposals(
+        scheduler,
+        proposer,
+        lengths,
+        vocabulary=config.model.vocabulary,
+        table=table,
+        # in one thread what others took of the processor is left out
+        clock=thread_time if is_here else perf_counter,
+    )
+    return StepLoop(target.model, scheduler, table, send, proposals)
+
+
+def _shared_loop(
+    plan: LoopPlan, config: WorkerConfig, kernels: Any, send: Send
+) -> tuple[StepLoop, _Target]:
+    """Make the loop of a model of a zoo, which others may join."""
+    dtype = getattr(torch, config.options.dtype)
+    # the cache is for all of them, so for the deepest
+    depth = max(plan.depth, config.model.num_layers)
+    deepest = replace(config, model=replace(config.model, num_layers=depth))
+    cache = allocate_cache(deepest, dtype, device_of(config))
+    slots = cache.shape[2] - SPARE_SLOTS
+    ledger = SlotLedger(slots, config.model.hidden_size)
+    load = ZooLoader(kernels, cache, threads_of(config))
+    model = ChainModel(load, ledger, config, plan.stages.block_rows)
+    scheduler = SharingScheduler(scheduler_config(config, slots), prefix_tree(config), ledger)
+    loop = SharedLoop(model, scheduler, token_table(config), send)
+    return loop, _Target(model, cache)
+
+
+def _staged_loop(
+    plan: LoopPlan, config: WorkerConfig, kernels: Any, send: Send
+) -> tuple[StepLoop, _Target]:
+    """Make the loop of a model whose layers are in workers."""
+    target, model = _staged(plan, config, kernels)
+    if plan.speculates:
+        return _speculating_loop(plan, config, target, send), target
+    limits = scheduler_config(config, target.slots)
+    scheduler = StagedScheduler(limits, prefix_tree(config), model.most_steps)
+    return StagedLoop(model, scheduler, token_table(config), send), target
+
+
+def _alone(
+    plan: LoopPlan, config: WorkerConfig, device: torch.device, make_model: MakeModel | None
+) -> _Target:
+    """Load a model whole, with its exit where that is listened to."""
+    dtype = getattr(torch, config.options.dtype)
+    weights = load_weights(config.folder, config.model, dtype, device, config.name)
+    drafter = _drafter_here(plan, config)
+    cache = allocate_cache(config, dtype, device)
+    if make_model is not None:
+        model: TappedModel = make_model(config, weights, cache)
+        trouble = ""
+    else:
+        model, trouble = choose_model(config, weights, cache)
+    may_hear = _may_learn(plan, device) and (config.folder / EXIT_FILE).is_file()
+    if plan.speculation.speculate == "mirror" or may_hear:
+        exits = _with_exit(config, model, weights)
+        return _Target(exits, cache, drafter, exits, trouble)
+    return _Target(model, cache, drafter, None, trouble)
+
+
+def _drafter_here(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
+    """Load the draft model, unless it works in another process alone."""
+    is_elsewhere = plan.speculation.is_overlapped and plan.speculation.beside == "process"
+    return None if is_elsewhere else _drafter_weights(plan, config)
+
+
+def _with_exit(config: WorkerConfig, model: TappedModel, weights: Weights) -> ExitModel:
+    """The target, which can be heard half-way down its layers.
+
+    :raises UnsupportedByEngine: it has but one.
+    """
+    if config.model.num_layers < 2:
+        problem = "speculate=mirror hears the target between its layers, and it has one"
+        raise UnsupportedByEngine(config.name, problem, "Write speculate=ssd")
+    adapter = ExitAdapter.read(config.folder, config.model, weights, config.name)
+    return ExitModel(model, adapter, config.model.norm_eps)
+
+
+def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target, StagedModel]:
+    """Divide models of a zoo into ranges of layers in workers, or one model of which the first range
+    is here; workers load meanwhile.
+    """
+    is_shared = kernels is not None
+    device = device_of(config)
+    stages = plan.stages
+    dtype = getattr(torch, config.options.dtype)
+    kernel = "native" if is_shared else config.options.kernel
+    tokens = config.options.kv_tokens or default_tokens(config, dtype, device)
+    options = replace(config.options, kv_tokens=tokens, threads=threads_of(config), kernel=kernel)
+    plain = replace(config, options=options, pieces=(), builder=None)
+    line = HeldLine(
+        plain,
+        build_stage,
+        1 + sum(stages.replicas),
+        worker=stages.stage_worker,
+        is_shared=is_shared,
+    )
+    try:
+        if is_shared:
+            line.start_here()
+            for _ in range(sum(stages.replicas)):
+                line.start("a worker with layers of it")
+            no_layers = replace(plain, model=plain.model.part(range(0)))
+            cache = allocate_cache(no_layers, dtype, device)
+            load = ZooLoader(kernels, cache, threads_of(config))
+            shared = StagedModel(load, line, plain, cache, options=stages, is_shared=True)
+            return _Target(shared, cache), shared
+        first, *others = stage_setups(plain, stages)
+        homes = [[line.start(str(setup)) for _ in range(setup.replicas)] for setup in others]
+        line.add(others, homes=homes)
+        cache, model, trouble = _stage(first)
+        drafter = _drafter_here(plan, config)
+        line.load()
+        here = HeldLayers(first, model, cache)
+        target = StagedModel(
+            lambda _: Chain(model, ("", "")), line, plain, cache, here, options=stages
+        )
+        return _Target(target, cache, drafter, trouble=trouble), target
+    except BaseException:
+        line.close()
+        raise
+
+
+def build_stage(setup: StageSetup) -> HeldLayers:
+    """The layers of one stage and their cache, for the thread that runs them.
+
+    :raises EngineError: they cannot be loaded.
+    """
+    set_threads(setup.config)
+    cache, model, _ = _stage(setup)
+    if setup.is_shared and isinstance(model, NativeModel):
+        return SharedLayers(setup, model, cache)
+    return HeldLayers(setup, model, cache)
+
+
+def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
+    """Some layers of a model, and its words where these are the first; those of a zoo's models are
+    elsewhere.
+    """
+    config = setup.config
+    part = setup.config.model.part(setup.layers)
+    alone = not setup.is_shared
+    dtype = getattr(torch, config.options.dtype)
+    device = device_of(config)
+    read = config.folder, config.model, dtype, device, config.name
+    weights = load_weights(*read, merges=alone, layers=setup.layers, words=alone)
+    own = replace(config, model=part if alone else replace(part, vocabulary=0))
+    cache = allocate_cache(own, dtype, device, config.options.kv_tokens)
+    return cache, *choose_model(own, weights, cache)
+
+
+def _proposer_and_lengths(
+    plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
+) -> tuple[Proposer, Lengths]:
+    """Make what proposes to the target, and what says how much."""
+    speculation = plan.speculation
+    lengths: Lengths = (
+        GoodputLengths(MOST_PROPOSED) if speculation.k is None else FixedLength(speculation.k)
+    )
+    if plan.proposer is not None:
+        return plan.proposer(), lengths
+    if plan.drafter is not None and _may_learn(plan, target.cache.device):
+        ahead = _overlapped(plan, config, target, rows)
+        if isinstance(ahead, OverlappedDrafter):
+            serial: ModelDrafter | None = ahead.serial()
+        else:
+            serial = _drafter(plan, config, target, rows)
+        has_exit = target.exits is not None
+        adaptive = AdaptiveDrafting(
+            _proposer("auto", serial), ahead, lengths, _K_AHEAD, has_exit=has_exit
+        )
+        return adaptive, adaptive
+    make: Callable[..., Proposer | None] = _overlapped if speculation.is_overlapped else _drafter
+    return _proposer(speculation.way, make(plan, config, target, rows)), lengths
+
+
+def _may_learn(plan: LoopPlan, device: torch.device) -> bool:
+    """Whether it is left open how a draft model that the target's own words name is used, and there
+    are two cores.
+    """
+    is_open = plan.drafter is not None and not plan.may_lack_drafter
+    return is_open and plan.speculation.is_open and device.type == "cpu" and usable_cores() > 1
+
+
+def _drafter_device(plan: LoopPlan, config: WorkerConfig) -> torch.device:
+    """Return where the draft model is computed.
+
+    :raises ModelLoadError: it is not there.
+    """
+    return device_of(config, plan.speculation.drafter_device, "drafter_device")
+
+
+def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
+    """Load the draft model's, before a cache takes what is left of the memory."""
+    drafter = plan.drafter
+    if drafter is None:
+        return None
+    dtype = getattr(torch, config.options.dtype)
+    device = _drafter_device(plan, config)
+    return load_weights(drafter.folder, drafter.model, dtype, device, drafter.name)
+
+
+def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerConfig:
+    """Return the draft model with a cache of so many slots; for the rest the target's options hold
+    for it.
+    """
+    assert plan.drafter is not None, "there is one"
+    is_apart = _drafter_device(plan, config).type != device_of(config).type
+    kernel = "auto" if is_apart else config.options.kernel
+    options = replace(config.options, kv_tokens=slots, scores="float32", kernel=kernel)
+    return replace(plan.drafter, options=options, sharers=config.sharers)
+
+
+def _drafter(
+    plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
+) -> ModelDrafter | None:
+    """Make the draft model, with a cache of as many slots as the target's; None where none is named."""
+    if plan.drafter is None:
+        return None
+    assert target.drafter is not None, "its weights were loaded"
+    own = _drafter_config(plan, config, target.slots)
+    if plan.speculation.drafter_device:
+        # steps are captured in a stream that the devices of a process share
+        own = replace(own, options=replace(own.options, graphs="off"))
+    device = _drafter_device(plan, config)
+    cache = allocate_cache(own, target.cache.dtype, device, least=target.slots)
+    group = plan.speculation.fuzzy
+    model = choose_model(own, target.drafter, cache, group)[0]
+    vocabulary = config.model.vocabulary
+    if group > 1:
+        return GroupedDrafter(model, own.model, rows, vocabulary)
+    return ModelDrafter(model, own.model, rows, vocabulary)
+
+
+def _overlapped(
+    plan: LoopPlan, config: WorkerConfig, target: _Target, rows: DraftedRows
+) -> OverlappedDrafter | DrafterProcess:
+    """Make the draft model that works while the target verifies, in a process of its own or inline."""
+    exits = target.exits
+    if plan.speculation.beside == "process":
+        height, width = rows.table.shape
+        setup = DraftSetup(plan, config, target.slots, height, width, exits is not None)
+        return DrafterProcess(setup, rows.sequence, exits)
+    return overlapped_drafter(
+        plan, config, rows, InlineTransport(), exits, slots=target.slots, weights=target.drafter
+    )
+
+
+def overlapped_drafter(
+    plan: LoopPlan,
+    config: WorkerConfig,
+    rows: DraftedRows,
+    transport: InlineTransport,
+    exits: Exits | None,
+    *,
+    slots: int,
+    weights: Weights | None = None,
+) -> OverlappedDrafter:
+    """Make the drafter of an engine that works while its target does: with so many slots, and those
+    of branches behind them.
+
+    :raises ModelLoadError: the weights, or the heads trained for it, cannot be used.
+    :raises OutOfMemory: weights or cache do not fit.
+    """
+    speculation = plan.speculation
+    own = _drafter_config(plan, config, slots + BRANCH_SLOTS)
+    if speculation.beside == "inline":
+        own = replace(own, options=replace(own.options, graphs="off"))
+    weights = weights or _drafter_weights(plan, config)
+    assert weights is not None, "there is a model to load"
+    dtype = getattr(torch, config.options.dtype)
+    device = _drafter_device(plan, config)
+    cache = allocate_cache(own, dtype, device, least=slots + BRANCH_SLOTS)
+    heads = None
+    if exits is not None:
+        heads = StreamHeads.read(own.folder, own.model, weights, own.name)
+    return OverlappedDrafter(
+        choose_model(own, weights, cache)[0],
+        own.model,
+        rows,
+        config.model.vocabulary,
+        cache=cache,
+        transport=transport,
+        guessing=GUESSING.get(speculation.speculate or "", GUESSING["pearl"]),
+        most=_K_AHEAD if speculation.k is None else speculation.k,
+        exits=exits,
+        heads=heads,
+    )
+
+
+def _proposer(way: str, drafter: Proposer | None) -> Proposer:
+    """What proposes: looked up where that is cheap and likely, drafted by the model where there is
+    one.
+    """
+    if way in ("draft", *OVERLAPPED) and drafter is not None:
+        return drafter
+    if way == "suffix":
+        return SuffixProposer()
+    return BestProposer([HintProposer(), SuffixProposer(), *([drafter] if drafter else [])])

@@ -1,0 +1,151 @@
+"""Local engines with what accelerates them: who proposes tokens, and where blocks and layers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from atts.accel.options import SpeculationOptions, StageOptions
+from atts.accel.plan import LoopPlan
+from atts.accel.zoo.shared_worker import SharedWorker
+from atts.concurrency import import_lock
+from atts.errors import EngineError, OptionError
+from atts.local.engine import Accelerator, LocalEngine
+from atts.local.messages import Loop, LoopBuilder, LoopReport, WorkerConfig, WorkerReady
+from atts.local.model_config import read_model_config
+from atts.local.options import LocalOptions
+from atts.local.seams import Proposer
+from atts.local.worker import LoopWorker, new_worker
+from atts.models.folders import TEXT_FILES, WEIGHT_FILES, find_folder
+from atts.models.stored_blocks import MANIFEST, check_stored
+from atts.models.tokenizers import ModelTokenizer
+
+
+def accelerated(
+    model: str | Path,
+    *,
+    name: str = "",
+    options: LocalOptions | None = None,
+    speculation: SpeculationOptions | None = None,
+    stages: StageOptions | None = None,
+    chat: bool = False,
+    proposer: type[Proposer] | None = None,
+    lent: str = "",
+    replica: int = 0,
+) -> LocalEngine:
+    """Make an engine that writes what `LocalEngine` writes, in another time.
+
+    A `proposer` is made where the loop runs, and proposes instead of those that the options name. A
+    draft model that is `lent` is the drafter where the options say nothing against it, its
+    tokenizer is this model's, and both fit into the memory of a CPU; on a GPU it would take cache
+    from this model, and options must name it. Engines on models of one zoo share a step loop where
+    their `replica` is the same.
+
+    :raises OptionError: an option is unknown or impossible.
+    :raises UnsupportedByEngine: with `chat`, the folder holds no chat template.
+    """
+    acceleration = Acceleration(
+        speculation or SpeculationOptions(), stages or StageOptions(), proposer, lent, replica
+    )
+    return LocalEngine(model, name=name, options=options, chat=chat, accelerator=acceleration)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoop(LoopBuilder):
+    """Builds what a plan names, in the process that runs the loop."""
+
+    plan: LoopPlan
+
+    def build(
+        self, config: WorkerConfig, send: Callable[[LoopReport], None]
+    ) -> tuple[Loop, WorkerReady]:
+        """Load what the plan names; see `atts.accel.build`."""
+        with import_lock:
+            from atts.accel.build import build_accelerated  # imports torch
+
+        return build_accelerated(self.plan, config, send)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceleration(Accelerator):
+    """All that may be added to a local engine; what is not asked for leaves it as it is."""
+
+    speculation: SpeculationOptions
+    stages: StageOptions
+    proposer: type[Proposer] | None = None
+    lent: str = ""
+    replica: int = 0
+
+    def check(self, options: LocalOptions) -> None:
+        """See that all of it can be added to an engine with these options.
+
+        :raises OptionError: something cannot.
+        """
+        self.speculation.check()
+        self.stages.check()
+        self.stages.check_beside(options, self.speculation)
+
+    def prepare(self, config: WorkerConfig, tokenizer: ModelTokenizer) -> WorkerConfig:
+        """Find the draft model, and see that its ids mean what this model's do.
+
+        :raises OptionError: they do not.
+        :raises EngineError: a model that is named cannot be used.
+        """
+        speculation = self.speculation
+        plan = LoopPlan(speculation, self.stages, proposer=self.proposer)
+        if speculation.is_on and speculation.drafter:
+            plan = replace(plan, drafter=_find_drafter(config, speculation.drafter, tokenizer))
+        elif self.lent and self.proposer is None and speculation.takes_lent:
+            plan = self._with_lent(plan, config, tokenizer)
+        if plan.is_plain:
+            return config
+        drafter = plan.drafter
+        floats = drafter.kv_floats_per_token if drafter is not None else 0
+        return replace(config, builder=PlannedLoop(plan), more_kv_floats=floats)
+
+    def worker(self, model: str, options: LocalOptions) -> LoopWorker:
+        """Return a part in the loop of a zoo's models where nothing else is computed for this one,
+        else a worker of its own.
+        """
+        folder = Path(model).expanduser()
+        drafts = self.speculation.is_on or self.proposer is not None
+        drafts |= bool(self.lent) and self.speculation.takes_lent
+        is_native = options.kernel != "torch" and options.scores == "float32"
+        if drafts or not is_native or not (folder / MANIFEST).is_file():
+            return new_worker(options.worker)
+        zoo = folder.resolve().parent.parent
+        return SharedWorker(zoo, self.replica, self.stages, self._share)
+
+    def _share(self, config: WorkerConfig, depth: int) -> WorkerConfig:
+        plan = LoopPlan(self.speculation, self.stages, is_shared=True, depth=depth)
+        return replace(config, builder=PlannedLoop(plan))
+
+    def _with_lent(
+        self, plan: LoopPlan, config: WorkerConfig, tokenizer: ModelTokenizer
+    ) -> LoopPlan:
+        """Add the lent draft model, if it is there and its ids mean what the target's do."""
+        try:
+            drafter = _find_drafter(config, self.lent, tokenizer)
+        except (OptionError, EngineError):
+            return plan
+        speculation = replace(plan.speculation, drafter=self.lent)
+        return replace(plan, speculation=speculation, drafter=drafter, may_lack_drafter=True)
+
+
+def _find_drafter(target: WorkerConfig, words: str, tokenizer: ModelTokenizer) -> WorkerConfig:
+    """Return all that is known of the draft model before it is loaded.
+
+    :raises OptionError: its ids do not mean what the target's do.
+    :raises ZooError: it is a zoo's, and a block of it is damaged.
+    """
+    name = f"{target.name}'s drafter"
+    folder = find_folder(words, name, (*TEXT_FILES, *WEIGHT_FILES))
+    check_stored(folder)
+    pieces = ModelTokenizer(folder, name).pieces
+    shared = min(len(pieces), len(tokenizer.pieces))
+    if pieces[:shared] != tokenizer.pieces[:shared]:
+        problem = f"{words} has another tokenizer than {target.name}'s model: its proposals would mean nothing"
+        raise OptionError("drafter", f"{problem}. Name a smaller model of the same family")
+    model = read_model_config(folder, name)
+    return WorkerConfig(name, folder, model, pieces, target.options)

@@ -1,0 +1,179 @@
+"""The options of what accelerates a local engine, each with the settings that belong to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from re import ASCII, fullmatch
+from typing import Any, Literal, NamedTuple, get_args
+
+from atts.errors import OptionError
+from atts.local.options import LocalOptions
+
+Beside = Literal["process", "inline"]
+StageWorker = Literal["process", "ray"]
+SPECULATE = ("auto", "draft", "suffix", "pearl", "ssd", "mirror", "off")
+OVERLAPPED = ("pearl", "ssd", "mirror")
+MOST_PROPOSED = 32
+MOST_REPLICAS = 64
+_A_DRAFTER = "needs a draft model: write drafter=embedded:draft, or another's name"
+_BELONGS = {
+    "auto": ("drafter", "k", "fuzzy", "drafter_device", "beside"),
+    "draft": ("drafter", "k", "fuzzy", "drafter_device"),
+    "suffix": ("k",),
+    **dict.fromkeys(OVERLAPPED, ("drafter", "k", "drafter_device", "beside")),
+    "off": ("drafter", "k", "drafter_device"),
+}
+"""By the way to speculate, the settings that it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """Who proposes tokens to a target, and how many."""
+
+    # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
+    drafter: str = ""
+    speculate: str | None = None  # one of SPECULATE; None: auto where a drafter is named
+    # where an overlapped drafter works: inline it does so while the target waits
+    beside: Beside = "process"
+    fuzzy: int = 1  # attentions of the drafter that read one input; 1: exact
+    k: int | None = None  # tokens proposed at a time; None: as many as pay, 0: none
+    # cpu, cuda or cuda:1, where the drafter is computed; empty: where the target is
+    drafter_device: str = ""
+
+    def check(self) -> None:
+        """See that every option is known, and belongs to this way to speculate.
+
+        :raises OptionError: one is not, or does not.
+        """
+        if self.speculate is not None and self.speculate not in SPECULATE:
+            problem = f"{self.speculate!r} is no way to speculate"
+            raise OptionError("speculate", problem, SPECULATE, self.speculate)
+        if self.beside not in get_args(Beside):
+            raise OptionError(str(self.beside), "no such beside", get_args(Beside))
+        if self.k is not None and not 0 <= self.k <= MOST_PROPOSED:
+            raise OptionError("k", f"is {self.k}, expected 0 to {MOST_PROPOSED}, or auto")
+        if self.fuzzy < 1:
+            raise OptionError("fuzzy", f"is {self.fuzzy}, expected a number from 1 on")
+        if not fullmatch(r"(cpu|cuda(:\d+)?)?", self.drafter_device, ASCII):
+            known = ("cpu", "cuda", "cuda:1")
+            raise OptionError(self.drafter_device, "no such drafter_device", known)
+        for field in fields(self):
+            is_given = getattr(self, field.name) != field.default
+            if not is_given or field.name in ("speculate", *_BELONGS[self.way]):
+                continue
+            ways = ", ".join(way for way in SPECULATE if field.name in _BELONGS[way])
+            problem = f"is not a setting of speculate={self.way}, but of {ways}"
+            raise OptionError(field.name, problem)
+        if self.drafter:
+            return
+        if self.speculate in ("draft", *OVERLAPPED):
+            raise OptionError("speculate", f"{self.speculate} {_A_DRAFTER}")
+        for name in ("drafter_device", "fuzzy"):
+            if getattr(self, name) not in ("", 1):
+                raise OptionError(name, _A_DRAFTER)
+
+    @property
+    def way(self) -> str:
+        """How tokens are proposed: one of SPECULATE."""
+        return self.speculate or "auto"
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether the drafter works while its target computes."""
+        return self.speculate in OVERLAPPED
+
+    @property
+    def is_on(self) -> bool:
+        """Whether tokens are proposed at all."""
+        is_on = bool(self.drafter) if self.speculate is None else self.speculate != "off"
+        return is_on and self.k != 0
+
+    @property
+    def takes_lent(self) -> bool:
+        """Whether a draft model that is not named here may propose."""
+        return not self.drafter and self.speculate in (None, "auto") and self.k != 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is left open how a drafter is used, and so may be learnt."""
+        return self.speculate in (None, "auto") and self.k is None and self.fuzzy == 1
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """How the layers of a model, or the blocks of several, are divided among workers."""
+
+    # ranges of layers, each of the others with its keys and values in a worker of its own
+    stages: int = 1
+    # workers of each stage behind the first: one number for all, or "2,1"
+    stage_replicas: str = "1"
+    # steps on their way through the stages at once; None: as many as stages
+    stage_steps: int | None = None
+    stage_worker: StageWorker = "process"  # what such a worker is; behind "ray:", an actor
+    # most that one run of a block takes, where models of a zoo share them; None: all
+    block_rows: int | None = None
+
+    def check(self) -> None:
+        """See that every option is known and possible.
+
+        :raises OptionError: one is not.
+        """
+        if self.stage_worker not in get_args(StageWorker):
+            raise OptionError(str(self.stage_worker), "no such stage_worker", get_args(StageWorker))
+        for name in ("stages", "stage_steps", "block_rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(name, f"is {value}, expected at least 1")
+        counts = self.replicas
+        is_known = all(1 <= count <= MOST_REPLICAS for count in counts)
+        if len(counts) != self.stages - 1 or not is_known:
+            problem = f"{self.stage_replicas!r} is no number from 1 to {MOST_REPLICAS}, or one for each stage but the first"
+            raise OptionError("stage_replicas", problem)
+
+    def check_beside(self, options: LocalOptions, speculation: SpeculationOptions) -> None:
+        """See that an engine with these other options can have stages.
+
+        :raises OptionError: it cannot.
+        """
+        if self.stages > 1 and speculation.speculate == "mirror":
+            raise OptionError("stages", "are not heard between their layers (mirror)")
+        if self.stages > 1 and options.scores != "float32":
+            raise OptionError(
+                "scores", "bfloat16 is for the native kernels in one process, in float32 otherwise"
+            )
+
+    @property
+    def replicas(self) -> list[int]:
+        """How many workers hold each stage behind the first; 0 for what is no number."""
+        counts = [int(word) if word.isdecimal() else 0 for word in self.stage_replicas.split(",")]
+        return counts * (self.stages - 1) if len(counts) == 1 else counts
+
+
+class EngineOptions(NamedTuple):
+    """All options of an engine, by the arguments of `atts.accel.accelerated`."""
+
+    options: LocalOptions
+    speculation: SpeculationOptions
+    stages: StageOptions
+
+
+def options_of(**settings: Any) -> EngineOptions:
+    """Return the options that these settings belong to, each by its name.
+
+    :raises OptionError: one is unknown.
+
+    >>> options_of(threads=1, speculate="suffix").speculation.speculate
+    'suffix'
+    """
+    kinds = LocalOptions, SpeculationOptions, StageOptions
+    homes = {field.name: kind for kind in kinds for field in fields(kind)}
+    given: dict[type[Any], dict[str, Any]] = {kind: {} for kind in kinds}
+    for name, value in settings.items():
+        if name not in homes:
+            raise OptionError("engine", f"{name!r} is no setting of a local engine", [*homes], name)
+        given[homes[name]][name] = value
+    return EngineOptions(
+        LocalOptions(**given[LocalOptions]),
+        SpeculationOptions(**given[SpeculationOptions]),
+        StageOptions(**given[StageOptions]),
+    )

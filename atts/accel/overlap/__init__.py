@@ -1,0 +1,1 @@
+"""PEARL, SSD and Mirror-SD: a drafter that works while its target computes."""

@@ -1,0 +1,181 @@
+"""The main program of a drafter's process, which keeps its own cache of the sequences that it is
+sent.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import sys
+from contextlib import suppress
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from atts.accel.overlap.drafter import InlineTransport, OverlappedDrafter
+from atts.accel.overlap.mirror import ExitListener
+from atts.accel.overlap.outcomes import Guessing
+from atts.accel.overlap.process import Drafted, DraftedLine, DraftSetup, DraftStep, Order
+from atts.accel.speculate.drafter import DraftedRows, DraftedSlots
+from atts.concurrency import end_with
+from atts.errors import EngineError
+from atts.local.messages import GONE, FailureReply, write
+from atts.local.proposals import ask_of
+from atts.local.seams import Ask, OverlapStats, TokenProposal
+from atts.local.sequence import Sequence, new_sequence
+
+_SLOT_RUN = 64  # slots taken at a time
+
+
+class ToldTarget(InlineTransport):
+    """Works at once, beside a target elsewhere: how long its steps take is told, and what its exit
+    says.
+    """
+
+    is_beside = True
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.listener: ExitListener | None = None
+
+    def elapsed(self, began: float) -> float:
+        """As told."""
+        return self.seconds
+
+    def listen(self, listener: ExitListener | None) -> None:
+        """Who is told next."""
+        self.listener = listener
+
+
+class RemoteRows(DraftedRows):
+    """Rows and slots of sequences whose target is elsewhere; those for which there are none are not
+    drafted for.
+    """
+
+    def __init__(self, slots: int, rows: int, width: int) -> None:
+        self._sequences: dict[int, Sequence] = {}
+        self._free = list(range(rows))
+        table = np.zeros((rows, width), dtype=np.int32)
+        super().__init__(table, DraftedSlots(slots), self._sequences.__getitem__)
+
+    def follow(self, step: DraftStep) -> list[Ask]:
+        """Write down what a step tells; what is asked of those that there is room for."""
+        for key in step.ended:
+            self._drop(self._sequences.pop(key))
+            self.forget(key)
+        self._sequences.update(
+            {key: new_sequence(key, request, 0.0) for key, request in step.fresh}
+        )
+        asks = list[Ask]()
+        for key, ids, room in step.asks:
+            sequence = self._sequences[key]
+            sequence.ids += ids
+            sequence.logprobs += [0.0] * len(ids)  # their number is how many were written
+            if self._has_slots(sequence, len(sequence.ids) + room + 1):
+                asks.append(ask_of(sequence, room))
+        return asks
+
+    def _has_slots(self, sequence: Sequence, stop: int) -> bool:
+        if sequence.row < 0 and self._free:
+            sequence.row = self._free.pop()
+        stop = min(stop, self.table.shape[1])
+        count = max(0, stop - sequence.capacity)
+        run = min(max(count, _SLOT_RUN), self.table.shape[1] - sequence.capacity)
+        if sequence.row < 0 or (count and run > self.slots.num_free):
+            return False
+        if count:
+            self.table[sequence.row, sequence.capacity : sequence.capacity + run] = (
+                self.slots.allocate(run)
+            )
+            sequence.capacity += run
+        return True
+
+    def _drop(self, sequence: Sequence) -> None:
+        if sequence.row >= 0:
+            self.slots.free([self.table[sequence.row, : sequence.capacity].copy()])
+            self._free.append(sequence.row)
+
+
+def main() -> int:
+    """Load the model, then answer one step after the other until the parent is gone."""
+    end_with(int(sys.argv[1]))
+    from atts.accel.build import overlapped_drafter
+    from atts.local.builder import set_threads
+
+    orders = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints must not end up among the answers
+    setup = pickle.load(orders)
+    assert isinstance(setup, DraftSetup), "the first message says what is to be loaded"
+    rows = RemoteRows(setup.slots, setup.rows, setup.width)
+    target = ToldTarget()
+    try:
+        exits = target if setup.hears else None
+        drafter = overlapped_drafter(
+            setup.plan, setup.config, rows, target, exits, slots=setup.slots
+        )
+    except EngineError as error:
+        write(answers, FailureReply.of(error))
+        return 0
+    set_threads(setup.config)
+    write(answers, "ready")
+    gc.freeze()  # what is loaded stays, and need not be looked through for garbage
+    with suppress(*GONE):  # cut off: the parent is gone
+        _serve(orders, answers, Drafting(drafter, rows, target))
+    return 0
+
+
+class Drafting(NamedTuple):
+    """A drafter and all that tells it of its target."""
+
+    drafter: OverlappedDrafter
+    rows: RemoteRows
+    target: ToldTarget
+
+    def take(self, message: Order) -> bool:
+        """Work on a message; whether that was all of a step."""
+        listener = self.target.listener
+        if isinstance(message, Guessing):
+            self.drafter.begin_anew(message)
+            return False
+        if not isinstance(message, DraftStep):
+            self.target.listen(None)
+            if listener is not None:
+                listener.receive(message)
+            return listener is not None
+        self.target.seconds = message.seconds
+        for proposed, stood in message.settled:
+            self.drafter.settled(0, TokenProposal((0,) * proposed), stood)
+        self.drafter.propose(self.rows.follow(message))
+        return self.target.listener is None
+
+    def answer(self) -> Drafted:
+        """All branches as ids."""
+        lines = {
+            line.ask.key: DraftedLine(
+                line.base,
+                line.proposal,
+                {outcome: tuple(branch.tokens) for outcome, branch in line.cache.items()},
+            )
+            for line in self.drafter.drafted()
+        }
+        return Drafted(lines, self.drafter.stats)
+
+
+def _serve(orders: IO[bytes], answers: IO[bytes], drafting: Drafting) -> None:
+    while True:
+        message = pickle.load(orders)
+        try:
+            if not drafting.take(message):
+                continue
+            answer = drafting.answer()
+        except Exception as error:  # noqa: BLE001  told to the target's side, which goes on without
+            answer = Drafted({}, OverlapStats(), f"{type(error).__name__}: {error}")
+        write(answers, answer)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

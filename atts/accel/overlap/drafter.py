@@ -1,0 +1,445 @@
+"""Parallel drafting: while the target verifies a step, the drafter continues guesses of its
+outcome.
+
+A guess that came true is the next proposal, at once. After one that did not, the target steps
+without a proposal while the drafter begins anew; so it does while the drafter is late. Branches
+read the prefix from the slots of their sequence and write into slots of their own behind the
+cache's, which they give back when the outcome is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from math import prod
+from time import perf_counter
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atts.accel.overlap.branches import BranchWriter, DraftBranch, DraftJob, DraftLine
+from atts.accel.overlap.mirror import ExitGuesses, ExitListener, Exits, StreamHeads
+from atts.accel.overlap.outcomes import (
+    Guessing,
+    OutcomeGuess,
+    PlaceLaw,
+    most_worthwhile,
+    ranked_outcomes,
+)
+from atts.accel.speculate.costs import Condition, StepCosts
+from atts.accel.speculate.drafter import DraftedRows, ModelDrafter, fed_rows
+from atts.local.batch import StepBatch
+from atts.local.cache import SlotAllocator, SlotIds
+from atts.local.model_config import ModelConfig
+from atts.local.proposals import standing
+from atts.local.seams import NOTHING, Ask, Model, OverlapStats, TokenProposal
+
+Work = Callable[[], None]
+
+PATIENCE = 5.0
+"""Seconds in which a drafter must end what it began, where another way to draft is tried."""
+
+
+BRANCH_SLOTS = 4096  # of all branches together
+_MOST_BRANCHES = 64
+# tokens that a guess is continued by even where no draft step fits into one of the target's
+_LEAST = 2
+_FADE = 0.98  # a round, of what is known of how much stands
+
+
+class InlineTransport:
+    """Does pieces of work one after the other, each at once: what is drafted depends on nothing but
+    the texts.
+    """
+
+    is_beside = False  # whether it works while its caller does
+
+    def post(self, work: Work) -> None:
+        """Begin a piece of work; done when this returns."""
+        work()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all work is over after so many seconds at the most."""
+        return True
+
+    def elapsed(self, began: float) -> float:
+        """Seconds of the target's step, which began then."""
+        return perf_counter() - began
+
+
+class OverlappedDrafter(ModelDrafter):
+    """Proposes what was drafted while the step before was verified.
+
+    Without a fan the one guess is that everything stands and the draft's own token follows (PEARL);
+    else the likeliest outcomes are continued, at every place the draft's first tokens among them
+    (SSD), or the first of the target's early exit, as soon as that tells them (Mirror).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: ModelConfig,
+        drafted: DraftedRows,
+        vocabulary: int,
+        *,
+        cache: Tensor,
+        transport: InlineTransport,
+        guessing: Guessing,
+        most: int,
+        exits: Exits | None = None,
+        heads: StreamHeads | None = None,
+    ) -> None:
+        """`cache` is the model's, with slots for branches behind those of the target's; `most`
+        tokens are proposed.
+
+        With `heads`, branches of what `exits` tell get several tokens a pass.
+        """
+        super().__init__(model, config, drafted, vocabulary)
+        self._cache = cache
+        self._transport = transport
+        self._most = most
+        self._all_exits = exits
+        rows, width = drafted.table.shape
+        self._table = np.zeros((rows + _MOST_BRANCHES, width), dtype=np.int32)
+        self._first_row, self._last = rows, min(width, self._context)
+        self._first_slot = drafted.slots.num_slots
+        self._spare = SlotAllocator(BRANCH_SLOTS)
+        self._job: DraftJob | None = None
+        self._began = 0.0
+        self._budget = 0.0  # seconds: when the job began, and what a step of the target takes
+        self._is_late = False
+        self._costs = StepCosts(wanders=False)
+        self._tested = 1.0
+        self._stood = 0.7
+        self.stats = OverlapStats()
+        self._writer = BranchWriter(model, self._table, self._vocabulary, heads, self.stats)
+        self._guess(guessing)
+
+    def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
+        """Serve the guesses that came true, then begin to continue new ones."""
+        if self._exits is not None:
+            self._exits.listen(None)
+        if self._job is not None and not self._is_over(self._job):
+            self.stats.late += len(asks)
+            return [NOTHING] * len(asks)
+        branches = self._collect(asks)
+        job = DraftJob()
+        proposals = [NOTHING] * len(asks)
+        for place, ask in enumerate(asks):
+            branch = branches.get(ask.key)
+            if branch is not None:
+                job.lent.append(branch.slots)
+            if self._can_follow(ask):
+                proposals[place] = self._begin(job, ask, branch)
+        self._post(job)
+        return proposals
+
+    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+        """Learn how likely a proposed token is to stand; those behind one that fell were not
+        tested.
+        """
+        tested = min(stood + 1, len(proposal.tokens))
+        self._tested = self._tested * _FADE + tested
+        self._stood = self._stood * _FADE + stood
+        self._writer.stands = self._stood / self._tested
+
+    def serial(self) -> ModelDrafter:
+        """One that drafts before a step with the same model and cache, while nothing is drafted
+        beside.
+        """
+        return ModelDrafter(self._model, self._config, self._rows, self._target_vocabulary)
+
+    def begin_anew(self, guessing: Guessing) -> None:
+        """Give up what is under way; from now on outcomes are guessed so.
+
+        :raises RuntimeError: the drafter does not end, or what it did went wrong.
+        """
+        if self._job is not None:
+            self._job.is_enough = True
+            if not self._transport.wait(PATIENCE):
+                raise RuntimeError("it does not end what it began")
+            self._is_late = False
+            self._collect([])
+        self._guess(guessing)
+
+    def _guess(self, guessing: Guessing) -> None:
+        if self._all_exits is not None:
+            self._all_exits.listen(None)
+        self._fan = guessing.fan
+        self._exits = self._all_exits if guessing.is_told else None
+        self._writer.fan = 0 if guessing.is_told else guessing.fan
+        self._writer.streams = guessing.is_told
+        self._before = self.stats.drafted, self.stats.passes
+
+    def drafted(self) -> list[DraftLine]:
+        """What is continued, or was, of the step under way.
+
+        :raises RuntimeError: what went wrong with it.
+        """
+        if self._job is not None and (error := self._job.error) is not None:
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return self._job.lines if self._job is not None else []
+
+    def overlap(self) -> OverlapStats:
+        """What was guessed."""
+        return self.stats
+
+    def _is_over(self, job: DraftJob) -> bool:
+        """Whether the job is; a late one is waited for once, as long as the step took at the most."""
+        job.is_enough = True
+        if not self._is_late:
+            self._budget = self._transport.elapsed(self._began)
+        self._is_late = not self._transport.wait(0.0 if self._is_late else self._budget)
+        return not self._is_late
+
+    def _collect(self, asks: Many[Ask]) -> dict[int, DraftBranch]:
+        """By sequence, the branch of what was written; the others give their slots back."""
+        lines = self.drafted()
+        job = self._job
+        self._job = None
+        if job is None:
+            return {}
+        ids = {ask.key: ask.ids for ask in asks}
+        found = dict[int, DraftBranch]()
+        for line in lines:
+            branch, others = self._selected(line, ids.get(line.ask.key))
+            if branch is not None:
+                found[line.ask.key] = branch
+            self._give_back([other.slots for other in others])
+        self._give_back(job.lent)
+        return found
+
+    def _give_back(self, runs: list[SlotIds]) -> None:
+        self._spare.free([run - np.int32(self._first_slot) for run in runs])
+
+    def _selected(
+        self, line: DraftLine, ids: Many[int] | None
+    ) -> tuple[DraftBranch | None, list[DraftBranch]]:
+        """The branch that the text took, cut to what is not written yet, and those it did not take."""
+        written = list(ids[line.base :]) if ids is not None else []
+        stood = standing(line.proposal, [*written, -1])
+        if ids is not None:
+            self._credit(line, line.base + min(stood, len(written)))
+        rest = written[stood:]
+        chosen, others = line.cache.select(stood, rest[0] if rest else -1)
+        if chosen is not None and chosen.tokens[1 : len(rest)] != rest[1:]:
+            others = [*others, chosen]
+            chosen = None  # it came late, and the text has gone another way since
+        if rest:  # else nothing was verified
+            self.stats.hits = self.stats.hits + bool(chosen)
+            self.stats.misses = self.stats.misses + (not chosen)
+        self.stats.wasted += len(others)
+        return chosen, others
+
+    def _credit(self, line: DraftLine, known: int) -> None:
+        """The drafter has computed the text up to here, where its slots are still the same."""
+        sequence = self._rows.sequence(line.ask.key)
+        start = self._rows.drafted(sequence)
+        if known > start:
+            same = self._table[line.row, start:known] == self._rows.table[sequence.row, start:known]
+            count = len(same) if same.all() else int(same.argmin())
+            self._rows.advance(sequence, start + count)
+
+    def _begin(self, job: DraftJob, ask: Ask, branch: DraftBranch | None) -> TokenProposal:
+        """Add to the job what is needed to go on from this sequence and its proposal, which is the
+        branch's rest.
+        """
+        sequence = self._rows.sequence(ask.key)
+        base = len(ask.ids)
+        # tokens of the branch that are written
+        done = base - branch.start if branch is not None else 0
+        tokens = tuple(branch.tokens[done : done + ask.room]) if branch is not None else ()
+        laws = branch.laws[done - 1 :][: len(tokens)] if branch is not None else []
+        assert sequence.uniforms is not None, "only sampled sequences decode"
+        line = DraftLine(ask, base, sequence.row, tokens, laws, sequence.uniforms[ask.written :])
+        proposal = TokenProposal(tokens, 1.0) if tokens else NOTHING
+        if len(line.uniforms) <= len(tokens) or line.stop >= self._last:
+            return proposal
+        self._table[line.row] = self._rows.table[line.row]
+        start = self._moved(job, line, branch) if branch is not None else 0
+        if not start:
+            pieces, start = self._pieces(sequence)
+            job.texts += pieces
+        line.fed = fed_rows(line.row, [*ask.ids[start:], *tokens[max(0, start - base) :]], start)
+        job.lines.append(line)
+        return proposal
+
+    def _moved(self, job: DraftJob, line: DraftLine, branch: DraftBranch) -> int:
+        """What the branch computed becomes the sequence's; up to where that goes, 0 if it does not
+        fit on.
+        """
+        if self._rows.drafted(self._rows.sequence(line.ask.key)) != branch.start:
+            return 0
+        # the last is to be fed: what follows is wanted
+        count = min(branch.fed, line.stop - branch.start - 1)
+        stop = branch.start + count
+        job.moves.append((branch.slots[:count], self._table[line.row, branch.start : stop].copy()))
+        return stop
+
+    def _post(self, job: DraftJob) -> None:
+        if not job.lines:
+            self._give_back(job.lent)
+            return
+        self._job = job
+        self._began = perf_counter()
+        self._transport.post(lambda: self._run(job, self._write))
+        if self._exits is not None:
+            rows = {line.row: (line.ask.key, line.ask.sampling) for line in job.lines}
+            self._exits.listen(ExitListener(rows, self._heard))
+
+    def _heard(self, told: ExitGuesses | Exception) -> None:
+        """The target at its exit: what is likely at the places of all lines is continued while it
+        goes on.
+        """
+        job = self._job
+        self._began = perf_counter()
+        assert job is not None, "it listens while a job is under way"
+        if isinstance(told, Exception):
+            job.error = told  # raised where it is collected
+        else:
+            for line in job.lines:
+                laws = told.get(line.ask.key, ())
+                line.exits = [PlaceLaw(self._writer.stands, ids, chances) for ids, chances in laws]
+        self._transport.post(lambda: self._run(job, self._continue))
+
+    def _run(self, job: DraftJob, work: Callable[[DraftJob], None]) -> None:
+        """In the drafter's thread; nothing else touches its cache, its table and its spare slots
+        meanwhile.
+        """
+        try:
+            if job.error is None:
+                work(job)
+        except BaseException as error:  # noqa: BLE001  raised again where it is collected
+            job.error = error
+
+    @torch.inference_mode()
+    def _write(self, job: DraftJob) -> None:
+        for source, to in job.moves:
+            if len(source):
+                self._cache[:, :, torch.from_numpy(to).long()] = self._cache[
+                    :, :, torch.from_numpy(source).long()
+                ]
+        for batch in job.texts:
+            self._model.forward(batch, self._table)
+        if (
+            self._native is not None
+            and not self._fan
+            and not self._filters([line.ask for line in job.lines])
+        ):
+            self._write_windows(job.lines)
+            return
+        job.begun = self._writer.following(self._first(job.lines), job.lines)
+        if self._exits is None:
+            self._continue(job)
+
+    @torch.inference_mode()
+    def _continue(self, job: DraftJob) -> None:
+        """Branch by branch, as long as there is time."""
+        branches, length = self._branches(job.lines, *job.begun)
+        for step in range(length):
+            live = [branch for branch in branches if len(branch.tokens) < branch.most]
+            if not live or (job.is_enough and step >= _LEAST):
+                return
+            began = perf_counter()
+            self._writer.grow(live)
+            self._costs.add(self._condition, len(live), perf_counter() - began)
+
+    def _first(self, lines: list[DraftLine]) -> StepBatch:
+        """What was not computed yet of these."""
+        return self._fed_batch([row for line in lines for row in line.fed])
+
+    def _write_windows(self, lines: list[DraftLine]) -> None:
+        """One guess each, drawn in one call of the kernels: as many tokens as draft steps fit into
+        the target's.
+        """
+        began = perf_counter()
+        length = max(_LEAST, self._length(len(lines), len(lines)))
+        guesses = [OutcomeGuess(len(line.proposal), -1, 1.0) for line in lines]
+        branches = [
+            self._branch(place, guess, lines[place], length) for place, guess in enumerate(guesses)
+        ]
+        branches.sort(key=lambda branch: -branch.most)
+        lines = [branch.line for branch in branches]
+        rows, starts = (
+            np.array([getattr(each, name) for each in branches]) for name in ("row", "start")
+        )
+        uniforms = [branch.line.uniforms[branch.accepted :][: branch.most] for branch in branches]
+        asks = [line.ask for line in lines]
+        drawn = self._drawn_ahead(asks, uniforms, self._first(lines), (rows, starts))
+        for branch, tokens in zip(branches, drawn, strict=True):
+            branch.tokens[:] = tokens
+            branch.fed = len(tokens) - 1
+            branch.line.cache.put(branch.accepted, branch.tokens[0], branch)
+        self._costs.add(self._condition, len(lines), (perf_counter() - began) / branches[0].most)
+
+    def _branches(
+        self, lines: list[DraftLine], own: list[int], laws: list[PlaceLaw]
+    ) -> tuple[list[DraftBranch], int]:
+        """The guesses that are continued, each with slots, and how many tokens each is to get."""
+        drawn = zip(lines, own, laws, strict=True)
+        guesses = [
+            (guess, line) for line, token, law in drawn for guess in self._guesses(line, token, law)
+        ]
+        guesses.sort(key=lambda each: -each[0].probability)
+        count, length = self._worthwhile([guess.probability for guess, _ in guesses], len(lines))
+        count = min(count, _MOST_BRANCHES, self._spare.num_free // max(1, length))
+        branches = [
+            self._branch(place, *guess, length) for place, guess in enumerate(guesses[:count])
+        ]
+        for branch in branches:
+            branch.line.cache.put(branch.accepted, branch.tokens[0], branch)
+        return branches, length
+
+    def _branch(self, place: int, guess: OutcomeGuess, line: DraftLine, length: int) -> DraftBranch:
+        """A guess with a row that reads the prefix from the slots of its sequence and has slots of
+        its own after it.
+        """
+        slots = self._spare.allocate(length) + np.int32(self._first_slot)
+        branch = DraftBranch(line, guess.accepted, [guess.token], slots, self._first_row + place)
+        branch.most = min(
+            length + 1, len(line.uniforms) - guess.accepted, self._last - branch.start
+        )
+        row = self._table[branch.row]
+        start = branch.start
+        stop = min(branch.start + length, self._last)
+        row[:start] = self._table[line.row, :start]
+        row[start:stop] = slots[: stop - start]
+        return branch
+
+    def _guesses(self, line: DraftLine, own: int, law: PlaceLaw) -> list[OutcomeGuess]:
+        """That all stands and the draft's own token follows; with a fan, what else may come at
+        every place.
+        """
+        chance = prod([place.standing for place in (*line.laws, law)])
+        every = OutcomeGuess(len(line.proposal), own, chance)
+        if not self._fan:
+            return [every]
+        return [every, *ranked_outcomes((*line.proposal, own), line.exits or (*line.laws, law))]
+
+    def _worthwhile(self, chances: list[float], lines: int) -> tuple[int, int]:
+        """How many guesses are continued by how many tokens: with a fan, what fits into a step of
+        the target.
+        """
+        if not self._fan:
+            return lines, self._most
+        standing = [self._writer.stands] * self._most
+        count, length = most_worthwhile(chances, lambda count: self._length(count, lines), standing)
+        return count, max(length, min(_LEAST, self._most))
+
+    def _length(self, count: int, lines: int) -> int:
+        """How many tokens so many branches get: as fit into a step of the target, where that is
+        known.
+        """
+        curve = self._costs.curve(self._condition) if self._transport.is_beside else None
+        if curve is None:
+            return self._most if count <= (self._fan + 1) * lines else 0
+        passes = self._budget / max(1e-9, curve.one(count))
+        drafted = self.stats.drafted - self._before[0]
+        done = self.stats.passes - self._before[1]
+        return min(self._most, int(passes * max(1.0, drafted / max(1, done))))
+
+    @property
+    def _condition(self) -> Condition:
+        """Draft steps of any context are timed as one, those with heads as others."""
+        return False, int(self._exits is not None)

@@ -1,0 +1,245 @@
+"""A drafter in a process of its own: token ids go to it, and continuations of guessed outcomes come
+back as ids.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from contextlib import suppress
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from threading import Thread
+from time import perf_counter
+from typing import IO, NamedTuple
+
+from atts.accel.overlap.drafter import PATIENCE
+from atts.accel.overlap.mirror import ExitGuesses, ExitListener, Exits
+from atts.accel.overlap.outcomes import Guessing
+from atts.accel.plan import LoopPlan
+from atts.concurrency import python_command
+from atts.core import SampleRequest, TokenIds
+from atts.errors import EngineError
+from atts.local.cores import worker_environment
+from atts.local.messages import GONE, WorkerConfig, first_answer, write
+from atts.local.proposals import standing
+from atts.local.seams import NOTHING, Ask, OverlapStats, Proposer, TokenProposal
+from atts.local.sequence import Sequence
+
+
+class DraftSetup(NamedTuple):
+    """The first message: the target's configuration, the plan that names its drafter, and how much
+    that may hold.
+    """
+
+    plan: LoopPlan
+    config: WorkerConfig
+    slots: int
+    rows: int
+    width: int  # tokens of the longest sequence
+    hears: bool  # whether the target's exit is told
+
+
+class DraftStep(NamedTuple):
+    """A step of the target has begun: what was written since the one before."""
+
+    fresh: list[tuple[int, SampleRequest]]
+    ended: list[int]
+    # sequence, its new ids, and how many tokens it may be proposed
+    asks: list[tuple[int, TokenIds, int]]
+    settled: list[tuple[int, int]]  # of proposals: tokens, and how many of them stood
+    seconds: float  # that the last step took
+
+
+class DraftedLine(NamedTuple):
+    """What follows a sequence of so many ids and this proposal, by the outcomes (stood, next token)
+    guessed.
+    """
+
+    base: int
+    proposal: TokenIds
+    follows: dict[tuple[int, int], TokenIds]
+
+
+Order = DraftStep | Guessing | ExitGuesses
+
+
+class Drafted(NamedTuple):
+    """The answer to a step."""
+
+    lines: dict[int, DraftedLine]
+    stats: OverlapStats
+    error: str = ""
+
+
+class DrafterProcess(Proposer):
+    """Proposes what the other process drafted for what came; whatever hinders it is a step without
+    a proposal.
+    """
+
+    def __init__(
+        self, setup: DraftSetup, sequence: Callable[[int], Sequence], exits: Exits | None
+    ) -> None:
+        """Load the model there.
+
+        :raises EngineError: it cannot be loaded.
+        """
+        self._sequence = sequence  # an unfinished request
+        self._exits = exits
+        self._hears = False
+        self._all_exits = exits
+        command = python_command("atts.accel.overlap.child", str(os.getpid()))
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, process_group=0, env=worker_environment()
+        )
+        self.pid = process.pid
+        # a full pipe must not hold the target up
+        self._orders: SimpleQueue[Order | None] = SimpleQueue()
+        self._answers: SimpleQueue[Drafted] = SimpleQueue()
+        try:
+            first_answer(process, setup, setup.config.name)
+        except BaseException as error:
+            _end(process, self._orders)
+            process.communicate()
+            if not isinstance(error, GONE):
+                raise
+            name = setup.config.name
+            problem = "its drafter's process died while loading"
+            raise EngineError(name, problem, "Write speculate=draft") from error
+        weakref.finalize(self, _end, process, self._orders)
+        Thread(target=_pass_on, args=(self._orders, process.stdin), daemon=True).start()
+        Thread(target=_read, args=(process.stdout, self._answers), daemon=True).start()
+        self._lines: dict[int, DraftedLine] = {}
+        self._known: dict[int, int] = {}  # ids that the other side has of each sequence
+        self._ended = list[int]()
+        self._settled = list[tuple[int, int]]()
+        self._is_open = self._is_late = False
+        self._began = self._seconds = 0.0
+        self.stats = OverlapStats()
+
+    def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
+        """Serve what came true, then tell what was written."""
+        if self._exits is not None:
+            self._exits.listen(None)
+        if self._is_open and not self._is_answered():
+            self.stats.late += len(asks)
+            return [NOTHING] * len(asks)
+        proposals = [self._served(ask) for ask in asks]
+        if asks:
+            self._tell(list(asks))
+        return proposals
+
+    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+        """Told with the next step."""
+        self._settled.append((len(proposal.tokens), stood))
+
+    def ended(self, key: int) -> None:
+        """Told with the next step."""
+        if self._known.pop(key, None) is not None:
+            self._ended.append(key)
+            self._lines.pop(key, None)
+
+    def overlap(self) -> OverlapStats:
+        """What was guessed."""
+        return self.stats
+
+    def begin_anew(self, guessing: Guessing) -> None:
+        """Give up what is under way; from now on outcomes are guessed so.
+
+        :raises RuntimeError: the other process does not answer, or is gone.
+        """
+        if self._is_open and not self._is_answered(PATIENCE):
+            raise RuntimeError("it does not end what it began")
+        if self._exits is not None:
+            self._exits.listen(None)
+        self._lines = {}
+        self._exits = self._all_exits if guessing.is_told else None
+        self._orders.put(guessing)
+
+    def _is_answered(self, patience: float | None = None) -> bool:
+        """Whether the last step is; a late answer is waited for once, as long as that took at the
+        most.
+        """
+        if self._hears:
+            self._heard({})  # the exit was not passed: the other side waits for nothing
+        if not self._is_late:
+            self._seconds = perf_counter() - self._began
+        try:
+            answer = self._answers.get(
+                timeout=patience or (1e-6 if self._is_late else self._seconds)
+            )
+        except Empty:
+            self._is_late = True
+            return False
+        if answer.error:
+            raise RuntimeError(answer.error)
+        self._is_open = self._is_late = False
+        self._lines, self.stats = answer.lines, replace(answer.stats, late=self.stats.late)
+        return True
+
+    def _served(self, ask: Ask) -> TokenProposal:
+        """The rest of the branch that the text took."""
+        line = self._lines.get(ask.key)
+        if line is None:
+            return NOTHING
+        written = tuple(ask.ids[line.base :])
+        stood = standing(line.proposal, (*written, -1))
+        rest = written[stood:]
+        branch = line.follows.get((stood, rest[0]), ()) if rest else ()
+        tokens = branch[len(rest) :][: ask.room] if branch[: len(rest)] == rest else ()
+        return TokenProposal(tokens, 1.0) if tokens else NOTHING
+
+    def _tell(self, asks: list[Ask]) -> None:
+        fresh = list[tuple[int, SampleRequest]]()
+        news = list[tuple[int, TokenIds, int]]()
+        for ask in asks:
+            sequence = self._sequence(ask.key)
+            if ask.key not in self._known:
+                assert isinstance(sequence.request, SampleRequest), "only sampled sequences decode"
+                fresh.append((ask.key, sequence.request))
+                self._known[ask.key] = len(sequence.request.ids)
+            news.append((ask.key, tuple(ask.ids[self._known[ask.key] :]), ask.room))
+            self._known[ask.key] = len(ask.ids)
+        self._orders.put(DraftStep(fresh, self._ended, news, self._settled, self._seconds))
+        self._ended = []
+        self._settled = []
+        self._lines = {}
+        self._is_open = True
+        self._began = perf_counter()
+        if self._exits is not None:
+            rows = {self._sequence(ask.key).row: (ask.key, ask.sampling) for ask in asks}
+            self._hears = True
+            self._exits.listen(ExitListener(rows, self._heard))
+
+    def _heard(self, told: ExitGuesses | Exception) -> None:
+        """Passed on while the target goes on; of an exit that broke there is nothing to tell."""
+        self._hears = False
+        self._began = perf_counter()
+        self._orders.put({} if isinstance(told, Exception) else told)
+
+
+def _pass_on(orders: SimpleQueue[Order | None], stream: IO[bytes]) -> None:
+    with suppress(OSError), stream:  # the process is gone, which its missing answers say
+        while (order := orders.get()) is not None:
+            write(stream, order)
+
+
+def _read(stream: IO[bytes], answers: SimpleQueue[Drafted]) -> None:
+    with stream:
+        try:
+            while True:
+                answers.put(pickle.load(stream))
+        except GONE:
+            answers.put(Drafted({}, OverlapStats(), "the drafter's process has ended"))
+
+
+def _end(process: subprocess.Popen[bytes], orders: SimpleQueue[Order | None]) -> None:
+    """When its user is gone, or Python ends."""
+    orders.put(None)
+    process.kill()
+    process.wait()

@@ -1,0 +1,1 @@
+"""SmartSpec: proposers of tokens, and as many proposals as pay."""

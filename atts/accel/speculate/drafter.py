@@ -1,0 +1,254 @@
+"""The draft model of a speculating loop: it writes ahead with the uniforms the target is about to
+draw with.
+
+Its cache has the slots of the target's, addressed through the same table, so what is freed, shared
+or evicted there is so here; all it keeps of its own is how far it has come in each sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from atts.local.batch import Ints, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
+from atts.local.cache import SlotAllocator, SlotIds
+from atts.local.cpu.native_model import AheadBatch, NativeModel
+from atts.local.logit_sampling import (
+    SamplingBatch,
+    batch_sampling,
+    filtered_rows,
+    first_rows,
+)
+from atts.local.model_config import ModelConfig
+from atts.local.seams import NOTHING, Ask, Model, Proposer, TokenProposal
+from atts.local.sequence import Sequence
+
+_CONFIDENCE = 0.8  # of a drafted token, beside those that are looked up
+_CHUNK = 512  # tokens of given text computed at once
+_FEW = 3  # newest tokens fed side by side with other sequences'
+
+FedRow = tuple[int, int, int, bool]
+"""Row, position and token, and whether it is the last one of its sequence, which is sampled after.
+"""
+
+
+def fed_rows(row: int, tokens: Many[int], start: int) -> list[FedRow]:
+    """Tokens of one sequence from a position on."""
+    last = len(tokens) - 1
+    return [(row, start + at, token, at == last) for at, token in enumerate(tokens)]
+
+
+class DraftedSlots(SlotAllocator):
+    """Slots of a target that its drafter's cache has too, and which of them the drafter filled."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self.drafted = np.zeros(num_slots + 1, dtype=np.bool_)
+
+    def allocate(self, count: int) -> SlotIds:
+        """Hand out slots that the drafter has not filled yet."""
+        slots = super().allocate(count)
+        self.drafted[slots] = False
+        return slots
+
+
+class DraftedRows:
+    """Sequences that a drafter follows, whose rows and slots it shares, and how far it has come."""
+
+    def __init__(
+        self, table: SlotIds, slots: DraftedSlots, sequence: Callable[[int], Sequence]
+    ) -> None:
+        self.table = table
+        self.slots = slots
+        self.sequence = sequence  # an unfinished request
+        # by request: the admission that this is known of, and tokens
+        self._progress = dict[int, tuple[int, int]]()
+
+    def drafted(self, sequence: Sequence) -> int:
+        """Return how many tokens' keys and values the drafter has cached, in the same slots."""
+        admission, count = self._progress.get(sequence.request_id, (-1, 0))
+        # one that was preempted has other slots now
+        return count if admission == sequence.num_admissions else 0
+
+    def advance(self, sequence: Sequence, count: int) -> None:
+        """Note that the drafter has computed so many tokens of a sequence."""
+        start = self.drafted(sequence)
+        self._progress[sequence.request_id] = sequence.num_admissions, count
+        self.slots.drafted[self.table[sequence.row, start:count]] = True
+
+    def forget(self, key: int) -> None:
+        """Drop what is known of a sequence that ended."""
+        self._progress.pop(key, None)
+
+
+class ModelDrafter(Proposer):
+    """Proposes what a smaller model draws in the target's place."""
+
+    def __init__(
+        self, model: Model, config: ModelConfig, rows: DraftedRows, vocabulary: int
+    ) -> None:
+        """`vocabulary` is the target's: tokens beyond it are never proposed."""
+        self._model = model
+        self._config = config
+        self._rows = rows
+        self._table = rows.table
+        self._vocabulary = min(vocabulary, config.vocabulary)
+        self._target_vocabulary = vocabulary
+        self._context = min(config.context_length, config.long_after or config.context_length)
+        self._sampling: tuple[tuple[int, ...], SamplingBatch] = ((), batch_sampling([], 1))
+        self._native = (
+            model if isinstance(model, NativeModel) and config.vocabulary <= vocabulary else None
+        )
+
+    def propose(self, asks: Many[Ask]) -> list[TokenProposal]:
+        """Catch up with each sequence, then draw its next tokens one by one, all sequences side by
+        side.
+        """
+        proposals = [NOTHING] * len(asks)
+        places = [place for place, ask in enumerate(asks) if self._can_follow(ask)]
+        if places:
+            places.sort(key=lambda place: -asks[place].room)
+            chosen = [asks[place] for place in places]
+            for place, proposal in zip(places, self._draft(chosen), strict=True):
+                proposals[place] = proposal
+        return proposals
+
+    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+        """Keep keys and values of tokens that were accepted; the others' are written over."""
+        sequence = self._rows.sequence(key)
+        # the last one was drawn, not fed
+        fed = min(stood, max(0, len(proposal.tokens) - 1))
+        self._rows.advance(sequence, self._rows.drafted(sequence) + fed)
+
+    def ended(self, key: int) -> None:
+        """Forget how far it had come."""
+        self._rows.forget(key)
+
+    def _can_follow(self, ask: Ask) -> bool:
+        sequence = self._rows.sequence(ask.key)
+        fits = sequence.rope_row == 0 and len(ask.ids) + ask.room <= self._context
+        is_smaller = self._vocabulary < self._target_vocabulary
+        return fits and not (is_smaller and max(ask.ids) >= self._vocabulary)
+
+    def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
+        """Those with the most room come first, so that the others drop out from the end."""
+        sequences = [self._rows.sequence(ask.key) for ask in asks]
+        rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
+        following = np.array([len(sequence.ids) for sequence in sequences], dtype=np.int64)
+        first = self._catch_up(sequences)
+        if self._native is None or self._filters(asks):
+            return self._draft_in_turns(asks, first, (rows, following))
+        uniforms = [ask.uniforms[: ask.room] for ask in asks]
+        drawn = self._drawn_ahead(asks, uniforms, first, (rows, following))
+        return [TokenProposal(tuple(own), _CONFIDENCE) for own in drawn]
+
+    def _drawn_ahead(
+        self,
+        asks: list[Ask],
+        uniforms: list[NDArray[np.float64]],
+        first: StepBatch,
+        places: tuple[Ints, Ints],
+    ) -> list[list[int]]:
+        """As many tokens as each has numbers, in one call of the kernels; `places` as below, the
+        longest come first.
+        """
+        assert self._native is not None, "it draws for itself"
+        rows, following = places
+        counts = np.array([len(own) for own in uniforms])
+        numbers = np.zeros((counts[0], len(counts)))
+        for place, own in enumerate(uniforms):
+            numbers[: len(own), place] = own
+        ahead = AheadBatch(
+            first=first,
+            following=single_rows(np.zeros_like(rows), following, rows, self._table),
+            counts=(counts > np.arange(counts[0])[:, None]).sum(1),
+            temperatures=self._sampling_batch(asks).temperature,
+            uniforms=numbers,
+        )
+        drawn = self._native.draw_ahead(ahead, self._table).T.tolist()
+        return [own[:count] for own, count in zip(drawn, counts, strict=True)]
+
+    def _draft_in_turns(
+        self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints]
+    ) -> list[TokenProposal]:
+        """The same with a step of the model for every turn."""
+        drafted: list[list[int]] = [[] for _ in asks]
+        count = len(asks)
+        batch = first
+        (rows, following) = places
+        for turn in range(asks[0].room):
+            while asks[count - 1].room <= turn:
+                count -= 1
+            if turn:
+                tokens = np.array([own[-1] for own in drafted[:count]], dtype=np.int64)
+                batch = single_rows(tokens, following[:count] + turn - 1, rows[:count], self._table)
+            for place, token in enumerate(self._draw(batch, asks[:count], turn)):
+                drafted[place].append(token)
+        return [TokenProposal(tuple(own), _CONFIDENCE) for own in drafted]
+
+    def _draw(self, batch: StepBatch, asks: list[Ask], turn: int) -> list[int]:
+        """A token for each."""
+        hidden = self._model.forward(batch, self._table)
+        logits = self._model.compute_logits(hidden)[:, : self._vocabulary]
+        uniforms = [float(ask.uniforms[turn]) for ask in asks]
+        sampling = self._sampling_batch(asks, logits.device)
+        tokens: list[int] = self._model.sample(
+            logits.contiguous(), sampling, uniforms
+        ).tokens.tolist()
+        return tokens
+
+    def _filters(self, asks: list[Ask]) -> bool:
+        """Whether a token may be drawn from less than its whole law."""
+        return filtered_rows(self._sampling_batch(asks), self._vocabulary) is not None
+
+    def _sampling_batch(self, asks: list[Ask], device: torch.device | None = None) -> SamplingBatch:
+        """Settings as tensors; those of the first asks are the first rows of what was made for all."""
+        key = tuple([ask.key for ask in asks])
+        if key != self._sampling[0][: len(key)]:
+            self._sampling = (
+                key,
+                batch_sampling([ask.sampling for ask in asks], self._vocabulary, device),
+            )
+        return first_rows(self._sampling[1], len(key))
+
+    def _catch_up(self, sequences: list[Sequence]) -> StepBatch:
+        """What was written since it last drafted: long pieces are computed now, the last few tokens
+        are the batch.
+        """
+        fed = list[FedRow]()
+        for sequence in sequences:
+            pieces, start = self._pieces(sequence)
+            for piece in pieces:
+                self._model.forward(piece, self._table)
+            fed += fed_rows(sequence.row, sequence.ids[start:], start)
+            self._rows.advance(sequence, len(sequence.ids))
+        return self._fed_batch(fed)
+
+    def _pieces(self, sequence: Sequence) -> tuple[list[StepBatch], int]:
+        """Long pieces of text that is not cached here, and where the few tokens after these begin.
+
+        Where there is much to catch up with, some of it may be found in slots that siblings share.
+        """
+        start = min(self._rows.drafted(sequence), len(sequence.ids) - 1)
+        newest = len(sequence.ids) - 1
+        if newest - start > _FEW:
+            known = self._rows.slots.drafted[self._rows.table[sequence.row, start:newest]]
+            start += len(known) if known.all() else int(known.argmin())
+        pieces = list[StepBatch]()
+        while newest - start > _FEW:
+            end = min(newest, start + _CHUNK)
+            pieces.append(
+                step_batch(
+                    StepPlan([], [PrefillChunk(sequence, start, end, end)], [], []), self._table
+                )
+            )
+            start = end
+        return pieces, start
+
+    def _fed_batch(self, fed: list[FedRow]) -> StepBatch:
+        rows, positions, tokens, are_last = np.array(fed, dtype=np.int64).T.copy()
+        return single_rows(tokens, positions, rows, self._table, are_last)

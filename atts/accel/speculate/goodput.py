@@ -1,0 +1,445 @@
+"""Speculation lengths by goodput: proposal tokens are spent where they are likely to be accepted
+and a step gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import exp, log
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atts.accel.speculate.costs import Condition, StepCosts, condition, size_class
+from atts.accel.speculate.survival import Outcome, Survival
+from atts.local.batch import StepPlan
+from atts.local.seams import Forecast, Lengths, SpeculationRound
+
+_MARGIN = 0.01  # gain below which everything stays as it is
+_DOUBT = 0.02
+_DOUBT_OF_ONE = 0.001  # gain that proposals must promise beside none, at least and a sequence
+_SURPRISE_WEIGHT = 1 / 32
+_MOST_SURPRISE = 0.5  # of one step
+_CAUTION = 0.3  # standard deviations of a time by which it must pay to stop what seemed to pay
+_FORGETTING = 0.8  # what a rest leaves of surprises
+_FADED = 1.0  # tests of each place that what stood before a rest counts for
+_PERIODS = 16, 256  # steps between two decisions: after one that changed something, at most
+_LOOKS = 8  # steps that are timed before anything is tried
+_EVERY = 8  # steps of which one is looked at while a decision holds
+# steps in a row that feed other tokens too after which lengths are chosen for such steps
+_MIXED = 32
+# of the time that proposals are thought to take where it was never measured, what it may turn out
+# to be
+_HOPE = 0.5
+_PLAIN = 4  # steps without proposals that are timed now and then
+_SETTLING = 8  # such steps before these, in which the target's weights come back into the caches
+_SHARE = 0.01  # of the time, what trials may lose
+_ADVANCE = 16  # steps without proposals whose time first trials of a length may lose ahead
+_SAVED = 12  # the most of such steps whose time is saved up for trials
+_HICCUP = 2  # the most of such steps that one of a trial counts for
+_TRIED = 2  # steps of a trial
+_RESTS = 64, 4096  # steps for which nothing is looked at: at first, at most
+_LENGTHS = 8, 4, 2, 1, 16  # tried for all sequences in advance; others beside lengths that pay
+_FEW = 4  # tokens tried for few sequences
+_NEW = -1  # stands for a sequence of which nothing is known
+
+
+class StepShape(NamedTuple):
+    """What is known of a step before anything is proposed; `others` are tokens that it feeds
+    beside.
+    """
+
+    keys: Sequence[int]  # sequences that tokens may be proposed for
+    others: int  # prompts and scores that wait, and sequences whose lengths are fixed
+    context: float  # mean tokens of a sequence
+
+    @property
+    def rows(self) -> int:
+        """Tokens that it feeds in any case."""
+        return len(self.keys) + self.others
+
+    @property
+    def condition(self) -> Condition:
+        """Which curve of step times holds."""
+        return condition(is_mixed=self.others > 0, context=self.context, sequences=len(self.keys))
+
+
+@dataclass(slots=True)
+class _Verdict:
+    """What was decided."""
+
+    until: int = 0  # the step of the next decision
+    period: int = _PERIODS[0]
+    mean: float = 0.0  # tokens proposed a sequence
+    rate: float = 0.0  # tokens a second, expected
+    keys: Sequence[int] = ()
+    lengths: list[int] = field(default_factory=list[int])
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Some steps with other lengths than those decided."""
+
+    length: int
+    left: int  # steps that are looked at
+    settling: int = 0  # steps before these
+    keys: frozenset[int] | None = None  # whom tokens are proposed for; None: all
+    lost: float = 0.0  # seconds, beside steps without proposals
+
+    def lengths(self, keys: Sequence[int]) -> list[int]:
+        return [self.length if self.keys is None or key in self.keys else 0 for key in keys]
+
+
+@dataclass(slots=True)
+class _Load:
+    """What holds where about as many sequences decode."""
+
+    verdict: _Verdict = field(default_factory=_Verdict)
+    steps: int = 0
+    looks: int = _LOOKS  # steps that are looked at one after another
+    mixed: int = 0  # steps in a row that fed other tokens too
+    trial: _Trial | None = None
+    next_plain: int = 0  # the step of the next trial without proposals
+    gap: int = _PERIODS[0]  # steps from there to the next one
+    surprise: float = 0.0  # log of seconds over those expected, with proposals
+    resting: int = 0  # steps that are left of a rest
+    rested: int = 0
+    rounds: int = 0  # of all loads, when it began to rest
+    rest: int = _RESTS[0]  # the next one
+
+
+class GoodputControl:
+    """Chooses how many tokens are proposed for each sequence, 0 included, from measured times and
+    survival.
+
+    Tokens compete by the probability that they stand. Every total is compared, for the goodput need
+    not be unimodal: where the step time has a cliff, stopping at the first fall would stay before
+    it. A decision holds for several steps, for it takes as long as a good part of a small model's
+    step; while nothing is proposed, it rests.
+
+    What trials lose is taken from an account that a small share of the time goes into.
+    """
+
+    def __init__(self, most: int, costs: StepCosts | None = None) -> None:
+        """`costs` may know step times already."""
+        self._most = most
+        self._survival = Survival(most)
+        self._costs = costs or StepCosts()
+        self._proposing = StepCosts(wanders=False)
+        self._loads: dict[int, _Load] = {}
+        self._standing: dict[int, list[float]] = {}  # expected tokens by length
+        self._wanted = self._asked = set[
+            int
+        ]()  # sequences that tokens are wanted for in this step, and were before
+        self._total = 0  # tokens wanted in this step
+        self._coverage = 1.0  # of those wanted, what proposers have
+        self._asks = 0
+        self._rounds = 0  # verified so far
+        self._is_stale = True  # what is known of what stands
+        self._balance = 0.0  # seconds that trials may lose
+        self._is_looking = False  # at this step
+        self._unseen = 1  # steps since the last one that was looked at, this one included
+
+    def rests(self, sequences: int) -> bool:
+        """Whether a step of so many sequences is one of those for which nothing is chosen or
+        observed.
+        """
+        load = self._loads.get(size_class(sequences))
+        if load is None or load.resting == 0:
+            return False
+        load.resting -= 1
+        return True
+
+    def choose(self, step: StepShape) -> list[int]:
+        """The most tokens to propose for each sequence."""
+        count = len(step.keys)
+        load = self._loads.setdefault(size_class(count), _Load())
+        verdict = load.verdict
+        load.steps += 1
+        load.mixed = load.mixed + 1 if step.others else 0
+        if load.trial is None:
+            # other tokens come and go: what pays in the long run is what pays without them
+            is_fit = load.mixed % _MIXED == 0 or not verdict.keys
+            if load.rested:
+                self._wake(load, step)
+            elif is_fit and load.steps >= verdict.until:
+                self._decide(load, verdict, step)
+            elif verdict.keys != step.keys:
+                _hand_on(verdict, step.keys)
+        self._is_looking = load.trial is not None or load.looks > 0 or load.steps % _EVERY == 0
+        load.looks -= load.looks > 0
+        if load.trial and load.trial.settling:
+            load.trial.settling -= 1
+            self._is_looking = False
+        lengths = load.trial.lengths(step.keys) if load.trial else verdict.lengths
+        self._total = sum(lengths)
+        self._asked = self._wanted
+        self._wanted = {key for key, length in zip(step.keys, lengths, strict=True) if length}
+        return lengths
+
+    def observed(
+        self, step: StepShape, rounds: Sequence[Outcome], rows: int, seconds: tuple[float, float]
+    ) -> Forecast | None:
+        """Learn from a step that fed so many rows; what was expected of it, None where nothing was."""
+        self._survival.add(rounds)
+        self._rounds += len(rounds)
+        if not self._is_looking:
+            self._unseen += 1
+            return None
+        load = self._loads[size_class(len(step.keys))]
+        forecast = self._forecast(step, rounds, rows)
+        if forecast is not None:
+            forecast = forecast._replace(is_trial=load.trial is not None, steps=self._unseen)
+        # where most were not asked for in the last step, a drafter had to catch up with them
+        is_steady = 4 * len(self._wanted & self._asked) >= 3 * len(self._wanted)
+        self._costs.rest(self._unseen - 1)
+        self._costs.add(step.condition, rows, seconds[1])
+        spent = sum(seconds) / self._costs.slowness
+        plain = self._plain(step)
+        self._learn(rounds, seconds[0] / self._costs.slowness, is_steady)
+        earned = _SHARE * spent * self._unseen
+        self._balance = max(self._balance, min(self._balance + earned, _SAVED * plain))
+        self._unseen = 1
+        if load.trial is not None:
+            written = step.rows + sum([stood for _, _, stood in rounds])
+            self._charge(
+                load, load.trial, min(spent - plain * written / step.rows, _HICCUP * plain)
+            )
+        elif self._total and forecast is not None:
+            surprise = max(
+                -_MOST_SURPRISE, min(_MOST_SURPRISE, log(sum(seconds) / forecast.seconds))
+            )
+            load.surprise += _SURPRISE_WEIGHT * (surprise - load.surprise)
+        return forecast
+
+    def _learn(self, rounds: Sequence[Outcome], seconds: float, is_steady: bool) -> None:
+        if self._total:
+            self._asks = min(16, self._asks + 1)
+            self._coverage += (
+                sum([proposed for _, proposed, _ in rounds]) / self._total - self._coverage
+            ) / self._asks
+            if is_steady:
+                self._proposing.add(_among(len(self._wanted)), self._total, seconds)
+
+    def _charge(self, load: _Load, trial: _Trial, lost: float) -> None:
+        """A step of a trial lost so much; after the last one it is decided anew."""
+        trial.lost = trial.lost + lost
+        trial.left = trial.left - 1
+        if not trial.left:
+            self._balance -= max(0.0, trial.lost) if trial.length else 0.0
+            load.trial = None
+            load.verdict.until = load.steps
+
+    def _rest(self, load: _Load, step: StepShape) -> None:
+        """Look at nothing until the account allows for more, and twice as long each time that
+        nothing pays.
+        """
+        due = -self._balance / _SHARE / self._plain(step)
+        load.resting = load.rested = int(max(load.rest, min(_RESTS[1], due)))
+        load.rest = min(_RESTS[1], load.rest * (1 if self._is_stale else 2))
+        load.rounds = self._rounds
+
+    def _wake(self, load: _Load, step: StepShape) -> None:
+        """Steps are timed anew before anything is tried."""
+        self._balance += _SHARE * (load.rested - load.resting) * self._plain(step)
+        self._costs.rest(load.rested - load.resting)
+        self._proposing.rest(load.rested - load.resting)
+        if load.rounds == self._rounds:
+            self._survival.fade(_FADED)
+            self._is_stale = True
+        load.resting = 0
+        load.rested = 0
+        load.next_plain = 0
+        load.gap = _PERIODS[0]
+        load.surprise *= _FORGETTING
+        load.looks = _LOOKS
+        verdict = load.verdict
+        verdict.keys = step.keys
+        verdict.lengths = [0] * len(step.keys)
+        verdict.until = load.steps + _LOOKS
+
+    def _plain(self, step: StepShape) -> float:
+        """Seconds of a step without proposals."""
+        curve = self._costs.curve(step.condition)
+        assert curve is not None, "a step was timed"
+        return curve.one(step.rows)
+
+    def _decide(self, load: _Load, verdict: _Verdict, step: StepShape) -> None:
+        count = len(step.keys)
+        self._survival.keep(step.keys)
+        standing = self._survival.standing([*step.keys, _NEW])
+        self._standing = dict(
+            zip([*step.keys, _NEW], standing.cumsum(axis=1).tolist(), strict=True)
+        )
+        chances = standing[:-1].ravel()
+        # level by level, for no place is likelier than the one before
+        order = np.argsort(-chances, kind="stable")
+        tokens = step.rows + self._coverage * np.concatenate([[0.0], np.cumsum(chances[order])])
+        before = round(verdict.mean * count)
+        chosen, wanted = self._best_total(load, verdict, step, tokens)
+        chosen = 0 if self._is_stale else chosen
+        verdict.period = min(2 * verdict.period, _PERIODS[1]) if chosen == before else _PERIODS[0]
+        verdict.until = load.steps + verdict.period
+        verdict.mean = chosen / count
+        verdict.keys = step.keys
+        verdict.lengths = np.bincount(order[:chosen] // self._most, minlength=count).tolist()
+        self._next(load, verdict, step, wanted)
+
+    def _next(self, load: _Load, verdict: _Verdict, step: StepShape, wanted: int | None) -> None:
+        """Begin a trial, or a rest, where it is time for one."""
+        if not verdict.rate:
+            verdict.until = load.steps + _LOOKS
+        elif self._is_stale and self._balance >= 0:
+            # with whom there is least to catch up
+            newest = sorted(step.keys)[-(len(step.keys) // 8 + 1) :]
+            load.trial = _Trial(min(_FEW, self._most), 4, keys=frozenset(newest))
+            self._is_stale = False
+        elif (
+            verdict.mean and load.steps >= load.next_plain
+        ):  # else nothing would say that they no longer pay
+            forgone = 1 - step.rows / (verdict.rate * self._plain(step))
+            load.trial = _Trial(0, _PLAIN, _SETTLING)
+            load.next_plain = load.steps + load.gap
+            load.gap = min(2 * load.gap, max(64, int(150 * (_PLAIN + _SETTLING) * forgone)))
+        elif (
+            wanted is not None
+            and not self._is_stale
+            and self._balance > -_ADVANCE * self._plain(step)
+        ):
+            load.trial = _Trial(wanted, _TRIED)
+        elif not verdict.mean:
+            self._rest(load, step)
+
+    def _best_total(
+        self, load: _Load, verdict: _Verdict, step: StepShape, tokens: NDArray[np.float64]
+    ) -> tuple[int, int | None]:
+        """How many tokens to propose in all, where `tokens` are expected from a step with 0, 1,
+        2... of them.
+
+        And a length to be tried for all: its time is not known, and it would pay if it took as
+        little as it may.
+        """
+        curve = self._costs.curve(step.condition)
+        proposing = self._proposing.curve(_among(len(step.keys)))
+        if curve is None:
+            return 0, None
+        totals = np.arange(len(tokens), dtype=np.float64)
+        fed = step.rows + self._coverage * totals
+        seconds = curve.at(fed)
+        lower = np.maximum(curve.least(fed), seconds[0] + _HOPE * (seconds - seconds[0]))
+        if proposing is None:  # it was never timed: it is tried, not chosen
+            seconds[1:] = np.inf
+        else:
+            spent = proposing.at(totals[1:])
+            seconds[1:] += spent
+            lower[1:] += np.maximum(proposing.least(totals[1:]), _HOPE * spent)
+        # by so much steps with proposals, drafters that catch up included, took longer than their
+        # parts promise
+        seconds[1:] *= (1 + max(_DOUBT, _DOUBT_OF_ONE * len(step.keys))) * exp(
+            max(0.0, load.surprise)
+        )
+        goodput = tokens / seconds
+        best = int(goodput.argmax())
+        current = min(round(verdict.mean * len(step.keys)), len(tokens) - 1)
+        caution = (
+            _CAUTION * self._costs.doubt(step.condition, step.rows) if current and not best else 0.0
+        )
+        if goodput[best] < (1 + _MARGIN) * exp(caution) * goodput[current]:
+            best = current
+        verdict.rate = float(goodput[best])
+        near = (
+            range(int(verdict.mean / 2) + 1, int(2 * verdict.mean) + 1)
+            if self._balance >= 0
+            else ()
+        )
+        lengths = [k for k in (*_LENGTHS, *near) if k <= self._most]
+        return best, None if proposing is None else self._promising(
+            step, lengths, tokens / lower / verdict.rate
+        )
+
+    def _promising(
+        self, step: StepShape, lengths: Sequence[int], gains: NDArray[np.float64]
+    ) -> int | None:
+        """Of these, the length that was never measured and would gain the most."""
+        count = len(step.keys)
+        among = _among(len(step.keys))
+
+        def is_measured(total: int) -> bool:
+            rows = step.rows + round(self._coverage * total)
+            return self._costs.is_measured(step.condition, rows) and self._proposing.is_measured(
+                among, total
+            )
+
+        open_ones = [
+            k for k in lengths if gains[k * count] > 1 + _MARGIN and not is_measured(k * count)
+        ]
+        return max(open_ones, key=lambda k: float(gains[k * count]), default=None)
+
+    def _forecast(self, step: StepShape, rounds: Sequence[Outcome], rows: int) -> Forecast | None:
+        """Of a step that feeds so many rows, with proposals of these lengths."""
+        curve = self._costs.curve(step.condition)
+        tokens = float(step.rows)
+        if curve is None:
+            return None
+        seconds = curve.one(rows)
+        plain = 0.0 if step.others else curve.one(step.rows) * self._costs.slowness
+        if self._total:
+            proposing = self._proposing.curve(_among(len(self._wanted)))
+            if proposing is None:
+                return None
+            seconds += proposing.one(self._total)
+            unknown = self._standing.get(_NEW, [])
+            tokens += sum(
+                [self._standing.get(key, unknown)[proposed - 1] for key, proposed, _ in rounds]
+            )
+        return Forecast(tokens, seconds * self._costs.slowness, plain=plain)
+
+
+def _among(sequences: int) -> Condition:
+    """Under which one curve of proposing times holds."""
+    return condition(is_mixed=False, context=0, sequences=sequences)
+
+
+def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:
+    """Sequences that are new get the lengths of those that are gone: the total stays what it was
+    chosen to be.
+    """
+    lengths = dict(zip(verdict.keys, verdict.lengths, strict=True))
+    kept = {key: lengths.pop(key) for key in keys if key in lengths}
+    spare = sorted(lengths.values())
+    usual = round(verdict.mean)
+    verdict.keys = keys
+    verdict.lengths = [
+        kept[key] if key in kept else spare.pop() if spare else usual for key in keys
+    ]
+
+
+class GoodputLengths(Lengths):
+    """Lengths by goodput."""
+
+    def __init__(self, most: int) -> None:
+        self._control = GoodputControl(most)
+        self._shape = StepShape((), 0, 0.0)  # of the step that lengths were chosen for last
+
+    def rests(self, plan: StepPlan) -> bool:
+        """As long as nothing pays."""
+        return self._control.rests(len(plan.decoding))
+
+    def choose(self, plan: StepPlan) -> Sequence[int]:
+        """As many as pay, by what is known of times and of what was accepted."""
+        keys = [sequence.request_id for sequence in plan.decoding]
+        others = sum([chunk.stop - chunk.start for chunk in plan.prefills])
+        context = sum([sequence.num_computed for sequence in plan.decoding]) / len(plan.decoding)
+        self._shape = StepShape(keys, others, context)
+        return self._control.choose(self._shape)
+
+    def observed(
+        self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
+    ) -> Forecast | None:
+        """Learn survival and times."""
+        outcomes = [(each.request_id, each.guessed, each.stood) for each in rounds]
+        rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
+        forecast = self._control.observed(self._shape, outcomes, rows, seconds)
+        return forecast._replace(tokens=forecast.tokens - self._shape.others) if forecast else None

@@ -1,0 +1,449 @@
+"""Steps on their way through ranges of layers, and the choice of the worker that runs each range."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from atts.accel.options import StageWorker
+from atts.accel.zoo import stage_workers
+from atts.accel.zoo.placement import placed
+from atts.accel.zoo.stage_rows import HeldRange, StageShare
+from atts.accel.zoo.stage_workers import HeldNode, Worker, WorkerHere
+from atts.accel.zoo.stages import (
+    BuildStage,
+    Held,
+    Leave,
+    RangeStep,
+    StageSetup,
+    Visit,
+    Visited,
+    Wanted,
+)
+from atts.errors import EngineUnavailable
+from atts.local.batch import Floats, Ints, StepBatch, part_of
+from atts.local.cache import SlotIds
+from atts.local.messages import WorkerConfig
+
+_LOOKED_AT = 256
+"""Steps after which it is seen whether ranges are better placed otherwise."""
+_FEWER = 0.8
+"""As many of the rows that workers hand on, at most, must be left for ranges to move."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlightStep:
+    """A step on its way; each of its entries is before some range of its model's."""
+
+    batch: StepBatch
+    table: SlotIds
+    rows: Floats
+    hidden: Floats  # behind the last range
+    chains: Ints
+    levels: Ints
+    visits: int = 0  # under way
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, batch: StepBatch, table: SlotIds, width: int) -> InFlightStep:
+        """Before the first range; where no models are named all entries are the first one's."""
+        entries = len(batch.table_rows)
+        rows = len(batch.tokens)
+        logits = len(batch.logit_rows)
+        chains, levels = np.zeros((2, entries), dtype=np.int64)
+        states, hidden = (np.empty((count, width), dtype=np.float32) for count in (rows, logits))
+        return cls(
+            batch, table, states, hidden, batch.models if len(batch.models) else chains, levels
+        )
+
+
+class _Stop(NamedTuple):
+    """Entries of a step that are in a range on a worker's way, and which rows and logit rows of the
+    step theirs are.
+    """
+
+    held: HeldRange
+    entries: Ints
+    batch: StepBatch
+    rows: Ints
+    logits: Ints
+
+
+class HeldLine:
+    """The ranges of one model, or of several, in workers. A sequence stays in a worker as far as
+    its way leads there.
+
+    It goes to another that is through sooner, once its keys and values are brought there or
+    computed anew. What a worker that is gone was to do, and had, others do, or the one that takes
+    its place.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        build: BuildStage,
+        most: int,
+        *,
+        worker: StageWorker = "process",
+        is_shared: bool = False,
+    ) -> None:
+        """`most` workers in all; models of a zoo may share their ranges.
+
+        Where a range has but one worker, nothing is kept for others to go on from.
+        """
+        self._config = config
+        self._build = build
+        self._is_shared = is_shared
+        self._most = most
+        self._kind = stage_workers.KINDS[worker]
+        self._workers = list[Worker]()
+        self.close: Callable[[], object] = weakref.finalize(self, _end, self._workers)
+        self.nodes = list[HeldNode]()
+        self._spare = Counter[int]()
+        self.ranges = dict[str, HeldRange]()
+        self.paths = dict[int, list[HeldRange]]()  # by model
+        self.handed = Counter[tuple[str, str]]()  # rows, from one range to another
+        self._flights = list[InFlightStep]()
+        self._steps = 0
+        self._since = perf_counter()
+
+    def start(self, label: str) -> int:
+        """One more worker, which is replaced once; its number.
+
+        :raises EngineError: there can be none.
+        """
+        number = len(self.nodes)
+        self.nodes.append(self._started(number, label))
+        self._spare[number] = 1
+        return number
+
+    def start_here(self) -> None:
+        """One that is this process."""
+        self.nodes.append(HeldNode(len(self.nodes), "", WorkerHere(self._build)))
+
+    def _started(self, number: int, label: str) -> HeldNode:
+        self._workers.append(self._kind(self._config.name, label, self._build))
+        return HeldNode(number, label, self._workers[-1])
+
+    def add(
+        self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()
+    ) -> None:
+        """The ranges of a model, one after the other, and where they are; else beside those that
+        they hand rows to.
+        """
+        path = self.paths[chain] = list[HeldRange]()
+        for setup in setups:
+            if setup.name not in self.ranges:
+                self.ranges[setup.name] = HeldRange(setup, self._most)
+            held = self.ranges[setup.name]
+            held.members[chain] = setup
+            path.append(held)
+        wanted = (
+            {held.setup.name: home for held, home in zip(path, homes, strict=True)}
+            if homes
+            else self._placed()
+        )
+        for held in path:
+            held.homes = held.homes or wanted[held.setup.name]
+            for number in held.homes:
+                known = number in held.holders
+                held.join(
+                    self.nodes[number],
+                    [held.members[chain]] if known else list(held.members.values()),
+                )
+
+    def load(self, chain: int = 0) -> None:
+        """Wait until all that was added of a model is loaded.
+
+        :raises EngineError: something could not be; the model is forgotten.
+        """
+        path = self.paths[chain]
+        while any(held.loading for held in path):
+            self._go_on(None)
+        if failures := [held.failure for held in path if held.failure]:
+            self._forget(chain)
+            raise failures[0]
+
+    def _forget(self, chain: int) -> None:
+        for held in self.paths.pop(chain):
+            held.failure = None
+            del held.members[chain]
+            if held.members:
+                self._fill(held)
+            else:
+                del self.ranges[held.setup.name]
+                self._let_go(held, held.holders.copy())
+
+    def _fill(self, held: HeldRange) -> None:
+        """Have the homes of a range load it that do not hold it."""
+        for home in held.homes:
+            if home not in held.holders and not held.loading[home]:
+                held.join(self.nodes[home], list(held.members.values()))
+
+    def _let_go(self, held: HeldRange, numbers: set[int]) -> None:
+        """Some workers hold a range no longer."""
+        for number in numbers:
+            held.leave(number)
+            self.nodes[number].ask(Leave(held.setup.name), lambda answer: None)
+
+    def _placed(self) -> dict[str, list[int]]:
+        """By `placement.placed`, in as little room in each worker as will do."""
+        seconds = max(1e-3, perf_counter() - self._since)
+        alive = [node for node in self.nodes if node.error is None]
+        demands = {name: held.demand(seconds) for name, held in self.ranges.items()}
+        known = Counter(
+            pair
+            for path in self.paths.values()
+            for pair in pairwise([held.setup.name for held in path])
+        )
+        copies = {name: min(held.setup.replicas, len(alive)) for name, held in self.ranges.items()}
+        room = sum(demands[name].bytes * count for name, count in copies.items()) / len(alive)
+        while True:
+            try:
+                found = placed(demands, self.handed + known, [room] * len(alive))
+            except ValueError:
+                found = {}
+            if all(len(found.get(name, ())) >= count for name, count in copies.items()):
+                return {name: [alive[at].number for at in homes] for name, homes in found.items()}
+            room *= 1.1
+
+    def place(self) -> None:
+        """Have ranges move where fewer rows would be handed from one worker to another; old counts
+        lose weight.
+        """
+        wanted = self._placed()
+        crossing = self.crossing({name: held.homes for name, held in self.ranges.items()})
+        if self.crossing(wanted) <= _FEWER * crossing - 1:
+            for name, held in self.ranges.items():
+                for number in set(wanted[name]) - set(held.homes) - held.holders:
+                    held.join(self.nodes[number], list(held.members.values()))
+                held.homes = wanted[name]
+        self.handed = Counter({pair: count // 2 for pair, count in self.handed.items()})
+        self._since = perf_counter()
+        for held in self.ranges.values():
+            held.seconds = 0.0
+
+    def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
+        """How many of the counted rows are handed from one worker to another where ranges are
+        there.
+        """
+        return sum(
+            count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]}
+        )
+
+    def begin(self, flight: InFlightStep) -> None:
+        """Send a step on its way.
+
+        :raises EngineUnavailable: a range has no worker left.
+        """
+        for chain, count in Counter(flight.chains.tolist()).items():
+            for one, two in pairwise(self.paths[chain]):
+                self.handed[one.setup.name, two.setup.name] += count
+        self._flights.append(flight)
+        self._steps += 1
+        if self._is_shared and self._steps % _LOOKED_AT == 0:
+            self.place()
+        self._go_on(0.0)
+
+    def end(self, flight: InFlightStep) -> Floats:
+        """The rows behind all ranges that were asked for; what hindered the step is raised.
+
+        :raises EngineUnavailable: a range has no worker left.
+        """
+        while flight in self._flights:
+            self._go_on(None)
+        if flight.error is not None:
+            raise flight.error
+        return flight.hidden
+
+    def _go_on(self, seconds: float | None) -> None:
+        asked = [node for node in self.nodes if node.is_asked]
+        alive = [node for node in self.nodes if node.error is None and self._spare[node.number]]
+        idle = [node for node in alive if not node.is_asked]
+        answered = self._kind.ready(
+            [node.worker for node in (*asked, *idle)], seconds if asked else 0.0
+        )
+        for node in (*asked, *idle):
+            if node.worker in answered:
+                node.receive()
+        for node in self.nodes:
+            if node.error is not None:
+                self._mend(node, node.error)
+            node.go()
+        for held in self.ranges.values():
+            if held.holders >= set(held.homes):
+                self._let_go(held, held.holders - set(held.homes))
+        for flight in [each for each in self._flights if not each.visits]:
+            if flight.error or all(
+                flight.levels == [len(self.paths[chain]) for chain in flight.chains.tolist()]
+            ):
+                self._flights.remove(flight)
+            else:
+                self._send(flight)
+
+    def _mend(self, node: HeldNode, error: EngineUnavailable) -> None:
+        """Put a worker in the place of one that is gone, once; else others take over what only it
+        had.
+        """
+        number = node.number
+        lost = list[HeldRange]()
+        for held in self.ranges.values():
+            if number in held.holders and held.kept is None:
+                raise error
+            held.leave(number)
+            lost += [held] * (number in held.homes)
+        if not lost:
+            return
+        if self._spare[number]:
+            self._spare[number] -= 1
+            self.nodes[number] = self._started(number, node.label)
+        for held in lost:
+            if self.nodes[number] is node:
+                held.homes.remove(number)
+                others = [
+                    each.number for each in self.nodes if each.error is None and self._is_shared
+                ]
+                held.homes += others[:1] if not held.homes else []
+                if not held.homes:
+                    raise error
+            self._fill(held)
+
+    def _send(self, flight: InFlightStep) -> None:
+        """Send every entry to a worker that has its next range, or wait for one that is loading.
+
+        :raises EngineUnavailable: none could load it.
+        """
+        waits = {node.number: node.wait for node in self.nodes}
+        starts = defaultdict[int, dict[HeldRange, StageShare]](dict)
+        for held, entries in self._before(flight, flight.levels, np.arange(len(flight.levels))):
+            if held.failure and not held.holders and not held.loading:
+                problem = f"{held.setup} could not be loaded again ({held.failure.problem})"
+                raise EngineUnavailable(self._config.name, problem)
+            try:
+                for share in self._divided(held, flight, entries, waits) if held.holders else ():
+                    starts[share.worker][held] = share._replace(entries=entries[share.entries])
+            except (
+                EngineUnavailable
+            ):  # who had some of it; all are divided anew when that one was replaced
+                return
+        for number, own in starts.items():
+            self._visit(flight, self.nodes[number], own, waits[number] - self.nodes[number].wait)
+
+    def _before(
+        self, flight: InFlightStep, levels: Ints, entries: Ints
+    ) -> list[tuple[HeldRange, Ints]]:
+        """The ranges that these are before, as far as they are on their ways."""
+        found = dict[HeldRange, list[int]]()
+        chains = flight.chains.tolist()
+        places = levels.tolist()
+        for at in entries.tolist():
+            path = self.paths[chains[at]]
+            if places[at] < len(path):
+                found.setdefault(path[places[at]], []).append(at)
+        return [(held, np.array(own)) for held, own in found.items()]
+
+    def _divided(
+        self, held: HeldRange, flight: InFlightStep, entries: Ints, waits: dict[int, float]
+    ) -> list[StageShare]:
+        """Who goes where; `waits` says when each worker begins, then when it is through."""
+        if held.kept is None:
+            return [StageShare(next(iter(held.holders)), np.arange(len(entries)))]
+        own = {number: waits[number] for number in held.holders}
+        batch = part_of(flight.batch, entries)[0]
+        shares = held.kept.divided(batch, flight.table, held.costs, own, partial(self._bring, held))
+        waits.update(own)
+        return shares
+
+    def _bring(self, held: HeldRange, number: int, slots: Ints) -> Held:
+        """Keys and values that a worker has and another lacks."""
+        began = perf_counter()
+        gift: Held = self.nodes[number].at_once(Wanted(held.setup.name, slots))
+        held.costs.brought(gift.nbytes, perf_counter() - began)
+        return gift
+
+    def _visit(
+        self,
+        flight: InFlightStep,
+        node: HeldNode,
+        starts: Mapping[HeldRange, StageShare],
+        seconds: float,
+    ) -> None:
+        """Send a worker its entries, each as far as their way leads through what it has."""
+        entries = np.sort(np.concatenate([share.entries for share in starts.values()]))
+        (batch, rows, _) = part_of(flight.batch, entries)
+        table = flight.table
+        steps = list[RangeStep]()
+        stops = list[tuple[_Stop, Ints]]()
+        for stop in self._way(flight, node.number, entries):
+            share = starts.get(stop.held, StageShare(node.number, stop.entries))
+            own = entries.searchsorted(stop.entries)
+            steps.append(RangeStep(stop.held.setup.name, own, share.brought, share.again))
+            stops.append((stop, share.slots))
+        flight.visits += 1
+        visit = Visit(batch, flight.rows[rows], table.shape, node.news(batch, table), steps)
+        node.ask(visit, partial(self._visited, flight, node, stops), seconds)
+
+    def _way(self, flight: InFlightStep, number: int, entries: Ints) -> Iterator[_Stop]:
+        """The ranges that entries pass in a worker: from one to the next where it has all that this
+        one needs.
+        """
+        levels = flight.levels.copy()
+        stays = np.zeros(len(flight.levels), dtype=np.bool_)
+        stays[entries] = True
+        while stays.any():
+            level = levels[stays].min()
+            for held, own in self._before(flight, levels, (stays & (levels == level)).nonzero()[0]):
+                yield _Stop(held, own, *part_of(flight.batch, own))
+                levels[own] += 1
+                stays[own] = False
+                for after, more in self._before(flight, levels, own):
+                    if number in after.holders and after.kept is not None:
+                        stays[more] = after.kept.has(
+                            number, part_of(flight.batch, more)[0], flight.table
+                        )
+
+    def _visited(
+        self,
+        flight: InFlightStep,
+        node: HeldNode,
+        stops: Sequence[tuple[_Stop, Ints]],
+        answer: Visited | EngineUnavailable,
+    ) -> None:
+        """What a worker did, range after range; where it is gone its entries are before the first
+        as they were.
+        """
+        flight.visits -= 1
+        if isinstance(answer, EngineUnavailable):
+            return
+        if isinstance(answer.rows, Exception):
+            flight.error = answer.rows
+            for stop, _ in stops:  # whatever it did of it
+                stop.held.forget(node.number, flight.table[stop.batch.table_rows])
+            return
+        hop = perf_counter() - node.sent - sum(answer.seconds)
+        for (stop, had), rows, seconds in zip(stops, answer.rows, answer.seconds, strict=True):
+            held = stop.held
+            if held.kept is not None:
+                held.kept.note(stop.batch, flight.rows[stop.rows])
+                if node.number in held.holders:  # else it was asked to let go of them after this
+                    held.kept.held[node.number, np.append(had, stop.batch.slots)] = True
+            held.heard(node.number, len(stop.rows), len(stop.entries), (seconds + hop, seconds))
+            if held.setup.is_last:
+                flight.hidden[stop.logits] = rows
+            else:
+                flight.rows[stop.rows] = rows
+            flight.levels[stop.entries] += 1
+
+
+def _end(workers: Sequence[Worker]) -> None:
+    """When their user is gone, or Python ends."""
+    for worker in workers:
+        worker.close()

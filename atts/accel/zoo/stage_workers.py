@@ -1,0 +1,357 @@
+"""Workers that hold ranges of layers, in processes, in actors of a Ray cluster and here; and what
+each one is asked.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import pickle
+import select
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+
+from atts.accel.zoo.stages import BuildStage, News, StageServer
+from atts.concurrency import end_with, python_command
+from atts.errors import EngineUnavailable, UnsupportedByEngine
+from atts.local.batch import StepBatch
+from atts.local.cache import SlotIds
+from atts.local.cores import worker_environment
+from atts.local.messages import GONE
+
+_END_SECONDS = 1.0
+"""For a process that says nothing any more to end."""
+
+
+class Worker(Protocol):
+    """What answers each message before it is sent the next."""
+
+    def send(self, message: object) -> None:
+        """Pass a message on.
+
+        :raises EngineUnavailable: the worker is gone.
+        """
+        ...
+
+    def take(self) -> Any:
+        """Wait for the answer.
+
+        :raises EngineUnavailable: the worker is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """End it; twice is fine."""
+        ...
+
+
+class WorkerHere:
+    """What runs in this process."""
+
+    def __init__(self, build: BuildStage) -> None:
+        self._server = StageServer(build)
+        self._answers = list[object]()
+
+    def send(self, message: object) -> None:
+        """Answer at once."""
+        self._answers.append(self._server.answer(message))
+
+    def take(self) -> Any:
+        """The answer."""
+        return self._answers.pop()
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+
+
+class StageProcess:
+    """A process of its own."""
+
+    def __init__(self, name: str, label: str, build: BuildStage) -> None:
+        """Start it, for an engine; `label` says what it holds.
+
+        :raises EngineUnavailable: the system starts none.
+        """
+        self._name = name
+        self._label = label
+        self._pipe, theirs = Pipe()
+        given = theirs.fileno()
+        command = python_command("atts.accel.zoo.stage_workers", str(os.getpid()), str(given))
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[given],
+                process_group=0,
+                env=worker_environment(),
+            )
+        except OSError as error:
+            self._pipe.close()
+            raise EngineUnavailable(
+                self._name, f"its stages' processes cannot be started ({error})"
+            ) from error
+        finally:
+            theirs.close()
+        with suppress(*GONE):  # one that is gone is told by its missing answers
+            self._pipe.send(build)
+
+    def send(self, message: object) -> None:
+        """Pass a message on.
+
+        :raises EngineUnavailable: the process is gone.
+        """
+        try:
+            self._pipe.send_bytes(_bytes(message))
+        except GONE as error:
+            raise self._lost() from error
+
+    def take(self) -> Any:
+        """Wait for the answer.
+
+        :raises EngineUnavailable: the process is gone.
+        """
+        try:
+            return pickle.loads(self._pipe.recv_bytes())
+        except GONE as error:
+            raise self._lost() from error
+
+    def _lost(self) -> EngineUnavailable:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        advice = "A negative code is a signal; -9 is often the system running out of memory"
+        return EngineUnavailable(
+            self._name, f"{self._label} ended with exit code {self._process.returncode}", advice
+        )
+
+    def close(self) -> None:
+        """End it; twice is fine."""
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
+
+    @staticmethod
+    def ready(processes: Sequence[Any], seconds: float | None) -> list[StageProcess]:
+        """Which of them have answered or are gone; waits for one so many seconds, None: for as long
+        as it takes.
+        """
+        poll = select.poll()
+        numbers = [process._pipe.fileno() for process in processes]
+        for number in numbers:
+            poll.register(number, select.POLLIN | select.POLLHUP)
+        found = {number for number, _ in poll.poll(None if seconds is None else 1000 * seconds)}
+        return [
+            process for process, number in zip(processes, numbers, strict=True) if number in found
+        ]
+
+
+class StageActor(StageServer):
+    """What runs in an actor; messages come as bytes, for what Ray itself unpacks cannot be written
+    to.
+    """
+
+    def answer_bytes(self, message: bytes) -> bytes:
+        """The answer to a message."""
+        return _bytes(self.answer(pickle.loads(message)))
+
+
+class RayStage:
+    """An actor, which is given as many cores and GPUs as the one that this engine is in."""
+
+    def __init__(self, name: str, label: str, build: BuildStage) -> None:
+        """Have it started, on another node where there is one; `label` says what it holds.
+
+        :raises UnsupportedByEngine: this is no actor.
+        """
+        self._name = name
+        self._label = label
+        self._ray = _ray(name)
+        given = self._ray.get_runtime_context().get_assigned_resources()
+        limits = {
+            "num_cpus": given.get("CPU", 0),
+            "num_gpus": given.get("GPU", 0),
+            "scheduling_strategy": "SPREAD",
+        }
+        actor: Any = self._ray.remote(StageActor).options(**limits, max_restarts=0)
+        self._actor: Any = actor.remote(build)
+        self._answer: Any = None  # to come
+
+    def send(self, message: object) -> None:
+        """Pass a message on."""
+        self._answer = self._actor.answer_bytes.remote(_bytes(message))
+
+    def take(self) -> Any:
+        """Wait for the answer.
+
+        :raises EngineUnavailable: the actor is gone.
+        """
+        answer = self._answer
+        self._answer = None
+        try:
+            return pickle.loads(self._ray.get(answer))
+        except importlib.import_module("ray.exceptions").RayError as error:
+            reason = str(error).strip().partition("\n")[0][:200]
+            raise EngineUnavailable(
+                self._name, f"an actor with {self._label} died ({reason})"
+            ) from error
+
+    def close(self) -> None:
+        """End it; twice is fine."""
+        if self._ray.is_initialized():
+            self._ray.kill(self._actor)
+
+    @staticmethod
+    def ready(actors: Sequence[Any], seconds: float | None) -> list[RayStage]:
+        """Which of them have answered or are gone, of those that were asked, waiting as for
+        processes.
+        """
+        asked = {actor._answer: actor for actor in actors if actor._answer is not None}
+        found, _ = _ray("").wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
+        if asked and not found:
+            found, _ = _ray("").wait([*asked], timeout=seconds)
+        return [asked[answer] for answer in found]
+
+
+def _ray(name: str) -> Any:
+    ray: Any = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        problem = "stages are actors of an engine that is one"
+        advice = "Write ray: before its name"
+        raise UnsupportedByEngine(name, problem, advice)
+    return ray
+
+
+def _bytes(message: object) -> bytes:
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+KINDS: dict[str, type[StageProcess | RayStage]] = {"process": StageProcess, "ray": RayStage}
+"""By the option `stage_worker`."""
+
+
+Receive = Callable[[Any], object]
+"""Is told the answer to a message, or why there will be none."""
+
+
+class HeldNode:
+    """A worker, and what it is asked: one message after the other."""
+
+    def __init__(self, number: int, label: str, worker: Worker) -> None:
+        self.number = number
+        self.label = label
+        self.worker = worker
+        # when it will have done what it is asked, and when it was last asked
+        self.due = self.sent = 0.0
+        self._queue = deque[tuple[object, Receive]]()
+        self._heard: Receive | None = None  # by the answer that is waited for
+        self.error: EngineUnavailable | None = None
+        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # of slots, as far as it was told
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether it owes an answer."""
+        return self._heard is not None
+
+    @property
+    def wait(self) -> float:
+        """Seconds until it is free."""
+        return max(0.0, self.due - perf_counter()) if self.is_asked else 0.0
+
+    def ask(self, message: object, receive: Receive, seconds: float = 0.0) -> None:
+        """Send a message when those before are answered, which is thought to take so long."""
+        if self.error is not None:
+            receive(self.error)
+            return
+        self.due = perf_counter() + self.wait + seconds
+        self._queue.append((message, receive))
+        self.go()
+
+    def go(self) -> None:
+        """Send the next message where none is on its way."""
+        while self._queue and self._heard is None:
+            message, self._heard = self._queue.popleft()
+            self.sent = perf_counter()
+            try:
+                self.worker.send(message)
+            except EngineUnavailable as error:
+                self._lose(error)
+            else:
+                if isinstance(self.worker, WorkerHere):
+                    self.receive()
+
+    def receive(self) -> None:
+        """Take the answer to what it was asked; one that was asked nothing and can be read is gone."""
+        try:
+            answer = self.worker.take()
+        except EngineUnavailable as error:
+            self._lose(error)
+        else:
+            heard = self._heard
+            self._heard = None
+            assert heard is not None, "it was asked"
+            heard(answer)
+
+    def at_once(self, message: object) -> Any:
+        """The answer to a message, before what else it is asked.
+
+        :raises EngineUnavailable: it is gone.
+        """
+        if self._heard is not None:
+            self.receive()
+        try:
+            if self.error is None:
+                self.worker.send(message)
+                return self.worker.take()
+        except EngineUnavailable as error:
+            self._lose(error)
+        assert self.error is not None, "else it answers"
+        raise self.error
+
+    def news(self, batch: StepBatch, table: SlotIds) -> News:
+        """What it was not told yet of the slots of the sequences in a step."""
+        if self._table.shape != table.shape:
+            self._table = np.zeros_like(table)
+        used = np.unique(batch.table_rows)
+        longest = int(batch.context_lens.max())
+        rows, columns = (table[used, :longest] != self._table[used, :longest]).nonzero()
+        found = used[rows], columns, table[used[rows], columns]
+        self._table[found[:2]] = found[2]
+        return found
+
+    def _lose(self, error: EngineUnavailable) -> None:
+        self.error = error.with_traceback(None)  # its frames would keep who asked
+        self.worker.close()
+        waiting = [self._heard, *(receive for _, receive in self._queue)]
+        self._heard = None
+        self._queue.clear()
+        for receive in waiting:
+            if receive is not None:
+                receive(error)
+
+
+def main() -> None:
+    """A process's program: it answers messages until there are no more."""
+    end_with(int(sys.argv[1]))
+    pipe = Connection(int(sys.argv[2]))
+    with suppress(*GONE):  # cut off: who asks is gone
+        server = StageServer(pipe.recv())
+        while True:
+            message = pickle.loads(pipe.recv_bytes())
+            pipe.send_bytes(_bytes(server.answer(message)))
+            if isinstance(message, list):
+                gc.freeze()  # what is loaded stays, and need not be looked through for garbage
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,272 @@
+"""Stages of a model: ranges of its layers in workers, with their keys and values, and the messages
+they answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atts.accel.options import StageOptions
+from atts.accel.zoo.chains import adapted_rows, bounds_of
+from atts.accel.zoo.many_models import Layers
+from atts.errors import EngineError, UnsupportedByEngine
+from atts.local.batch import Floats, Ints, StepBatch, part_of
+from atts.local.cache import SlotIds
+from atts.local.cpu.native_model import NativeModel
+from atts.local.cpu.packing import PackedAdapter
+from atts.local.loader import layer_deltas, load_adapter
+from atts.local.messages import FailureReply, WorkerConfig
+
+Held = NDArray[np.uint8]
+"""Keys and values of some slots in some layers, as bytes."""
+News = tuple[Ints, Ints, SlotIds]
+"""Slots that are new in a table, by row and column."""
+
+
+class StageSetup(NamedTuple):
+    """What a worker is to hold: some layers of a model, which have as many slots and threads as its
+    others.
+
+    Models of a zoo share ranges: `name` is that of what they have alike, and each model adds what
+    is its own.
+    """
+
+    config: WorkerConfig
+    layers: range
+    replicas: int = 1  # workers that hold them
+    name: str = ""
+    chain: int = 0  # which of the zoo's models it is
+    is_shared: bool = False  # whether models of a zoo have it in common
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends with the model's last layer, behind which are those rows alone that are
+        asked for.
+        """
+        return self.layers.stop == self.config.model.num_layers
+
+    def __str__(self) -> str:
+        return f"the stage of layers {self.layers.start} to {self.layers.stop - 1}"
+
+
+class RangeStep(NamedTuple):
+    """What a worker is to do of a step in one of its ranges."""
+
+    name: str
+    entries: Ints  # of the visit's batch
+    brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that another worker has, by slots
+    # earlier rows whose keys and values are computed anew
+    again: Sequence[tuple[StepBatch, Floats]] = ()
+
+
+class Visit(NamedTuple):
+    """Sequences of a step that pass one or more of a worker's ranges, each as many of them as its
+    way leads through.
+    """
+
+    batch: StepBatch
+    rows: Floats
+    shape: tuple[int, ...]  # of the slot table
+    news: News  # in it, since the visit before
+    steps: Sequence[RangeStep]
+
+
+class Visited(NamedTuple):
+    """The rows behind each of the ranges, or what hindered them; and how long each took."""
+
+    rows: Sequence[Floats] | Exception
+    seconds: Sequence[float]
+
+
+class Wanted(NamedTuple):
+    """Keys and values of some slots that another worker lacks."""
+
+    name: str
+    slots: Ints
+
+
+class Leave(NamedTuple):
+    """A range that is a worker's no longer."""
+
+    name: str
+
+
+class HeldLayers:
+    """Some layers of a model, and their keys and values."""
+
+    def __init__(self, setup: StageSetup, model: Layers, cache: Tensor) -> None:
+        self.setup = setup
+        self.cache = cache
+        self._model = model
+        # else the words of a zoo's models, their norms and heads are beside the loop
+        alone = not setup.is_shared
+        self._units = (
+            int(setup.layers.start > 0 or not alone),
+            1 + 2 * len(setup.layers) + (setup.is_last and alone),
+        )
+
+    def join(self, setup: StageSetup) -> None:
+        """One more model that has these layers.
+
+        :raises EngineError: what is its own cannot be loaded.
+        """
+
+    def held(self, slots: Ints) -> Held:
+        """The keys and values there."""
+        return self.cache[:, :, torch.from_numpy(slots)].view(torch.uint8).numpy(force=True)
+
+    def take(self, slots: Ints, held: Held) -> None:
+        """Keys and values from elsewhere."""
+        self.cache[:, :, torch.from_numpy(slots)] = (
+            torch.from_numpy(held).view(self.cache.dtype).to(self.cache)
+        )
+
+    def run(self, batch: StepBatch, table: SlotIds, rows: Floats) -> Floats:
+        """The rows behind these layers: all of them, behind the last those asked for."""
+        if not self.setup.is_last:
+            every = np.arange(len(batch.tokens))
+            batch = replace(batch, num_logits=np.diff(batch.query_starts), logit_rows=every)
+        hidden = np.empty((len(batch.logit_rows), rows.shape[1]), dtype=np.float32)
+        self._through(batch, table, (rows, hidden))
+        return hidden
+
+    def _through(self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats]) -> None:
+        self._model.through(batch, table, rows, self._units)
+
+
+class SharedLayers(HeldLayers):
+    """Layers that several models of a zoo have: rows of all of them at once, to which each one's
+    adapter adds.
+    """
+
+    def __init__(self, setup: StageSetup, model: NativeModel, cache: Tensor) -> None:
+        super().__init__(setup, model, cache)
+        self._native = model
+        self._adapters = dict[int, PackedAdapter]()
+
+    def join(self, setup: StageSetup) -> None:
+        """One more model.
+
+        :raises EngineError: its adapter cannot be used.
+        """
+        config = setup.config
+        layers = setup.layers
+        if added := load_adapter(config.folder, config.model, config.name):
+            deltas = layer_deltas(added, config.model)[4 * layers.start : 4 * layers.stop]
+            if any(deltas):
+                self._adapters[setup.chain] = self._native.packing.adapter(deltas)
+
+    def _through(self, batch: StepBatch, table: SlotIds, rows: tuple[Floats, Floats]) -> None:
+        order = batch.logit_rows.argsort(kind="stable")
+        batch = replace(batch, logit_rows=batch.logit_rows[order])
+        hidden = np.empty_like(rows[1])
+        adapted = adapted_rows(batch, bounds_of(batch), self._adapters)
+        self._native.through(batch, table, (rows[0], hidden), self._units, adapted)
+        rows[1][order] = hidden
+
+
+BuildStage = Callable[[StageSetup], HeldLayers]
+
+
+class StageServer:
+    """What runs in a worker's process or actor, or beside the loop: ranges of layers by their
+    names.
+    """
+
+    def __init__(self, build: BuildStage) -> None:
+        self._build = build
+        self._held: dict[str, HeldLayers] = {}
+        self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # as far as it was told
+
+    def answer(self, message: Any) -> object:
+        """What is said of a message; to what is to be held, by these models, None, or why it cannot
+        be.
+        """
+        match message:
+            case list():
+                return self._load(message)
+            case Visit():
+                return self._visited(message)
+            case Wanted(name, slots):
+                return self._held[name].held(slots)
+            case _:
+                del self._held[message.name]
+                return None
+
+    def _load(self, setups: Sequence[StageSetup]) -> FailureReply | None:
+        """Hold a range for all of these models, or none of it anew."""
+        name = setups[0].name
+        try:
+            held = self._held.get(name) or self._build(setups[0])
+            for setup in setups:
+                held.join(setup)
+        except EngineError as error:
+            return FailureReply.of(error)
+        self._held[name] = held
+        return None
+
+    def _visited(self, visit: Visit) -> Visited:
+        if self._table.shape != visit.shape:
+            self._table = np.zeros(visit.shape, dtype=np.int32)
+        self._table[visit.news[:2]] = visit.news[2]
+        found = list[Floats]()
+        seconds = list[float]()
+        for step in visit.steps:
+            began = perf_counter()
+            held = self._held[step.name]
+            try:
+                found.append(self._run(held, step, visit))
+            except MemoryError:
+                return Visited(MemoryError(f"{held.setup} cannot allocate memory"), seconds)
+            except Exception as error:  # noqa: BLE001  raised where the step began
+                return Visited(
+                    RuntimeError(f"{held.setup}: {type(error).__name__}: {error}"), seconds
+                )
+            seconds.append(perf_counter() - began)
+        return Visited(found, seconds)
+
+    def _run(self, held: HeldLayers, step: RangeStep, visit: Visit) -> Floats:
+        batch, at, _ = part_of(visit.batch, step.entries)
+        for slots, brought in step.brought:
+            held.take(slots, brought)
+        for earlier, fed in step.again:
+            held.run(earlier, self._table, fed)
+        rows = held.run(batch, self._table, visit.rows[at])
+        if not held.setup.is_last:
+            visit.rows[at] = rows
+        return rows
+
+
+def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup]:
+    """The layers of each stage, all stages of about as many bytes; the first also has the embedding
+    and the head.
+
+    :raises UnsupportedByEngine: there are more stages than layers.
+    """
+    model = config.model
+    stages = options.stages
+    replicas = options.replicas
+    if stages > model.num_layers:
+        problem = f"its {model.num_layers} layers make no {stages} stages"
+        raise UnsupportedByEngine(config.name, problem, f"Write stages={model.num_layers} or less")
+    words = model.vocabulary * model.hidden_size
+    layer = (model.matrix_weights - words) / model.num_layers
+    outer = (words if model.ties_embeddings else 2 * words) / layer  # in layers
+    first = round((model.num_layers + outer) / stages - outer)
+    first = max(1, min(first, model.num_layers - stages + 1)) if stages > 1 else model.num_layers
+    rest = model.num_layers - first
+    ends = [0, *(first + rest * at // max(1, stages - 1) for at in range(stages))]
+    layers = [range(*each) for each in pairwise(ends)]
+    return [
+        StageSetup(config, each, n, str(each.start))
+        for each, n in zip(layers, (1, *replicas), strict=True)
+    ]

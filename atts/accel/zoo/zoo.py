@@ -1,0 +1,451 @@
+"""The directory of a zoo: models are added, removed and exported, and a crash at any moment loses
+none of them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from secrets import token_hex
+
+import msgspec
+
+from atts.accel.zoo.equivalence import Likeness, changed, likenesses
+from atts.accel.zoo.folders import (
+    bytes_of,
+    check_name,
+    checked,
+    complete,
+    copy_files,
+    side_files,
+    tensors_of,
+    unadapted,
+)
+from atts.accel.zoo.sharing import ZooContents, contents
+from atts.accel.zoo.splitting import Block, WeightFile, joined, split, whole_block
+from atts.errors import OptionError, ZooError
+from atts.files import storage, sync_directory, write_atomic
+from atts.journal import locked
+from atts.local.checking import check_adapter, check_model
+from atts.models.folders import read_object, weight_files, weights_marks
+from atts.models.stored_blocks import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    BLOCKS,
+    MANIFEST,
+    MARK,
+    MODELS,
+    SCHEMA,
+    Loss,
+    StoredModel,
+    block_path,
+    check_schema,
+    check_stored,
+    content_digest,
+    file_digest,
+    read_stored,
+)
+
+_LOCK = "lock"
+_ADAPTER_FILE = "adapter_model.safetensors"
+_COMPLETED = ".completed"
+"""Where a model is written of which a folder holds only a part, as long as it is added."""
+
+
+class Zoo:
+    """Models below one directory: `models/NAME/` has a manifest and small files, `blocks/` the
+    weights they share.
+
+    What is added or removed is there, or gone, by one renaming at the end; a process that is killed
+    before leaves files that no model names, and the next change deletes them. Changes of several
+    processes are made one after the other.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def names(self) -> list[str]:
+        """The models, by name.
+
+        :raises ZooError: it is no zoo, or one of a newer version.
+        """
+        check_schema(self.directory)
+        with storage(self.directory):
+            return sorted(
+                path.name for path in self._models.iterdir() if not path.name.startswith(".")
+            )
+
+    def folder(self, name: str) -> Path:
+        """Where a model's configuration and tokenizer are: a folder that a local engine opens.
+
+        :raises ZooError: there is no such model.
+        """
+        known = self.names()
+        if name not in known:
+            raise ZooError(
+                self.directory,
+                f"it holds no model {name!r}",
+                f"It holds {', '.join(known) or 'none'}",
+            )
+        return self._models / name
+
+    def model(self, name: str) -> StoredModel:
+        """A model's manifest.
+
+        :raises ZooError: there is no such model, or its manifest is damaged.
+        """
+        return read_stored(self.folder(name))
+
+    def show(self) -> ZooContents:
+        """Who shares what, and the bytes of it, of those models whose manifests can be read.
+
+        :raises ZooError: it is no zoo, or one of a newer version.
+        """
+        return contents(str(self.directory), self._known(), self._size())
+
+    def damage(self) -> list[str]:
+        """What is damaged, a line for each model, every block compared with its digest.
+
+        :raises ZooError: it is no zoo, or one of a newer version.
+        """
+        found = list[str]()
+        for name in self.names():
+            try:
+                if check_stored(self._models / name) is None:
+                    read_stored(self._models / name)
+            except ZooError as error:
+                found.append(str(error))
+        return found
+
+    def add(self, name: str, folder: Path, base: str = "") -> StoredModel:
+        """Store a model under a name, each block of it that is not there yet.
+
+        The folder may hold an adapter in peft's layout: its model is that of `base`, the adapter a
+        block of its own. Where no base is named, it is the model that was added from the folder
+        which the adapter names as its base. A folder with a configuration may hold only what is its
+        own, of layers tuned or of fewer layers: weights and tokenizer files that it lacks are those
+        of `base`.
+
+        :raises OptionError: the name cannot be one, or is taken.
+        :raises ModelLoadError: the folder holds no model that a local engine computes.
+        :raises ZooError: this is no zoo, or a newer one.
+        :raises StorageError: the disk refuses; nothing has changed.
+        """
+        check_name(name)
+        if not folder.is_dir():
+            raise OptionError(
+                "FOLDER",
+                f"{folder} is no folder; name one with a model's configuration and weights",
+            )
+        if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
+            return self._add_adapter(name, folder, base)
+        family = None if base else checked(folder, name)  # before a new directory becomes a zoo
+        with self._adding(name), ExitStack() as stack:
+            whole = self.directory / _COMPLETED if base else folder
+            if base:
+                stack.callback(shutil.rmtree, whole, ignore_errors=True)
+                with storage(whole):
+                    complete(folder, self.folder(base), whole, name)
+            with storage(whole):
+                files = weight_files(whole, name)
+                side = side_files(whole)
+                mapped = [WeightFile(path, stack) for path in files]
+                blocks = split(mapped, family or checked(whole, name))
+                size = bytes_of([*side, *files])
+                marks = weights_marks(files)
+            source = str(folder.resolve())
+            stored = tuple([file.stored() for file in mapped])
+            cut = tuple([block.stored for block in blocks])
+            model = StoredModel(name, source, "", False, size, marks, files=stored, blocks=cut)
+            sharers = [other for other in self._known() if model.digests & other.digests]
+            for other in sharers:
+                self._separate(other)
+            if sharers:
+                self._write_blocks(blocks)
+                return self._put(model, side)
+            return self._put(replace(model, is_whole=True), [*side, *files])
+
+    def _add_adapter(self, name: str, folder: Path, base: str) -> StoredModel:
+        """Store an adapter as the model that it makes of another: the same blocks, and one more."""
+        with self._adding(name), ExitStack() as stack:
+            found = self._base_of(folder, base, name)
+            home = self._models / found.name
+            file = folder / _ADAPTER_FILE
+            config, _ = check_model(home, name)
+            check_adapter(folder, file, config, name)
+            with storage(folder):
+                mapped = WeightFile(file, stack)
+                side = side_files(folder)
+                block = whole_block(ADAPTER, mapped)
+                own = weights_marks([file, folder / ADAPTER_CONFIG])
+            self._separate(found)
+            self._write_blocks([block])
+            source = str(folder.resolve())
+            size = found.bytes + bytes_of([*side, file])
+            marks = (f"{found.marks[0]}+{own[0]}", f"{found.marks[1]}+{own[1]}")
+            blocks = (*found.blocks, block.stored)
+            stored = (mapped.stored(),)
+            model = StoredModel(
+                name, source, found.name, False, size, marks, files=stored, blocks=blocks
+            )
+            return self._put(model, side_files(home), side)
+
+    def _base_of(self, folder: Path, base: str, name: str) -> StoredModel:
+        """The model that an adapter was trained on."""
+        if base:
+            return unadapted(self.model(base), "--base")
+        said = str(read_object(folder / ADAPTER_CONFIG, name).get("base_model_name_or_path") or "")
+        known = [model for model in self._known() if not model.base]
+        places = (
+            {said, str((folder / said).resolve()), str(Path(said).expanduser().resolve())}
+            if said
+            else set[str]()
+        )
+        for model in known:
+            if model.source in places or model.name == said:
+                return model
+        names = ", ".join(model.name for model in known) or "none yet: add it first"
+        problem = f"the base of {folder} is {said or 'not named'}, and no model of the zoo was added from there"
+        raise OptionError("--base", f"{problem}; name one: {names}")
+
+    def remove(self, name: str) -> int:
+        """Forget a model, and delete what no other needs; how many bytes became free.
+
+        :raises ZooError: there is no such model.
+        :raises StorageError: the disk refuses.
+        """
+        with self._changing():
+            folder = self.folder(name)
+            before = self._size()
+            with storage(folder):
+                folder.rename(self._models / f".removed-{token_hex(6)}")
+                sync_directory(self._models)
+            self._collect()
+            return before - self._size()
+
+    def export(self, name: str, out: Path) -> None:
+        """Write a model's folder as it was added, every file compared with its digest on the way.
+
+        :raises ZooError: there is no such model, or a block of it is damaged.
+        :raises OptionError: `out` is there already.
+        :raises StorageError: the disk refuses; nothing is left behind.
+        """
+        if out.exists():
+            raise OptionError("OUT", f"{out} is there already; name a new folder")
+        folder = self.folder(name)
+        model = check_stored(folder)
+        assert model is not None, "a model of a zoo has a manifest"
+        with _made(out) as temporary, ExitStack() as stack:
+            home = folder / ADAPTER if model.base else folder
+            copy_files(
+                [path for path in home.iterdir() if path.is_file() and path.name != MANIFEST],
+                temporary,
+            )
+            tensors = {} if model.is_whole else tensors_of(folder, model, stack)
+            for file in () if model.is_whole else model.files:
+                path = temporary / file.name
+                write_atomic(path, joined(file, tensors))
+                if file_digest(path) != file.digest:
+                    raise ZooError(
+                        self.directory, f"{file.name} of {name!r} did not come out as it was added"
+                    )
+
+    def likenesses(self, name: str, most: int = 1, apart: float = 1.0) -> list[Likeness]:
+        """For each block of a model those of its shape that are nearest by parameters; models that
+        are whole are cut.
+
+        `most` at each place, at most so many lengths of the model's own block `apart`.
+
+        :raises OptionError: it is an adapter's model.
+        :raises ZooError: there is no such model, or its manifest is damaged.
+        """
+        unadapted(self.model(name), "NAME")
+        with self._changing():
+            for model in self._known():
+                self._separate(model)
+        return likenesses(self.directory, self.model(name), self._known(), (most, apart))
+
+    def keep(
+        self, name: str, model: StoredModel, digests: Mapping[str, str], loss: Loss
+    ) -> StoredModel:
+        """Store a model with other blocks of the zoo at some places, and what that was measured to
+        lose.
+
+        :raises OptionError: the name cannot be one, or is taken.
+        :raises StorageError: the disk refuses; nothing has changed.
+        """
+        with self._adding(name), ExitStack() as stack:
+            made = replace(changed(model, digests), name=name, loss=loss)
+            with storage(self.directory):
+                tensors = tensors_of(self.folder(model.name), made, stack)
+                digest = {file.name: content_digest(*joined(file, tensors)) for file in made.files}
+            made = replace(
+                made, files=tuple(replace(file, digest=digest[file.name]) for file in made.files)
+            )
+            return self._put(made, side_files(self.folder(model.name)))
+
+    def within(self, name: str, bound: float) -> StoredModel:
+        """What was kept for a model and diverges from it by at most so many nats a token: of these
+        what does most.
+
+        :raises OptionError: nothing was.
+        :raises ZooError: there is no such model, or its manifest is damaged.
+        """
+        own = name, self.model(name).marks[1]
+        kept = {
+            one.loss.nats: one
+            for one in self._known()
+            if one.loss and (one.loss.model, one.loss.weights) == own
+        }
+        if fits := [nats for nats in kept if nats <= bound]:
+            return kept[max(fits)]
+        known = (
+            ", ".join(f"{one.name} diverges by {nats:.3g}" for nats, one in kept.items())
+            or "nothing was kept yet"
+        )
+        advice = f"make one: atts zoo compare {name} --zoo {self.directory} --lossy {bound:g} --keep NAME"
+        raise OptionError(
+            "lossy", f"no stand-in for {name!r} within {bound:g} nats a token ({known}); {advice}"
+        )
+
+    def _known(self) -> list[StoredModel]:
+        """The models whose manifests can be read."""
+        return [model for model in map(self._read, self.names()) if model is not None]
+
+    @property
+    def _models(self) -> Path:
+        return self.directory / MODELS
+
+    @contextmanager
+    def _adding(self, name: str) -> Generator[None, None, None]:
+        """Alone among the processes that change this zoo, which has no model of this name."""
+        with self._changing(create=True):
+            check_name(name, self.names())
+            yield
+
+    @contextmanager
+    def _changing(self, *, create: bool = False) -> Generator[None, None, None]:
+        """Alone among the processes that change this zoo, whose leavings are gone; those that come
+        meanwhile wait.
+        """
+        if create and not (self.directory / MARK).exists():
+            self._create()
+        check_schema(self.directory)
+        with locked(self.directory / _LOCK, self.directory, wait=True):
+            shutil.rmtree(self.directory / _COMPLETED, ignore_errors=True)
+            self._collect()
+            yield
+
+    def _create(self) -> None:
+        with storage(self.directory):
+            others = (
+                [path.name for path in self.directory.iterdir()] if self.directory.is_dir() else []
+            )
+            if any(
+                name not in (MODELS, BLOCKS, _LOCK, MARK) and not name.startswith(f".{MARK}.")
+                for name in others
+            ):
+                raise ZooError(self.directory, "it is no zoo, and not empty", "Name a new folder")
+            for part in (MODELS, BLOCKS):
+                (self.directory / part).mkdir(parents=True, exist_ok=True)
+            write_atomic(self.directory / MARK, msgspec.json.encode({"schema": SCHEMA}))
+
+    def _read(self, name: str) -> StoredModel | None:
+        """A model's manifest; None where it is damaged, and the model shares nothing any more."""
+        try:
+            return read_stored(self._models / name)
+        except ZooError:
+            return None
+
+    def _separate(self, model: StoredModel) -> None:
+        """Cut a model that is whole into its blocks: they are written first, and its files deleted
+        last.
+        """
+        if not model.is_whole:
+            return
+        folder = self._models / model.name
+        check_stored(folder)
+        config, _ = check_model(folder, model.name)
+        with ExitStack() as stack:
+            with storage(folder):
+                mapped = [WeightFile(folder / file.name, stack) for file in model.files]
+            self._write_blocks(split(mapped, config.rules))
+        write_atomic(folder / MANIFEST, msgspec.json.encode(replace(model, is_whole=False)))
+        self._collect()
+
+    def _write_blocks(self, blocks: Iterable[Block]) -> None:
+        """Write those that are not there yet; one that is there and damaged is written again."""
+        for block in blocks:
+            path = block_path(self.directory, block.stored.digest)
+            digest = block.stored.digest
+            with storage(path):
+                is_there = path.is_file() and file_digest(path) == digest
+            if not is_there:
+                write_atomic(path, block.parts)
+
+    def _put(
+        self, model: StoredModel, files: Sequence[Path], adapter: Sequence[Path] = ()
+    ) -> StoredModel:
+        """Write a model's folder beside the others, an adapter's files in a folder below, then give
+        it its name.
+        """
+        with _made(self._models / model.name) as temporary:
+            copy_files(files, temporary)
+            if adapter:
+                (temporary / ADAPTER).mkdir()
+                copy_files(adapter, temporary / ADAPTER)
+            if model.is_whole and any(
+                file_digest(temporary / file.name) != file.digest for file in model.files
+            ):
+                raise ZooError(
+                    self.directory,
+                    f"the files of {model.source} changed while they were read",
+                    "Again",
+                )
+            write_atomic(temporary / MANIFEST, msgspec.json.encode(model))
+        return model
+
+    def _collect(self) -> None:
+        """Delete what no model names: of adds and removes that were cut off, and of models that are
+        gone.
+
+        While a manifest cannot be read, every block is kept: it may be that model's.
+        """
+        models = [(name, self._read(name)) for name in self.names()]
+        with storage(self.directory):
+            for path in self._models.glob(".*"):
+                shutil.rmtree(path)
+            for name, model in models:
+                if model is not None and not model.is_whole:
+                    for file in model.files:
+                        (self._models / name / file.name).unlink(missing_ok=True)
+            if all(model is not None for _, model in models):
+                named = {
+                    digest for _, model in models if model is not None for digest in model.digests
+                }
+                for path in (self.directory / BLOCKS).iterdir():
+                    if path.stem not in named:
+                        path.unlink()
+
+    def _size(self) -> int:
+        with storage(self.directory):
+            return bytes_of(path for path in self.directory.rglob("*") if path.is_file())
+
+
+@contextmanager
+def _made(folder: Path) -> Generator[Path, None, None]:
+    """A folder under another name, which is given its own when all is written; else nothing is
+    left.
+    """
+    temporary = folder.with_name(f".{folder.name}.{token_hex(6)}")
+    with storage(folder):
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            temporary.rename(folder)
+            sync_directory(folder.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)

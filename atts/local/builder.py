@@ -1,0 +1,148 @@
+"""The builder of a plain step loop, and the parts that builders of other loops take from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from atts.errors import UnsupportedByEngine
+from atts.local.cache import PrefixTree
+from atts.local.cpu.bursts import MultiStep
+from atts.local.cpu.compiling import native_library
+from atts.local.cpu.native_model import NativeModel, unknown_parts
+from atts.local.cuda.model import cuda_model
+from atts.local.devices import SPARE_SLOTS, allocate_cache, device_of
+from atts.local.loader import Weights, load_weights
+from atts.local.loop import StepLoop
+from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
+from atts.local.model_config import rope_rows
+from atts.local.scheduler import Scheduler, SchedulerConfig
+from atts.local.seams import Model, TappedModel
+from atts.local.sequence import TokenTable
+from atts.local.torch_model import TorchModel
+
+# before a small model sets its own: what is set counts for new threads too
+_MOST_THREADS = torch.get_num_threads()
+_LOGITS_BYTES = 64 << 20  # most kept in remembered logits
+_MOST_LOGITS = 4096
+
+Send = Callable[[LoopReport], None]
+MakeModel = Callable[[WorkerConfig, Weights, Tensor], TappedModel]
+
+
+def build_loop(
+    config: WorkerConfig, send: Send, make_model: MakeModel | None = None
+) -> tuple[StepLoop, WorkerReady]:
+    """Load the weights, allocate the cache, connect the parts; `make_model` stands in for the
+    choice of a kernel.
+
+    :raises ModelLoadError: the weights cannot be used.
+    :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
+    """
+    device = device_of(config)
+    dtype = getattr(torch, config.options.dtype)
+    weights = load_weights(config.folder, config.model, dtype, device, config.name)
+    cache = allocate_cache(config, dtype, device)
+    if make_model is not None:
+        model: TappedModel = make_model(config, weights, cache)
+        trouble = ""
+    else:
+        model, trouble = choose_model(config, weights, cache)
+    slots = cache.shape[2] - SPARE_SLOTS
+    scheduler = Scheduler(scheduler_config(config, slots), prefix_tree(config))
+    table = token_table(config)
+    bursts = MultiStep.of(model, scheduler, table)
+    loop = StepLoop(model, scheduler, table, send, bursts=bursts)
+    loop.share_cores = partial(share_cores, config, model)
+    return loop, WorkerReady(slots, model.device_name, trouble)
+
+
+def scheduler_config(config: WorkerConfig, slots: int) -> SchedulerConfig:
+    """Return how much may be in one step, and in a cache of so many slots."""
+    model = config.model
+    return SchedulerConfig(
+        slots,
+        config.options.max_batch,
+        config.options.chunk_tokens,
+        model.context_length,
+        model.long_after,
+        rope_rows(model, slots + SPARE_SLOTS),
+    )
+
+
+def prefix_tree(config: WorkerConfig) -> PrefixTree:
+    """Return an empty prefix tree, which remembers logits as far as they take little memory."""
+    most = _LOGITS_BYTES // (4 * config.model.vocabulary)
+    return PrefixTree(max(1, min(_MOST_LOGITS, most)))
+
+
+def token_table(config: WorkerConfig) -> TokenTable:
+    """Return what a loop knows of token ids."""
+    return TokenTable(config.pieces, frozenset(config.model.end_ids))
+
+
+def choose_model(
+    config: WorkerConfig, weights: Weights, cache: Tensor, group: int = 1
+) -> tuple[NativeModel | TorchModel, str]:
+    """Take native kernels where they can be had and are allowed, else torch; say also what its user
+    should know of that.
+
+    With groups of several attentions it is plain torch on a GPU.
+    """
+    is_fit = cache.device.type == "cpu" and cache.dtype == torch.float32
+    rounds = config.options.scores == "bfloat16"
+    is_needed = rounds or config.options.kernel == "native"
+    if is_needed and not is_fit:
+        raise UnsupportedByEngine(
+            config.name,
+            "the native kernels compute float32 on a CPU",
+            "Write ?kernel=torch behind the engine's name",
+        )
+    trouble = ""
+    if config.options.kernel != "torch" and is_fit:
+        try:
+            if unknown := unknown_parts(config.model):
+                raise UnsupportedByEngine(
+                    config.name, f"the native kernels do not know {unknown}", "Use torch"
+                )
+            library, trouble = native_library(config.name, config.model)
+            if rounds and not library.atts_has_pairs():
+                problem = "this processor does not multiply bfloat16 numbers"
+                raise UnsupportedByEngine(config.name, problem, "Leave scores=bfloat16 out")
+        except UnsupportedByEngine as error:
+            if is_needed:
+                raise
+            trouble = f"{error.problem}: torch operations are used, several times slower"
+        else:
+            threads = threads_of(config)
+            model = NativeModel(
+                library, config.model, weights, cache, threads, group=group, rounds_scores=rounds
+            )
+            return model, trouble
+    if cache.device.type == "cuda" and group == 1:
+        with torch.cuda.device(cache.get_device()):
+            return cuda_model(config.model, weights, cache, graphs=config.options.graphs)
+    return TorchModel(config.model, weights, cache, group=group), trouble
+
+
+def threads_of(config: WorkerConfig) -> int:
+    """Return how many threads a step uses in this process."""
+    return config.threads(_MOST_THREADS)
+
+
+def set_threads(config: WorkerConfig) -> None:
+    """Fix how many threads torch uses; called in the loop's own thread, for OpenMP counts per
+    calling thread.
+    """
+    torch.set_num_threads(threads_of(config))
+
+
+def share_cores(config: WorkerConfig, model: Model, loops: int) -> None:
+    """Compute with as many threads as are left to one of so many loops."""
+    shared = replace(config, sharers=loops)
+    set_threads(shared)
+    model.use_threads(threads_of(shared))

@@ -1,0 +1,145 @@
+"""Multi-step decoding: several steps of a small model in one call of the kernels, up to one in
+which a text may end.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atts.core import SampleRequest, TokenIds
+from atts.local.batch import Draws, StepBatch, StepPlan, is_last, single_rows
+from atts.local.cache import SlotIds
+from atts.local.cpu.native_model import AheadBatch, NativeModel
+from atts.local.logit_sampling import batch_sampling
+from atts.local.scheduler import Scheduler
+from atts.local.seams import Model
+from atts.local.sequence import Sequence, TokenTable
+
+_MOST_TURNS = 8
+"""A request that comes meanwhile waits for so many turns, which take as long as a step does outside
+of the kernels.
+"""
+_MOST_ROWS = 16
+"""With more, some text or other ends in almost every turn."""
+_SMALL = 1_000_000
+"""Weights of the largest model whose steps take longer outside of the kernels than in them."""
+
+
+class MultiStep:
+    """Draws what so many plain steps would: the same tokens, by the same kernels, with the same
+    numbers.
+    """
+
+    def __init__(self, model: NativeModel, scheduler: Scheduler, table: TokenTable) -> None:
+        self._model = model
+        self._scheduler = scheduler
+        self._ends = lru_cache(64)(
+            lambda stops, ids: _ends(table, model.config.vocabulary, stops, ids)
+        )
+        self._kept: tuple[list[Sequence], Tensor | None, NDArray[np.uint8]] = (
+            [],
+            None,
+            np.zeros(0, dtype=np.uint8),
+        )
+
+    @classmethod
+    def of(cls, model: Model, scheduler: Scheduler, table: TokenTable) -> MultiStep | None:
+        """Those of a model that gains by them; None for another."""
+        if not isinstance(model, NativeModel) or model.config.matrix_weights > _SMALL:
+            return None
+        return cls(model, scheduler, table)
+
+    def turns(self, plan: StepPlan) -> int:
+        """How many steps may be one: 1 where some sequence does more than to draw from its whole
+        law.
+        """
+        if plan.size > _MOST_ROWS or plan.ready or not all(map(is_last, plan.prefills)):
+            return 1
+        sequences = _sequences(plan)
+        if sequences != self._kept[0]:
+            self._kept = sequences, *self._settings(sequences)
+        most = _MOST_TURNS if self._kept[1] is not None else 1
+        for sequence in sequences:
+            assert sequence.uniforms is not None, "what is scored is more than a last token"
+            most = min(most, len(sequence.uniforms) - len(sequence.logprobs))
+            if most < 2:
+                return 1
+            most = 1 + self._scheduler.widen(sequence, most - 1)
+        return most
+
+    def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
+        """What each sequence draws, as many tokens for one as for the other; the logits after its
+        first turn.
+        """
+        sequences, temperatures, ends = self._kept
+        assert temperatures is not None, "otherwise it is one turn"
+        table = self._scheduler.table
+        shape = (turns, len(sequences))
+        numbers = [
+            s.uniforms[(n := len(s.logprobs)) : n + turns]
+            for s in sequences
+            if s.uniforms is not None
+        ]
+        ahead = AheadBatch(
+            first=batch,
+            following=_following(batch, table),
+            counts=np.full(turns, len(sequences)),
+            temperatures=temperatures,
+            uniforms=np.stack(numbers, 1),
+            ends=ends,
+        )
+        logits = torch.empty(*shape, self._model.config.vocabulary) if plan.prefills else None
+        logprobs = np.empty(shape, dtype=np.float32)
+        drawn = self._model.draw_ahead(ahead, table, logits, logprobs)
+        tokens = drawn.T.tolist()
+        values = logprobs[: len(drawn)].T.tolist()
+        return list(zip(sequences, tokens, values, strict=True)), torch.empty(
+            0
+        ) if logits is None else logits[0]
+
+    def _settings(self, sequences: list[Sequence]) -> tuple[Tensor | None, NDArray[np.uint8]]:
+        """Temperatures, None where tokens are filtered or angles are another table's; and which
+        tokens end a burst.
+        """
+        requests = [each.request for each in sequences if isinstance(each.request, SampleRequest)]
+        sampling = batch_sampling(
+            [request.sampling for request in requests], self._model.config.vocabulary
+        )
+        is_filtered = any(
+            column is not None for column in (sampling.top_k, sampling.top_p, sampling.min_p)
+        )
+        ends = np.maximum.reduce(
+            [self._ends(stop, ids) for stop, ids in {(r.stop, r.stop_ids) for r in requests}]
+        )
+        is_long = any(sequence.rope_row for sequence in sequences)
+        return None if is_filtered or is_long else sampling.temperature, ends
+
+
+def _sequences(plan: StepPlan) -> list[Sequence]:
+    return plan.decoding + [chunk.sequence for chunk in plan.prefills]
+
+
+def _following(batch: StepBatch, table: SlotIds) -> StepBatch:
+    """The rows of a second turn."""
+    return single_rows(
+        np.zeros_like(batch.tokens), batch.context_lens.copy(), batch.table_rows, table
+    )
+
+
+def _ends(
+    table: TokenTable, vocabulary: int, stops: tuple[str, ...], ids: TokenIds
+) -> NDArray[np.uint8]:
+    """Tokens after which a text may have ended: those that do, and those that hold the last byte of
+    a stop string.
+    """
+    found = np.zeros(vocabulary, dtype=np.uint8)
+    last = {stop.encode()[-1] for stop in stops}
+    found[[token for token in (*table.end_ids, *ids) if token < vocabulary]] = 1
+    for token, piece in enumerate(table.pieces[:vocabulary]):
+        found[token] |= not last.isdisjoint(piece)
+    return found

@@ -1,0 +1,188 @@
+"""A model's weights in the structures that the C kernels read, exact and with attentions of a group
+at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from atts.local.cpu.packing import Packing, PanelKind, is_bfloat16
+from atts.local.grouping import AttentionGroup, attention_groups, joined
+from atts.local.loader import LayerWeights, Rope, Weights
+from atts.local.model_config import ModelConfig, rope_rows
+
+POINTER = ctypes.c_void_p
+INT = ctypes.c_int64
+
+
+def members(names: str, kind: Any) -> list[tuple[str, Any]]:
+    """Fields of a structure."""
+    return [(name, kind) for name in names.split()]
+
+
+_SIZES = "num_layers hidden_size num_heads num_kv_heads head_dim intermediate_size vocabulary"
+_PLAIN = "norm qkv_bias query_norm key_norm out_bias mlp_norm gate_up_bias down_bias"
+_PACKED = "qkv out gate_up down"
+_HALVES = (
+    ("qkv out", "norm qkv_bias query_norm key_norm out_bias"),
+    ("gate_up down", "mlp_norm gate_up_bias down_bias"),
+)
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *members(_PLAIN, POINTER),
+        *members(_PACKED, POINTER),
+        *members("qkv_pairs out_pairs gate_up_pairs down_pairs", POINTER),
+        *members("cosines sines keys values", POINTER),
+        *members("stride window num_heads num_kv_heads across place attention_bf16 mlp_bf16", INT),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *members(f"{_SIZES} is_bf16", INT),
+        *members("eps query_scale", ctypes.c_float),
+        *members("embedding norm head head_pairs layers", POINTER),
+    ]
+
+
+class NativeWeights:
+    """What the kernels are given of a model."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        cache: Tensor,
+        packing: Packing,
+        keys: Sequence[str],
+        group: int,
+    ) -> None:
+        """`keys`: of the embedding, each layer's halves, and the head; what has an equal one is
+        packed once.
+        """
+        self._config = config
+        self._packing = packing
+        self._keys = keys or [""] * (2 * config.num_layers + 2)
+        self._groups = attention_groups(config, cache, group)
+        self.most_attentions = max((len(own.layers) for own in self._groups), default=1)
+        self.is_bf16 = True  # as far as is known
+        packing.keep(cache)
+        self.exact, self.grouped = self._describe(weights, rope_rows(config, cache.shape[2]))
+
+    def _describe(self, weights: Weights, rows: int) -> tuple[_Model, _Model]:
+        """The model, and the same with the attentions of each group computed at its first layer."""
+        config = self._config
+        packing = self._packing
+        keys = self._keys
+        tables = {kind: self._table(rope, rows) for kind, rope in weights.ropes.items()}
+        exact = list[_Layer]()
+        grouped = list[_Layer]()
+        for group in self._groups:
+            layers = weights.layers[group.layers.start : group.layers.stop]
+            exact += [
+                self._layer(group.one(at), weights.layers[at], tables[config.ropes[at]])
+                for at in group.layers
+            ]
+            grouped += self._attending_at_once(group, layers, exact[group.layers.start :])
+        is_bf16 = is_bfloat16(weights.head)
+        self.is_bf16 &= is_bf16
+        head = keys[0] if weights.head is weights.embedding else keys[-1]
+        arrays = [(_Layer * config.num_layers)(*own) for own in (exact, grouped)]
+        packing.keep(arrays)
+        self._layers = arrays[0]
+        model = _Model(
+            **{name: getattr(config, name) for name in _SIZES.split()},
+            is_bf16=int(is_bf16),
+            eps=config.norm_eps,
+            query_scale=config.query_scale,
+            embedding=packing.pin(weights.embedding, _key(keys[0], "embedding")),
+            norm=packing.pin(weights.norm, _key(keys[-1], "norm")),
+            head=packing.pack(weights.head, PanelKind(is_bf16), _key(head, "head")),
+            layers=ctypes.addressof(arrays[0]),
+        )
+        other = _Model.from_buffer_copy(model)
+        other.layers = ctypes.addressof(arrays[1])
+        return model, other
+
+    def add_pairs(self, weights: Weights) -> None:
+        """Matrices once more, for rows that are rounded to bfloat16."""
+        for own, layer in zip(self._layers, weights.layers, strict=True):
+            for name in _PACKED.split():
+                setattr(
+                    own, f"{name}_pairs", self._packing.pack(getattr(layer, name), PanelKind.PAIRS)
+                )
+        self.exact.head_pairs = self._packing.pack(weights.head, PanelKind.PAIRS)
+
+    def _layer(
+        self, group: AttentionGroup, layer: LayerWeights, table: tuple[int | None, int | None]
+    ) -> _Layer:
+        at = group.layers.start
+        own = _Layer(cosines=table[0], sines=table[1], window=self._config.windows[at])
+        for half in (0, 1):
+            self._fill_half(own, half, layer, self._keys[1 + 2 * at + half])
+        self._place(own, group)
+        return own
+
+    def _attending_at_once(
+        self, group: AttentionGroup, weights: Sequence[LayerWeights], layers: Sequence[_Layer]
+    ) -> list[_Layer]:
+        """The layers of a group, of which the first computes what the heads of all attend to."""
+        if len(layers) == 1:
+            return list(layers)
+        own = self._config.num_heads * self._config.head_dim
+        together = joined(weights, self._config)
+        found = [_Layer.from_buffer_copy(layer) for layer in layers]
+        if layers[
+            0
+        ].attention_bf16:  # half the memory to read, and what a group computes is not exact anyway
+            together = replace(together, qkv=together.qkv.bfloat16().float())
+        self._fill_half(found[0], 0, together, "")
+        self._place(found[0], group)
+        for at, layer in enumerate(found):
+            layer.across = len(found) * own
+            layer.place = at * own
+            if at:
+                layer.num_heads = layer.num_kv_heads = 0
+        return found
+
+    def _fill_half(self, own: _Layer, half: int, layer: LayerWeights, key: str) -> None:
+        """The attention's weights, or the feed-forward block's."""
+        packing = self._packing
+        (packed, plain) = _HALVES[half]
+        matrices = {name: getattr(layer, name) for name in packed.split()}
+        is_bf16 = all(map(is_bfloat16, matrices.values()))
+        self.is_bf16 &= is_bf16
+        for name, each in matrices.items():
+            setattr(own, name, packing.pack(each, PanelKind(is_bf16), _key(key, name)))
+        for name in plain.split():
+            setattr(own, name, packing.pin(getattr(layer, name), _key(key, name)))
+        setattr(own, ("attention_bf16", "mlp_bf16")[half], int(is_bf16))
+
+    def _place(self, own: _Layer, group: AttentionGroup) -> None:
+        """Whose heads attend there, and over what."""
+        config = self._config
+        count = len(group.layers)
+        own.keys = group.keys.data_ptr()
+        own.values = group.values.data_ptr()
+        own.stride = group.keys.stride(0)
+        own.num_heads = count * config.num_heads
+        own.num_kv_heads = count * config.num_kv_heads
+        own.across = own.num_heads * config.head_dim
+
+    def _table(self, rope: Rope, rows: int) -> tuple[int | None, int | None]:
+        angles = rope.angles(rows)
+        key = f"{rows} {rope.frequencies.tolist()} {rope.scales.tolist()}"
+        cosines = self._packing.pin(angles.cos() * rope.scales, (key, "cosines"))
+        return cosines, self._packing.pin(angles.sin() * rope.scales, (key, "sines"))
+
+
+def _key(content: str, name: str) -> tuple[str, str] | None:
+    """Under what a part of a block is known; nothing where the block has no name."""
+    return (content, name) if content else None

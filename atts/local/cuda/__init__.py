@@ -1,0 +1,1 @@
+"""Kernels of the local engine for GPUs: captured steps, and attention over the paged cache."""

@@ -1,0 +1,120 @@
+"""Captured steps: a step that decodes is recorded once for each size of batch, then replayed with
+other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atts.local.batch import StepBatch
+from atts.local.cache import SlotIds
+from atts.local.step_layout import (
+    ALL_ROWS,
+    DeviceStep,
+    RowBlocks,
+    StepLayout,
+    bucketed,
+    layout_of,
+    packed,
+    unpacked,
+)
+
+MOST_CAPTURED_ROWS = 256
+_MOST_GRAPHS = 64
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Records what some work does to tensors that stay, and returns what does it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    array: Tensor  # what `packed` makes goes in here
+    hidden: Tensor  # and this comes out
+    replay: Callable[[], None]
+
+
+class StepGraphs:
+    """Graphs of decoding steps by layout: batches of 1, 2, 4, ... rows, contexts of up to 64, 128,
+    256, ... tokens.
+
+    A layout is captured when it comes for the second time. Where capturing fails once, steps are
+    computed one by one.
+    """
+
+    def __init__(
+        self, compute: Callable[[DeviceStep], Tensor], capture: Capture, cache: Tensor
+    ) -> None:
+        self._compute = compute
+        self._capture = capture
+        self._device = cache.device
+        self._spare_slot = cache.shape[2] - 1
+        self.captured = dict[StepLayout, _Graph]()
+        self._seen = set[StepLayout]()
+        self.num_replayed = 0
+        self.trouble = ""  # why nothing is captured any more
+
+    def run(self, batch: StepBatch, table: SlotIds, blocks: RowBlocks) -> Tensor | None:
+        """The hidden states of the batch's `logit_rows`, which the next step may overwrite; None:
+        compute it anew.
+        """
+        if (
+            self.trouble
+            or batch.num_single < len(batch.table_rows)
+            or len(batch.tokens) > MOST_CAPTURED_ROWS
+        ):
+            return None
+        layout = bucketed(batch, blocks)
+        graph = self.captured.get(layout)
+        if graph is None and (layout not in self._seen or len(self.captured) == _MOST_GRAPHS):
+            self._seen.add(layout)
+            return None
+        array = torch.from_numpy(packed(batch, table, [blocks], layout, self._spare_slot))
+        if graph is None and (graph := self._captured(layout, array)) is None:
+            return None
+        graph.array.copy_(array, non_blocking=True)
+        graph.replay()
+        self.num_replayed += 1
+        if layout_of(batch, [blocks]).logits == ALL_ROWS:
+            return graph.hidden[: len(batch.tokens)]
+        return graph.hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
+
+    def _captured(self, layout: StepLayout, array: Tensor) -> _Graph | None:
+        """A graph of this layout; the work it is made of is done once on the array that is given,
+        and again later.
+        """
+        try:
+            held = array.to(self._device, copy=True)
+            hidden = torch.empty_like(self._compute(unpacked(held, layout)))
+
+            def work() -> None:
+                hidden.copy_(self._compute(unpacked(held, layout)))
+
+            graph = self.captured[layout] = _Graph(held, hidden, self._capture(work))
+        except Exception as error:  # noqa: BLE001  whatever a driver says, the step can be computed without it
+            self.trouble = f"steps are not captured ({type(error).__name__}: {error}): they are launched one by one"
+            return None
+        return graph
+
+
+def cuda_capture() -> Capture:
+    """CUDA graphs that share one pool of memory; each is warmed up beside the current stream before
+    it is captured.
+    """
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        beside: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            work()
+        torch.cuda.current_stream().wait_stream(beside)
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+    return capture

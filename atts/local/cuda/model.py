@@ -1,0 +1,95 @@
+"""The torch model on a GPU: the paged kernel where it agrees with gathered attention, graphs where
+they are wanted.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atts.local.attention import GatheredAttention, MakeAttend
+from atts.local.batch import StepBatch
+from atts.local.cuda.graphs import cuda_capture
+from atts.local.loader import Weights
+from atts.local.model_config import ModelConfig
+from atts.local.options import Graphs
+from atts.local.step_layout import ALL_ROWS, RowBlocks, StepLayout, packed, unpacked
+from atts.local.torch_model import TorchModel
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+
+
+def cuda_model(
+    config: ModelConfig, weights: Weights, cache: Tensor, *, graphs: Graphs = "auto"
+) -> tuple[TorchModel, str]:
+    """The model with what this GPU and its software can do, and what its user should know of that."""
+    capture = cuda_capture() if graphs == "auto" else None
+    try:
+        attention, most_rows = paged_attention(config, cache)
+    except Exception as error:  # noqa: BLE001  no Triton, no compiler, another version: torch can do without
+        trouble = f"the paged attention kernel is not used ({type(error).__name__}: {str(error)[:200]}): slots are gathered"
+        return TorchModel(config, weights, cache, capture=capture), trouble
+    return TorchModel(
+        config, weights, cache, attention=attention, most_rows=most_rows, capture=capture
+    ), ""
+
+
+def paged_attention(config: ModelConfig, cache: Tensor) -> tuple[MakeAttend, int]:
+    """The kernel, and the most rows that a block may have for it, once it was seen to agree with
+    gathered attention.
+
+    :raises Exception: whatever keeps it from being used; its kind depends on what is installed.
+    """
+    from atts.local.cuda.paged_kernel import MOST_ROWS, PagedAttention
+
+    if config.attention_cap:
+        raise ValueError("it does not limit scores")
+    for window in sorted({0, *config.windows}):
+        off = disagreement(config, PagedAttention, cache, window)
+        if not off <= _TOLERANCE[cache.dtype]:
+            raise ValueError(f"it is off by {off:.2g}")
+    return PagedAttention, MOST_ROWS
+
+
+def disagreement(config: ModelConfig, attention: MakeAttend, cache: Tensor, window: int) -> float:
+    """The largest difference from gathered float32 attention, random keys in scattered slots; NaN
+    if one is NaN.
+    """
+    random = torch.Generator().manual_seed(0)
+    shape = config.num_kv_heads, config.head_dim
+    slots = 1 + torch.randperm(2049, generator=random).to(torch.int32).view(3, -1).numpy()
+    keys, values = (
+        torch.randn(2050, *shape, generator=random).to(cache.device, cache.dtype) for _ in "kv"
+    )
+    worst = 0.0
+    for counts in ((1, 1, 1), (4, 1, 3), (16, 9, 1)):
+        batch = _spans(counts, firsts=(0, 130, 600))
+        layout = StepLayout(sum(counts), ALL_ROWS, (RowBlocks.of(batch).size(),))
+        array = packed(batch, slots, [RowBlocks.of(batch)], layout, spare_slot=2049)
+        step = unpacked(torch.from_numpy(array).to(cache.device), layout)
+        query = torch.randn(sum(counts), config.num_heads, config.head_dim, generator=random).to(
+            keys
+        )
+        ours = attention(step, config, window)(query, keys, values).float()
+        exact = GatheredAttention(step, config, window)(query.float(), keys.float(), values.float())
+        off = (ours - exact).abs().max().item()
+        worst = off if not off <= worst else worst
+    return worst
+
+
+def _spans(counts: tuple[int, ...], firsts: tuple[int, ...]) -> StepBatch:
+    """A batch of so many tokens of each sequence, from those positions on."""
+    sizes = np.array(counts, dtype=np.int64)
+    rows = np.zeros(sum(counts), dtype=np.int64)
+    return StepBatch(
+        tokens=rows,
+        positions=rows,
+        slots=rows,
+        table_rows=np.arange(len(sizes)),
+        query_starts=np.concatenate([rows[:1], sizes.cumsum()]),
+        context_lens=np.array(firsts) + sizes,
+        num_logits=sizes,
+        num_single=0,
+        logit_rows=np.arange(len(rows)),
+    )

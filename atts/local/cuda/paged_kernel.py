@@ -1,0 +1,156 @@
+"""Attention of a step's blocks over the paged cache as one Triton kernel: no slot is gathered, no
+sequence waits.
+
+A program computes one block's rows for the query heads of one key-value head, over a part of the
+context: long contexts of few blocks are split, and the parts put together by their weights. All
+sizes that vary from step to step are read on the device, so that a captured graph holds for any
+lengths.
+"""
+# pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportIndexIssue=false
+# pyright: reportCallIssue=false, reportMissingParameterType=false
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atts.local.model_config import ModelConfig
+from atts.local.step_layout import Blocks, DeviceStep
+
+MOST_ROWS = 16
+_WIDTHS = (1, 4, MOST_ROWS)  # of blocks, as kernels are compiled for
+_PROGRAMS = 264  # that fill a large GPU: contexts are split until there are as many
+_MOST_PARTS = 16
+
+
+# arrays of a step begin anywhere in the one array that holds it: a kernel for each alignment would
+# be compiled mid-run
+@triton.jit(
+    do_not_specialize=[
+        "starts",
+        "counts",
+        "firsts",
+        "slots",
+        "num_parts",
+        "num_rows",
+        "table_width",
+    ]
+)  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    queries, keys, values, starts, counts, firsts, slots, out, weights,
+    num_parts, num_rows, table_width, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_UP: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    start = tl.load(starts + block)
+    count = tl.load(counts + block)
+    first = tl.load(firsts + block)
+    lane = tl.arange(0, ROWS)
+    place = lane // GROUP
+    is_row = (place < count) & (place < WIDTH)
+    row = (start + place).to(tl.int64)
+    at = row * HEADS + head * GROUP + lane % GROUP  # of the query and of the output
+    dims = tl.arange(0, DIM_UP)
+    is_dim = dims < DIM
+    query = tl.load(
+        queries + at[:, None] * DIM + dims[None, :],
+        mask=is_row[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(0, first - WINDOW + 1)
+    end = first + count
+    share = tl.cdiv(tl.cdiv(end - low, num_parts), COLUMNS) * COLUMNS
+    begin = low + part * share
+    end = tl.minimum(begin + share, end)
+    best = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    mixed = tl.zeros([ROWS, DIM_UP], dtype=tl.float32)
+    last = first + place
+    for column in range(begin, end, COLUMNS):
+        positions = column + tl.arange(0, COLUMNS)
+        inside = positions < end
+        slot = tl.load(slots + block * table_width + positions, mask=inside, other=0).to(tl.int64)
+        where = (slot * KV_HEADS + head) * DIM
+        key = tl.load(
+            keys + where[None, :] + dims[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0
+        )
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        sees = inside[None, :] & (positions[None, :] <= last[:, None])
+        if WINDOW > 0:
+            sees = sees & (positions[None, :] > last[:, None] - WINDOW)
+        scores = tl.where(sees, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrunk = tl.exp(best - base)
+        looks = tl.exp(scores - base[:, None])
+        total = total * shrunk + tl.sum(looks, 1)
+        value = tl.load(
+            values + where[:, None] + dims[None, :],
+            mask=inside[:, None] & is_dim[None, :],
+            other=0.0,
+        )
+        mixed = mixed * shrunk[:, None] + tl.dot(
+            looks.to(value.dtype), value, input_precision="ieee"
+        )
+        best = higher
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    kept = part.to(tl.int64) * num_rows * HEADS + at
+    tl.store(
+        out + kept[:, None] * DIM + dims[None, :], mixed, mask=is_row[:, None] & is_dim[None, :]
+    )
+    weight = tl.where(total > 0, best + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
+    tl.store(weights + kept, weight, mask=is_row)
+
+
+class PagedAttention:
+    """Attention of one step for the layers of one window."""
+
+    def __init__(self, step: DeviceStep, config: ModelConfig, window: int) -> None:
+        (blocks,) = step.classes
+        self._blocks = blocks
+        self._window = window
+        self._config = config
+        programs = blocks.size.blocks * config.num_kv_heads
+        wanted = min(_MOST_PARTS, _PROGRAMS // max(1, programs), blocks.size.length // 128)
+        self._parts = max(1, wanted)
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[rows, heads * head_dim]."""
+        rows, heads, dim = query.shape
+        out = torch.empty(self._parts, rows, heads, dim, dtype=torch.float32, device=query.device)
+        weights = torch.empty(self._parts, rows, heads, dtype=torch.float32, device=query.device)
+        self._launch(query.contiguous(), keys, values, (out, weights))
+        whole = out[0] if self._parts == 1 else (weights.softmax(0).unsqueeze(-1) * out).sum(0)
+        return whole.to(query.dtype).view(rows, heads * dim)
+
+    def _launch(
+        self, query: Tensor, keys: Tensor, values: Tensor, results: tuple[Tensor, Tensor]
+    ) -> None:
+        config = self._config
+        blocks = self._blocks
+        width = next(width for width in _WIDTHS if blocks.size.width <= width)
+        dim = config.head_dim
+        group = config.num_heads // config.num_kv_heads
+        is_half = query.dtype != torch.float32
+        _attend[(blocks.size.blocks, config.num_kv_heads, self._parts)](
+            query, keys, values, **_arrays(blocks), out=results[0], weights=results[1],
+            num_parts=self._parts, num_rows=query.shape[0], table_width=blocks.size.length, scale=config.query_scale,
+            HEADS=config.num_heads, KV_HEADS=config.num_kv_heads, DIM=dim, DIM_UP=max(16, triton.next_power_of_2(dim)),
+            WIDTH=width, ROWS=max(16, triton.next_power_of_2(width * group)), COLUMNS=64 if is_half else 32,
+            WINDOW=self._window, num_warps=4, num_stages=2 if is_half else 1,
+        )  # fmt: skip
+
+
+def _arrays(blocks: Blocks) -> dict[str, Tensor]:
+    return {
+        "starts": blocks.starts,
+        "counts": blocks.counts,
+        "firsts": blocks.firsts,
+        "slots": blocks.slots,
+    }

@@ -1,0 +1,224 @@
+"""Proposals in a step: whom to ask, what of it is sound, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import replace
+from time import perf_counter
+
+from atts.core import SampleRequest
+from atts.local.batch import StepPlan
+from atts.local.scheduler import Scheduler
+from atts.local.seams import (
+    NOTHING,
+    Ask,
+    Lengths,
+    NoLengths,
+    NoProposer,
+    Proposer,
+    SpeculationRound,
+    SpeculationStats,
+    TokenProposal,
+)
+from atts.local.sequence import Sequence, TokenTable, going_on
+
+_NONE = NOTHING, 0  # of a sequence for which nothing was asked
+_BETWEEN = 8  # steps over which the time between two steps is averaged
+
+
+def standing(proposal: Many[int], drawn: Many[int]) -> int:
+    """Return how many tokens of a chain are accepted, where `drawn[i]` was drawn after the first
+    `i` of them.
+
+    The tokens to write are `drawn[: standing + 1]`: after those that are accepted comes one more,
+    for the target's distribution after them is known, whether the next proposed token was wrong or
+    there was none.
+
+    >>> standing((5, 6, 7), (5, 6, 9, 1)), standing((5, 6), (5, 6, 7)), standing((), (3,))
+    (2, 2, 0)
+    """
+    for place, token in enumerate(proposal):
+        if drawn[place] != token:
+            return place
+    return len(proposal)
+
+
+class Proposals:
+    """Adds proposals to plans and keeps count of them; a proposal lives no longer than its step."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        proposer: Proposer | None = None,
+        lengths: Lengths | None = None,
+        *,
+        vocabulary: int = 0,
+        table: TokenTable | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        """Propose nothing by default, which is plain decoding.
+
+        `clock` reads what steps take, without what others took of the processor where it can.
+        """
+        self._scheduler = scheduler
+        self._proposer = proposer or NoProposer()
+        self._lengths = lengths or NoLengths()
+        self.is_plain = lengths is None
+        self._vocabulary = vocabulary
+        self._table = table or TokenTable((), frozenset())
+        self._clock = clock
+        self._most = 1 << 30  # tokens a proposal may have, less once memory ran out
+        # by sequence; with how many tokens there were at first
+        self._asked = dict[int, tuple[TokenProposal, int]]()
+        self._rounds: list[SpeculationRound] = []
+        self._began = self._proposing = 0.0
+        # the last step; negative where it was not timed; the first one after a wait never is
+        self._ended = -1.0
+        self._between = 0.0  # seconds from the end of one step to this part of the next one
+        self._is_timed = False  # this step
+        self._known = set[int]()  # request ids that proposers were asked about
+        self._stats = SpeculationStats()
+
+    def propose(self, plan: StepPlan) -> None:
+        """Add to the plan what may follow each decoding sequence's newest token, as far as there
+        are slots for it.
+        """
+        if self.is_plain:
+            return
+        self._is_timed = False
+        self._rounds.clear()
+        self._asked.clear()
+        if self._stats.trouble or not plan.decoding:
+            return
+        self._stats.choices += len(plan.decoding)
+        if self._lengths.rests(plan):
+            self._ended = -1.0
+            return
+        if self._ended >= 0:
+            between = self._clock() - self._ended
+            usual = self._between or between
+            # reports are sent now and then
+            self._between = usual + (min(between, 2 * usual) - usual) / _BETWEEN
+        self._forget_finished()
+        self._is_timed = True
+        self._proposing = 0.0
+        lengths = self._lengths.choose(plan)
+        # deciding takes long now and then, and is no part of what proposals take
+        self._began = self._clock()
+        if not any(lengths):
+            return
+        self._stats.chosen += sum(lengths)
+        asks: list[Ask] = []
+        for sequence, length in zip(plan.decoding, lengths, strict=True):
+            room = self._scheduler.widen(sequence, min(length, self._most)) if length > 0 else 0
+            if room > 0:
+                asks.append(ask_of(sequence, room))
+        if asks:
+            self._ask(asks)
+            plan.proposals.extend(
+                [self._asked.get(each.request_id, _NONE)[0].tokens for each in plan.decoding]
+            )
+            if not any(plan.proposals):
+                plan.proposals.clear()
+        self._proposing = self._clock() - self._began
+        self._stats.seconds += self._proposing
+
+    def settle(self, sequence: Sequence, drawn: list[int]) -> int:
+        """Return how many tokens of a sequence's proposal are accepted, where its rows drew these."""
+        if sequence.request_id not in self._asked:
+            return len(drawn) - 1  # several plain steps in one: nothing was guessed
+        proposal, guessed = self._asked[sequence.request_id]
+        stood = standing(proposal.tokens, drawn)
+        self._proposer.settled(sequence.request_id, proposal, stood)
+        self._rounds.append(
+            SpeculationRound(sequence.request_id, len(proposal.tokens), stood, guessed)
+        )
+        return stood
+
+    def observed(self, plan: StepPlan) -> None:
+        """Tell whoever chooses lengths what came of the step, and how long it took."""
+        if self.is_plain:
+            return
+        for each in self._rounds:
+            if each.proposed:
+                self._stats.add(each.proposed, each.stood)
+        if self._is_timed and not self._stats.trouble:
+            proposing = self._proposing
+            computing = self._clock() - self._began - proposing + self._between
+            forecast = self._lengths.observed(plan, self._rounds, (proposing, computing))
+            if forecast is not None:
+                written = len(plan.decoding) + sum([each.stood for each in self._rounds])
+                self._stats.compare(forecast, (written, proposing + computing), len(plan.decoding))
+        self._ended = self._clock() if self._is_timed else -1.0
+
+    def report(self) -> SpeculationStats | None:
+        """Return a copy of the counters; None in plain decoding."""
+        if self.is_plain:
+            return None
+        stats = self._stats
+        overlap = self._proposer.overlap()
+        own = replace(overlap) if overlap is not None else None
+        return replace(stats, tested_at=[*stats.tested_at], stood_at=[*stats.stood_at], overlap=own)
+
+    def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
+        """Take the proposals out of a step that broke; where memory ran out, later ones are
+        shorter.
+        """
+        self._is_timed = False
+        if shorten:
+            self._most = min(self._most, max(map(len, plan.proposals)) // 2)
+        plan.proposals.clear()
+        self._rounds.clear()
+
+    def _ask(self, asks: list[Ask]) -> None:
+        self._known.update(ask.key for ask in asks)
+        try:
+            asked = dict[int, tuple[TokenProposal, int]]()
+            for ask, proposal in zip(asks, self._proposer.propose(asks), strict=True):
+                asked[ask.key] = self._checked(ask, proposal), min(len(proposal.tokens), ask.room)
+            self._asked = asked
+            for key, (sound, guessed) in asked.items():
+                if guessed and not sound.tokens:  # it cost time as well
+                    self._rounds.append(SpeculationRound(key, 0, 0, guessed))
+        except Exception as error:  # noqa: BLE001  a guess that fails is none; the text does not depend on it
+            name = type(self._proposer).__name__
+            self._stats.trouble = (
+                f"speculation is off: {name} failed ({type(error).__name__}: {error})"
+            )
+
+    def _checked(self, ask: Ask, proposal: TokenProposal) -> TokenProposal:
+        """Cut the proposal to the room there is, and before the first token that ends the text."""
+        tokens = proposal.tokens[: ask.room]
+        known = next(
+            (at for at, token in enumerate(tokens) if not 0 <= token < self._vocabulary),
+            len(tokens),
+        )
+        sound = going_on(self._scheduler.sequence(ask.key), tokens[:known], self._table)
+        if sound == len(proposal.tokens):
+            return proposal
+        return replace(proposal, tokens=tuple(tokens[:sound]))
+
+    def _forget_finished(self) -> None:
+        gone = [key for key in self._known if not self._scheduler.is_unfinished(key)]
+        for key in gone:
+            self._known.discard(key)
+            self._proposer.ended(key)
+
+
+def ask_of(sequence: Sequence, room: int) -> Ask:
+    """Return what a proposer is told of a decoding sequence."""
+    request = sequence.request
+    assert isinstance(request, SampleRequest), "only sampled sequences decode"
+    assert sequence.uniforms is not None, "only sampled sequences decode"
+    written = len(sequence.logprobs)
+    return Ask(
+        key=sequence.request_id,
+        ids=sequence.ids,
+        written=written,
+        room=room,
+        uniforms=sequence.uniforms[written : written + room],
+        sampling=request.sampling,
+        rollout=request.rollout,
+        hint=request.draft,
+    )

@@ -1,0 +1,214 @@
+"""Blocks of a step's rows: runs that one sequence feeds at rising positions, and the one array that
+holds a step.
+
+A device is sent one array a step, whose layout is known by a few sizes. Steps of one layout can
+share a captured graph: `bucketed` rounds a layout up, and what is added feeds a slot that is never
+read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from atts.local.batch import Ints, StepBatch
+from atts.local.cache import SlotIds
+
+ALL_ROWS = -1
+_LEAST_LENGTH = 64
+
+
+class BlockClass(NamedTuple):
+    """The sizes of blocks that attend together."""
+
+    blocks: int
+    width: int  # most rows of one
+    length: int  # most positions that one sees
+    is_even: bool = False  # every block is one row, and all see as many positions
+
+
+class StepLayout(NamedTuple):
+    """The sizes of a step's arrays."""
+
+    rows: int
+    logits: int  # rows whose hidden state is returned; ALL_ROWS: all of them, in order
+    classes: tuple[BlockClass, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlocks:
+    """Runs of neighbouring rows of one sequence whose positions rise by one."""
+
+    starts: Ints  # [blocks] first row
+    counts: Ints
+    firsts: Ints  # position of the first row
+    table_rows: Ints
+
+    @classmethod
+    def of(cls, batch: StepBatch, most: int | None = None) -> RowBlocks:
+        """The runs of a batch, cut where they have more rows than `most`."""
+        single = batch.num_single
+        lengths = batch.context_lens
+        rows = batch.table_rows
+        follows = (np.diff(rows[:single]) == 0) & (np.diff(lengths[:single]) == 1)
+        starts = np.append(True, ~follows)[:single].nonzero()[0]
+        counts = np.diff(np.append(starts, single))
+        own = np.concatenate([starts, np.arange(single, len(rows))])
+        sizes = np.concatenate([counts, np.diff(batch.query_starts)[single:]])
+        firsts = lengths[own] - np.concatenate(
+            [np.ones(len(starts), dtype=np.int64), sizes[len(starts) :]]
+        )
+        found = cls(batch.query_starts[own], sizes, firsts, rows[own])
+        return found if most is None or sizes.max(initial=0) <= most else found._cut(most)
+
+    def _cut(self, most: int) -> RowBlocks:
+        pieces = -(-self.counts // most)
+        which = np.arange(len(pieces)).repeat(pieces)
+        passed = (np.arange(len(which)) - (pieces.cumsum() - pieces)[which]) * most
+        return RowBlocks(
+            self.starts[which] + passed,
+            np.minimum(self.counts[which] - passed, most),
+            self.firsts[which] + passed,
+            self.table_rows[which],
+        )
+
+    @property
+    def lengths(self) -> Ints:
+        """How many positions each one's last row sees."""
+        return self.firsts + self.counts
+
+    def pick(self, chosen: NDArray[np.bool_]) -> RowBlocks:
+        """Some of them."""
+        return RowBlocks(
+            *(part[chosen] for part in (self.starts, self.counts, self.firsts, self.table_rows))
+        )
+
+    def size(self) -> BlockClass:
+        """Their sizes, if they attend together."""
+        width = int(self.counts.max(initial=0))
+        lengths = self.lengths
+        is_even = width == 1 and bool((lengths == lengths[0]).all())
+        return BlockClass(len(self.starts), width, int(lengths.max(initial=0)), is_even)
+
+    def classes(self) -> list[RowBlocks]:
+        """Apart what wastes much side by side: those of one row, of up to eight, then longer ones
+        by their sizes.
+        """
+        widths = np.ceil(np.log2(self.counts))
+        lengths = np.ceil(np.log2(self.lengths))
+        kinds = np.where(
+            self.counts == 1, 0, np.maximum(3, widths) * 64 + lengths * (self.counts > 8)
+        )
+        return [self.pick(kinds == kind) for kind in np.unique(kinds)]
+
+
+def layout_of(batch: StepBatch, classes: list[RowBlocks]) -> StepLayout:
+    """The sizes of a step's arrays as they are."""
+    rows = len(batch.tokens)
+    logits = (
+        ALL_ROWS if np.array_equal(batch.logit_rows, np.arange(rows)) else len(batch.logit_rows)
+    )
+    return StepLayout(rows, logits, tuple([each.size() for each in classes]))
+
+
+def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
+    """The sizes of a step that decodes, rounded up to powers of two."""
+    size = blocks.size()
+    length = max(_LEAST_LENGTH, _power(size.length))
+    rounded = BlockClass(_power(size.blocks), _power(size.width), length)
+    return StepLayout(_power(len(batch.tokens)), ALL_ROWS, (rounded,))
+
+
+def packed(
+    batch: StepBatch, table: SlotIds, classes: list[RowBlocks], layout: StepLayout, spare_slot: int
+) -> NDArray[np.int32]:
+    """A step's arrays end to end; rows that the layout adds feed token 0 into the spare slot, and
+    see nothing.
+    """
+    rows = layout.rows
+    places = _places(len(batch.tokens), classes, layout)
+    parts: list[Ints | SlotIds] = [_filled(batch.tokens, rows), _filled(batch.positions, rows)]
+    parts += [_filled(batch.slots, rows, spare_slot), _filled(places, rows)]
+    if layout.logits != ALL_ROWS:
+        parts.append(batch.logit_rows)
+    for own, size in zip(classes, layout.classes, strict=True):
+        slots = np.zeros((size.blocks, size.length), dtype=np.int32)
+        longest = min(size.length, table.shape[1])
+        slots[: len(own.starts), :longest] = table[own.table_rows, :longest]
+        parts += [
+            *(_filled(part, size.blocks) for part in (own.starts, own.counts, own.firsts)),
+            slots.ravel(),
+        ]
+    return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+
+
+def _places(count: int, classes: list[RowBlocks], layout: StepLayout) -> Ints:
+    """Of every row, where it is among the places of all blocks, a class's width of them for each."""
+    places = np.zeros(count, dtype=np.int64)
+    before = 0
+    for own, size in zip(classes, layout.classes, strict=True):
+        inside = np.arange(int(own.counts.sum())) - (own.counts.cumsum() - own.counts).repeat(
+            own.counts
+        )
+        home = before + (np.arange(len(own.counts)) * size.width).repeat(own.counts) + inside
+        places[own.starts.repeat(own.counts) + inside] = home
+        before += size.blocks * size.width
+    return places
+
+
+def _filled(values: Ints, size: int, value: int = 0) -> Ints:
+    if len(values) == size:
+        return values
+    filled = np.full(size, value, dtype=np.int64)
+    filled[: len(values)] = values
+    return filled
+
+
+def _power(count: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+class Blocks(NamedTuple):
+    """The blocks of one class on the device."""
+
+    size: BlockClass
+    starts: Tensor  # [blocks] int32, as all of these
+    counts: Tensor
+    firsts: Tensor
+    slots: Tensor  # [blocks, length]
+
+
+class DeviceStep(NamedTuple):
+    """A step's arrays on the device: views of one array."""
+
+    tokens: Tensor  # [rows] int32, as all but the slots
+    positions: Tensor
+    slots: Tensor  # int64
+    places: Tensor  # of every row, among the places of all blocks
+    logit_rows: Tensor | None  # None: all rows
+    classes: tuple[Blocks, ...]
+
+
+def unpacked(array: Tensor, layout: StepLayout) -> DeviceStep:
+    """The arrays in what `packed` made, wherever that is now."""
+    rows = layout.rows
+    logits = max(0, layout.logits)
+    sizes = [rows, rows, rows, rows, logits]
+    for size in layout.classes:
+        sizes += [size.blocks, size.blocks, size.blocks, size.blocks * size.length]
+    ends = list(accumulate(sizes))
+    tokens, positions, slots, places, logit_rows, *rest = (
+        array[end - size : end] for size, end in zip(sizes, ends, strict=True)
+    )
+    classes: list[Blocks] = []
+    for at, size in enumerate(layout.classes):
+        starts, counts, firsts, own = rest[4 * at : 4 * at + 4]
+        classes.append(Blocks(size, starts, counts, firsts, own.view(size.blocks, size.length)))
+    kept = logit_rows if layout.logits != ALL_ROWS else None
+    return DeviceStep(tokens, positions, slots.long(), places, kept, tuple(classes))

@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,18 +22,20 @@ import anyio
 import torch
 from safetensors.torch import load_file, save_file
 
-from atts.accel import Zoo
+from atts.accel import Zoo, accelerated
+from atts.accel.engine import PlannedLoop
+from atts.accel.plan import LoopPlan
+from atts.accel.zoo.chains import ChainModel
+from atts.accel.zoo.placement import Demand, Instance, dispatched, placed
+from atts.accel.zoo.shared_worker import AddModel
 from atts.concurrency import collect
 from atts.core import SampleRequest, Sampling
-from atts.local import LocalEngine, LocalOptions, check_model
+from atts.local import LocalOptions, check_model
 from atts.local.builder import build_loop
-from atts.accel.zoo.chains import ChainModel
-from atts.local.loop import StepLoop
-from atts.accel.zoo.shared_worker import AddModel
-from atts.local.messages import LoopReport, SampleReply, Submit, WorkerConfig
 from atts.local.cpu.native_model import NativeModel
+from atts.local.loop import StepLoop
+from atts.local.messages import LoopReport, SampleReply, Submit, WorkerConfig
 from atts.models import path
-from atts.accel.zoo.placement import Demand, Instance, dispatched, placed
 from atts.sampling import Seed
 from scripts.studies.harness import Options, Row, Table, children, say
 from scripts.studies.modelled import DRAFT_8B as COST
@@ -403,7 +405,7 @@ class Arm:
         self._shares = shares
         configs = [_config(zoo, name, shares=shares) for name in TENANTS]
         self._loops: list[StepLoop] = [
-            build_loop(c, self._hear)[0] for c in (configs[:1] if shares else configs)
+            _loop(c, self._hear) for c in (configs[:1] if shares else configs)
         ]
         if shares:
             self._loops[0]._handle([AddModel(config) for config in configs[1:]])
@@ -475,10 +477,18 @@ def _weights_of(loop: StepLoop) -> int:
     return model.num_bytes if isinstance(model, ChainModel) else model.packing.num_bytes
 
 
+def _loop(config: WorkerConfig, hear: Callable[[LoopReport], None]) -> StepLoop:
+    build = build_loop if config.builder is None else config.builder.build
+    loop = build(config, hear)[0]
+    assert isinstance(loop, StepLoop)
+    return loop
+
+
 def _config(zoo: Zoo, name: str, *, shares: bool) -> WorkerConfig:
     folder = zoo.folder(name)
     config, tokenizer = check_model(folder, name)
-    return WorkerConfig(name, folder, config, tokenizer.pieces, _OPTIONS, shares=shares)
+    builder = PlannedLoop(LoopPlan(is_shared=True)) if shares else None
+    return WorkerConfig(name, folder, config, tokenizer.pieces, _OPTIONS, builder)
 
 
 def make_family(folder: Path, own: int) -> Zoo:
@@ -670,7 +680,7 @@ async def _megabytes(zoo: Zoo, engines: Sequence[tuple[str, int]]) -> float:
     """
     async with AsyncExitStack() as stack:
         opened = [
-            LocalEngine(zoo.folder(name), options=_PROCESS, replica=at) for name, at in engines
+            accelerated(zoo.folder(name), options=_PROCESS, replica=at) for name, at in engines
         ]
         for engine in opened:
             await stack.enter_async_context(engine)

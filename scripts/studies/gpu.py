@@ -31,6 +31,9 @@ sys.path.append(str(Path(__file__).with_name("bare")))
 import anyio
 import torch
 
+from atts.accel import accelerated, options_of
+from atts.accel.build import build_accelerated
+from atts.accel.plan import LoopPlan
 from atts.calibration import HOLD, Calibrator, StoredScores, Tuning
 from atts.concurrency import collect
 from atts.core import (
@@ -48,17 +51,17 @@ from atts.engine import Engine, EngineStats
 from atts.evaluators import compare_runs, extract, mean_estimate
 from atts.evaluators.datasets.arithmetic import problems
 from atts.graph import Caller, Graph
-from atts.local import LocalEngine, LocalOptions
+from atts.local import LocalEngine
 from atts.local.attention import GatheredAttention
-from atts.local.seams import Model
-from atts.local.builder import MakeModel, build_loop
+from atts.local.builder import MakeModel
+from atts.local.cache import PrefixTree
 from atts.local.cuda.model import cuda_model, disagreement, paged_attention
 from atts.local.loop import StepLoop
 from atts.local.messages import Close, Command, FailureReply, LoopReport, Submit, WorkerConfig
 from atts.local.model_config import ModelConfig, read_model_config, rope_rows
 from atts.local.options import Graphs
-from atts.local.cache import PrefixTree
 from atts.local.scheduler import Scheduler, SchedulerConfig
+from atts.local.seams import Model
 from atts.local.sequence import TokenTable
 from atts.local.torch_model import TorchModel
 from atts.methods import GateInputs, preset
@@ -457,7 +460,7 @@ def texts_on(lab: Lab, device: str, scored: list[TokenIds] | None = None, **chan
     own.
     """
     gathered = changes.pop("kernel", "") == "torch" and device != "cpu"
-    config = _config(device, **changes)
+    plan, config = _config(device, **changes)
     asked = orders(lab)
     make: MakeModel | None = (
         (lambda own, weights, cache: TorchModel(own.model, weights, cache)) if gathered else None
@@ -472,7 +475,7 @@ def texts_on(lab: Lab, device: str, scored: list[TokenIds] | None = None, **chan
                     raise reply.error("the model")
                 replies[reply.request_id] = reply
 
-        build_loop(config, tell, make)[0].run(Script(requests, 0))
+        build_accelerated(plan, config, tell, make)[0].run(Script(requests, 0))
         return [replies[number] for number in range(len(requests))]
 
     ids = [reply.ids for reply in served(asked)]
@@ -480,21 +483,23 @@ def texts_on(lab: Lab, device: str, scored: list[TokenIds] | None = None, **chan
     return Texts(ids, [reply.logprobs for reply in served(chunks)])
 
 
-def _config(device: str, **changes: Any) -> WorkerConfig:
+def _config(device: str, **changes: Any) -> tuple[LoopPlan, WorkerConfig]:
     folder = path("target")
     small = path("draft")
     tokenizer = ModelTokenizer(folder, "target")
-    options = LocalOptions(device=device, kernel="torch", kv_tokens=20_000, worker="thread")  # type: ignore[arg-type]
-    config = WorkerConfig(
-        "target", folder, read_model_config(folder, "target"), tokenizer.pieces, options
-    )
-    if changes.get("speculate"):
+    settings = {"device": device, "kernel": "torch", "kv_tokens": 20_000, "worker": "thread"}
+    drafter = {"drafter": str(small)} if changes.get("speculate") else {}
+    own_options, speculation, stages = options_of(**{**settings, **changes, **drafter})
+    model = read_model_config(folder, "target")
+    config = WorkerConfig("target", folder, model, tokenizer.pieces, own_options)
+    plan = LoopPlan(speculation, stages)
+    if drafter:
         own = replace(
             config, name="drafter", folder=small, model=read_model_config(small, "drafter")
         )
-        config = replace(config, drafter=own)
-        changes = {**changes, "drafter": str(small)}
-    return replace(config, options=replace(options, **changes))
+        plan = replace(plan, drafter=own)
+        config = replace(config, more_kv_floats=own.kv_floats_per_token)
+    return plan, config
 
 
 def compare(lab: Lab, arm: str, reference: Texts) -> dict[str, Any]:
@@ -541,12 +546,12 @@ def folder_of(model: Literal["draft", "target"], pad: str) -> Path:
     return padded_folder(folder, pad) if pad else folder
 
 
-def options(lab: Lab, **changes: Any) -> LocalOptions:
+def options(lab: Lab, **changes: Any) -> dict[str, Any]:
     """Return the options of an engine on the device; a process of its own on a GPU."""
     settings: dict[str, Any] = {"device": lab.device.type, "kv_tokens": lab.sizes.cache}
     settings |= {"worker": "process" if lab.is_cuda else "thread", "chunk_tokens": 2048}
     settings |= {"kernel": "torch", "dtype": str(lab.half).removeprefix("torch.")}
-    return LocalOptions(**{**settings, **changes})
+    return options_of(**{**settings, **changes})._asdict()
 
 
 class _Calls:
@@ -689,8 +694,8 @@ def _stored() -> StoredScores:
 @asynccontextmanager
 async def opened(lab: Lab, draft: str, target: str) -> AsyncGenerator[Pair]:
     """Open the pair, padded to these sizes."""
-    small = LocalEngine(folder_of("draft", draft), name="draft", options=options(lab))
-    large = LocalEngine(folder_of("target", target), name="target", options=options(lab))
+    small = accelerated(folder_of("draft", draft), name="draft", **options(lab))
+    large = accelerated(folder_of("target", target), name="target", **options(lab))
     async with large, small:  # the large one first: what it needs is known, the other takes little
         yield Pair(small, large)
 
@@ -754,9 +759,9 @@ def speculation_cells(lab: Lab, draft: str, target: str) -> None:
 
 
 async def _write_all(
-    lab: Lab, folder: Path, options: LocalOptions, cells: Mapping[str, int]
+    lab: Lab, folder: Path, options: Mapping[str, Any], cells: Mapping[str, int]
 ) -> None:
-    async with LocalEngine(folder, name="target", options=options) as engine:
+    async with accelerated(folder, name="target", **options) as engine:
         prompts = [
             engine.tokenizer.render(prompt_of(problem, Policy())) for problem in problems("test", 8)
         ]

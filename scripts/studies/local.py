@@ -20,6 +20,7 @@ import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from torch import Tensor
 
+from atts.accel import accelerated, options_of
 from atts.concurrency import collect
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.evaluators.datasets.arithmetic import problems
@@ -163,8 +164,9 @@ class Lab:
     @contextmanager
     def engine(self, folder: Path, **changes: Any) -> Generator[LocalEngine]:
         """Open an engine in a thread, next to what it is compared with."""
-        options = replace(LocalOptions(worker="thread", threads=1), **changes)
-        with self.portal.wrap_async_context_manager(LocalEngine(folder, options=options)) as engine:
+        settings = options_of(**{"worker": "thread", "threads": 1, **changes})
+        opened = accelerated(folder, **settings._asdict())
+        with self.portal.wrap_async_context_manager(opened) as engine:
             yield engine
 
     def send(

@@ -16,18 +16,19 @@ import numpy as np
 import torch
 from anyio.from_thread import start_blocking_portal
 
-from atts.core import SampleRequest, TokenIds
-from atts.evaluators.datasets.arithmetic import problems as arithmetic
-from atts.local import LocalEngine, build
-from atts.local.batch import StepBatch, single_rows
-from atts.local.cpu.compiling import native_library
+from atts.accel import build
 from atts.accel.grouped import Calibration, GroupedDrafter
 from atts.accel.overlap.mirror import ExitGuesses, ExitListener, ExitModel
+from atts.core import SampleRequest, TokenIds
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
+from atts.local import LocalEngine
+from atts.local.batch import StepBatch, single_rows
+from atts.local.cpu.compiling import native_library
+from atts.local.cpu.native_model import AheadBatch, NativeModel
 from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
-from atts.local.cpu.native_model import AheadBatch, NativeModel
-from atts.models import path
 from atts.local.seams import OverlapStats
+from atts.models import path
 from scripts.studies.charts import page
 from scripts.studies.harness import (
     Cell,
@@ -157,7 +158,6 @@ _ARMS: Mapping[str, Mapping[str, Any]] = {
     "serial, k=auto": {**_PAIR, "speculate": "draft"},
     "auto": {**_PAIR, "speculate": "auto"},
     "pearl": {**_PAIR, "speculate": "pearl", "k": 16},
-    "pearl, process": {**_PAIR, "speculate": "pearl", "k": 16, "beside": "process"},
     "ssd": {**_PAIR, "speculate": "ssd", "k": 16},
     "mirror": _MIRROR,
     "mirror, untrained": _MIRROR,

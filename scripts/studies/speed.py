@@ -85,8 +85,8 @@ async def agreement(folder: Path, count: int = 6) -> float:
     """Return the share of the target's tokens that this draft would have drawn with the same random
     numbers.
     """
-    options = LocalOptions(worker="thread", threads=1, drafter=str(folder), speculate="draft", k=1)
-    async with LocalEngine(model_path("target"), name="target", options=options) as target:
+    settings = options_of(worker="thread", threads=1, drafter=str(folder), speculate="draft", k=1)
+    async with accelerated(model_path("target"), name="target", **settings._asdict()) as target:
         one = arm("target-only", samples=1)
         await run_block(arithmetic("calibration", count), one.setup.plan(target, target))
         counted = target.loop_stats().speculation

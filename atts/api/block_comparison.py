@@ -57,12 +57,6 @@ def compare_blocks(
     its answers with the model's. With `keep`, the largest set of blocks that together diverge by at
     most `lossy` nats a token is stored under that name, which "zoo:DIR/NAME?lossy=..." opens.
 
-    At each place the nearest by parameters are tried, `most` of them, no more than so many lengths
-    of the model's own block `apart`: unrelated blocks are 1.4. The law is compared at what the
-    model writes to `problems`, greedily; so are its answers. With `keep`, as many blocks as
-    together diverge by no more than `lossy` nats a token are kept under that name, which then is
-    what "zoo:DIR/NAME?lossy=..." opens.
-
     :raises OptionError: an adapter's model, or a name that is taken.
     :raises DatasetError: the problems cannot be read.
     :raises ZooError: there is no such model.
@@ -72,20 +66,24 @@ def compare_blocks(
     if keep is not None:
         check_name(keep, store.names())
     near = store.likenesses(name, most, apart)
-    reference = _Own.of(store, store.model(name), problems)
+    reference = _Reference.of(store, store.model(name), problems)
     measured = list[MeasuredPair]()
     for likeness in near:
         measured.append(MeasuredPair(likeness, reference.loss([likeness])))
         if tell is not None:
             tell(measured[-1])
-    chosen = reference.within(measured, lossy) if keep is not None else None
-    if keep is not None and chosen is not None:
-        store.keep(keep, reference.model, {one.place: one.digest for one in chosen[0]}, chosen[1])
-    return ComparedBlocks(name, tuple(measured), chosen and chosen[1])
+    kept: Loss | None = None
+    if keep is not None:
+        chosen = reference.within(measured, lossy)
+        if chosen is not None:
+            replaced, kept = chosen
+            digests = {one.place: one.digest for one in replaced}
+            store.keep(keep, reference.model, digests, kept)
+    return ComparedBlocks(name, tuple(measured), kept)
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _Reference:
     """A model with its own greedy answers to some problems, the reference of changed chains."""
 
     zoo: Zoo
@@ -97,7 +95,7 @@ class _Own:
     right: tuple[bool, ...]
 
     @classmethod
-    def of(cls, zoo: Zoo, model: StoredModel, words: str) -> _Own:
+    def of(cls, zoo: Zoo, model: StoredModel, words: str) -> _Reference:
         problems = load_problems(words)
         with stand_in(zoo.directory, model, {}) as folder:
             solved = _solved(folder, problems, _POLICY)
@@ -142,7 +140,8 @@ class _Own:
                 best.setdefault(pair.likeness.place, pair.likeness)
         chosen = list(best.values())
         while chosen:
-            if (loss := self.loss(chosen)).nats <= bound:
+            loss = self.loss(chosen)
+            if loss.nats <= bound:
                 return chosen, loss
             chosen.pop()
         return None

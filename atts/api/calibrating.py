@@ -58,9 +58,6 @@ async def calibrate(
     They are `Setup(stored=...)` of later runs: take problems that are like those of the later run
     but not the same. In a `directory` the run is journalled, and the same call continues it.
 
-    They are `Setup(stored=...)` of later runs: take problems like those of the later run, and not
-    the same. In a `directory` the run is journalled, and the same call goes on where it was.
-
     :raises OptionError: the setup names something unknown.
     :raises DatasetError: it cannot be read, or holds nothing.
     :raises EngineError: an engine cannot be opened or is lost.
@@ -159,10 +156,6 @@ def calibration_report(
     like those of a file, whose rate is 0.4 and mode "aci" unless it holds a calibrator with its
     own.
 
-    A run is told as it was made. With another `rate` or `mode` its scores are decided anew, like
-    those of a file, for which the rate is 0.4 and the mode "aci" unless it is a calibrator and has
-    its own.
-
     :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be
         read.
     :raises CalibrationInputError: no scores, or something that is none; or a mode that needs
@@ -181,24 +174,31 @@ def calibration_report(
     path = directory_of(source)
     scores = stored_scores(path, per_question, scale)
     name = str(path)
-    made: Calibrator | None = None
+    calibrator: Calibrator | None = None
     labels: Sequence[bool | None] = ()
-    usual: Mode = "aci"
-    default: tuple[float, Mode] = (RATE_OF_FILES, usual)
+    default_rate = RATE_OF_FILES
+    default_mode: Mode = "aci"
     if path.is_dir():
         recorded = calibration_of_run(path, scores)
-        if (rate is None or rate == recorded.rate) and (mode is None or mode == recorded.mode):
+        if rate in (None, recorded.rate) and mode in (None, recorded.mode):
             return recorded
-        name = f"{path}, decided anew"
-        default = (recorded.rate, usual)
+        name = f"{path}, decided again"
+        default_rate = recorded.rate
     else:
-        made, labels = _in_file(path)
-    if made is not None:
-        default = float(made.rate), made.mode
-    kept = made if rate in (None, default[0]) and mode in (None, default[1]) else None
-    rate = default[0] if rate is None else rate
+        calibrator, labels = _in_file(path)
+        if calibrator is not None:
+            default_rate = float(calibrator.rate)
+            default_mode = calibrator.mode
+    if rate not in (None, default_rate) or mode not in (None, default_mode):
+        calibrator = None  # it was fitted for another rate or mode
     return calibration_of_scores(
-        name, scores, rate, mode or default[1], seed=seed, labels=labels, calibrator=kept
+        name,
+        scores,
+        default_rate if rate is None else rate,
+        mode or default_mode,
+        seed=seed,
+        labels=labels,
+        calibrator=calibrator,
     )
 
 

@@ -298,9 +298,8 @@ class Configuration:
     @property
     def digest(self) -> str:
         """Return a short hash of the values that decide the results."""
-        return blake2b(
-            json.dumps(self.deciding, sort_keys=True).encode(), digest_size=4
-        ).hexdigest()
+        text = json.dumps(self.deciding, sort_keys=True)
+        return blake2b(text.encode(), digest_size=4).hexdigest()
 
     def setup(self) -> Setup:
         """Make the setup that these values describe.
@@ -308,9 +307,11 @@ class Configuration:
         :raises OptionError: a value is impossible.
         :raises CalibrationInputError: the file of scores cannot be read as one.
         """
-        tables = _tables(
-            {name: setting for name, setting in self.settings.items() if name not in self.followed}
-        )
+        # A length that follows stays open in the policy: open engines may still shorten it.
+        given = {
+            name: setting for name, setting in self.settings.items() if name not in self.followed
+        }
+        tables = _tables(given)
         with _origins(self.settings):
             return Setup(
                 **{key.name: self[key.name] for key in setup_keys()},
@@ -333,9 +334,6 @@ def configure(
 
     Without `file`, an atts.toml in `folder` is read if there is one. `pairs` are "key=value" texts,
     which count as flags. Values that the method settles cannot be set otherwise.
-
-    `pairs` are "key=value" texts, which count as flags. What the method itself settles is settled
-    by it.
 
     :raises OptionError: an unknown key, a value of another type, or one that the method
         contradicts.
@@ -383,14 +381,11 @@ def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
             "draft": pair.words("draft", choice.at, choice.draft_servers),
             "target": pair.words("target", choice.at, choice.target_servers),
         }
+    prompt = _prompt(pair, str(settings["dataset"].value))
     origin = f"{PAIR}{pair.name}"
     return {
         name: Setting(value, origin)
-        for name, value in {
-            **words,
-            **pair.settings,
-            **_prompt(pair, str(settings["dataset"].value)),
-        }.items()
+        for name, value in {**words, **pair.settings, **prompt}.items()
         if settings[name].origin == "default"
     }
 
@@ -399,8 +394,10 @@ def _prompt(pair: Pair, dataset: str) -> Mapping[str, Json]:
     """Return the prompt settings that the pair has for this benchmark alone."""
     from atts.evaluators import find_benchmark
 
-    known = find_benchmark(dataset.partition("[")[0]) if pair.prompts else None
-    return pair.prompts.get(known.name, {}) if known else {}
+    if not pair.prompts:
+        return {}
+    benchmark = find_benchmark(dataset.partition("[")[0])
+    return {} if benchmark is None else pair.prompts.get(benchmark.name, {})
 
 
 def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
@@ -448,8 +445,11 @@ def _origins(settings: Mapping[str, Setting]) -> Generator[None, None, None]:
         setting = settings.get(error.option)
         if setting is None or setting.origin == "default":
             raise
-        flag = f"--set {error.option}" if setting.origin == "--set" else setting.origin
-        label = flag if flag.startswith("--") else f"{error.option} ({setting.origin})"
+        label = f"{error.option} ({setting.origin})"
+        if setting.origin == "--set":
+            label = f"--set {error.option}"
+        elif setting.origin.startswith("--"):
+            label = setting.origin
         raise OptionError(label, str(error).removeprefix(f"{error.option}: ")) from error
 
 

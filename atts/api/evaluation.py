@@ -146,9 +146,9 @@ class evaluate:
                 "stop_when",
                 "a shard has a part of the problems, which decides nothing; leave one out",
             )
-        self._stop_when = (
-            None if against is None or stop_when is None else read_stop_when(against, stop_when)
-        )
+        self._stop_when: StopWhen | None = None
+        if against is not None and stop_when is not None:
+            self._stop_when = read_stop_when(against, stop_when)
         self._dataset = dataset
         self._setup = setup or Setup()
         self._within = within
@@ -334,9 +334,6 @@ class Session:
     All questions share one set of limits. The session opens with `async with`, or with the first
     question. A cancelled question ends alone; closing waits for nothing.
 
-    It opens with `async with`, or with the first question. What is cancelled ends alone; closing
-    waits for nothing.
-
     >>> import anyio
     >>> async def main() -> str | None:
     ...     async with Session(Setup(draft="scripted", target="scripted", method="draft-only")) as session:
@@ -362,9 +359,6 @@ class Session:
 
         The same text asked again is solved with other random numbers, a `Problem` of the same id
         with the same ones.
-
-        Text asked again is solved anew, by other random numbers; a `Problem` of the same id by the
-        same.
 
         :raises EngineError: an engine cannot be opened or is lost.
         :raises OptionError: an impossible policy.
@@ -397,9 +391,6 @@ class Session:
 
         A run in a directory has its own gate, because its journal must contain everything that the
         gate has learnt from.
-
-        A run in a directory has a gate of its own: its journal must tell everything that its gate
-        has learnt from.
         """
         options = options or RunOptions(signals="ignore")
         return evaluate(
@@ -449,9 +440,13 @@ class Session:
 
     def _named(self, text: str) -> Problem:
         digest = blake2b(text.encode(), digest_size=6).hexdigest()
-        self._asked[digest] = count = self._asked.pop(digest, self._forgotten) + 1
+        count = self._asked.pop(digest, self._forgotten) + 1
+        self._asked[digest] = count  # the latest question comes last
         if len(self._asked) > _REMEMBERED:
-            self._forgotten = max(self._forgotten, self._asked.popitem(last=False)[1])
+            # A forgotten question may be asked again: its count then begins above every one that
+            # was forgotten, so that no number of a session comes twice.
+            _, oldest = self._asked.popitem(last=False)
+            self._forgotten = max(self._forgotten, oldest)
         return Problem(f"{digest}-{count}", text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -65,11 +66,10 @@ class Key:
                 raise OptionError(label, f"needs {KINDS.get(self.kind, 'a value')}")
         if self.choices and value not in self.choices:
             raise OptionError(label, f"{value!r} is not one of its values", self.choices, value)
-        try:
-            converted: Json = _converted(value, self.kind)
-        except msgspec.DecodeError:
-            converted = math.nan
-        if converted != converted:
+        converted: Json = math.nan
+        with suppress(msgspec.DecodeError):
+            converted = _converted(value, self.kind)
+        if converted != converted:  # NaN, which no key may be either
             raise OptionError(label, f"{value!r} is not {KINDS.get(self.kind, 'a list of texts')}")
         return converted
 
@@ -81,16 +81,14 @@ def keys_of(
 
     `default` holds the default values. `help` has precedence over the help in a field's annotation;
     the annotation of an outer field may hold such a mapping.
-
-    `help` wins over what the fields themselves say, as a mapping in an outer field's annotation
-    does.
     """
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         hint = hints[field.name]
         words = help.get(field.name, "") if isinstance(help, Mapping) else ""
         if get_origin(hint) is Annotated:
-            hint, words = hint.__origin__, words or hint.__metadata__[0]
+            words = words or hint.__metadata__[0]
+            hint = hint.__origin__
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         inner = next((part for part in parts if _is_sayable(part) or is_dataclass(part)), None)
         name = prefix + field.name
@@ -98,7 +96,8 @@ def keys_of(
         if isinstance(inner, type) and is_dataclass(inner):
             yield from keys_of(inner, value, name + ".", words)
         elif inner is not None:
-            yield Key(name, inner, value, NoneType in parts or default is None, words)
+            is_optional = NoneType in parts or default is None
+            yield Key(name, inner, value, is_optional, words)
 
 
 def flat(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -118,12 +117,13 @@ def nested(values: Mapping[str, Json]) -> dict[str, Any]:
     """
     tables = dict[str, Any]()
     for name, value in values.items():
+        if value is None:
+            continue
         *outer, last = name.split(".")
         table = tables
-        if value is not None:
-            for part in outer:
-                table = table.setdefault(part, {})
-            table[last] = value
+        for part in outer:
+            table = table.setdefault(part, {})
+        table[last] = value
     return tables
 
 
@@ -141,15 +141,14 @@ def _converted(value: Any, kind: Any) -> Any:
     :raises msgspec.DecodeError: it is none.
     """
     if kind in (int, float):
-        # .1 is no number to JSON alone
-        if isinstance(value, str) and value.strip().startswith("."):
-            value = f"0{value.strip()}"
-        kind = (
-            Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] if kind is int else kind
-        )
-        return msgspec.convert(
-            value.strip().replace("_", "") if isinstance(value, str) else value, kind, strict=False
-        )
+        if isinstance(value, str):
+            value = value.strip()
+            if value.startswith("."):  # JSON, by whose rules numbers are read, has no ".1"
+                value = f"0{value}"
+            value = value.replace("_", "")
+        if kind is int:  # larger ones fit neither TOML nor the generators
+            kind = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+        return msgspec.convert(value, kind, strict=False)
     if isinstance(value, str) and kind is bool:
         value = _TRUTHS.get(value.lower(), value)
     elif isinstance(value, str) and get_origin(kind) is tuple:

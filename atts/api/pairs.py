@@ -207,19 +207,18 @@ class GpuPlacement:
         shares: dict[Role, GpuShare] = {"target": self.target, "draft": self.draft}
         for role, share in shares.items():
             visible = ",".join(map(str, share.cards))
+            port = ports(role, 1)[0]
             parts = [
-                f"CUDA_VISIBLE_DEVICES={visible} vllm serve {pair.model(role)} --port "
-                f"{ports(role, 1)[0]}"
+                f"CUDA_VISIBLE_DEVICES={visible} vllm serve {pair.model(role)} --port {port}",
+                "--generation-config vllm --enable-prefix-caching --enable-prompt-tokens-details",
+                "--enable-scale-out",
             ]
-            parts += [
-                "--generation-config vllm --enable-prefix-caching --enable-prompt-tokens-details"
-            ]
-            parts += ["--enable-scale-out"]
-            parts += [f"--tensor-parallel-size {len(share.cards)}"] if len(share.cards) > 1 else []
-            parts += ["--quantization fp8"] if share.is_quantized else []
-            parts += [
-                f"--max-model-len {self.context} --gpu-memory-utilization {share.utilization:.2f}"
-            ]
+            if len(share.cards) > 1:
+                parts.append(f"--tensor-parallel-size {len(share.cards)}")
+            if share.is_quantized:
+                parts.append("--quantization fp8")
+            parts.append(f"--max-model-len {self.context}")
+            parts.append(f"--gpu-memory-utilization {share.utilization:.2f}")
             yield " ".join(parts)
 
     def __str__(self) -> str:
@@ -237,8 +236,6 @@ def gpu_placement(
     The target stays unquantised where that fits. None means that even eight cards do not hold the
     pair, or that it needs no card, like the embedded pair.
 
-    None where not even eight do, and for the embedded pair, which needs no card.
-
     :raises OptionError: an unknown card.
 
     >>> from atts.api.pairs import find_pair
@@ -254,7 +251,8 @@ def gpu_placement(
         for is_quantized in (False, True):
             if is_quantized and target.packed:
                 continue
-            if shares := _placed(draft, target, CARDS[card], count, context, is_quantized):
+            shares = _placed(draft, target, CARDS[card], count, context, is_quantized)
+            if shares is not None:
                 return GpuPlacement(card, count, context, *shares)
     return None
 
@@ -265,30 +263,29 @@ def _placed(
     """Place the draft on a card of its own if the target leaves one, or else on the last card."""
     usable = memory * _USABLE
     weights = target.weights * (0.52 if is_quantized else 1.0)
-    for own in (count - 1, count) if count > 1 else (count,):
-        split = 1 << (own.bit_length() - 1)  # tensor parallel sizes are powers of two
-        beside = split == count
-        reserved = _least(draft, draft.weights, context, 1) if beside else 0.0
+    for of_target in (count - 1, count) if count > 1 else (count,):
+        split = 1 << (of_target.bit_length() - 1)  # tensor parallel sizes are powers of two
+        is_shared = split == count
+        reserved = _least(draft, draft.weights, context, 1) if is_shared else 0.0
         room = usable - reserved - weights / split - _OVERHEAD
         cache = int(room * split * 1e9 / target.cache_bytes)
-        if cache < context or (not beside and draft.weights + _OVERHEAD > usable):
+        if cache < context:
             continue
-        if not beside:
-            mine = GpuShare(
-                (split,),
-                _USABLE,
-                False,
-                int((usable - draft.weights - _OVERHEAD) * 1e9 / draft.cache_bytes),
-            )
-            return mine, GpuShare(tuple(range(split)), _USABLE, is_quantized, cache)
+        target_cards = tuple(range(split))
+        if not is_shared:
+            free = usable - draft.weights - _OVERHEAD
+            if free < 0:
+                continue
+            tokens = int(free * 1e9 / draft.cache_bytes)
+            draft_share = GpuShare((split,), _USABLE, False, tokens)
+            return draft_share, GpuShare(target_cards, _USABLE, is_quantized, cache)
         share = math.ceil(100 * reserved / memory) / 100
         tokens = int((share * memory - draft.weights - _OVERHEAD) * 1e9 / draft.cache_bytes)
         if tokens < context:
             continue
         rest = math.floor(100 * (_USABLE - share)) / 100
-        return GpuShare((count - 1,), share, False, tokens), GpuShare(
-            tuple(range(split)), rest, is_quantized, cache
-        )
+        draft_share = GpuShare((count - 1,), share, False, tokens)
+        return draft_share, GpuShare(target_cards, rest, is_quantized, cache)
     return None
 
 

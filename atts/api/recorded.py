@@ -98,10 +98,6 @@ def compare(first: Run, second: Run, *, points: float | None = None, seed: int =
     states after how many problems, in an order drawn by `seed`, a reader who looked after every
     problem would have known the difference, or known that it is within so many points.
 
-    With `points` (0: none) `sequential` says after how many problems, in an order drawn by `seed`,
-    their accuracies were told apart, or known to be within so many points, had one looked after
-    every problem.
-
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises DatasetError: a file holds no results, or the two have no graded problem in common.
     :raises UsageError: for a result that was kept in memory only.
@@ -216,9 +212,6 @@ def merge(runs: Sequence[Run], out: str | Path) -> Merged:
 
     With a gate that learns nothing the union is the same, decision by decision. Gates that learn
     have learnt from their own shard, and each shard meets its rate.
-
-    With a gate that learns nothing it is the same, decision by decision; gates that learn have each
-    learnt from their own shard, and the rate is held in every one of them.
 
     :raises UsageError: they are not the shards of one evaluation, all over; or a result was kept in
         memory only.

@@ -123,22 +123,20 @@ def plan_sweep(
 
     def point(kind: PointKind, name: str, values: Mapping[str, Value]) -> SweepPoint:
         made = configure({**(flags or {}), **values, "out": None}, pairs, file=file)
-        made.setup()  # what is impossible is told before anything runs
+        made.setup()  # an impossible value is refused before anything runs
         return SweepPoint(name, kind, values, made, directory / _folder(name))
 
-    grid = [
-        point("point", ",".join(f"{name}={_word(value)}" for name, value in values.items()), values)
-        for values in (dict(zip(axes, chosen, strict=True)) for chosen in product(*axes.values()))
-    ]
+    grid = list[SweepPoint]()
+    for chosen in product(*axes.values()):
+        values = dict(zip(axes, chosen, strict=True))
+        name = ",".join(f"{key}={_word(value)}" for key, value in values.items())
+        grid.append(point("point", name, values))
     known = {one.configuration.digest for one in grid}
     baselines = list[SweepPoint]()
     notes = list[str]()
     for values in _references(axes, references):
-        name = ",".join(
-            str(value) if key == "method" else f"{key}={_word(value)}"
-            for key, value in values.items()
-            if key not in LENGTHS
-        )
+        varied = [f"{key}={_word(value)}" for key, value in values.items() if key in _MODELS]
+        name = ",".join([str(values["method"]), *varied])
         try:
             made = point("reference", name, values)
         except OptionError as error:
@@ -201,9 +199,8 @@ def _directory(base: Configuration, axes: Mapping[str, object]) -> Path:
     if job.out is not None:
         return base.directory
     digest = blake2b(f"{base.digest} {sorted(axes)}".encode(), digest_size=4).hexdigest()
-    return base.directory.with_name(
-        re.sub(r"[^\w.]+", "-", f"sweep-{Path(job.dataset).name}").strip("-") + f"-{digest}"
-    )
+    name = re.sub(r"[^\w.]+", "-", f"sweep-{Path(job.dataset).name}").strip("-")
+    return base.directory.with_name(f"{name}-{digest}")
 
 
 def _word(value: Value) -> str:
@@ -213,6 +210,7 @@ def _word(value: Value) -> str:
 def _folder(name: str) -> str:
     """Return a folder name that no other point has."""
     plain = re.sub(r"[^\w.=,+-]+", "-", name)
+    # Two names may become one when characters are replaced or cut: the digest tells them apart.
     if plain == name and len(name) <= 100:
         return name
     return f"{plain[:80]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
@@ -228,9 +226,6 @@ async def run_sweep(planned: Sweep, watch: Watch = _unwatched) -> SweepEnd:
 
     Engines stay open between points that have the same. The sweep stops at the first run that does
     not finish.
-
-    Engines stay open from one point to the next that has the same. It ends with the first run that
-    does not finish.
 
     :raises JournalError: the directory cannot be used, or holds another sweep.
     :raises EngineError: an engine cannot be opened, or is lost for good.
@@ -259,13 +254,15 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
         for number, point in enumerate(planned.points, 1)
         if not _is_over(point.directory)
     ]
+    if not left:
+        return None
+    # Points of the same models come one after the other, so that engines are opened once.
     left.sort(key=lambda one: _words(one[1]))
     async with AsyncExitStack() as stack:
         opened: tuple[tuple[str, str], Engine, Engine] | None = None
-        replies = stack.enter_context(SharedReplies(planned.directory / REPLIES)) if left else None
+        replies = stack.enter_context(SharedReplies(planned.directory / REPLIES))
         engines = await stack.enter_async_context(AsyncExitStack())
         for number, point in left:
-            assert replies is not None, "opened where there is work"
             async with watch(point, number) as listeners:
                 if opened is None or opened[0] != _words(point):
                     await engines.aclose()
@@ -312,7 +309,8 @@ def _words(point: SweepPoint) -> tuple[str, str]:
 
 def _is_over(directory: Path) -> bool:
     """Return whether the run in a directory is complete."""
-    if (run := run_if_begun(directory)) is None:
+    run = run_if_begun(directory)
+    if run is None:
         return False
     state = run.state()
     return state.ended is not None and state.done == run.manifest.problems

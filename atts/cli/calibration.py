@@ -54,16 +54,16 @@ def rate_of(given: float | None, file: str) -> float:
     """Return the given rate, else the rate of the run, else the one used for files."""
     from atts.api import RATE_OF_FILES
 
-    if given is not None or file == "-" or not Path(file).is_dir():
-        return RATE_OF_FILES if given is None else given
+    if given is not None:
+        return given
+    if file == "-" or not Path(file).is_dir():
+        return RATE_OF_FILES
     from atts.journal import open_run
 
     recorded = open_run(Path(file)).manifest.configuration.get("rate")
-    return (
-        float(recorded.value)
-        if recorded is not None and isinstance(recorded.value, int | float)
-        else RATE_OF_FILES
-    )
+    if recorded is None or not isinstance(recorded.value, int | float):
+        return RATE_OF_FILES
+    return float(recorded.value)
 
 
 def scores_of(
@@ -164,7 +164,10 @@ def replay(
         "by_length": by_length,
     }
     done = decide(records, rate, stored=start, drift=drift, window=window, decay=decay, **options)  # type: ignore[arg-type]  # checked there
-    (_print_decisions if as_json else _print_replay)(done)
+    if as_json:
+        _print_decisions(done)
+    else:
+        _print_replay(done)
 
 
 @app.command("import")
@@ -278,7 +281,10 @@ def report(
         )
     built = _report(file, rate, mode, (per_question, scale, seed))
     if out is None:
-        (_print_as_json if as_json else _print_report)(built)
+        if as_json:
+            _print_as_json(built)
+        else:
+            _print_report(built)
     elif str(out) == "-":
         hand_out(render_calibration(built, named))
     else:
@@ -359,7 +365,8 @@ def check_run(directory: Path, as_json: bool) -> None:
     sentence = (
         f"{share:.3f} of {calibration.decisions:,} chunks were escalated, no rate was promised"
     )
-    if check := calibration.check():
+    check = calibration.check()
+    if check:
         sentence = str(check)
         facts |= {"standing": check.standing, "coin": check.coin, "band": check.band}
     if facts["standing"] == "left":

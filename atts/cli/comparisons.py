@@ -100,14 +100,11 @@ def _comparison_lines(comparison: Compared) -> list[str]:
     if comparison.costs:
         lines += ["", f"{'per problem':<16}{'first':>12}{'second':>12}   second / first"]
     for cost in comparison.costs:
-        ratio = (
-            "first took none"
-            if math.isinf(cost.ratio)
-            else "none in either"
-            if math.isnan(cost.ratio)
-            else ""
-        )
-        ratio = ratio or f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
+        ratio = f"{cost.ratio:.3f} [{cost.low:.3f}, {cost.high:.3f}]"
+        if math.isinf(cost.ratio):
+            ratio = "first took none"
+        elif math.isnan(cost.ratio):
+            ratio = "none in either"
         name = "seconds it took" if cost.name == "seconds" else cost.name.replace("_", " ")
         lines.append(f"{name:<16}{cost.first:>12,.1f}{cost.second:>12,.1f}   {ratio}")
     if any(cost.name == "seconds" for cost in comparison.costs):

@@ -82,23 +82,21 @@ def run_and_print(configuration: Configuration, shard: Shard | None, as_json: bo
     from atts.api import report
     from atts.journal import JOURNAL
 
-    lines = result_objects if as_json else result_table
     kind = configuration.job.report
     try:
         result = run(configuration, shard)
         page = None if kind == "none" else report(result, format=kind)
+        lines = result_objects if as_json else result_table
         say("\n".join(lines(result, configuration, page)))
-    except KeyboardInterrupt:  # one that came before the run listened, or after it had ended
+    except KeyboardInterrupt:  # it came before the run listened, or after the run had ended
         return _unfinished("interrupted: everything done is kept", 130)
     except EngineError as error:
         if not (configuration.directory_of(shard) / JOURNAL).exists():  # nothing was begun
             raise
         return _unfinished(str(error), error.exit_code)
-    return (
-        result.exit_code
-        if result.status in ("finished", "decided")
-        else _unfinished(f"{result.status}: {result.why}", result.exit_code)
-    )
+    if result.status in ("finished", "decided"):
+        return result.exit_code
+    return _unfinished(f"{result.status}: {result.why}", result.exit_code)
 
 
 def _unfinished(why: str, code: int) -> int:
@@ -205,11 +203,9 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
     """Return the summary in lines for people, then the paths of run and report."""
     summary = result.summary
     usage = summary.usage
-    of = (
-        f" of {result.manifest.problems}"
-        if result.status != "finished" and result.manifest.problems
-        else ""
-    )
+    of = ""
+    if result.status != "finished" and result.manifest.problems:
+        of = f" of {result.manifest.problems}"
     rows = [
         ("answers correct", f"{_share(summary.answers)}   the vote of each problem's rollouts"),
         ("rollouts correct", f"{_share(summary.samples_right)}   each by itself"),
@@ -266,11 +262,10 @@ def _abstained(result: RunResult) -> list[tuple[str, str]]:
 def _doubts(result: RunResult) -> str:
     """Return how many problems are unlike those of the stored scores, if any is."""
     doubted = [one for one in result.problems if one.doubt]
-    return (
-        f"{len(doubted)} of {len(result.problems)} problems: {doubted[0].doubt.partition(': ')[2]}"
-        if doubted
-        else ""
-    )
+    if not doubted:
+        return ""
+    reason = doubted[0].doubt.partition(": ")[2]
+    return f"{len(doubted)} of {len(result.problems)} problems: {reason}"
 
 
 def _share(estimate: Estimate) -> str:

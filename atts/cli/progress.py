@@ -112,9 +112,9 @@ class PlainLines:
         is_new = snapshot.state != self.state
         self.state = snapshot.state
         if is_new and self.state in ("loading", "running"):
-            self.next = snapshot.seconds + (
-                LOADING_SECONDS if self.state == "loading" else LINE_SECONDS
-            )
+            # A short run prints one line only, at its end.
+            wait = LOADING_SECONDS if self.state == "loading" else LINE_SECONDS
+            self.next = snapshot.seconds + wait
         elif is_new or snapshot.seconds >= self.next:
             self.next = snapshot.seconds + LINE_SECONDS
             print(sanitized(line(snapshot)), file=self.stream, flush=True)
@@ -125,11 +125,14 @@ def line(snapshot: ProgressSnapshot) -> str:
     if snapshot.state == "loading":
         return f"{snapshot.note}; {duration(snapshot.seconds)}"
     parts = [_problems(snapshot), *(f"{name} {words}" for name, words in _facts(snapshot))]
-    time = f"{duration(snapshot.seconds)}" + (
-        f", about {duration(snapshot.left)} left" if snapshot.left else ""
-    )
-    note = {"draining": "stopping: saving calls in flight", "over": "ended"}.get(snapshot.state)
-    return "; ".join([*([note] if note else []), *parts, time])
+    time = duration(snapshot.seconds)
+    if snapshot.left:
+        time += f", about {duration(snapshot.left)} left"
+    if snapshot.state == "draining":
+        parts.insert(0, "stopping: saving calls in flight")
+    elif snapshot.state == "over":
+        parts.insert(0, "ended")
+    return "; ".join([*parts, time])
 
 
 def table(snapshot: ProgressSnapshot) -> RenderableType:
@@ -168,9 +171,10 @@ def _bar(snapshot: ProgressSnapshot) -> Any:
 
 def _problems(snapshot: ProgressSnapshot) -> str:
     of = f"/{snapshot.problems}" if snapshot.problems is not None else ""
-    return f"{snapshot.done}{of} problems" + (
-        f", {snapshot.failed} not complete" if snapshot.failed else ""
-    )
+    words = f"{snapshot.done}{of} problems"
+    if snapshot.failed:
+        words += f", {snapshot.failed} not complete"
+    return words
 
 
 def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
@@ -179,8 +183,10 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
     speeds = snapshot.speeds
     at = snapshot.stages
     chunks = f"{snapshot.accepted:,} accepted, {snapshot.escalated:,} escalated"
-    chunks += f" ({snapshot.forced:,} without a score)" if snapshot.forced else ""
-    chunks += f", {snapshot.rejected:,} thrown away" if snapshot.rejected else ""
+    if snapshot.forced:
+        chunks += f" ({snapshot.forced:,} without a score)"
+    if snapshot.rejected:
+        chunks += f", {snapshot.rejected:,} thrown away"
     nominal = "" if snapshot.nominal is None else f", asked for {snapshot.nominal:g}"
     busy = (
         f"{at['draft']} drafting, {at['score']} being judged, {at['target']} with the target, "

@@ -43,7 +43,8 @@ def runs(
     named = folders or [Path("runs")]
     listed = list_runs(named)
     if as_json:
-        say("\n".join(json_line(asdict(line)) for line in listed)) if listed else None
+        for line in listed:
+            say(json_line(asdict(line)))
     elif listed:
         say("\n".join(_table(listed)))
     if not listed:

@@ -64,9 +64,11 @@ def solve(
     setup = options.configured(context, config, pairs).setup().informed()
     for text in setup.warnings:
         tell(f"atts: {text}")
-    printer: StoryPrinter | EventPrinter = (
-        EventPrinter() if as_json else StoryPrinter(follow, setup.policy.samples)
-    )
+    printer: StoryPrinter | EventPrinter
+    if as_json:
+        printer = EventPrinter()
+    else:
+        printer = StoryPrinter(follow, setup.policy.samples)
 
     async def main() -> RunResult:
         async with evaluate([asked], setup) as run:
@@ -78,8 +80,8 @@ def solve(
     outcomes = list(result.outcomes())
     if outcomes:
         printer.end(outcomes[0])
-    if cut := result.truncation.warning:
-        tell(f"atts: {cut}")
+    if result.truncation.warning:
+        tell(f"atts: {result.truncation.warning}")
     if result.status in ("incomplete", "failed"):
         tell(f"atts: {result.why}")
     raise typer.Exit(result.exit_code)
@@ -95,14 +97,12 @@ def text_of(problem: str) -> str:
         is_file = len(problem) < 1024 and named.is_file()
     except OSError:  # such as a name no file system takes
         is_file = False
+    text = problem
     try:
-        text = (
-            sys.stdin.read()
-            if problem == "-"
-            else named.read_text(encoding="utf-8")
-            if is_file
-            else problem
-        )
+        if problem == "-":
+            text = sys.stdin.read()
+        elif is_file:
+            text = named.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{problem}: it is not text in UTF-8 ({error.reason} at byte {error.start})"
@@ -150,14 +150,16 @@ class StoryPrinter:
         usage = outcome.usage
         ends = Counter(rollout.finish for rollout in outcome.rollouts)
         votes = ", ".join(f"{answer} ({weight:g})" for answer, weight in outcome.votes.items())
-        spared = ends["settled"]
+        num_settled = ends["settled"]
         self._console.print()
         self._say("answer", None, outcome.answer if outcome.answer is not None else "none")
         self._fact("votes", votes or "none" + (f"; {outcome.why}" if outcome.why else ""))
         if outcome.doubt:
             self._fact("doubt", outcome.doubt)
-        of = f", {spared} of them cancelled once the vote was settled" if spared else ""
-        self._fact("rollouts", f"{len(outcome.rollouts)}{of}")
+        settled = ""
+        if num_settled:
+            settled = f", {num_settled} of them cancelled once the vote was settled"
+        self._fact("rollouts", f"{len(outcome.rollouts)}{settled}")
         scored = f"{usage.scored_tokens:,} scored"
         self._fact(
             "tokens",
@@ -171,7 +173,10 @@ class StoryPrinter:
         from rich.text import Text
 
         number = f"{sample} " if sample is not None and self._follow is None else ""
-        for line in sanitized(text).rstrip("\n").split("\n") if text.strip() else [""]:
+        lines = [""]  # a chunk of white space is shown as one
+        if text.strip():
+            lines = sanitized(text).rstrip("\n").split("\n")
+        for line in lines:
             self._console.print(
                 Text.assemble((f"{number}{label:<9}│ ", "dim"), (line, _STYLES[label]))
             )
@@ -181,12 +186,13 @@ class StoryPrinter:
 
 
 def _because(decision: Decision) -> str:
-    score = (
-        ""
-        if decision.score is None
-        else f"score {decision.score:{'.3f' if decision.score < 1000 else '.3g'}}"
-    )
-    return ", ".join(part for part in (score, decision.why) if part)
+    parts = list[str]()
+    if decision.score is not None:
+        digits = ".3f" if decision.score < 1000 else ".3g"
+        parts.append(f"score {decision.score:{digits}}")
+    if decision.why:
+        parts.append(decision.why)
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,8 @@ def show(
         rows = [(model.name, model.parts) for model in contents.models]
         save_sharing(rows, picture)
         say(picture)
-    if check and (damage := Zoo(zoo).damage()):
+    damage = Zoo(zoo).damage() if check else ()
+    if damage:
         raise CheckFailed("\n".join(damage))
 
 

@@ -66,7 +66,7 @@ def test_a_run_at_another_rate_is_decided_anew(run: Path, of_run: CalibrationRep
     other = calibration_report(run, rate=0.6)
     assert (other.kind, other.rate, other.control.decisions) == ("scores", 0.6, len(scores_of(run)))
     assert other.control.escalated > of_run.control.escalated
-    assert other.source.endswith("decided anew")
+    assert other.source.endswith("decided again")
 
 
 def test_scores_are_decided_one_by_one() -> None:

@@ -21,15 +21,15 @@ from atts.calibration.state import DefaultTable, Persisted
 from atts.errors import CalibrationInputError, OptionError
 from atts.sampling import binomial_tail
 
-FEW = 0.02  # a share of repeats up to which nothing is said
-# as near to the end of the scale, chunks that were certain meet without being copied
+# A share of repeats up to which nothing is said.
+FEW = 0.02
+# As near to the end of the scale, chunks that were certain meet without being copied.
 _CERTAIN = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class DuplicateScores:
-    """Which share of stored scores repeats another one, and where; all 0 for scores on a coarse
-    grid, which tie anyway.
+    """Shares of stored scores that repeat another one; 0 for scores on a coarse grid, which tie.
 
     Siblings that wrote the same chunk have the same score, which is no fault: they are one draw for
     the purposes of certainty, and the effective number of scores counts them so. The same score in
@@ -39,13 +39,14 @@ class DuplicateScores:
     # repeats of another score of the same question; of any other where questions are not known
     within: float
     across: float  # scores that another question has as well
-    spared: float  # questions that repeat nothing
+    distinct: float  # questions that repeat nothing
     clustered: bool
 
     @classmethod
     def of(cls, stored: StoredScores) -> DuplicateScores:
-        """Counts; a score that is a mark out of ten ties by nature, so nothing is said where most
-        are round.
+        """Count the repeats of stored scores.
+
+        A mark out of ten ties by nature, so nothing is counted where most scores are round.
         """
         raw = np.asarray(stored.scores, float)
         raw = raw[np.isfinite(raw)]
@@ -55,19 +56,20 @@ class DuplicateScores:
         if not stored.clustered:
             return cls(1 - len(set(stored.nonconformity)) / total, 0.0, 1.0, False)
         counts = Counter(zip(stored.questions, stored.nonconformity, strict=True))
-        holders = Counter(score for _, score in counts)
-        across = sum(
-            n
-            for (_, nonconformity), n in counts.items()
-            if holders[nonconformity] > 1 and abs(nonconformity) > _CERTAIN
-        )
-        repeating = {question for (question, _), n in counts.items() if n > 1}
-        spared = 1 - len(repeating) / len(set(stored.questions))
-        return cls(1 - len(counts) / total, across / total, spared, True)
+        num_questions_with = Counter(score for _, score in counts)
+        across = 0
+        repeating = set[str]()
+        for (question, score), count in counts.items():
+            if num_questions_with[score] > 1 and abs(score) > _CERTAIN:
+                across += count
+            if count > 1:
+                repeating.add(question)
+        distinct = 1 - len(repeating) / len(set(stored.questions))
+        return cls(1 - len(counts) / total, across / total, distinct, True)
 
     @property
     def fault(self) -> str:
-        """What no sampling explains, in words; empty where there is nothing of the kind.
+        """Return which repeats no sampling explains, in words; empty where there are none.
 
         A model that writes the same words again does so in most questions. Repeats in most
         questions may be that, so only live questions can tell (`copied_p_value`).
@@ -76,43 +78,47 @@ class DuplicateScores:
             return f"{self.across:.0%} of the stored scores occur in another question as well: no two chunks score alike"
         if self.within > FEW and not self.clustered:
             return f"{self.within:.0%} of the stored scores repeat another one, and their questions are not known"
-        if self.within > FEW and self.spared >= 0.5:
-            few = f"{1 - self.spared:.0%} of the questions"
+        if self.within > FEW and self.distinct >= 0.5:
+            few = f"{1 - self.distinct:.0%} of the questions"
             return f"{self.within:.0%} of the stored scores are repeats, all in {few}: draws that were copied"
         return ""
 
     @property
     def doubt(self) -> str:
-        """What may be a fault, or siblings that wrote the same chunk; empty where few scores
-        repeat.
+        """Return repeats that may be a fault, or siblings that wrote the same chunk, in words.
+
+        Empty where few scores repeat.
         """
         if self.fault or self.within <= FEW:
             return ""
         return (
             f"{self.within:.0%} of the scores repeat another one of their question: siblings that "
-            f"wrote the same "
-            "chunk, which is no fault, or copied draws"
+            "wrote the same chunk, which is no fault, or copied draws"
         )
 
 
 def copied_p_value(stored: QuestionSample, live: Sequence[Sequence[float]]) -> float:
-    """The p-value of live questions that repeat nothing, were they draws of stored ones of which so
-    many do repeat.
+    """Return the p-value of "live questions repeat as often as the stored ones do".
 
-    Binomial, with one more stored question that repeats nothing than there is; 1 where live
-    siblings are too few.
+    It is the binomial probability of as many live questions that repeat nothing. One stored
+    question that repeats nothing is added to those there are, for the smoothed rank among both. 1
+    where live siblings are too few.
     """
     depth = stored.depth(live)
-    theirs = [
-        len(set(scores[:depth])) == depth for scores in stored.questions if len(scores) >= depth
-    ]
-    ours = [len(set(scores[:depth])) == depth for scores in live if len(scores) >= depth]
-    spared = (sum(theirs) + 1) / (len(theirs) + 1)
-    return binomial_tail(sum(ours) - 1, len(ours), spared)
+    theirs = _are_distinct(stored.questions, depth)
+    ours = _are_distinct(live, depth)
+    share = (sum(theirs) + 1) / (len(theirs) + 1)
+    return binomial_tail(sum(ours) - 1, len(ours), share)
+
+
+def _are_distinct(questions: Sequence[Sequence[float]], depth: int) -> list[bool]:
+    """Return, of each question with so many scores, whether its first ones are all different."""
+    return [len(set(scores[:depth])) == depth for scores in questions if len(scores) >= depth]
 
 
 Floats = NDArray[np.float64]
-_SPREAD_FROM = 3  # scores of a question from which its spread says anything
+# Scores of a question from which its spread says anything.
+_SPREAD_FROM = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,62 +131,62 @@ class QuestionSample:
 
     @classmethod
     def of(cls, stored: StoredScores, turn: int) -> QuestionSample:
-        """The questions of one turn; scores of no question are questions of their own, infinite
-        ones are left out.
+        """Return the stored questions of one turn.
+
+        A score of no question is a question by itself; infinite scores are left out.
         """
-        parts = dict[str, list[float]]()
+        questions = dict[str, list[float]]()
         rows = zip(stored.questions, stored.turns, stored.nonconformity, strict=True)
-        for place, (question, at, nonconformity) in enumerate(rows):
-            if at == turn and math.isfinite(nonconformity):
-                parts.setdefault(question or f"chunk {place}", []).append(nonconformity)
-        if not parts:
+        for position, (question, row_turn, nonconformity) in enumerate(rows):
+            if row_turn == turn and math.isfinite(nonconformity):
+                name = question or f"chunk {position}"
+                questions.setdefault(name, []).append(nonconformity)
+        if not questions:
             return cls((), 1, 0.0)
-        icc = summarise({name: np.array(scores) for name, scores in parts.items()}).icc
-        size = int(np.median([len(scores) for scores in parts.values()]))
-        return cls(
-            tuple(map(tuple, parts.values())), size, 1.0 if math.isnan(icc) else max(0.0, icc)
-        )
+        icc = summarise({name: np.array(scores) for name, scores in questions.items()}).icc
+        size = int(np.median([len(scores) for scores in questions.values()]))
+        # Unknown correlation counts as the worst, a negative one as none.
+        icc = 1.0 if math.isnan(icc) else max(0.0, icc)
+        return cls(tuple(tuple(scores) for scores in questions.values()), size, icc)
 
     @property
     def half(self) -> int:
-        """The number of scores after which a live question is compared with `early`."""
+        """Return after how many scores a live question is compared with `early`."""
         return max(1, math.ceil(self.size / 2))
 
     @property
     def early(self) -> list[float]:
-        """The mean of the first half of each question's scores."""
-        return [
-            math.fsum(q[: self.half]) / self.half for q in self.questions if len(q) >= self.half
-        ]
+        """Return the mean of the first half of each question's scores."""
+        half = self.half
+        return [math.fsum(scores[:half]) / half for scores in self.questions if len(scores) >= half]
 
     def depth(self, live: Sequence[Sequence[float]]) -> int:
-        """How many scores of each question to compare, the rest left out, so that the means are
-        told best.
+        """Return how many scores of each question to compare, leaving the rest out.
 
-        Few scores of many questions or many of few: the variance of the difference of the means
-        decides.
+        Few scores of many questions, or many scores of few: the choice is the one with the smallest
+        variance of the difference of the means.
         """
         counts = np.array([len(scores) for scores in live])
         stored = np.array([len(scores) for scores in self.questions])
-        best = 1
+        best_depth = 1
         least = math.inf
         for depth in sorted({int(count) for count in counts if count <= stored.max()}):
             ours = int((counts >= depth).sum())
             theirs = int((stored >= depth).sum())
             variance = (1 / ours + 1 / theirs) * (self.icc + (1 - self.icc) / depth)
-            if variance <= least:
-                best = depth
+            if variance <= least:  # of equal ones the deepest, which allows a spread
+                best_depth = depth
                 least = variance
-        return best
+        return best_depth
 
 
-def features(questions: Sequence[Sequence[float]], depth: int) -> Floats:
-    """Level, and spread where `depth` allows one, of the first scores of each question that has so
-    many.
+def question_features(questions: Sequence[Sequence[float]], depth: int) -> Floats:
+    """Return level and log-spread of the first scores of each question: [questions, 1 or 2].
+
+    Questions with fewer than `depth` scores are left out, and the spread where it is too small.
     """
-    rows = np.array(
-        [scores[:depth] for scores in questions if len(scores) >= depth], float
-    ).reshape(-1, depth)
+    heads = [scores[:depth] for scores in questions if len(scores) >= depth]
+    rows = np.array(heads, float).reshape(-1, depth)  # [questions, depth]
     columns = [rows.mean(axis=1)]
     if depth >= _SPREAD_FROM:
         columns.append(np.log(rows.std(axis=1, ddof=1) + 1e-6))
@@ -188,36 +194,39 @@ def features(questions: Sequence[Sequence[float]], depth: int) -> Floats:
 
 
 def normal_scores(values: Floats, reference: Floats) -> Floats:
-    """Each column by its place among the reference's, as a normal quantile: no outlier decides."""
+    """Return the normal quantile of each value's rank in the reference, column by column.
+
+    Ranks instead of values, so that no outlier decides.
+    """
     ordered = np.sort(reference, axis=0)
-    places = [
-        np.searchsorted(ordered[:, at], values[:, at], "left")
-        + np.searchsorted(ordered[:, at], values[:, at], "right")
-        for at in range(values.shape[1])
-    ]
-    share = (np.column_stack(places) + 1) / (2 * (len(reference) + 1))
-    return np.asarray(
-        scipy.special.ndtri(
-            np.clip(share, 0.5 / (len(reference) + 1), 1 - 0.5 / (len(reference) + 1))
-        ),
-        float,
-    )
+    ranks = list[NDArray[np.int64]]()  # twice the mid-rank, so that ties stay integers
+    for column in range(values.shape[1]):
+        below = np.searchsorted(ordered[:, column], values[:, column], "left")
+        up_to = np.searchsorted(ordered[:, column], values[:, column], "right")
+        ranks.append(below + up_to)
+    size = len(reference) + 1
+    share = (np.column_stack(ranks) + 1) / (2 * size)
+    inside = np.clip(share, 0.5 / size, 1 - 0.5 / size)  # quantiles of 0 and 1 are infinite
+    return np.asarray(scipy.special.ndtri(inside), float)
 
 
 _MOST = 256  # questions of either side that are compared
-_DRAWS = 4_999  # of simulated clean runs
-_GLANCE = 499  # of those, where they leave no doubt
-_DOUBT = 0.1  # the p-value of a glance above which it decides
-# weight of squared normal scores beside the scores: wider or narrower distributions are told sooner
+_DRAWS = 4_999  # simulated clean runs
+# So many of them at first; more only where the p-value of this glance is not above `_DOUBT`.
+_GLANCE = 499
+_DOUBT = 0.1
+# Weight of squared normal scores next to the scores: wider or narrower distributions show sooner.
 _BEND = 0.5
 _DIGITS = 9  # of a statistic that count: equal ones may differ by rounding
 
-# of the mixture: normal ones with other means, widths and correlations than the stored one
+# The mixture of the likelihood ratio: normal distributions with other means, widths and
+# correlations than the stored one.
 _COMPONENTS = 128
-# correlation of the shifts: scores of another model are higher and spread wider at once
+# Correlation of the shifts: scores of another model are higher and spread wider at once.
 _TOGETHER = 0.9
-_STRETCH = 0.3  # SD of the logarithm of the change of width
-# SD of the transformed correlation, in the half of the components that have another one
+# SD of the logarithm of the change of width.
+_STRETCH = 0.3
+# SD of the transformed correlation, in the half of the components that have another one.
 _TIES = 0.5
 _AT_ONCE = 1024  # weightings whose ratios are in memory together
 _FLAT = 0.1  # a column that hardly varies counts as if it varied this much
@@ -225,7 +234,7 @@ _FLAT = 0.1  # a column that hardly varies counts as if it varied this much
 
 @dataclass(frozen=True, slots=True)
 class TwoSampleTest:
-    """What one look found.
+    """P-values of one look at the live questions.
 
     `drawn` is the p-value of "the live questions are draws of the stored ones", `exchangeable` that
     of "both are draws of one distribution", which is larger as the stored ones are then only a
@@ -241,67 +250,82 @@ class TwoSampleTest:
 def two_sample_test(
     stored: QuestionSample, live: Sequence[Sequence[float]], significance: float, seed: int
 ) -> TwoSampleTest:
-    """Compare means and spreads of the latest live questions with those of the stored ones, as
-    whole distributions.
+    """Compare means and spreads of the latest live questions with those of the stored ones.
 
-    By an energy distance, which sees any difference, and a likelihood ratio against a mixture of
-    shifted and stretched distributions, which sees those that another model makes sooner.
+    They are compared as whole distributions, by two statistics: an energy distance (Székely and
+    Rizzo, 2004), which sees any difference, and a likelihood ratio against a mixture of shifted and
+    stretched distributions, which sees those that another model makes sooner.
     """
     latest = live[-_MOST:]
     depth = stored.depth(latest)
-    theirs = features(stored.questions[:: -(-len(stored.questions) // _MOST)], depth)
-    ours = features(latest, depth)
-    # draws of its own for each run, the same in a replay: common ones would make all runs err to
-    # the same side
+    stride = -(-len(stored.questions) // _MOST)
+    theirs = question_features(stored.questions[::stride], depth)
+    ours = question_features(latest, depth)
+    # Each run has draws of its own, the same in a replay. Common ones would make all runs err to
+    # the same side.
     draw = np.random.default_rng([seed, zlib.crc32(np.sort(ours, axis=None).tobytes())])
-    drawn = _drawn(ours, theirs, _GLANCE, draw)
+    drawn = _drawn_p_value(ours, theirs, _GLANCE, draw)
     if drawn <= max(_DOUBT, significance):
-        drawn = _drawn(ours, theirs, _DRAWS, draw)
-    return TwoSampleTest(
-        drawn, _exchangeable(ours, theirs, draw) if drawn <= significance else 1.0, len(ours)
-    )
+        drawn = _drawn_p_value(ours, theirs, _DRAWS, draw)
+    exchangeable = 1.0
+    if drawn <= significance:
+        exchangeable = _permutation_p_value(ours, theirs, draw)
+    return TwoSampleTest(drawn, exchangeable, len(ours))
 
 
-def _drawn(ours: Floats, theirs: Floats, draws: int, draw: np.random.Generator) -> float:
-    """The p-value of ours among so many runs of as many of theirs, drawn with replacement."""
+def _drawn_p_value(ours: Floats, theirs: Floats, draws: int, draw: np.random.Generator) -> float:
+    """Return the p-value of ours among so many runs of as many of theirs, with replacement.
+
+    It is the rank of the run among simulated clean ones, so it is valid for any scores if live
+    questions are independent draws of the stored ones (a parametric bootstrap whose null is the
+    stored questions themselves).
+    """
     n = len(ours)
     k = len(theirs)
-    at = draw.integers(k, size=(draws, n)) + k * np.arange(draws)[:, None]
+    # Run r draws question q: counted at r * k + q, all runs in one bincount.
+    drawn = draw.integers(k, size=(draws, n)) + k * np.arange(draws)[:, None]
+    # A run is a row of weights over our n questions and their k: [1 + draws, n + k].
     weights = np.zeros((draws + 1, n + k))
-    weights[0, :n] = 1 / n  # as it is
-    weights[1:, n:] = np.bincount(at.ravel(), minlength=draws * k).reshape(draws, k) / n
-    live, stored = (normal_scores(each, theirs) for each in (ours, theirs))
+    weights[0, :n] = 1 / n  # the run as it is
+    weights[1:, n:] = np.bincount(drawn.ravel(), minlength=draws * k).reshape(draws, k) / n
+    live = normal_scores(ours, theirs)
+    stored = normal_scores(theirs, theirs)
     both = np.concatenate([live, stored])
-    apart = _distances(both)
-    energy = 2 * weights @ apart[:, n:].mean(axis=1) - np.einsum(
-        "ij,ij->i", weights @ apart, weights
-    )
-    return _rank(energy, mixture_ratios(both, stored, weights, n))
+    distances = _distances(both)
+    # 2 E|X - Y| - E|X - X'|; E|Y - Y'| is the same for all runs.
+    to_stored = 2 * weights @ distances[:, n:].mean(axis=1)
+    within = np.einsum("ij,ij->i", weights @ distances, weights)
+    return _joint_rank(to_stored - within, mixture_ratios(both, stored, weights, n))
 
 
-def _exchangeable(ours: Floats, theirs: Floats, draw: np.random.Generator) -> float:
-    """The same among all ways to call as many of the questions live: exact when both are draws of
-    one distribution.
+def _permutation_p_value(ours: Floats, theirs: Floats, draw: np.random.Generator) -> float:
+    """Return the p-value of ours among random ways to call as many of the questions live.
+
+    A permutation test: exact when both are draws of one distribution (Dwass, 1957).
     """
     n = len(ours)
     k = len(theirs)
     both = np.concatenate([ours, theirs])
     both = normal_scores(both, both)
-    apart = _distances(both)
+    distances = _distances(both)
+    # Which questions are called live, one labelling a row: [1 + draws, n + k].
     chosen = np.zeros((_DRAWS + 1, n + k))
     chosen[0, :n] = 1  # as it is
-    places = np.argpartition(draw.random((_DRAWS, n + k)), n - 1, axis=1)[:, :n]
-    np.put_along_axis(chosen[1:], places, 1.0, axis=1)
-    inside = np.einsum("ij,ij->i", chosen @ apart, chosen)
-    reach = chosen @ apart.sum(axis=1)
-    whole = float(apart.sum())
+    positions = np.argpartition(draw.random((_DRAWS, n + k)), n - 1, axis=1)[:, :n]
+    np.put_along_axis(chosen[1:], positions, 1.0, axis=1)
+    # Sums of distances: among the chosen, from the chosen to all, among all.
+    inside = np.einsum("ij,ij->i", chosen @ distances, chosen)
+    reach = chosen @ distances.sum(axis=1)
+    whole = float(distances.sum())
     energy = 2 * (reach - inside) / (n * k) - inside / n**2 - (whole - 2 * reach + inside) / k**2
-    return _rank(energy, mixture_ratios(both, both, chosen / n, n))
+    return _joint_rank(energy, mixture_ratios(both, both, chosen / n, n))
 
 
-def _rank(*statistics: Floats) -> float:
-    """The share of runs, the first among them, with as small a product of their p-values as the
-    first has.
+def _joint_rank(*statistics: Floats) -> float:
+    """Return the share of runs whose product of p-values is at most that of the first run.
+
+    Each statistic becomes a p-value by its rank among all runs; the product of them (Fisher's
+    combination) is ranked again, so that no independence of the statistics is assumed.
     """
     surprise = np.zeros(len(statistics[0]))
     for each in statistics:
@@ -311,20 +335,21 @@ def _rank(*statistics: Floats) -> float:
 
 
 def _distances(scores: Floats) -> Floats:
-    """Between normal scores with their squares beside them: an energy distance then sees location
-    and scale.
+    """Return distances between normal scores with their squares appended: [points, points].
+
+    An energy distance then sees location and scale.
     """
     points = np.concatenate([scores, _BEND * (scores**2 - 1) / np.sqrt(2)], axis=1)
     return np.asarray(np.sqrt(((points[:, None] - points[None]) ** 2).sum(axis=2)), float)
 
 
 def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions: int) -> Floats:
-    """The log likelihood ratio of `questions` questions, for each row of weights over the rows of
-    `scores`.
+    """Return the log likelihood ratio of `questions` questions, for each row of weights.
 
-    The distribution of the rows of `reference`, read as a normal one, against a fixed mixture of
-    normal ones with other means, widths and correlations. Normality decides how much is seen, not
-    how often a clean run is accused: the ratios are only compared with one another.
+    Weights are over the rows of `scores`. The distribution of the rows of `reference`, read as a
+    normal one, against a fixed mixture of normal ones with other means, widths and correlations.
+    Normality decides how much is seen, not how often a clean run is accused: the ratios are only
+    compared with one another.
     """
     centre = reference.mean(axis=0)
     width = np.maximum(reference.std(axis=0), _FLAT)
@@ -335,32 +360,31 @@ def mixture_ratios(scores: Floats, reference: Floats, weights: Floats, questions
     same = _terms(np.zeros((1, size)), _spread(np.ones((1, size)), np.array(tie)))
     gain = questions * (_terms(means, spreads) - same)
     moments = weights @ _moments((scores - centre) / width)
+    # in blocks, because [weightings, components] is large
     parts = [
-        _log_mean_exp(moments[at : at + _AT_ONCE] @ gain.T)
-        for at in range(0, len(moments), _AT_ONCE)
+        _log_mean_exp(moments[start : start + _AT_ONCE] @ gain.T)
+        for start in range(0, len(moments), _AT_ONCE)
     ]
     return np.concatenate(parts)
 
 
 def _components(size: int, tie: float) -> tuple[Floats, Floats]:
-    """Means and covariances of the mixture, around a standard normal with correlation `tie`; always
-    the same.
+    """Return means [components, size] and covariances [components, size, size] of the mixture.
+
+    They lie around a standard normal distribution with correlation `tie`, and are always the same.
     """
     draw = np.random.default_rng(0)
-    common, own, widths = (
-        draw.standard_normal((_COMPONENTS, columns)) for columns in (1, size, size)
-    )
-    means = np.sqrt(_TOGETHER) * common + np.sqrt(1 - _TOGETHER) * own
-    ties = np.where(
-        np.arange(_COMPONENTS) % 2, np.tanh(_TIES * draw.standard_normal(_COMPONENTS)), tie
-    )
+    common = draw.standard_normal((_COMPONENTS, 1))
+    separate = draw.standard_normal((_COMPONENTS, size))
+    widths = draw.standard_normal((_COMPONENTS, size))
+    means = np.sqrt(_TOGETHER) * common + np.sqrt(1 - _TOGETHER) * separate
+    other_ties = np.tanh(_TIES * draw.standard_normal(_COMPONENTS))
+    ties = np.where(np.arange(_COMPONENTS) % 2, other_ties, tie)
     return means, _spread(np.exp(_STRETCH * widths), ties)
 
 
 def _spread(widths: Floats, ties: Floats) -> Floats:
-    """Covariances [components, size, size] of these widths and, between two columns, these
-    correlations.
-    """
+    """Return covariances [components, size, size] of these widths and correlations."""
     spread = widths[:, :, None] * widths[:, None, :]
     off = ~np.eye(widths.shape[1], dtype=bool)
     spread[:, off] *= np.reshape(ties, (-1, 1))
@@ -368,7 +392,7 @@ def _spread(widths: Floats, ties: Floats) -> Floats:
 
 
 def _terms(means: Floats, spreads: Floats) -> Floats:
-    """The log density of each normal as weights of `_moments`, but for a constant all share."""
+    """Return the log density of each normal as weights of `_moments`, up to a common constant."""
     precise = np.linalg.inv(spreads)
     pull = np.einsum("lij,lj->li", precise, means)
     constant = -0.5 * (np.linalg.slogdet(spreads)[1] + np.einsum("li,li->l", means, pull))
@@ -377,11 +401,10 @@ def _terms(means: Floats, spreads: Floats) -> Floats:
 
 
 def _moments(plain: Floats) -> Floats:
-    """One, each column, and all products of two."""
+    """Return 1, each column, and all products of two: [rows, 1 + size + size * size]."""
     products = plain[:, :, None] * plain[:, None, :]
-    return np.concatenate(
-        [np.ones((len(plain), 1)), plain, products.reshape(len(plain), -1)], axis=1
-    )
+    parts = [np.ones((len(plain), 1)), plain, products.reshape(len(plain), -1)]
+    return np.concatenate(parts, axis=1)
 
 
 def _log_mean_exp(logs: Floats) -> Floats:
@@ -389,24 +412,22 @@ def _log_mean_exp(logs: Floats) -> Floats:
     return np.asarray(most + np.log(np.exp(logs - most[:, None]).mean(axis=1)), float)
 
 
+# The chance that a question like the stored ones is taken for another kind.
 LEVEL = 0.05
-"""The chance that a question like the stored ones is taken for another kind."""
+# Scores of a question below which their mean says too little.
 _LEAST = 3
-"""Scores of a question below which their mean says too little."""
+# The quantile of stored scores beyond which a score counts no more than that: one wild chunk does
+# not make another domain.
 _CAP = 0.98
-"""The quantile of stored scores beyond which a score counts no more than that: one wild chunk is no
-other domain.
-"""
 
 
 @dataclass(frozen=True, slots=True)
 class DomainCheck:
-    """The mean score of every stored question, on the scale that ranks are computed on, each score
-    capped.
+    """The mean score of every stored question, each score capped.
 
-    A new question's mean is ranked among them: were it drawn as they were, its p-value would be at
-    most `LEVEL` with at most that probability. Nothing is said of questions that score alike for
-    other reasons.
+    A new question's mean is ranked among them: if it is exchangeable with the stored questions, its
+    conformal p-value is at most `LEVEL` with at most that probability. A question of another kind
+    may score alike; the check does not see it.
     """
 
     means: tuple[float, ...]
@@ -415,7 +436,7 @@ class DomainCheck:
 
     @classmethod
     def of(cls, stored: StoredScores) -> DomainCheck | None:
-        """None where questions are not known, or are too few for any to be outside."""
+        """Return the check, or None where questions are not known or too few for a p at `LEVEL`."""
         questions = dict[str, list[float]]()
         for question, value in zip(stored.questions, stored.nonconformity, strict=True):
             questions.setdefault(question, []).append(value)
@@ -426,19 +447,21 @@ class DomainCheck:
         return cls(tuple(_mean(values, cap) for values in questions.values()), cap, stored.scale)
 
     def p_value(self, scores: Sequence[float]) -> float:
-        """The rank of the scores' mean among those of stored questions, near 0 for a higher one."""
+        """Return the rank of the scores' mean among stored questions, near 0 for a higher one."""
         mean = _mean([self.scale.nonconformity(score) for score in scores], self.cap)
         return (1 + sum(other >= mean for other in self.means)) / (len(self.means) + 1)
 
     def warning(self, scores: Sequence[float]) -> str:
-        """What is to be said of a question with these scores; "" where nothing is."""
-        if len(scores) < _LEAST or (p := self.p_value(scores)) > LEVEL:
+        """Return a warning about a question with these scores; "" where there is none."""
+        if len(scores) < _LEAST:
+            return ""
+        p = self.p_value(scores)
+        if p > LEVEL:
             return ""
         return (
             f"out of domain: its {len(scores)} chunks score worse than those of {1 - p:.1%} of the "
-            f"{len(self.means)} "
-            "questions that the stored scores come from; gate and models may know nothing of such "
-            "text"
+            f"{len(self.means)} questions that the stored scores come from; gate and models may "
+            "know nothing of such text"
         )
 
 
@@ -450,18 +473,25 @@ DriftPolicy = Literal["recalibrate", "widen", "escalate", "report"]
 DRIFT_POLICIES: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
 Kind = Literal["duplicates", "shift", "martingale"]
 
+# Looks at the live questions: after so many scores of the stored turn, with this share of the
+# false-alarm probability. Three quarters go to the look at 300 scores, where the power is needed.
+# All shares, that of the martingale and that of the repeats included, add up to at most 1.
 _MAIN = 300
-# after so many scores of the stored turn, with this share of the false-alarm probability
 _LOOKS = (
-    *((64, 0.03), (100, 0.03), (160, 0.03), (_MAIN, 0.767)),
-    *((600, 0.03), (1500, 0.03), (4800, 0.03)),
+    (64, 0.03),
+    (100, 0.03),
+    (160, 0.03),
+    (_MAIN, 0.767),
+    (600, 0.03),
+    (1500, 0.03),
+    (4800, 0.03),
 )
-# of the share of the main look, spent on the 300th score of all where other turns are among them
+# Of the share of the main look, spent on the 300th score of all where other turns are among them.
 _EARLY = 0.2
-# the share of each look for repeats in the stored questions that live ones do not show
+# The share of each look for repeats in the stored questions that live ones do not show.
 _COPIED = 0.003
-_MARTINGALE = 0.029  # its share
-# an alarm also needs p below so many times its share were the stored questions a sample themselves
+_MARTINGALE = 0.029
+# An alarm also needs p below so many times its share were the stored questions a sample themselves.
 _SLACK = 3.5
 _FEWEST = 4  # live questions at a look, stored ones at all
 _KEPT = 512  # live questions remembered
@@ -472,7 +502,7 @@ _JUMP = 0.01  # the share of the capital that moves between the bets at each ste
 class SimpleJumper(Persisted):
     """The simple jumper martingale: five bets, between which a little capital moves at each step.
 
-    On p-values that are independent and uniform, as smoothed online conformal p-values of
+    (Vovk et al., "Retrain or not retrain", 2021.) On p-values that are independent and uniform, as smoothed online conformal p-values of
     exchangeable values are, its value ever reaches 1 / a with probability at most a (Ville). Kept
     in logarithms, so it cannot overflow.
 
@@ -509,22 +539,20 @@ class SimpleJumper(Persisted):
 
     @property
     def log_value(self) -> float:
-        """The logarithm of the capital."""
+        """Return the logarithm of the capital."""
         return self._log_total
 
     def alarm(self, significance: float) -> bool:
-        """Whether the capital has ever reached 1 / significance."""
+        """Return whether the capital has ever reached 1 / significance."""
         return self.log_peak >= -math.log(significance)
 
 
 @dataclass(frozen=True, slots=True)
 class DriftEvent:
-    """An alarm: what was seen after how many live scores, how surprising it is, what the policy
-    did.
-    """
+    """An alarm of the monitor, and what the policy did about it."""
 
     kind: Kind
-    scores: int
+    scores: int  # live ones seen before it
     questions: int
     p: float
     action: DriftPolicy
@@ -565,7 +593,9 @@ class DriftMonitor(Persisted):
         self._turn = min(stored.turns, default=0)
         self._reference = QuestionSample.of(stored, self._turn)
         self._live = DefaultTable(str, list[float])
-        self._scores = self._seen = self._looks = 0
+        self._scores = 0  # all live scores
+        self._seen = 0  # those of the stored turn
+        self._looks = 0  # looks that were due
         self._ranked = Ranks(self._reference.early)
         self._martingale = SimpleJumper()
         self._repeats = DuplicateScores.of(stored)
@@ -574,13 +604,13 @@ class DriftMonitor(Persisted):
 
     @property
     def watching(self) -> bool:
-        """Whether there is anything to compare with, and nothing was noticed yet."""
+        """Return whether there is something to compare with, and no alarm yet."""
         return not self.events and len(self._reference.questions) >= _FEWEST
 
     def observe(
         self, nonconformity: float, question: str, turn: int, theta: float = 0.5
     ) -> DriftEvent | None:
-        """Look at one more score of the run; the alarm, if this score raises it.
+        """Take one more score of the run; return the alarm, if this score raises it.
 
         `theta` is a uniform of this chunk, for ties among questions.
         """
@@ -605,23 +635,33 @@ class DriftMonitor(Persisted):
             del self._live[next(iter(self._live))]
 
     def _look_if_due(self) -> None:
-        scores, share = _LOOKS[self._looks] if self._looks < len(_LOOKS) else (math.inf, 0.0)
-        is_due = self._seen >= scores
-        share = (share - (_EARLY if scores == _MAIN < self._scores else 0.0)) if is_due else 0.0
+        due_at = math.inf
+        share = 0.0
+        if self._looks < len(_LOOKS):
+            due_at, share = _LOOKS[self._looks]
+        is_due = self._seen >= due_at
+        if not is_due:
+            share = 0.0
+        elif due_at == _MAIN < self._scores:
+            # Other turns were among the first 300 scores, so the early look below took its part.
+            share -= _EARLY
         if self._scores == _MAIN:
             share = max(share, _EARLY)
         if share:
             self._look(self.significance * share)
-        self._looks += is_due
+        if is_due:
+            self._looks += 1
 
     def judge_alone(self) -> None:
-        """Alarm on repeats that only the scores of a run could explain, where there will be no run."""
+        """Alarm on repeats that only a run could explain, where there will be no run."""
         if self.watching and self._repeats.doubt:
             self._alarm(
                 "duplicates", 1.0, f"{self._repeats.doubt}; the scores of a run would tell (--live)"
             )
 
     def _bet(self, mean: float, theta: float) -> None:
+        # The smoothed rank of each question among all before it is uniform and independent of the
+        # earlier ones if questions are exchangeable, which is what the martingale needs.
         below, equal = self._ranked.counts(mean)
         self._martingale.update((below + theta * (1 + equal)) / (len(self._ranked) + 1))
         self._ranked.add(mean)
@@ -635,24 +675,28 @@ class DriftMonitor(Persisted):
         live = list(self._live.values())
         p = copied_p_value(self._reference, live) if self._repeats.doubt else 1.0
         if p <= self.significance * _COPIED:
-            share = f"{self._repeats.within:.0%} of the stored scores repeat another one of their question"
-            return self._alarm(
-                "duplicates", p, f"{share}, those of the run do not: draws that were copied"
+            message = (
+                f"{self._repeats.within:.0%} of the stored scores repeat another one of their "
+                "question, those of the run do not: draws that were copied"
             )
-        found = two_sample_test(self._reference, live, significance, self._looks)
-        if found.drawn <= significance and found.exchangeable <= _SLACK * significance:
-            message = f"the scores of {found.questions} questions are not distributed like the stored ones"
-            self._alarm("shift", found.drawn, message)
+            self._alarm("duplicates", p, message)
+            return
+        test = two_sample_test(self._reference, live, significance, self._looks)
+        if test.drawn <= significance and test.exchangeable <= _SLACK * significance:
+            message = (
+                f"the scores of {test.questions} questions are not distributed like the stored ones"
+            )
+            self._alarm("shift", test.drawn, message)
 
     def _alarm(self, kind: Kind, p: float, message: str) -> None:
         self.events.append(DriftEvent(kind, self._scores, len(self._live), p, self.policy, message))
 
     def state(self) -> Any:
-        """What was seen so far, as JSON; the stored scores are not part of it."""
+        """Return what was seen so far, as JSON, without the stored scores."""
         return {**super().state(), "events": [asdict(event) for event in self.events]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state`, on a fresh monitor of the same stored scores."""
+        """Take over a state, on a fresh monitor of the same stored scores."""
         self._ranked = Ranks()
         self.merge(state)
         self.events = [DriftEvent(**event) for event in state["events"]]

@@ -29,7 +29,7 @@ from atts.calibration import (
     certify_net,
     replay,
 )
-from atts.calibration.drift import DuplicateScores, QuestionSample, features
+from atts.calibration.drift import DuplicateScores, QuestionSample, question_features
 from atts.calibration.rates import exact_rate
 from atts.calibration.score_replay import Floats, rate_metrics, sorted_decisions
 from atts.calibration.scores import read_scores
@@ -275,7 +275,7 @@ def _oracle(
     levels and log spreads.
     """
     samples = [QuestionSample.of(each, 0) for each in (stored, other)]
-    columns = [features(sample.questions, sample.size) for sample in samples]
+    columns = [question_features(sample.questions, sample.size) for sample in samples]
     laws = [stats.multivariate_normal(column.mean(axis=0), np.cov(column.T)) for column in columns]
     draw = np.random.default_rng(0)
     runs = [law.rvs((20_000, questions), random_state=draw) for law in laws]

@@ -79,7 +79,7 @@ def test_copies_of_whole_draws_in_few_questions_are_a_fault_at_once(array_of: Ar
     """
     found = DuplicateScores.of(array_of("e0abbf88"))
     assert found.within == pytest.approx(1 - 212 / 240)
-    assert found.spared == pytest.approx(13 / 15)
+    assert found.distinct == pytest.approx(13 / 15)
     assert DriftMonitor(array_of("e0abbf88")).events[0].scores == 0
     assert not DriftMonitor(array_of()).events
 

@@ -1,4 +1,9 @@
-"""Learn-then-Test: certified policies, certified abstention, and their p-values."""
+"""Learn-then-Test: certified policies, certified abstention, and the p-values behind them."""
+
+# The unit is always the problem: samples of one problem move together and are no problems of their
+# own. All promises are over problems drawn like the calibration ones (Angelopoulos et al., "Learn
+# then Test", 2021): each policy's p-value is valid for its null "the true mean loss is above
+# epsilon", and fixed-sequence testing keeps the chance of any false certificate below delta.
 
 from __future__ import annotations
 
@@ -13,15 +18,24 @@ from numpy.typing import ArrayLike, NDArray
 
 from atts.calibration.guarantees import TEXTS
 from atts.calibration.rates import check_fraction
-from atts.errors import CalibrationInputError, OptionError
+from atts.errors import CalibrationInputError
 from atts.sampling import beta_quantile, beta_upper_quantile, binomial_cdf, normal_quantile
 
-RiskTest = Literal["binomial", "hoeffding-bentkus", "betting"]
 Losses = NDArray[np.float64]
+
+PValue = Callable[[Sequence[float]], float]
+"""The p-value of "the true mean loss is too large"."""
+
+# The chance that the share of problems on which two runs differ is outside its interval.
+_INTERVAL_MISS = 0.001
+# Walks down the thresholds of abstention start here, in twentieths. Each walk has an equal part of
+# delta: the one from 1 finds cautious thresholds, the one from .6 does not stop at a few unlucky
+# problems far up.
+_STARTS = (20, 12)
 
 
 def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
-    """One loss in [low, 1] per problem, as an array.
+    """Return one loss in [low, 1] per problem, as an array.
 
     :raises CalibrationInputError: if there is none, or one is outside [low, 1].
     """
@@ -30,14 +44,14 @@ def checked_losses(losses: ArrayLike, low: float = 0.0) -> Losses:
         raise CalibrationInputError(
             "losses", array.shape, "one number per problem, at least one problem"
         )
-    outside = ~((array >= low) & (array <= 1))
+    outside = ~((array >= low) & (array <= 1))  # NaN is outside as well
     if outside.any():
         raise CalibrationInputError("loss", float(array[outside][0]), f"a number in [{low:g}, 1]")
     return array
 
 
 def lost_answers(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
-    """The loss of each problem: how often the target alone is right and the policy wrong.
+    """Return the loss of each problem: how often the target alone is right and the policy wrong.
 
     One row per problem; with a column per paired sample the loss is the fraction of samples, so a
     problem stays one unit however many samples it has.
@@ -50,11 +64,10 @@ def lost_answers(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
 
 
 def net_losses(target_right: ArrayLike, policy_right: ArrayLike) -> Losses:
-    """The net loss of each problem, in [-1, 1]: how much more often the target alone is right than
-    the policy.
+    """Return the net loss of each problem, in [-1, 1].
 
-    Two runs of the same models differ in single answers by sampling alone; what one wins and loses
-    so cancels here.
+    It is how much more often the target alone is right than the policy. Two runs of the same models
+    differ in single answers by sampling alone; what one wins and loses so cancels here.
 
     >>> net_losses([[1, 1], [0, 1]], [[1, 0], [1, 1]]).tolist()
     [0.5, -0.5]
@@ -76,12 +89,15 @@ def _answers(
 
 
 def _by_problem(values: Losses) -> Losses:
-    return values if values.ndim == 1 else np.asarray(values.mean(axis=1), float)
+    if values.ndim == 1:
+        return values
+    return np.asarray(values.mean(axis=1), float)
 
 
 def binomial_p_value(losses: ArrayLike, epsilon: float) -> float:
-    """P(Bin(n, epsilon) <= number of losses): exact for 0/1 losses of independent problems with
-    mean >= epsilon.
+    """Return P(Bin(n, epsilon) <= number of losses).
+
+    Exact for 0/1 losses of independent problems with mean >= epsilon.
 
     :raises CalibrationInputError: if a loss is neither 0 nor 1.
     """
@@ -91,55 +107,53 @@ def binomial_p_value(losses: ArrayLike, epsilon: float) -> float:
     return float(binomial_cdf(array.sum(), len(array), epsilon))
 
 
-def hoeffding_bentkus_p_value(losses: ArrayLike, epsilon: float) -> float:
-    """min(exp(-n h(min(R, epsilon), epsilon)), e P(Bin(n, epsilon) <= ceil(n R))) for losses in [0,
-    1] with mean R.
-    """
-    array = checked_losses(losses)
-    n = len(array)
-    risk = float(array.mean())
-    kept = min(risk, epsilon)
-    entropy = sum(
-        p * math.log(p / q) for p, q in ((kept, epsilon), (1 - kept, 1 - epsilon)) if p > 0
-    )
-    hoeffding = math.exp(-n * entropy)
-    bentkus = math.e * float(binomial_cdf(math.ceil(n * risk - 1e-9), n, epsilon))
-    return min(1.0, hoeffding, bentkus)
-
-
 def betting_p_value(losses: ArrayLike, epsilon: float) -> float:
-    """A p-value from betting against "the mean loss is at least epsilon", problem by problem in the
-    given order.
+    """Return a p-value from betting against "the mean loss is at least epsilon".
 
     The capital prod(1 + b_i (epsilon - loss_i)), each b_i fixed before its loss is seen, is a
-    supermartingale under that hypothesis, so 1 / its maximum is a p-value (Ville). It gains on
-    Hoeffding-Bentkus when losses are fractions of small variance, and the order of problems must
-    not depend on their losses.
+    supermartingale under that hypothesis, so 1 / its maximum is a p-value (Ville; Waudby-Smith and
+    Ramdas, 2024). It gains on Hoeffding-Bentkus when losses are fractions of small variance. The
+    order of problems must not depend on their losses.
     """
     array = checked_losses(losses)
     seen = np.arange(1, len(array) + 1)
-    mean = (epsilon + _before(array)) / seen
-    variance = (epsilon * (1 - epsilon) + _before((array - mean) ** 2)) / seen
+    # Mean and variance of the losses before each, with epsilon and its variance as a first one.
+    mean = (epsilon + _sums_before(array)) / seen
+    variance = (epsilon * (1 - epsilon) + _sums_before((array - mean) ** 2)) / seen
     gain = epsilon - mean
+    # About the bet of the fastest growth. Below 1 / (1 - epsilon) the capital stays positive.
     bets = np.clip(gain / np.maximum(variance + gain * gain, 1e-9), 0.0, 0.75 / (1 - epsilon))
     bets = np.maximum(bets, 0.1)  # never idle: an early unlucky loss must not end the betting
     capital = np.cumsum(np.log1p(bets * (epsilon - array)))
     return math.exp(-max(0.0, float(capital.max())))
 
 
-def _before(values: Losses) -> Losses:
-    """The sum of all before each."""
+def _sums_before(values: Losses) -> Losses:
+    """Return the sum of all values before each."""
     return np.cumsum(values) - values
 
 
-def net_p_value(losses: ArrayLike, epsilon: float) -> float:
-    """The p-value of "the mean net loss is at least epsilon", from one net loss in [-1, 1] per
-    problem.
+def risk_p_value(losses: ArrayLike, epsilon: float) -> float:
+    """Return the p-value of "the true mean loss exceeds epsilon".
 
-    Where all are -1, 0 or 1 it is exact: the chance of so few problems lost more than won, at the
-    worst share of problems that differ within its 99.9 % interval, and .001 for that interval
-    (Berger and Boos). Else it is that of betting on the losses moved into [0, 1]; the order of
-    problems must then not depend on them.
+    The test is the sharpest for the kind of loss: exact binomial for 0/1, betting for fractions.
+
+    :raises CalibrationInputError: for losses outside [0, 1] or an epsilon outside (0, 1).
+    """
+    check_fraction("epsilon", epsilon)
+    array = checked_losses(losses)
+    if ((array == 0) | (array == 1)).all():
+        return binomial_p_value(array, epsilon)
+    return betting_p_value(array, epsilon)
+
+
+def net_p_value(losses: ArrayLike, epsilon: float) -> float:
+    """Return the p-value of "the mean net loss is at least epsilon".
+
+    There is one net loss in [-1, 1] per problem. Where all are -1, 0 or 1 it is exact: the chance
+    of so few problems lost more than won, at the worst share of problems that differ within its
+    99.9 % interval, plus .001 for that interval (Berger and Boos, 1994). Otherwise it is that of
+    betting on the losses moved into [0, 1]; the order of problems must then not depend on them.
     """
     array = checked_losses(losses, -1.0)
     if not np.isin(array, (-1.0, 0.0, 1.0)).all():
@@ -147,69 +161,53 @@ def net_p_value(losses: ArrayLike, epsilon: float) -> float:
     n = len(array)
     differing = int(np.count_nonzero(array))
     net = round(float(array.sum()))
-    low = float(beta_quantile(_APART / 2, differing, n - differing + 1)) if differing else 0.0
-    high = beta_upper_quantile(_APART / 2, differing + 1, n - differing) if differing < n else 1.0
+    # The Clopper-Pearson interval of the share of problems that differ.
+    low = 0.0
+    high = 1.0
+    if differing:
+        low = float(beta_quantile(_INTERVAL_MISS / 2, differing, n - differing + 1))
+    if differing < n:
+        high = beta_upper_quantile(_INTERVAL_MISS / 2, differing + 1, n - differing)
+    # A net loss of epsilon takes a share of at least epsilon.
     shares = np.linspace(max(low, epsilon), max(high, epsilon), 65)
-    return min(
-        1.0, _APART + max(_chance_of_at_most(net, n, float(share), epsilon) for share in shares)
-    )
-
-
-_APART = 0.001
+    worst = max(_chance_of_at_most(net, n, float(share), epsilon) for share in shares)
+    return min(1.0, _INTERVAL_MISS + worst)
 
 
 def _chance_of_at_most(net: int, n: int, differing: float, epsilon: float) -> float:
-    """P(lost - won <= net) of n problems of which a share differs, and epsilon more of them are
-    lost than won.
+    """Return P(lost - won <= net) of n problems.
+
+    A share `differing` of them differs, and epsilon more of them are lost than won. The
+    distribution of the sum of n independent -1, 0 or 1 is the inverse Fourier transform of the n-th
+    power of one's characteristic function.
     """
     size = 2 * n + 1
     turn = np.exp(-2j * np.pi * np.arange(n + 1) / size)
     lost = (differing + epsilon) / 2
     won = (differing - epsilon) / 2
-    # places count modulo `size`
-    law = np.fft.irfft((1 - differing + lost * turn + won * turn.conj()) ** n, size)
-    return float(np.clip(np.roll(law, n)[: net + n + 1].sum(), 0.0, 1.0))
-
-
-_TESTS = {
-    "binomial": binomial_p_value,
-    "hoeffding-bentkus": hoeffding_bentkus_p_value,
-    "betting": betting_p_value,
-}
-
-
-def risk_p_value(losses: ArrayLike, epsilon: float, test: RiskTest | None = None) -> float:
-    """The p-value of "the true mean loss exceeds epsilon"; without a test named, the sharpest one
-    for the kind of loss.
-
-    That is the exact binomial for 0/1 losses, betting for fractions.
-
-    :raises OptionError: for an unknown test.
-    """
-    check_fraction("epsilon", epsilon)
-    array = checked_losses(losses)
-    if test is None:
-        test = "binomial" if ((array == 0) | (array == 1)).all() else "betting"
-    if test not in _TESTS:
-        raise OptionError(str(test), "is not a test of risk", sorted(_TESTS))
-    return _TESTS[test](array, epsilon)
+    characteristic = (1 - differing + lost * turn + won * turn.conj()) ** n
+    # Entry k is the probability of a sum of k modulo `size`, so -n comes after n; roll it to front.
+    probabilities = np.roll(np.fft.irfft(characteristic, size), n)
+    return float(np.clip(probabilities[: net + n + 1].sum(), 0.0, 1.0))
 
 
 def rejected(p_values: Sequence[float], delta: float) -> list[int]:
-    """Which hypotheses fixed-sequence testing rejects with family-wise error at most delta, as
-    indices.
+    """Return the indices of the hypotheses that fixed-sequence testing rejects.
 
     It goes down the list, whose order must not depend on the data, and stops at the first p above
-    delta.
+    delta. The chance of any false rejection is at most delta: it takes a p below delta at the first
+    true hypothesis of the list.
 
     >>> rejected([0.001, 0.04, 0.2, 0.01], 0.1)
     [0, 1]
     """
-    return list(takewhile(lambda place: p_values[place] <= delta, range(len(p_values))))
+    return list(takewhile(lambda index: p_values[index] <= delta, range(len(p_values))))
 
 
 def fewest_problems(epsilon: float, delta: float) -> int:
-    """How many problems without a single loss certify epsilon at delta.
+    """Return how many problems without a single loss certify epsilon at delta.
+
+    The n of (1 - epsilon)^n <= delta.
 
     >>> fewest_problems(0.05, 0.1)
     45
@@ -218,35 +216,35 @@ def fewest_problems(epsilon: float, delta: float) -> int:
 
 
 def problems_needed(risk: float, epsilon: float, delta: float, limit: int = 10**7) -> int | None:
-    """About how many problems certify epsilon at delta if the observed loss stays `risk`; None
-    beyond the limit.
+    """Return about how many problems certify epsilon at delta if the observed loss stays `risk`.
+
+    None beyond the limit, and where `risk` is not below epsilon.
     """
     if risk >= epsilon:
         return None
 
-    def enough(n: int) -> bool:
-        return float(binomial_cdf(math.ceil(n * risk - 1e-9), n, epsilon)) <= delta
+    def is_enough(n: int) -> bool:
+        losses = math.ceil(n * risk - 1e-9)
+        return float(binomial_cdf(losses, n, epsilon)) <= delta
 
     high = fewest_problems(epsilon, delta)
-    while not enough(high):
+    while not is_enough(high):
         high *= 2
         if high > limit:
             return None
     low = high // 2
     while high - low > max(1, high // 1000):
         middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
+        if is_enough(middle):
+            high = middle
+        else:
+            low = middle
     return high
-
-
-PValue = Callable[[Sequence[float]], float]
-"""Of "the true mean loss is too large"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One policy of a labelled calibration run: its gate and rate, a loss per problem, what it
-    costs on average.
+    """One policy of a labelled calibration run.
 
     Losses are of the same problems in the same order for every candidate; see `lost_answers`. Cost
     is in any unit, such as target tokens per problem.
@@ -275,8 +273,7 @@ class Certificate:
     """The outcome: `chosen` is the cheapest certified policy, None when none is.
 
     Of net losses also `superior`: the cheapest policy that is right more often than the target
-    alone, None when none was found to be; that is a statement of its own, with the same
-    probability.
+    alone, None when no test shows one. That is a statement of its own, with the same probability.
     """
 
     epsilon: float
@@ -291,119 +288,97 @@ class Certificate:
 
     @property
     def guarantee(self) -> str:
-        """What is promised, in words."""
-        outcome = (
-            "certified" if self.chosen else "needs more" if self.needed is not None else "hopeless"
-        )
-        superior = TEXTS["net-certificate"]["superior"] if self.superior else ""
-        return (TEXTS[self.kind][outcome] + superior).format(certificate=self, kept=1 - self.delta)
+        """Return what is promised, in words."""
+        if self.chosen:
+            outcome = "certified"
+        elif self.needed is not None:
+            outcome = "needs more"
+        else:
+            outcome = "hopeless"
+        text = TEXTS[self.kind][outcome]
+        if self.superior:
+            text += TEXTS["net-certificate"]["superior"]
+        return text.format(certificate=self, kept=1 - self.delta)
 
     @property
     def voided_by(self) -> str:
-        """What makes the promise empty, in words."""
+        """Return what makes the promise empty, in words."""
         return TEXTS[self.kind]["voided_by"]
 
 
-def certify(
-    candidates: Sequence[Candidate],
-    epsilon: float,
-    delta: float = 0.1,
-    test: RiskTest | None = None,
-) -> Certificate:
-    """Learn-then-Test over policies: the cheapest whose true loss is at most epsilon, with
-    probability 1 - delta.
+def certify(candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1) -> Certificate:
+    """Certify the cheapest policy whose true loss is at most epsilon, with probability 1 - delta.
 
     Each gate's policies are tested from the highest rate down and the walk stops at the first that
-    fails; `delta` is shared equally among the gates. The order depends on rates only, never on the
-    losses, as validity demands.
+    fails; `delta` is shared equally among the gates (Bonferroni). The order depends on rates only,
+    never on the losses, as validity demands.
 
     :raises CalibrationInputError: without candidates, with losses of different lengths or outside
         [0, 1], or an epsilon or delta outside (0, 1).
     """
     chains, share = _chains(candidates, epsilon, delta)
-    tested = _tested(chains, share, lambda losses: risk_p_value(losses, epsilon, test))
+    tested = _test_chains(chains, share, lambda losses: risk_p_value(losses, epsilon))
     safest = min(float(checked_losses(chain[0].losses).mean()) for chain in chains)
     needed = problems_needed(safest, epsilon, share)
-    return _certificate(
-        Certificate(epsilon, delta, len(chains[0][0].losses), None, tested, needed), share
-    )
+    outcome = Certificate(epsilon, delta, len(chains[0][0].losses), None, tested, needed)
+    return _with_choice(outcome, share)
 
 
 def certify_net(candidates: Sequence[Candidate], epsilon: float, delta: float = 0.1) -> Certificate:
-    """The same of net losses (`net_losses`): the cheapest policy right at most epsilon less often
-    than the target.
+    """Certify the cheapest policy that is right at most epsilon less often than the target.
 
-    Sampling noise is in both runs and cancels, so that a policy as good as the target can be
-    certified. Whether one is better is tested by a walk of its own.
+    The losses are net losses (`net_losses`): sampling noise is in both runs and cancels, so that a
+    policy as good as the target can be certified. Whether one is better is tested by a walk of its
+    own.
 
     :raises CalibrationInputError: as `certify`, with net losses in [-1, 1].
     """
     chains, share = _chains(candidates, epsilon, delta)
-    tested = _tested(chains, share, lambda losses: net_p_value(losses, epsilon))
-    superior = _cheapest(_tested(chains, share, lambda losses: net_p_value(losses, 0.0)))
-    enough = [_net_problems(chain[0].losses, epsilon, share) for chain in chains]
-    needed = min((count for count in enough if count is not None), default=None)
-    problems = len(chains[0][0].losses)
-    found = Certificate(
-        epsilon, delta, problems, None, tested, needed, superior=superior, kind="net-certificate"
+    tested = _test_chains(chains, share, lambda losses: net_p_value(losses, epsilon))
+    superior = _cheapest(_test_chains(chains, share, lambda losses: net_p_value(losses, 0.0)))
+    counts = [_net_problems_needed(chain[0].losses, epsilon, share) for chain in chains]
+    outcome = Certificate(
+        epsilon,
+        delta,
+        len(chains[0][0].losses),
+        None,
+        tested,
+        needed=min((count for count in counts if count is not None), default=None),
+        superior=superior,
+        kind="net-certificate",
     )
-    return _certificate(found, share)
+    return _with_choice(outcome, share)
 
 
-def _certificate(found: Certificate, share: float) -> Certificate:
-    """With its cheapest policy; where there is none, more problems are needed than there are."""
-    chosen = _cheapest(found.tested)
-    needed = found.needed
+def _with_choice(outcome: Certificate, share: float) -> Certificate:
+    """Return the outcome with its cheapest certified policy.
+
+    Where there is none, more problems are needed than there are.
+    """
+    chosen = _cheapest(outcome.tested)
+    needed = outcome.needed
     if needed is not None and chosen is None:
-        needed = max(needed, found.problems + 1, fewest_problems(found.epsilon, share))
-    return replace(found, chosen=chosen, needed=needed)
+        needed = max(needed, outcome.problems + 1, fewest_problems(outcome.epsilon, share))
+    return replace(outcome, chosen=chosen, needed=needed)
 
 
-def _net_problems(losses: Sequence[float], epsilon: float, share: float) -> int | None:
-    """About how many problems like these would certify epsilon, by the normal law; None if no
-    number would.
+def _net_problems_needed(losses: Sequence[float], epsilon: float, share: float) -> int | None:
+    """Return about how many problems like these would certify epsilon; None if no number would.
+
+    By the normal approximation: the gap must be so many standard errors.
     """
     array = np.asarray(losses, float)
     gap = epsilon - float(array.mean())
-    reach = -normal_quantile(share)
-    return max(1, math.ceil(float(array.var()) * (reach / gap) ** 2)) if gap > 0 else None
+    if gap <= 0:
+        return None
+    quantile = -normal_quantile(share)
+    return max(1, math.ceil(float(array.var()) * (quantile / gap) ** 2))
 
 
 def _chains(
     candidates: Sequence[Candidate], epsilon: float, delta: float
 ) -> tuple[list[list[Candidate]], float]:
-    """The candidates of each gate from the highest rate down, and each gate's share of delta."""
-    _check(candidates, epsilon, delta)
-    ordered = sorted(candidates, key=lambda candidate: (candidate.gate, -candidate.rate))
-    chains = [list(chain) for _, chain in groupby(ordered, key=lambda candidate: candidate.gate)]
-    return chains, delta / len(chains)
-
-
-def _cheapest(tested: Sequence[Tested]) -> Tested | None:
-    return min(
-        (row for row in tested if row.certified), key=lambda row: (row.cost, row.loss), default=None
-    )
-
-
-def _tested(chains: list[list[Candidate]], share: float, p_value: PValue) -> tuple[Tested, ...]:
-    return tuple(row for chain in chains for row in _walk(chain, share, p_value))
-
-
-def _walk(chain: list[Candidate], share: float, p_value: PValue) -> list[Tested]:
-    p_values = list[float]()
-    for candidate in chain:
-        p_values.append(p_value(candidate.losses))
-        if p_values[-1] > share:
-            break
-    passed = len(rejected(p_values, share))
-    reached = [*p_values, *[None] * (len(chain) - len(p_values))]
-    return [
-        Tested(each.gate, each.rate, each.cost, float(np.mean(each.losses)), p, place < passed)
-        for place, (each, p) in enumerate(zip(chain, reached, strict=True))
-    ]
-
-
-def _check(candidates: Sequence[Candidate], epsilon: float, delta: float) -> None:
+    """Return the candidates of each gate from the highest rate down, and each gate's share of delta."""
     if not candidates:
         raise CalibrationInputError("candidates", [], "at least one policy")
     if len({len(candidate.losses) for candidate in candidates}) > 1:
@@ -414,13 +389,45 @@ def _check(candidates: Sequence[Candidate], epsilon: float, delta: float) -> Non
     check_fraction("delta", delta)
     if any(not math.isfinite(candidate.cost) for candidate in candidates):
         raise CalibrationInputError("cost", math.nan, "a finite number")
+    ordered = sorted(candidates, key=lambda candidate: (candidate.gate, -candidate.rate))
+    chains = [list(chain) for _, chain in groupby(ordered, key=lambda candidate: candidate.gate)]
+    return chains, delta / len(chains)
 
 
-# of the walks down, in twentieths; each has an equal part of what the test may be wrong
-_STARTS = (
-    20,
-    12,
-)
+def _cheapest(tested: Sequence[Tested]) -> Tested | None:
+    certified = [row for row in tested if row.certified]
+    return min(certified, key=lambda row: (row.cost, row.loss), default=None)
+
+
+def _test_chains(
+    chains: list[list[Candidate]], share: float, p_value: PValue
+) -> tuple[Tested, ...]:
+    tested = list[Tested]()
+    for chain in chains:
+        tested.extend(_test_chain(chain, share, p_value))
+    return tuple(tested)
+
+
+def _test_chain(chain: list[Candidate], share: float, p_value: PValue) -> list[Tested]:
+    p_values = list[float]()
+    for candidate in chain:
+        p_values.append(p_value(candidate.losses))
+        if p_values[-1] > share:  # those below need not be computed: they cannot be rejected
+            break
+    num_rejected = len(rejected(p_values, share))
+    rows = list[Tested]()
+    for index, candidate in enumerate(chain):
+        rows.append(
+            Tested(
+                candidate.gate,
+                candidate.rate,
+                candidate.cost,
+                loss=float(np.mean(candidate.losses)),
+                p=p_values[index] if index < len(p_values) else None,
+                certified=index < num_rejected,
+            )
+        )
+    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,75 +449,98 @@ class Abstention:
 
     @property
     def guarantee(self) -> str:
-        """What is promised, in words."""
-        outcome = (
-            "certified"
-            if self.threshold is not None
-            else "needs more"
-            if self.needed
-            else "hopeless"
-        )
-        outcome = outcome if self.answered else "unsure"
+        """Return what is promised, in words."""
+        if not self.answered:
+            outcome = "unsure"
+        elif self.threshold is not None:
+            outcome = "certified"
+        elif self.needed:
+            outcome = "needs more"
+        else:
+            outcome = "hopeless"
         return TEXTS["abstention"][outcome].format(abstention=self)
 
     @property
     def voided_by(self) -> str:
-        """What makes that empty, in words."""
+        """Return what makes that empty, in words."""
         return TEXTS["abstention"]["voided_by"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A threshold of confidence, and what answering above it comes to on the labelled problems."""
+
+    threshold: float
+    answered: int
+    wrong: int
 
 
 def certify_abstention(
     confidence: Sequence[float], wrong: Sequence[bool], risk: float, kept: float = 0.9
 ) -> Abstention:
-    """The lowest threshold at which answered problems are wrong at most `risk` of the time, with
-    probability `kept`.
+    """Certify the lowest threshold at which answers are wrong at most `risk` of the time.
 
-    One confidence in [0, 1] and one label per problem; a problem without any answer has confidence
-    nan. Given how many are answered, the wrong ones of a threshold are binomial, so its p-value is
-    exact. Thresholds are twentieths, tried from 1 down and from .6 down until one fails; so their
-    order does not depend on the data.
+    The promise holds with probability `kept` over the labelled problems. There is one confidence in
+    [0, 1] and one label per problem; a problem without any answer has confidence nan. Given how
+    many are answered, the wrong ones of a threshold are binomial, so its p-value is exact.
+    Thresholds are twentieths, tried from 1 down and from .6 down until one fails; so their order
+    does not depend on the data.
 
-    :raises CalibrationInputError: without problems, for a confidence that is none, `risk` or `kept`
-        outside (0, 1).
+    :raises CalibrationInputError: without problems, for a confidence outside [0, 1], `risk` or
+        `kept` outside (0, 1).
     """
     check_fraction("risk", risk)
     check_fraction("kept", kept)
-    held = np.asarray(confidence, float)
-    bad = np.asarray(wrong, bool)
-    if not held.size or held.shape != bad.shape or held.ndim != 1:
+    confidences = np.asarray(confidence, float)
+    is_wrong = np.asarray(wrong, bool)
+    problems = confidences.size
+    if not problems or confidences.shape != is_wrong.shape or confidences.ndim != 1:
         raise CalibrationInputError(
-            "labelled problems", held.size, "a confidence and a label for each, at least one"
+            "labelled problems", problems, "a confidence and a label for each, at least one"
         )
-    if ((held < 0) | (held > 1)).any():
-        raise CalibrationInputError(
-            "confidence", float(held[(held < 0) | (held > 1)][0]), "a number from 0 to 1, or nan"
-        )
+    outside = (confidences < 0) | (confidences > 1)
+    if outside.any():
+        first = float(confidences[outside][0])
+        raise CalibrationInputError("confidence", first, "a number from 0 to 1, or nan")
     share = (1 - kept) / len(_STARTS)
-    walks = [list(_thresholds(held, bad, start)) for start in _STARTS]
-    passed = [walk[place] for walk in walks for place in rejected(_p_values(walk, risk), share)]
-    if passed:
-        threshold, answered, mistaken = min(passed)
-        return Abstention(risk, kept, held.size, threshold, answered, mistaken)
-    found = [(_needed(held.size, n, k, risk, share), n, k) for (_, n, k), *_ in walks]
-    needed, answered, mistaken = min(found, key=lambda row: (row[0] or math.inf, row[1]))
-    return Abstention(risk, kept, held.size, None, answered, wrong=mistaken, needed=needed)
+    walks = [list(_steps_down(confidences, is_wrong, start)) for start in _STARTS]
+    certified = list[_Step]()
+    for walk in walks:
+        answered = np.array([step.answered for step in walk])
+        mistaken = np.array([step.wrong for step in walk])
+        p_values = [float(p) for p in binomial_cdf(mistaken, answered, risk)]
+        certified.extend(walk[index] for index in rejected(p_values, share))
+    if certified:
+        best = min(certified, key=lambda step: (step.threshold, step.answered, step.wrong))
+        return Abstention(risk, kept, problems, best.threshold, best.answered, best.wrong)
+    # The first step of each walk is its most cautious one; report the one that needs the least.
+    firsts = [walk[0] for walk in walks]
+    needed = [_abstention_problems_needed(problems, step, risk, share) for step in firsts]
+    nearest = min(
+        range(len(firsts)),
+        key=lambda index: (needed[index] or math.inf, firsts[index].answered),
+    )
+    step = firsts[nearest]
+    return Abstention(risk, kept, problems, None, step.answered, step.wrong, needed=needed[nearest])
 
 
-def _thresholds(
-    held: NDArray[np.float64], bad: NDArray[np.bool_], start: int
-) -> Iterator[tuple[float, int, int]]:
-    """Each threshold with how many problems it answers, and how many of these are wrong."""
-    for step in range(start, -1, -1):
-        answered = held >= step / 20 - 1e-9
-        yield step / 20, int(answered.sum()), int((answered & bad).sum())
+def _steps_down(
+    confidences: NDArray[np.float64], is_wrong: NDArray[np.bool_], start: int
+) -> Iterator[_Step]:
+    """Yield each threshold in twentieths, from `start` down to 0."""
+    for twentieths in range(start, -1, -1):
+        is_answered = confidences >= twentieths / 20 - 1e-9  # nan never is
+        num_wrong = int((is_answered & is_wrong).sum())
+        yield _Step(twentieths / 20, int(is_answered.sum()), num_wrong)
 
 
-def _p_values(walk: Sequence[tuple[float, int, int]], risk: float) -> list[float]:
-    _, answered, wrong = np.array(walk).T
-    return list(map(float, binomial_cdf(wrong, answered, risk)))
-
-
-def _needed(problems: int, answered: int, wrong: int, risk: float, share: float) -> int | None:
-    """About how many problems would do, if as many of them were answered and wrong."""
-    enough = problems_needed(wrong / answered, risk, share) if answered else None
-    return None if enough is None else max(problems + 1, math.ceil(enough * problems / answered))
+def _abstention_problems_needed(
+    problems: int, step: _Step, risk: float, share: float
+) -> int | None:
+    """Return about how many problems would do, if the same shares were answered and wrong."""
+    if not step.answered:
+        return None
+    answers = problems_needed(step.wrong / step.answered, risk, share)
+    if answers is None:
+        return None
+    return max(problems + 1, math.ceil(answers * problems / step.answered))

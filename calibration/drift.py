@@ -502,9 +502,9 @@ _JUMP = 0.01  # the share of the capital that moves between the bets at each ste
 class SimpleJumper(Persisted):
     """The simple jumper martingale: five bets, between which a little capital moves at each step.
 
-    (Vovk et al., "Retrain or not retrain", 2021.) On p-values that are independent and uniform, as smoothed online conformal p-values of
-    exchangeable values are, its value ever reaches 1 / a with probability at most a (Ville). Kept
-    in logarithms, so it cannot overflow.
+    (Vovk et al., "Retrain or not retrain", 2021.) On p-values that are independent and uniform, as
+    smoothed online conformal p-values of exchangeable values are, its value ever reaches 1 / a with
+    probability at most a (Ville). Kept in logarithms, so it cannot overflow.
 
     >>> martingale = SimpleJumper()
     >>> for _ in range(20): martingale.update(0.99)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
 import scipy
@@ -20,7 +20,7 @@ from atts.core import Action, Features
 from atts.errors import CalibrationInputError
 
 LEVELS: tuple[Action, ...] = ("accept", "verify", "escalate")
-"""From needing no help to needing it all."""
+"""Levels of a chunk, from one that needs no target to one that needs it all."""
 
 Row = Sequence[float | None]
 """One chunk's features; None where a feature does not exist (no sibling has answered yet)."""
@@ -29,11 +29,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class OrdinalModel:
-    """P(level <= k) = logistic(cut_k - weights . x), x the standardised features with an indicator
-    per missing one.
+    """P(level <= k) = logistic(cut_k - weights . x), the cumulative-logit model (McCullagh, 1980).
 
-    Where the odds of the levels are not proportional, `shifts` holds what each cut's weights have
-    beside the common ones; the probabilities are then made to grow with the level.
+    x are the standardised features with an indicator per missing one. Where the odds of the levels
+    are not proportional, `shifts` are what each cut's weights have in addition to the common ones
+    (Peterson and Harrell, 1990); the probabilities are then made to grow with the level.
     """
 
     levels: tuple[str, ...]
@@ -47,7 +47,7 @@ class OrdinalModel:
     shifts: tuple[tuple[float, ...], ...] = ()  # by cut; none where the data do not ask for any
 
     def lean(self, row: Row) -> float:
-        """The linear part: larger leans to the last level.
+        """Return the linear part: larger leans to the last level.
 
         :raises CalibrationInputError: if the row has not one entry per feature, or one is not
             finite.
@@ -61,26 +61,26 @@ class OrdinalModel:
     def _columns(self, row: Row) -> list[float]:
         if any(value is not None and not math.isfinite(value) for value in row):
             raise CalibrationInputError("feature", row, "finite numbers or None")
-        scaled = zip(row, self.centre, self.spread, strict=True)
-        known = [
-            0.0 if value is None else (value - centre) / spread for value, centre, spread in scaled
-        ]
-        return [*known, *(float(row[place] is None) for place in self.sometimes_missing)]
+        columns = list[float]()
+        for value, centre, spread in zip(row, self.centre, self.spread, strict=True):
+            columns.append(0.0 if value is None else (value - centre) / spread)
+        for place in self.sometimes_missing:
+            columns.append(float(row[place] is None))
+        return columns
 
     def probabilities(self, row: Row) -> tuple[float, ...]:
-        """The probability of each level, in order; they sum to 1."""
+        """Return the probability of each level, in order; they sum to 1."""
         lean = self.lean(row)
         leans = [lean] * len(self.cuts)
         if self.shifts:
             columns = self._columns(row)
             leans = [lean + _dot(shift, columns) for shift in self.shifts]
-        upto = [
-            *accumulate(
-                (_logistic(cut - at) for cut, at in zip(self.cuts, leans, strict=True)), max
-            ),
-            1.0,
-        ]
-        return tuple(max(0.0, high - low) for low, high in zip([0.0, *upto], upto, strict=False))
+        # P(level <= k); shifted cuts may cross far from the data, so each is at least the one before
+        cumulative = [0.0]
+        for cut, cut_lean in zip(self.cuts, leans, strict=True):
+            cumulative.append(max(cumulative[-1], _logistic(cut - cut_lean)))
+        cumulative.append(1.0)
+        return tuple(max(0.0, high - low) for low, high in pairwise(cumulative))
 
 
 def fit_ordinal(
@@ -90,7 +90,7 @@ def fit_ordinal(
     levels: Sequence[str] = LEVELS,
     ridge: float = 1.0,
 ) -> OrdinalModel:
-    """Fit by penalised maximum likelihood.
+    """Return the model of greatest penalised likelihood.
 
     `ridge` pulls the weights of the standardised features to 0, so that separable data have an
     answer; half an observation of every level at the mean features keeps the cuts finite where a
@@ -116,27 +116,33 @@ def fit_ordinal(
     weights = np.concatenate([np.ones(len(labels)), np.full(len(levels), 0.5)])
     coefficients, cuts = _maximise(table, target, weights, len(levels), ridge)
     lean = np.asarray(table @ np.array(coefficients), float)
-    found = [
+    # of each cut: the shift of its end, then those of its weights
+    cut_shifts = [
         _shift(table, (target <= cut).astype(float), weights, offset=end - lean, ridge=ridge)
         for cut, end in enumerate(cuts)
     ]
-    shifts = (
-        tuple(tuple(map(float, shift[1:])) for shift in found)
-        if any(shift.any() for shift in found)
-        else ()
-    )
-    cuts = tuple(end + float(shift[0]) for end, shift in zip(cuts, found, strict=True))
+    shifts: tuple[tuple[float, ...], ...] = ()
+    if any(shift.any() for shift in cut_shifts):
+        shifts = tuple(tuple(float(value) for value in shift[1:]) for shift in cut_shifts)
     return OrdinalModel(
-        tuple(levels), tuple(features), centre, spread, missing, weights=coefficients, cuts=cuts, rows=len(rows),
+        levels=tuple(levels),
+        features=tuple(features),
+        centre=centre,
+        spread=spread,
+        sometimes_missing=missing,
+        weights=coefficients,
+        cuts=tuple(end + float(shift[0]) for end, shift in zip(cuts, cut_shifts, strict=True)),
+        rows=len(rows),
         shifts=shifts,
-    )  # fmt: skip
+    )
 
 
 def _standardised(
     rows: Sequence[Row], features: Sequence[str]
 ) -> tuple[Floats, tuple[float, ...], tuple[float, ...], tuple[int, ...]]:
-    """Columns of mean 0 and spread 1, missing entries at 0, followed by the indicators of what is
-    missing.
+    """Return the table of standardised features, their means and spreads, and which go missing.
+
+    Missing entries are 0; the indicators of features that are ever missing are further columns.
     """
     if any(len(row) != len(features) for row in rows):
         raise CalibrationInputError(
@@ -162,6 +168,11 @@ def _standardised(
 def _maximise(
     table: Floats, target: NDArray[np.int64], weights: Floats, levels: int, ridge: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return weights and cuts of the common model.
+
+    The parameters are the weights, the first cut and the logarithms of the steps between cuts, so
+    that the cuts stay in order.
+    """
     columns = table.shape[1]
     cuts = levels - 1
 
@@ -190,43 +201,43 @@ def _maximise(
 
     start = np.zeros(columns + cuts)
     start[columns:] = _starting_cuts(target, weights, levels)
-    found = scipy.optimize.minimize(
+    optimum = scipy.optimize.minimize(
         loss, start, jac=True, method="L-BFGS-B", options={"maxiter": 500}
     )
-    solution = np.asarray(found.x, float)
-    ends = solution[columns] + np.concatenate([[0.0], np.cumsum(np.exp(solution[columns + 1 :]))])
+    solution = np.asarray(optimum.x, float)
+    steps = np.exp(solution[columns + 1 :])
+    ends = solution[columns] + np.concatenate([[0.0], np.cumsum(steps)])
     return tuple(map(float, solution[:columns])), tuple(map(float, ends))
 
 
 def _shift(table: Floats, upto: Floats, weights: Floats, offset: Floats, ridge: float) -> Floats:
-    """What one cut has beside the common model: its end, and the weights more than three standard
-    errors apart.
+    """Return what one cut has in addition to the common model: its end, then its weights.
 
-    Newton's steps of the logistic regression of "at most this level", the common model being the
+    Only weights more than three standard errors apart are kept; 0 for the others. They come from
+    Newton steps of the logistic regression of "at most this level", with the common model as
     offset.
     """
     columns = np.hstack([np.ones((len(table), 1)), -table])
     free = np.ones(columns.shape[1], bool)
     penalty = np.full(columns.shape[1], max(ridge, 1e-6))
-    found = np.zeros(columns.shape[1])
+    shift = np.zeros(columns.shape[1])
     curve = np.diag(penalty)
-    for _ in range(2):  # all weights free, then those that need be
-        found = np.zeros(columns.shape[1])
+    for _ in range(2):  # all weights free, then those that need to be
+        shift = np.zeros(columns.shape[1])
         design = columns[:, free]
         for _ in range(8):
-            chance = scipy.special.expit(offset + columns @ found)
-            slope = design.T @ (weights * (upto - chance)) - (penalty * found)[free]
-            curve = (design * (weights * chance * (1 - chance))[:, None]).T @ design + np.diag(
-                penalty[free]
-            )
-            found[free] += np.clip(np.linalg.solve(curve, slope), -2.0, 2.0)
+            chance = scipy.special.expit(offset + columns @ shift)
+            slope = design.T @ (weights * (upto - chance)) - (penalty * shift)[free]
+            information = (design * (weights * chance * (1 - chance))[:, None]).T @ design
+            curve = information + np.diag(penalty[free])
+            shift[free] += np.clip(np.linalg.solve(curve, slope), -2.0, 2.0)
         error = np.full(columns.shape[1], np.inf)
         error[free] = np.sqrt(np.diag(np.linalg.inv(curve)))
-        apart = np.abs(found[1:]) > 3 * error[1:]
+        apart = np.abs(shift[1:]) > 3 * error[1:]
         free = np.concatenate([[bool(apart.any())], apart])
         if not apart.any():
             return np.zeros(columns.shape[1])
-    return found
+    return shift
 
 
 def _dot(weights: Sequence[float], columns: Sequence[float]) -> float:
@@ -234,7 +245,7 @@ def _dot(weights: Sequence[float], columns: Sequence[float]) -> float:
 
 
 def _log_interval(upper: Floats, lower: Floats) -> tuple[Floats, Floats, Floats]:
-    """log(logistic(upper) - logistic(lower)) with its derivatives, stable in both tails."""
+    """Return log(logistic(upper) - logistic(lower)) and its derivatives, stable in both tails."""
     gap = np.maximum(upper - lower, 1e-10)
     ratio = np.exp(-gap)  # 0 at an open end
     value = scipy.special.log_expit(upper) + scipy.special.log_expit(-lower) + np.log1p(-ratio)
@@ -243,7 +254,7 @@ def _log_interval(upper: Floats, lower: Floats) -> tuple[Floats, Floats, Floats]
 
 
 def _starting_cuts(target: NDArray[np.int64], weights: Floats, levels: int) -> Floats:
-    """The cuts of a model without features, as a first cut and logarithms of the steps."""
+    """Return the cuts of a model without features, as a first cut and logarithms of the steps."""
     shares = np.bincount(target, weights, levels) / weights.sum()
     ends = scipy.special.logit(np.clip(np.cumsum(shares)[:-1], 1e-6, 1 - 1e-6))
     return np.concatenate([ends[:1], np.log(np.maximum(np.diff(ends), 1e-3))])
@@ -260,12 +271,11 @@ Probabilities = Sequence[float]
 
 
 def nested_windows(probabilities: Probabilities) -> list[range]:
-    """Contiguous windows of levels from the most probable level to all, each with one level more
-    than the one before.
+    """Return contiguous windows of levels, from the most probable level to all.
 
-    Each is the heaviest window of its length that contains the one before it, which is growing
-    towards the heavier neighbour. Shortest windows need not nest for other probabilities than
-    unimodal ones, and coverage needs nesting.
+    Each has one level more than the one before. It is the heaviest window of its length that
+    contains the one before it, which is growing towards the heavier neighbour. Shortest windows
+    need not nest for other probabilities than unimodal ones, and coverage needs nesting.
 
     >>> [list(window) for window in nested_windows((0.35, 0.05, 0.30, 0.30))]
     [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
@@ -278,14 +288,18 @@ def nested_windows(probabilities: Probabilities) -> list[range]:
     while high - low < len(probabilities):
         left = probabilities[low - 1] if low else -1.0
         right = probabilities[high] if high < len(probabilities) else -1.0
-        low, high = (low - 1, high) if left > right else (low, high + 1)
+        if left > right:
+            low -= 1
+        else:
+            high += 1
         windows.append(range(low, high))
     return windows
 
 
 def entry_mass(probabilities: Probabilities, level: int) -> float:
-    """The conformity score of a level: the mass of the largest nested window without it, 0 for the
-    most probable.
+    """Return the mass of the largest nested window without this level: its conformity score.
+
+    0 for the most probable level. This is ordinal APS (Lu et al., 2022), with windows that nest.
     """
     inside = 0.0
     for window in nested_windows(probabilities):
@@ -296,12 +310,11 @@ def entry_mass(probabilities: Probabilities, level: int) -> float:
 
 
 class LevelSets:
-    """Sets that hold the true level with probability at least 1 - alpha, calibrated on labelled
-    chunks.
+    """Sets that contain the true level with probability at least 1 - alpha.
 
-    The guarantee is over a new labelled chunk exchangeable with the calibration ones, which were
-    not used to fit the probabilities. Chunks of one question count as many only if questions are
-    many: see `guarantee`.
+    They are split-conformal sets, calibrated on labelled chunks. The guarantee is over a new
+    labelled chunk exchangeable with the calibration ones, which were not used to fit the
+    probabilities. Chunks of one question count as many only if questions are many: see `guarantee`.
     """
 
     __slots__ = ("_alpha", "_questions", "_scores")
@@ -322,10 +335,9 @@ class LevelSets:
         self._questions.add(question)
 
     def levels(self, probabilities: Probabilities) -> range:
-        """The set of a new chunk: all levels while there are too few labelled ones to promise less."""
+        """Return the set of a new chunk; all levels while labelled ones are too few for less."""
         rank = split_rank(len(self._scores), self._alpha)
         threshold = self._scores.kth(rank) if rank <= len(self._scores) else math.inf
-        inside = 0.0
         for window in nested_windows(probabilities):
             inside = math.fsum(probabilities[place] for place in window)
             if inside > threshold:
@@ -334,7 +346,7 @@ class LevelSets:
 
     @property
     def guarantee(self) -> str:
-        """What the sets promise, in words."""
+        """Return what the sets promise, in words."""
         questions = len(self._questions)
         covered = 1 - self._alpha
         return TEXTS["levels"]["guarantee"].format(
@@ -343,39 +355,37 @@ class LevelSets:
 
     @property
     def voided_by(self) -> str:
-        """What makes that promise empty, in words."""
+        """Return what makes that promise empty, in words."""
         return TEXTS["levels"]["voided_by"]
 
 
 def _check(probabilities: Probabilities) -> None:
     total = math.fsum(probabilities)
-    if (
-        not probabilities
-        or not all(p >= 0 for p in probabilities)
-        or not math.isclose(total, 1, abs_tol=1e-6)
-    ):
+    is_law = all(p >= 0 for p in probabilities) and math.isclose(total, 1, abs_tol=1e-6)
+    if not probabilities or not is_law:
         raise CalibrationInputError(
             "probabilities of levels", tuple(probabilities), "numbers from 0 that sum to 1"
         )
 
 
+# Thresholds tried from the strictest down; each ladder has an equal part of the allowed error. The
+# second does not stop where only the strictest thresholds have too few chunks to pass.
 _LADDERS = ((0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5), (0.8, 0.7, 0.6, 0.5))
-"""Thresholds tried from the strictest down; each ladder has an equal part of what the test may be
-wrong.
-"""
+# Tests and fits are repeated whenever there are a quarter more labels.
 _GROWTH = 1.25
-_FIRST = 20
-_KEPT = 20_000
+_FIRST = 20  # labels at the first test
+_FIRST_FIT = 60  # labels at the first fit
+_KEPT = 20_000  # labels remembered
 
 
 class ActionRule:
-    """Acts where the probability of a level is at least a threshold, tested to be wrong at most
-    `alpha` of the time.
+    """A rule that acts where the probability of a level is at least a tested threshold.
 
-    Learn-then-Test on labelled chunks: against "of the chunks acted on, more than alpha are wrong"
-    a capital is bet question by question, each question counting as one however many chunks it has,
-    for they move together. Labels must not depend on what was decided: they come from scores, from
-    exploration, or from a calibration run.
+    The threshold is tested to be wrong at most `alpha` of the time, by Learn-then-Test on labelled
+    chunks: against "of the chunks acted on, more than alpha are wrong" a capital is bet question by
+    question. Each question counts as one however many chunks it has, for they move together; so
+    this assumes independent questions. Labels must not depend on what was decided: they come from
+    the scores of chunks that were scored whatever the evidence said.
     """
 
     __slots__ = ("_alpha", "_chunks", "_count", "_kept", "_next", "threshold")
@@ -386,17 +396,14 @@ class ActionRule:
         check_fraction("kept", kept)
         self._alpha = alpha
         self._kept = kept
-        self._chunks = dict[
-            str, list[tuple[float, bool]]
-        ]()  # by question, in the order in which they came
+        # by question, in the order in which they came: probability, and whether acting were wrong
+        self._chunks = dict[str, list[tuple[float, bool]]]()
         self._count = 0
         self._next = _FIRST
         self.threshold = math.inf
 
     def learn(self, probability: float, wrong: bool, question: str) -> None:
-        """Take a labelled chunk, with the probability that a model which did not know its label
-        gave.
-        """
+        """Take a labelled chunk, and the probability from a model that did not know its label."""
         self._chunks.setdefault(question, []).append((probability, wrong))
         self._count += 1
         if self._count >= self._next:
@@ -405,10 +412,9 @@ class ActionRule:
 
     @property
     def guarantee(self) -> str:
-        """What is promised, in words."""
+        """Return what is promised, in words."""
         kind = "acts" if math.isfinite(self.threshold) else "waits"
-        words = TEXTS["actions"][kind]
-        return words.format(
+        return TEXTS["actions"][kind].format(
             rule=self,
             alpha=self._alpha,
             kept=self._kept,
@@ -417,34 +423,36 @@ class ActionRule:
         )
 
     def _test(self) -> None:
-        while self._count > _KEPT:  # whole questions, the oldest first
-            self._count -= len(self._chunks.pop(next(iter(self._chunks))))
+        while self._count > _KEPT:  # drop whole questions, the oldest first
+            oldest = next(iter(self._chunks))
+            self._count -= len(self._chunks.pop(oldest))
+        # [chunks, (probability, wrong)], and where each question begins and the last one ends
         ends = np.cumsum([0, *map(len, self._chunks.values())])
         table = np.array([chunk for chunks in self._chunks.values() for chunk in chunks], float)
-        passed = [step for ladder in _LADDERS for step in self._passed(ladder, table, ends)]
+        passed = list[float]()
+        for ladder in _LADDERS:
+            passed.extend(self._thresholds_passed(ladder, table, ends))
         self.threshold = min(passed, default=math.inf)
 
-    def _passed(
+    def _thresholds_passed(
         self, ladder: tuple[float, ...], table: NDArray[np.float64], ends: NDArray[np.int64]
     ) -> list[float]:
-        found = list[float]()
-        for step in ladder:
-            gains = np.where(table[:, 0] >= step, table[:, 1] - self._alpha, 0.0)
-            losses = self._alpha + np.add.reduceat(gains, ends[:-1]) / np.diff(ends)
-            if betting_p_value(np.clip(losses, 0.0, 1.0), self._alpha) > (1 - self._kept) / len(
-                _LADDERS
-            ):
+        """Return the thresholds of a ladder down to the first that fails its test."""
+        share = (1 - self._kept) / len(_LADDERS)
+        passed = list[float]()
+        for threshold in ladder:
+            # Of each question: alpha plus the mean over its chunks of (wrong - alpha) where it is
+            # acted on. The expectation is at most alpha iff at most alpha of the actions are wrong.
+            excess = np.where(table[:, 0] >= threshold, table[:, 1] - self._alpha, 0.0)
+            losses = self._alpha + np.add.reduceat(excess, ends[:-1]) / np.diff(ends)
+            if betting_p_value(np.clip(losses, 0.0, 1.0), self._alpha) > share:
                 break
-            found.append(step)
-        return found
+            passed.append(threshold)
+        return passed
 
 
 FEATURES = ("draft_logprob", "length", "turn", "answered", "agreement", "support")
 """What `feature_row` makes of a chunk's evidence, in this order."""
-
-_FIRST_FIT = 60
-_GROWTH = 1.25
-_KEPT = 20_000
 
 
 def feature_row(evidence: Features) -> Row:
@@ -454,26 +462,34 @@ def feature_row(evidence: Features) -> Row:
     the sign of whether this chunk's own answer is that one. Both are missing until a sibling has
     answered.
     """
-    answered = evidence.answered > 0
-    sign = (1.0 if evidence.agrees else -1.0) if evidence.has_answer else 0.0
+    is_finite = math.isfinite(evidence.draft_logprob)
+    draft_logprob = evidence.draft_logprob if is_finite else None
+    agreement = None
+    support = None
+    if evidence.answered > 0:
+        sign = 0.0
+        if evidence.has_answer:
+            sign = 1.0 if evidence.agrees else -1.0
+        agreement = evidence.agreement
+        support = sign * evidence.agreement
     return (
-        evidence.draft_logprob if math.isfinite(evidence.draft_logprob) else None,
+        draft_logprob,
         math.log1p(evidence.tokens),
         math.log1p(evidence.turn),
         math.log1p(evidence.answered),
-        evidence.agreement if answered else None,
-        sign * evidence.agreement if answered else None,
+        agreement,
+        support,
     )
 
 
 class OrdinalFit:
-    """A cumulative-logit model, refitted as labels arrive; sets and actions are calibrated on
-    labels it had not seen.
+    """A cumulative-logit model that is refitted as labels arrive, with its sets and actions.
 
-    A set holds the level of a chunk often enough over all chunks, the unclear ones included. What
-    is done on the model's word alone is tested by itself: see `ActionRule`. Every label first
-    enters both with the probabilities of a model that did not know it, then the data of the next
-    fit. Refits happen after 60 labels and whenever there are a quarter more.
+    Sets and actions are calibrated on labels that the model had not seen. A set contains the level
+    of a chunk often enough over all chunks, the unclear ones included. What is done on the model's
+    word alone is tested by itself: see `ActionRule`. Every label first enters both with the
+    probabilities of a model that did not know it, then the data of the next fit. Refits happen
+    after 60 labels and whenever there are a quarter more.
     """
 
     __slots__ = (
@@ -512,10 +528,12 @@ class OrdinalFit:
                 (level, len(row)),
                 f"one of {LEVELS} and {len(self._features)} features",
             )
-        if law := self._law(row):
-            self.sets.learn(law, LEVELS.index(level), question)
-            self.accept.learn(law[0], level != "accept", question)
-            self.escalate.learn(law[-1], level != "escalate", question)
+        # Sets and actions are calibrated on labels that the model has not seen: so first these.
+        probabilities = self._probabilities(row)
+        if probabilities:
+            self.sets.learn(probabilities, LEVELS.index(level), question)
+            self.accept.learn(probabilities[0], level != "accept", question)
+            self.escalate.learn(probabilities[-1], level != "escalate", question)
         self._rows.append(tuple(row))
         self._labels.append(level)
         if len(self._rows) >= self._next_fit:
@@ -524,32 +542,40 @@ class OrdinalFit:
             self.model = fit_ordinal(self._rows, self._labels, self._features)
 
     def levels(self, row: Row) -> tuple[Action, ...]:
-        """The conformal set of a chunk; every level while nothing was fitted, or the row lacks what
-        no row lacked.
+        """Return the conformal set of a chunk.
+
+        It has every level before the first fit, or where the row lacks what no fitted row lacked.
         """
-        law = self._law(row)
-        window = self.sets.levels(law) if law else range(len(LEVELS))
+        probabilities = self._probabilities(row)
+        if not probabilities:
+            return LEVELS
+        window = self.sets.levels(probabilities)
         return LEVELS[window.start : window.stop]
 
     def action(self, row: Row) -> Action:
-        """What may be done with a chunk on the model's word; "verify" where that was not found to
-        be safe.
-        """
-        law = self._law(row)
-        if law and law[0] >= self.accept.threshold:
+        """Return what may be done with a chunk on the model's word; "verify" where no test passed."""
+        probabilities = self._probabilities(row)
+        if not probabilities:
+            return "verify"
+        if probabilities[0] >= self.accept.threshold:
             return "accept"
-        return "escalate" if law and law[-1] >= self.escalate.threshold else "verify"
+        if probabilities[-1] >= self.escalate.threshold:
+            return "escalate"
+        return "verify"
 
     @property
     def guarantee(self) -> str:
-        """What sets and actions promise, in words."""
-        return f"{self.sets.guarantee}; accepted so: {self.accept.guarantee}; handed over so: {self.escalate.guarantee}"
+        """Return what sets and actions promise, in words."""
+        return (
+            f"{self.sets.guarantee}; accepted so: {self.accept.guarantee}; "
+            f"handed over so: {self.escalate.guarantee}"
+        )
 
-    def _law(self, row: Row) -> tuple[float, ...]:
-        """The probability of each level; empty before a fit, and where a feature is missing that
-        never was in the fit.
+    def _probabilities(self, row: Row) -> tuple[float, ...]:
+        """Return the probability of each level; empty where the model knows none.
 
-        A model cannot tell what it means that such a feature is missing.
+        That is before the first fit, and where a feature is missing that never was in the fit: the
+        model cannot tell what it means that such a feature is missing.
         """
         if self.model is None:
             return ()

@@ -17,7 +17,6 @@ from atts.calibration.certificates import (
     certify,
     certify_net,
     fewest_problems,
-    hoeffding_bentkus_p_value,
     lost_answers,
     net_losses,
     net_p_value,
@@ -25,7 +24,7 @@ from atts.calibration.certificates import (
     rejected,
     risk_p_value,
 )
-from atts.errors import CalibrationInputError, OptionError
+from atts.errors import CalibrationInputError
 
 EPSILON = 0.2
 
@@ -46,29 +45,28 @@ def test_binomial_p_value_is_super_uniform_by_enumeration(n: int) -> None:
 
 
 @pytest.mark.parametrize("values", [(0, 1), (0, 0.5, 1), (0, 0.25)])
-def test_other_p_values_are_super_uniform_by_enumeration(values: tuple[float, ...]) -> None:
-    """Hoeffding-Bentkus and betting, for two- and three-valued losses whose mean is epsilon, over
-    all sequences.
-    """
+def test_betting_p_values_are_super_uniform_by_enumeration(values: tuple[float, ...]) -> None:
+    """For two- and three-valued losses whose mean is epsilon, over all sequences."""
     laws: dict[tuple[float, ...], tuple[float, ...]] = {
         (0, 1): (0.8, 0.2), (0, 0.5, 1): (0.7, 0.2, 0.1), (0, 0.25): (0.2, 0.8)
     }  # fmt: skip
     law = laws[values]
     assert sum(v * w for v, w in zip(values, law, strict=True)) == pytest.approx(EPSILON)
     outcomes = list(product(range(len(values)), repeat=7))
-    for p_value in (hoeffding_bentkus_p_value, betting_p_value):
-        found = [
-            (p_value([values[k] for k in o], EPSILON), math.prod(law[k] for k in o))
-            for o in outcomes
-        ]
-        for level in (0.02, 0.1, 0.3, 0.6, 0.9):
-            assert sum(weight for p, weight in found if p <= level) <= level + 1e-9
+    weighted = [
+        (betting_p_value([values[k] for k in o], EPSILON), math.prod(law[k] for k in o))
+        for o in outcomes
+    ]
+    for level in (0.02, 0.1, 0.3, 0.6, 0.9):
+        assert sum(weight for p, weight in weighted if p <= level) <= level + 1e-9
 
 
-def test_betting_beats_hoeffding_bentkus_on_fractions() -> None:
+def test_betting_beats_hoeffding_on_fractions() -> None:
     """Losses that are means of sixteen samples vary little: betting sees it."""
     losses = np.random.default_rng(0).binomial(16, 0.03, size=300) / 16
-    assert betting_p_value(losses, 0.05) < 0.1 * hoeffding_bentkus_p_value(losses, 0.05)
+    mean = float(losses.mean())
+    entropy = mean * math.log(mean / 0.05) + (1 - mean) * math.log((1 - mean) / 0.95)
+    assert betting_p_value(losses, 0.05) < 0.1 * math.exp(-len(losses) * entropy)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=7), st.sampled_from([0.05, 0.1, 0.4]))
@@ -220,12 +218,12 @@ def test_impossible_certificates_are_refused(
         certify(candidates, epsilon, delta)
 
 
-def test_unknown_tests_are_refused() -> None:
-    """With the known ones named; the exact binomial refuses fractions."""
-    with pytest.raises(OptionError, match="binomial"):
-        risk_p_value([0.0], 0.1, "binomal")  # type: ignore[arg-type]  # the mistake under test
+def test_the_test_fits_the_kind_of_loss() -> None:
+    """Exact binomial for 0 and 1, betting for fractions, which the binomial refuses."""
+    assert risk_p_value([0.0, 1.0], 0.1) == binomial_p_value([0.0, 1.0], 0.1)
+    assert risk_p_value([0.5, 0.0], 0.1) == betting_p_value([0.5, 0.0], 0.1)
     with pytest.raises(CalibrationInputError, match="fraction"):
-        risk_p_value([0.5], 0.1, "binomial")
+        binomial_p_value([0.5], 0.1)
 
 
 @pytest.mark.parametrize(("n", "epsilon"), [(5, 0.1), (5, 0.0), (4, 0.3)])

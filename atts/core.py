@@ -48,6 +48,8 @@ class Grading:
     relative: float = 0.0
     absolute: float = 0.0
     units: Literal["optional", "required"] = "optional"
+    # "decimals": one of five digits stands for a value without a finite decimal, such as a third
+    rounding: Literal["decimals", "none"] = "decimals"
     # "text": the words of the correct choice count as well as its letter
     choices: Literal["letter", "text"] = "letter"
 

@@ -11,13 +11,13 @@ from atts.evaluators.syntax.vocabulary import Tables
 
 _DATA = Tables(Path(__file__).with_name("answers.toml"))
 PATTERNS = _DATA.patterns()  # regular expressions that answers are found by
-_THINK_END = "</think>"
 OPENING = re.compile(r"\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PLACEHOLDERS = {"", *_DATA.table("placeholders", list[str])}
 
 Fallback = Literal["none", "statement", "number"]
 Rule = Literal["given", "box", "marker", "statement", "number", "cut", "none"]
+MOST_CHARACTERS = 1_000_000  # at the end of a text that are looked at for an answer
 _TAIL = 4_000  # characters at the end that are looked at for a statement
 _NUMBER = PATTERNS["number"]
 _MATHS = PATTERNS["span"]
@@ -26,6 +26,9 @@ _STATES = PATTERNS["states"]
 _CORRECTION = PATTERNS["correction"]
 _FOREIGN = PATTERNS["foreign"]
 _LETTER = PATTERNS["letter"]
+_BLANKS = dict.fromkeys(map(ord, "\r\t\f\v\x1c\x1d\x1e\x1f\x85\xa0\u2028\u2029"), " ")
+_BLANK_RUN = re.compile(" {3,}")
+_LINE_RUN = re.compile(r"\n(?: {0,2}\n){2,}")
 _CLOSINGS = {'"': r'(?<!\\)"', "'": "'", "[": r"\]"}
 
 
@@ -65,6 +68,8 @@ def boxes(text: str) -> tuple[list[Box], int | None]:
         if is_word_end and not start[0].startswith("\\"):
             continue
         brace = OPENING.match(text, at)
+        if brace is None and not start[0].startswith("\\"):
+            continue  # "the value boxed is 18"
         if brace is None:
             bare = PATTERNS["bare"].match(text, at)
             if bare:
@@ -152,7 +157,7 @@ def extraction(
     for name, asked, known in (("kind", kind, AnswerKind), ("fallback", fallback, Fallback)):
         if asked not in get_args(known):
             raise OptionError(f"{name} {asked}", f"is not a {name}", get_args(known))
-    text = _without_reasoning(_first_turn(text))
+    text = _final_part(_first_turn(_with_plain_blanks(text[-MOST_CHARACTERS:])))
     firsts = [mark.end() for name in ("marks", "box") if (mark := PATTERNS[name].search(text))]
     # a question that is asked after an answer
     again = PATTERNS["again"].search(text, min(firsts)) if firsts else None
@@ -160,6 +165,11 @@ def extraction(
         text = text[: again.start()]
     complete, open_at = boxes(text) if firsts else ([], None)
     group = last_group(complete, text)
+    if kind == "choice" and group and not any(map(_has_choice, group)):
+        # a box with a value: the letter may be stated next to it
+        answer = _stated_choice(text, fallback)
+        if answer is not None:
+            return answer
     if group:
         after = text[complete[-1].end :]  # which may name another value as the final answer
         final = marked(after, kind) if PATTERNS["final"].search(after) else None
@@ -168,9 +178,11 @@ def extraction(
         return Extraction(", ".join(group), "box")
     whole = PATTERNS["cut_box"].sub("", text) if open_at is None else text[:open_at]
     answer = marked(whole, kind) if firsts else None
+    if answer == "":
+        return Extraction(None, "cut")
     if answer is not None:
         return Extraction(answer, "marker")
-    if len(whole) < len(text):
+    if len(whole) < len(text) or is_cut(text):
         return Extraction(None, "cut")
     if fallback != "none":
         answer = stated(text, kind)
@@ -183,21 +195,67 @@ def extraction(
     return Extraction(None, "none")
 
 
-def _without_reasoning(text: str) -> str:
+def _first_turn(text: str) -> str:
+    """Return the text up to where another speaker begins."""
+    opening = PATTERNS["opening"].match(text)
+    begins = opening.end() if opening else 0
+    for speaker in PATTERNS["turn"].finditer(text):
+        if speaker.start() > begins:
+            return text[: speaker.start()]
+    return text
+
+
+def _with_plain_blanks(text: str) -> str:
+    """Return the text with runs of blanks and of blank lines cut short.
+
+    Patterns that look past blanks would take quadratic time on long runs of them.
+    """
+    text = text.translate(_BLANKS)
+    text = _BLANK_RUN.sub("  ", text)
+    return _LINE_RUN.sub("\n\n", text)
+
+
+def _final_part(text: str) -> str:
     """Return what follows a model's reasoning, if it is closed and something follows it.
 
     A box in the reasoning may be a guess that the model took back.
     """
-    content = text[text.rfind(_THINK_END) + len(_THINK_END) :] if _THINK_END in text else ""
+    *_, end = [None, *PATTERNS["thought_end"].finditer(text)]
+    content = text[end.end() :] if end else ""
     return content if content.strip() else text
 
 
-def _first_turn(text: str) -> str:
-    """Return the text up to where another speaker begins."""
-    for speaker in PATTERNS["turn"].finditer(text):
-        if not PATTERNS["opening"].match(text[: speaker.start()]):
-            return text[: speaker.start()]
-    return text
+def _has_choice(content: str) -> bool:
+    plain = " ".join(PATTERNS["typesetting"].sub(" ", content).replace("\\", " ").split())
+    return PATTERNS["choice_alone"].match(plain) is not None
+
+
+def _stated_choice(text: str, fallback: Fallback) -> Extraction | None:
+    """Return the letter that a mark or the last sentence states."""
+    answer = marked(text, "choice")
+    if answer:
+        return Extraction(answer, "marker")
+    if fallback == "none":
+        return None
+    plain = " ".join(PATTERNS["typesetting"].sub(" ", text[-_TAIL:]).split())
+    chosen = [*PATTERNS["chosen"].finditer(PATTERNS["denied"].sub(" ", plain))]
+    return Extraction(_letter_of(chosen[-1]), "statement") if chosen else None
+
+
+def _letter_of(match: re.Match[str]) -> str:
+    letter: str = next(filter(None, match.groups()))
+    return letter.upper()
+
+
+def is_cut(text: str) -> bool:
+    """Return whether a text ends inside braces or displayed maths."""
+    tail = text[-_TAIL:].rpartition("\n\n")[2]
+    braces = [mark[0] for mark in _BRACE.finditer(tail)]
+    if braces.count("{") > braces.count("}"):
+        return True
+    return any(
+        tail.rfind(opening) > tail.rfind(end) for opening, end in (("\\(", "\\)"), ("\\[", "\\]"))
+    )
 
 
 def unmarked(text: str) -> int:
@@ -206,18 +264,24 @@ def unmarked(text: str) -> int:
     These are whole lines, ending 400 characters before any turn, mark or box.
     """
     starts = [len(text)]
+    begins = max(0, len(text) - MOST_CHARACTERS)
     for name in ("turn", "marks", "box"):
-        match = PATTERNS[name].search(text)
+        match = PATTERNS[name].search(text, begins)
         if match:
             starts.append(match.start())
     return text.rfind("\n", 0, max(0, min(starts) - 400)) + 1
 
 
 def marked(text: str, kind: AnswerKind) -> str | None:
-    """Return the value after the last explicit mark, such as "Answer:", that has one."""
+    """Return the value after the last explicit mark, such as "Answer:", that has one.
+
+    It is empty where the text ends inside that value.
+    """
     for mark in [*PATTERNS["marks"].finditer(text)][:-21:-1]:
         sign = mark[0].rstrip()
         following = text[mark.end() : mark.end() + _TAIL]
+        if len(following) < _TAIL and "\n\n" not in following.strip() and is_cut(following):
+            return ""
         following = PATTERNS["closed"].split(following, maxsplit=1)[0]
         if end_of_value := _CLOSINGS.get(sign[-1:]):
             following = re.split(end_of_value, following, maxsplit=1)[0]
@@ -226,7 +290,7 @@ def marked(text: str, kind: AnswerKind) -> str | None:
         elif sign[:1] in ("'", '"'):
             following = re.split(r"[,}\n]", following, maxsplit=1)[0]
         answer = _value(following.lstrip(), kind)
-        if answer:
+        if answer and answer.strip("$ "):
             return answer
     return None
 
@@ -261,10 +325,10 @@ def _listed(run: str) -> str:
 
 
 def _inside(match: re.Match[str]) -> str:
-    """Return the maths between the signs that set it off."""
-    if match[0][:2] in ("$$", "\\(", "\\["):
-        return match[0][2:-2].strip()
-    return match[0][1:-1].strip()
+    """Return the maths between the signs that set it off, without the end of a sentence."""
+    width = 2 if match[0][:2] in ("$$", "\\(", "\\[") else 1
+    inside = match[0][width:-width].strip()
+    return inside.rstrip(".,;").strip() if inside[-1:] in ".,;" and inside[-2:] != "\\," else inside
 
 
 def _has_words(sentence: str) -> bool:
@@ -306,7 +370,8 @@ def _last_number(text: str) -> str | None:
 
 def stated(text: str, kind: AnswerKind) -> str | None:
     """Return the value of the last sentence that states one, or of a last line without words."""
-    text = text[-_TAIL:].rstrip("` \n")
+    text = PATTERNS["end_of_proof"].sub("", text[-_TAIL:].rstrip("` \n")).rstrip("` \n")
+    text = PATTERNS["end_in_maths"].sub(" ", text)
     if kind == "choice":
         return _choice(text)
     sentences = [each for each in PATTERNS["sentence_end"].split(text) if each.strip(" .\n*")]
@@ -323,6 +388,9 @@ def stated(text: str, kind: AnswerKind) -> str | None:
 
 def _bare(line: str) -> str | None:
     """Return the value of a line without words: its maths, its values, or after its last =."""
+    whole = _MATHS.match(line)
+    if whole and not line[whole.end() :].strip(" .*"):
+        return _inside(whole)  # not the numbers in it: [-2, 7] is an interval
     if run := _RUN.search(line):
         return _listed(run[0])
     if maths := _MATHS.search(line):
@@ -354,5 +422,4 @@ def _choice(text: str, first: bool = False) -> str | None:
             return None
     if not settled:
         return None
-    letter: str = next(filter(None, settled[-1].groups()))
-    return letter.upper()
+    return _letter_of(settled[-1])

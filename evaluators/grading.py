@@ -1,5 +1,6 @@
 """Grading of records: one verdict for each reference and its answer or text, and their tally."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,7 +10,7 @@ from atts.core import AnswerKind, Grading, Problem
 from atts.errors import DatasetError, OptionError
 from atts.evaluators.answers import Extraction, Fallback, extraction
 from atts.evaluators.datasets.catalogue import LETTERS
-from atts.evaluators.equivalence.pairs import equivalent
+from atts.evaluators.equivalence.pairs import equivalent, matches_reference
 from atts.evaluators.metrics.wilson import wilson_interval
 from atts.evaluators.verdict import STRICT, Verdict, changed
 
@@ -20,6 +21,7 @@ _KINDS: dict[str, AnswerKind] = {
     "answer": "math",
 }
 # characters from which a reference is taken for a worked solution, to be extracted from
+_PERCENT_AFTER_BOX = re.compile(r"\}\$?\s*(?:\\?%|percent\b)[^{}]*\Z")
 _PROSE = 200
 
 
@@ -71,7 +73,8 @@ def grade(
             if kind_of_record == "text":
                 kind_of_record = "math"
             gold = reference(gold, kind_of_record)
-        stated_policy = {name: record.get(name) for name in ("relative", "absolute", "units")}
+        fields = ("relative", "absolute", "units", "rounding")
+        stated_policy = {name: record.get(name) for name in fields}
         try:
             policy = changed(grading, stated_policy)
         except OptionError as error:
@@ -79,7 +82,7 @@ def grade(
         if extracted.answer is None:
             verdict = Verdict("different", "cut" if extracted.rule == "cut" else "no answer")
         else:
-            verdict = equivalent(gold, extracted.answer, kind_of_record, grading=policy)
+            verdict = matches_reference(gold, extracted.answer, kind_of_record, grading=policy)
         expected = record["expected"] if isinstance(record.get("expected"), bool) else None
         name = str(record.get("id", index))
         yield GradedRecord(index, name, verdict, extracted.answer, extracted.rule, expected)
@@ -130,7 +133,11 @@ def reference(gold: str, kind: AnswerKind = "math") -> str:
     """
     if "box" not in gold and len(gold) < _PROSE:
         return gold
-    return extraction(gold, kind).answer or gold
+    answer = extraction(gold, kind).answer
+    if answer is None:
+        return gold
+    is_percent = _PERCENT_AFTER_BOX.search(gold) and answer[-1:].isdigit()
+    return answer + r"\%" if is_percent else answer
 
 
 def judge(problem: Problem, answer: str) -> Verdict:
@@ -141,7 +148,7 @@ def judge(problem: Problem, answer: str) -> Verdict:
         are_equal = [equivalent(choice, answer, "math").is_equal for choice in problem.choices]
         if are_equal.count(True) == 1:
             answer = LETTERS[are_equal.index(True)]
-    return equivalent(problem.answer, answer, problem.kind, grading=grading)
+    return matches_reference(problem.answer, answer, problem.kind, grading=grading)
 
 
 def _answer(

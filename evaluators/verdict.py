@@ -40,7 +40,8 @@ class Limits:
     bits: int = 100_000  # of any exact integer
     terms: int = 400  # of a written-out sum or product
     steps: int = 20_000  # of one numeric evaluation
-    milliseconds: int = 400  # of probing one pair
+    work: int = 200_000  # of all evaluations of one pair: a step counts more the more digits it has
+    seconds: int = 60  # the last defence, should a cap be missing: no verdict rests on it
 
 
 LIMITS = Limits()
@@ -83,6 +84,10 @@ class UnknownWords(Prose):
 
 class TooLarge(Undecided):
     """A cap of `Limits` would be passed."""
+
+
+class OutOfTime(Exception):
+    """The last defence: a comparison took longer than any cap should let it."""
 
 
 class Undefined(Exception):

@@ -78,9 +78,25 @@ class Comparer:
             verdict = self.as_regions(gold, answer)
             if verdict is not None:
                 return verdict
+        stated = self.as_stated(gold, answer, left.value, right.value)
+        if stated is not None:
+            return stated
         if left.value.kind == "relation" or right.value.kind == "relation":
             return self.relations(gold, answer)
         return self.values(left.value, right.value)
+
+    def as_stated(self, gold: Node, answer: Node, left: Node, right: Node) -> bool | None:
+        """Compare a value with one that an equation states; return None for other pairs."""
+        is_stated = [node.kind in ("relation", "congruence") for node in (left, right)]
+        if is_stated[0] == is_stated[1]:
+            return None
+        equation, other, value = (gold, answer, right) if is_stated[0] else (answer, gold, left)
+        if value.kind in ("list", "builder", "add") and views.progression(value):
+            return None  # a class of residues itself
+        stated = views.stated_value(equation, other)
+        if stated is None:
+            return None
+        return self.same(stated, value) and self.ruled("equation", True)
 
     # ---- names
 
@@ -95,7 +111,7 @@ class Comparer:
             if one.keys() == two.keys():
                 verdict = all(self.same(value, two[name]) for name, value in one.items())
                 return verdict and self.ruled("name", True)
-            if not one.keys() & two.keys() and len(one) != len(two):
+            if one.keys() & two.keys() or len(one) != len(two):
                 return self.ruled("name", False)
             return None
         labels, other = (one, answer) if one is not None else (two, gold)
@@ -188,6 +204,12 @@ class Comparer:
             return self.ordered(gold, answer)
         if "word" in kinds:
             return self.ruled("text", views.spelt(gold) == views.spelt(answer))
+        if (
+            kinds == {"symbol", "mul"}
+            and len(views.letters(gold)) == len(views.letters(answer)) > 1
+        ):
+            # a name such as AB, and the segment \overline{AB}
+            return self.ruled("text", views.letters(gold) == views.letters(answer))
         return self.plain(gold, answer)
 
     def special(self, gold: Node, answer: Node, kinds: set[str]) -> bool:
@@ -230,14 +252,13 @@ class Comparer:
             pair, other = (gold, answer) if gold.kind == "tuple" else (answer, gold)
             if len(other.args) == 1 and other.args[0].kind == "tuple":
                 return self.same(pair, other.args[0])
-            if other.kind == "set" or pair.text not in ("()", "[]", "") or other.text == "or":
+            is_interval = pair.text not in ("()", "[]", "")
+            if pair.text == "[]" and len(pair.args) == 2:
+                is_interval = True
+            if other.kind == "set" or is_interval or other.text == "or":
                 return self.ruled("set", False)
             return self.each(pair.args, other.args, "tuple")
-        nesting = {
-            any(arg.kind == "set" for arg in node.args)
-            for node in (gold, answer)
-            if node.kind == "set"
-        }
+        nesting = {any(arg.kind == "set" for arg in node.args) for node in (gold, answer)}
         are_lists = gold.kind == answer.kind == "list"
         if len(nesting) == 2 or (are_lists and len({gold.text, answer.text, ""}) == 3):
             return self.ruled("logic", False)
@@ -353,16 +374,17 @@ class Comparer:
             return self.ratios(gold, answer)
         if "based" in kinds:
             return self.ruled("base", views.same_numeral(gold, answer))
-        for mark, rule in (("percent", "percent"), ("degree", "degrees")):
-            if mark in kinds and kinds[0] != kinds[1]:  # left out on one side, or counted in
-                bare = [node.args[0] if node.kind == mark else node for node in (gold, answer)]
-                return self.same(*bare) or self.ruled(rule, self.numbers(gold, answer))
+        if "degree" in kinds and kinds[0] != kinds[1]:  # left out on one side, or counted in
+            bare = [node.args[0] if node.kind == "degree" else node for node in (gold, answer)]
+            return self.same(*bare) or self.ruled("degrees", self.numbers(gold, answer))
         letters = [node.text.upper() for node in (gold, answer) if node.kind == "symbol"]
         if len(letters) == 2 and {*letters} <= {*"ABCDEFGHIJ"}:  # choices
             return self.ruled("text", letters[0] == letters[1])
         infinite = [views.infinity(node) for node in (gold, answer)]
         if any(infinite):
             return self.ruled("infinity", infinite[0] == infinite[1])
+        if "percent" in kinds and kinds[0] != kinds[1]:  # 10 % is 0.1, and not 10
+            return self.ruled("percent", self.numbers(gold, answer))
         return self.numbers(gold, answer)
 
     def quantities(self, gold: Node, answer: Node) -> bool:
@@ -417,5 +439,5 @@ class Comparer:
             raise Undecided(f"no value: {error}") from error
         if views.is_near(self.prober, gold, answer, self.grading):
             return self.ruled("tolerance", True)
-        is_rounded = views.rounds(self.prober, gold, answer)
+        is_rounded = self.grading.rounding == "decimals" and views.rounds(self.prober, gold, answer)
         return self.ruled("rounding" if is_rounded else "value", is_rounded)

@@ -13,7 +13,14 @@ from typing import Any, TypeGuard
 import mpmath
 
 from atts.evaluators.syntax.tree import OTHERWISE, PI, Node, minus, number, variables
-from atts.evaluators.verdict import Limits, Outside, TooLarge, Undecided, Undefined
+from atts.evaluators.verdict import (
+    Limits,
+    OutOfTime,
+    Outside,
+    TooLarge,
+    Undecided,
+    Undefined,
+)
 
 # ---- exact arithmetic
 
@@ -116,6 +123,32 @@ def _lcm(args: list[Fraction], limits: Limits) -> Fraction:
     return Fraction(math.lcm(*map(_whole, args)))
 
 
+def _mod(args: list[Fraction], limits: Limits) -> Fraction:
+    if _whole(args[1]) == 0:
+        raise Undefined("a division by zero")
+    return Fraction(_whole(args[0]) % _whole(args[1]))
+
+
+def remainder(node: Node, modulus: int) -> int | None:
+    """Return a value's remainder with powers reduced as they are computed; None where not whole."""
+    if node.kind == "number" and node.value is not None and node.value.denominator == 1:
+        return int(node.value) % modulus
+    if node.kind in ("add", "mul"):
+        total = 0 if node.kind == "add" else 1
+        for arg in node.args:
+            part = remainder(arg, modulus)
+            if part is None:
+                return None
+            total = (total + part if node.kind == "add" else total * part) % modulus
+        return total
+    if node.kind == "pow":
+        base = remainder(node.args[0], modulus)
+        power = node.args[1].value
+        if base is not None and power is not None and power.denominator == 1 and power >= 0:
+            return pow(base, int(power), modulus)
+    return None
+
+
 def _only(at: int, value: int) -> Callable[[list[Fraction], Limits], Fraction]:
     """Return the rule of a function rational at one point alone; a logarithm has none at 0."""
 
@@ -140,6 +173,7 @@ EXACT: dict[str, Callable[[list[Fraction], Limits], Fraction]] = {
     "min": lambda args, limits: min(args),
     "gcd": lambda args, limits: Fraction(math.gcd(*map(_whole, args))),
     "lcm": _lcm,
+    "mod": _mod,
     "sign": lambda args, limits: Fraction((args[0] > 0) - (args[0] < 0)),
     "re": lambda args, limits: args[0],
     "im": lambda args, limits: Fraction(0),
@@ -362,17 +396,35 @@ Environment = Mapping[str, Fraction]
 NOWHERE: Environment = {}
 
 
-class Clock:
-    """Processor time for one pair; read seldom, because a reading costs as much as a comparison."""
+class Budget:
+    """The work that one comparison may do, in evaluation steps weighted by their digits.
 
-    def __init__(self, seconds: float) -> None:
-        self.end = time.thread_time() + seconds
-        self.ticks = 0
+    Counted work is the same on every machine, so that no verdict depends on the clock. The thread's
+    clock is a last defence, should a cap be missing; it is read seldom, because a reading costs as
+    much as a comparison.
+    """
 
-    def look(self) -> None:
-        """Raise TooLarge when the time is over."""
-        if time.thread_time() > self.end:
-            raise TooLarge("evaluation takes too long")
+    def __init__(self, limits: Limits) -> None:
+        self.left = limits.work
+        self.end = time.thread_time() + limits.seconds
+        self.spent_since_look = 0
+
+    def spend(self, bits: int) -> None:
+        """Count one step on numbers of so many bits; raise TooLarge when the budget is spent."""
+        cost = 1 + bits // 256
+        self.left -= cost
+        if self.left < 0:
+            raise TooLarge("too much work")
+        self.spent_since_look += cost
+        if self.spent_since_look > 4096:
+            self.spent_since_look = 0
+            if time.thread_time() > self.end:
+                raise OutOfTime
+
+    def check(self) -> None:
+        """Raise TooLarge when the budget is spent."""
+        if self.left < 0:
+            raise TooLarge("too much work")
 
 
 def exact(node: Node, limits: Limits, env: Environment = NOWHERE) -> Fraction:
@@ -395,12 +447,12 @@ class Evaluator(Arithmetic):
     """
 
     def __init__(
-        self, bits: int, limits: Limits, env: Environment = NOWHERE, clock: Clock | None = None
+        self, bits: int, limits: Limits, env: Environment = NOWHERE, budget: Budget | None = None
     ) -> None:
         super().__init__(bits)
         self.limits = limits
         self.env = env
-        self.clock = clock
+        self.budget = budget
         self.steps = 0
 
     def value(self, node: Node) -> Value:
@@ -408,20 +460,24 @@ class Evaluator(Arithmetic):
         self.steps += 1
         if self.steps > self.limits.steps:
             raise TooLarge("evaluation takes too long")
-        if self.clock:
-            self.clock.ticks += 1
-            if not self.clock.ticks % 128:
-                self.clock.look()
         rule = _RULES.get(node.kind)
         if rule is None:
             raise self.lacking(f"no number for a {node.kind}")
         try:
             result = rule(self, node)
+            if self.budget:
+                self.budget.spend(self.size_of(result))
             if node.kind in _SMALL and isinstance(result, Fraction):
                 return result
             return self.checked(result)
         except (ZeroDivisionError, ValueError) as error:  # mpmath's words for a pole
             raise Undefined(f"no value: {error}") from error
+
+    def size_of(self, result: Value) -> int:
+        """Return the bits that a step worked on."""
+        if isinstance(result, Fraction):
+            return result.numerator.bit_length() + result.denominator.bit_length()
+        return 4 * self.bits  # functions of mpmath cost some multiplications
 
     def lacking(self, why: str) -> Exception:
         """Return the error for what has no number: at a precision, or in rational numbers."""
@@ -627,6 +683,12 @@ class Evaluator(Arithmetic):
 
     def func(self, node: Node) -> Value:
         """Return a known function's value, exact for rational arguments where it can be."""
+        if node.text == "mod":
+            modulus = self.value(node.args[1])
+            if _is_whole(modulus) and modulus != 0:
+                rest = remainder(node.args[0], int(modulus))
+                if rest is not None:
+                    return Fraction(rest)
         args = [self.value(arg) for arg in node.args]
         known = [arg for arg in args if isinstance(arg, Fraction)]
         if len(known) == len(args) and node.text in EXACT:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from itertools import combinations
 from typing import Any
 
 import mpmath
@@ -15,19 +16,22 @@ from atts.evaluators.equivalence.pairs import equivalent
 from atts.evaluators.equivalence.probing import Point, Prober, generic, is_real, written
 from atts.evaluators.equivalence.regions import Line, speaks_of_reals
 from atts.evaluators.equivalence.views import (
+    bound_alike,
     clock,
     is_decimal,
     labelled,
     members,
     named,
+    stated_value,
     terminates,
 )
-from atts.evaluators.syntax.reading import Reading, read
+from atts.evaluators.syntax.reading import Reading, read, spaceless
 from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, variables
 from atts.evaluators.syntax.vocabulary import measure, squashed
-from atts.evaluators.verdict import LIMITS, Limits, Undecided, Undefined
+from atts.evaluators.verdict import LIMITS, Limits, OutOfTime, Undecided, Undefined
 
 _CROWD = 48  # answers under one loose key past which each is compared with the first few only
+_FEW = 16  # different answers that are all compared with one another, whatever their keys
 
 
 def group(
@@ -89,7 +93,10 @@ class _Classes:
         """Join representatives whose loose keys meet and that are equal; keep others apart."""
         parent = list(range(len(self.texts)))
         inside: dict[int, list[int]] = {index: [index] for index in parent}
-        for left, right in sorted(_pairs(loose)):
+        pairs = _pairs(loose)
+        if self.kind != "text" and len(self.texts) <= _FEW:
+            pairs = set(combinations(range(len(self.texts)), 2))
+        for left, right in sorted(pairs):
             one = parent[left]
             two = parent[right]
             if one == two or self.verdict(left, right) != "equal":
@@ -145,8 +152,10 @@ class Keys:
     def strong(self, reading: Reading) -> str:
         """Return a key whose answers are all equal under the policy."""
         if not reading.trees:
-            return "text:" + "".join(reading.text.split())
+            return "text:" + spaceless(reading.text)
         node = reading.trees[0]
+        if reading.lettered:  # the letter counts as well as the value
+            return f"choice:{reading.choice}:{node!r}"
         if not has(node, *_NOT_VALUES, "percent", "degree") and not is_decimal(node):
             with suppress(NotRational, Undecided, Undefined):
                 return "v:" + written(exact(node, self.limits))
@@ -168,8 +177,8 @@ class Keys:
     def tokens(self, node: Node) -> set[str]:
         """Return the loose keys of one tree that can be computed, without those of roundings."""
         keys = set[str]()
-        with suppress(Undecided, Undefined):
-            keys.update(self._tokens(node))
+        with suppress(Undecided, Undefined, OutOfTime):
+            keys.update(self._tokens(bound_alike(node)))
         return keys
 
     def _tokens(self, node: Node) -> Iterator[str]:
@@ -181,7 +190,12 @@ class Keys:
             yield from self.collection_tokens(node)
         elif node.kind == "aliases":
             yield from (token for each in node.args for token in self.tokens(each))
+        elif node.kind == "opaque" and node.text == "cap":
+            yield from self.region_tokens(node)
         elif node.kind in ("word", "clock", "congruence"):
+            stated = stated_value(node, Node("list"))
+            if stated is not None:
+                yield from self.tokens(stated)
             yield f"{node.kind}:{clock(node) if node.kind == 'clock' else node.text}"
         else:
             yield from self.value_tokens(node)
@@ -219,7 +233,7 @@ class Keys:
 
     def rounded(self, node: Node) -> Any | None:
         """Return a decimal, or a value that one may round, to full precision; None for neither."""
-        with suppress(Undecided, Undefined):
+        with suppress(Undecided, Undefined, OutOfTime):
             value = None if variables(node) else self.value(node)
             has_end = isinstance(value, Fraction) and terminates(value)
             if value and is_real(value) and (is_decimal(node) or not has_end):
@@ -242,6 +256,9 @@ class Keys:
         value = named(node).value
         if value.kind != "relation":
             yield from self.tokens(value)
+        stated = stated_value(node, Node("list"))
+        if stated is not None:
+            yield from self.tokens(stated)
         yield from self.region_tokens(node)
         if len(node.args) == 2:  # the ratio of the difference of its sides at two points
             sides = minus(*node.args)

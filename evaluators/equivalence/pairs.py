@@ -1,5 +1,6 @@
 """Verdicts on two answer texts: by their spelling, then by their trees."""
 
+import re
 from itertools import product
 from typing import get_args
 
@@ -15,6 +16,7 @@ from atts.evaluators.verdict import (
     STRICT,
     Limits,
     Malformed,
+    OutOfTime,
     Prose,
     TooLarge,
     Undecided,
@@ -23,6 +25,7 @@ from atts.evaluators.verdict import (
 )
 
 _PHRASE = 4  # words
+_PERCENT = re.compile(r"\\?%|\bper\s?cent(?:age)?\b|\bpct\b")
 
 
 def equivalent(
@@ -52,11 +55,35 @@ def equivalent(
         return Verdict("different", "no answer")
     if kind == "text":
         return _verdict(squashed(gold) == squashed(answer) != "", "text")
+    if gold == answer:
+        return Verdict("equal", "same text")
+    longest = max(len(gold), len(answer))
+    if longest > limits.raw_characters:
+        return Verdict("unscored", "limits", f"{longest} characters")
     if spaceless(gold) == spaceless(answer):
         return Verdict("equal", "same text")
     one = read(gold, limits)
     two = read(answer, limits)
     return _by_text(one, two, kind) or _by_trees(one, two, limits, grading)
+
+
+def matches_reference(
+    reference: str, answer: str, kind: AnswerKind = "math", *, grading: Grading = STRICT
+) -> Verdict:
+    """Return the verdict on an answer to a reference, which may be more closely stated.
+
+    Where units may be missing, an answer may leave out the reference's percent sign: 28 is accepted
+    for 28%. The converse is not: 28% is another answer than 28.
+    """
+    verdict = equivalent(reference, answer, kind, grading=grading)
+    if verdict.is_equal or kind != "math" or grading.units == "required":
+        return verdict
+    trees = read(reference, LIMITS).trees
+    if not trees or trees[0].kind != "percent":
+        return verdict
+    bare = _PERCENT.sub("", reference)
+    lenient = equivalent(bare, answer, kind, grading=grading)
+    return Verdict("equal", "percent") if lenient.is_equal else verdict
 
 
 def _verdict(same: bool, rule: str) -> Verdict:
@@ -78,6 +105,8 @@ def _by_text(one: Reading, two: Reading, kind: AnswerKind) -> Verdict | None:
         return Verdict("equal", "same text")
     if one.choice and two.choice and (one.is_letter or two.is_letter or kind == "choice"):
         return _verdict(one.choice == two.choice, "choice")
+    if one.lettered and two.lettered and one.choice != two.choice:
+        return Verdict("different", "choice")
     if kind == "choice" and (one.choice or two.choice):
         first = one.choice or one.text.strip("(). ").upper()
         second = two.choice or two.text.strip("(). ").upper()
@@ -98,6 +127,8 @@ def _by_trees(one: Reading, two: Reading, limits: Limits, grading: Grading) -> V
             verdict = _verdict(comparison.same(gold, answer), comparison.rule)
         except (Undecided, Undefined) as error:
             verdict = _unscored(error)
+        except OutOfTime:
+            verdict = Verdict("unscored", "time", "the comparison took too long")
         except RecursionError:  # little of the stack was left to us
             verdict = _unscored(TooLarge("too deep for the stack at hand"))
         if verdict.is_equal:

@@ -15,7 +15,7 @@ from atts.evaluators.equivalence.evaluation import (
     NOTHING,
     NOWHERE,
     Approx,
-    Clock,
+    Budget,
     Environment,
     Evaluator,
     NotRational,
@@ -248,11 +248,11 @@ class _AtPoint(NamedTuple):
 
 
 class Prober:
-    """Evaluates within one budget of time, exact first."""
+    """Evaluates within one budget of work, exact first."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, budget: Budget | None = None) -> None:
         self.limits = limits
-        self.clock = Clock(limits.milliseconds / 1000)
+        self.budget = budget or Budget(limits)
         # whether what is compared has variables and speaks of no complex numbers
         self.is_of_reals = False
         self.apart = 0  # points at which one side alone has a value
@@ -267,7 +267,7 @@ class Prober:
 
     def measured(self, node: Node, env: Environment, bits: int) -> tuple[Value, int, bool]:
         """Return the value, the bits of precision it asks for, and whether a part is unreal."""
-        evaluator = Evaluator(bits, self.limits, env, self.clock)
+        evaluator = Evaluator(bits, self.limits, env, self.budget)
         value = evaluator.value(node)
         spread = 0 if isinstance(value, Fraction) else evaluator.spread
         return value, spread, evaluator.has_left_reals
@@ -324,7 +324,7 @@ class Prober:
                 if self.is_defined(left, env) != self.is_defined(right, env):
                     yield _AtPoint(True, False, False)
             except (Undefined, TooLarge):
-                self.clock.look()
+                self.budget.check()
             else:
                 yield at
 
@@ -400,7 +400,7 @@ class Prober:
                 one = self.value(left, env)
                 two = self.value(right, env)
             except (Undefined, TooLarge):
-                self.clock.look()
+                self.budget.check()
                 continue
             if is_zero(one) or is_zero(two):
                 is_one_zero = is_one_zero or is_zero(one) != is_zero(two)

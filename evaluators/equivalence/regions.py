@@ -90,8 +90,11 @@ class Line:
                 return None
             parts.append(part)
         subjects = [variables(arg) for arg in node.args if arg.kind == "relation"]
-        if len(parts) > 100 or (subjects and not frozenset.intersection(*subjects)):
+        if subjects and not frozenset.intersection(*subjects):
             return None
+        parts = list(dict.fromkeys(parts))
+        if len(parts) > 100:
+            raise TooLarge("too many intervals")
         if node.kind == "setminus":
             return self.shared([parts[0], _rest(parts[1])], 2)
         either = self.shared(parts, 1)
@@ -133,6 +136,8 @@ class Line:
             return inside if inside is None or signs == ["in"] else _rest(inside)
         parts = list[Region]()
         subjects = list[frozenset[str]]()
+        if len(signs) > 100:
+            raise TooLarge("too many relations")
         for sign, left, right in zip(signs, sides, sides[1:], strict=False):
             part = self.solved(left, sign, right)
             if part is None:

@@ -1,5 +1,6 @@
 """Views of a parsed answer: its names, members, labels, signs, matrix, letter and digits."""
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,7 @@ from atts.evaluators.syntax.tree import (
 from atts.evaluators.syntax.vocabulary import Dimension, is_generic, measure, squashed
 from atts.evaluators.verdict import Limits, TooLarge, Undecided, Undefined
 
+_INNER_CAPITAL = re.compile("[a-z][A-Z]")
 _CHAIN = frozenset({"=", "~"})
 _IMPLICATIONS = frozenset({"=>>", "<=>"})
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!=", "~": "~"}
@@ -131,10 +133,12 @@ def _mentions(node: Node, name: Node) -> bool:
 
 def may_name_one(one: Node, two: Node) -> bool:
     """Return whether two names can be given to one thing."""
-    if one.kind != two.kind:  # save those of a variable and of a function's value at a point
-        call = one if one.kind == "call" else two
-        is_value_at_point = call.kind == "call" and call.args[0].kind == "number"
-        return not (is_value_at_point and "symbol" in (one.kind, two.kind))
+    if one.kind != two.kind:
+        call, other = (one, two) if one.kind == "call" else (two, one)
+        if call.kind != "call" or other.kind != "symbol":
+            return True
+        # a function's value at a point is no variable, and a function is not its argument
+        return call.args[0].kind != "number" and other not in call.args
     if one.kind == "word":
         few, many = sorted(({*name.text.split()} for name in (one, two)), key=len)
         return few <= many
@@ -146,6 +150,53 @@ def may_name_one(one: Node, two: Node) -> bool:
     if one.kind == "mul":
         return sorted(map(repr, one.args)) == sorted(map(repr, two.args))
     return one.kind == "symbol"
+
+
+def stated_value(equation: Node, other: Node) -> Node | None:
+    """Return v of an equation `expression = v`, if the other answer is such a value.
+
+    m+n = 46, |z| = 5 and N = 25 modulo 1000 state the value that was asked for, in names that the
+    other answer lacks. An equation that is itself an answer is left: one that equals 0, one of a
+    curve in x, y and z, a class of residues of an unknown.
+    """
+    if equation.kind == "congruence":
+        modulus = equation.args[1].value
+        is_last_digits = modulus is not None and re.fullmatch("100+", str(modulus))
+        return equation.args[0] if is_last_digits else None
+    if equation.kind != "relation" or equation.text != "=":
+        return None
+    left, right = equation.args
+    if right.kind == "congruence":
+        is_unknown = left.kind == "symbol" and left.text[0].islower()
+        return None if is_unknown else right.args[0]
+    if variables(right) and not variables(left):
+        left, right = right, left
+    names = variables(left)
+    if not names or names & (variables(right) | variables(other)):
+        return None
+    if right.value == 0 or right.kind == "symbol" or _is_curve(left, names):
+        return None
+    return right
+
+
+def _is_curve(node: Node, names: frozenset[str]) -> bool:
+    """Return whether a polynomial in x, y and z is more than their plain sum or product."""
+    if len(names) < 2 or not names <= {"x", "y", "z"}:
+        return False
+    for each in node.walk():
+        if not variables(each):
+            continue
+        is_power = each.kind == "pow" and (each.args[1].value or 0) >= 1
+        if each.kind not in ("add", "mul", "symbol") and not is_power:
+            return False  # logarithms, quotients and the like are no usual curves
+    if node.kind == "mul":
+        return any(factor.kind != "symbol" for factor in node.args)
+    terms = node.args if node.kind == "add" else (node,)
+    for term in terms:
+        is_negated = term.kind == "mul" and len(term.args) == 2 and term.args[0].value == -1
+        if (term.args[1] if is_negated else term).kind != "symbol":
+            return True
+    return False
 
 
 # ---- members and labels
@@ -228,13 +279,23 @@ def free(node: Node, other: Node) -> Node:
 
 
 def spelt(node: Node) -> str | None:
-    """Return a word, or letters written together, as it is compared; None for anything else."""
-    if node.kind == "word":
-        return squashed(node.text)
-    letters = [part.text for part in node.args if part.kind == "symbol" and len(part.text) == 1]
-    if node.kind == "mul" and len(letters) == len(node.args):
-        return squashed("".join(letters))
-    return None
+    """Return a word, or letters written together, as it is compared; None for anything else.
+
+    Case matters only inside a word: NaCl is not NaCL.
+    """
+    text = node.text if node.kind in ("word", "symbol") else letters(node)
+    if not text:
+        return None
+    return text if _INNER_CAPITAL.search(text) else squashed(text)
+
+
+def letters(node: Node) -> str:
+    """Return the letters of a product of variables or of a name such as AB; empty for others."""
+    if node.kind == "symbol" and node.text.isalpha():
+        return node.text
+    parts = [part.text for part in node.args if part.kind == "symbol" and len(part.text) == 1]
+    is_run = node.kind == "mul" and len(parts) == len(node.args)
+    return "".join(parts) if is_run else ""
 
 
 def bound_alike(node: Node) -> Node:

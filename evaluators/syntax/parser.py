@@ -29,7 +29,7 @@ _RELATIONS = frozenset(
 _RELATION_SPELLINGS = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
 _MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
 """What ^ may raise without being an exponent."""
-_CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",)}
+_CLOSING = {"(": ")]", "[": "])", "\\{": ("\\}",), "{": ("}",), "|": ("|",), "⟨": "⟩"}
 _INFIX: dict[str, Callable[[Node, Node], Node]] = {
     "over": quotient,
     "choose": lambda n, k: function("binom", n, k),
@@ -305,11 +305,14 @@ class Parser(Stream):
                 node = self.compound(node, unit.lstrip("~"))
             elif token.kind == "word":
                 node = self.word_after(node, self.take().text)
+            elif self.took("bmod"):
+                node = function("mod", node, self.expression())
             elif self.is_op("pmod", "mod"):
                 node = self.modulo(node)
-            elif token.text == "(" and self.ahead().text in ("mod", "base"):
+            elif token.text == "(" and self.ahead().text in ("mod", "bmod", "base"):
                 self.take()
-                node = self.modulo(node) if self.is_op("mod") else self.in_base(node)
+                is_modulus = self.is_op("mod", "bmod")
+                node = self.modulo(node) if is_modulus else self.in_base(node)
                 self.expect("close", ")")
             elif token.text == "(" and self.remark():
                 node = self.remarked(node)
@@ -420,8 +423,12 @@ class Parser(Stream):
     def end_of_label(self) -> int | None:
         """Return the position of the sign between a name in words and its value."""
         kinds = ("word", "symbol", "command", "open", "close", "number")
+        depth = 0
         for at in range(self.at, min(self.at + 12, len(self.tokens))):
             token = self.tokens[at]
+            depth += (token.kind == "open") - (token.kind == "close")
+            if depth < 0:  # the bracket around the words ends: [ABC] = 84
+                break
             if token.kind == "op" and token.text in ("=", ":"):
                 return at
             if token.kind not in kinds or token.text == "frac":
@@ -462,6 +469,9 @@ class Parser(Stream):
         while True:
             if self.took("*"):
                 factors.append(self.signed(self.factor))
+            elif product := self.took("cross", "inner"):  # of vectors: not that of numbers
+                pair = (joined("mul", factors), self.signed(self.factor))
+                factors = [Node("call", pair, product)]
             elif self.is_op("/"):
                 if self.currencies and self.ahead().kind == "word" and measure(self.ahead().text):
                     break  # $9/hour
@@ -492,7 +502,7 @@ class Parser(Stream):
         """Return whether a bracket here holds words, such as (approximately 0.5)."""
         inside = self.ahead()
         return self.here.text == "(" and (
-            inside.kind == "word" or inside.text in ("mod", "or", "~")
+            inside.kind == "word" or inside.text in ("mod", "bmod", "or", "~")
         )
 
     def adjacent(self, before: Node) -> tuple[Node, ...]:
@@ -634,6 +644,10 @@ class Parser(Stream):
             return inside if inside.kind == "builder" else Node("set", members)
         if opening == "{":
             return inside
+        if opening == "⟨" and len(members) == 1:
+            return Node("call", members, "mean")
+        if opening == "⟨":
+            return Node("tuple", members, "()")
         if len(members) == 1:
             if (opening, token.text) in (("(", "]"), ("[", ")")):
                 raise Malformed("an interval with one end")

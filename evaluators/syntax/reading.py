@@ -13,7 +13,7 @@ from atts.evaluators.answers import boxes, last_group
 from atts.evaluators.syntax import vocabulary
 from atts.evaluators.syntax.lexer import tokens
 from atts.evaluators.syntax.parser import Parser
-from atts.evaluators.syntax.tree import Node, number
+from atts.evaluators.syntax.tree import Node, number, symbol
 from atts.evaluators.syntax.vocabulary import Tables, spelled, table, unit_at
 from atts.evaluators.verdict import Limits, Malformed, TooLarge, Undecided, UnknownWords
 
@@ -238,6 +238,7 @@ class Reading:
     problem: Undecided | None = None
     choice: str = ""  # the letter, when the answer is one choice, perhaps with its text
     is_letter: bool = False  # nothing but the letter
+    lettered: bool = False  # the letter with its text, which is read as well
 
     @property
     def squashed(self) -> str:
@@ -261,12 +262,41 @@ def _read(text: str, limits: Limits) -> Reading:
         choice = _CHOICE.match(bare.replace("{", "").replace("}", ""))
         letter = choice[1] if choice else ""
         is_letter = bool(letter) and not re.search(r"[^A-J\s(){}\[\].:]", bare)
-        return Reading(plain, tuple(_trees(plain, limits)), None, letter, is_letter)
+        value = _value_of_choice(bare) if letter and not is_letter else ""
+        trees = _trees_of_either(plain, value, limits)
+        return Reading(plain, trees, None, letter, is_letter, bool(value))
     except Undecided as problem:
         choice = _CHOICE.match(_MACRO.sub("", plain)) if len(plain) < 400 else None
         return Reading(plain, (), problem, choice[1] if choice else "")
     except RecursionError:  # little of the stack was left to us
         return Reading(plain, (), TooLarge("too deep for the stack at hand"))
+
+
+def _value_of_choice(bare: str) -> str:
+    """Return the text of a choice with its letter, such as (C) 46; empty for other answers."""
+    match = FORMS["lettered"].fullmatch(bare)
+    text = (match[2] or match[4]).strip() if match else ""
+    excess = text.count("}") - text.count("{")  # of braces that held the letter too
+    while excess > 0 and text.endswith("}"):
+        text = text[:-1]
+        excess -= 1
+    return text
+
+
+def _trees_of_either(plain: str, value: str, limits: Limits) -> tuple[Node, ...]:
+    """Return the readings of an answer, and those of its text after the letter of a choice."""
+    if not value:
+        return tuple(_trees(plain, limits))
+    trees = list[Node]()
+    problem: Undecided | None = None
+    for text in (value, plain):
+        try:
+            trees += _trees(text, limits)
+        except Undecided as error:
+            problem = problem or error
+    if not trees and problem:
+        raise problem
+    return tuple(trees)
 
 
 def _trees(plain: str, limits: Limits) -> list[Node]:
@@ -306,6 +336,10 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
     if FORMS["date"].fullmatch(plain):
         raise UnknownWords("a date whose day and month are not distinguished")
     phrase = FORMS["braces"].sub(" ", _MACRO.sub(" ", plain))
+    if FORMS["capitals"].fullmatch(phrase.strip()):
+        name = phrase.replace(" ", "")
+        if len(name) > 1 and _fixed(vocabulary.squashed(name)) not in vocabulary.MEANINGS:
+            return symbol(name)
     divided = FORMS["division"].fullmatch(phrase) or FORMS["remainder"].fullmatch(plain)
     if divided:
         parts = (_trees(part, limits)[0] for part in divided.groups() if part)
@@ -318,12 +352,7 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
         return _trees(rf"\mathbb{{R}}\setminus\{{{points}\}}", limits)[0]
     if "\\" in phrase or not FORMS["word"].search(phrase):
         return None
-    words = vocabulary.squashed(phrase)
-    fixed = words
-    for each, form in vocabulary.MEANINGS.items():
-        if form.fullmatch(words):
-            fixed = each
-            break
+    fixed = _fixed(vocabulary.squashed(phrase))
     if fixed in vocabulary.SETS:
         return _trees(vocabulary.SETS[fixed], limits)[0]
     if fixed in vocabulary.MEANINGS:
@@ -334,6 +363,14 @@ def _in_words(plain: str, limits: Limits) -> Node | None:
     if value is not None:
         return number(value, str(value))
     return _amount_in_words(phrase)
+
+
+def _fixed(words: str) -> str:
+    """Return the one form that a phrase is compared in."""
+    for fixed, form in vocabulary.MEANINGS.items():
+        if form.fullmatch(words):
+            return fixed
+    return words
 
 
 def _amount_in_words(phrase: str) -> Node | None:

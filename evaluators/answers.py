@@ -167,9 +167,9 @@ def extraction(
     group = last_group(complete, text)
     if kind == "choice" and group and not any(map(_has_choice, group)):
         # a box with a value: the letter may be stated next to it
-        answer = _stated_choice(text, fallback)
-        if answer is not None:
-            return answer
+        choice = _stated_choice(text, fallback)
+        if choice is not None:
+            return choice
     if group:
         after = text[complete[-1].end :]  # which may name another value as the final answer
         final = marked(after, kind) if PATTERNS["final"].search(after) else None

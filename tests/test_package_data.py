@@ -20,7 +20,7 @@ FILES = [
     ("atts.models", "target/heads/exit.safetensors"),
     ("atts.testing", "language.toml"),
     *(
-        ("atts.analysis.report", f"templates/{name}")
+        ("atts.analysis.reports", f"templates/{name}")
         for name in (
             "macros.html",
             "report.css",

@@ -7,42 +7,50 @@ compare(read_results(Path("runs/target-only")), read_results(Path("runs/first"))
 advise([Path("runs/first")], Cap(target_tokens=300)).best
 """
 
-from atts.analysis.comparison import Compared, compare
-from atts.analysis.listing import RunLine, list_runs
-from atts.analysis.plan.advice import Advice, Cap, advise
-from atts.analysis.plan.options import Option
-from atts.analysis.plan.speeds import ChunkAdvice
-from atts.analysis.policy_replay import Replayed, replay_policy
-from atts.analysis.report.build import BuiltReport, build_report
-from atts.analysis.report.calibration_page import (
+from atts.analysis.comparison import Compared, compare, read_results
+from atts.analysis.listing import RunLine, RunStanding, is_running, list_runs, standing_of
+from atts.analysis.planning import Advice, Cap, ChunkAdvice, Option, advise
+from atts.analysis.reports.build import BuiltReport, build_report
+from atts.analysis.reports.calibration import (
+    CalibrationReport,
     calibration_format,
+    calibration_of_run,
+    calibration_of_scores,
     render_calibration,
     save_calibration,
 )
-from atts.analysis.report.calibration_report import (
-    CalibrationReport,
-    calibration_of_run,
-    calibration_of_scores,
+from atts.analysis.reports.numbers import RateControl, Standing
+from atts.analysis.reports.render import (
+    FORMATS,
+    Format,
+    as_format,
+    render,
+    save_report,
+    save_sharing,
 )
-from atts.analysis.report.numbers import RateControl, Standing
-from atts.analysis.report.render import FORMATS, Format, as_format, render, save_report
-from atts.analysis.report.svg import Axis, Plot
-from atts.analysis.results import read_results
-from atts.analysis.run_replay import PolicyChange, Replay, ReplaySide, replay_run
-from atts.analysis.sharing_chart import save_sharing
-from atts.analysis.status import RunStanding, is_running, standing_of
-from atts.analysis.sweep.curves import LENGTHS, ScalingPoint, SweepReport, read_sweep
-from atts.analysis.sweep.page import render_sweep
-from atts.analysis.sweep.run_set import (
+from atts.analysis.reports.svg import Axis, Plot
+from atts.analysis.run_replay import (
+    PolicyChange,
+    Replay,
+    Replayed,
+    ReplaySide,
+    replay_policy,
+    replay_run,
+)
+from atts.analysis.sweep_pages import render_sweep, sweep_lines
+from atts.analysis.sweeps import (
+    LENGTHS,
     SWEEP,
     PointKind,
     RunSet,
     RunSetPoint,
+    ScalingPoint,
+    SweepReport,
     Value,
     load_run_set,
+    read_sweep,
     save_run_set,
 )
-from atts.analysis.sweep.text import sweep_lines
 
 __all__ = [
     "Advice",

@@ -1,4 +1,4 @@
-"""Run directories below a folder, each with its status and headline numbers."""
+"""A list of the runs in a folder, with their status and headline."""
 
 from __future__ import annotations
 
@@ -6,12 +6,45 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from atts.analysis.status import RunStanding, standing_of
 from atts.errors import JournalError
 from atts.evaluators import Estimate, accuracy_estimate, share_estimate
 from atts.files import storage
-from atts.journal import FACTS, JOURNAL, MANIFEST, Decided, Observed, RecordedRun, open_run
+from atts.journal import (
+    FACTS,
+    JOURNAL,
+    LOCK,
+    MANIFEST,
+    Decided,
+    Observed,
+    RecordedRun,
+    RunState,
+    is_held,
+    open_run,
+)
+
+RunStanding = Literal["finished", "running", "interrupted", "failed", "killed", "not begun"]
+"""Over; being written now; asked to end; over but for what failed; ended without a word; only
+planned.
+"""
+
+
+def standing_of(directory: Path, state: RunState | None) -> RunStanding:
+    """How the run in this directory stands, its journal read into `state`; None where there is no
+    run yet.
+    """
+    if state is None:
+        return "running" if is_running(directory) else "not begun"
+    if state.ended is not None:
+        return state.ended.status
+    return "running" if is_running(directory) else "killed"
+
+
+def is_running(directory: Path) -> bool:
+    """Whether a process of this machine writes the run in this directory."""
+    return is_held(directory / LOCK)
+
 
 _DEEP = 4
 """Folders below the one that is named in which runs are looked for."""

@@ -23,10 +23,16 @@ from atts.journal.events import (
     TurnFinished,
     VerdictStatus,
     Warned,
+    feature_numbers,
+    recorded_features,
 )
-from atts.journal.files import is_held, locked
-from atts.journal.finished import FinishedProblem, FinishedSample, is_censored
-from atts.journal.gate_inputs import feature_numbers, recorded_features
+from atts.journal.finished import (
+    FinishedProblem,
+    FinishedSample,
+    Truncation,
+    is_censored,
+    truncation,
+)
 from atts.journal.lines import LineWriter, read_entries
 from atts.journal.manifest import (
     Json,
@@ -36,8 +42,16 @@ from atts.journal.manifest import (
     load_manifest,
     save_manifest,
 )
-from atts.journal.reader import MERGED, RecordedRun, check_exists, open_run, run_if_begun
-from atts.journal.salvage import JournalCheck, check_journal, salvage
+from atts.journal.reader import (
+    MERGED,
+    JournalCheck,
+    RecordedRun,
+    check_exists,
+    check_journal,
+    open_run,
+    run_if_begun,
+    salvage,
+)
 from atts.journal.shared_replies import REPLIES, SharedReplies, SharedReply, reply_key, run_number
 from atts.journal.state import (
     FACTS,
@@ -46,7 +60,6 @@ from atts.journal.state import (
     judged,
     read_outcomes,
 )
-from atts.journal.truncation import Truncation, truncation
 from atts.journal.writer import (
     JOURNAL,
     LOCK,
@@ -54,6 +67,8 @@ from atts.journal.writer import (
     Journal,
     JournalOptions,
     check_directory,
+    is_held,
+    locked,
     open_journal,
 )
 

@@ -1,24 +1,11 @@
-"""The events of a journal: one tagged struct for each kind.
-
-The order of the lines is the order in which things happened. There are three families:
-
-* *steps*, from which an interrupted run resumes: `Sampled`, `Scored` and `CallFailed` (results of
-  engine calls, found again by `key`), `Decided` and `Observed` (calls of the gate, repeated in
-  order to rebuild its state);
-* *facts*, from which results and reports are made: problems, rollouts, turns, outcomes, verdicts;
-* *remarks*: sessions, the task graph's nodes and spans, warnings, drift.
-
-Some fields exist in lines only. They hold in short what the event's other fields leave out there
-(`atts.journal.lines` fills them in and takes them out), and are empty in the events that writers
-record and readers return.
-"""
+"""The events of a journal: one tagged struct for each kind."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -27,6 +14,7 @@ from atts.core import (
     Completion,
     Decision,
     Ending,
+    Features,
     Finish,
     Problem,
     ProblemSpan,
@@ -60,7 +48,12 @@ class _Event(
     omit_defaults=True,
     forbid_unknown_fields=True,
 ):
-    """What all events have in common: a `kind` in JSON, and no fields equal to their defaults."""
+    """What all events have in common: a `kind` in JSON, and no fields equal to their defaults.
+
+    Some fields exist in lines only. They hold in short what the event's other fields leave out there
+    (`atts.journal.lines` fills them in and takes them out), and are empty in the events that writers
+    record and readers return.
+    """
 
 
 class SessionOpened(_Event, frozen=True, tag="session-opened"):
@@ -287,6 +280,13 @@ Event = (
     | Warned
     | Drifted
 )
+"""Everything that can happen in a run. The order of the lines is the order in which it happened.
+
+Steps, from which an interrupted run resumes, are `Sampled`, `Scored` and `CallFailed` (results of
+engine calls, found again by `key`), and `Decided` and `Observed` (calls of the gate, repeated in
+order to rebuild its state). Facts, from which results and reports are made, are problems, rollouts,
+turns, outcomes and verdicts. The rest are remarks: sessions, the task graph's spans, warnings, drift.
+"""
 
 
 KINDS: Mapping[str, type[Event]] = MappingProxyType(
@@ -308,3 +308,39 @@ class Entry:
     at: float
     wall: float
     event: Event
+
+
+_KINDS: Mapping[str, type[int | float | bool]] = {
+    "attempt": int,
+    "tokens": int,
+    "draft_logprob": float,
+    "has_answer": bool,
+    "answered": int,
+    "agreement": float,
+    "agrees": bool,
+    "is_scored": bool,
+}
+_RARE = ("attempt", "has_answer", "answered", "agreement", "agrees", "is_scored")
+"""Features that are 0 for most chunks; what a journal lacks is 0."""
+
+
+def feature_numbers(features: Features) -> dict[str, float]:
+    """Return all features but the text and the turn they belong to, and no rare one that is 0."""
+    numbers = {"tokens": float(features.tokens), "draft_logprob": features.draft_logprob}
+    for name in _RARE:
+        value = getattr(features, name)
+        if value:
+            numbers[name] = float(value)
+    if features.left is not None:
+        numbers["left"] = features.left
+    return numbers
+
+
+def recorded_features(
+    question: str, turn: int, sample: int, numbers: Mapping[str, float]
+) -> Features:
+    """The way back; what a journal lacks is as by default."""
+    held: dict[str, Any] = {
+        name: kind(numbers[name]) for name, kind in _KINDS.items() if name in numbers
+    }
+    return Features(question, turn, sample, left=numbers.get("left"), **held)

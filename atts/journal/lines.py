@@ -1,14 +1,4 @@
-"""The format of a journal's lines: numbered, dated, checksummed JSON.
-
-    {"n":17,"at":3.25,"wall":1790000003.25,"event":{"kind":"decided","decision":{...}},"crc":"5f0c9a1b"}
-
-A line is whole when it ends in a newline. Its checksum continues that of the line before, so that no
-line can be left out, put in or exchanged, not even with its number corrected. JSON has no number for
-infinities and NaN: they are written as the texts "inf", "-inf" and "nan".
-
-Lines are short because later ones do not repeat earlier ones: a turn refers to the calls that wrote
-its chunks, and a rollout leaves out the prompt that its problem's rollout before started from.
-"""
+"""The format of a journal's lines: numbered, dated, checksummed JSON."""
 
 from __future__ import annotations
 
@@ -60,7 +50,12 @@ _NO_PROMPT = Prompt((), ())
 
 
 class _Line(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """Everything in a line; the checksum is appended to the encoded rest, and checked before it."""
+    """A line: {"n":17,"at":3.25,"wall":1790000003.25,"event":{"kind":"decided",...},"crc":"5f0c9a1b"}
+
+    A line is whole when it ends in a newline. Its checksum continues that of the line before, so that
+    no line can be left out, put in or exchanged, not even with its number corrected. JSON has no
+    number for infinities and NaN: they are written as the texts "inf", "-inf" and "nan".
+    """
 
     n: int
     at: float
@@ -95,8 +90,9 @@ _NO_CALLS = _OpenTurn()
 class OpenRecords:
     """The prompts, calls and decisions that earlier lines hold and later lines refer to.
 
-    They are those of open problems. Writer and reader note the same events in the same order, so a
-    reference finds what it meant.
+    They are those of open problems. A turn refers to the calls that wrote its chunks and to its
+    decision; a rollout refers to the prompt of its problem's rollout before. That halves the file.
+    Writer and reader note the same events in the same order, so a reference finds what it meant.
     """
 
     def __init__(self) -> None:

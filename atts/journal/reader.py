@@ -1,38 +1,20 @@
-"""The reader of run directories, finished or not.
-
-    run = open_run(directory)            # JournalError: there is none, or it is damaged, or of another version
-    run.manifest, run.setting("method")  # what was run
-    run.state().finished                 # {id: FinishedProblem}: status, answer, verdict, samples, votes, usage
-    run.outcomes()                       # the same problems whole, turn by turn, one after the other
-    run.decisions()                      # every decision of the gate, in order
-    run.nodes()                          # every call that did work, all sessions on one clock
-    run.entries(kinds)                   # every event, or every event of some kinds
-
-A reader that wants several of these in one pass folds the entries itself:
-
-    state = RunState()
-    for entry in run.entries():
-        outcome = state.apply(entry)     # the Outcome of the problem this entry completes, else None
-    state.finished, state.seconds, state.sessions, state.killed, state.ended
-
-`state.clock.aligned(node, entry.at)` puts a node on the run's clock, and `read_outcomes(entries)`
-makes outcomes of entries that are at hand.
-"""
+"""The reader of run directories, whole or damaged, finished or not."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from atts.core import CallSpan, Outcome
-from atts.errors import JournalError
+from atts.errors import JournalCorrupt, JournalError, UsageError
+from atts.files import storage, sync_directory, write_atomic
 from atts.journal.events import Decided, Entry, Event
-from atts.journal.lines import read_entries
+from atts.journal.lines import LineReader, read_entries
 from atts.journal.manifest import Manifest, load_manifest
 from atts.journal.state import FACTS, RunClock, RunState, read_outcomes
-from atts.journal.writer import JOURNAL, MANIFEST
+from atts.journal.writer import JOURNAL, LOCK, MANIFEST, held
 
 MERGED = "merged"
 """The configuration's name for the runs that were put together, in a run that was made of others.
@@ -41,7 +23,18 @@ MERGED = "merged"
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """A run directory that holds a run; each method reads the journal as it stands then.
+    """A run directory that holds a run; each method reads the journal as it is at that moment.
+
+        run = open_run(directory)
+        run.manifest, run.setting("method")  # what was run
+        run.state().finished                 # {id: FinishedProblem}: status, answer, verdict, votes, usage
+        run.outcomes()                       # the same problems whole, turn by turn, one after the other
+        run.decisions()                      # every decision of the gate, in order
+        run.nodes()                          # every call that did work, all sessions on one clock
+        run.entries(kinds)                   # every event, or every event of some kinds
+
+    A reader that wants several of these in one pass applies the entries to a `RunState` itself; its
+    `apply` returns the Outcome of the problem that an entry completes.
 
     :raises JournalCorrupt: by every method that reads: a line before the last is damaged.
     :raises JournalVersion: likewise: another version wrote it.
@@ -148,3 +141,82 @@ def open_run(
     if manifest is None or not (directory / JOURNAL).exists():
         raise JournalError(directory, "there is no run here", advice)
     return RecordedRun(directory, manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalCheck:
+    """What a journal holds up to its end, or up to the first line that is damaged."""
+
+    directory: str
+    lines: int  # whole ones
+    length: int  # of them, in bytes
+    lost: int  # bytes after them
+    sessions: int
+    complete: int  # problems
+    open: int  # problems that were begun and are not complete
+    damage: str = ""  # of the first line that is damaged; a torn last line is none
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def check_journal(directory: Path) -> JournalCheck:
+    """Read all of a run, alive or over, and say what is whole.
+
+    :raises JournalError: there is no run, or its manifest is damaged.
+    :raises StorageError: it cannot be read.
+    """
+    run = open_run(directory)
+    state = RunState()
+    damage = ""
+    reader = LineReader(run.directory / JOURNAL)
+    try:
+        for entry in reader.entries():
+            state.apply(entry)
+    except JournalCorrupt as error:
+        damage = str(error)
+    with storage(reader.path):
+        size = reader.path.stat().st_size
+    complete = state.done
+    begun = len(state.finished.keys() | state.open.keys())
+    lost = size - reader.length
+    return JournalCheck(
+        str(directory),
+        reader.number,
+        reader.length,
+        lost=lost,
+        sessions=state.sessions,
+        complete=complete,
+        open=begun - complete,
+        damage=damage,
+    )
+
+
+def salvage(directory: Path, out: Path) -> JournalCheck:
+    """Copy what is whole of a run into a new directory, where its command goes on; the damaged one
+    stays as it is.
+
+    :raises UsageError: `out` is not empty.
+    :raises JournalLocked: the run is being written.
+    :raises JournalError: there is no run, its manifest is damaged, or nothing of its journal is
+        whole.
+    """
+    found = check_journal(directory)
+    with storage(out):
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise UsageError(f"{out}: it is not empty; choose a new directory for what is saved")
+    if not found.lines:
+        raise JournalCorrupt(
+            directory, "not one line of its journal is whole", "Run it anew in another directory"
+        )
+    with held(directory / LOCK, directory), storage(directory):
+        with (directory / JOURNAL).open("rb") as file:
+            whole = file.read(found.length)
+        manifest = (directory / MANIFEST).read_bytes()
+    write_atomic(out / JOURNAL, whole)
+    write_atomic(out / MANIFEST, manifest)
+    with storage(out):
+        sync_directory(out)
+    return found

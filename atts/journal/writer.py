@@ -1,9 +1,4 @@
-"""The writer of a run directory: events are appended at once, as whole lines, and synced in the
-background.
-
-What `record` has returned from is in the file: a killed process loses none of it. What a machine
-that loses power may lose is for the durability to say.
-"""
+"""The writer of a run directory, which loses nothing that a killed process had recorded."""
 
 from __future__ import annotations
 
@@ -11,10 +6,12 @@ import errno
 import math
 import os
 import platform
+import sys
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -24,12 +21,123 @@ import anyio.to_thread
 
 from atts import concurrency
 from atts.core import CallSpan
-from atts.errors import JournalCorrupt, OptionError, StorageError
+from atts.errors import JournalCorrupt, JournalLocked, OptionError, StorageError
 from atts.files import is_same_file, refused, storage, sync_directory
 from atts.journal.events import SCHEMA, Entry, Event, Observed, SessionClosed, SessionOpened
-from atts.journal.files import Opener, held, locked, open_append, write_all
 from atts.journal.lines import LineReader, LineWriter
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
+
+Opener = Callable[[Path], FileIO]
+"""Opens a file for appending, whose `write` may take fewer bytes than it is given; tests hand in
+one that fills up.
+"""
+
+
+def open_append(path: Path) -> FileIO:
+    """An unbuffered file that is created when missing and only ever appended to."""
+    return path.open("ab", buffering=0)
+
+
+def write_all(file: FileIO, data: bytes) -> None:
+    """Append every byte, however few the file takes at a time.
+
+    :raises OSError: the disk refuses; a part of `data` may have been written.
+    """
+    view = memoryview(data)
+    while view:
+        taken = file.write(bytes(view))
+        if not taken:
+            raise OSError(errno.EIO, "the file takes no more bytes")
+        view = view[taken:]
+
+
+@contextmanager
+def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None, None, None]:
+    """Hold the lock file, our process id in it; the system frees it when the process dies, however
+    it dies.
+
+    With `wait`, until it is free: no other process is then told of.
+
+    :raises JournalLocked: another process holds it.
+    :raises StorageError: the file cannot be made, or is a link.
+    """
+    with held(path, directory, wait=wait) as handle:
+        with storage(path):
+            os.ftruncate(handle, 0)
+            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0) if sys.platform != "win32" else None
+        yield
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process of this machine holds the lock file; looking does not get in a
+    starting writer's way.
+    """
+    with suppress(OSError, ValueError):
+        handle = os.open(path, os.O_RDWR | _NO_LINKS)
+        try:
+            os.kill(int(os.pread(handle, 32, 0)), 0) if sys.platform != "win32" else None
+            return not _try_lock(handle)
+        except PermissionError:  # it lives, and is another user's
+            return not _try_lock(handle)
+        finally:
+            os.close(handle)
+    return False
+
+
+@contextmanager
+def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, None, None]:
+    """Hold a file, made if missing, for this process alone, its content untouched: the journal too,
+    should its lock go.
+
+    :raises JournalLocked: another process holds it, or it was replaced meanwhile.
+    :raises StorageError: the file cannot be made, or is a link.
+    """
+    with storage(path):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o644)
+    try:
+        with storage(path):
+            is_ours = _try_lock(handle, wait=wait) and is_same_file(handle, path)
+        if not is_ours:
+            raise JournalLocked(
+                directory,
+                f"another process ({_holder(handle, path)}) is writing this run",
+                "Wait for it to end, stop it, or choose another run directory",
+            )
+        yield handle
+    finally:
+        os.close(handle)
+
+
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+def _holder(handle: int, path: Path) -> str:
+    """Whose process it is, where the lock file says."""
+    if sys.platform == "win32":
+        return "on this machine"
+    text = os.pread(handle, 32, 0).decode(errors="replace").strip()
+    return f"process {text}" if text.isdecimal() else f"it holds {path.name}"
+
+
+if sys.platform == "win32":
+    import msvcrt
+
+    def _try_lock(handle: int, *, wait: bool = False) -> bool:
+        try:
+            msvcrt.locking(handle, msvcrt.LK_LOCK if wait else msvcrt.LK_NBLCK, 1)
+        except OSError:
+            return False
+        return True
+else:
+    import fcntl
+
+    def _try_lock(handle: int, *, wait: bool = False) -> bool:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        return True
+
 
 Durability = Literal["always", "interval", "close"]
 """When lines reach the disk itself, which matters when the machine loses power; a killed process
@@ -67,7 +175,12 @@ class JournalOptions:
 
 
 class Journal:
-    """A run directory open for writing; made by `open_journal`."""
+    """A run directory open for writing; made by `open_journal`.
+
+    Events are appended at once, as whole lines, and synced in the background. An event is in the file
+    when `record` returns, so a killed process loses nothing; a machine that loses power may lose what
+    the durability allows.
+    """
 
     def __init__(self, past: LineReader, options: JournalOptions) -> None:
         self.path = path = past.path

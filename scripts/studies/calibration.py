@@ -18,7 +18,7 @@ import anyio
 import numpy as np
 from scipy import stats
 
-from atts.analysis.ratios import ratio_interval
+from atts.analysis.comparison import ratio_interval
 from atts.calibration import (
     MODES,
     Calibrator,

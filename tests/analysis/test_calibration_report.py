@@ -24,9 +24,9 @@ from atts.analysis import (
     render_calibration,
     save_calibration,
 )
-from atts.analysis.report.calibration_headline import calibration_headline, calibration_points
-from atts.analysis.report.charts import calibration_charts
-from atts.analysis.report.figures import standalone
+from atts.analysis.reports.calibration import calibration_headline, calibration_points
+from atts.analysis.reports.charts import calibration_charts
+from atts.analysis.reports.render import save_figures, standalone
 from atts.api import calibration_report, scores_of
 from atts.calibration import Calibrator, StoredScores, examine, scale_named
 from atts.errors import CalibrationInputError, JournalError, OptionError, UsageError
@@ -268,11 +268,9 @@ def test_png_needs_a_program(
     """Without one the message says which, and that SVG needs none; with one the file is a PNG of
     twice the size.
     """
-    from atts.analysis.report import figures
-
     chart = calibration_charts(of_run.control)[0]
     if shutil.which("chromium") or shutil.which("rsvg-convert"):
-        (path,) = figures.save_figures([chart], tmp_path, "png")
+        (path,) = save_figures([chart], tmp_path, "png")
         head = path.read_bytes()[:24]
         assert head.startswith(b"\x89PNG")
         assert int.from_bytes(head[16:20], "big") == 2 * int(
@@ -280,7 +278,7 @@ def test_png_needs_a_program(
         )
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"rsvg-convert.*--format svg"):
-        figures.save_figures([chart], tmp_path, "png")
+        save_figures([chart], tmp_path, "png")
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from atts.analysis import build_report, render
-from atts.analysis.report.frontier_chart import frontier_chart, runs_chart
-from atts.analysis.report.headline import headline, percent
-from atts.analysis.report.numbers import FrontierPoint, RunReport
+from atts.analysis.reports.charts import frontier_chart, runs_chart
+from atts.analysis.reports.headline import headline, percent
+from atts.analysis.reports.numbers import FrontierPoint, RunReport
 from atts.evaluators import mean_estimate
 
 

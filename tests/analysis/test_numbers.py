@@ -19,9 +19,9 @@ from msgspec import structs
 
 import atts
 from atts.analysis import Standing, build_report, render
-from atts.analysis.report.pages import Pages, pack, shorten
-from atts.analysis.report.run_data import read_run_data
-from atts.analysis.report.timing import timing
+from atts.analysis.reports.build import timing
+from atts.analysis.reports.pages import Pages, pack, shorten
+from atts.analysis.reports.run_data import read_run_data
 from atts.api import Setup
 from atts.calibration import Calibrator, coin_band
 from atts.cli.app import run as run_command

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from atts.analysis.ratios import ratio_interval
+from atts.analysis.comparison import ratio_interval
 from scripts.studies.calibration import RATIOS
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from atts.analysis.plan.options import Option, frontier, options
-from atts.analysis.plan.plan_data import GradedCase, PlanData, read_plan_data
+from atts.analysis.planning import GradedCase, Option, PlanData, frontier, options, read_plan_data
 from atts.api import Setup, evaluate_sync, plan
 from atts.core import Problem
 from atts.journal import JOURNAL, read_entries, read_outcomes

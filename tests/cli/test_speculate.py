@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from atts.accel import SpeculationOptions, accelerated
-from atts.analysis.report.build import build_report
-from atts.analysis.report.tables import speculation_table
+from atts.analysis.reports.build import build_report
+from atts.analysis.reports.tables import speculation_table
 from atts.api import Setup, build_engines, evaluate
 from atts.core import Message, SampleRequest
 from atts.engine import Engine

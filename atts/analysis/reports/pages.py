@@ -1,6 +1,4 @@
-"""The pages of single problems: every rollout's texts and decisions, shortened and compressed until
-all fit.
-"""
+"""The pages of single problems in a report, shortened to fit."""
 
 from __future__ import annotations
 

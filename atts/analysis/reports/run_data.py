@@ -1,4 +1,4 @@
-"""The facts of a recorded run that its report is computed from, read in one pass over the journal."""
+"""Everything a report needs of a run, read from its journal in one pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from atts.analysis.report.pages import Pages
+from atts.analysis.reports.pages import Pages
 from atts.analysis.turns import tokens_written
 from atts.core import Decision, Outcome, Problem, Rollout, Usage
 from atts.journal import (

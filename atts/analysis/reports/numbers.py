@@ -1,10 +1,13 @@
-"""The numbers of a report: frozen values that every format is written from."""
+"""The numbers of a report, as frozen values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Literal
+
+import msgspec
 
 from atts.calibration import RateCheck, check_rate
 from atts.core import Usage
@@ -352,3 +355,35 @@ class RunReport:
     timing: TimeBreakdown | None
     caveats: tuple[Caveat, ...]
     problems: tuple[ProblemRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GateWords:
+    """What a gate without a calibrator promises, and what empties that."""
+
+    guarantee: str
+    voided_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaveatWords:
+    """How much a caveat weighs, and what it says."""
+
+    standing: Standing
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportWords:
+    """The tables of the file, by name."""
+
+    gates: dict[str, GateWords]
+    flags: dict[str, CaveatWords]
+    problems: dict[str, CaveatWords]
+    metrics: dict[str, str]
+    rates: dict[str, str]
+
+
+WORDS = msgspec.toml.decode(
+    (files("atts.analysis.reports") / "words.toml").read_bytes(), type=ReportWords
+)

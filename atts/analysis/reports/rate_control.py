@@ -1,6 +1,4 @@
-"""The realised escalation rate beside the nominal one, overall, by turn, by question, over time,
-with chance bands.
-"""
+"""The realised rate of a run, compared with the nominal one and with the guarantee."""
 
 from __future__ import annotations
 
@@ -8,11 +6,13 @@ import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
-from atts.analysis.report.guarantee import stated_guarantee
-from atts.analysis.report.numbers import (
+from atts.analysis.reports.numbers import (
+    WORDS,
     DriftAlarm,
     DriftTest,
     GroupRate,
@@ -21,21 +21,193 @@ from atts.analysis.report.numbers import (
     StatedGuarantee,
     Uniformity,
 )
-from atts.analysis.report.run_data import GateStep, RunData
+from atts.analysis.reports.run_data import AUDIT, GateStep, RunData
+from atts.analysis.run_replay import fresh_calibrator
 from atts.calibration import (
+    MODES,
     PERPLEXITY,
     REAL,
+    Calibrator,
     ClusterSummary,
+    Mode,
     Scale,
     SimpleJumper,
     by_cluster,
     coin_band,
+    pooled_auroc,
     rate_metrics,
     summarise,
 )
 from atts.core import Decision
-from atts.evaluators import share_estimate
+from atts.errors import CalibrationInputError
+from atts.evaluators import Estimate, share_estimate
 from atts.sampling import Seed, uniforms
+
+_RELIABILITY_BINS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RightBin:
+    """Chunks whose p-values lie between `low` and `high`, and how many of their answers are right."""
+
+    low: float
+    high: float
+    right: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledScores:
+    """How right answers become rarer as p-values grow.
+
+    `auroc` is the chance that of two chunks, one of a wrong and one of a right answer, the wrong
+    one's has the larger p-value: 0.5 says that scores know nothing of answers.
+    """
+
+    labelled: int
+    auroc: float
+    bins: tuple[RightBin, ...]
+
+
+def labelled_scores(labels: Sequence[tuple[GateStep, bool]]) -> LabelledScores | None:
+    """Shares of right answers over equal numbers of chunks, by p-value; None where no chunk is
+    labelled.
+    """
+    known = sorted(
+        ((step.decision.p, right, step) for step, right in labels if step.decision.p is not None),
+        key=itemgetter(0),
+    )
+    if not known:
+        return None
+    values = np.array([p for p, _, _ in known], float)
+    wrong = np.array([not right for _, right, _ in known], float)
+    auroc = (
+        pooled_auroc(values, wrong, np.zeros(len(known), np.int64))
+        if 0 < wrong.mean() < 1
+        else math.nan
+    )
+    parts = np.array_split(np.arange(len(known)), min(_RELIABILITY_BINS, len(known)))
+    return LabelledScores(
+        len(known), auroc, tuple(_bin([known[at] for at in part]) for part in parts)
+    )
+
+
+def _bin(rows: Sequence[tuple[float, bool, GateStep]]) -> RightBin:
+    counts = dict[str, tuple[int, int]]()
+    for _, right, step in rows:
+        had, of = counts.get(step.decision.question, (0, 0))
+        counts[step.decision.question] = (had + right, of + 1)
+    return RightBin(rows[0][0], rows[-1][0], share_estimate(counts.values()))
+
+
+_TRIAL = 300  # steps by which the mode is recognised
+
+
+@dataclass(frozen=True, slots=True)
+class _Match:
+    mode: Mode
+    calibrator: Calibrator
+    checked: int
+    same: int
+
+
+def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
+    """The guarantee in words with the numbers of the end of the run, and what voided it."""
+    gate = str(data.run.setting("gate") or "unknown")
+    own = data.run.setting("promise")
+    if isinstance(own, list) and len(own) == 2:
+        return StatedGuarantee(gate, str(own[0]), str(own[1]), "")
+    if told := WORDS.gates.get(gate):
+        return StatedGuarantee(gate, told.guarantee, told.voided_by, "")
+    named = next(
+        filter(None, map(data.run.setting, ("mode", "calibration.mode", "calibration"))), None
+    )
+    modes: list[Mode] = [mode for mode in reversed(MODES) if named not in MODES or mode == named]
+    match = _recognise(data, nominal, modes) if nominal is not None else None
+    if match is None:
+        return StatedGuarantee(
+            str(named or "unknown"),
+            "not known: the run directory does not say in which mode its gate ran, and no mode "
+            "without stored scores "
+            "takes these decisions",
+            "not known either",
+            "no mode reproduces the recorded p-values; a calibrator that started from scores which "
+            "the manifest does "
+            "not name cannot be rebuilt",
+        )
+    missing = match.checked - match.same
+    audit = (
+        f"{match.same:,} of {match.checked:,} recorded decisions were taken again from the journal "
+        f"alone and came out "
+        + ("the same" if not missing else f"the same; {missing:,} did not")
+        + ("" if named else "; the mode was recognised by this")
+    )
+    return StatedGuarantee(
+        match.mode, match.calibrator.guarantee, match.calibrator.voided_by, audit
+    )
+
+
+def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match | None:
+    """The mode whose calibrator, fed the journal's steps in order, takes the journal's decisions."""
+    best: _Match | None = None
+    first = data.steps[: data.parts[1]] if len(data.parts) > 1 else data.steps
+    for mode in modes:
+        trial = _replayed(data, first[:_TRIAL], mode, nominal, _TRIAL)
+        if trial is not None and trial.checked and trial.same > 0.9 * trial.checked:
+            best = trial if best is None or trial.same > best.same else best
+            if best.same == best.checked:
+                break
+    return None if best is None else _audited(data, best.mode, nominal)
+
+
+def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
+    """All steps; of a union of runs each by its own calibrator, and what these saw put together."""
+    ends = [*data.parts[1:], len(data.steps)]
+    whole: _Match | None = None
+    for begin, end in zip(data.parts, ends, strict=True):
+        found = _replayed(data, data.steps[begin:end], mode, nominal, AUDIT - begin)
+        if found is None:
+            return None
+        found.calibrator.settle()
+        if whole is None:
+            whole = found
+            continue
+        whole.calibrator.merge(found.calibrator.state())
+        whole = replace(whole, checked=whole.checked + found.checked, same=whole.same + found.same)
+    return whole
+
+
+def _replayed(
+    data: RunData, steps: Sequence[GateStep], mode: Mode, rate: float, audit: int
+) -> _Match | None:
+    try:
+        calibrator = fresh_calibrator(data.run, rate, mode)
+    except CalibrationInputError:  # a mode that needs stored scores
+        return None
+    checked = same = 0
+    for place, step in enumerate(steps):
+        decision = step.decision
+        overruled = step.decision.origin == "budget"
+        try:
+            if step.kind == "observed":
+                calibrator.observe(decision, step.escalated)
+            elif (
+                place < audit
+                and not overruled
+                and decision.score is not None
+                and decision.p is not None
+            ):
+                again = calibrator.decide(
+                    decision.score, decision.question, decision.turn, decision.sample, decision.issue,
+                    left=step.left, length=decision.length,
+                )  # fmt: skip
+                checked += 1
+                same += again.action == decision.action and math.isclose(
+                    again.p or 0.0, decision.p, abs_tol=1e-9
+                )
+        except CalibrationInputError:  # scores of another scale than a perplexity's
+            return None
+    return _Match(mode, calibrator, checked, same)
+
 
 LEVEL = 0.95
 DRIFT_LEVEL = 0.01

@@ -1,4 +1,4 @@
-"""Small charts as inline SVG, coloured by the page's style sheet so that light and dark both fit."""
+"""Charts as inline SVG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of a report, the same for every format."""
+"""The tables of a report."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from atts.analysis.report.numbers import Caveat, ProblemRow, RateControl, RunReport, TimeBreakdown
-from atts.analysis.report.words import WORDS
+from atts.analysis.reports.numbers import (
+    WORDS,
+    Caveat,
+    ProblemRow,
+    RateControl,
+    RunReport,
+    TimeBreakdown,
+)
 from atts.calibration import Health
 from atts.engine import Speculated
 from atts.evaluators import Estimate

@@ -1,0 +1,581 @@
+"""Advice on settings, from recorded runs and without a model."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from atts.analysis.run_replay import ReplayedProblem, fresh_calibrator, replay_policy
+from atts.analysis.turns import is_written, tokens_written
+from atts.calibration import Mode
+from atts.core import Chunk, Outcome, Rollout, Turn, TurnKey, Usage
+from atts.errors import OptionError, UsageError
+from atts.evaluators import Estimate, answer_classes, group, maj_at_k, mean_estimate, votes
+from atts.journal import CallSpan, Decided, FinishedProblem, RecordedRun, RunState, open_run
+from atts.pipelines import ConformalGate, Policy
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCost:
+    """What one turn took. `seconds` from the call being possible to its end, its queue at the
+    engines included.
+    """
+
+    draft_tokens: int
+    target_tokens: int
+    scored_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteRollout:
+    """One rollout that ran to its end; `label` is the class of its answer, None without one."""
+
+    sample: int
+    turns: tuple[TurnCost, ...]
+    label: Hashable | None
+    is_right: bool | None  # None where that could not be told
+
+
+@dataclass(frozen=True, slots=True)
+class GradedCase:
+    """One graded problem with the rollouts of it that ran to their end."""
+
+    problem: str
+    rollouts: tuple[CompleteRollout, ...]
+    vote: float
+
+
+@dataclass(slots=True)
+class PlanData:
+    """One run, finished or not."""
+
+    run: RecordedRun
+    cases: list[GradedCase] = field(default_factory=list[GradedCase])
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    # in the order of deciding
+    decided: dict[TurnKey, Decided] = field(default_factory=dict[TurnKey, Decided])
+    # that did work, on the run's clock
+    nodes: list[CallSpan] = field(default_factory=list[CallSpan])
+    censored: int = 0  # rollouts that settled votes ended
+    usage: Usage = Usage()  # censored rollouts included
+
+    @property
+    def method(self) -> str:
+        """What was run."""
+        return str(self.run.setting("method") or "?")
+
+    @property
+    def rate(self) -> float:
+        """What was asked for."""
+        value = self.run.setting("rate")
+        return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def read_plan_data(directory: Path) -> PlanData:
+    """A run directory, finished or not.
+
+    :raises JournalError: it holds no run, or one that cannot be read.
+    :raises UsageError: none of its problems is over and graded.
+    """
+    data = PlanData(open_run(directory))
+    state = RunState()
+    seconds: dict[TurnKey, float] = defaultdict(float)
+    for entry in data.run.entries():
+        outcome = state.apply(entry)
+        if outcome is not None and outcome.is_complete:
+            data.outcomes.append(outcome)
+        match entry.event:
+            case CallSpan(source="live", status="done") as node:
+                data.nodes.append(state.clock.aligned(node, entry.at))
+                seconds[node.problem, node.sample, node.turn] += node.ended - node.ready
+            case Decided(decision) as decided if decision.action != "verify":
+                data.decided[decision.turn_key] = decided
+            case _:
+                pass
+    for outcome in data.outcomes:
+        data.usage += outcome.usage
+        _add_case(data, outcome, state.finished[outcome.problem.id], seconds)
+    if not data.cases:
+        raise UsageError(
+            f"{directory}: no problem is over and graded, so there is nothing to plan from; run "
+            f"some first"
+        )
+    return data
+
+
+def _add_case(
+    data: PlanData, outcome: Outcome, brief: FinishedProblem, seconds: Mapping[TurnKey, float]
+) -> None:
+    """Take in a graded problem with at least one rollout that ran to its end."""
+    if brief.verdict is None:
+        return
+    complete = brief.complete_samples
+    data.censored += len(brief.samples) - len(complete)
+    turns = {rollout.sample: rollout.turns for rollout in outcome.rollouts}
+    labels = answer_classes(
+        [one.answer for one in complete], partial(group, kind=outcome.problem.kind)
+    )
+    rollouts = tuple(
+        CompleteRollout(
+            one.sample,
+            _costs(brief.problem, one.sample, turns[one.sample], seconds),
+            label,
+            None if one.verdict == "unscored" else one.verdict == "correct",
+        )
+        for one, label in zip(complete, labels, strict=True)
+    )
+    if rollouts:
+        data.cases.append(GradedCase(brief.problem, rollouts, float(brief.is_correct)))
+
+
+def _costs(
+    problem: str, sample: int, turns: Sequence[Turn], seconds: Mapping[TurnKey, float]
+) -> tuple[TurnCost, ...]:
+    return tuple(
+        TurnCost(
+            tokens_written(turn, "draft"),
+            tokens_written(turn, "target"),
+            scored_tokens=turn.scored_tokens,
+            seconds=seconds.get((problem, sample, turn.index), 0.0),
+        )
+        for turn in turns
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One engine as measured: tokens per second while it had work, all calls together."""
+
+    engine: str
+    calls: int
+    seconds_per_call: float  # its queue not included
+    busy_seconds: float
+    written_per_second: float
+    scored_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkChoice:
+    """Another chunk limit: turns and seconds of a rollout as factors of the recorded ones."""
+
+    limit: int
+    turns: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkAdvice:
+    """What the draft's chunk limit does to time; to accuracy, only a run of its own can tell.
+
+    `cut` is the share of chunks that the limit ended, `fixed` the part of a rollout's seconds that
+    turns cost however short they are, by least squares over turns; `fit` is the share of the
+    variance which that explains.
+    """
+
+    limit: int
+    cut: float
+    fixed: float
+    fit: float
+    choices: tuple[ChunkChoice, ...]
+
+
+def speeds(data: PlanData) -> tuple[Speed, ...]:
+    """Every engine that was called."""
+    calls: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for node in data.nodes:
+        if node.engine:
+            calls[node.engine].append((node.started, node.ended))
+    written = {"draft": data.usage.draft_tokens, "target": data.usage.target_tokens}
+    scored = {"target": data.usage.scored_tokens}
+    return tuple(
+        _speed(engine, spans, written.get(engine, 0), scored.get(engine, 0))
+        for engine, spans in sorted(calls.items())
+    )
+
+
+def _speed(engine: str, spans: Sequence[tuple[float, float]], written: int, scored: int) -> Speed:
+    busy = _covered(spans)
+    own = math.fsum(end - start for start, end in spans)
+    per_second = (written / busy, scored / busy) if busy else (0.0, 0.0)
+    return Speed(engine, len(spans), own / len(spans), busy, *per_second)
+
+
+def chunk_advice(data: PlanData) -> ChunkAdvice | None:
+    """About the draft's chunk limit; None where the draft wrote nothing."""
+    limit = data.run.policy.get("chunking", {}).get("draft_tokens")
+    drafted = [_drafted(rollout) for outcome in data.outcomes for rollout in outcome.rollouts]
+    chunks = [chunk for own in drafted for chunk in own]
+    turns = [turn for case in data.cases for rollout in case.rollouts for turn in rollout.turns]
+    if not isinstance(limit, int) or not chunks or not turns:
+        return None
+    per_turn, fit = _fixed_seconds(turns)
+    total = math.fsum(turn.seconds for turn in turns)
+    fixed = min(1.0, per_turn * len(turns) / total) if total else 0.0
+    lengths = [length for own in drafted for length in _uncut_lengths(own)]
+    others = (limit // 4, limit // 2, limit * 2, limit * 4)
+    choices = tuple(_choice(lengths, limit, other, fixed) for other in others if other)
+    return ChunkAdvice(
+        limit, sum(chunk.ended == "length" for chunk in chunks) / len(chunks), fixed, fit, choices
+    )
+
+
+def _choice(lengths: Sequence[int], limit: int, other: int, fixed: float) -> ChunkChoice:
+    now, then = (sum(math.ceil(length / each) for length in lengths) for each in (limit, other))
+    return ChunkChoice(other, then / now, 1 + fixed * (then / now - 1))
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds covered by at least one span."""
+    total = 0.0
+    latest = -math.inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, latest))
+        latest = max(end, latest)
+    return total
+
+
+def _drafted(rollout: Rollout) -> list[Chunk]:
+    turns = ((turn, chunk) for turn in rollout.turns for chunk in turn.chunks)
+    return [chunk for turn, chunk in turns if chunk.author == "draft" and is_written(turn, chunk)]
+
+
+def _uncut_lengths(chunks: Sequence[Chunk]) -> Iterator[int]:
+    """Lengths of the steps the draft would have written uncut: pieces that a limit ended belong to
+    what follows.
+    """
+    length = 0
+    for chunk in chunks:
+        length += chunk.tokens
+        if chunk.ended != "length":
+            yield length
+            length = 0
+    if length:
+        yield length
+
+
+def _fixed_seconds(turns: Sequence[TurnCost]) -> tuple[float, float]:
+    """Seconds of a turn without any token, and how well a straight line in the tokens tells the
+    seconds.
+    """
+    seconds = np.array([turn.seconds for turn in turns])
+    table = np.array([(1.0, turn.draft_tokens, turn.target_tokens) for turn in turns])
+    found, *_ = np.linalg.lstsq(table, seconds, rcond=None)
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    left = float(((seconds - table @ found) ** 2).sum())
+    return max(0.0, float(found[0])), max(0.0, 1 - left / spread) if spread else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way, per problem: what it takes on average, and how often its vote is right (95 %
+    interval over problems).
+
+    `seconds` is until the last rollout ends, at the load of the recorded run; a lighter load is
+    quicker.
+    """
+
+    run: str
+    method: str
+    rate: float
+    samples: int
+    turns: int
+    accuracy: Estimate
+    draft_tokens: float
+    target_tokens: float
+    scored_tokens: float
+    seconds: float
+
+    @property
+    def tokens(self) -> float:
+        """Written by either model."""
+        return self.draft_tokens + self.target_tokens
+
+
+def options(data: PlanData) -> Iterator[Option]:
+    """Every number of rollouts up to those recorded, and every power of two of turns.
+
+    All are on the policy of the run: a rollout depends neither on its siblings nor on turns to
+    come. Problems with too few whole rollouts for a number are left out of it; a number that loses
+    more than a tenth of them is not offered.
+    """
+    most = max(len(case.rollouts) for case in data.cases)
+    longest = max(len(rollout.turns) for case in data.cases for rollout in case.rollouts)
+    turns = [1 << power for power in range(longest.bit_length()) if 1 << power < longest] + [
+        longest
+    ]
+    for samples in range(1, most + 1):
+        cases = [case for case in data.cases if len(case.rollouts) >= samples]
+        if len(cases) >= 0.9 * len(data.cases):
+            for limit in turns:
+                yield _option(data, cases, samples, limit)
+
+
+def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: int) -> Option:
+    cut = [[_within(rollout, turns) for rollout in case.rollouts] for case in cases]
+
+    def accuracy(unscored: bool) -> Estimate:
+        """Of the votes of `samples` of them, were what could not be scored right or wrong."""
+        judged = [[unscored if right is None else right for _, right in pairs] for pairs in cut]
+        ballots = [
+            votes([label for label, _ in pairs], right)
+            for pairs, right in zip(cut, judged, strict=True)
+        ]
+        return mean_estimate(maj_at_k(ballots, samples), samples * len(cases))
+
+    kept = [[rollout.turns[:turns] for rollout in case.rollouts] for case in cases]
+
+    def spent(name: str) -> float:
+        """The mean over problems of what `samples` of their rollouts take."""
+        means = [
+            math.fsum(getattr(turn, name) for rollout in case for turn in rollout) / len(case)
+            for case in kept
+        ]
+        return samples * math.fsum(means) / len(means)
+
+    waits = [
+        _longest([math.fsum(turn.seconds for turn in rollout) for rollout in case], samples)
+        for case in kept
+    ]
+    return Option(
+        str(data.run.directory),
+        method=data.method,
+        rate=data.rate,
+        samples=samples,
+        turns=turns,
+        accuracy=accuracy(False).with_best_case(
+            accuracy(True), sum(right is None for pairs in cut for _, right in pairs)
+        ),
+        draft_tokens=spent("draft_tokens"),
+        target_tokens=spent("target_tokens"),
+        scored_tokens=spent("scored_tokens"),
+        seconds=math.fsum(waits) / len(waits),
+    )
+
+
+def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool | None]:
+    """The rollout's vote, were it cut after so many turns."""
+    return (rollout.label, rollout.is_right) if len(rollout.turns) <= turns else (None, False)
+
+
+def _longest(seconds: Sequence[float], k: int) -> float:
+    """The expected longest of k drawn without replacement.
+
+    >>> _longest([1.0, 2.0, 3.0], 2)
+    2.6666666666666665
+    """
+    ordered = np.sort(np.asarray(seconds, dtype=np.float64))
+    n = len(ordered)
+    whole = math.comb(n, k)
+    return (
+        math.fsum(float(value) * math.comb(place, k - 1) for place, value in enumerate(ordered))
+        / whole
+    )
+
+
+def frontier(found: Sequence[Option], cost: str) -> list[Option]:
+    """Those that nothing cheaper equals, cheapest first."""
+    best = -1.0
+    kept = list[Option]()
+    for option in sorted(found, key=lambda option: (getattr(option, cost), -option.accuracy.value)):
+        if option.accuracy.value > best + 1e-12:
+            best = option.accuracy.value
+            kept.append(option)
+    return kept
+
+
+RATES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.6)
+
+
+@dataclass(frozen=True, slots=True)
+class UntriedRate:
+    """A rate that was not run: the gate decides again on the recorded scores.
+
+    Rollouts in which it decides as recorded are known; what the others would have answered is not.
+    `low` is the vote's accuracy if each of them were wrong in the same way, `high` if each were
+    right. The target's tokens assume that it writes as much per takeover as it did.
+    """
+
+    rate: float
+    realised: float
+    off_policy: float  # the share of rollouts whose end is unknown
+    low: float
+    high: float
+    target_tokens: float  # per problem
+
+
+def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[UntriedRate, ...]:
+    """Bounds for each rate; none where the run's gate was not the conformal one."""
+    if data.run.setting("gate") != "ConformalGate" or data.method != "atts":
+        return ()
+    turns = [
+        turn for outcome in data.outcomes for rollout in outcome.rollouts for turn in rollout.turns
+    ]
+    decisions = [turn.decision for turn in turns if turn.decision is not None]
+    escalated = sum(decision.escalate for decision in decisions)
+    if not escalated:
+        return ()
+    tokens = data.usage.target_tokens / escalated * len(decisions) / len(data.outcomes)
+    return tuple(
+        _untried(data, rate, tokens) for rate in rates if not math.isclose(rate, data.rate)
+    )
+
+
+def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
+    """One rate; `target_tokens` are those of a problem whose every chunk escalates."""
+    mode: Mode = data.run.setting("mode") or "question-turn"
+    samples = max((len(outcome.rollouts) for outcome in data.outcomes), default=1)
+    gate = ConformalGate(fresh_calibrator(data.run, rate, mode))
+    policy = Policy(samples=samples, turns=max(1, data.run.policy.get("turns") or 1))
+    done = replay_policy(data.outcomes, gate, policy, _apart, decided=data.decided)
+    cases = {case.problem: case for case in data.cases}
+    bounds = [_bounds(one, cases[one.problem]) for one in done.problems if one.problem in cases]
+    low, high = (math.fsum(pair[end] for pair in bounds) / len(bounds) for end in (0, 1))
+    return UntriedRate(rate, done.rate, done.off_policy, low, high, done.rate * target_tokens)
+
+
+def _bounds(replayed: ReplayedProblem, case: GradedCase) -> tuple[float, float]:
+    """The vote if all that is unknown were wrong alike, and if it were right; a vote nothing
+    strayed from stands.
+    """
+    strayed = {
+        rollout.sample for rollout in replayed.rollouts if rollout.off_policy_from is not None
+    }
+    if not strayed:
+        return case.vote, case.vote
+    known = [rollout for rollout in case.rollouts if rollout.sample not in strayed]
+    unknown = len(replayed.rollouts) - len(known)
+    right = _largest(rollout.label for rollout in known if rollout.is_right)
+    wrong = _largest(
+        rollout.label for rollout in known if not rollout.is_right and rollout.label is not None
+    )
+    return _share(right, wrong + unknown), _share(right + unknown, wrong)
+
+
+def _largest(labels: Iterable[Hashable]) -> int:
+    return max(Counter(labels).values(), default=0)
+
+
+def _share(right: int, wrong: int) -> float:
+    """A tie goes to either."""
+    return 0.5 if right == wrong and right else float(right > wrong)
+
+
+def _apart(answers: Sequence[str]) -> list[int]:
+    """No two answers alike: the replay's own vote is not used."""
+    return list(range(len(answers)))
+
+
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """What a problem may take, None being as much as it likes.
+
+    :raises OptionError: a cap that is not positive.
+    """
+
+    target_tokens: float | None = None
+    tokens: float | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in self.given:
+            if not value > 0 or math.isinf(value):
+                raise OptionError(
+                    name.replace("_", "-"), f"{value:g} is no cap; give a positive number"
+                )
+
+    @property
+    def given(self) -> list[tuple[str, float]]:
+        """The caps there are, by the name of the cost."""
+        return [(name, value) for name, value in asdict(self).items() if value is not None]
+
+    @property
+    def cost(self) -> str:
+        """What options are ordered by: the first cap's cost."""
+        return self.given[0][0] if self.given else "target_tokens"
+
+    def allows(self, option: Option) -> bool:
+        """Whether the option stays below every cap."""
+        return all(getattr(option, name) <= value for name, value in self.given)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """`best` is None where nothing recorded stays below the cap; `options` are those that nothing
+    cheaper equals.
+    """
+
+    cap: Cap
+    runs: tuple[str, ...]
+    problems: int
+    rollouts: int
+    best: Option | None
+    options: tuple[Option, ...]
+    other_rates: tuple[UntriedRate, ...]
+    chunks: ChunkAdvice | None
+    speeds: tuple[Speed, ...]
+    notes: tuple[str, ...]
+
+
+def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
+    """From one recorded run, or several on the same problems, such as at different rates.
+
+    :raises JournalError: a directory holds no run, or one that cannot be read.
+    :raises UsageError: a run without a graded problem.
+    :raises OptionError: runs of different problems.
+    """
+    cap = cap or Cap()
+    runs = [read_plan_data(directory) for directory in directories]
+    if len({data.run.manifest.dataset for data in runs}) > 1:
+        raise OptionError(
+            "runs", "they are not of the same problems; plan from runs of one dataset"
+        )
+    found = [option for data in runs for option in options(data)]
+    allowed = [option for option in found if cap.allows(option)]
+    best = max(
+        allowed,
+        key=lambda option: (option.accuracy.value, -getattr(option, cap.cost)),
+        default=None,
+    )
+    main = next((data for data in runs if data.method == "atts"), runs[0])
+    return Advice(
+        cap,
+        runs=tuple(str(data.run.directory) for data in runs),
+        problems=len(main.cases),
+        rollouts=sum(len(case.rollouts) for case in main.cases),
+        best=best,
+        options=tuple(frontier(found, cap.cost)),
+        other_rates=untried_rates(main) if len(runs) == 1 else (),
+        chunks=chunk_advice(main),
+        speeds=speeds(main),
+        notes=tuple(_notes(runs, found, best)),
+    )
+
+
+def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | None) -> list[str]:
+    notes = [
+        "Accuracies are of these problems and samples, counted over all subsets of the recorded "
+        "rollouts; the best "
+        f"of {len(found)} options looks a little better than it is.",
+        "Costs are before settled votes spare rollouts, so a run takes at most that; seconds are "
+        "at the recorded load.",
+    ]
+    if censored := sum(data.censored for data in runs):
+        notes.append(
+            f"{censored} rollouts that settled votes spared are left out: what is left came first "
+            f"and leans towards "
+            "the quick. A run with --set early_stop=none has no such lean."
+        )
+    if best is not None and not math.isnan(best.accuracy.low):
+        wide = best.accuracy.high - best.accuracy.low
+        if wide > 0.15:
+            notes.append(
+                f"The interval is {wide:.2f} wide: more problems would tell options apart."
+            )
+    return notes

@@ -1,1 +1,0 @@
-"""Reports of a run, HTML, Markdown and JSON, from one set of numbers."""

@@ -1,0 +1,1 @@
+"""Reports on recorded runs: their numbers, tables, charts and pages."""

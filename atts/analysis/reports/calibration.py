@@ -1,0 +1,370 @@
+"""The calibration report of a run or a file of scores."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from atts.analysis.reports import tables
+from atts.analysis.reports.charts import Chart, calibration_charts, labelled_chart, over_time_chart
+from atts.analysis.reports.headline import percent, span
+from atts.analysis.reports.numbers import (
+    DriftAlarm,
+    DriftTest,
+    Headline,
+    Point,
+    RateControl,
+    ShownNumber,
+    Standing,
+    StatedGuarantee,
+    worst_of,
+)
+from atts.analysis.reports.rate_control import (
+    LabelledScores,
+    labelled_scores,
+    rate_control,
+    realised_rate,
+)
+from atts.analysis.reports.render import as_format, filled, page, save_figures
+from atts.analysis.reports.run_data import GateStep, RunData, read_run_data
+from atts.calibration import Calibrator, Health, Mode, StoredScores, examine, replay
+from atts.errors import DISTRIBUTION, CalibrationInputError, OptionError
+from atts.files import jsonable, write_out
+
+_SPAN = "{} to {}"
+
+
+def calibration_headline(kind: str, health: Health, control: RateControl) -> Headline:
+    """What a person who knows nothing of conformal prediction should take home."""
+    drift = _alarms(control)
+    return Headline(
+        _sentence(kind, health, control), (_share(kind, control), _worth(health), drift)
+    )
+
+
+def calibration_points(kind: str, health: Health, control: RateControl) -> tuple[Point, ...]:
+    """What speaks against the calibration, worst first; of scores alone nothing was promised that
+    they could break.
+    """
+    found = list[Point]()
+    check = control.check()
+    if kind == "run" and check is not None and check.standing != "held":
+        found.append(("bad" if check.standing == "left" else "care", str(check)))
+    elif check is not None and check.standing == "left":
+        found.append(("care", f"decided one by one in their order, {check}"))
+    found.extend(
+        ("bad", f"alarm after {alarm.scores:,} scores: {alarm.text or alarm.kind}")
+        for alarm in control.alarms
+    )
+    if _is_reached(control.drift) and not control.alarms:
+        found.append(
+            (
+                "care",
+                "the drift test reached its line: later questions score otherwise than earlier "
+                "ones",
+            )
+        )
+    if control.forced:
+        found.append(("care", f"{control.forced:,} decisions had no score to rest on"))
+    if kind != "run":
+        worst = health.repeats.fault
+        found.extend(
+            ("bad" if warning == worst else "care", warning) for warning in health.warnings
+        )
+    return tuple(sorted(found, key=lambda point: point[0] != "bad"))
+
+
+def _sentence(kind: str, health: Health, control: RateControl) -> str:
+    share = percent(control.escalated / control.decisions)
+    check = control.check()
+    steps = f"{control.decisions:,} steps"
+    if kind == "run":
+        if check is None:
+            return f"the large model was handed {share} of {steps}; no share was promised"
+        asked = percent(check.nominal)
+        ends = {
+            "held": f"as asked ({asked})",
+            "unclear": f"where {asked} were asked for, and so few questions cannot tell whether "
+            f"that is chance",
+            "left": f"where {asked} were asked for: the promise was not kept",
+        }
+        return f"the large model was handed {share} of {steps}, {ends[check.standing]}"
+    low, high = health.long_run_clustered
+    return (
+        f"asked to hand over {percent(health.rate)} of new steps, a threshold set by these "
+        f"{health.scores:,} scores "
+        f"would hand over {_SPAN.format(percent(low).removesuffix(' %'), percent(high))}"
+    )
+
+
+def _share(kind: str, control: RateControl) -> ShownNumber:
+    share = percent(control.escalated / control.decisions)
+    nominal = control.nominal
+    counts = f"{control.escalated:,} of {control.decisions:,}"
+    if kind == "run":
+        asked = "no share was promised" if nominal is None else f"asked for: {percent(nominal)}"
+        note = f"{counts}; {asked}; {span(control.rate)} over questions"
+        return ShownNumber(share, "of the steps were handed to the large model", note)
+    asked = "" if nominal is None else f"; asked for: {percent(nominal)}"
+    what = "of these steps would have been handed over, decided one by one"
+    return ShownNumber(share, what, f"{counts} in mode {control.promise.mode}{asked}")
+
+
+def _worth(health: Health) -> ShownNumber:
+    clusters = health.clusters
+    what = f"independent scores is what these {health.scores:,} are worth"
+    if not health.repeats.clustered:
+        return ShownNumber(
+            f"{clusters.effective:,.0f}",
+            what,
+            "at most: which question each belongs to is not known",
+        )
+    alike = (
+        ""
+        if math.isnan(clusters.icc)
+        else f": scores of one question resemble each other ({clusters.icc:.2f})"
+    )
+    return ShownNumber(
+        f"{clusters.effective:,.0f}", what, f"they come from {clusters.clusters:,} questions{alike}"
+    )
+
+
+def _is_reached(drift: DriftTest | None) -> bool:
+    """Whether the bet on a change won as much as would surprise once in a hundred times."""
+    return drift is not None and drift.peak >= drift.alarm
+
+
+def _alarms(control: RateControl) -> ShownNumber:
+    drift = control.drift
+    count = len(control.alarms) + _is_reached(drift)
+    what = (
+        "alarm that scores changed on the way"
+        if count == 1
+        else "alarms that scores changed on the way"
+    )
+    if drift is None:
+        return ShownNumber(
+            f"{count:,}", what, "too few questions to bet on a change between early and late ones"
+        )
+    won = (
+        f"{10 ** min(drift.peak, 9):,.1f} times its stake; {10**drift.alarm:,.0f} would be an alarm"
+    )
+    return ShownNumber(
+        f"{count:,}", what, f"a bet that late questions score otherwise won at most {won}"
+    )
+
+
+SourceKind = Literal["run", "scores", "calibrator"]
+Label = bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationReport:
+    """What a calibration holds, what it promises, and what was seen to speak against it.
+
+    `control` is what a run's gate did, or what a fresh calibrator would do with the scores one by
+    one in their order.
+    """
+
+    source: str
+    kind: SourceKind
+    rate: float
+    mode: str
+    headline: Headline
+    standing: Standing
+    points: tuple[Point, ...]
+    health: Health
+    control: RateControl
+    labelled: LabelledScores | None
+    conditions: Mapping[str, object]
+
+    @property
+    def promise(self) -> StatedGuarantee:
+        """The guarantee with its numbers, and what voids it."""
+        return self.control.promise
+
+
+def calibration_of_run(directory: Path, scores: StoredScores) -> CalibrationReport:
+    """What a run's gate did at the rate it was asked for; `scores` are those it decided on.
+
+    :raises JournalError: it is no run directory, or cannot be read.
+    :raises CalibrationInputError: its gate decided nothing.
+    """
+    data = read_run_data(directory, 0)
+    control = realised_rate(data)
+    if control is None:
+        raise CalibrationInputError(
+            "number of decisions", 0, "at least one: a gate that asks for scores"
+        )
+    rate = control.nominal if control.nominal is not None else control.rate.value
+    return _made(
+        str(directory), "run", (rate, control.promise.mode), scores, control, _labels_of_run(data)
+    )
+
+
+def calibration_of_scores(
+    name: str,
+    scores: StoredScores,
+    rate: float,
+    mode: Mode,
+    *,
+    seed: int = 0,
+    labels: Sequence[Label] = (),
+    calibrator: Calibrator | None = None,
+) -> CalibrationReport:
+    """What scores promise at this rate, decided one by one in their order; `labels` say which were
+    of right answers.
+
+    A `calibrator` that was made from them states its own guarantee.
+
+    :raises CalibrationInputError: there are no scores, or the mode needs questions and these have
+        none.
+    """
+    if mode in ("question", "question-turn") and not scores.clustered:
+        raise CalibrationInputError(
+            "mode", mode, "one that needs no questions, for these scores name none: aci, turn"
+        )
+    told = calibrator or Calibrator(rate, mode, seed=seed, stored=scores)
+    # which learns nothing live: it is shown on what it starts from
+    start = scores if mode == "split" else ()
+    options: dict[str, Any] = {"scale": scores.scale, "stored": start, "by_length": told.by_length}
+    done = replay(_rows(scores), rate, mode, seed, **options)
+    events = (*told.events, *done.events)
+    alarms = tuple(
+        DriftAlarm(one.kind, one.scores, one.p, one.action, one.message) for one in events
+    )
+    steps = [GateStep("observed", decision, decision.escalate) for decision in done.decisions]
+    said = done if calibrator is None else calibrator
+    promise = StatedGuarantee(mode, said.guarantee, said.voided_by, "")
+    control = rate_control(steps, promise, alarms, scores.scale)
+    kind: SourceKind = "scores" if calibrator is None else "calibrator"
+    known = [(step, right) for step, right in zip(steps, labels, strict=False) if right is not None]
+    return _made(name, kind, (rate, mode), scores, control, known)
+
+
+def _made(
+    source: str,
+    kind: SourceKind,
+    asked: tuple[float, str],
+    scores: StoredScores,
+    control: RateControl,
+    labels: Sequence[tuple[GateStep, bool]],
+) -> CalibrationReport:
+    health = examine(scores, asked[0])
+    (rate, mode) = asked
+    points = calibration_points(kind, health, control)
+    sentence = calibration_headline(kind, health, control)
+    labelled = labelled_scores(labels)
+    return CalibrationReport(
+        source, kind, rate, mode, sentence, worst_of(points), points=points, health=health, control=control,
+        labelled=labelled, conditions=scores.fingerprint,
+    )  # fmt: skip
+
+
+def _rows(scores: StoredScores) -> list[dict[str, object]]:
+    """Records in their order; a score whose question is not known is one of its own."""
+    rows = enumerate(scores.records(), 1)
+    return [{**row, "question": row["question"] or f"score {place}"} for place, row in rows]
+
+
+def _labels_of_run(data: RunData) -> list[tuple[GateStep, bool]]:
+    """Chunks that were kept, with whether their rollout came to a right answer; what was taken over
+    says nothing.
+    """
+    ends = {
+        (name, rollout.brief.sample): rollout.brief.verdict == "correct"
+        for name, one in data.problems.items()
+        for rollout in one.rollouts
+        if rollout.brief.verdict in ("correct", "wrong")
+    }
+    kept = [step for step in data.done if not step.escalated and step.decision.p is not None]
+    places = [(step, (step.decision.question, step.decision.sample)) for step in kept]
+    return [(step, ends[place]) for step, place in places if place in ends]
+
+
+CalibrationFormat = Literal["html", "markdown", "json", "svg", "png"]
+_FORMATS: tuple[CalibrationFormat, ...] = get_args(CalibrationFormat)
+_ENDINGS: dict[str, CalibrationFormat] = {
+    ".html": "html",
+    ".htm": "html",
+    ".md": "markdown",
+    ".json": "json",
+}
+
+
+def calibration_format(format: str | None, out: Path | None) -> CalibrationFormat:
+    """The format that is named, else the one that the file's name ends in, else HTML.
+
+    :raises OptionError: there is no such format.
+    """
+    if format is None:
+        return _ENDINGS.get(out.suffix.lower() if out else "", "html")
+    return as_format(format, _FORMATS)
+
+
+def render_calibration(report: CalibrationReport, format: CalibrationFormat) -> str:
+    """The report's text.
+
+    :raises OptionError: for a format of pictures, which are files.
+    """
+    labelled = None if report.labelled is None else labelled_chart(report.labelled)
+    if format == "html":
+        return page(
+            "calibration.html",
+            ("tables.js",),
+            report=report,
+            tables=tables,
+            first=_first(report),
+            charts=calibration_charts(report.control),
+            labelled=labelled,
+            version=version(DISTRIBUTION),
+        )
+    if format == "markdown":
+        data = labelled and replace(labelled.data, title=labelled.title)
+        return filled("calibration.md", report=report, tables=tables, labelled=data).strip() + "\n"
+    if format == "json":
+        facts = {**asdict(report), "promise": report.promise, "warnings": report.health.warnings}
+        return json.dumps(jsonable(facts), allow_nan=False, ensure_ascii=False) + "\n"
+    raise OptionError(
+        "format", f"{format} is one picture per file: name a folder to write them into"
+    )
+
+
+def save_calibration(
+    report: CalibrationReport, format: CalibrationFormat, out: Path
+) -> Sequence[Path]:
+    """Write the report, or a folder of its figures; what was written.
+
+    :raises StorageError: the disk refuses.
+    :raises UsageError: nothing here can draw PNG.
+    """
+    if format == "svg" or format == "png":
+        return save_figures(calibration_figures(report), out, format)
+    write_out(out, render_calibration(report, format).encode("utf-8", "replace"))
+    return [out]
+
+
+def calibration_figures(report: CalibrationReport) -> list[Chart]:
+    """Every picture of the report, once."""
+    labelled = [] if report.labelled is None else [labelled_chart(report.labelled)]
+    return [*calibration_charts(report.control), *labelled]
+
+
+def _first(report: CalibrationReport) -> Chart:
+    """The picture of the first screen, in words that need no others."""
+    asked = "" if report.control.nominal is None else " The dashed line is what was asked for."
+    caption = (
+        "A small model writes, a large one grades every step and takes over the worst. The thick "
+        "line is the share "
+        f"taken over so far, the thin one that of the latest {report.control.window} steps.{asked} "
+        f"The grey band is "
+        "where fair coins would be."
+    )
+    return replace(
+        over_time_chart(report.control), title="Steps handed to the large model", caption=caption
+    )

@@ -1,0 +1,289 @@
+"""A report as HTML, Markdown or JSON."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
+
+from atts.analysis.reports import charts, tables
+from atts.analysis.reports.build import BuiltReport
+from atts.analysis.reports.charts import Chart, frontier_chart, runs_chart
+from atts.analysis.reports.svg import Axis, Plot
+from atts.errors import OptionError, UsageError
+from atts.files import jsonable, storage, write_atomic, write_out
+
+F = TypeVar("F", bound=str)
+Format = Literal["html", "markdown", "json"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+FILE_NAMES: dict[Format, str] = {
+    "html": "report.html",
+    "markdown": "report.md",
+    "json": "report.json",
+}
+
+
+def render(built: BuiltReport, format: Format) -> str:
+    """The report's text.
+
+    :raises OptionError: for an unknown format.
+    """
+    match as_format(format, FORMATS):
+        case "html":
+            return _html(built)
+        case "markdown":
+            # the same numbers without pictures or texts of rollouts, short enough to be pasted into
+            # an issue
+            return filled("report.md", report=built.report, tables=tables).strip() + "\n"
+        case "json":
+            return json.dumps(jsonable(built.report), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> Path:
+    """Write a report that was built; where it is.
+
+    :raises StorageError: the disk refuses.
+    """
+    data = render(built, format).encode("utf-8", "replace")
+    if out is not None:
+        write_out(out, data)
+        return out
+    path = Path(built.report.run.directory) / FILE_NAMES[format]
+    write_atomic(path, data)  # whoever made the directory may have put a link there: it is replaced
+    return path
+
+
+def as_format(name: str, known: Sequence[F]) -> F:
+    """The format of this name, which may be its short one.
+
+    :raises OptionError: there is none.
+    """
+    for each in known:
+        if each == {"md": "markdown"}.get(name, name):
+            return each
+    raise OptionError("format", f"{name!r} is not a format", known, name)
+
+
+def _html(built: BuiltReport) -> str:
+    """One file that needs nothing else: no network, no server, any browser of today."""
+    report = built.report
+    created = datetime.fromtimestamp(report.run.created, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return page(
+        "report.html",
+        ("tables.js", "report.js"),
+        report=report,
+        pages=built.pages,
+        tables=tables,
+        charts=charts,
+        frontier_chart=frontier_chart,
+        runs_chart=runs_chart,
+        axis=Axis,
+        created=created if report.run.created else "",
+    )
+
+
+def page(template: str, scripts: Sequence[str], **values: Any) -> str:
+    """A template of HTML filled in, with the style of all pages and the scripts that this one may
+    run.
+    """
+    script = "".join(map(asset, scripts))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    style = asset("report.css") + asset("charts.css")
+    return filled(template, style=style, script=script, script_digest=digest, **values)
+
+
+def filled(template: str, **values: Any) -> str:
+    """A template filled in."""
+    return _environment().get_template(template).render(**values)
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FunctionLoader(asset),
+        autoescape=select_autoescape(("html",)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"sentence": _sentence, "plain": plain, "css_class": charts.css_class}
+    return environment
+
+
+def asset(name: str) -> str:
+    """The text of a file beside the templates."""
+    return (files("atts.analysis.reports") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
+
+
+def plain(text: str) -> str:
+    """Text that Markdown shows as it is, on one line.
+
+    >>> plain("a|b <script>\\n*c*")
+    'a\\\\|b &lt;script&gt; \\\\*c\\\\*'
+    """
+    for letter in "\\`*_[]|#~$":
+        text = text.replace(letter, f"\\{letter}")
+    return " ".join(text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").split())
+
+
+_SCALE = 2  # pixels of a PNG per unit of its SVG
+_SIZE = re.compile(r'viewBox="0 0 (\d+) (\d+)"')
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def save_figures(charts: Sequence[Chart], folder: Path, kind: Literal["svg", "png"]) -> list[Path]:
+    """Write each chart as a file named after its title.
+
+    :raises StorageError: the disk refuses.
+    :raises UsageError: PNG is wanted, and no program that draws it is installed, or it failed.
+    """
+    draw = _drawer() if kind == "png" else None
+    with storage(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    written = list[Path]()
+    for chart in charts:
+        path = folder / f"{re.sub(r'[^a-z0-9]+', '-', chart.title.lower()).strip('-')}.{kind}"
+        text = standalone(chart)
+        write_out(path, text.encode() if draw is None else _png(draw, text))
+        written.append(path)
+    return written
+
+
+def standalone(chart: Chart) -> str:
+    """The picture as a document of its own, in light colours, which needs no style sheet."""
+    wide, tall = _size(chart.picture)
+    head, _, body = chart.picture.partition(">")
+    head = head.replace(
+        "<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{tall}" '
+    )
+    style = (
+        "svg{font:12.5px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"
+        + _light("charts.css")
+    )
+    return (
+        f'{head}><style>{style}</style><rect width="{wide}" height="{tall}" fill="#fff"/>{body}\n'
+    )
+
+
+def _size(picture: str) -> tuple[int, int]:
+    found = _SIZE.search(picture)
+    assert found is not None, "every chart says how large it is"
+    return int(found[1]), int(found[2])
+
+
+def _light(name: str) -> str:
+    """A style sheet without variables: many programs that draw SVG know none."""
+    root = asset("report.css").partition(":root{")[2].partition("}")[0]
+    colours = dict(re.findall(r"--(\w+):([^;]+)", root)) | {"card": "#fff"}
+    return re.sub(r"var\(--(\w+)\)", lambda found: colours[found[1]], asset(name)).replace("\n", "")
+
+
+def _drawer() -> tuple[str, str]:
+    """The name and path of a program that makes PNG of SVG."""
+    for name in ("rsvg-convert", "resvg", "inkscape", *_BROWSERS):
+        if found := shutil.which(name):
+            return name, found
+    raise UsageError(
+        "PNG needs a program that draws SVG, and none is installed: install rsvg-convert, resvg, "
+        "inkscape or chromium, "
+        "or take --format svg"
+    )
+
+
+def _png(drawer: tuple[str, str], text: str) -> bytes:
+    name, program = drawer
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "figure.svg"
+        out = Path(folder) / "figure.png"
+        source.write_text(text, encoding="utf-8")
+        try:
+            subprocess.run(
+                [program, *_words(name, source, out, _size(text))],
+                check=True,
+                capture_output=True,
+                timeout=60,
+            )
+            return out.read_bytes()
+        except (OSError, subprocess.SubprocessError) as error:
+            raise UsageError(f"{name} did not draw a PNG ({error}); take --format svg") from error
+
+
+def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[str]:
+    """How each program is asked."""
+    if name == "rsvg-convert":
+        return [f"--zoom={_SCALE}", f"--output={out}", str(source)]
+    if name == "resvg":
+        return [f"--zoom={_SCALE}", str(source), str(out)]
+    if name == "inkscape":
+        return [
+            str(source),
+            "--export-type=png",
+            f"--export-filename={out}",
+            f"--export-dpi={96 * _SCALE}",
+        ]
+    # a browser keeps its sandbox wherever the system lets it have one, and reads nothing but the
+    # file written above
+    return [
+        "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", f"--user-data-dir={source.parent / 'p'}",
+        f"--force-device-scale-factor={_SCALE}", f"--window-size={size[0]},{size[1]}", f"--screenshot={out}",
+        *(["--no-sandbox"] if os.geteuid() == 0 else []), source.as_uri(),
+    ]  # fmt: skip
+
+
+Rows = Sequence[tuple[str, Mapping[str, int]]]
+"""Models by name: how many models have each of their blocks, by its place."""
+
+
+def save_sharing(rows: Rows, path: Path) -> None:
+    """Write the picture as an SVG file.
+
+    :raises StorageError: the disk refuses.
+    """
+    write_out(path, standalone(sharing_chart(rows)).encode())
+
+
+def sharing_chart(rows: Rows) -> Chart:
+    """Blocks from left to right as a token passes them, models from top to bottom."""
+    most = max([len(parts) for _, parts in rows], default=1)
+    across = Axis(
+        -0.5,
+        most - 0.5,
+        "block, as a token passes them (shared; red: the model's own)",
+        values="whole",
+    )
+    plot = Plot(
+        across, Axis(-0.8, len(rows) - 0.2, "models", values="whole"), 760, 110 + 34 * len(rows)
+    )
+    data = (
+        ("model", "block", "models"),
+        [(name, *part) for name, parts in rows for part in parts.items()],
+    )
+    return replace(
+        Chart.of("Blocks of a zoo", "Who shares which block.", plot, _marks(plot, rows), data),
+        wide=True,
+    )
+
+
+def _marks(plot: Plot, rows: Rows) -> Iterator[str]:
+    for row, (name, parts) in enumerate(rows):
+        up = len(rows) - 1 - row
+        for at, (place, count) in enumerate(parts.items()):
+            tip = f"{name}, {place}: {count} model{'s' if count > 1 else ''}"
+            yield plot.dot(at, up, "run" if count > 1 else "off", tip, radius=5)
+        yield plot.text(-0.4, up, name, drop=-5)

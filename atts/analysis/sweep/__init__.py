@@ -1,1 +1,0 @@
-"""Scaling curves of a set of runs: what accuracy costs as one setting or several of them change."""

@@ -14,15 +14,14 @@ from atts.accel.options import SpeculationOptions, StageOptions, options_of
 
 if TYPE_CHECKING:
     from atts.accel.zoo.divergence import Divergence, divergence
-    from atts.accel.zoo.equivalence import Likeness, stand_in
+    from atts.accel.zoo.equivalence import BlockSimilarity, substituted
     from atts.accel.zoo.folders import check_name
     from atts.accel.zoo.replicas import replicated
-    from atts.accel.zoo.sharing import SharedPart, ZooContents, written_places
-    from atts.accel.zoo.zoo import Zoo
+    from atts.accel.zoo.zoo import SharedPart, Zoo, ZooContents, written_places
 
 __all__ = [
     "Divergence",
-    "Likeness",
+    "BlockSimilarity",
     "SharedPart",
     "SpeculationOptions",
     "StageOptions",
@@ -33,17 +32,16 @@ __all__ = [
     "divergence",
     "options_of",
     "replicated",
-    "stand_in",
+    "substituted",
     "written_places",
 ]
 
 _NAMES = {
     "divergence": "Divergence divergence",
-    "equivalence": "Likeness stand_in",
+    "equivalence": "BlockSimilarity substituted",
     "folders": "check_name",
     "replicas": "replicated",
-    "sharing": "SharedPart ZooContents written_places",
-    "zoo": "Zoo",
+    "zoo": "SharedPart Zoo ZooContents written_places",
 }
 _HOME = {
     name: f"atts.accel.zoo.{module}" for module, names in _NAMES.items() for name in names.split()

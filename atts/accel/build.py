@@ -22,12 +22,11 @@ from atts.accel.speculate.drafter import DraftedRows, DraftedSlots, ModelDrafter
 from atts.accel.speculate.goodput import GoodputLengths
 from atts.accel.speculate.proposers import BestProposer, HintProposer, SuffixProposer
 from atts.accel.zoo.chains import ChainModel, SharedLoop, shared_kernels
-from atts.accel.zoo.kv_sharing import SharingScheduler
 from atts.accel.zoo.many_models import Chain, ZooLoader
-from atts.accel.zoo.slot_ledger import SlotLedger
-from atts.accel.zoo.stage_line import HeldLine
+from atts.accel.zoo.slots import SharingScheduler, SlotLedger
+from atts.accel.zoo.stage_line import StageExecutor
 from atts.accel.zoo.staged_loop import StagedLoop, StagedModel, StagedScheduler
-from atts.accel.zoo.stages import HeldLayers, SharedLayers, StageSetup, stage_setups
+from atts.accel.zoo.stages import SharedLayers, StageModel, StageSetup, stage_setups
 from atts.concurrency import usable_cores
 from atts.errors import ModelLoadError, OutOfMemory, UnsupportedByEngine
 from atts.local.builder import (
@@ -41,15 +40,15 @@ from atts.local.builder import (
     threads_of,
     token_table,
 )
-from atts.local.cpu.native_model import NativeModel
+from atts.local.cpu.model import NativeModel
 from atts.local.devices import SPARE_SLOTS, allocate_cache, default_tokens, device_of
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop
 from atts.local.messages import WorkerConfig, WorkerReady
+from atts.local.model import TorchModel
 from atts.local.proposals import Proposals
 from atts.local.scheduler import Scheduler
-from atts.local.seams import FixedLength, Lengths, Model, Proposer, TappedModel
-from atts.local.torch_model import TorchModel
+from atts.local.seams import FixedLength, HookedModel, Lengths, Model, Proposer
 
 _K_AHEAD = 16
 """Most tokens drafted while a step is computed, where no number is given: drafting ends with it."""
@@ -181,7 +180,7 @@ def _alone(
     drafter = _drafter_here(plan, config)
     cache = allocate_cache(config, dtype, device)
     if make_model is not None:
-        model: TappedModel = make_model(config, weights, cache)
+        model: HookedModel = make_model(config, weights, cache)
         trouble = ""
     else:
         model, trouble = choose_model(config, weights, cache)
@@ -198,7 +197,7 @@ def _drafter_here(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
     return None if is_elsewhere else _drafter_weights(plan, config)
 
 
-def _with_exit(config: WorkerConfig, model: TappedModel, weights: Weights) -> ExitModel:
+def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> ExitModel:
     """The target, which can be heard half-way down its layers.
 
     :raises UnsupportedByEngine: it has but one.
@@ -222,7 +221,7 @@ def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target
     tokens = config.options.kv_tokens or default_tokens(config, dtype, device)
     options = replace(config.options, kv_tokens=tokens, threads=threads_of(config), kernel=kernel)
     plain = replace(config, options=options, pieces=(), builder=None)
-    line = HeldLine(
+    line = StageExecutor(
         plain,
         build_stage,
         1 + sum(stages.replicas),
@@ -245,7 +244,7 @@ def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target
         cache, model, trouble = _stage(first)
         drafter = _drafter_here(plan, config)
         line.load()
-        here = HeldLayers(first, model, cache)
+        here = StageModel(first, model, cache)
         target = StagedModel(
             lambda _: Chain(model, ("", "")), line, plain, cache, here, options=stages
         )
@@ -255,7 +254,7 @@ def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target
         raise
 
 
-def build_stage(setup: StageSetup) -> HeldLayers:
+def build_stage(setup: StageSetup) -> StageModel:
     """The layers of one stage and their cache, for the thread that runs them.
 
     :raises EngineError: they cannot be loaded.
@@ -264,7 +263,7 @@ def build_stage(setup: StageSetup) -> HeldLayers:
     cache, model, _ = _stage(setup)
     if setup.is_shared and isinstance(model, NativeModel):
         return SharedLayers(setup, model, cache)
-    return HeldLayers(setup, model, cache)
+    return StageModel(setup, model, cache)
 
 
 def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from atts.accel import Likeness, Zoo, check_name, divergence, stand_in
+from atts.accel import BlockSimilarity, Zoo, check_name, divergence, substituted
 from atts.api.evaluation import evaluate_sync
 from atts.api.setup import Setup, load_problems
 from atts.core import Problem, Sampling, TokenIds
@@ -25,7 +25,7 @@ _ROOM = 2
 class MeasuredPair:
     """A block that resembles one of the model's, and what the model loses with it."""
 
-    likeness: Likeness
+    likeness: BlockSimilarity
     loss: Loss
 
 
@@ -97,17 +97,17 @@ class _Reference:
     @classmethod
     def of(cls, zoo: Zoo, model: StoredModel, words: str) -> _Reference:
         problems = load_problems(words)
-        with stand_in(zoo.directory, model, {}) as folder:
+        with substituted(zoo.directory, model, {}) as folder:
             solved = _solved(folder, problems, _POLICY)
         lines = [outcome.rollouts[0] for outcome in solved.outcomes()]
         texts = tuple((line.ids("draft"), len(line.prompt.ids("draft"))) for line in lines)
         return cls(zoo, model, words, problems, texts, _right(solved, problems))
 
-    def loss(self, chosen: Sequence[Likeness]) -> Loss:
+    def loss(self, chosen: Sequence[BlockSimilarity]) -> Loss:
         """Measure what the model loses when it has these blocks instead of its own."""
         longest = max(len(ids) - given for ids, given in self.texts)
         policy = replace(_POLICY, max_tokens=_ROOM * longest)
-        with stand_in(
+        with substituted(
             self.zoo.directory, self.model, {one.place: one.digest for one in chosen}
         ) as folder:
             apart = divergence(self.zoo.folder(self.model.name), folder, self.texts)
@@ -128,13 +128,13 @@ class _Reference:
 
     def within(
         self, measured: Sequence[MeasuredPair], bound: float
-    ) -> tuple[list[Likeness], Loss] | None:
+    ) -> tuple[list[BlockSimilarity], Loss] | None:
         """Return the best blocks that together stay within the bound, with their joint loss.
 
         The best block at each place is taken if it is within the bound alone; those that lose most
         are dropped until all together are.
         """
-        best = dict[str, Likeness]()
+        best = dict[str, BlockSimilarity]()
         for pair in sorted(measured, key=lambda pair: pair.loss.nats):
             if pair.loss.nats <= bound:
                 best.setdefault(pair.likeness.place, pair.likeness)

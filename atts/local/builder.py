@@ -13,17 +13,17 @@ from atts.errors import UnsupportedByEngine
 from atts.local.cache import PrefixTree
 from atts.local.cpu.bursts import MultiStep
 from atts.local.cpu.compiling import native_library
-from atts.local.cpu.native_model import NativeModel, unknown_parts
+from atts.local.cpu.model import NativeModel, unknown_parts
 from atts.local.cuda.model import cuda_model
 from atts.local.devices import SPARE_SLOTS, allocate_cache, device_of
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
+from atts.local.model import TorchModel
 from atts.local.model_config import rope_rows
 from atts.local.scheduler import Scheduler, SchedulerConfig
-from atts.local.seams import Model, TappedModel
+from atts.local.seams import HookedModel, Model
 from atts.local.sequence import TokenTable
-from atts.local.torch_model import TorchModel
 
 # before a small model sets its own: what is set counts for new threads too
 _MOST_THREADS = torch.get_num_threads()
@@ -31,7 +31,7 @@ _LOGITS_BYTES = 64 << 20  # most kept in remembered logits
 _MOST_LOGITS = 4096
 
 Send = Callable[[LoopReport], None]
-MakeModel = Callable[[WorkerConfig, Weights, Tensor], TappedModel]
+MakeModel = Callable[[WorkerConfig, Weights, Tensor], HookedModel]
 
 
 def build_loop(
@@ -48,7 +48,7 @@ def build_loop(
     weights = load_weights(config.folder, config.model, dtype, device, config.name)
     cache = allocate_cache(config, dtype, device)
     if make_model is not None:
-        model: TappedModel = make_model(config, weights, cache)
+        model: HookedModel = make_model(config, weights, cache)
         trouble = ""
     else:
         model, trouble = choose_model(config, weights, cache)

@@ -45,5 +45,5 @@ def check_adapter(folder: Path, file: Path, config: ModelConfig, name: str) -> N
     :raises ModelLoadError: it does not.
     """
     with import_lock:
-        from atts.local.lora import read_adapter
+        from atts.local.loader import read_adapter
     read_adapter(TensorFile(file, None), folder, config, name)

@@ -206,7 +206,7 @@ class SpeculationStats:
             self.stood_at[place] += place < stood
 
 
-class Tap(NamedTuple):
+class LayerHook(NamedTuple):
     """Who hears of a step on its way: of its `logit_rows` after so many layers, before the last
     norm.
     """
@@ -256,10 +256,10 @@ class Model(Protocol):
         ...
 
 
-class TappedModel(Model, Protocol):
+class HookedModel(Model, Protocol):
     """A model whose rows can be heard of on their way."""
 
-    def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, table: SlotIds, tap: LayerHook | None = None) -> Tensor:
         """Return the same states; what is computed does not depend on who hears."""
         ...
 

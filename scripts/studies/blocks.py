@@ -32,7 +32,7 @@ from atts.concurrency import collect
 from atts.core import SampleRequest, Sampling
 from atts.local import LocalOptions, check_model
 from atts.local.builder import build_loop
-from atts.local.cpu.native_model import NativeModel
+from atts.local.cpu.model import NativeModel
 from atts.local.loop import StepLoop
 from atts.local.messages import LoopReport, SampleReply, Submit, WorkerConfig
 from atts.models import path

@@ -52,18 +52,17 @@ from atts.evaluators import compare_runs, extract, mean_estimate
 from atts.evaluators.datasets.arithmetic import problems
 from atts.graph import Caller, Graph
 from atts.local import LocalEngine
-from atts.local.attention import GatheredAttention
 from atts.local.builder import MakeModel
 from atts.local.cache import PrefixTree
 from atts.local.cuda.model import cuda_model, disagreement, paged_attention
 from atts.local.loop import StepLoop
 from atts.local.messages import Close, Command, FailureReply, LoopReport, Submit, WorkerConfig
+from atts.local.model import GatheredAttention, TorchModel
 from atts.local.model_config import ModelConfig, read_model_config, rope_rows
 from atts.local.options import Graphs
 from atts.local.scheduler import Scheduler, SchedulerConfig
 from atts.local.seams import Model
 from atts.local.sequence import TokenTable
-from atts.local.torch_model import TorchModel
 from atts.methods import GateInputs, preset
 from atts.models import path, scores_path
 from atts.models.tokenizers import ModelTokenizer
@@ -752,7 +751,8 @@ def speculation_cells(lab: Lab, draft: str, target: str) -> None:
             for count in lab.sizes.rollouts
         }
         if missing := lab.missing(cells, 30.0):
-            lent = {"drafter": str(folder_of("draft", draft))} if changes else {}
+            is_drafted = changes.get("speculate") in ("auto", "draft")
+            lent = {"drafter": str(folder_of("draft", draft))} if is_drafted else {}
             own = options(lab, **lent, **changes)
             todo = {name: cells[name] for name in missing}
             anyio.run(_write_all, lab, folder_of("target", target), own, todo)

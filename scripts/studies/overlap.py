@@ -24,7 +24,7 @@ from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local import LocalEngine
 from atts.local.batch import StepBatch, single_rows
 from atts.local.cpu.compiling import native_library
-from atts.local.cpu.native_model import AheadBatch, NativeModel
+from atts.local.cpu.model import AheadBatch, NativeModel
 from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
 from atts.local.seams import OverlapStats

@@ -20,7 +20,7 @@ from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local.logit_sampling import batch_sampling, inverse_cdf, probabilities
 from atts.local.proposals import standing
-from atts.local.seams import Tap
+from atts.local.seams import LayerHook
 from atts.models import path
 from atts.sampling import Seed, uniforms
 from scripts.studies.harness import Options, Row, Table, interval, say
@@ -547,7 +547,7 @@ class Recorder:
         if self._adapter is None:
             hidden = self._reader.read(text)
         else:
-            self._reader.read(text, Tap(self._adapter.layers, heard.append))
+            self._reader.read(text, LayerHook(self._adapter.layers, heard.append))
             hidden = self._adapter(heard[0], self._reader.config.norm_eps)
         logits = self._reader.model.compute_logits(hidden)
         return probabilities(logits, batch_sampling([sampling] * len(logits), logits.shape[-1]))

@@ -22,10 +22,10 @@ from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems
 from atts.local.batch import PrefillChunk, StepPlan, step_batch
 from atts.local.loader import load_weights
+from atts.local.model import TorchModel
 from atts.local.model_config import read_model_config
-from atts.local.seams import Tap
+from atts.local.seams import LayerHook
 from atts.local.sequence import new_sequence
-from atts.local.torch_model import TorchModel
 from scripts.studies.local import written
 from scripts.studies.train_model import Descent, Llama, ModelConfig, descend, load, save
 
@@ -95,13 +95,13 @@ class Reader:
     def states(self, texts: Sequence[Text], layers: int) -> States:
         """Return the states of all positions where something was written."""
         heard = list[Tensor]()
-        finals = [self.read(text, Tap(layers, heard.append)) for text in texts]
+        finals = [self.read(text, LayerHook(layers, heard.append)) for text in texts]
         tokens = [torch.tensor(text.ids[text.first :]) for text in texts]
         return States(
             torch.cat(heard), torch.cat(finals), torch.cat(tokens), list(map(len, tokens))
         )
 
-    def read(self, text: Text, tap: Tap | None = None) -> Tensor:
+    def read(self, text: Text, tap: LayerHook | None = None) -> Tensor:
         """Return rows before the output matrix, at every position after which something was
         written.
         """

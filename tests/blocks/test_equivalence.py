@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from atts.accel import Zoo, accelerated, divergence, stand_in
+from atts.accel import Zoo, accelerated, divergence, substituted
 from atts.api import build_engine, build_engines, compare_blocks
 from atts.core import SampleRequest, Sampling
 from atts.errors import ATTSError, OptionError
@@ -128,7 +128,7 @@ def test_a_chain_with_another_block_is_what_its_tensors_say(
     digests = kept(pair)
     texts = [(tuple(range(5, 60)), 1)]
     before = contents(pair.directory)
-    with stand_in(pair.directory, pair.model("tuned"), digests) as folder:
+    with substituted(pair.directory, pair.model("tuned"), digests) as folder:
         assert divergence(folder, pair.folder("lean"), texts).nats == 0.0
         assert divergence(folder, pair.folder("tuned"), texts).nats > 0.0
     assert contents(pair.directory) == before

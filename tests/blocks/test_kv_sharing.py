@@ -14,9 +14,8 @@ import pytest
 
 from atts.accel import Zoo
 from atts.accel.zoo.chains import ChainModel
-from atts.accel.zoo.kv_sharing import SharingScheduler
 from atts.accel.zoo.shared_worker import AddModel
-from atts.accel.zoo.slot_ledger import Lineage, SlotLedger
+from atts.accel.zoo.slots import Lineage, SharingScheduler, SlotLedger
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.local.messages import FailureReply, LoopReport, Reply, SampleReply, Submit
 from atts.sampling import Seed

@@ -24,10 +24,10 @@ from atts.accel.build import build_stage
 from atts.accel.zoo import stage_rows, stage_workers
 from atts.accel.zoo.placement import Instance, dispatched
 from atts.accel.zoo.shared_worker import AddModel
-from atts.accel.zoo.stage_line import HeldLine, InFlightStep
-from atts.accel.zoo.stage_rows import HeldRange
+from atts.accel.zoo.stage_line import InFlightStep, StageExecutor
+from atts.accel.zoo.stage_rows import LayerRange
 from atts.accel.zoo.staged_loop import StagedModel
-from atts.accel.zoo.stages import BuildStage, StageSetup, Visited
+from atts.accel.zoo.stages import BuildStage, StageReply, StageSetup
 from atts.concurrency import collect
 from atts.core import Completion, SampleRequest, Sampling
 from atts.errors import EngineUnavailable, ModelLoadError
@@ -61,7 +61,7 @@ def staged(zoo: Zoo, name: str, stages: int = 2, **settings: Any) -> WorkerConfi
 
 def driven(
     first: WorkerConfig, steps: Sequence[Sequence[Command]]
-) -> tuple[dict[int, Reply], HeldLine]:
+) -> tuple[dict[int, Reply], StageExecutor]:
     """What a loop answers, and its ranges."""
     replies = dict[int, Reply]()
 
@@ -265,7 +265,7 @@ def test_a_range_that_could_not_be_loaded_again_is_loaded_for_all_of_its_models(
         joined.clear()
         return Layers()
 
-    line = HeldLine(
+    line = StageExecutor(
         replace(config, options=replace(config.options, kv_tokens=64)), loaded, 1, is_shared=True
     )
     setups = [setup._replace(config=line._config) for setup in setups]
@@ -289,9 +289,9 @@ def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(
     it once more.
     """
     config = staged(family, "base", kv_tokens=64)
-    line = HeldLine(config, build_stage, 1, is_shared=True)
+    line = StageExecutor(config, build_stage, 1, is_shared=True)
     line.start("one")
-    held = line.ranges["a"] = HeldRange(StageSetup(config, range(1), 1, "a", is_shared=True), 1)
+    held = line.ranges["a"] = LayerRange(StageSetup(config, range(1), 1, "a", is_shared=True), 1)
     line.paths[0] = [held]
     held.loading[0] = 2
     held._joined(0, None)
@@ -306,7 +306,7 @@ def test_a_worker_that_is_to_let_a_range_go_has_nothing_of_it(
         stops = [(stop, zero[:0]) for stop in line._way(flight, 0, zero)]
         if not is_kept:
             held.leave(0)
-        line._visited(flight, line.nodes[0], stops, Visited([flight.rows], [0.0]))
+        line._visited(flight, line.nodes[0], stops, StageReply([flight.rows], [0.0]))
         assert held.kept is not None
         assert (held.kept.held[0, 1], flight.levels.tolist()) == (is_kept, [1])
 

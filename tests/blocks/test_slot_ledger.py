@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from atts.accel import Zoo
 from atts.accel.zoo.chains import ChainModel
 from atts.accel.zoo.shared_worker import AddModel
-from atts.accel.zoo.slot_ledger import Lineage, SlotLedger, parting
+from atts.accel.zoo.slots import Lineage, SlotLedger, divergence_point
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.local.cache import PrefixNode
 from atts.local.loop import StepLoop
@@ -255,8 +255,11 @@ def test_where_models_part() -> None:
         ("e", "a0", "m0", "a1", "m1", "x"): (2, 3),
     }
     for units, expected in cases.items():
-        assert parting(base, Lineage(units, ("k0", "k1"), 3)) == expected
-    assert parting(base, Lineage(("e", "x", "m0", "a1", "m1", "h"), ("y", "k1"), 3)) == (0, 1)
+        assert divergence_point(base, Lineage(units, ("k0", "k1"), 3)) == expected
+    assert divergence_point(base, Lineage(("e", "x", "m0", "a1", "m1", "h"), ("y", "k1"), 3)) == (
+        0,
+        1,
+    )
 
 
 def test_slots_are_free_when_nobody_holds_them() -> None:

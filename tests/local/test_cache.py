@@ -17,12 +17,12 @@ from atts.errors import EngineError
 from atts.local.builder import MakeModel
 from atts.local.cache import PrefixNode, PrefixTree, SlotAllocator
 from atts.local.cpu.compiling import native_library
-from atts.local.cpu.native_model import NativeModel
+from atts.local.cpu.model import NativeModel
 from atts.local.devices import is_out_of_memory
 from atts.local.loader import Weights
 from atts.local.messages import Cancel, Command, FailureReply, Submit, WorkerConfig
+from atts.local.model import TorchModel
 from atts.local.sequence import Sequence, ending
-from atts.local.torch_model import TorchModel
 from atts.sampling import Seed, uniforms
 
 

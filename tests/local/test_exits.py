@@ -20,12 +20,12 @@ from atts.core import Sampling
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.local.batch import PrefillChunk, StepBatch, StepPlan, step_batch
 from atts.local.cpu.compiling import native_library
-from atts.local.cpu.native_model import NativeModel
+from atts.local.cpu.model import NativeModel
 from atts.local.loader import Weights, load_weights
+from atts.local.model import TorchModel
 from atts.local.model_config import ModelConfig, read_model_config
-from atts.local.seams import Tap, TappedModel
+from atts.local.seams import HookedModel, LayerHook
 from atts.local.sequence import new_sequence
-from atts.local.torch_model import TorchModel
 from tests.local.speculating import Make, counts, ids_of, requests, run, same, texts
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def loaded(folder: Path, layers: int) -> tuple[ModelConfig, Weights]:
     )
 
 
-def built(config: ModelConfig, weights: Weights, kernel: str) -> TappedModel:
+def built(config: ModelConfig, weights: Weights, kernel: str) -> HookedModel:
     """One that computes them, with a cache of its own."""
     cache = torch.zeros(config.num_layers, 2, 64, config.num_kv_heads, config.head_dim)
     if kernel == "torch":
@@ -72,7 +72,7 @@ def test_who_hears_of_a_step_changes_nothing_of_it(kernel: str, make_model: Make
     config, weights = loaded(folder, 4)
 
     plain = built(config, weights, kernel).forward(a_step(table), table)
-    whole = built(config, weights, kernel).forward(a_step(table), table, Tap(2, heard.append))
+    whole = built(config, weights, kernel).forward(a_step(table), table, LayerHook(2, heard.append))
     assert torch.equal(plain, whole)
     assert [len(rows) for rows in heard] == [2]
     cut = built(*loaded(folder, 2), kernel).forward(a_step(table), table)

@@ -18,11 +18,11 @@ from atts.core import ScoreRequest
 from atts.errors import OptionError
 from atts.local.batch import PrefillChunk, StepPlan, step_batch
 from atts.local.cpu.compiling import native_library
-from atts.local.cpu.native_model import NativeModel
+from atts.local.cpu.model import NativeModel
 from atts.local.loader import load_weights
+from atts.local.model import TorchModel
 from atts.local.model_config import read_model_config
 from atts.local.sequence import new_sequence
-from atts.local.torch_model import TorchModel
 from tests.local.speculating import LAWS, Driven, Make, counts, ids_of, requests, run, same
 
 DEEP = {"num_hidden_layers": 8, "initializer_range": 0.12}

@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from atts.core import SampleRequest, Sampling, ScoreRequest
-from atts.local.attention import GatheredAttention
 from atts.local.batch import StepBatch
 from atts.local.cuda.model import disagreement, paged_attention
 from atts.local.loader import Weights
 from atts.local.logit_sampling import SampledTokens
 from atts.local.messages import Command, SampleReply, Submit
+from atts.local.model import GatheredAttention, TorchModel
 from atts.local.model_config import ModelConfig, read_model_config
 from atts.local.step_layout import RowBlocks, bucketed, layout_of, packed, unpacked
-from atts.local.torch_model import TorchModel
 from atts.models import path
 from atts.sampling import Seed
 from tests.local.speculating import ids_of

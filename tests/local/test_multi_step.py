@@ -11,7 +11,7 @@ import pytest
 
 from atts.core import SampleRequest, Sampling
 from atts.local.cpu.bursts import MultiStep
-from atts.local.cpu.native_model import NativeModel
+from atts.local.cpu.model import NativeModel
 from atts.local.messages import Cancel, Command, SampleReply, Submit
 from atts.models.tokenizers import ModelTokenizer
 from tests.local.speculating import LAWS, Driven, Make, ids_of, requests, run, same, texts

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from atts.core import SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.local.builder import MakeModel
 from atts.local.cpu.compiling import Tuning, native_library, tunings
-from atts.local.cpu.native_model import NativeModel
+from atts.local.cpu.model import NativeModel
 from atts.local.loader import Weights
 from atts.local.messages import Cancel, Command, SampleReply, ScoreReply, Submit, WorkerConfig
 from atts.local.model_config import read_model_config

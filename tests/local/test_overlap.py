@@ -16,13 +16,12 @@ import pytest
 import torch
 
 from atts.accel import SpeculationOptions
-from atts.accel.overlap.branches import BranchWriter
-from atts.accel.overlap.drafter import InlineTransport, OverlappedDrafter, Work
+from atts.accel.overlap.drafter import BranchWriter, InlineTransport, OverlappedDrafter, Work
 from atts.accel.overlap.mirror import ExitModel
 from atts.accel.overlap.outcomes import PlaceLaw
 from atts.core import SampleRequest, Sampling
 from atts.errors import OptionError
-from atts.local.cpu.native_model import NativeModel
+from atts.local.cpu.model import NativeModel
 from atts.local.loop import StepLoop
 from atts.local.messages import Cancel, Command
 from atts.local.seams import OverlapStats
@@ -135,7 +134,7 @@ def test_a_drafter_that_is_the_target_hits_always_and_one_that_is_wrong_never(
         return [PlaceLaw(0.5, (), ())] * len(logits)
 
     monkeypatch.setattr(BranchWriter, "_sampled", wrong)
-    monkeypatch.setattr("atts.accel.overlap.branches.place_laws", unknown)
+    monkeypatch.setattr("atts.accel.overlap.drafter.place_laws", unknown)
     monkeypatch.setattr(ExitModel, "_heard", lambda *args: {})
     ahead = NativeModel.draw_ahead
     monkeypatch.setattr(NativeModel, "draw_ahead", lambda *args: (ahead(*args) + 1) % 300)

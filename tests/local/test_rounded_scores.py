@@ -59,9 +59,7 @@ async def test_scores_are_those_of_rounded_rows(monkeypatch: pytest.MonkeyPatch)
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.bfloat16().float(), weight.bfloat16().float(), bias)
 
-    monkeypatch.setattr(
-        "atts.local.torch_model.F", SimpleNamespace(**{**vars(F), "linear": linear})
-    )
+    monkeypatch.setattr("atts.local.model.F", SimpleNamespace(**{**vars(F), "linear": linear}))
     oracle = await log_probs("embedded:target?kernel=torch")
     apart = [
         torch.tensor(one).sub(torch.tensor(other)).abs().mean().item()

@@ -30,13 +30,13 @@ from atts.accel.build import build_stage
 from atts.accel.options import StageOptions
 from atts.accel.zoo import stage_rows, stage_workers
 from atts.accel.zoo.placement import Instance, dispatched
-from atts.accel.zoo.stage_rows import KeptRows, StageCosts
-from atts.accel.zoo.stages import BuildStage, StageServer, StageSetup, Visit, stage_setups
+from atts.accel.zoo.stage_rows import KvResidency, StageCosts
+from atts.accel.zoo.stages import BuildStage, StageCall, StageServer, StageSetup, stage_setups
 from atts.concurrency import collect
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import EngineUnavailable, ModelLoadError, OptionError, UnsupportedByEngine
 from atts.local.batch import StepBatch, single_rows
-from atts.local.cpu.native_model import NativeModel
+from atts.local.cpu.model import NativeModel
 from atts.local.messages import Cancel, Command, Submit, WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.models.tokenizers import ModelTokenizer
@@ -85,7 +85,7 @@ class StageHere:
         self.heard += 1
         if self.heard > self.ends:
             raise EngineUnavailable("m", "gone")
-        for step in message.steps if isinstance(message, Visit) else ():
+        for step in message.steps if isinstance(message, StageCall) else ():
             self.kinds += Counter(
                 {"steps": 1, "brought": len(step.brought), "again": len(step.again)}
             )
@@ -348,7 +348,7 @@ def test_rows_are_computed_anew_to_the_bit(make_model: Make) -> None:
     cache = one.cache
     copied = two.cache
     rng = np.random.default_rng(0)
-    kept = KeptRows(2, 4098, 64)
+    kept = KvResidency(2, 4098, 64)
     table = np.arange(1, 258, dtype=np.int32)[None]
     fed = 0
     for number in (40, *[1] * 10, 2, 3, 2, 20, *[1] * 20, 3):
@@ -370,7 +370,7 @@ def test_keys_and_values_are_brought_whatever_is_heard_meanwhile(make_model: Mak
     """Who is asked for them may first say that a step broke, so that what it has is not known any
     more.
     """
-    kept = KeptRows(3, 64, 8)
+    kept = KvResidency(3, 64, 8)
     costs = StageCosts(setup_of(make_model("llama"), range(1, 3)))
     table = np.arange(1, 25, dtype=np.int32).reshape(2, 12)
     ends = np.array([10, 10])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from atts.accel.overlap.branches import BranchWriter
+from atts.accel.overlap.drafter import BranchWriter
 from atts.accel.overlap.mirror import STREAM_FILE
 from atts.core import Message, SampleRequest, Sampling
 from atts.errors import ModelLoadError

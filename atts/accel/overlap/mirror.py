@@ -19,7 +19,7 @@ from atts.local.cache import SlotIds
 from atts.local.loader import Weights, read_trained, unusable_heads
 from atts.local.logit_sampling import batch_sampling, probabilities
 from atts.local.model_config import ModelConfig
-from atts.local.seams import Tap, TappedModel
+from atts.local.seams import HookedModel, LayerHook
 
 EXIT_FILE = "heads/exit.safetensors"
 """Inside a model's folder: what `scripts/train heads` makes of it."""
@@ -99,7 +99,7 @@ class ExitModel:
     unheard.
     """
 
-    def __init__(self, model: TappedModel, adapter: ExitAdapter, eps: float) -> None:
+    def __init__(self, model: HookedModel, adapter: ExitAdapter, eps: float) -> None:
         self._model = model
         self._adapter = adapter
         self._eps = eps
@@ -129,7 +129,7 @@ class ExitModel:
         if listener is None:
             return self._model.forward(batch, table)
         return self._model.forward(
-            batch, table, Tap(self._adapter.layers, lambda x: self._tell(listener, batch, x))
+            batch, table, LayerHook(self._adapter.layers, lambda x: self._tell(listener, batch, x))
         )
 
     def _tell(self, listener: ExitListener, batch: StepBatch, x: Tensor) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from atts.local.batch import Ints, PrefillChunk, StepBatch, StepPlan, single_rows, step_batch
 from atts.local.cache import SlotAllocator, SlotIds
-from atts.local.cpu.native_model import AheadBatch, NativeModel
+from atts.local.cpu.model import AheadBatch, NativeModel
 from atts.local.logit_sampling import (
     SamplingBatch,
     batch_sampling,

@@ -20,15 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from atts.accel.zoo.kv_sharing import SharingScheduler
 from atts.accel.zoo.many_models import Chain, ManyModels, ManyModelsLoop, ZooLoader
-from atts.accel.zoo.slot_ledger import Divide, SlotLedger
+from atts.accel.zoo.slots import OnSplit, SharingScheduler, SlotLedger
 from atts.errors import UnsupportedByEngine
 from atts.local.batch import MANY, Floats, Ints, StepBatch, StepPlan, picked
 from atts.local.cache import SlotIds
 from atts.local.cpu.compiling import native_library
-from atts.local.cpu.native_model import Adapted, NativeModel, Segment, unknown_parts
-from atts.local.cpu.packing import PackedAdapter
+from atts.local.cpu.model import Adapted, NativeModel, Segment, unknown_parts
+from atts.local.cpu.weights import PackedAdapter
 from atts.local.messages import LoopReport, WorkerConfig
 from atts.local.sequence import TokenTable
 
@@ -118,7 +117,7 @@ class ChainModel(ManyModels[NativeModel]):
         self.unit_rows = self.unit_calls = 0
         super().__init__(load, first)
 
-    def _relate(self, number: int, chain: Chain[NativeModel], divide: Divide) -> None:
+    def _relate(self, number: int, chain: Chain[NativeModel], divide: OnSplit) -> None:
         """Number the chains, in an order in which neighbours differ in few of their units."""
         chains = {**self._chains, number: chain}
         self._ledger.relate({at: chain.lineage for at, chain in chains.items()}, divide)

@@ -13,7 +13,7 @@ from atts.local.model_config import read_model_config
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from atts.local.torch_model import TorchModel
+    from atts.local.model import TorchModel
 
 
 class Divergence(NamedTuple):
@@ -46,7 +46,7 @@ def _model(folder: Path, longest: int) -> TorchModel:
         import torch
 
         from atts.local.loader import load_weights
-        from atts.local.torch_model import TorchModel
+        from atts.local.model import TorchModel
     config = read_model_config(folder, folder.name)
     cpu = torch.device("cpu")
     cache = torch.zeros(config.num_layers, 2, longest + 2, config.num_kv_heads, config.head_dim)

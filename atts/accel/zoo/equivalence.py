@@ -33,7 +33,7 @@ _KINDS = ("embedding", "attention", "mlp", "head")
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class BlockSimilarity:
     """A block of a model, and another of its shape that is not equal to it."""
 
     place: str
@@ -45,7 +45,7 @@ class Likeness:
 
 def likenesses(
     zoo: Path, model: StoredModel, models: Sequence[StoredModel], limits: tuple[int, float]
-) -> list[Likeness]:
+) -> list[BlockSimilarity]:
     """For each block of a model the nearest of its shape by parameters, so many and so far at most;
     nearest first.
 
@@ -61,7 +61,7 @@ def likenesses(
         for known in (*models, model)
         for block in known.blocks
     }
-    found = list[Likeness]()
+    found = list[BlockSimilarity]()
     for digest, (name, place) in others.items():
         alike = [
             mine
@@ -72,7 +72,7 @@ def likenesses(
         for mine in alike:
             if theirs is not None and own[mine.digest][0] == shape:
                 both = _nearness(own[mine.digest][1], theirs)
-                found.append(Likeness(mine.place, digest, f"{name}/{place}", *both))
+                found.append(BlockSimilarity(mine.place, digest, f"{name}/{place}", *both))
     most, apart = limits
     near = sorted((one for one in found if one.distance <= apart), key=lambda one: one.distance)
     return [
@@ -114,7 +114,7 @@ def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
 
 
 @contextmanager
-def stand_in(
+def substituted(
     zoo: Path, model: StoredModel, digests: Mapping[str, str]
 ) -> Generator[Path, None, None]:
     """A folder of a cut model with other blocks of its zoo at some places, beside the zoo and gone

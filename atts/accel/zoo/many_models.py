@@ -16,19 +16,18 @@ import torch
 from torch import Tensor
 
 from atts.accel.zoo.shared_worker import AddModel
-from atts.accel.zoo.slot_ledger import Divide, Lineage, alone
+from atts.accel.zoo.slots import Lineage, OnSplit, alone
 from atts.local.batch import Floats, Ints, StepBatch
 from atts.local.cache import SlotIds
-from atts.local.cpu.native_model import NativeModel
-from atts.local.cpu.packing import PackedAdapter, Packing
-from atts.local.loader import Rope, Weights, layer_deltas, load_adapter, load_weights
+from atts.local.cpu.model import NativeModel
+from atts.local.cpu.weights import PackedAdapter, Packing
+from atts.local.loader import LowRank, Rope, Weights, layer_deltas, load_adapter, load_weights
 from atts.local.logit_sampling import SampledTokens, SamplingBatch
 from atts.local.loop import StepLoop
-from atts.local.lora import LowRank
 from atts.local.messages import Command, LoopReport, Submit, WorkerConfig
 from atts.local.model_config import ModelConfig
 from atts.local.scheduler import Scheduler
-from atts.local.seams import Model, TappedModel
+from atts.local.seams import HookedModel, Model
 from atts.local.sequence import Sequence, TokenTable
 from atts.models.stored_blocks import content_digest, unit_digests
 
@@ -52,7 +51,7 @@ class Layers(Protocol):
         ...
 
 
-class RangedModel(TappedModel, Layers, Protocol):
+class RangedModel(HookedModel, Layers, Protocol):
     """A whole model that does."""
 
 
@@ -86,7 +85,7 @@ class ManyModels(Generic[M]):
         """One more model; its number follows the last one's."""
         self._configs.append(config)
 
-    def open(self, number: int, divide: Divide = alone) -> None:
+    def open(self, number: int, divide: OnSplit = alone) -> None:
         """Load a model when it is first asked; `divide` hears which of the ledger's old columns
         each is from then on.
 
@@ -107,7 +106,7 @@ class ManyModels(Generic[M]):
             found[at] = known.setdefault(chain.units[unit], at)
         return found
 
-    def _relate(self, number: int, chain: Chain[M], divide: Divide) -> None:
+    def _relate(self, number: int, chain: Chain[M], divide: OnSplit) -> None:
         """See that a model can be run beside the others."""
 
     def _owned(self, hidden: Floats, owners: Ints) -> Tensor:
@@ -278,7 +277,7 @@ class LoopModels(Model, Protocol):
         """Take one more model; its number follows the last one's."""
         ...
 
-    def open(self, number: int, divide: Divide = ...) -> None:
+    def open(self, number: int, divide: OnSplit = ...) -> None:
         """Load a model when it is first asked."""
         ...
 

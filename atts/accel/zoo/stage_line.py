@@ -16,16 +16,16 @@ import numpy as np
 from atts.accel.options import StageWorker
 from atts.accel.zoo import stage_workers
 from atts.accel.zoo.placement import placed
-from atts.accel.zoo.stage_rows import HeldRange, StageShare
-from atts.accel.zoo.stage_workers import HeldNode, Worker, WorkerHere
+from atts.accel.zoo.stage_rows import LayerRange, StageShare
+from atts.accel.zoo.stage_workers import Worker, WorkerHandle, WorkerHere
 from atts.accel.zoo.stages import (
     BuildStage,
     Held,
     Leave,
     RangeStep,
+    StageCall,
+    StageReply,
     StageSetup,
-    Visit,
-    Visited,
     Wanted,
 )
 from atts.errors import EngineUnavailable
@@ -70,14 +70,14 @@ class _Stop(NamedTuple):
     step theirs are.
     """
 
-    held: HeldRange
+    held: LayerRange
     entries: Ints
     batch: StepBatch
     rows: Ints
     logits: Ints
 
 
-class HeldLine:
+class StageExecutor:
     """The ranges of one model, or of several, in workers. A sequence stays in a worker as far as
     its way leads there.
 
@@ -106,10 +106,10 @@ class HeldLine:
         self._kind = stage_workers.KINDS[worker]
         self._workers = list[Worker]()
         self.close: Callable[[], object] = weakref.finalize(self, _end, self._workers)
-        self.nodes = list[HeldNode]()
+        self.nodes = list[WorkerHandle]()
         self._spare = Counter[int]()
-        self.ranges = dict[str, HeldRange]()
-        self.paths = dict[int, list[HeldRange]]()  # by model
+        self.ranges = dict[str, LayerRange]()
+        self.paths = dict[int, list[LayerRange]]()  # by model
         self.handed = Counter[tuple[str, str]]()  # rows, from one range to another
         self._flights = list[InFlightStep]()
         self._steps = 0
@@ -127,11 +127,11 @@ class HeldLine:
 
     def start_here(self) -> None:
         """One that is this process."""
-        self.nodes.append(HeldNode(len(self.nodes), "", WorkerHere(self._build)))
+        self.nodes.append(WorkerHandle(len(self.nodes), "", WorkerHere(self._build)))
 
-    def _started(self, number: int, label: str) -> HeldNode:
+    def _started(self, number: int, label: str) -> WorkerHandle:
         self._workers.append(self._kind(self._config.name, label, self._build))
-        return HeldNode(number, label, self._workers[-1])
+        return WorkerHandle(number, label, self._workers[-1])
 
     def add(
         self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()
@@ -139,10 +139,10 @@ class HeldLine:
         """The ranges of a model, one after the other, and where they are; else beside those that
         they hand rows to.
         """
-        path = self.paths[chain] = list[HeldRange]()
+        path = self.paths[chain] = list[LayerRange]()
         for setup in setups:
             if setup.name not in self.ranges:
-                self.ranges[setup.name] = HeldRange(setup, self._most)
+                self.ranges[setup.name] = LayerRange(setup, self._most)
             held = self.ranges[setup.name]
             held.members[chain] = setup
             path.append(held)
@@ -182,13 +182,13 @@ class HeldLine:
                 del self.ranges[held.setup.name]
                 self._let_go(held, held.holders.copy())
 
-    def _fill(self, held: HeldRange) -> None:
+    def _fill(self, held: LayerRange) -> None:
         """Have the homes of a range load it that do not hold it."""
         for home in held.homes:
             if home not in held.holders and not held.loading[home]:
                 held.join(self.nodes[home], list(held.members.values()))
 
-    def _let_go(self, held: HeldRange, numbers: set[int]) -> None:
+    def _let_go(self, held: LayerRange, numbers: set[int]) -> None:
         """Some workers hold a range no longer."""
         for number in numbers:
             held.leave(number)
@@ -289,12 +289,12 @@ class HeldLine:
             else:
                 self._send(flight)
 
-    def _mend(self, node: HeldNode, error: EngineUnavailable) -> None:
+    def _mend(self, node: WorkerHandle, error: EngineUnavailable) -> None:
         """Put a worker in the place of one that is gone, once; else others take over what only it
         had.
         """
         number = node.number
-        lost = list[HeldRange]()
+        lost = list[LayerRange]()
         for held in self.ranges.values():
             if number in held.holders and held.kept is None:
                 raise error
@@ -322,7 +322,7 @@ class HeldLine:
         :raises EngineUnavailable: none could load it.
         """
         waits = {node.number: node.wait for node in self.nodes}
-        starts = defaultdict[int, dict[HeldRange, StageShare]](dict)
+        starts = defaultdict[int, dict[LayerRange, StageShare]](dict)
         for held, entries in self._before(flight, flight.levels, np.arange(len(flight.levels))):
             if held.failure and not held.holders and not held.loading:
                 problem = f"{held.setup} could not be loaded again ({held.failure.problem})"
@@ -339,9 +339,9 @@ class HeldLine:
 
     def _before(
         self, flight: InFlightStep, levels: Ints, entries: Ints
-    ) -> list[tuple[HeldRange, Ints]]:
+    ) -> list[tuple[LayerRange, Ints]]:
         """The ranges that these are before, as far as they are on their ways."""
-        found = dict[HeldRange, list[int]]()
+        found = dict[LayerRange, list[int]]()
         chains = flight.chains.tolist()
         places = levels.tolist()
         for at in entries.tolist():
@@ -351,7 +351,7 @@ class HeldLine:
         return [(held, np.array(own)) for held, own in found.items()]
 
     def _divided(
-        self, held: HeldRange, flight: InFlightStep, entries: Ints, waits: dict[int, float]
+        self, held: LayerRange, flight: InFlightStep, entries: Ints, waits: dict[int, float]
     ) -> list[StageShare]:
         """Who goes where; `waits` says when each worker begins, then when it is through."""
         if held.kept is None:
@@ -362,7 +362,7 @@ class HeldLine:
         waits.update(own)
         return shares
 
-    def _bring(self, held: HeldRange, number: int, slots: Ints) -> Held:
+    def _bring(self, held: LayerRange, number: int, slots: Ints) -> Held:
         """Keys and values that a worker has and another lacks."""
         began = perf_counter()
         gift: Held = self.nodes[number].at_once(Wanted(held.setup.name, slots))
@@ -372,8 +372,8 @@ class HeldLine:
     def _visit(
         self,
         flight: InFlightStep,
-        node: HeldNode,
-        starts: Mapping[HeldRange, StageShare],
+        node: WorkerHandle,
+        starts: Mapping[LayerRange, StageShare],
         seconds: float,
     ) -> None:
         """Send a worker its entries, each as far as their way leads through what it has."""
@@ -388,7 +388,7 @@ class HeldLine:
             steps.append(RangeStep(stop.held.setup.name, own, share.brought, share.again))
             stops.append((stop, share.slots))
         flight.visits += 1
-        visit = Visit(batch, flight.rows[rows], table.shape, node.news(batch, table), steps)
+        visit = StageCall(batch, flight.rows[rows], table.shape, node.news(batch, table), steps)
         node.ask(visit, partial(self._visited, flight, node, stops), seconds)
 
     def _way(self, flight: InFlightStep, number: int, entries: Ints) -> Iterator[_Stop]:
@@ -413,9 +413,9 @@ class HeldLine:
     def _visited(
         self,
         flight: InFlightStep,
-        node: HeldNode,
+        node: WorkerHandle,
         stops: Sequence[tuple[_Stop, Ints]],
-        answer: Visited | EngineUnavailable,
+        answer: StageReply | EngineUnavailable,
     ) -> None:
         """What a worker did, range after range; where it is gone its entries are before the first
         as they were.

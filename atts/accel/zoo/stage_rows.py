@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.accel.zoo.placement import Demand, Instance, dispatched
-from atts.accel.zoo.stage_workers import HeldNode
+from atts.accel.zoo.stage_workers import WorkerHandle
 from atts.accel.zoo.stages import Held, StageSetup
 from atts.errors import EngineError, EngineUnavailable
 from atts.local.batch import MANY, Floats, Ints, StepBatch
@@ -87,7 +87,7 @@ class _Sequences(NamedTuple):
     lacks: NDArray[np.bool_]
 
 
-class KeptRows:
+class KvResidency:
     """What went into a stage by slots, so that any of its workers can go on from it; and who has."""
 
     def __init__(self, workers: int, slots: int, width: int) -> None:
@@ -230,7 +230,7 @@ class KeptRows:
         return batch, self.rows[written]
 
 
-class HeldRange:
+class LayerRange:
     """A range of layers: the models that have it, the workers that hold it, and what went into it."""
 
     def __init__(self, setup: StageSetup, nodes: int) -> None:
@@ -243,14 +243,14 @@ class HeldRange:
         self.costs = StageCosts(setup)
         self.seconds = 0.0
         options = setup.config.options
-        self.kept: KeptRows | None = None
+        self.kept: KvResidency | None = None
         if setup.replicas > 1 or setup.is_shared:
             assert options.kv_tokens is not None, "who begins knows how many there are"
-            self.kept = KeptRows(
+            self.kept = KvResidency(
                 nodes, options.kv_tokens + SPARE_SLOTS, setup.config.model.hidden_size
             )
 
-    def join(self, node: HeldNode, setups: Sequence[StageSetup]) -> None:
+    def join(self, node: WorkerHandle, setups: Sequence[StageSetup]) -> None:
         """Have a worker load it, or what some models add to it; it holds it from then on."""
         self.failure = None
         self.loading[node.number] += 1

@@ -242,7 +242,7 @@ Receive = Callable[[Any], object]
 """Is told the answer to a message, or why there will be none."""
 
 
-class HeldNode:
+class WorkerHandle:
     """A worker, and what it is asked: one message after the other."""
 
     def __init__(self, number: int, label: str, worker: Worker) -> None:

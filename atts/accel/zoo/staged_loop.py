@@ -16,9 +16,9 @@ from torch import Tensor
 
 from atts.accel.options import StageOptions
 from atts.accel.zoo.many_models import Chain, ManyModels, ManyModelsLoop, RangedModel, half_names
-from atts.accel.zoo.slot_ledger import Divide
-from atts.accel.zoo.stage_line import HeldLine, InFlightStep
-from atts.accel.zoo.stages import HeldLayers, StageSetup
+from atts.accel.zoo.slots import OnSplit
+from atts.accel.zoo.stage_line import InFlightStep, StageExecutor
+from atts.accel.zoo.stages import StageModel, StageSetup
 from atts.errors import EngineError
 from atts.local.batch import StepBatch, StepPlan, step_batch
 from atts.local.cache import PrefixTree, SlotIds
@@ -39,10 +39,10 @@ class StagedModel(ManyModels[RangedModel]):
     def __init__(
         self,
         load: Callable[[WorkerConfig], Chain[RangedModel]],
-        line: HeldLine,
+        line: StageExecutor,
         config: WorkerConfig,
         cache: Tensor,
-        first: HeldLayers | None = None,
+        first: StageModel | None = None,
         *,
         options: StageOptions,
         is_shared: bool = False,
@@ -60,7 +60,7 @@ class StagedModel(ManyModels[RangedModel]):
         self._ends = _ends(config, options.stages) if is_shared else []
         super().__init__(load, config)
 
-    def _relate(self, number: int, chain: Chain[RangedModel], divide: Divide) -> None:
+    def _relate(self, number: int, chain: Chain[RangedModel], divide: OnSplit) -> None:
         """Have workers load what they lack of the layers of a model of a zoo."""
         config = self._configs[number]
         options = self._configs[0].options

@@ -21,8 +21,8 @@ from atts.accel.zoo.many_models import Layers
 from atts.errors import EngineError, UnsupportedByEngine
 from atts.local.batch import Floats, Ints, StepBatch, part_of
 from atts.local.cache import SlotIds
-from atts.local.cpu.native_model import NativeModel
-from atts.local.cpu.packing import PackedAdapter
+from atts.local.cpu.model import NativeModel
+from atts.local.cpu.weights import PackedAdapter
 from atts.local.loader import layer_deltas, load_adapter
 from atts.local.messages import FailureReply, WorkerConfig
 
@@ -68,7 +68,7 @@ class RangeStep(NamedTuple):
     again: Sequence[tuple[StepBatch, Floats]] = ()
 
 
-class Visit(NamedTuple):
+class StageCall(NamedTuple):
     """Sequences of a step that pass one or more of a worker's ranges, each as many of them as its
     way leads through.
     """
@@ -80,7 +80,7 @@ class Visit(NamedTuple):
     steps: Sequence[RangeStep]
 
 
-class Visited(NamedTuple):
+class StageReply(NamedTuple):
     """The rows behind each of the ranges, or what hindered them; and how long each took."""
 
     rows: Sequence[Floats] | Exception
@@ -100,7 +100,7 @@ class Leave(NamedTuple):
     name: str
 
 
-class HeldLayers:
+class StageModel:
     """Some layers of a model, and their keys and values."""
 
     def __init__(self, setup: StageSetup, model: Layers, cache: Tensor) -> None:
@@ -143,7 +143,7 @@ class HeldLayers:
         self._model.through(batch, table, rows, self._units)
 
 
-class SharedLayers(HeldLayers):
+class SharedLayers(StageModel):
     """Layers that several models of a zoo have: rows of all of them at once, to which each one's
     adapter adds.
     """
@@ -174,7 +174,7 @@ class SharedLayers(HeldLayers):
         rows[1][order] = hidden
 
 
-BuildStage = Callable[[StageSetup], HeldLayers]
+BuildStage = Callable[[StageSetup], StageModel]
 
 
 class StageServer:
@@ -184,7 +184,7 @@ class StageServer:
 
     def __init__(self, build: BuildStage) -> None:
         self._build = build
-        self._held: dict[str, HeldLayers] = {}
+        self._held: dict[str, StageModel] = {}
         self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # as far as it was told
 
     def answer(self, message: Any) -> object:
@@ -194,7 +194,7 @@ class StageServer:
         match message:
             case list():
                 return self._load(message)
-            case Visit():
+            case StageCall():
                 return self._visited(message)
             case Wanted(name, slots):
                 return self._held[name].held(slots)
@@ -214,7 +214,7 @@ class StageServer:
         self._held[name] = held
         return None
 
-    def _visited(self, visit: Visit) -> Visited:
+    def _visited(self, visit: StageCall) -> StageReply:
         if self._table.shape != visit.shape:
             self._table = np.zeros(visit.shape, dtype=np.int32)
         self._table[visit.news[:2]] = visit.news[2]
@@ -226,15 +226,15 @@ class StageServer:
             try:
                 found.append(self._run(held, step, visit))
             except MemoryError:
-                return Visited(MemoryError(f"{held.setup} cannot allocate memory"), seconds)
+                return StageReply(MemoryError(f"{held.setup} cannot allocate memory"), seconds)
             except Exception as error:  # noqa: BLE001  raised where the step began
-                return Visited(
+                return StageReply(
                     RuntimeError(f"{held.setup}: {type(error).__name__}: {error}"), seconds
                 )
             seconds.append(perf_counter() - began)
-        return Visited(found, seconds)
+        return StageReply(found, seconds)
 
-    def _run(self, held: HeldLayers, step: RangeStep, visit: Visit) -> Floats:
+    def _run(self, held: StageModel, step: RangeStep, visit: StageCall) -> Floats:
         batch, at, _ = part_of(visit.batch, step.entries)
         for slots, brought in step.brought:
             held.take(slots, brought)

@@ -14,7 +14,7 @@ from torch import Tensor
 from atts.core import SampleRequest, TokenIds
 from atts.local.batch import Draws, StepBatch, StepPlan, is_last, single_rows
 from atts.local.cache import SlotIds
-from atts.local.cpu.native_model import AheadBatch, NativeModel
+from atts.local.cpu.model import AheadBatch, NativeModel
 from atts.local.logit_sampling import batch_sampling
 from atts.local.scheduler import Scheduler
 from atts.local.seams import Model

@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atts.local.attention import GatheredAttention, MakeAttend
 from atts.local.batch import StepBatch
 from atts.local.cuda.graphs import cuda_capture
 from atts.local.loader import Weights
+from atts.local.model import GatheredAttention, MakeAttend, TorchModel
 from atts.local.model_config import ModelConfig
 from atts.local.options import Graphs
 from atts.local.step_layout import ALL_ROWS, RowBlocks, StepLayout, packed, unpacked
-from atts.local.torch_model import TorchModel
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 

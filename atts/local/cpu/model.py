@@ -14,8 +14,7 @@ from torch import Tensor
 
 from atts.local.batch import Ints, StepBatch
 from atts.local.cache import SlotIds
-from atts.local.cpu.native_weights import INT, POINTER, NativeWeights, members
-from atts.local.cpu.packing import Packing
+from atts.local.cpu.weights import INT, POINTER, NativeWeights, Packing, members
 from atts.local.loader import Weights
 from atts.local.logit_sampling import (
     SampledTokens,
@@ -25,7 +24,7 @@ from atts.local.logit_sampling import (
     spread_rows,
 )
 from atts.local.model_config import ModelConfig
-from atts.local.seams import Tap
+from atts.local.seams import LayerHook
 
 _Floats = NDArray[np.float32]
 Allocate = Callable[[int, int], _Floats]
@@ -213,7 +212,7 @@ class NativeModel:
         self._step.threads = threads
         self._step.scratch = self._scratch.ctypes.data
 
-    def forward(self, batch: StepBatch, table: SlotIds, tap: Tap | None = None) -> Tensor:
+    def forward(self, batch: StepBatch, table: SlotIds, tap: LayerHook | None = None) -> Tensor:
         """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
         hidden = np.empty((len(batch.logit_rows), self._config.hidden_size), dtype=np.float32)
         if tap is not None:
@@ -265,7 +264,7 @@ class NativeModel:
         """Where the kernels find it."""
         return ctypes.addressof(self._model)
 
-    def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: Tap) -> Tensor:
+    def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: LayerHook) -> Tensor:
         x = _floats(len(batch.tokens), hidden.shape[1])
         (middle, last) = (1 + 2 * tap.layers, self._step.last_unit)
         self.through(batch, table, (x, hidden), (0, middle))

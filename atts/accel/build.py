@@ -198,7 +198,7 @@ def _drafter_here(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
 
 
 def _with_exit(config: WorkerConfig, model: HookedModel, weights: Weights) -> ExitModel:
-    """The target, which can be heard half-way down its layers.
+    """Return the target, which can be heard half-way down its layers.
 
     :raises UnsupportedByEngine: it has but one.
     """
@@ -255,7 +255,7 @@ def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target
 
 
 def build_stage(setup: StageSetup) -> StageModel:
-    """The layers of one stage and their cache, for the thread that runs them.
+    """Return the layers of one stage and their cache, for the thread that runs them.
 
     :raises EngineError: they cannot be loaded.
     """
@@ -267,9 +267,7 @@ def build_stage(setup: StageSetup) -> StageModel:
 
 
 def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
-    """Some layers of a model, and its words where these are the first; those of a zoo's models are
-    elsewhere.
-    """
+    """Load some layers of a model, and its words where these are the first of a model on its own."""
     config = setup.config
     part = setup.config.model.part(setup.layers)
     alone = not setup.is_shared
@@ -308,8 +306,8 @@ def _proposer_and_lengths(
 
 
 def _may_learn(plan: LoopPlan, device: torch.device) -> bool:
-    """Whether it is left open how a draft model that the target's own words name is used, and there
-    are two cores.
+    """Return whether it is left open how a draft model that the target's own words name is used,
+    and there are two cores.
     """
     is_open = plan.drafter is not None and not plan.may_lack_drafter
     return is_open and plan.speculation.is_open and device.type == "cpu" and usable_cores() > 1
@@ -341,7 +339,7 @@ def _drafter_config(plan: LoopPlan, config: WorkerConfig, slots: int) -> WorkerC
     is_apart = _drafter_device(plan, config).type != device_of(config).type
     kernel = "auto" if is_apart else config.options.kernel
     options = replace(config.options, kv_tokens=slots, scores="float32", kernel=kernel)
-    return replace(plan.drafter, options=options, sharers=config.sharers)
+    return replace(plan.drafter, options=options, sharers=config.sharers, parts=config.parts)
 
 
 def _drafter(
@@ -422,8 +420,8 @@ def overlapped_drafter(
 
 
 def _proposer(way: str, drafter: Proposer | None) -> Proposer:
-    """What proposes: looked up where that is cheap and likely, drafted by the model where there is
-    one.
+    """Return what proposes: lookups where they are cheap and likely, and the draft model if there
+    is one.
     """
     if way in ("draft", *OVERLAPPED) and drafter is not None:
         return drafter

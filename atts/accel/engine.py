@@ -102,7 +102,8 @@ class Acceleration(Accelerator):
             return config
         drafter = plan.drafter
         floats = drafter.kv_floats_per_token if drafter is not None else 0
-        return replace(config, builder=PlannedLoop(plan), more_kv_floats=floats)
+        builder = PlannedLoop(plan)
+        return replace(config, builder=builder, more_kv_floats=floats, parts=plan.num_parts)
 
     def worker(self, model: str, options: LocalOptions) -> LoopWorker:
         """Return a part in the loop of a zoo's models where nothing else is computed for this one,

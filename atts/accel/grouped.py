@@ -38,7 +38,7 @@ class GroupedDrafter(ModelDrafter):
         self._groups = model
 
     def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
-        """What the round computed is forgotten."""
+        """Forget what the round computed."""
         if self.calibration == "none":
             super().settled(key, proposal, stood)
 

@@ -33,6 +33,16 @@ class LoopPlan:
         """Whether this is nothing but plain decoding."""
         return not self.speculates and self.stages.stages == 1 and not self.is_shared
 
+    @property
+    def num_parts(self) -> int:
+        """How many processes of this machine compute at the same time, and so divide the cores."""
+        if self.stages.stages > 1 and self.stages.stage_worker == "process":
+            return 1 + sum(self.stages.replicas)
+        speculation = self.speculation
+        is_apart = speculation.is_overlapped and speculation.beside == "process"
+        is_parallel = self.drafter is not None and self.drafter.is_parallel
+        return 2 if is_apart and is_parallel else 1
+
     def without_drafter(self) -> LoopPlan:
         """Return the same plan, proposing nothing."""
         speculation = replace(self.speculation, drafter="", speculate="off", beside="process")

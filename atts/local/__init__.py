@@ -1,6 +1,4 @@
-"""The local engine: models in this process or a child of it, continuous batching, a shared prefix
-cache.
-"""
+"""The local engine: models of this machine, decoded in shared steps over one prefix cache."""
 
 from atts.local.checking import check_adapter, check_model, check_weights
 from atts.local.engine import Accelerator, LocalEngine

@@ -1,6 +1,4 @@
-"""One step's work: the scheduler's plan, the flat arrays a model is fed, and the protocol of
-models.
-"""
+"""The work of one step: the scheduler's plan, and the flat arrays a model is fed."""
 
 from __future__ import annotations
 
@@ -56,12 +54,12 @@ class StepPlan:
         return len(self.decoding) + len(self.prefills) + len(self.ready)
 
     def sequences(self) -> list[Sequence]:
-        """Those that it serves."""
+        """Return the sequences that it serves."""
         return [*self.ready, *self.decoding, *(chunk.sequence for chunk in self.prefills)]
 
     def halves(self) -> Iterator[StepPlan]:
-        """The same work in two steps, nothing proposed; the second without what has lost its row
-        meanwhile.
+        """Yield the same work in two steps, nothing proposed; the second without whoever lost its
+        row.
         """
         sequences = self.sequences()
         for part in (sequences[: self.size // 2], sequences[self.size // 2 :]):
@@ -81,20 +79,20 @@ class StepPlan:
         return len(self.decoding) + sum(map(len, self.proposals))
 
     def widths(self) -> list[int]:
-        """At how many places each sequence that is sampled is computed: those ready, decoding and
+        """Count the places at which each sequence that is sampled is computed: ready, decoding,
         started.
         """
         spans = [1 + len(proposal) for proposal in self.proposals] or [1] * len(self.decoding)
         return [1] * len(self.ready) + spans + [1] * len(self.started())
 
     def spans(self) -> Iterator[tuple[Sequence, int, int]]:
-        """Every token that a decoding sequence feeds, with its position."""
+        """Yield every token that a decoding sequence feeds, with its position."""
         for sequence, proposal in zip(self.decoding, self.proposals, strict=True):
             for position, token in enumerate((sequence.ids[-1], *proposal), sequence.num_computed):
                 yield sequence, position, token
 
     def started(self) -> list[Sequence]:
-        """Sampling sequences whose last given token is fed now."""
+        """Return sampling sequences whose last given token is fed now."""
         return [
             c.sequence
             for c in self.prefills
@@ -102,7 +100,7 @@ class StepPlan:
         ]
 
     def scored(self) -> list[PrefillChunk]:
-        """Chunks that hold tokens to score."""
+        """Return chunks that hold tokens to score."""
         return [c for c in self.prefills if c.logits_from < c.stop and c.sequence.is_scoring]
 
 
@@ -148,8 +146,7 @@ class Bursts(Protocol):
 
 
 def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
-    """The plan as arrays; `logit_rows` are the tokens sampled after, decoding ones first, then
-    those that score.
+    """Return the plan as arrays; `logit_rows` are the tokens sampled after, then those that score.
 
     A proposal is fed as rows of one token each that share a row of the slot table: each is computed
     as if those before it had been fed in earlier steps, to the bit where a kernel computes rows
@@ -194,9 +191,7 @@ def step_batch(plan: StepPlan, table: SlotIds) -> StepBatch:
 
 
 def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """Some of a batch's sequences, those of a single token first; which of its rows and logit rows
-    theirs are.
-    """
+    """Pick some of a batch's sequences, single tokens first; return also their rows and logit rows."""
     begins = batch.query_starts[entries]
     counts = batch.query_starts[entries + 1] - begins
     starts = np.zeros(len(entries) + 1, dtype=np.int64)
@@ -222,7 +217,7 @@ def picked(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
 
 
 def part_of(batch: StepBatch, entries: Ints) -> tuple[StepBatch, Ints, Ints]:
-    """The same of sequences in the order in which they are: often all of them."""
+    """Pick sequences in the order in which they are: often all of them."""
     if len(entries) < len(batch.table_rows):
         return picked(batch, entries)
     return batch, np.arange(len(batch.tokens)), np.arange(len(batch.logit_rows))
@@ -233,12 +228,12 @@ _Fed = tuple[Sequence, int, int]
 
 
 def _newest(sequences: list[Sequence]) -> list[_Fed]:
-    """Rows that feed nothing but the last token there is."""
+    """Return rows that feed nothing but the last token there is."""
     return [(sequence, sequence.num_computed, sequence.ids[-1]) for sequence in sequences]
 
 
 def _decoding_batch(fed: list[_Fed], table: SlotIds) -> StepBatch:
-    """The common case, one token each, without the bookkeeping of chunks."""
+    """Return the batch of the common case, one token each, without the bookkeeping of chunks."""
     numbers = [(s.row, s.rope_row, position, token, s.model) for s, position, token in fed]
     rows, ropes, positions, tokens, models = np.array(numbers, dtype=np.int64).T.copy()
     plain = single_rows(tokens, positions, rows, table)
@@ -254,7 +249,7 @@ class StepBatches:
         self._kept: tuple[list[Sequence], list[int], StepBatch] | None = None
 
     def of(self, plan: StepPlan, table: SlotIds) -> StepBatch:
-        """The plan's; to be read before the next one is asked for."""
+        """Return the plan's batch, to be read before the next one is asked for."""
         if plan.proposals or not all(map(is_last, plan.prefills)):
             self._kept = None
             return step_batch(plan, table)
@@ -273,7 +268,7 @@ class StepBatches:
 
 
 def is_last(chunk: PrefillChunk) -> bool:
-    """Whether it is the last given token alone, sampled after: like one that decodes."""
+    """Return whether it is the last given token alone, sampled after: like one that decodes."""
     sequence, start, stop, first = chunk
     return stop - start == 1 and first == start and not sequence.is_scoring
 
@@ -281,9 +276,7 @@ def is_last(chunk: PrefillChunk) -> bool:
 def single_rows(
     tokens: Ints, positions: Ints, rows: Ints, table: SlotIds, num_logits: Ints | None = None
 ) -> StepBatch:
-    """A batch of rows that feed one token each; all of them are sampled after, or those whose
-    `num_logits` is 1.
-    """
+    """Return a batch of rows that feed one token each, all or some of them sampled after."""
     count = len(tokens)
     starts = np.arange(count + 1)
     return StepBatch(

@@ -1,6 +1,4 @@
-"""The slots of the key-value cache and what is known in them: an allocator of slots of one token
-each, and a radix tree of the token sequences that are cached.
-"""
+"""The slots of the key-value cache, and the radix tree of the token sequences in them."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ class SlotAllocator:
         return np.zeros((rows, width), dtype=np.int32)
 
     def allocate(self, count: int) -> SlotIds:
-        """`count` slots; the caller has made sure there are as many."""
+        """Hand out `count` slots; the caller has made sure there are as many."""
         assert count <= self.num_free, "slots must be made free before they are allocated"
         self.num_free -= count
         self._least_free = min(self._least_free, self.num_free)
@@ -116,7 +114,7 @@ class PrefixTree:
         self._logits: Recent[int, tuple[PrefixNode, Tensor]] = Recent(max_logits)
 
     def root(self, kind: int) -> PrefixNode:
-        """Where sequences of a kind begin, which share nothing with those of another."""
+        """Return where sequences of a kind begin, which share nothing with those of another."""
         if not kind:
             return self._root
         return self._root.children.setdefault(
@@ -129,9 +127,7 @@ class PrefixTree:
         return self.num_cached - self._num_locked
 
     def match(self, ids: TokenIds, limit: int, after: PrefixNode | None = None) -> PrefixMatch:
-        """What is known of the first `limit` ids, from `after` on; splits a node where the match
-        ends inside it.
-        """
+        """Find the first `limit` ids, from `after` on; split a node where the match ends inside it."""
         self._clock += 1
         node = after or self._root
         at = 0
@@ -223,7 +219,7 @@ class PrefixTree:
         self._logits[id(node)] = (node, logits)
 
     def logits(self, node: PrefixNode) -> Tensor | None:
-        """The logits after this node's last token, if they are still known."""
+        """Return the logits after this node's last token, if they are still known."""
         kept = self._logits.get(id(node))
         return None if kept is None else kept[1]
 
@@ -241,9 +237,7 @@ class PrefixTree:
             step = step.parent
 
     def scores(self, node: PrefixNode, first: int) -> list[float]:
-        """What is remembered of the text that ends with this node, from its token `first` up to one
-        that is unknown.
-        """
+        """Return what is remembered from token `first` on, up to one that is unknown."""
         parts = list[NDArray[np.float32]]()
         step = node
         while step.depth > first and step.parent is not None:
@@ -259,7 +253,7 @@ class PrefixTree:
         return known
 
     def nodes(self) -> Iterator[PrefixNode]:
-        """All of them, those before others first."""
+        """Yield all of them, those before others first."""
         pending = [self._root]
         while pending:
             yield (node := pending.pop())
@@ -298,7 +292,7 @@ class PrefixTree:
 
 
 def _shared_length(known: TokenIds, ids: TokenIds, start: int, limit: int) -> int:
-    """How many of `known` equal `ids` from `start` on, up to `limit`; at least 1 is known to."""
+    """Count how many of `known` equal `ids` from `start` on, up to `limit`; 1 is known to."""
     most = min(len(known), limit - start)
     if known[:most] == ids[start : start + most]:
         return most

@@ -1,6 +1,4 @@
-"""Model folders examined before they are loaded: configuration, tokenizer and weights, and that
-they go together.
-"""
+"""Model folders examined before they are loaded: configuration, tokenizer and weights fit together."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from atts.models.tokenizers import ModelTokenizer
 
 
 def check_model(folder: Path, name: str) -> tuple[ModelConfig, ModelTokenizer]:
-    """The configuration and the tokenizer of a model folder, whose weight files are there.
+    """Return the configuration and the tokenizer of a model folder, whose weight files are there.
 
     :raises ModelLoadError: something is missing or cannot be read, or they are of different models.
     """

@@ -1,6 +1,4 @@
-"""The main program of a worker process: one engine's step loop, commanded through its standard
-input and output.
-"""
+"""The main program of a worker process, commanded through its standard input and output."""
 
 from __future__ import annotations
 

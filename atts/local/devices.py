@@ -31,7 +31,7 @@ def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> 
 
 
 def free_room(device: torch.device) -> int:
-    """Bytes of memory that are free there; as many as there can be where the system does not tell."""
+    """Return bytes of memory that are free there; all there can be where the system does not tell."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = free_memory()
@@ -41,7 +41,7 @@ def free_room(device: torch.device) -> int:
 def allocate_cache(
     config: WorkerConfig, dtype: torch.dtype, device: torch.device, least: int | None = None
 ) -> Tensor:
-    """The key-value cache, [layers, 2, slots + 2, kv_heads, head_dim] of zeros; halved until it
+    """Allocate the cache, [layers, 2, slots + 2, kv_heads, head_dim] of zeros; halve it until it
     fits.
 
     :raises OutOfMemory: not even one whole context fits.
@@ -69,7 +69,7 @@ def allocate_cache(
 
 
 def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Tokens that a cache holds where no number is given."""
+    """Return how many tokens a cache holds where no number is given."""
     budget = _CPU_CACHE_BYTES
     if device.type == "cuda":
         budget = int(free_room(device) * _GPU_CACHE_SHARE)
@@ -86,8 +86,8 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether numpy, torch or a GPU's allocator refused; torch on a CPU and CUDA's libraries say so
-    in words only.
+    """Return whether numpy, torch or a GPU's allocator refused; torch on a CPU and CUDA's libraries
+    say so in words only.
     """
     words = "allocate memory", "out of memory", "ALLOC_FAILED"
     return isinstance(error, MemoryError) or (

@@ -152,24 +152,22 @@ class LocalEngine:
         return Completion(reply.ids, text, reply.ended, reply.logprobs, reply.cached_tokens)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """Log-probabilities of the suffix; see `atts.engine.Engine.score`."""
+        """Score the suffix; see `atts.engine.Engine.score`."""
         reply = await (self._opened or self._require()).ask(request)
         assert isinstance(reply, ScoreReply), "a scoring request is answered by scores"
         return Scores(reply.logprobs, reply.cached_tokens, reply.begun)
 
     def stats(self) -> EngineStats:
-        """Counters so far."""
+        """Return the counters so far."""
         return self._require().stats()
 
     def speculated(self) -> Speculated | None:
-        """What was proposed so far, and what of it stood; None without a proposer."""
+        """Return what was proposed so far and what of it was accepted; None without a proposer."""
         found = self._require().loop_stats.speculation
         return None if found is None else counters_of(found)
 
     def loop_stats(self) -> LoopStats:
-        """The step loop's own counters: cache, batches, preemptions, waiting times; at most a fifth
-        of a second old.
-        """
+        """Return the step loop's own counters, at most a fifth of a second old."""
         return self._require().loop_stats
 
     @property
@@ -313,8 +311,8 @@ class _OpenEngine:
         return waiter.reply
 
     def _explained(self, error: ContextOverflow) -> ContextOverflow:
-        """The same error, saying so where the model could take the request and only the cache is
-        too small.
+        """Say so in the error where the model could take the request and only the cache is too
+        small.
         """
         if error.needed > self._context:
             return error
@@ -322,7 +320,7 @@ class _OpenEngine:
         return ContextOverflow(self._name, error.needed, error.context_length, advice)
 
     def stats(self) -> EngineStats:
-        """Counters so far, in the terms every engine shares."""
+        """Return the counters so far, in the terms every engine shares."""
         return replace(
             self.loop_stats.snapshot(), requests=self._requests, in_flight=len(self._waiters)
         )
@@ -339,7 +337,7 @@ class _OpenEngine:
         self._deliver(LoopReport((FailureReply(0, "closed", "it was closed"),), None))
 
     def _hand_over(self, report: LoopReport) -> None:
-        """Called in the worker's thread; hands over to the event loop without waiting for it."""
+        """Hand a report of the worker's thread over to the event loop without waiting for it."""
         self._soon(partial(self._deliver, report))
 
     def _deliver(self, report: LoopReport) -> None:
@@ -372,8 +370,8 @@ def _prepare(
     *,
     is_chat: bool,
 ) -> _Prepared:
-    """All that is known of a model before it is loaded; last, the name of its weights and their
-    digest.
+    """Find all that is known of a model before it is loaded, and the name and digest of its
+    weights.
     """
     # Torch is imported by the worker alone, so its absence would only show as a worker that died.
     for package in ("torch", "transformers"):
@@ -393,7 +391,7 @@ def _prepare(
 
 @cache
 def warn_once(trouble: str) -> None:
-    """Two engines that meet the same trouble tell it once."""
+    """Log the same trouble once, however many engines meet it."""
     if trouble:
         _log.warning("%s", trouble)
 

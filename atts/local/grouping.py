@@ -1,6 +1,4 @@
-"""Attention of neighbouring layers that read one input, computed as one layer with as many times
-the heads.
-"""
+"""Attention of neighbouring layers computed as one layer with as many times the heads."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ class AttentionGroup(NamedTuple):
     values: Tensor
 
     def one(self, index: int) -> AttentionGroup:
-        """A layer by itself."""
+        """Return a layer by itself."""
         heads = self.keys.shape[1] // len(self.layers)
         own = slice((index - self.layers.start) * heads, (index - self.layers.start + 1) * heads)
         return AttentionGroup(range(index, index + 1), self.keys[:, own], self.values[:, own])
 
 
 def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[AttentionGroup]:
-    """So many layers at a time, of one window and rotation; the first and the last layer stay
+    """Group so many layers at a time, of one window and rotation; the first and the last stay
     apart.
     """
     last = config.num_layers - 1
@@ -53,14 +51,14 @@ def attention_groups(config: ModelConfig, cache: Tensor, size: int) -> list[Atte
 
 
 def joined(layers: Sequence[LayerWeights], config: ModelConfig) -> LayerWeights:
-    """The first layer with the attention of all: what norms their input has gone into the matrix."""
+    """Join the attention of all layers to the first; norms of their input go into the matrix."""
     first = layers[0]
     sizes = [heads * config.head_dim for heads in (config.num_heads, *[config.num_kv_heads] * 2)]
     if len(layers) == 1:
         return first
 
     def by_kind(parts: Sequence[Tensor]) -> Tensor:
-        """All queries' rows, then all keys', then all values'."""
+        """Return all queries' rows, then all keys', then all values'."""
         return torch.cat(
             [
                 torch.cat(kind)

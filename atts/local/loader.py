@@ -1,6 +1,4 @@
-"""The loader of weights: safetensors files into fused tensors, checked for presence, shape and
-type.
-"""
+"""The loader of weights and adapters from safetensors files, checked for presence, shape and type."""
 
 from __future__ import annotations
 
@@ -55,7 +53,7 @@ class LowRank:
     up: Tensor  # [out, rank]
 
     def added_to(self, weight: Tensor) -> Tensor:
-        """The merged matrix, computed in float32."""
+        """Return the merged matrix, computed in float32."""
         return (weight.float() + self.up.to(weight.device) @ self.down.to(weight.device)).to(
             weight.dtype
         )
@@ -68,8 +66,7 @@ Adapter = Mapping[str, LowRank]
 def read_adapter(
     file: TensorFile, settings: Path, config: ModelConfig, name: str
 ) -> dict[str, LowRank]:
-    """The adapter in a safetensors file, with the settings in a folder, for a model of this
-    configuration.
+    """Read the adapter in a safetensors file, with the settings in a folder, for such a model.
 
     :raises ModelLoadError: it is damaged, of another shape than the model, or more than LoRA of its
         layers' matrices.
@@ -137,7 +134,7 @@ def _low_rank(
 
 
 def _of_module(patterns: object, module: str, default: float) -> float:
-    """The value of the first pattern that a module's name ends with, as peft reads them."""
+    """Return the value of the first pattern that a module's name ends with, as peft reads them."""
     known: Mapping[str, Any] = patterns if isinstance(patterns, dict) else {}
     return next(
         (
@@ -150,7 +147,7 @@ def _of_module(patterns: object, module: str, default: float) -> float:
 
 
 def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Rows and columns of every matrix of the layers, by its name."""
+    """Return rows and columns of every matrix of the layers, by its name."""
     heads = config.num_heads
     kv = config.num_kv_heads
     width = config.hidden_size
@@ -180,9 +177,7 @@ def _sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def fused(
     adapter: Adapter, modules: Mapping[str, int], rows: Tensor | None = None
 ) -> LowRank | None:
-    """What is added to matrices that lie below each other, of so many rows each; None where it is
-    nothing.
-    """
+    """Join what is added to matrices that lie below each other; None where it is nothing."""
     found = [(module, adapter.get(module)) for module in modules]
     downs = [low.down for _, low in found if low is not None]
     if not downs:
@@ -236,9 +231,7 @@ class Rope:
     scales: Tensor  # [head_dim / 2], multiply cosines and sines
 
     def angles(self, rows: int) -> Tensor:
-        """The angles at the first positions, [variants * rows, head_dim / 2]: those of long
-        requests follow.
-        """
+        """Return the angles at the first positions: [variants * rows, head_dim / 2]."""
         positions = torch.arange(rows, dtype=torch.float32)
         return torch.cat([torch.outer(positions, frequencies) for frequencies in self.frequencies])
 
@@ -302,7 +295,7 @@ def load_weights(
 
 
 def free_memory() -> int | None:
-    """Bytes that this machine could still give out, swap apart; None where it does not say."""
+    """Return the bytes that this machine could still give out, swap apart; None where unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -313,7 +306,7 @@ def free_memory() -> int | None:
 
 
 def load_adapter(folder: Path, config: ModelConfig, name: str) -> Adapter:
-    """The adapter that is stored with a model; empty where there is none.
+    """Return the adapter that is stored with a model; empty where there is none.
 
     :raises ModelLoadError: it cannot be used.
     """
@@ -343,7 +336,7 @@ def _fuse(
 
 
 def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
-    """The rotary embeddings of a model's layers.
+    """Return the rotary embeddings of a model's layers.
 
     :raises ModelLoadError: the configuration's values make none.
     """
@@ -370,7 +363,7 @@ def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
 
 
 def _frequencies(hf: Any, config: ModelConfig, kind: str) -> tuple[Tensor, float]:
-    """The frequencies of what turns, [1 or 2, rotary_dim / 2], and what multiplies cosines and
+    """Return the frequencies of what turns, [1 or 2, rotary_dim / 2], and the factor of cosines and
     sines.
     """
     rope = hf.rope_parameters[kind] if kind else hf.rope_parameters
@@ -421,8 +414,8 @@ def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
 
 
 def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str, int], Tensor]:
-    """The matrices below each other in a layer's first products, their rows; and the order of the
-    first one's.
+    """Return the matrices in a layer's first products with their rows, and the order of the heads'
+    features.
     """
     heads = config.num_heads
     kv = config.num_kv_heads
@@ -447,7 +440,7 @@ def fused_parts(config: ModelConfig, at: str) -> tuple[dict[str, int], dict[str,
 
 
 def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
-    """What an adapter adds to each layer's fused matrices, four a layer."""
+    """Return what an adapter adds to each layer's fused matrices, four a layer."""
     found = list[LowRank | None]()
     for index in range(config.num_layers):
         at = f"layers.{index}."
@@ -458,9 +451,7 @@ def layer_deltas(adapter: Adapter, config: ModelConfig) -> list[LowRank | None]:
 
 
 def head_order(config: ModelConfig) -> Tensor:
-    """The features of a head so that the two that turn together lie half a head apart, those that
-    stay among them.
-    """
+    """Order the features of a head so that the two that turn together lie half a head apart."""
     half = config.head_dim // 2
     turned = config.rotary_dim // 2
     turning = torch.arange(2 * turned).view(2, turned)
@@ -471,8 +462,7 @@ def head_order(config: ModelConfig) -> Tensor:
 def read_trained(
     file: Path, weights: Weights, name: str
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """What `scripts/train heads` wrote for a model of these weights: what is said of the tensors,
-    and the tensors.
+    """Read what `scripts/train heads` wrote for a model of these weights.
 
     :raises ModelLoadError: the file is damaged.
     """
@@ -488,7 +478,7 @@ def read_trained(
 
 
 def unusable_heads(name: str, file: Path, problem: str) -> ModelLoadError:
-    """The refusal of such a file."""
+    """Return the error raised for an unusable file of trained heads."""
     return ModelLoadError(
         name, f"{file} {problem}", "Remove it, or train it anew with scripts/train heads"
     )
@@ -549,9 +539,7 @@ class _TensorReader:
     def norm(
         self, config: ModelConfig, key: str, size: int, order: Tensor | None = None
     ) -> Tensor | None:
-        """The weights of a norm, ready to multiply with, those of heads as heads are ordered; None
-        where none are.
-        """
+        """Read the weights of a norm, ready to multiply with; None where there is none."""
         if not key or not size:
             return None
         weight = self(f"{key}.weight", size) + float(config.rules.is_gemma)
@@ -562,13 +550,13 @@ class _TensorReader:
         )
 
     def matrix(self, parts: Mapping[str, int], width: int, rows: Tensor | None = None) -> Tensor:
-        """The weights of these projections below each other, their rows in this order."""
+        """Read the weights of these projections below each other, their rows in this order."""
         whole = torch.cat([self(f"{part}.weight", count, width) for part, count in parts.items()])
         return _in_order(whole, rows)
 
     def biases(self, parts: Mapping[str, int], rows: Tensor | None = None) -> Tensor | None:
-        """The biases of these projections in a row, zeros for those without one; None when none has
-        any.
+        """Read the biases of these projections in a row, zeros for those without; None when none
+        has any.
         """
         if not any(f"{part}.bias" in self._where for part in parts):
             return None

@@ -1,6 +1,4 @@
-"""Sampling from logits: temperature, top-k, top-p, min-p, seeded draws and log-probabilities, as
-pure functions.
-"""
+"""Sampling from logits as pure functions: settings, seeded draws and log-probabilities."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ class SampledTokens:
     logprobs: Tensor  # [batch] float32
 
     def lists(self) -> tuple[list[int], list[float]]:
-        """Both as plain numbers; from a device they come in one copy."""
+        """Return both as plain numbers; from a device they come in one copy."""
         if self.tokens.is_cpu:
             return self.tokens.tolist(), self.logprobs.tolist()
         tokens, logprobs = torch.stack([self.tokens.double(), self.logprobs.double()]).tolist()
@@ -47,7 +45,7 @@ class SampledTokens:
 def batch_sampling(
     settings: Sequence[Sampling], vocabulary: int, device: torch.device | None = None
 ) -> SamplingBatch:
-    """One `SamplingBatch` for rows that may each have their own settings."""
+    """Return one `SamplingBatch` for rows that may each have their own settings."""
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         made = torch.tensor(values, dtype=dtype)
@@ -71,7 +69,7 @@ def batch_sampling(
 
 
 def first_rows(sampling: SamplingBatch, count: int) -> SamplingBatch:
-    """The settings of the first rows."""
+    """Return the settings of the first rows."""
     if count == len(sampling.temperature):
         return sampling
     top_k, top_p, min_p = (
@@ -84,7 +82,7 @@ def first_rows(sampling: SamplingBatch, count: int) -> SamplingBatch:
 
 
 def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
-    """The settings of these rows, each as often as it is named."""
+    """Return the settings of these rows, each as often as it is named."""
 
     def picked(column: Tensor | None) -> Tensor | None:
         return None if column is None else column[rows.to(column.device)]
@@ -97,7 +95,7 @@ def spread_rows(sampling: SamplingBatch, rows: Tensor) -> SamplingBatch:
 
 
 def filtered_rows(sampling: SamplingBatch, vocabulary: int) -> Tensor | None:
-    """Which rows drop tokens, as a mask; None when no row does."""
+    """Return which rows drop tokens, as a mask; None when no row does."""
     masks = [
         *([sampling.top_k < vocabulary] if sampling.top_k is not None else []),
         *([sampling.top_p < 1] if sampling.top_p is not None else []),
@@ -107,8 +105,7 @@ def filtered_rows(sampling: SamplingBatch, vocabulary: int) -> Tensor | None:
 
 
 def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probability of each row's token at temperature 1, nothing dropped; NaN where a row holds
-    a NaN.
+    """Score each row's token at temperature 1, nothing dropped; NaN where a row holds NaN.
 
     >>> raw_logprobs(torch.zeros(1, 4), torch.tensor([2])).exp().item()
     0.25
@@ -119,8 +116,7 @@ def raw_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The distribution tokens are drawn from: temperature, then top-k, then top-p of what is left,
-    then min-p.
+    """Return the distribution tokens are drawn from: temperature, then top-k, top-p and min-p.
 
     [batch, vocabulary] float64, rows sum to 1; a token tied with the last one kept by top-k is kept
     too. A greedy row (temperature 0) has all its mass on the first of its best tokens.
@@ -148,8 +144,7 @@ def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
 
 
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The token at which each row's cumulated distribution passes its uniform: a monotone,
-    schedule-free draw.
+    """Draw the token at which each row's cumulated distribution passes its uniform.
 
     >>> inverse_cdf(torch.tensor([[0.5, 0.0, 0.5]]), torch.tensor([0.5])).item()
     2

@@ -254,7 +254,9 @@ class StepLoop:
         )
 
     def _sampling_logits(self, ready: list[Sequence], hidden: Tensor | None, count: int) -> Tensor:
-        """Logits to sample from: cached ones first, then those of the forward's first `count` rows."""
+        """Return logits to sample from: cached ones first, then those of the forward's first
+        `count` rows.
+        """
         cached = [
             sequence.cached_logits for sequence in ready if sequence.cached_logits is not None
         ]
@@ -265,9 +267,7 @@ class StepLoop:
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0)
 
     def _sample(self, sequences: list[Sequence], widths: list[int], logits: Tensor) -> list[Draws]:
-        """One draw a row, with the uniform of its place; a sequence with a proposal has as many
-        rows as its width.
-        """
+        """Draw one token a row with the uniform of its place; a proposal has a row for each place."""
         sampling = self._sampling_batch(sequences, logits)
         if logits.shape[0] == len(sequences):
             ones = [s.uniforms.item(len(s.logprobs)) for s in sequences if s.uniforms is not None]
@@ -290,7 +290,7 @@ class StepLoop:
         ]
 
     def _sampling_batch(self, sequences: list[Sequence], logits: Tensor) -> SamplingBatch:
-        """Settings as tensors, made anew only when the batch changed."""
+        """Return settings as tensors, made again only when the batch changed."""
         if sequences != self._sampling[0]:
             settings = tuple(
                 [s.request.sampling for s in sequences if isinstance(s.request, SampleRequest)]
@@ -299,8 +299,8 @@ class StepLoop:
         return self._sampling[1]
 
     def _score(self, chunks: list[PrefillChunk], hidden: Tensor) -> list[ScoredChunk]:
-        """Per chunk: the log-probs of the tokens after its positions, and the logits of a suffix's
-        end when reached.
+        """Score the tokens after each chunk's positions; return a suffix's last logits where it
+        ends.
         """
         targets: list[int] = []
         ends: list[int] = []
@@ -353,7 +353,7 @@ class StepLoop:
         return ended is None
 
     def _score_first_tokens(self, chunks: list[PrefillChunk]) -> list[tuple[Sequence, float]]:
-        """Suffixes that begin where the cache has logits have their first token scored by those."""
+        """Score first tokens of suffixes that begin where the cache has logits."""
         known = [
             (chunk.sequence, chunk.sequence.cached_logits)
             for chunk in chunks
@@ -400,9 +400,7 @@ class StepLoop:
         self._stats.failed += 1
 
     def _shrink(self) -> None:
-        """Out of memory: smaller steps from now on; when they cannot get smaller, those in flight
-        fail.
-        """
+        """Take smaller steps from now on; when they cannot get smaller, fail those in flight."""
         self._stats.shrunk += 1
         if self._scheduler.shrink():
             return
@@ -428,7 +426,7 @@ class StepLoop:
         self._scheduler.admitted.clear()
 
     def stats(self) -> LoopStats:
-        """The counters now."""
+        """Return the counters now."""
         store = self._scheduler.store
         return replace(
             self._stats,

@@ -1,6 +1,4 @@
-"""The messages between an engine and its worker, across a thread or a process: commands, replies,
-counters.
-"""
+"""The messages between an engine and its worker: commands, replies and counters."""
 
 from __future__ import annotations
 
@@ -57,6 +55,7 @@ class WorkerConfig:
     builder: LoopBuilder | None = None  # None: plain decoding
     more_kv_floats: int = 0  # numbers that caches besides the model's own keep per token
     sharers: int = 1  # loops of the same process that divide the cores, this one included
+    parts: int = 1  # processes of this loop that compute at the same time
 
     @property
     def is_parallel(self) -> bool:
@@ -67,7 +66,7 @@ class WorkerConfig:
         """Return how many threads a step uses where a process may take so many cores."""
         if self.options.threads is not None:
             return self.options.threads
-        return max(1, cores // self.sharers) if self.is_parallel else 1
+        return max(1, cores // (self.sharers * self.parts)) if self.is_parallel else 1
 
     @property
     def kv_floats_per_token(self) -> int:
@@ -139,9 +138,7 @@ class FailureReply:
 
     @classmethod
     def of(cls, error: EngineError) -> FailureReply:
-        """An error while loading as a message; the caller's side raises it again under its own
-        name.
-        """
+        """Turn an error while loading into a message, which the caller's side raises again."""
         problem = str(error).removeprefix(f"engine {error.engine}: ")
         for kind, known in _ERRORS.items():
             if isinstance(error, known):
@@ -149,7 +146,7 @@ class FailureReply:
         return cls(0, "broken", problem)
 
     def error(self, engine: str) -> EngineError:
-        """What the callers of an engine of this name get."""
+        """Return the error that the callers of an engine of this name get."""
         return _ERRORS.get(self.kind, EngineError)(engine, self.problem, self.advice)
 
 
@@ -189,7 +186,7 @@ class Inbox(Protocol):
     """Where commands come from."""
 
     def take(self, *, wait: bool) -> list[Command]:
-        """All commands so far; with `wait`, at least one."""
+        """Return all commands so far; with `wait`, at least one."""
         ...
 
 
@@ -218,7 +215,7 @@ GONE = (EOFError, OSError, pickle.UnpicklingError)
 
 
 def first_answer(process: subprocess.Popen[bytes], config: object, name: str) -> Any:
-    """What a process says once it has loaded what its configuration names.
+    """Return what a process answers once it has loaded what its configuration names.
 
     :raises EngineError: it could not be loaded.
     :raises EOFError: the process is gone, as it is where another of `GONE` is raised.
@@ -241,6 +238,6 @@ def close_pipes(process: subprocess.Popen[bytes]) -> None:
 
 
 def write(stream: IO[bytes], value: object) -> None:
-    """One pickled value, flushed."""
+    """Write one pickled value, and flush."""
     stream.write(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
     stream.flush()

@@ -1,10 +1,4 @@
-"""The forward pass in torch: batched, over cached keys and values, on any device and dtype; the
-reference.
-
-A step is sent to the device as one array. Steps that only decode can be captured as graphs
-(`StepGraphs`); attention over the cache is a function that is given (`MakeAttend`): gathered slots
-everywhere, a kernel where there is one.
-"""
+"""The forward pass in torch on any device and dtype: the reference for every kernel."""
 
 from __future__ import annotations
 
@@ -25,6 +19,10 @@ from atts.local.logit_sampling import SampledTokens, SamplingBatch, raw_logprobs
 from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.seams import LayerHook
 from atts.local.step_layout import Blocks, DeviceStep, RowBlocks, layout_of, packed, unpacked
+
+# A step is sent to the device as one array. Steps that only decode can be captured as graphs
+# (`StepGraphs`); attention over the cache is a function that is given (`MakeAttend`): gathered slots
+# everywhere, a kernel where there is one.
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """[rows, heads * head_dim] of [rows, heads, head_dim] queries over [slots, kv_heads, head_dim] keys
@@ -55,13 +53,13 @@ class GatheredAttention:
         self._is_plain = only is not None and only.width == 1 and only.blocks == len(step.tokens)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[rows, heads * head_dim]."""
+        """Compute attention: [rows, heads * head_dim]."""
         outs = [self._attend(each, query, keys, values) for each in self._classes]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out if self._is_plain else out.index_select(0, self._places)
 
     def _attend(self, own: _Class, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Of one class, [blocks * width, heads * head_dim]."""
+        """Attend for one class: [blocks * width, heads * head_dim]."""
         size = (own.rows.shape[0], -1, *keys.shape[1:])
         k = keys.index_select(0, own.slots).view(size).transpose(1, 2)
         v = values.index_select(0, own.slots).view(size).transpose(1, 2)
@@ -90,9 +88,7 @@ def _seen(blocks: Blocks, num_rows: int, window: int) -> _Class:
 def _attention(
     config: ModelConfig, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """All of [batch, heads, rows, head_dim], keys and values of fewer heads; scores softly capped
-    where asked.
-    """
+    """Attend over all of [batch, heads, rows, head_dim], with fewer heads of keys and values."""
     group = query.shape[1] // keys.shape[1]
     scale = config.query_scale
     cap = config.attention_cap
@@ -164,7 +160,9 @@ class TorchModel:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, table: SlotIds, tap: LayerHook | None = None) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
+        """Return the final, normed hidden states of the batch's `logit_rows`: [logits,
+        hidden_size].
+        """
         with torch.cuda.device(self._cache.get_device()):  # -1, of a CPU, changes nothing
             return self._forward(batch, table, tap)
 
@@ -197,16 +195,14 @@ class TorchModel:
         rows[1][:] = (self._norm(x, self._weights.norm) if ends else x).float().numpy(force=True)
 
     def _sent(self, batch: StepBatch, table: SlotIds, blocks: RowBlocks) -> DeviceStep:
-        """A step on the device."""
+        """Send a step to the device."""
         classes = blocks.classes() if self._most_rows is None else [blocks]
         layout = layout_of(batch, classes)
         array = torch.from_numpy(packed(batch, table, classes, layout, self._cache.shape[2] - 1))
         return unpacked(array.to(self._device, non_blocking=True), layout)
 
     def _compute(self, step: DeviceStep, tap: LayerHook | None = None) -> Tensor:
-        """The same of a step on the device; every operation depends on the step's arrays and sizes
-        alone.
-        """
+        """Compute a step on the device; every operation depends on its arrays and sizes alone."""
         return self._norm(self._behind_layers(self._embedded(step), step, tap), self._weights.norm)
 
     def _embedded(self, step: DeviceStep) -> Tensor:
@@ -215,7 +211,7 @@ class TorchModel:
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
     def _behind_layers(self, x: Tensor, step: DeviceStep, tap: LayerHook | None = None) -> Tensor:
-        """Rows behind the last layer."""
+        """Return rows behind the last layer."""
         config = self._config
         attends = {window: self._attention(step, config, window) for window in set(config.windows)}
         rotations = {
@@ -247,9 +243,7 @@ class TorchModel:
         attends: Mapping[int, Attend],
         turns: Mapping[str, Tensor],
     ) -> Tensor:
-        """What the heads of a layer, or a group, attend to; their keys and values go into the
-        cache.
-        """
+        """Attend with the heads of a layer, or a group; their keys and values go into the cache."""
         config = self._config
         ((layers, keys, values), layer) = own
         qkv = F.linear(self._norm(x, layer.norm), layer.qkv, layer.qkv_bias)
@@ -259,7 +253,7 @@ class TorchModel:
         return attends[config.windows[layers.start]](query, keys, values)
 
     def _fed_forward(self, x: Tensor, attended: Tensor, layer: LayerWeights) -> Tensor:
-        """The rest of a layer, added to what comes in."""
+        """Return the rest of a layer, added to what comes in."""
         x = x + self._norm(F.linear(attended, layer.out, layer.out_bias), layer.out_norm)
         gate_up = F.linear(self._norm(x, layer.mlp_norm), layer.gate_up, layer.gate_up_bias)
         gate, up = gate_up.chunk(2, -1)
@@ -267,7 +261,8 @@ class TorchModel:
         return x + self._norm(F.linear(gated * up, layer.down, layer.down_bias), layer.down_norm)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """Root-mean-square norm; nothing where there are no weights for it.
+        """Apply the root-mean-square norm; leave rows as they are where there are no weights for
+        it.
 
         Where there are those of several layers, one after the other, each is for its share of the
         heads.
@@ -289,7 +284,7 @@ class TorchModel:
         """Leave it to torch, which counts threads for whoever calls it."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Their logits: [logits, vocabulary] float32."""
+        """Return their logits: [logits, vocabulary] float32."""
         logits = F.linear(hidden, self._weights.head).float()
         cap = self._config.logit_cap
         return cap * torch.tanh(logits / cap) if cap else logits
@@ -298,13 +293,13 @@ class TorchModel:
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """One token a row."""
+        """Draw one token a row."""
         numbers = torch.tensor(uniforms, dtype=torch.float64)
         return sample(logits, sampling, numbers.to(logits.device, non_blocking=True))
 
     @torch.inference_mode()
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Each row's token under the raw distribution."""
+        """Score each row's token under the raw distribution."""
         values: list[float] = self._logprobs(logits, tokens).tolist()
         return values
 
@@ -312,7 +307,7 @@ class TorchModel:
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """One log-probability a row, and the logits of some."""
+        """Score one token a row; return also the logits of some rows."""
         kept = torch.empty(len(kept_rows), self._config.vocabulary, device=self._device)
         size = max(1, _SCORED_LOGITS // self._config.vocabulary)
         found = list[Tensor]()
@@ -331,8 +326,8 @@ class TorchModel:
     def _split(
         self, qkv: Tensor, layer: LayerWeights, rotations: Tensor, layers: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of each token, [tokens, heads, head_dim]; queries and keys rotated
-        to their position.
+        """Split query, key and value of each token, [tokens, heads, head_dim], and rotate the first
+        two.
         """
         config = self._config
         dim = self._config.head_dim
@@ -355,15 +350,13 @@ _Attention = tuple[AttentionGroup, LayerWeights]
 
 
 def _rotations(rope: Rope, rows: int) -> Tensor:
-    """The rotary embedding as complex numbers, [rows, head_dim / 2]."""
+    """Return the rotary embedding as complex numbers, [rows, head_dim / 2]."""
     angles = rope.angles(rows)
     return torch.polar(rope.scales.expand_as(angles).contiguous(), angles)
 
 
 def apply_rope(rows: Tensor, rotations: Tensor) -> Tensor:
-    """The rotary embedding: neighbouring pairs as complex numbers, multiplied, one operation
-    instead of six.
-    """
+    """Rotate neighbouring pairs as complex numbers, one operation for all of them."""
     pairs = torch.view_as_complex(rows.float().reshape(*rows.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotations).flatten(-2).to(rows.dtype)
 

@@ -1,6 +1,4 @@
-"""The configuration of a supported model, read from config.json: each value checked for type and
-range, by its name.
-"""
+"""The configuration of a supported model, each value of config.json checked by its name."""
 
 from __future__ import annotations
 
@@ -109,7 +107,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def part(self, layers: range) -> ModelConfig:
-        """Some of its layers as a model, without words where these are not the first."""
+        """Return some of its layers as a model, without words where these are not the first."""
         cut = slice(layers.start, layers.stop)
         vocabulary = 0 if layers.start else self.vocabulary
         ropes = self.ropes[cut]
@@ -156,7 +154,7 @@ class _Value:
         )
 
     def accepts(self, value: object) -> bool:
-        """Whether it may be this."""
+        """Return whether it may be this."""
         if value is None:
             return self.optional
         if type(value) not in _KINDS[self.kind]:
@@ -240,12 +238,12 @@ embedding.
 
 
 def rope_rows(config: ModelConfig, slots: int) -> int:
-    """Positions that a table of angles covers: no sequence is longer than the context or the cache."""
+    """Return how many positions a table of angles covers: the context or the cache, if shorter."""
     return min(config.context_length, slots)
 
 
 def read_model_config(folder: Path, name: str) -> ModelConfig:
-    """The configuration of the model in `folder`, checked.
+    """Read the configuration of the model in `folder`, checked.
 
     :raises ModelLoadError: no readable configuration, a family or an attention we do not compute.
     """
@@ -292,8 +290,8 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
 
 
 def read_hf_config(folder: Path, name: str) -> Any:
-    """The configuration of the model in `folder`, as transformers has it, made of the values this
-    engine reads.
+    """Read the configuration of the model in `folder` as transformers has it, of known values
+    alone.
 
     :raises ModelLoadError: there is none, a value cannot be, the folder brings code, or such models
         are not computed.
@@ -332,8 +330,8 @@ def read_hf_config(folder: Path, name: str) -> Any:
 
 
 def _whole_config(family: str, known: Mapping[str, Any]) -> Any:
-    """What transformers would make of the values of a Llama that names every one of them; None
-    where one is missing.
+    """Return what transformers makes of a complete Llama configuration; None where values are
+    missing.
 
     Importing its configurations loads torch and its compiler: seconds in every process, for a file
     that is complete.
@@ -383,9 +381,7 @@ def _check(key: str, value: object, keys: Mapping[str, _Value], name: str) -> No
 
 
 def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
-    """The values of a rotary embedding that are read, checked; of several, one for each kind of
-    layer, in turn.
-    """
+    """Check the values of a rotary embedding that are read; of several, one for each kind of layer."""
     known = dict[str, Any]()
     for key, value in rope.items():
         if isinstance(value, dict) and key not in _ROPE_KEYS:
@@ -397,7 +393,7 @@ def _known_rope(rope: Mapping[str, Any], at: str, name: str) -> dict[str, Any]:
 
 
 def _problems(config: Any) -> Iterator[tuple[str, str]]:
-    """What keeps the local engine from computing such a model, and what to do about it."""
+    """Yield what keeps the local engine from computing such a model, and what to do about it."""
     check = "Check config.json"
     serve = "Serve this model with vLLM"
     rules = FAMILIES[config.model_type]
@@ -482,7 +478,7 @@ def _has_many_ropes(config: Any) -> bool:
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
-    """The rotary embeddings of the model: one for each kind of layer, or one for all."""
+    """Return the rotary embeddings of the model: one for each kind of layer, or one for all."""
     parameters = config.rope_parameters or {}
     return (
         [rope for rope in parameters.values() if rope] if _has_many_ropes(config) else [parameters]

@@ -1,6 +1,4 @@
-"""The scheduler: which requests run, which tokens a step feeds, who is preempted when slots run
-short.
-"""
+"""The scheduler: who runs, which tokens a step feeds, and who is preempted when slots run short."""
 
 from __future__ import annotations
 
@@ -69,15 +67,15 @@ class Scheduler:
         return max(0, self.store.num_used - self.tree.num_evictable)
 
     def sequence(self, request_id: int) -> Sequence:
-        """An unfinished request."""
+        """Return an unfinished request."""
         return self._unfinished[request_id]
 
     def is_unfinished(self, request_id: int) -> bool:
-        """Whether it is waiting or running."""
+        """Return whether it is waiting or running."""
         return request_id in self._unfinished
 
     def running(self) -> list[Sequence]:
-        """The requests that have a row, oldest first."""
+        """Return the requests that have a row, oldest first."""
         return list(self._running)
 
     def add(self, sequence: Sequence) -> None:
@@ -98,9 +96,7 @@ class Scheduler:
         return True
 
     def finish(self, sequence: Sequence, *, cache: CacheAction = "keep") -> None:
-        """The request is done: its slots become cache, or are freed at once where `cache` is
-        "drop".
-        """
+        """End a request: its slots become cache, or are freed at once where `cache` is "drop"."""
         del self._unfinished[sequence.request_id]
         sequence.is_finished = True
         if sequence.row >= 0:
@@ -156,7 +152,8 @@ class Scheduler:
         return stop
 
     def widen(self, sequence: Sequence, count: int) -> int:
-        """How many tokens, at most `count`, a sequence that decodes may feed beyond its newest one.
+        """Make room for up to `count` tokens beyond a decoding sequence's newest one; return how
+        many.
 
         Slots for them are taken as long as there are plenty: no sequence is ever preempted for
         them.
@@ -175,18 +172,18 @@ class Scheduler:
         shared = sequence.num_shared
         assert node is not None, "a running sequence holds a lock"
         computed = sequence.num_computed
-        found = self.tree.insert(
+        match = self.tree.insert(
             tuple(sequence.ids[node.depth : computed]), row[node.depth : computed], node
         )
-        self.tree.lock(found.node, node)
-        known = node.depth + found.length
+        self.tree.lock(match.node, node)
+        known = node.depth + match.length
         if known > shared:
             self.store.free([row[shared:known]])
             row[shared : node.depth] = node.slots[len(node.slots) - (node.depth - shared) :]
-            row[node.depth : known] = found.slots
-        sequence.node = found.node
+            row[node.depth : known] = match.slots
+        sequence.node = match.node
         sequence.num_shared = computed
-        return found.node
+        return match.node
 
     def _admit(self) -> None:
         deferred: list[Sequence] = []
@@ -201,18 +198,17 @@ class Scheduler:
             if sequence.is_finished:
                 heapq.heappop(self._waiting)
                 continue
-            found = self._known(sequence)
-            if self._should_wait(sequence, self._reachable(sequence, found)):
+            match = self._known(sequence)
+            if self._should_wait(sequence, self._reachable(sequence, match)):
                 deferred.append(sequence)
-            elif not self._try_admit(sequence, found):
+            elif not self._try_admit(sequence, match):
                 break
             heapq.heappop(self._waiting)
         for sequence in deferred:
             heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _known(self, sequence: Sequence) -> PrefixMatch:
-        """What the tree has of a waiting request's ids: up to the first token that is to be scored
-        anew.
+        """Find what the tree has of a waiting request's ids, up to the first token to be scored.
 
         One that also draws beside its text needs the law at each place of it, whatever is known of
         the tokens.
@@ -221,41 +217,41 @@ class Scheduler:
         root = self.tree.root(sequence.kind)
         if sequence.is_scoring and sequence.drawn is None:
             sequence.begin_scores([])
-            found = self.tree.match(ids, len(ids) - 1, root)
-            sequence.begin_scores(self.tree.scores(found.node, sequence.first_scored))
-            if found.length <= sequence.first_scored:
-                return found
+            match = self.tree.match(ids, len(ids) - 1, root)
+            sequence.begin_scores(self.tree.scores(match.node, sequence.first_scored))
+            if match.length <= sequence.first_scored:
+                return match
         return self.tree.match(ids, min(len(ids), sequence.first_scored), root)
 
-    def _reachable(self, sequence: Sequence, found: PrefixMatch) -> int:
+    def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:
         """Return how many ids of a waiting request need not be computed."""
-        return found.length
+        return match.length
 
-    def _start(self, sequence: Sequence, found: PrefixMatch) -> int:
-        """How much a request need not compute: the last known position it must, where its logits
-        are not kept.
+    def _start(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Return how much a request need not compute: not its last position, where logits are not
+        kept.
         """
-        is_whole = found.length == min(len(sequence.ids), sequence.first_scored)
-        return found.length - (is_whole and self.tree.logits(found.node) is None)
+        is_whole = match.length == min(len(sequence.ids), sequence.first_scored)
+        return match.length - (is_whole and self.tree.logits(match.node) is None)
 
-    def _try_admit(self, sequence: Sequence, found: PrefixMatch) -> bool:
+    def _try_admit(self, sequence: Sequence, match: PrefixMatch) -> bool:
         """Give a waiting request a row and all the cache knows of its ids; False when there is no
         room for it yet.
         """
-        self.tree.lock(found.node)
-        known = self._start(sequence, found)
+        self.tree.lock(match.node)
+        known = self._start(sequence, match)
         logits = (
-            self.tree.logits(found.node)
+            self.tree.logits(match.node)
             if known == min(len(sequence.ids), sequence.first_scored)
             else None
         )
         if not self._has_room(len(sequence.ids) - known):
-            self.tree.unlock(found.node)
+            self.tree.unlock(match.node)
             return False
         sequence.row = self._free_rows.pop()
-        sequence.node = found.node
+        sequence.node = match.node
         sequence.cached_logits = logits
-        self.table[sequence.row, :known] = found.slots[:known]
+        self.table[sequence.row, :known] = match.slots[:known]
         sequence.num_computed = sequence.num_shared = sequence.capacity = known
         sequence.num_admissions += 1
         if sequence.num_admissions == 1:
@@ -279,11 +275,11 @@ class Scheduler:
         )
 
     def _can_free(self, count: int) -> bool:
-        """Whether as many slots are free or can be made so."""
+        """Return whether as many slots are free or can be made so."""
         return self.store.num_free + self.tree.num_evictable >= count
 
     def _should_wait(self, sequence: Sequence, known: int) -> bool:
-        """Whether a running prefill is about to compute a good part of this request's ids."""
+        """Return whether a running prefill is about to compute a good part of this request's ids."""
         wanted = known + WORTH_WAITING
         if wanted > min(len(sequence.ids), sequence.first_scored):
             return False
@@ -317,7 +313,7 @@ class Scheduler:
         return True
 
     def _has_plenty(self) -> bool:
-        """Whether every running sequence could be given a run of slots."""
+        """Return whether every running sequence could be given a run of slots."""
         return self._can_free(_SLOT_RUN * len(self._running))
 
     def _make_room(self, count: int, sequence: Sequence) -> bool:
@@ -338,7 +334,7 @@ class Scheduler:
         return True
 
     def _may_give_way(self, sequence: Sequence) -> bool:
-        """Whether a running sequence can be preempted now."""
+        """Return whether a running sequence can be preempted now."""
         return True
 
     def _evict_until_free(self, count: int) -> bool:
@@ -350,8 +346,8 @@ class Scheduler:
         return self.store.num_free >= count
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue; what it generated stays, what it computed may be found in the cache
-        again.
+        """Put a sequence back into the queue; what it generated stays, what it computed may be
+        cached.
         """
         self.num_preempted += 1
         sequence.is_decoding = False
@@ -375,7 +371,7 @@ class Scheduler:
 
 
 def _logits_from(sequence: Sequence, stop: int) -> int:
-    """The first position before `stop` whose logits are needed; `stop` when none is."""
+    """Return the first position before `stop` whose logits are needed; `stop` when none is."""
     if sequence.is_scoring:
         return min(stop, max(sequence.num_computed, sequence.first_scored - 1))
     return stop - (stop == len(sequence.ids))

@@ -1,6 +1,4 @@
-"""Tokens drawn while a text is scored: the beginning of the model's own completion in the text's
-place.
-"""
+"""Tokens drawn while a text is scored: the beginning of the model's own completion in its place."""
 
 from __future__ import annotations
 
@@ -81,7 +79,7 @@ def extend_drawn(
 
 
 def beginning(sequence: Sequence) -> Beginning | None:
-    """What a scoring request's reply says of the completion it asked for."""
+    """Return what a scoring request's reply says of the completion it asked for."""
     drawn = sequence.drawn
     if drawn is None or not drawn.logprobs:
         return None

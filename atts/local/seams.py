@@ -1,10 +1,4 @@
-"""The four seams between the engine and what accelerates it, each with what plain decoding does.
-
-A proposer says which tokens a step tries beyond the newest one, lengths say how many, a model takes
-rows through its layers, and a slot store says where keys and values go. Whoever stands behind a
-seam, only time depends on it: the loop draws the model's own token at every place, and a proposed
-token is accepted where it equals that draw.
-"""
+"""The four seams between the engine and what accelerates it, each with what plain decoding does."""
 
 from __future__ import annotations
 
@@ -16,6 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atts.core import Sampling, TokenIds
+
+# A proposer says which tokens a step tries beyond the newest one, lengths say how many, a model takes
+# rows through its layers, and a slot store says where keys and values go. Whoever stands behind a
+# seam, only time depends on it: the loop draws the model's own token at every place, and a proposed
+# token is accepted where it equals that draw.
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +121,7 @@ class Lengths(Protocol):
     """
 
     def rests(self, plan: StepPlan) -> bool:
-        """Whether the step is one without proposals, of which nothing is observed either."""
+        """Return whether the step is one without proposals, of which nothing is observed either."""
         return False
 
     def choose(self, plan: StepPlan) -> Sequence[int]:
@@ -143,7 +142,7 @@ class NoLengths(Lengths):
     """Plain decoding: no step has proposals."""
 
     def rests(self, plan: StepPlan) -> bool:
-        """Always."""
+        """Return whether the step is plain: always."""
         return True
 
 

@@ -88,7 +88,7 @@ def new_sequence(
     arrived: float,
     pieces: tuple[bytes, ...] = (),
 ) -> Sequence:
-    """The state of a request that has just arrived; the uniforms that belong to it are drawn."""
+    """Return the state of a request that has just arrived, with its uniforms drawn."""
     order = (request_id + request.priority * _PRIORITY_STEP, request_id)
     if isinstance(request, ScoreRequest):
         ids = [*request.prefix, *request.suffix]
@@ -121,7 +121,7 @@ def new_sequence(
 def ending(
     sequence: Sequence, token: int, pieces: tuple[bytes, ...], end_ids: frozenset[int]
 ) -> Ending | None:
-    """Why the sequence ends with this, its newest token; None when it goes on."""
+    """Say why the sequence ends with this, its newest token; None when it goes on."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampled sequences grow"
     if token in end_ids:
@@ -134,7 +134,7 @@ def ending(
 
 
 def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
-    """How many of these tokens could follow one after another without one that ends the sequence."""
+    """Count how many of these tokens could follow one another without one that ends the sequence."""
     request = sequence.request
     assert isinstance(request, SampleRequest), "only sampled sequences grow"
     ends = (
@@ -156,9 +156,7 @@ def _uniforms(request: SampleRequest) -> NDArray[np.float64]:
 
 
 def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatcher:
-    """What watches for stop strings; it has seen the answer's beginning where that was made
-    elsewhere.
-    """
+    """Return what watches for stop strings; it has seen what was written before."""
     matcher = StopMatcher(request.stop)
     for token in request.ids[len(request.ids) - request.begun :]:
         matcher.feed(pieces[token] if token < len(pieces) else b"")

@@ -1,10 +1,4 @@
-"""Blocks of a step's rows: runs that one sequence feeds at rising positions, and the one array that
-holds a step.
-
-A device is sent one array a step, whose layout is known by a few sizes. Steps of one layout can
-share a captured graph: `bucketed` rounds a layout up, and what is added feeds a slot that is never
-read.
-"""
+"""The layout of a step in the one array that a device is sent, rounded up where steps are captured."""
 
 from __future__ import annotations
 
@@ -18,6 +12,10 @@ from torch import Tensor
 
 from atts.local.batch import Ints, StepBatch
 from atts.local.cache import SlotIds
+
+# A device is sent one array a step, whose layout is known by a few sizes. Steps of one layout can
+# share a captured graph: `bucketed` rounds a layout up, and what is added feeds a slot that is never
+# read.
 
 ALL_ROWS = -1
 _LEAST_LENGTH = 64
@@ -51,7 +49,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, batch: StepBatch, most: int | None = None) -> RowBlocks:
-        """The runs of a batch, cut where they have more rows than `most`."""
+        """Divide a batch into runs, cut where they have more rows than `most`."""
         single = batch.num_single
         lengths = batch.context_lens
         rows = batch.table_rows
@@ -83,21 +81,21 @@ class RowBlocks:
         return self.firsts + self.counts
 
     def pick(self, chosen: NDArray[np.bool_]) -> RowBlocks:
-        """Some of them."""
+        """Return some of them."""
         return RowBlocks(
             *(part[chosen] for part in (self.starts, self.counts, self.firsts, self.table_rows))
         )
 
     def size(self) -> BlockClass:
-        """Their sizes, if they attend together."""
+        """Return their sizes, if they attend together."""
         width = int(self.counts.max(initial=0))
         lengths = self.lengths
         is_even = width == 1 and bool((lengths == lengths[0]).all())
         return BlockClass(len(self.starts), width, int(lengths.max(initial=0)), is_even)
 
     def classes(self) -> list[RowBlocks]:
-        """Apart what wastes much side by side: those of one row, of up to eight, then longer ones
-        by their sizes.
+        """Divide blocks that waste much next to each other: single rows, up to eight, then by
+        sizes.
         """
         widths = np.ceil(np.log2(self.counts))
         lengths = np.ceil(np.log2(self.lengths))
@@ -108,7 +106,7 @@ class RowBlocks:
 
 
 def layout_of(batch: StepBatch, classes: list[RowBlocks]) -> StepLayout:
-    """The sizes of a step's arrays as they are."""
+    """Return the sizes of a step's arrays as they are."""
     rows = len(batch.tokens)
     logits = (
         ALL_ROWS if np.array_equal(batch.logit_rows, np.arange(rows)) else len(batch.logit_rows)
@@ -117,7 +115,7 @@ def layout_of(batch: StepBatch, classes: list[RowBlocks]) -> StepLayout:
 
 
 def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
-    """The sizes of a step that decodes, rounded up to powers of two."""
+    """Return the sizes of a step that decodes, rounded up to powers of two."""
     size = blocks.size()
     length = max(_LEAST_LENGTH, _power(size.length))
     rounded = BlockClass(_power(size.blocks), _power(size.width), length)
@@ -127,9 +125,7 @@ def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
 def packed(
     batch: StepBatch, table: SlotIds, classes: list[RowBlocks], layout: StepLayout, spare_slot: int
 ) -> NDArray[np.int32]:
-    """A step's arrays end to end; rows that the layout adds feed token 0 into the spare slot, and
-    see nothing.
-    """
+    """Pack a step's arrays end to end; rows that the layout adds feed token 0 into the spare slot."""
     rows = layout.rows
     places = _places(len(batch.tokens), classes, layout)
     parts: list[Ints | SlotIds] = [_filled(batch.tokens, rows), _filled(batch.positions, rows)]
@@ -148,7 +144,7 @@ def packed(
 
 
 def _places(count: int, classes: list[RowBlocks], layout: StepLayout) -> Ints:
-    """Of every row, where it is among the places of all blocks, a class's width of them for each."""
+    """Return for every row its place among all blocks, a class's width of places for each."""
     places = np.zeros(count, dtype=np.int64)
     before = 0
     for own, size in zip(classes, layout.classes, strict=True):
@@ -170,7 +166,7 @@ def _filled(values: Ints, size: int, value: int = 0) -> Ints:
 
 
 def _power(count: int) -> int:
-    """The least power of two that is no less."""
+    """Return the least power of two that is no less."""
     return 1 << max(0, count - 1).bit_length()
 
 
@@ -196,7 +192,7 @@ class DeviceStep(NamedTuple):
 
 
 def unpacked(array: Tensor, layout: StepLayout) -> DeviceStep:
-    """The arrays in what `packed` made, wherever that is now."""
+    """Return the arrays in what `packed` made, wherever that is now."""
     rows = layout.rows
     logits = max(0, layout.logits)
     sizes = [rows, rows, rows, rows, logits]

@@ -46,7 +46,7 @@ class Mailbox:
         self.put: Callable[[Command], None] = self._queue.put  # adds a command; never blocks
 
     def take(self, *, wait: bool) -> list[Command]:
-        """All commands so far; with `wait`, at least one."""
+        """Return all commands so far; with `wait`, at least one."""
         commands = [self._queue.get()] if wait else []
         try:
             while True:
@@ -233,7 +233,7 @@ class LoopWorker(Protocol):
 
 
 def new_worker(kind: WorkerKind) -> LoopWorker:
-    """A worker of this kind, for one loop.
+    """Return a worker of this kind, for one loop.
 
     :raises OSError: the system starts no process.
     """
@@ -250,7 +250,7 @@ def join_loops(config: WorkerConfig, share: Callable[[int], None]) -> WorkerConf
 
 
 def broken(error: BaseException) -> FailureReply:
-    """The last word of a loop that hit an error of ours, or lost a part of its model."""
+    """Return the last message of a loop that hit an error of ours, or lost a part of its model."""
     if isinstance(error, EngineError):
         return FailureReply.of(error)
     return FailureReply(
@@ -281,7 +281,7 @@ class _LastWords:
         self._thread.start()
 
     def wait(self) -> str:
-        """The last line that says something, once the process has ended."""
+        """Return the last line with words, once the process has ended."""
         self._thread.join(_CLOSE_SECONDS)
         lines = self._kept.decode("utf-8", "replace").strip().splitlines()
         return lines[-1].strip()[-_LAST_CHARACTERS:] if lines else ""

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from atts.accel import SpeculationOptions, StageOptions
+from atts.accel.engine import Acceleration
 from atts.core import SampleRequest
 from atts.local import LocalEngine, LocalOptions, builder, cores, messages
 from atts.local.cores import OpenLoops, worker_environment
 from atts.local.messages import WorkerConfig
 from atts.local.model_config import read_model_config
 from atts.local.worker import ProcessWorker
+from atts.models.tokenizers import ModelTokenizer
 
 Make = Callable[..., Path]
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
@@ -75,6 +78,26 @@ def test_cores_are_divided_between_large_models(
     shared = [replace(config_of(folder), sharers=loops).threads(8) for loops in (1, 2, 3, 20)]
     assert shared == [8, 4, 2, 1]
     assert replace(config_of(folder, threads=5), sharers=2).threads(8) == 5
+
+
+def test_a_drafter_in_a_process_of_its_own_has_half_of_the_cores(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both compute at once; one that takes turns with its target, or is small, takes none away."""
+    folder = make_model("llama")
+    tokenizer = ModelTokenizer(folder, "tiny")
+
+    def threads(**speculation: Any) -> int:
+        options = SpeculationOptions(drafter=str(folder), **speculation)
+        acceleration = Acceleration(options, StageOptions())
+        return acceleration.prepare(config_of(folder), tokenizer).threads(8)
+
+    assert threads(speculate="pearl") == 1
+    monkeypatch.setattr(messages, "SMALL_MODEL", 1)
+    assert threads(speculate="pearl") == 4
+    assert threads(speculate="draft") == 8
+    stages = Acceleration(SpeculationOptions(), StageOptions(stages=2, stage_replicas="3"))
+    assert stages.prepare(config_of(folder), tokenizer).threads(8) == 2
 
 
 @pytest.mark.anyio

@@ -1,6 +1,4 @@
-"""The main program of a drafter's process, which keeps its own cache of the sequences that it is
-sent.
-"""
+"""The main program of a drafter's process, which keeps its own cache of the sequences it is sent."""
 
 from __future__ import annotations
 
@@ -40,11 +38,11 @@ class ToldTarget(InlineTransport):
         self.listener: ExitListener | None = None
 
     def elapsed(self, began: float) -> float:
-        """As told."""
+        """Return the seconds that the target reported."""
         return self.seconds
 
     def listen(self, listener: ExitListener | None) -> None:
-        """Who is told next."""
+        """Note whom to tell next."""
         self.listener = listener
 
 
@@ -151,7 +149,7 @@ class Drafting(NamedTuple):
         return self.target.listener is None
 
     def answer(self) -> Drafted:
-        """All branches as ids."""
+        """Return all branches as ids."""
         lines = {
             line.ask.key: DraftedLine(
                 line.base,

@@ -1,11 +1,4 @@
-"""Parallel drafting: while the target verifies a step, the drafter continues guesses of its
-outcome.
-
-A guess that came true is the next proposal, at once. After one that did not, the target steps
-without a proposal while the drafter begins anew; so it does while the drafter is late. Branches
-read the prefix from the slots of their sequence and write into slots of their own behind the
-cache's, which they give back when the outcome is known.
-"""
+"""The overlapped drafter: it continues guesses of a step's outcome while the target verifies it."""
 
 from __future__ import annotations
 
@@ -38,6 +31,11 @@ from atts.local.logit_sampling import SamplingBatch, batch_sampling, probabiliti
 from atts.local.model_config import ModelConfig
 from atts.local.proposals import standing
 from atts.local.seams import NOTHING, Ask, Model, OverlapStats, TokenProposal
+
+# A guess that came true is the next proposal, at once. After one that did not, the target steps
+# without a proposal while the drafter begins anew; so it does while the drafter is late. Branches
+# read the prefix from the slots of their sequence and write into slots of their own behind the
+# cache's, which they give back when the outcome is known.
 
 Drawn = tuple[list[int], list[PlaceLaw]]
 _CONFIDENT = 0.6
@@ -123,12 +121,14 @@ class BranchWriter:
         self.stands = 0.7  # how likely a proposed token is thought to stand
 
     def following(self, batch: StepBatch, lines: list[DraftLine]) -> Drawn:
-        """The token after each line's proposal, and the law of its place."""
+        """Return the token after each line's proposal, and the law of its place."""
         places = [len(line.proposal) for line in lines]
         return self._drawn(self._model.forward(batch, self._table), lines, places)
 
     def grow(self, branches: list[DraftBranch]) -> None:
-        """One pass: the tokens of each that were not fed are, and those follow that are drawn then."""
+        """Take one pass: feed the tokens of each branch that were not fed, and draw those that
+        follow.
+        """
         rows = [(branch, at) for branch in branches for at in range(branch.fed, len(branch.tokens))]
         numbers = [(branch.row, branch.start + at, branch.tokens[at]) for branch, at in rows]
         table_rows, positions, tokens = np.array(numbers, dtype=np.int64).T.copy()
@@ -185,7 +185,9 @@ class BranchWriter:
     def _sampled(
         self, hidden: Tensor, lines: list[DraftLine], places: list[int]
     ) -> tuple[list[int], Tensor, SamplingBatch]:
-        """A token for each row, with the number of its line's place, and what it was drawn from."""
+        """Return a token for each row, with the number of its line's place, and what it was drawn
+        from.
+        """
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary].contiguous()
         asks = {line.ask.key: line.ask for line in lines}
         index = {key: place for place, key in enumerate(asks)}
@@ -214,7 +216,7 @@ def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
 
 
 def place_laws(logits: Tensor, sampling: SamplingBatch, fan: int, stands: float) -> list[PlaceLaw]:
-    """What is likely in each row: so many tokens beside one that may be proposed there."""
+    """Return what is likely in each row: so many tokens besides one that may be proposed there."""
     if not fan:
         return [PlaceLaw(stands, (), ())] * len(logits)
     best = probabilities(logits, sampling).topk(min(fan + 1, logits.shape[-1]), -1)
@@ -247,11 +249,11 @@ class InlineTransport:
         work()
 
     def wait(self, seconds: float) -> bool:
-        """Whether all work is over after so many seconds at the most."""
+        """Return whether all work is over after so many seconds at the most."""
         return True
 
     def elapsed(self, began: float) -> float:
-        """Seconds of the target's step, which began then."""
+        """Return the seconds of the target's step, which began then."""
         return perf_counter() - began
 
 
@@ -332,9 +334,7 @@ class OverlappedDrafter(ModelDrafter):
         self._writer.stands = self._stood / self._tested
 
     def serial(self) -> ModelDrafter:
-        """One that drafts before a step with the same model and cache, while nothing is drafted
-        beside.
-        """
+        """Return a drafter that drafts before a step, while nothing is drafted during one."""
         return ModelDrafter(self._model, self._config, self._rows, self._target_vocabulary)
 
     def begin_anew(self, guessing: Guessing) -> None:
@@ -360,7 +360,7 @@ class OverlappedDrafter(ModelDrafter):
         self._before = self.stats.drafted, self.stats.passes
 
     def drafted(self) -> list[DraftLine]:
-        """What is continued, or was, of the step under way.
+        """Return what is continued, or was, of the step under way.
 
         :raises RuntimeError: what went wrong with it.
         """
@@ -369,11 +369,13 @@ class OverlappedDrafter(ModelDrafter):
         return self._job.lines if self._job is not None else []
 
     def overlap(self) -> OverlapStats:
-        """What was guessed."""
+        """Return what came of guesses."""
         return self.stats
 
     def _is_over(self, job: DraftJob) -> bool:
-        """Whether the job is; a late one is waited for once, as long as the step took at the most."""
+        """Return whether the job is; a late one is waited for once, as long as the step took at the
+        most.
+        """
         job.is_enough = True
         if not self._is_late:
             self._budget = self._transport.elapsed(self._began)
@@ -381,7 +383,7 @@ class OverlappedDrafter(ModelDrafter):
         return not self._is_late
 
     def _collect(self, asks: Many[Ask]) -> dict[int, DraftBranch]:
-        """By sequence, the branch of what was written; the others give their slots back."""
+        """Return each sequence's branch that was written; the others give their slots back."""
         lines = self.drafted()
         job = self._job
         self._job = None
@@ -403,7 +405,7 @@ class OverlappedDrafter(ModelDrafter):
     def _selected(
         self, line: DraftLine, ids: Many[int] | None
     ) -> tuple[DraftBranch | None, list[DraftBranch]]:
-        """The branch that the text took, cut to what is not written yet, and those it did not take."""
+        """Return the branch that the text took, cut to what is not written yet, and all others."""
         written = list(ids[line.base :]) if ids is not None else []
         stood = standing(line.proposal, [*written, -1])
         if ids is not None:
@@ -420,7 +422,9 @@ class OverlappedDrafter(ModelDrafter):
         return chosen, others
 
     def _credit(self, line: DraftLine, known: int) -> None:
-        """The drafter has computed the text up to here, where its slots are still the same."""
+        """Note that the drafter has computed the text up to here, where its slots are still the
+        same.
+        """
         sequence = self._rows.sequence(line.ask.key)
         start = self._rows.drafted(sequence)
         if known > start:
@@ -453,8 +457,8 @@ class OverlappedDrafter(ModelDrafter):
         return proposal
 
     def _moved(self, job: DraftJob, line: DraftLine, branch: DraftBranch) -> int:
-        """What the branch computed becomes the sequence's; up to where that goes, 0 if it does not
-        fit on.
+        """Give the sequence what the branch computed; return up to where that goes, 0 if it does
+        not fit.
         """
         if self._rows.drafted(self._rows.sequence(line.ask.key)) != branch.start:
             return 0
@@ -476,9 +480,7 @@ class OverlappedDrafter(ModelDrafter):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """The target at its exit: what is likely at the places of all lines is continued while it
-        goes on.
-        """
+        """Continue what is likely by the target's exit, while the target goes on."""
         job = self._job
         self._began = perf_counter()
         assert job is not None, "it listens while a job is under way"
@@ -491,7 +493,7 @@ class OverlappedDrafter(ModelDrafter):
         self._transport.post(lambda: self._run(job, self._continue))
 
     def _run(self, job: DraftJob, work: Callable[[DraftJob], None]) -> None:
-        """In the drafter's thread; nothing else touches its cache, its table and its spare slots
+        """Work in the drafter's thread; nothing else touches its cache, table and spare slots
         meanwhile.
         """
         try:
@@ -522,7 +524,7 @@ class OverlappedDrafter(ModelDrafter):
 
     @torch.inference_mode()
     def _continue(self, job: DraftJob) -> None:
-        """Branch by branch, as long as there is time."""
+        """Continue branch by branch, as long as there is time."""
         branches, length = self._branches(job.lines, *job.begun)
         for step in range(length):
             live = [branch for branch in branches if len(branch.tokens) < branch.most]
@@ -533,13 +535,11 @@ class OverlappedDrafter(ModelDrafter):
             self._costs.add(self._condition, len(live), perf_counter() - began)
 
     def _first(self, lines: list[DraftLine]) -> StepBatch:
-        """What was not computed yet of these."""
+        """Return the rows of these that were not computed yet."""
         return self._fed_batch([row for line in lines for row in line.fed])
 
     def _write_windows(self, lines: list[DraftLine]) -> None:
-        """One guess each, drawn in one call of the kernels: as many tokens as draft steps fit into
-        the target's.
-        """
+        """Draw one guess each in one call of the kernels, as long as fits into the target's step."""
         began = perf_counter()
         length = max(_LEAST, self._length(len(lines), len(lines)))
         guesses = [OutcomeGuess(len(line.proposal), -1, 1.0) for line in lines]
@@ -563,7 +563,9 @@ class OverlappedDrafter(ModelDrafter):
     def _branches(
         self, lines: list[DraftLine], own: list[int], laws: list[PlaceLaw]
     ) -> tuple[list[DraftBranch], int]:
-        """The guesses that are continued, each with slots, and how many tokens each is to get."""
+        """Choose the guesses that are continued, each with slots, and how many tokens each is to
+        get.
+        """
         drawn = zip(lines, own, laws, strict=True)
         guesses = [
             (guess, line) for line, token, law in drawn for guess in self._guesses(line, token, law)
@@ -579,9 +581,7 @@ class OverlappedDrafter(ModelDrafter):
         return branches, length
 
     def _branch(self, place: int, guess: OutcomeGuess, line: DraftLine, length: int) -> DraftBranch:
-        """A guess with a row that reads the prefix from the slots of its sequence and has slots of
-        its own after it.
-        """
+        """Give a guess a row that reads its sequence's prefix, with slots of its own after it."""
         slots = self._spare.allocate(length) + np.int32(self._first_slot)
         branch = DraftBranch(line, guess.accepted, [guess.token], slots, self._first_row + place)
         branch.most = min(
@@ -595,8 +595,8 @@ class OverlappedDrafter(ModelDrafter):
         return branch
 
     def _guesses(self, line: DraftLine, own: int, law: PlaceLaw) -> list[OutcomeGuess]:
-        """That all stands and the draft's own token follows; with a fan, what else may come at
-        every place.
+        """Guess that all is accepted and the draft's own token follows; with a fan, guess more
+        everywhere.
         """
         chance = prod([place.standing for place in (*line.laws, law)])
         every = OutcomeGuess(len(line.proposal), own, chance)
@@ -605,8 +605,8 @@ class OverlappedDrafter(ModelDrafter):
         return [every, *ranked_outcomes((*line.proposal, own), line.exits or (*line.laws, law))]
 
     def _worthwhile(self, chances: list[float], lines: int) -> tuple[int, int]:
-        """How many guesses are continued by how many tokens: with a fan, what fits into a step of
-        the target.
+        """Choose how many guesses are continued, by how many tokens: what fits into a target's
+        step.
         """
         if not self._fan:
             return lines, self._most
@@ -615,7 +615,7 @@ class OverlappedDrafter(ModelDrafter):
         return count, max(length, min(_LEAST, self._most))
 
     def _length(self, count: int, lines: int) -> int:
-        """How many tokens so many branches get: as fit into a step of the target, where that is
+        """Return how many tokens so many branches get: as fit into a step of the target, where
         known.
         """
         curve = self._costs.curve(self._condition) if self._transport.is_beside else None

@@ -57,14 +57,13 @@ class ExitAdapter:
 
     @classmethod
     def untrained(cls, config: ModelConfig, weights: Weights) -> ExitAdapter:
-        """The model's own norm half-way down its layers, and nothing added."""
+        """Return the model's own norm half-way down its layers, and nothing added."""
         none = weights.norm.new_zeros(config.hidden_size, 1)
         return cls(max(1, config.num_layers // 2), weights.norm, none.T, none)
 
     @classmethod
     def read(cls, folder: Path, config: ModelConfig, weights: Weights, name: str) -> ExitAdapter:
-        """The one that was trained for the model in this folder; an untrained one where there is
-        none.
+        """Read what was trained for the model in this folder; an untrained one where there is none.
 
         :raises ModelLoadError: its file is damaged, or of another model.
         """
@@ -89,7 +88,7 @@ class ExitAdapter:
         return cls(layers, norm, down, up)
 
     def __call__(self, x: Tensor, eps: float) -> Tensor:
-        """Rows as the output matrix takes them: [rows, hidden_size]."""
+        """Return rows as the output matrix takes them: [rows, hidden_size]."""
         narrow = F.silu(F.linear(F.rms_norm(x, (x.shape[-1],), None, eps), self.down))
         return F.rms_norm(x + F.linear(narrow, self.up), (x.shape[-1],), self.norm, eps)
 
@@ -123,7 +122,7 @@ class ExitModel:
         return f"{self._model.device_name}, exit after {self._adapter.layers} layers"
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`."""
+        """Return the final, normed hidden states of the batch's `logit_rows`."""
         listener = self._listener
         self._listener = None
         if listener is None:
@@ -180,7 +179,7 @@ class StreamHeads:
     def read(
         cls, folder: Path, config: ModelConfig, weights: Weights, name: str
     ) -> StreamHeads | None:
-        """Those that were trained for the model in this folder; None where there are none.
+        """Read the heads that were trained for the model in this folder; None where there are none.
 
         :raises ModelLoadError: their file is damaged, or of another model.
         """

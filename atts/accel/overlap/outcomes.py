@@ -1,6 +1,4 @@
-"""The outcome cache: continuations of the possible outcomes of a verification, ready before the
-outcome is known.
-"""
+"""The outcome cache: continuations of possible outcomes, ready before the outcome is known."""
 
 from __future__ import annotations
 
@@ -45,8 +43,7 @@ class PlaceLaw:
 
 
 def ranked_outcomes(proposal: Sequence[int], places: Sequence[PlaceLaw]) -> list[OutcomeGuess]:
-    """The outcomes of verifying a proposal, most probable first; `places` has one more than the
-    proposal.
+    """Rank the outcomes of verifying a proposal; `places` has one more than the proposal.
 
     With S_i the probability that i tokens stand, outcome (i, v) has S_i (1 - a_i) r_i(v), where r_i
     is the law of what else than the proposed token is written there; after the whole proposal (k,
@@ -73,8 +70,7 @@ def ranked_outcomes(proposal: Sequence[int], places: Sequence[PlaceLaw]) -> list
 def most_worthwhile(
     chances: Sequence[float], length: Callable[[int], int], standing: Sequence[float]
 ) -> tuple[int, int]:
-    """How many of the likeliest outcomes to continue, and by how many tokens: what makes the next
-    step expect most.
+    """Choose how many of the likeliest outcomes to continue, and by how many tokens.
 
     `length(n)` is how many tokens n continuations get in the time there is, `standing` how likely
     each place of a proposal stands given those before it. One outcome is continued in any case.
@@ -105,8 +101,8 @@ class OutcomeCache(dict[tuple[int, int], Branch]):
         self[accepted, token] = branch
 
     def select(self, accepted: int, token: int) -> tuple[Branch | None, list[Branch]]:
-        """What follows the outcome that came, None where it was not guessed; and the branches that
-        are not needed.
+        """Return what follows the outcome that came, None if not guessed, and the branches not
+        needed.
         """
         chosen = self.pop((accepted, token), None)
         others = list(self.values())

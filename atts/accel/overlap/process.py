@@ -1,6 +1,4 @@
-"""A drafter in a process of its own: token ids go to it, and continuations of guessed outcomes come
-back as ids.
-"""
+"""A drafter in a process of its own, which is sent token ids and returns continuations."""
 
 from __future__ import annotations
 
@@ -135,17 +133,17 @@ class DrafterProcess(Proposer):
         return proposals
 
     def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
-        """Told with the next step."""
+        """Note what to tell with the next step."""
         self._settled.append((len(proposal.tokens), stood))
 
     def ended(self, key: int) -> None:
-        """Told with the next step."""
+        """Note what to tell with the next step."""
         if self._known.pop(key, None) is not None:
             self._ended.append(key)
             self._lines.pop(key, None)
 
     def overlap(self) -> OverlapStats:
-        """What was guessed."""
+        """Return what came of guesses."""
         return self.stats
 
     def begin_anew(self, guessing: Guessing) -> None:
@@ -162,8 +160,8 @@ class DrafterProcess(Proposer):
         self._orders.put(guessing)
 
     def _is_answered(self, patience: float | None = None) -> bool:
-        """Whether the last step is; a late answer is waited for once, as long as that took at the
-        most.
+        """Return whether the last step is; a late answer is waited for once, as long as that took
+        at the most.
         """
         if self._hears:
             self._heard({})  # the exit was not passed: the other side waits for nothing
@@ -183,7 +181,7 @@ class DrafterProcess(Proposer):
         return True
 
     def _served(self, ask: Ask) -> TokenProposal:
-        """The rest of the branch that the text took."""
+        """Return the rest of the branch that the text took."""
         line = self._lines.get(ask.key)
         if line is None:
             return NOTHING
@@ -217,7 +215,9 @@ class DrafterProcess(Proposer):
             self._exits.listen(ExitListener(rows, self._heard))
 
     def _heard(self, told: ExitGuesses | Exception) -> None:
-        """Passed on while the target goes on; of an exit that broke there is nothing to tell."""
+        """Pass on what the target's exit tells, while the target goes on; an exit that broke tells
+        nothing.
+        """
         self._hears = False
         self._began = perf_counter()
         self._orders.put({} if isinstance(told, Exception) else told)
@@ -239,7 +239,7 @@ def _read(stream: IO[bytes], answers: SimpleQueue[Drafted]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], orders: SimpleQueue[Order | None]) -> None:
-    """When its user is gone, or Python ends."""
+    """End the process when its user is gone, or Python ends."""
     orders.put(None)
     process.kill()
     process.wait()

@@ -1,6 +1,4 @@
-"""Drafting with a learnt choice of scheme: proposals before a step, or guesses continued beside it,
-by one drafter.
-"""
+"""The choice among drafting schemes, by the tokens a second that each of them writes."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ class _Scheme:
     since: float = 0.0  # tokens that others wrote after it
 
     def learn(self, turn: _Turn) -> None:
-        """A turn of it is over."""
+        """Learn what a turn of it came to."""
         steps = turn.steps - _SETTLE
         rate = turn.tokens / max(1e-9, turn.seconds)
         self.rate = (self.rate * self.known + rate * steps) / (self.known + steps)
@@ -73,9 +71,7 @@ class _Scheme:
         self.since = 0.0
 
     def wait(self, most: float) -> float:
-        """Tokens that are to be written before it is tried, where so many a second are when it is
-        not.
-        """
+        """Return how many tokens to write before it is tried again, at so many a second without it."""
         return (most - self.rate) * self.seconds / _SHARE - self.since
 
 
@@ -124,9 +120,7 @@ class SchemeControl:
         self.current = 0
 
     def observed(self, sequences: tuple[int, int], tokens: int, seconds: float) -> None:
-        """A step of so many sequences, and so many of them with a proposal, wrote so many tokens in
-        so much time.
-        """
+        """Learn what a step wrote in how much time, and how many of its sequences had a proposal."""
         place = sequences[0].bit_length()
         self._away = 0 if place == self._place else self._away + 1
         # a load that goes to and fro is one load
@@ -154,8 +148,8 @@ class SchemeControl:
         return self._place >= 0 and self.current == 0 < self._loads[self._place].best
 
     def _next(self, load: _Load) -> None:
-        """Whose turn it is: what was never tried, else the best, and now and then another for a
-        short while.
+        """Choose the next scheme: one never tried, else the best, and now and then another for a
+        while.
         """
         turn = load.turn
         was_try = load.is_try
@@ -178,7 +172,7 @@ class SchemeControl:
             load.current = load.best = best
 
     def _fit(self, load: _Load) -> range:
-        """The schemes that may be tried."""
+        """Return the schemes that may be tried."""
         most = max([scheme.rate for scheme in load.schemes])
         is_vain = (
             self._has_oracle
@@ -219,20 +213,20 @@ class AdaptiveDrafting(Proposer, Lengths):
         self._began = 0.0
 
     def rests(self, plan: StepPlan) -> bool:
-        """As long as nothing pays that is drafted before a step."""
+        """Return whether nothing pays that is drafted before a step."""
         self._scheme = self._control.current
         return self._scheme == 0 and not self._control.is_contested and self._lengths.rests(plan)
 
     def choose(self, plan: StepPlan) -> Many[int]:
-        """The first scheme's lengths; the others end with the target's step."""
+        """Return the first scheme's lengths; the others end with the target's step."""
         self._began = perf_counter()
         return (self._fixed if self._scheme else self._lengths).choose(plan)
 
     def observed(
         self, plan: StepPlan, rounds: Many[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
-        """Between schemes seconds on the wall count: what another thread takes is no time of this
-        one's.
+        """Compare schemes by seconds on the wall: what another process takes is no time of this
+        one.
         """
         tokens = len(plan.decoding) + sum([each.stood for each in rounds])
         forecast = None if self._scheme else self._lengths.observed(plan, rounds, seconds)
@@ -245,7 +239,7 @@ class AdaptiveDrafting(Proposer, Lengths):
         return forecast
 
     def propose(self, asks: Many[Ask]) -> Many[TokenProposal]:
-        """By the scheme whose turn it is."""
+        """Propose by the scheme whose turn it is."""
         if self._scheme != self._asked:
             self._asked = self._scheme
             self._ahead.begin_anew(self._guessing[max(0, self._scheme - 1)])
@@ -256,14 +250,14 @@ class AdaptiveDrafting(Proposer, Lengths):
         return self._ahead if self._scheme else self._serial
 
     def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
-        """Told to whoever proposed."""
+        """Tell the drafter that proposed."""
         self._used.settled(key, proposal, stood)
 
     def ended(self, key: int) -> None:
-        """Told to all."""
+        """Tell both drafters."""
         self._serial.ended(key)
         self._ahead.ended(key)
 
     def overlap(self) -> OverlapStats:
-        """What was guessed, where that was tried."""
+        """Return what came of guesses, where that was tried."""
         return self._ahead.overlap()

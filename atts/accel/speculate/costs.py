@@ -1,11 +1,4 @@
-"""Measured costs of steps and proposals: seconds by the number of tokens, never falling as there
-are more.
-
-A shared machine is slower now than it was a second ago. So the logs of times are the sum of what
-the machine adds now, which wanders, and of what so many tokens take, which stays: a Kalman filter
-tells them apart, for steps of different sizes follow each other. How well each is known is known,
-and times that are far off count as little as they should.
-"""
+"""Measured costs of steps and proposals: seconds by the number of tokens."""
 
 from __future__ import annotations
 
@@ -15,6 +8,11 @@ from math import exp, log, log2, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
+
+# A shared machine is slower now than it was a second ago. So the logs of times are the sum of what
+# the machine adds now, which wanders, and of what so many tokens take, which stays: a Kalman filter
+# tells them apart, for steps of different sizes follow each other. How well each is known is known,
+# and times that are far off count as little as they should.
 
 Floats = NDArray[np.float64]
 # whether given text is fed in the same step, how many sequences, how long they are
@@ -35,12 +33,12 @@ _EXACT = 16  # rows up to which each number has a cell of its own; beyond, four 
 
 
 def size_class(sequences: int) -> int:
-    """Numbers of sequences are told apart by factors of two, each around a power of two."""
+    """Return the class of a number of sequences: factors of two, each around a power of two."""
     return (3 * sequences // 2).bit_length()
 
 
 def condition(*, is_mixed: bool, context: float, sequences: int) -> Condition:
-    """Under which one curve holds: contexts are told apart by factors of four."""
+    """Return the condition under which one curve holds; contexts differ by factors of four."""
     return is_mixed, size_class(sequences), int(context).bit_length() // 2
 
 
@@ -53,13 +51,15 @@ class Curve:
     _known: dict[int, float] = field(default_factory=dict[int, float])
 
     def one(self, rows: int) -> float:
-        """At one number of rows; asked again it is looked up."""
+        """Return the seconds at one number of rows, remembered for the next time."""
         if rows not in self._known:
             self._known[rows] = float(self.at(np.array([float(rows)]))[0])
         return self._known[rows]
 
     def at(self, rows: Floats) -> Floats:
-        """Between measured cells a line; beyond, more than the least there can be."""
+        """Return the seconds: a line between measured cells; beyond them, more than the least
+        possible.
+        """
         first = self.rows[0]
         last = self.rows[-1]
         found = np.interp(rows, self.rows, self.seconds)
@@ -72,9 +72,7 @@ class Curve:
         return np.where(rows < first, below, above).astype(np.float64)
 
     def least(self, rows: Floats) -> Floats:
-        """What so many rows take at the least, for fewer took as long; nothing where fewer were
-        never measured.
-        """
+        """Return what so many rows take at least; 0 where fewer were never measured."""
         places = np.searchsorted(self.rows, rows, side="right") - 1
         return np.where(places < 0, 0.0, self.seconds[places]).astype(np.float64)
 
@@ -109,7 +107,7 @@ class StepCosts:
         return exp(self._machine)
 
     def add(self, where: Condition, rows: int, seconds: float) -> None:
-        """One step took so long."""
+        """Learn that one step took so long."""
         self._added += 1
         if where not in self._cells:
             self._cells[where] = self._like(where)
@@ -123,7 +121,7 @@ class StepCosts:
             self._curves.pop(where, None)
 
     def rest(self, steps: int) -> None:
-        """So many steps were not timed."""
+        """Note that so many steps were not timed."""
         self._added += steps
         self._of_machine = min(1.0, self._of_machine + self._wandering * self._of_step * steps)
 
@@ -151,11 +149,11 @@ class StepCosts:
         cell.seen = self._added
 
     def is_measured(self, where: Condition, rows: int) -> bool:
-        """Whether it is known what so many rows take."""
+        """Return whether it is known what so many rows take."""
         return self._variance(where, rows) < _ENOUGH
 
     def doubt(self, where: Condition, rows: int) -> float:
-        """The standard deviation of the log of what so many rows are thought to take."""
+        """Return the standard deviation of the log of what so many rows are thought to take."""
         return sqrt(self._variance(where, rows))
 
     def _variance(self, where: Condition, rows: int) -> float:
@@ -188,8 +186,8 @@ class StepCosts:
         return min(self._cells, key=distance, default=None)
 
     def _like(self, where: Condition) -> dict[int, _Cell]:
-        """Cells of a condition that is new: those of the nearest one, soon outvoted by times of its
-        own.
+        """Return the cells of a new condition: those of the nearest one, soon outvoted by its own
+        times.
         """
         near = self._nearest(where)
         known = self._cells[near] if near is not None else {}
@@ -203,8 +201,8 @@ def _place(rows: int) -> int:
 
 
 def _rising(cells: Sequence[_Cell]) -> Curve:
-    """The nearest times that never fall as rows rise: neighbours that do are averaged, by how well
-    they are known.
+    """Fit times that never fall as rows rise: neighbours that do are averaged by how well they are
+    known.
     """
     blocks: list[tuple[float, float, int]] = []  # mean of logs, weight, cells
     for cell in cells:

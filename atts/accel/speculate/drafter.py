@@ -1,9 +1,4 @@
-"""The draft model of a speculating loop: it writes ahead with the uniforms the target is about to
-draw with.
-
-Its cache has the slots of the target's, addressed through the same table, so what is freed, shared
-or evicted there is so here; all it keeps of its own is how far it has come in each sequence.
-"""
+"""The draft model: it writes ahead with the uniforms that the target is about to draw with."""
 
 from __future__ import annotations
 
@@ -27,6 +22,9 @@ from atts.local.model_config import ModelConfig
 from atts.local.seams import NOTHING, Ask, Model, Proposer, TokenProposal
 from atts.local.sequence import Sequence
 
+# Its cache has the slots of the target's, addressed through the same table, so what is freed, shared
+# or evicted there is so here; all it keeps of its own is how far it has come in each sequence.
+
 _CONFIDENCE = 0.8  # of a drafted token, beside those that are looked up
 _CHUNK = 512  # tokens of given text computed at once
 _FEW = 3  # newest tokens fed side by side with other sequences'
@@ -37,7 +35,7 @@ FedRow = tuple[int, int, int, bool]
 
 
 def fed_rows(row: int, tokens: Many[int], start: int) -> list[FedRow]:
-    """Tokens of one sequence from a position on."""
+    """Return the tokens of one sequence from a position on."""
     last = len(tokens) - 1
     return [(row, start + at, token, at == last) for at, token in enumerate(tokens)]
 
@@ -135,7 +133,9 @@ class ModelDrafter(Proposer):
         return fits and not (is_smaller and max(ask.ids) >= self._vocabulary)
 
     def _draft(self, asks: list[Ask]) -> list[TokenProposal]:
-        """Those with the most room come first, so that the others drop out from the end."""
+        """Draft for all; those with the most room come first, so that the others drop out from the
+        end.
+        """
         sequences = [self._rows.sequence(ask.key) for ask in asks]
         rows = np.array([sequence.row for sequence in sequences], dtype=np.int64)
         following = np.array([len(sequence.ids) for sequence in sequences], dtype=np.int64)
@@ -153,8 +153,8 @@ class ModelDrafter(Proposer):
         first: StepBatch,
         places: tuple[Ints, Ints],
     ) -> list[list[int]]:
-        """As many tokens as each has numbers, in one call of the kernels; `places` as below, the
-        longest come first.
+        """Draw as many tokens as each has numbers, in one call of the kernels; the longest come
+        first.
         """
         assert self._native is not None, "it draws for itself"
         rows, following = places
@@ -175,7 +175,7 @@ class ModelDrafter(Proposer):
     def _draft_in_turns(
         self, asks: list[Ask], first: StepBatch, places: tuple[Ints, Ints]
     ) -> list[TokenProposal]:
-        """The same with a step of the model for every turn."""
+        """Draft the same with a step of the model for every turn."""
         drafted: list[list[int]] = [[] for _ in asks]
         count = len(asks)
         batch = first
@@ -191,7 +191,7 @@ class ModelDrafter(Proposer):
         return [TokenProposal(tuple(own), _CONFIDENCE) for own in drafted]
 
     def _draw(self, batch: StepBatch, asks: list[Ask], turn: int) -> list[int]:
-        """A token for each."""
+        """Draw a token for each."""
         hidden = self._model.forward(batch, self._table)
         logits = self._model.compute_logits(hidden)[:, : self._vocabulary]
         uniforms = [float(ask.uniforms[turn]) for ask in asks]
@@ -202,11 +202,11 @@ class ModelDrafter(Proposer):
         return tokens
 
     def _filters(self, asks: list[Ask]) -> bool:
-        """Whether a token may be drawn from less than its whole law."""
+        """Return whether a token may be drawn from less than its whole law."""
         return filtered_rows(self._sampling_batch(asks), self._vocabulary) is not None
 
     def _sampling_batch(self, asks: list[Ask], device: torch.device | None = None) -> SamplingBatch:
-        """Settings as tensors; those of the first asks are the first rows of what was made for all."""
+        """Return settings as tensors; the first asks' are the first rows of what was made for all."""
         key = tuple([ask.key for ask in asks])
         if key != self._sampling[0][: len(key)]:
             self._sampling = (
@@ -216,8 +216,8 @@ class ModelDrafter(Proposer):
         return first_rows(self._sampling[1], len(key))
 
     def _catch_up(self, sequences: list[Sequence]) -> StepBatch:
-        """What was written since it last drafted: long pieces are computed now, the last few tokens
-        are the batch.
+        """Compute long pieces of what was written since it last drafted; the last few tokens are
+        the batch.
         """
         fed = list[FedRow]()
         for sequence in sequences:
@@ -229,7 +229,7 @@ class ModelDrafter(Proposer):
         return self._fed_batch(fed)
 
     def _pieces(self, sequence: Sequence) -> tuple[list[StepBatch], int]:
-        """Long pieces of text that is not cached here, and where the few tokens after these begin.
+        """Return long pieces of text that is not cached, and where the few tokens after them begin.
 
         Where there is much to catch up with, some of it may be found in slots that siblings share.
         """

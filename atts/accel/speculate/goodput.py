@@ -1,6 +1,4 @@
-"""Speculation lengths by goodput: proposal tokens are spent where they are likely to be accepted
-and a step gains.
-"""
+"""Speculation lengths by goodput: tokens are proposed where they are likely to pay."""
 
 from __future__ import annotations
 
@@ -143,7 +141,7 @@ class GoodputControl:
         self._unseen = 1  # steps since the last one that was looked at, this one included
 
     def rests(self, sequences: int) -> bool:
-        """Whether a step of so many sequences is one of those for which nothing is chosen or
+        """Return whether a step of so many sequences is one of those for which nothing is chosen or
         observed.
         """
         load = self._loads.get(size_class(sequences))
@@ -153,7 +151,7 @@ class GoodputControl:
         return True
 
     def choose(self, step: StepShape) -> list[int]:
-        """The most tokens to propose for each sequence."""
+        """Return the most tokens to propose for each sequence."""
         count = len(step.keys)
         load = self._loads.setdefault(size_class(count), _Load())
         verdict = load.verdict
@@ -224,7 +222,7 @@ class GoodputControl:
                 self._proposing.add(_among(len(self._wanted)), self._total, seconds)
 
     def _charge(self, load: _Load, trial: _Trial, lost: float) -> None:
-        """A step of a trial lost so much; after the last one it is decided anew."""
+        """Charge a trial for what a step of it lost; decide again after the last one."""
         trial.lost = trial.lost + lost
         trial.left = trial.left - 1
         if not trial.left:
@@ -242,7 +240,7 @@ class GoodputControl:
         load.rounds = self._rounds
 
     def _wake(self, load: _Load, step: StepShape) -> None:
-        """Steps are timed anew before anything is tried."""
+        """Time steps again before anything is tried."""
         self._balance += _SHARE * (load.rested - load.resting) * self._plain(step)
         self._costs.rest(load.rested - load.resting)
         self._proposing.rest(load.rested - load.resting)
@@ -261,7 +259,7 @@ class GoodputControl:
         verdict.until = load.steps + _LOOKS
 
     def _plain(self, step: StepShape) -> float:
-        """Seconds of a step without proposals."""
+        """Return the seconds of a step without proposals."""
         curve = self._costs.curve(step.condition)
         assert curve is not None, "a step was timed"
         return curve.one(step.rows)
@@ -315,8 +313,7 @@ class GoodputControl:
     def _best_total(
         self, load: _Load, verdict: _Verdict, step: StepShape, tokens: NDArray[np.float64]
     ) -> tuple[int, int | None]:
-        """How many tokens to propose in all, where `tokens` are expected from a step with 0, 1,
-        2... of them.
+        """Choose how many tokens to propose in all, given the tokens expected from each total.
 
         And a length to be tried for all: its time is not known, and it would pay if it took as
         little as it may.
@@ -362,7 +359,7 @@ class GoodputControl:
     def _promising(
         self, step: StepShape, lengths: Sequence[int], gains: NDArray[np.float64]
     ) -> int | None:
-        """Of these, the length that was never measured and would gain the most."""
+        """Return the length among these that was never measured and would gain the most."""
         count = len(step.keys)
         among = _among(len(step.keys))
 
@@ -378,7 +375,7 @@ class GoodputControl:
         return max(open_ones, key=lambda k: float(gains[k * count]), default=None)
 
     def _forecast(self, step: StepShape, rounds: Sequence[Outcome], rows: int) -> Forecast | None:
-        """Of a step that feeds so many rows, with proposals of these lengths."""
+        """Estimate a step that feeds so many rows, with proposals of these lengths."""
         curve = self._costs.curve(step.condition)
         tokens = float(step.rows)
         if curve is None:
@@ -398,14 +395,12 @@ class GoodputControl:
 
 
 def _among(sequences: int) -> Condition:
-    """Under which one curve of proposing times holds."""
+    """Return the condition under which one curve of proposing times holds."""
     return condition(is_mixed=False, context=0, sequences=sequences)
 
 
 def _hand_on(verdict: _Verdict, keys: Sequence[int]) -> None:
-    """Sequences that are new get the lengths of those that are gone: the total stays what it was
-    chosen to be.
-    """
+    """Give new sequences the lengths of those that are gone: the total stays what it was."""
     lengths = dict(zip(verdict.keys, verdict.lengths, strict=True))
     kept = {key: lengths.pop(key) for key in keys if key in lengths}
     spare = sorted(lengths.values())
@@ -424,11 +419,11 @@ class GoodputLengths(Lengths):
         self._shape = StepShape((), 0, 0.0)  # of the step that lengths were chosen for last
 
     def rests(self, plan: StepPlan) -> bool:
-        """As long as nothing pays."""
+        """Return whether nothing pays."""
         return self._control.rests(len(plan.decoding))
 
     def choose(self, plan: StepPlan) -> Sequence[int]:
-        """As many as pay, by what is known of times and of what was accepted."""
+        """Choose as many as pay, by what is known of times and of what was accepted."""
         keys = [sequence.request_id for sequence in plan.decoding]
         others = sum([chunk.stop - chunk.start for chunk in plan.prefills])
         context = sum([sequence.num_computed for sequence in plan.decoding]) / len(plan.decoding)

@@ -21,7 +21,7 @@ class HintProposer(Proposer):
         self._places: dict[int, int] = {}  # by key: how much of the hint is written
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """The rest of each hint."""
+        """Return the rest of each hint."""
         return [self._next(ask) if ask.hint else NOTHING for ask in asks]
 
     def ended(self, key: int) -> None:
@@ -37,7 +37,7 @@ class HintProposer(Proposer):
         return TokenProposal(tokens, 0.9 if tokens else 0.0)
 
     def _aligned(self, ask: Ask) -> int | None:
-        """The place in the hint where the text goes on; None when they have parted."""
+        """Return the place in the hint where the text goes on; None when they have parted."""
         if ask.written == 0:
             return 0
         written = tuple(ask.ids[-min(ask.written, _ANCHOR) :])
@@ -87,8 +87,8 @@ class _Group:
                 self.grams[tuple(text[-_GRAM:])].append((text, end))
 
     def _begun(self, ask: Ask) -> _Text:
-        """The text that this request goes on with, as far as it is indexed: its rollout's, where
-        that is known.
+        """Return the text that this request goes on with, as far as it is indexed: its rollout's,
+        where that is known.
         """
         known = self.latest.get(ask.rollout, _Text()) if ask.rollout else _Text()
         same = next(
@@ -101,9 +101,7 @@ class _Group:
         return text
 
     def places(self, ids: Sequence[int]) -> list[tuple[int, _Text, int]]:
-        """Where the text's end was seen before: how much of it, in what, up to which token; the
-        longest first.
-        """
+        """Return where the text's end was seen before, and how much of it; the longest match first."""
         found = self.grams.get(tuple(ids[-_GRAM:]), ())
         matches = [
             (_match(text, end, ids), text, end) for text, end in reversed(found) if end < len(text)
@@ -128,7 +126,7 @@ class SuffixProposer(Proposer):
         self._running: dict[int, _Group] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """What followed the longest match; the most frequent where several are as long."""
+        """Propose what followed the longest match; the most frequent where several are as long."""
         groups = [self._group(ask) for ask in asks]
         for ask, group in zip(asks, groups, strict=True):
             group.learn(ask)
@@ -141,7 +139,7 @@ class SuffixProposer(Proposer):
         self._stood[length] += stood > 0
 
     def ended(self, key: int) -> None:
-        """Texts stay for siblings; groups go when there are too many."""
+        """Keep texts for siblings; groups go when there are too many."""
         self._matched.pop(key, None)
         group = self._running.pop(key, None)
         if group is not None:
@@ -170,7 +168,7 @@ class SuffixProposer(Proposer):
 
 
 def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:
-    """How many tokens before `end` equal the last ones of `ids`."""
+    """Count how many tokens before `end` equal the last ones of `ids`."""
     length = _GRAM
     most = min(_LONGEST, end, len(ids))
     while length < most and text[end - length - 1] == ids[-length - 1]:
@@ -179,7 +177,7 @@ def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:
 
 
 def _continued(places: list[tuple[_Text, int]], most: int) -> tuple[int, ...]:
-    """What follows, token by token: of those places that still agree, the most frequent."""
+    """Return what follows token by token: the most frequent, of those places that still agree."""
     tokens: list[int] = []
     while places and len(tokens) < most:
         votes = Counter(text[end] for text, end in places)
@@ -202,7 +200,7 @@ class BestProposer(Proposer):
         self._chosen: dict[int, Proposer] = {}  # whose proposal a sequence was given last
 
     def propose(self, asks: Sequence[Ask]) -> list[TokenProposal]:
-        """The first confident proposal of each, else the most confident one."""
+        """Return the first confident proposal of each, else the most confident one."""
         best = [NOTHING] * len(asks)
         open_places = list(range(len(asks)))
         for proposer in self._proposers:
@@ -214,11 +212,11 @@ class BestProposer(Proposer):
         return best
 
     def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
-        """Told to the one whose proposal it was."""
+        """Tell the proposer whose proposal it was."""
         self._chosen[key].settled(key, proposal, stood)
 
     def ended(self, key: int) -> None:
-        """Told to all."""
+        """Tell all proposers."""
         self._chosen.pop(key, None)
         for proposer in self._proposers:
             proposer.ended(key)

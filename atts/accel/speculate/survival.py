@@ -34,15 +34,13 @@ class Survival:
         self._new: list[Outcome] = []
 
     def add(self, rounds: Sequence[Outcome]) -> None:
-        """One round each of some sequences."""
+        """Learn from one round each of some sequences."""
         self._new += rounds
         if len(self._new) > _MOST_WAITING:
             self._count()
 
     def standing(self, keys: Sequence[int]) -> NDArray[np.float64]:
-        """[sequences, places]: how likely a place stands with all before it, as far as these
-        sequences show.
-        """
+        """Estimate how likely each place is accepted with all before it: [sequences, places]."""
         self._count()
         rates = list[float]()
         rate = _PRIOR
@@ -61,9 +59,7 @@ class Survival:
             self._own = {key: self._own[key] for key in keys if key in self._own}
 
     def fade(self, most: float) -> None:
-        """What was seen of a place long ago weighs no more than so many tests, and nothing of one
-        sequence.
-        """
+        """Let old observations of a place weigh no more than so many tests."""
         self._count()
         self._pool = self._pool * most / np.maximum(self._pool[0], most)
         self._own = {}

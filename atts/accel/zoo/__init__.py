@@ -1,1 +1,1 @@
-"""BlockLLM: models stored and served by the blocks that they share, and layers divided among workers."""
+"""BlockLLM: models stored and served by the blocks that they share."""

@@ -1,11 +1,4 @@
-"""Several models of a zoo in one step: each block runs once for the rows of all models that share
-it.
-
-A model is a chain of units: its embedding, attention and feed-forward block of each layer, its
-head. Two chains share a unit where they have the same block in the same place; rows are summed in
-the same order whatever runs beside them, so that a model's numbers are those it computes alone, to
-the bit. What adapters add is computed for their rows only.
-"""
+"""Several models of a zoo in one step: each block runs once for the rows of all that share it."""
 
 from __future__ import annotations
 
@@ -30,6 +23,11 @@ from atts.local.cpu.model import Adapted, NativeModel, Segment, unknown_parts
 from atts.local.cpu.weights import PackedAdapter
 from atts.local.messages import LoopReport, WorkerConfig
 from atts.local.sequence import TokenTable
+
+# A model is a chain of units: its embedding, attention and feed-forward block of each layer, its
+# head. Two chains share a unit where they have the same block in the same place; rows are summed in
+# the same order whatever runs beside them, so that a model's numbers are those it computes alone, to
+# the bit. What adapters add is computed for their rows only.
 
 _Rows = slice | Ints
 _Part = tuple[int, ...]
@@ -142,8 +140,8 @@ class ChainModel(ManyModels[NativeModel]):
         return self._loader.num_bytes
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`; each column of the ledger's
-        has a table.
+        """Return the final, normed hidden states of the batch's `logit_rows`; each column of the
+        ledger's has a table.
         """
         ready = self._ready
         units = self._ledger.first_units(batch)
@@ -184,7 +182,7 @@ class ChainModel(ManyModels[NativeModel]):
 
     @staticmethod
     def _ordered(batch: StepBatch, order: Ints, table: SlotIds) -> tuple[StepBatch, Ints]:
-        """A batch in the order of chains, with slots of all columns; and where its logit rows stand
+        """Order a batch by chains, with slots of all columns; return also where its logit rows are
         then.
         """
         found, rows, _ = picked(batch, order)
@@ -197,7 +195,7 @@ class ChainModel(ManyModels[NativeModel]):
         return found, found.logit_rows.searchsorted(where)
 
     def _layout(self, batch: StepBatch, units: Ints, table: SlotIds) -> _Layout:
-        """Where each sequence writes one token it is the same step after step."""
+        """Return the layout of a step; it is the same as long as each sequence writes one token."""
         key = tuple(
             [part.tobytes() for part in (batch.models, units, batch.query_starts, batch.logit_rows)]
         )
@@ -242,9 +240,7 @@ class ChainModel(ManyModels[NativeModel]):
         return _Layout(keepings, found, adapted, owners, int(counts.sum()), int(counts @ rows))
 
     def _keeping(self, unit: int, batch: StepBatch, units: Ints) -> _Keeping:
-        """States of rows computed among many are kept, unless their sequence is computed from there
-        on.
-        """
+        """Keep states of rows computed among many, unless their sequence is computed from there on."""
         counts = np.diff(batch.query_starts)
         passes = (self._depths[batch.models] > unit) & (units < unit)
         passing = passes.repeat(counts)
@@ -265,8 +261,8 @@ class ChainModel(ManyModels[NativeModel]):
         kept.is_known[mine[keeping.known]] = True
 
     def spans(self, present: Sequence[int]) -> list[UnitSpan]:
-        """How the chains of a step pass their units: together wherever these are equal; cut where
-        states are kept.
+        """Divide the units of a step's chains: together where they are equal, cut where states are
+        kept.
         """
         cuts = {*self._ledger.kept, *(1 + 2 * start for start in self._ledger.starts[1:])}
         found = list[UnitSpan]()
@@ -284,15 +280,15 @@ class ChainModel(ManyModels[NativeModel]):
 
 
 def bounds_of(batch: StepBatch) -> Ints:
-    """Where each sequence begins: in rows, sequences and logit rows, which rise; and where the last
-    one ends.
+    """Return where each sequence begins, in rows, sequences and logit rows, and where the last one
+    ends.
     """
     starts = batch.query_starts
     return np.column_stack([starts, np.arange(len(starts)), batch.logit_rows.searchsorted(starts)])
 
 
 def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAdapter]) -> Adapted:
-    """The rows that adapters add to, by the models that have these."""
+    """Return the rows that adapters add to, by the models that have these."""
     segments = [
         Segment(first, last, logits, end, adapter.address)
         for chain, adapter in adapters.items()
@@ -305,9 +301,7 @@ def adapted_rows(batch: StepBatch, bounds: Ints, adapters: Mapping[int, PackedAd
 
 
 def _neighbours(chains: Sequence[int], units: Mapping[int, Sequence[str]]) -> list[int]:
-    """An order of chains; each is put, then put anew, where the fewest of its units differ from its
-    neighbours'.
-    """
+    """Order chains so that few of the units of neighbours differ; each is put in twice."""
     order = list[int]()
 
     def apart(one: int | None, other: int | None) -> int:
@@ -331,8 +325,7 @@ def _neighbours(chains: Sequence[int], units: Mapping[int, Sequence[str]]) -> li
 
 
 def _spans(bounds: Ints, mask: NDArray[np.bool_], most: int | None = None) -> list[_Part]:
-    """From and to of rows, sequences and logit rows of neighbouring sequences, so many rows at
-    most.
+    """Return runs of neighbouring sequences as from and to of rows, sequences and logit rows.
 
     One that alone is more stays in one piece.
     """
@@ -356,7 +349,7 @@ def _floats(rows: int, columns: int) -> Floats:
 
 
 def _among(mask: NDArray[np.bool_]) -> _Rows:
-    """Which they are; a slice where they are neighbours."""
+    """Return which rows a mask has; a slice where they are neighbours."""
     found = mask.nonzero()[0]
     first = int(found[0]) if len(found) else 0
     count = len(found)
@@ -364,8 +357,8 @@ def _among(mask: NDArray[np.bool_]) -> _Rows:
 
 
 def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.CDLL | None, str]:
-    """The kernels that run several models of a zoo in one step, where they can be had; and trouble
-    with their cache.
+    """Return kernels that run several models of a zoo in one step, if any, and trouble with their
+    cache.
     """
     options = config.options
     if device.type != "cpu" or options.dtype != "float32" or options.kernel == "torch":

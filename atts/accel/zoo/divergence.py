@@ -25,8 +25,7 @@ class Divergence(NamedTuple):
 
 
 def divergence(one: Path, other: Path, texts: Sequence[tuple[TokenIds, int]]) -> Divergence:
-    """From the model in `one` to that in `other`, over each text's tokens from so many on; in
-    float32, on the CPU.
+    """Measure the divergence from the model in `one` to that in `other` over texts, in float32.
 
     :raises ModelLoadError: the weights of one cannot be used.
     """
@@ -54,7 +53,7 @@ def _model(folder: Path, longest: int) -> TorchModel:
 
 
 def _laws(model: TorchModel, ids: TokenIds) -> Tensor:
-    """The logarithms of what is likely after each token: [tokens, vocabulary]."""
+    """Return the logarithms of what is likely after each token: [tokens, vocabulary]."""
     import numpy as np
 
     from atts.local.batch import single_rows

@@ -1,6 +1,4 @@
-"""Similarity of blocks of one shape: how near their parameters are, and models with some of them
-replaced.
-"""
+"""Similarity of blocks of one shape, and models with some of their blocks replaced."""
 
 from __future__ import annotations
 
@@ -46,8 +44,7 @@ class BlockSimilarity:
 def likenesses(
     zoo: Path, model: StoredModel, models: Sequence[StoredModel], limits: tuple[int, float]
 ) -> list[BlockSimilarity]:
-    """For each block of a model the nearest of its shape by parameters, so many and so far at most;
-    nearest first.
+    """Find for each block of a model the nearest of its shape by parameters.
 
     The model's own blocks are in memory at once, as float32, and of the others one after the other.
     """
@@ -87,7 +84,7 @@ def _kind(place: str) -> str:
 
 
 def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
-    """How a block's tensors are called and shaped, and its numbers in a row."""
+    """Read how a block's tensors are called and shaped, and its numbers in a row."""
     with import_lock:
         import torch
         from safetensors.torch import load_file
@@ -97,7 +94,7 @@ def _read(zoo: Path, digest: str) -> tuple[str, Tensor]:
 
 
 def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Distance in lengths of the first, and cosine."""
+    """Return the distance in lengths of the first, and the cosine."""
     length = float(mine.norm())
     other = float(theirs.norm())
     cosine = float(mine @ theirs) / (length * other) if length and other else 0.0
@@ -105,7 +102,7 @@ def _nearness(mine: Tensor, theirs: Tensor) -> tuple[float, float]:
 
 
 def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
-    """A cut model's manifest with other blocks at some places; its marks say so."""
+    """Change a cut model's manifest to other blocks at some places; its marks say so."""
     blocks = tuple(
         replace(block, digest=digests.get(block.place, block.digest)) for block in model.blocks
     )
@@ -117,9 +114,7 @@ def changed(model: StoredModel, digests: Mapping[str, str]) -> StoredModel:
 def substituted(
     zoo: Path, model: StoredModel, digests: Mapping[str, str]
 ) -> Generator[Path, None, None]:
-    """A folder of a cut model with other blocks of its zoo at some places, beside the zoo and gone
-    afterwards.
-    """
+    """Make a folder of a cut model with other blocks of its zoo at some places, gone afterwards."""
     with TemporaryDirectory() as scratch:
         home = Path(scratch) / MODELS / model.name
         copytree(zoo / MODELS / model.name, home)

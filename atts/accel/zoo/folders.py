@@ -1,6 +1,4 @@
-"""Model folders that are added to a zoo: seen to be models, completed from a base, with what lies
-beside weights.
-"""
+"""Model folders that are added to a zoo: seen to be models, and completed from a base."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def check_name(name: str, taken: Collection[str] = ()) -> None:
 
 
 def checked(folder: Path, name: str) -> Family:
-    """How the model in a folder is built, which is all there.
+    """Describe how the model in a folder is built, all of which is there.
 
     :raises ModelLoadError: the folder holds no model that a local engine computes.
     """
@@ -98,7 +96,7 @@ def complete(folder: Path, base: Path, whole: Path, name: str) -> None:
 
 
 def tensors_of(folder: Path, model: StoredModel, stack: ExitStack) -> dict[str, StoredTensor]:
-    """Every tensor of a model of a zoo, an adapter's included, by its name in the model's files."""
+    """Return every tensor of a zoo's model by its name in the model's files, an adapter's included."""
     found = dict[str, StoredTensor]()
     for file in model.files if model.is_whole else ():
         found |= WeightFile(folder / file.name, stack).tensors
@@ -109,7 +107,7 @@ def tensors_of(folder: Path, model: StoredModel, stack: ExitStack) -> dict[str, 
 
 
 def unadapted(model: StoredModel, option: str) -> StoredModel:
-    """The model, where it has no adapter.
+    """Return the model, where it has no adapter.
 
     :raises OptionError: it has one.
     """
@@ -121,7 +119,7 @@ def unadapted(model: StoredModel, option: str) -> StoredModel:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """What lies in a model's folder beside its weights."""
+    """List what lies in a model's folder besides its weights."""
     with storage(folder):
         plain = [
             path
@@ -136,12 +134,12 @@ def side_files(folder: Path) -> list[Path]:
 
 
 def bytes_of(files: Iterable[Path]) -> int:
-    """How large files are together."""
+    """Return how large files are together."""
     return sum(path.stat().st_size for path in files)
 
 
 def copy_files(files: Iterable[Path], folder: Path) -> None:
-    """Copies that are on the disk when this returns."""
+    """Make copies that are on the disk when this returns."""
     for path in files:
         with open_ordinary(path) as file:
             write_atomic(folder / path.name, iter(lambda: file.read(1 << 20), b""))

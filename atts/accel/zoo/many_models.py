@@ -1,6 +1,4 @@
-"""Models of one loop: loaded from a zoo, each block once, with names of what they have alike; and
-heads by rows.
-"""
+"""The models of one loop: loaded from a zoo with each block once, and their heads by rows."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ class ManyModels(Generic[M]):
         self._model = self._chains[0].model
 
     def add(self, config: WorkerConfig) -> None:
-        """One more model; its number follows the last one's."""
+        """Take one more model; its number follows the last one's."""
         self._configs.append(config)
 
     def open(self, number: int, divide: OnSplit = alone) -> None:
@@ -99,7 +97,7 @@ class ManyModels(Generic[M]):
             self._has_one_head = len({chain.units[-1] for chain in self._chains.values()}) == 1
 
     def _alike(self, unit: int) -> Ints:
-        """Of each model, by its number, one that has the same unit."""
+        """Return for each model, by its number, one that has the same unit."""
         found = np.zeros(1 + max(self._chains), dtype=np.int64)
         known = dict[str, int]()
         for at, chain in self._chains.items():
@@ -110,7 +108,7 @@ class ManyModels(Generic[M]):
         """See that a model can be run beside the others."""
 
     def _owned(self, hidden: Floats, owners: Ints) -> Tensor:
-        """Rows behind the last norms of these models."""
+        """Return rows behind the last norms of these models."""
         if self._has_one_head:
             return torch.from_numpy(hidden)
         return torch.from_numpy(
@@ -122,7 +120,7 @@ class ManyModels(Generic[M]):
         self._model.use_threads(threads)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Their logits: [logits, vocabulary] float32."""
+        """Return their logits: [logits, vocabulary] float32."""
         if self._has_one_head:
             return self._model.compute_logits(hidden)
         logits = torch.empty(len(hidden), self._configs[0].model.vocabulary)
@@ -133,7 +131,7 @@ class ManyModels(Generic[M]):
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """One log-probability a row, and the logits of some."""
+        """Score one token a row; return also the logits of some rows."""
         if self._has_one_head:
             return self._model.score(hidden, tokens, kept_rows)
         values = np.empty(len(tokens))
@@ -149,7 +147,7 @@ class ManyModels(Generic[M]):
         return values.tolist(), kept
 
     def _by_head(self, hidden: Tensor) -> list[tuple[M, Ints]]:
-        """Rows by the head that they go to, and a model that has it."""
+        """Divide rows by the head that they go to, each with a model that has it."""
         heads = self._heads[hidden[:, -1].numpy().astype(np.int64)]
         return [
             (self._chains[head].model, (heads == head).nonzero()[0])
@@ -159,11 +157,11 @@ class ManyModels(Generic[M]):
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """One token a row."""
+        """Draw one token a row."""
         return self._model.sample(logits, sampling, uniforms)
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Each row's token under the raw distribution."""
+        """Score each row's token under the raw distribution."""
         return self._model.logprobs(logits, tokens)
 
 
@@ -184,7 +182,7 @@ class ZooLoader:
         return self._packing.num_bytes
 
     def __call__(self, config: WorkerConfig) -> Chain[NativeModel]:
-        """A model.
+        """Load a model.
 
         :raises EngineError: it cannot be loaded.
         """
@@ -226,7 +224,7 @@ class ZooLoader:
 
 
 def rope_names(shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
-    """What each layer's rotation and window are called."""
+    """Name each layer's rotation and window."""
     return [
         f"{content_name(None, ropes[kind].frequencies, ropes[kind].scales)} {window}"
         for kind, window in zip(shape.ropes, shape.windows, strict=True)
@@ -234,7 +232,7 @@ def rope_names(shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
 
 
 def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> list[str]:
-    """What the halves of a stored model's layers are called: equal where they compute the same.
+    """Name the halves of a stored model's layers: equal where they compute the same.
 
     :raises ZooError: the manifest cannot be read.
     """
@@ -248,9 +246,7 @@ def half_names(folder: Path, shape: ModelConfig, ropes: Mapping[str, Rope]) -> l
 def key_names(
     shape: ModelConfig, weights: Weights, ropes: Many[str], deltas: Many[LowRank | None]
 ) -> tuple[str, ...]:
-    """Of each layer what makes its keys and values: rotation, norms, its rows of the first product,
-    an adapter's.
-    """
+    """Name what makes each layer's keys and values: rotation, norms, its rows of the first product."""
     asked = shape.num_heads * shape.head_dim
     found = list[str]()  # rows of queries, before those of keys and values
     for rope, layer, low in zip(ropes, weights.layers, deltas[::4], strict=True):
@@ -261,7 +257,7 @@ def key_names(
 
 
 def content_name(low: LowRank | None, *tensors: Tensor | None) -> str:
-    """Equal for equal numbers; an adapter that adds nothing is none."""
+    """Name numbers by their content: equal for equal ones; an adapter that adds nothing is none."""
     added = (low.down, low.up) if low and low.up.any() else ()
     parts = [
         part.contiguous().numpy().data.cast("B") if part is not None else b"-"
@@ -307,4 +303,4 @@ class ManyModelsLoop(StepLoop):
         return sequence
 
     def _divide(self, parents: list[int]) -> None:
-        """Nothing here has columns of slots."""
+        """Do nothing: there are no columns of slots here."""

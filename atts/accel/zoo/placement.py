@@ -27,7 +27,7 @@ class Instance(NamedTuple):
 
 
 def dispatched(instances: Sequence[Instance]) -> int:
-    """The cheapest; where several are, one that owns the keys and values.
+    """Choose the cheapest; where several are, one that owns the keys and values.
 
     >>> busy, idle = Instance(0.5, 0.1, True, 0, 0, 0), Instance(0.0, 0.1, False, 0.3, 0.9, 0.01)
     >>> dispatched([busy, idle]), dispatched([busy._replace(wait=0.3), idle])
@@ -46,8 +46,7 @@ class Demand(NamedTuple):
 def placed(
     blocks: Mapping[str, Demand], transitions: Mapping[tuple[str, str], int], rooms: Sequence[float]
 ) -> dict[str, list[int]]:
-    """Servers for each block: as many as its load asks for, beside those that states come from or
-    go to.
+    """Place each block on as many servers as its load asks for, near its neighbours.
 
     The busiest block is placed first. Then a block goes where its neighbours by counted transitions
     are, while there is room and no other server is idler by half a server; at least one server

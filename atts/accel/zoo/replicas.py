@@ -1,6 +1,4 @@
-"""Processes that each hold a zoo's models, and the choice of the one in which a request costs
-least.
-"""
+"""Processes that each hold a zoo's models, and the choice of the cheapest one for a request."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ _FIRST = 1e-2, 1e-4
 
 
 def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
-    """One engine of several on the same model, made as different replicas: of each there is one
-    process for its zoo.
-    """
+    """Make one engine of several on the same model, each made as another replica."""
     return ReplicaPool(
         [(str(at), one) for at, one in enumerate(engines)],
         name=name,
@@ -45,7 +41,7 @@ class Dispatch:
         ]()  # tokens, by replica and rollout or problem
 
     def choose(self, free: Sequence[ReplicaLoad], request: SampleRequest | ScoreRequest) -> int:
-        """Which of the replicas that are up."""
+        """Choose one of the replicas that are up."""
         given = len(
             request.ids if isinstance(request, SampleRequest) else request.prefix + request.suffix
         )
@@ -70,7 +66,7 @@ class Dispatch:
 
     @staticmethod
     def _seconds(engines: Sequence[LocalEngine]) -> tuple[float, float]:
-        """What a request, and a token of it, has taken of its loop's time so far."""
+        """Return what a request, and a token of it, has taken of its loop's time so far."""
         stats = [engine.stats() for engine in engines]
         busy = sum(one.busy_seconds for one in stats)
         tokens = sum(one.prefilled_tokens + one.scored_tokens + one.sampled_tokens for one in stats)

@@ -1,6 +1,4 @@
-"""The worker that engines on models of one zoo share: one step loop, in this process or a child,
-for all of them.
-"""
+"""The worker that engines on models of one zoo share: one step loop for all of them."""
 
 from __future__ import annotations
 
@@ -91,8 +89,8 @@ class SharedWorker:
         return self._own.open(alone, deliver)
 
     def _depth(self, config: WorkerConfig) -> int:
-        """Layers of the deepest of the zoo's models that can join this one: the loop's cache is for
-        all of them.
+        """Return the layers of the zoo's deepest model that can join; the loop's cache is for all
+        of them.
         """
         depth = config.model.num_layers
         for folder in (self._zoo / MODELS).glob("[!.]*"):
@@ -212,7 +210,7 @@ class _Host:
             return self._ready
 
     def chain_of(self, config: WorkerConfig) -> int:
-        """The number of a model in the loop; it is told of one that is new."""
+        """Return the number of a model in the loop, which is told of one that is new."""
         with self._lock:
             if config.folder not in self._chains:
                 self._chains[config.folder] = len(self._chains)
@@ -258,7 +256,7 @@ class _Host:
             member.receive(heard, report.stats, in_flight[member])
 
     def leave(self, member: SharedWorker) -> None:
-        """One engine less; the last one ends the loop."""
+        """Take one engine out; the last one ends the loop."""
         with _HOSTS_LOCK:
             if member in self.members:
                 self.members.remove(member)
@@ -268,7 +266,7 @@ class _Host:
             self._worker.close()
 
     def _retire(self) -> None:
-        """Those that open from now on start another loop."""
+        """Have engines that open from now on start another loop."""
         with _HOSTS_LOCK:
             for key in [key for key, known in _HOSTS.items() if known is self]:
                 del _HOSTS[key]

@@ -1,11 +1,4 @@
-"""The ledger of cache slots that models share: who holds which slot of which layers, and where
-models differ.
-
-Layers are divided where models of the loop part; each column of layers has slots of its own. A
-position of a sequence has a slot in each column. Where a relative has computed the same tokens
-through the same blocks, its slots are held once more instead of being computed again, and what went
-into the first unit that differs is read from where it is kept.
-"""
+"""The slots that models of one loop share, and the scheduler that lends them."""
 
 from __future__ import annotations
 
@@ -22,6 +15,11 @@ from atts.local.batch import Ints, StepBatch
 from atts.local.cache import PrefixMatch, PrefixNode, PrefixTree, SlotAllocator, SlotIds
 from atts.local.scheduler import WORTH_WAITING, CacheAction, Scheduler, SchedulerConfig
 from atts.local.sequence import Sequence
+
+# Layers are divided where models of the loop part; each column of layers has slots of its own. A
+# position of a sequence has a slot in each column. Where a relative has computed the same tokens
+# through the same blocks, its slots are held once more instead of being computed again, and what went
+# into the first unit that differs is read from where it is kept.
 
 OnSplit = Callable[[list[int]], None]
 """Hears from which of the old columns each new one is."""
@@ -55,13 +53,11 @@ class Kept(NamedTuple):
 
 
 def alone(parents: list[int]) -> None:
-    """Nothing else has columns."""
+    """Do nothing: nothing else has columns."""
 
 
 def divergence_point(one: Lineage, other: Lineage) -> tuple[int, int]:
-    """How many layers' keys and values two chains share, and the unit from which each computes
-    alone.
-    """
+    """Return how many layers' keys and values two chains share, and where each computes alone."""
     pairs = zip(one.units, other.units, strict=False)
     unit = next(
         (at for at, (mine, theirs) in enumerate(pairs) if mine != theirs), len(one.units) - 1
@@ -140,9 +136,7 @@ class SlotLedger(SlotAllocator):
         self.kin = kin
 
     def _kept(self, unit: int, column: int, parent: int) -> Kept:
-        """What was kept before a unit by the slots of the column's parent; nothing yet where it was
-        by other slots.
-        """
+        """Return what was kept before a unit by these slots; nothing yet where other slots kept it."""
         known = self.kept.get(unit)
         size = self.num_slots + 1
         if known is not None and known.column == parent:
@@ -152,11 +146,11 @@ class SlotLedger(SlotAllocator):
         )
 
     def column_of(self, layer: int) -> int:
-        """The column that a layer is in."""
+        """Return the column that a layer is in."""
         return bisect_right(self.starts, layer) - 1
 
     def reach(self, kin: Relative, slots: SlotIds) -> int:
-        """From how many of a relative's positions on, one after the other, a sequence can go on."""
+        """Count the relative's leading positions from which a sequence can go on."""
         kept = self.kept[kin.unit]
         known = kept.is_known[slots[:, kept.column]] if len(slots) else np.zeros(0, dtype=np.bool_)
         return len(known) if known.all() else int(known.argmin())
@@ -194,7 +188,7 @@ class SlotLedger(SlotAllocator):
         return found
 
     def allocate(self, count: int) -> SlotIds:
-        """New slots in every column: [count, columns]."""
+        """Hand out new slots in every column: [count, columns]."""
         return self._hold(np.zeros((count, 0), dtype=np.int32))
 
     def free(self, runs: Many[SlotIds]) -> None:
@@ -206,7 +200,7 @@ class SlotLedger(SlotAllocator):
         self._count()
 
     def num_apart(self, slots: SlotIds) -> int:
-        """How many slots these are in the column where they are the most."""
+        """Return how many slots these are in the column where they are the most."""
         is_there = np.zeros((slots.shape[1], self.num_slots + 1), dtype=np.bool_)
         is_there[np.arange(slots.shape[1]), slots] = True
         return int(is_there.sum(axis=1).max())
@@ -245,12 +239,12 @@ class KVSharing:
         self.ledger = ledger
 
     def kinds(self, sequence: Sequence) -> Iterator[tuple[Relative, int]]:
-        """Each relative of its model, and the part of the tree that holds what that one computed."""
+        """Return each relative of its model, and the kind of what that one computed."""
         for kin in self.ledger.kin.get(sequence.model, ()):
             yield kin, sequence.kind_of(kin.chain)
 
     def best(self, sequence: Sequence, known: int) -> SharedSlots | None:
-        """The loan that spares a waiting request the most; what is fed apart is long enough.
+        """Find the loan that saves a waiting request the most; what is fed apart is long enough.
 
         A few rows alone attend by other kernels, and would not say to the bit what they say among
         many.
@@ -329,13 +323,13 @@ class SharingScheduler(Scheduler):
         # what follows is computed from its first unit on
         return min(stop, borrowed) if sequence.num_computed < borrowed else stop
 
-    def _reachable(self, sequence: Sequence, found: PrefixMatch) -> int:
-        self._loan = self._sharing.best(sequence, self._start(sequence, found))
-        return max(found.length, self._loan.stop if self._loan else 0)
+    def _reachable(self, sequence: Sequence, match: PrefixMatch) -> int:
+        self._loan = self._sharing.best(sequence, self._start(sequence, match))
+        return max(match.length, self._loan.stop if self._loan else 0)
 
-    def _try_admit(self, sequence: Sequence, found: PrefixMatch) -> bool:
+    def _try_admit(self, sequence: Sequence, match: PrefixMatch) -> bool:
         loan = self._loan
-        if not super()._try_admit(sequence, found):
+        if not super()._try_admit(sequence, match):
             return False
         if loan is not None:
             self.tree.lock(loan.found.node)
@@ -345,7 +339,9 @@ class SharingScheduler(Scheduler):
         return True
 
     def _can_free(self, count: int) -> bool:
-        """Slots of the tree that running sequences hold as well cannot be freed."""
+        """Return whether slots can be freed, without those of the tree that running sequences hold
+        as well.
+        """
         free = self._ledger.num_free
         if free >= count or free + self.tree.num_evictable < count:
             return free >= count

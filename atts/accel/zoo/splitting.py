@@ -1,6 +1,4 @@
-"""Model folders cut into blocks: embedding, attention, feed-forward block, head; each written as a
-file of its own.
-"""
+"""Model folders cut into blocks: embedding, attention, feed-forward block, head."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ class WeightFile:
         }
 
     def stored(self) -> StoredFile:
-        """How it is written in a manifest."""
+        """Return how it is written in a manifest."""
         return StoredFile(self.name, self.header, content_digest(self._whole))
 
 
@@ -61,7 +59,7 @@ class Block:
 
 
 def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
-    """The blocks of a model, in the order in which a token passes them."""
+    """Return the blocks of a model, in the order in which a token passes them."""
     places = dict[str, dict[str, tuple[str, StoredTensor]]]()
     for file in files:
         for name, tensor in file.tensors.items():
@@ -77,9 +75,7 @@ def split(files: Sequence[WeightFile], family: Family) -> list[Block]:
 def completed(
     own: Sequence[WeightFile], base: Mapping[str, StoredTensor], num_layers: int
 ) -> Block:
-    """A model's weights as one file, of which `own` holds a part: what that lacks is its base's, of
-    so many layers.
-    """
+    """Complete the part of a model's weights in `own` by its base's."""
     found = dict[str, tuple[str, StoredTensor]]()
     for tensors in (base, *(file.tensors for file in own)):
         for name, tensor in tensors.items():
@@ -90,12 +86,12 @@ def completed(
 
 
 def whole_block(place: str, file: WeightFile) -> Block:
-    """All tensors of a file as one block."""
+    """Return all tensors of a file as one block."""
     return _block(place, {name: (name, tensor) for name, tensor in file.tensors.items()})
 
 
 def joined(file: StoredFile, tensors: Mapping[str, StoredTensor]) -> Iterator[bytes | memoryview]:
-    """The parts of a weight file as it was added, from its header and its tensors."""
+    """Yield the parts of a weight file as it was added, from its header and its tensors."""
     header = file.header.encode()
     yield len(header).to_bytes(_LENGTH, "little") + header
     for name, _, _, _ in sorted(_entries(file.header), key=lambda entry: entry[2]):
@@ -109,8 +105,8 @@ def _entries(header: str) -> Iterator[tuple[str, dict[str, Any], int, int]]:
 
 
 def _place(name: str, family: Family) -> tuple[str, str]:
-    """The block that a tensor belongs to, and its name there, the same in whatever layer the block
-    stands.
+    """Return the block that a tensor belongs to, and its name there, the same in whatever layer the
+    block stands.
     """
     found = _LAYER.fullmatch(name)
     if found is None:
@@ -129,9 +125,7 @@ def _order(place: str) -> tuple[int, int, str]:
 
 
 def _block(place: str, tensors: dict[str, tuple[str, StoredTensor]]) -> Block:
-    """A block whose file depends on nothing but its tensors: wide types first so that all are
-    aligned, then by name.
-    """
+    """Make a block whose file depends on nothing but its tensors."""
     header = dict[str, Any]()
     end = 0
     order = sorted(tensors, key=lambda inner: (-_width(tensors[inner][1].kind), inner))
@@ -151,6 +145,6 @@ def _block(place: str, tensors: dict[str, tuple[str, StoredTensor]]) -> Block:
 
 
 def _width(kind: str) -> int:
-    """The bits of a type such as BF16 or F8_E4M3."""
+    """Return the bits of a type such as BF16 or F8_E4M3."""
     found = re.search(r"\d+", kind)
     return int(found[0]) if found else 8

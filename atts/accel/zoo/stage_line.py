@@ -1,4 +1,4 @@
-"""Steps on their way through ranges of layers, and the choice of the worker that runs each range."""
+"""The executor of steps on their way through ranges of layers in workers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class InFlightStep:
 
     @classmethod
     def of(cls, batch: StepBatch, table: SlotIds, width: int) -> InFlightStep:
-        """Before the first range; where no models are named all entries are the first one's."""
+        """Begin before the first range; where no models are named all entries are the first one's."""
         entries = len(batch.table_rows)
         rows = len(batch.tokens)
         logits = len(batch.logit_rows)
@@ -116,7 +116,7 @@ class StageExecutor:
         self._since = perf_counter()
 
     def start(self, label: str) -> int:
-        """One more worker, which is replaced once; its number.
+        """Start one more worker, which is replaced once; return its number.
 
         :raises EngineError: there can be none.
         """
@@ -126,7 +126,7 @@ class StageExecutor:
         return number
 
     def start_here(self) -> None:
-        """One that is this process."""
+        """Add a worker that is this process."""
         self.nodes.append(WorkerHandle(len(self.nodes), "", WorkerHere(self._build)))
 
     def _started(self, number: int, label: str) -> WorkerHandle:
@@ -136,8 +136,8 @@ class StageExecutor:
     def add(
         self, setups: Sequence[StageSetup], chain: int = 0, homes: Sequence[list[int]] = ()
     ) -> None:
-        """The ranges of a model, one after the other, and where they are; else beside those that
-        they hand rows to.
+        """Add the ranges of a model one after the other, where they are told to be or near their
+        neighbours.
         """
         path = self.paths[chain] = list[LayerRange]()
         for setup in setups:
@@ -189,13 +189,13 @@ class StageExecutor:
                 held.join(self.nodes[home], list(held.members.values()))
 
     def _let_go(self, held: LayerRange, numbers: set[int]) -> None:
-        """Some workers hold a range no longer."""
+        """Take a range from some workers."""
         for number in numbers:
             held.leave(number)
             self.nodes[number].ask(Leave(held.setup.name), lambda answer: None)
 
     def _placed(self) -> dict[str, list[int]]:
-        """By `placement.placed`, in as little room in each worker as will do."""
+        """Place ranges by `placement.placed`, in as little room in each worker as will do."""
         seconds = max(1e-3, perf_counter() - self._since)
         alive = [node for node in self.nodes if node.error is None]
         demands = {name: held.demand(seconds) for name, held in self.ranges.items()}
@@ -232,9 +232,7 @@ class StageExecutor:
             held.seconds = 0.0
 
     def crossing(self, homes: Mapping[str, Sequence[int]]) -> int:
-        """How many of the counted rows are handed from one worker to another where ranges are
-        there.
-        """
+        """Count the rows that are handed from one worker to another where ranges are there."""
         return sum(
             count for (one, two), count in self.handed.items() if not {*homes[one]} & {*homes[two]}
         )
@@ -254,7 +252,7 @@ class StageExecutor:
         self._go_on(0.0)
 
     def end(self, flight: InFlightStep) -> Floats:
-        """The rows behind all ranges that were asked for; what hindered the step is raised.
+        """Return the rows behind all ranges that were asked for; raise what hindered the step.
 
         :raises EngineUnavailable: a range has no worker left.
         """
@@ -340,7 +338,7 @@ class StageExecutor:
     def _before(
         self, flight: InFlightStep, levels: Ints, entries: Ints
     ) -> list[tuple[LayerRange, Ints]]:
-        """The ranges that these are before, as far as they are on their ways."""
+        """Return the ranges that these are before, as far as they are on their ways."""
         found = dict[LayerRange, list[int]]()
         chains = flight.chains.tolist()
         places = levels.tolist()
@@ -353,7 +351,7 @@ class StageExecutor:
     def _divided(
         self, held: LayerRange, flight: InFlightStep, entries: Ints, waits: dict[int, float]
     ) -> list[StageShare]:
-        """Who goes where; `waits` says when each worker begins, then when it is through."""
+        """Divide entries among workers; `waits` says when each begins, then when it is through."""
         if held.kept is None:
             return [StageShare(next(iter(held.holders)), np.arange(len(entries)))]
         own = {number: waits[number] for number in held.holders}
@@ -363,7 +361,7 @@ class StageExecutor:
         return shares
 
     def _bring(self, held: LayerRange, number: int, slots: Ints) -> Held:
-        """Keys and values that a worker has and another lacks."""
+        """Bring keys and values that a worker has and another lacks."""
         began = perf_counter()
         gift: Held = self.nodes[number].at_once(Wanted(held.setup.name, slots))
         held.costs.brought(gift.nbytes, perf_counter() - began)
@@ -392,8 +390,8 @@ class StageExecutor:
         node.ask(visit, partial(self._visited, flight, node, stops), seconds)
 
     def _way(self, flight: InFlightStep, number: int, entries: Ints) -> Iterator[_Stop]:
-        """The ranges that entries pass in a worker: from one to the next where it has all that this
-        one needs.
+        """Yield the ranges that entries pass in a worker, as long as it has all that the next one
+        needs.
         """
         levels = flight.levels.copy()
         stays = np.zeros(len(flight.levels), dtype=np.bool_)
@@ -417,8 +415,8 @@ class StageExecutor:
         stops: Sequence[tuple[_Stop, Ints]],
         answer: StageReply | EngineUnavailable,
     ) -> None:
-        """What a worker did, range after range; where it is gone its entries are before the first
-        as they were.
+        """Take what a worker did, range after range; if it is gone, its entries stay before the
+        first.
         """
         flight.visits -= 1
         if isinstance(answer, EngineUnavailable):
@@ -444,6 +442,6 @@ class StageExecutor:
 
 
 def _end(workers: Sequence[Worker]) -> None:
-    """When their user is gone, or Python ends."""
+    """Close workers when their user is gone, or Python ends."""
     for worker in workers:
         worker.close()

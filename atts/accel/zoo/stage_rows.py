@@ -1,6 +1,4 @@
-"""Ranges of layers: which workers hold one, what was fed to it, and which worker has the keys and
-values.
-"""
+"""Ranges of layers: which workers have one, and which worker has whose keys and values."""
 
 from __future__ import annotations
 
@@ -53,19 +51,19 @@ class StageCosts:
         self._hops: dict[int, float] = {}
 
     def heard(self, worker: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """What a part of a step took: from its sending to its answer, and within the worker."""
+        """Learn what a part of a step took: from its sending to its answer, and within the worker."""
         (whole, inside) = seconds
         is_many = rows >= MANY * sequences
         self._row[is_many] += _LATEST * (inside / rows - self._row[is_many])
         self._hops[worker] = min(whole - inside, (1 + _LATEST / 100) * self._hops.get(worker, inf))
 
     def brought(self, size: int, seconds: float) -> None:
-        """How long keys and values took half of their way."""
+        """Learn how long keys and values took half of their way."""
         self._byte += _LATEST * (2 * seconds / size - self._byte)
 
     def instance(self, worker: int, own: tuple[int, bool], lacks: int, wait: float) -> Instance:
-        """A worker for one sequence: `own` says what it feeds, and if others have all that is
-        lacked.
+        """Describe a worker for one sequence: what is fed, moved and computed again there, in
+        seconds.
         """
         hop = self._hops.get(worker, 0.0)
         (fed, is_there) = own
@@ -97,14 +95,14 @@ class KvResidency:
         self.held: NDArray[np.bool_] = np.zeros((workers, slots), dtype=np.bool_)
 
     def note(self, batch: StepBatch, rows: Floats) -> None:
-        """What goes in now; no worker has it yet."""
+        """Note what goes in now; no worker has it yet."""
         counts = np.diff(batch.query_starts)
         self.rows[batch.slots] = rows
         self._together[batch.slots] = np.minimum(counts, MANY).repeat(counts)
         self.held[:, batch.slots] = False
 
     def has(self, worker: int, batch: StepBatch, table: SlotIds) -> NDArray[np.bool_]:
-        """Of which of a batch's entries a worker has all that was before."""
+        """Say of which entries of a batch a worker has all that was before."""
         step = self._lacking(batch, table)
         found: NDArray[np.bool_] = ~step.lacks[worker].any(axis=1)[step.entries]
         return found
@@ -117,8 +115,7 @@ class KvResidency:
         waits: dict[int, float],
         bring: Bring,
     ) -> list[StageShare]:
-        """The sequences of a step by worker: each goes where it is through first; those that feed
-        most choose first.
+        """Divide the sequences of a step among workers: each goes where it is through first.
 
         `waits` says when each worker begins; then when it is through.
 
@@ -195,7 +192,7 @@ class KvResidency:
         return StageShare(worker, entries, brought, again, done.nonzero()[0])
 
     def _again(self, whose: Ints, slots: Ints, missing: Ints) -> tuple[StepBatch, Floats]:
-        """Earlier rows of a sequence, in runs as they were fed: the same to the bit.
+        """Return earlier rows of a sequence in runs as they were fed: the same to the bit.
 
         `whose`: its row of the table, its turn among angles, and its model. A run of which a part
         alone is missing is filled up with rows that are written to a slot that is never read.
@@ -267,23 +264,23 @@ class LayerRange:
         self.loading += Counter()
 
     def leave(self, number: int) -> None:
-        """A worker that does not hold it any more."""
+        """Take the range from a worker."""
         self.holders.discard(number)
         if self.kept is not None:
             self.kept.held[number] = False
 
     def forget(self, number: int, slots: SlotIds) -> None:
-        """What a worker has there is not known any more."""
+        """Forget what a worker has there."""
         if self.kept is not None:
             self.kept.held[number, slots] = False
 
     def heard(self, number: int, rows: int, sequences: int, seconds: tuple[float, float]) -> None:
-        """What a part of a step took: from its sending to its answer, and within the worker."""
+        """Learn what a part of a step took: from its sending to its answer, and within the worker."""
         self.costs.heard(number, rows, sequences, seconds)
         self.seconds += seconds[1]
 
     def demand(self, seconds: float) -> Demand:
-        """Its size in layers, and the workers that it takes, by what it took of so many seconds."""
+        """Return its size in layers and the workers that it takes, by its work in so many seconds."""
         size = len(self.setup.layers)
         busy = self.seconds / seconds / max(1, len(self.holders))
         return Demand(size, self.setup.replicas - 1 + min(1.0, max(0.01 * size, busy)))

@@ -1,6 +1,4 @@
-"""Workers that hold ranges of layers, in processes, in actors of a Ray cluster and here; and what
-each one is asked.
-"""
+"""Workers that hold ranges of layers: processes, actors of a Ray cluster, or this process."""
 
 from __future__ import annotations
 
@@ -66,11 +64,11 @@ class WorkerHere:
         self._answers.append(self._server.answer(message))
 
     def take(self) -> Any:
-        """The answer."""
+        """Return the answer."""
         return self._answers.pop()
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Leave nothing behind."""
 
 
 class StageProcess:
@@ -141,9 +139,7 @@ class StageProcess:
 
     @staticmethod
     def ready(processes: Sequence[Any], seconds: float | None) -> list[StageProcess]:
-        """Which of them have answered or are gone; waits for one so many seconds, None: for as long
-        as it takes.
-        """
+        """Wait for answers so many seconds, None: without end; return who has answered or is gone."""
         poll = select.poll()
         numbers = [process._pipe.fileno() for process in processes]
         for number in numbers:
@@ -160,7 +156,7 @@ class StageActor(StageServer):
     """
 
     def answer_bytes(self, message: bytes) -> bytes:
-        """The answer to a message."""
+        """Return the answer to a message."""
         return _bytes(self.answer(pickle.loads(message)))
 
 
@@ -211,9 +207,7 @@ class RayStage:
 
     @staticmethod
     def ready(actors: Sequence[Any], seconds: float | None) -> list[RayStage]:
-        """Which of them have answered or are gone, of those that were asked, waiting as for
-        processes.
-        """
+        """Wait as for processes; return which of those that were asked have answered or are gone."""
         asked = {actor._answer: actor for actor in actors if actor._answer is not None}
         found, _ = _ray("").wait([*asked], num_returns=len(asked), timeout=0) if asked else ([], [])
         if asked and not found:
@@ -301,7 +295,7 @@ class WorkerHandle:
             heard(answer)
 
     def at_once(self, message: object) -> Any:
-        """The answer to a message, before what else it is asked.
+        """Return the answer to a message, before what else it is asked.
 
         :raises EngineUnavailable: it is gone.
         """
@@ -317,7 +311,7 @@ class WorkerHandle:
         raise self.error
 
     def news(self, batch: StepBatch, table: SlotIds) -> News:
-        """What it was not told yet of the slots of the sequences in a step."""
+        """Return what it was not told yet of the slots of the sequences in a step."""
         if self._table.shape != table.shape:
             self._table = np.zeros_like(table)
         used = np.unique(batch.table_rows)
@@ -339,7 +333,7 @@ class WorkerHandle:
 
 
 def main() -> None:
-    """A process's program: it answers messages until there are no more."""
+    """Answer messages until there are no more; a process's program."""
     end_with(int(sys.argv[1]))
     pipe = Connection(int(sys.argv[2]))
     with suppress(*GONE):  # cut off: who asks is gone

@@ -1,6 +1,4 @@
-"""Models whose layers are in workers, and their step loop: several steps are under way at once, of
-other sequences.
-"""
+"""Models whose layers are in workers, and their step loop with several steps under way."""
 
 from __future__ import annotations
 
@@ -113,7 +111,7 @@ class StagedModel(ManyModels[RangedModel]):
             np.copyto(flight.rows, own, where=(owners == chain)[:, None])
 
     def end(self, flight: InFlightStep) -> Tensor:
-        """What `forward` says of a step that was begun."""
+        """Return what `forward` returns, of a step that was begun."""
         hidden = self._line.end(flight)
         batch = flight.batch
         if self._first is not None:
@@ -127,14 +125,12 @@ class StagedModel(ManyModels[RangedModel]):
         return self._owned(hidden, owners)
 
     def forward(self, batch: StepBatch, table: SlotIds) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`;"""
+        """Return the final, normed hidden states of the batch's `logit_rows`;"""
         return self.end(self.begin(batch, table))
 
 
 def _ends(config: WorkerConfig, stages: int) -> list[int]:
-    """Where ranges begin and end: about as many layers in each, and wherever models of the zoo part
-    or meet.
-    """
+    """Divide layers about evenly, and wherever models of the zoo differ or agree again."""
     layers = config.model.num_layers
     stages = min(stages, config.model.num_layers)
     names = list[list[str]]()
@@ -163,7 +159,7 @@ class StagedScheduler(Scheduler):
         self.under_way = set[Sequence]()
 
     def is_under_way(self, request_id: int) -> bool:
-        """Whether a request is in a step that was begun."""
+        """Return whether a request is in a step that was begun."""
         return self.is_unfinished(request_id) and self.sequence(request_id) in self.under_way
 
     def _candidates(self) -> list[Sequence]:
@@ -196,7 +192,7 @@ class StagedLoop(ManyModelsLoop):
         self._ending: InFlightStep | None = None
 
     def run(self, inbox: Inbox) -> None:
-        """As any loop; its model's workers end with it."""
+        """Run as any loop; its model's workers end with it."""
         try:
             super().run(inbox)
         finally:

@@ -1,6 +1,4 @@
-"""Stages of a model: ranges of its layers in workers, with their keys and values, and the messages
-they answer.
-"""
+"""Stages of a model: ranges of its layers in workers, and the messages they answer."""
 
 from __future__ import annotations
 
@@ -115,23 +113,23 @@ class StageModel:
         )
 
     def join(self, setup: StageSetup) -> None:
-        """One more model that has these layers.
+        """Take one more model that has these layers.
 
         :raises EngineError: what is its own cannot be loaded.
         """
 
     def held(self, slots: Ints) -> Held:
-        """The keys and values there."""
+        """Return the keys and values there."""
         return self.cache[:, :, torch.from_numpy(slots)].view(torch.uint8).numpy(force=True)
 
     def take(self, slots: Ints, held: Held) -> None:
-        """Keys and values from elsewhere."""
+        """Take keys and values from elsewhere."""
         self.cache[:, :, torch.from_numpy(slots)] = (
             torch.from_numpy(held).view(self.cache.dtype).to(self.cache)
         )
 
     def run(self, batch: StepBatch, table: SlotIds, rows: Floats) -> Floats:
-        """The rows behind these layers: all of them, behind the last those asked for."""
+        """Return the rows behind these layers: all of them, behind the last those asked for."""
         if not self.setup.is_last:
             every = np.arange(len(batch.tokens))
             batch = replace(batch, num_logits=np.diff(batch.query_starts), logit_rows=every)
@@ -154,7 +152,7 @@ class SharedLayers(StageModel):
         self._adapters = dict[int, PackedAdapter]()
 
     def join(self, setup: StageSetup) -> None:
-        """One more model.
+        """Take one more model.
 
         :raises EngineError: its adapter cannot be used.
         """
@@ -188,9 +186,7 @@ class StageServer:
         self._table: SlotIds = np.zeros((0, 0), dtype=np.int32)  # as far as it was told
 
     def answer(self, message: Any) -> object:
-        """What is said of a message; to what is to be held, by these models, None, or why it cannot
-        be.
-        """
+        """Answer a message; None, or why not, to a range that is to be loaded."""
         match message:
             case list():
                 return self._load(message)
@@ -247,8 +243,8 @@ class StageServer:
 
 
 def stage_setups(config: WorkerConfig, options: StageOptions) -> list[StageSetup]:
-    """The layers of each stage, all stages of about as many bytes; the first also has the embedding
-    and the head.
+    """Divide a model's layers into stages of about as many bytes; the first has embedding and head
+    too.
 
     :raises UnsupportedByEngine: there are more stages than layers.
     """

@@ -1,6 +1,4 @@
-"""The directory of a zoo: models are added, removed and exported, and a crash at any moment loses
-none of them.
-"""
+"""The directory of a zoo: models are added, removed and exported, whatever crashes meanwhile."""
 
 from __future__ import annotations
 
@@ -90,7 +88,7 @@ class ZooContents:
 
 
 def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContents:
-    """What a zoo holds; `stored` are the bytes on its disk."""
+    """Describe what a zoo holds; `stored` are the bytes on its disk."""
     owners = dict[str, tuple[str, ...]]()
     parts = dict[tuple[str, ...], list[StoredBlock]]()
     for model in models:
@@ -114,7 +112,7 @@ def contents(zoo: str, models: Sequence[StoredModel], stored: int) -> ZooContent
 
 
 def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
-    """Each part below the smallest one whose models are more than its own."""
+    """Arrange parts below the smallest one whose models are more than its own."""
     ordered = sorted(groups, key=lambda part: (-len(part.models), part.models))
     below = dict[tuple[str, ...], list[SharedPart]]()
     for part in reversed(ordered):
@@ -128,7 +126,7 @@ def _tree(groups: Sequence[SharedPart]) -> tuple[SharedPart, ...]:
 
 
 def written_places(places: Sequence[str]) -> str:
-    """Places in short: runs of layers as from and to.
+    """Shorten places: runs of layers as from and to.
 
     >>> written_places(["embedding", "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp"])
     'embedding, layers 0-1'
@@ -172,7 +170,7 @@ class Zoo:
         self.directory = directory
 
     def names(self) -> list[str]:
-        """The models, by name.
+        """List the models by name.
 
         :raises ZooError: it is no zoo, or one of a newer version.
         """
@@ -183,7 +181,8 @@ class Zoo:
             )
 
     def folder(self, name: str) -> Path:
-        """Where a model's configuration and tokenizer are: a folder that a local engine opens.
+        """Return where a model's configuration and tokenizer are: a folder that a local engine
+        opens.
 
         :raises ZooError: there is no such model.
         """
@@ -197,21 +196,21 @@ class Zoo:
         return self._models / name
 
     def model(self, name: str) -> StoredModel:
-        """A model's manifest.
+        """Return a model's manifest.
 
         :raises ZooError: there is no such model, or its manifest is damaged.
         """
         return read_stored(self.folder(name))
 
     def show(self) -> ZooContents:
-        """Who shares what, and the bytes of it, of those models whose manifests can be read.
+        """Describe who shares what, and its bytes, of those models whose manifests can be read.
 
         :raises ZooError: it is no zoo, or one of a newer version.
         """
         return contents(str(self.directory), self._known(), self._size())
 
     def damage(self) -> list[str]:
-        """What is damaged, a line for each model, every block compared with its digest.
+        """List what is damaged, a line for each model, every block compared with its digest.
 
         :raises ZooError: it is no zoo, or one of a newer version.
         """
@@ -298,7 +297,7 @@ class Zoo:
             return self._put(model, side_files(home), side)
 
     def _base_of(self, folder: Path, base: str, name: str) -> StoredModel:
-        """The model that an adapter was trained on."""
+        """Return the model that an adapter was trained on."""
         if base:
             return unadapted(self.model(base), "--base")
         said = str(read_object(folder / ADAPTER_CONFIG, name).get("base_model_name_or_path") or "")
@@ -358,8 +357,7 @@ class Zoo:
                     )
 
     def likenesses(self, name: str, most: int = 1, apart: float = 1.0) -> list[BlockSimilarity]:
-        """For each block of a model those of its shape that are nearest by parameters; models that
-        are whole are cut.
+        """Find for each block of a model those of its shape that are nearest by parameters.
 
         `most` at each place, at most so many lengths of the model's own block `apart`.
 
@@ -392,8 +390,7 @@ class Zoo:
             return self._put(made, side_files(self.folder(model.name)))
 
     def within(self, name: str, bound: float) -> StoredModel:
-        """What was kept for a model and diverges from it by at most so many nats a token: of these
-        what does most.
+        """Choose what was kept for a model and diverges from it by at most so many nats a token.
 
         :raises OptionError: nothing was.
         :raises ZooError: there is no such model, or its manifest is damaged.
@@ -416,7 +413,7 @@ class Zoo:
         )
 
     def _known(self) -> list[StoredModel]:
-        """The models whose manifests can be read."""
+        """Return the models whose manifests can be read."""
         return [model for model in map(self._read, self.names()) if model is not None]
 
     @property
@@ -425,16 +422,14 @@ class Zoo:
 
     @contextmanager
     def _adding(self, name: str) -> Generator[None, None, None]:
-        """Alone among the processes that change this zoo, which has no model of this name."""
+        """Hold the zoo's lock while a model of a new name is added."""
         with self._changing(create=True):
             check_name(name, self.names())
             yield
 
     @contextmanager
     def _changing(self, *, create: bool = False) -> Generator[None, None, None]:
-        """Alone among the processes that change this zoo, whose leavings are gone; those that come
-        meanwhile wait.
-        """
+        """Hold the zoo's lock, once the leavings of processes that are gone are removed."""
         if create and not (self.directory / MARK).exists():
             self._create()
         check_schema(self.directory)
@@ -458,7 +453,9 @@ class Zoo:
             write_atomic(self.directory / MARK, msgspec.json.encode({"schema": SCHEMA}))
 
     def _read(self, name: str) -> StoredModel | None:
-        """A model's manifest; None where it is damaged, and the model shares nothing any more."""
+        """Return a model's manifest; None where it is damaged, and the model shares nothing any
+        more.
+        """
         try:
             return read_stored(self._models / name)
         except ZooError:
@@ -541,9 +538,7 @@ class Zoo:
 
 @contextmanager
 def _made(folder: Path) -> Generator[Path, None, None]:
-    """A folder under another name, which is given its own when all is written; else nothing is
-    left.
-    """
+    """Make a folder under another name, renamed when all is written; else nothing is left."""
     temporary = folder.with_name(f".{folder.name}.{token_hex(6)}")
     with storage(folder):
         try:

@@ -1,1 +1,1 @@
-"""Kernels of the local engine for processors: compiled C, packed weights, and models that run on them."""
+"""Kernels for processors: compiled C, packed weights, and models that run on them."""

@@ -1,6 +1,4 @@
-"""Multi-step decoding: several steps of a small model in one call of the kernels, up to one in
-which a text may end.
-"""
+"""Bursts: several steps of a small model in one call of the kernels."""
 
 from __future__ import annotations
 
@@ -49,13 +47,13 @@ class MultiStep:
 
     @classmethod
     def of(cls, model: Model, scheduler: Scheduler, table: TokenTable) -> MultiStep | None:
-        """Those of a model that gains by them; None for another."""
+        """Return bursts for a model that gains by them; None for another."""
         if not isinstance(model, NativeModel) or model.config.matrix_weights > _SMALL:
             return None
         return cls(model, scheduler, table)
 
     def turns(self, plan: StepPlan) -> int:
-        """How many steps may be one: 1 where some sequence does more than to draw from its whole
+        """Return how many steps may be one: 1 where some sequence draws from less than its whole
         law.
         """
         if plan.size > _MOST_ROWS or plan.ready or not all(map(is_last, plan.prefills)):
@@ -73,8 +71,8 @@ class MultiStep:
         return most
 
     def draw(self, plan: StepPlan, batch: StepBatch, turns: int) -> tuple[list[Draws], Tensor]:
-        """What each sequence draws, as many tokens for one as for the other; the logits after its
-        first turn.
+        """Draw as many tokens for one sequence as for the other; return also the first turn's
+        logits.
         """
         sequences, temperatures, ends = self._kept
         assert temperatures is not None, "otherwise it is one turn"
@@ -103,9 +101,7 @@ class MultiStep:
         ) if logits is None else logits[0]
 
     def _settings(self, sequences: list[Sequence]) -> tuple[Tensor | None, NDArray[np.uint8]]:
-        """Temperatures, None where tokens are filtered or angles are another table's; and which
-        tokens end a burst.
-        """
+        """Return temperatures, None where tokens are filtered, and the tokens that end a burst."""
         requests = [each.request for each in sequences if isinstance(each.request, SampleRequest)]
         sampling = batch_sampling(
             [request.sampling for request in requests], self._model.config.vocabulary
@@ -125,7 +121,7 @@ def _sequences(plan: StepPlan) -> list[Sequence]:
 
 
 def _following(batch: StepBatch, table: SlotIds) -> StepBatch:
-    """The rows of a second turn."""
+    """Return the rows of a second turn."""
     return single_rows(
         np.zeros_like(batch.tokens), batch.context_lens.copy(), batch.table_rows, table
     )
@@ -134,9 +130,7 @@ def _following(batch: StepBatch, table: SlotIds) -> StepBatch:
 def _ends(
     table: TokenTable, vocabulary: int, stops: tuple[str, ...], ids: TokenIds
 ) -> NDArray[np.uint8]:
-    """Tokens after which a text may have ended: those that do, and those that hold the last byte of
-    a stop string.
-    """
+    """Mark tokens after which a text may have ended: end tokens, and last bytes of stop strings."""
     found = np.zeros(vocabulary, dtype=np.uint8)
     last = {stop.encode()[-1] for stop in stops}
     found[[token for token in (*table.end_ids, *ids) if token < vocabulary]] = 1

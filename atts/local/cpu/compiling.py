@@ -1,6 +1,4 @@
-"""The compiler of the C kernels: built on first use, cached by source and processor, never
-required.
-"""
+"""The compiler of the C kernels: built on first use, cached, never required."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes.c_int64] | type[ctypes.c_void_p] | None
 
 
 def tunings() -> tuple[Tuning, ...]:
-    """Those whose code this processor can run; engines use the first, tests all of them."""
+    """List tunings whose code this processor can run; engines use the first, tests all of them."""
     has_avx2 = {"avx2", "fma"} <= set(_processor().split())
     return ("native", "avx2", "generic") if has_avx2 else ("native", "generic")
 
@@ -57,8 +55,7 @@ def tunings() -> tuple[Tuning, ...]:
 def native_library(
     engine: str, config: ModelConfig, tuning: Tuning = "native"
 ) -> tuple[ctypes.CDLL, str]:
-    """The compiled kernels, from the cache of earlier builds or built now; and what was wrong with
-    that cache, if so.
+    """Return the compiled kernels, cached or built now, and what was wrong with the cache, if so.
 
     :raises UnsupportedByEngine: no compiler, a failed build, a head size the kernels do not know,
         or a foreign tuning.
@@ -111,9 +108,7 @@ def _build(engine: str, compiler: str, tuning: Tuning, library: Path) -> None:
 
 
 def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
-    """Compiler and linker flags to try: with threads and the instructions asked for, then with
-    less.
-    """
+    """List compiler and linker flags to try: all that is asked for first, then less."""
     native = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
     tuned = {"native": (native,), "avx2": ("-mavx2", "-mfma"), "generic": ()}[tuning]
     # torch brings its own OpenMP; a second one in the process would make a second set of waiting
@@ -124,7 +119,7 @@ def _flag_sets(tuning: Tuning) -> Sequence[tuple[Sequence[str], Sequence[str]]]:
 
 
 def _cache_key(compiler: str, tuning: Tuning) -> str:
-    """Names a build: the source, the flags, the compiler and the processor it was tuned for."""
+    """Name a build: the source, the flags, the compiler and the processor it was tuned for."""
     sources = [source.read_text(encoding="utf-8") for source in sorted(_SOURCES.iterdir())]
     text = repr(
         (sources, _FLAGS, _flag_sets(tuning), compiler, os.stat(compiler).st_mtime, _processor())
@@ -133,7 +128,7 @@ def _cache_key(compiler: str, tuning: Tuning) -> str:
 
 
 def _processor() -> str:
-    """The instruction sets it knows, where the system tells."""
+    """Return the instruction sets of the processor, where the system tells."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     return next(

@@ -1,6 +1,4 @@
-"""The cache of compiled kernels: this user's own files, each named by its digest; anything else is
-built anew.
-"""
+"""The cache of compiled kernels: this user's own files, each named by its digest."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ _STALE_SECONDS = 600.0
 
 
 def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
-    """The library of this key, from the cache or built now; and in words what was wrong with the
-    cache, if anything.
+    """Return the library of this key, cached or built now, and what was wrong with the cache.
 
     :raises UnsupportedByEngine: it can neither be loaded nor built.
     :raises OSError: no disk takes it.
@@ -50,9 +47,7 @@ def cached_library(key: str, build: Build) -> tuple[ctypes.CDLL, str]:
 
 
 def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[ctypes.CDLL, str]:
-    """Built in a folder of its own, which is gone afterwards: in the system's for such things, else
-    in the cache.
-    """
+    """Build in a folder that is gone afterwards: the system's for such things, else in the cache."""
     error: OSError | UnsupportedByEngine | None = None
     for place in (None, folder) if folder else (None,):
         try:
@@ -70,8 +65,7 @@ def _build(key: str, build: Build, folder: Path | None, trouble: str) -> tuple[c
 
 
 def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
-    """Where the library is to be loaded from: the cache, where that takes it. And why it does not,
-    if so.
+    """Return where to load the library from, and why the cache did not take it, if so.
 
     Two processes that build at once keep two files, or the same one twice.
     """
@@ -92,7 +86,7 @@ def _keep(library: Path, key: str, folder: Path | None) -> tuple[Path, str]:
 
 
 def _cache_folder() -> tuple[Path | None, str]:
-    """The cache's folder, None where there is none that may be used; and why."""
+    """Return the cache's folder, None where there is none that may be used, and why."""
     root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
         folder = (root if root.is_absolute() else Path.home() / ".cache") / "atts"
@@ -109,7 +103,7 @@ def _cache_folder() -> tuple[Path | None, str]:
 
 
 def _distrust(path: Path) -> str:
-    """Why something is not this user's alone to write, in words; nothing when it is."""
+    """Describe why something is not this user's alone to write; nothing when it is."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
         return "is no plain file"
@@ -121,7 +115,7 @@ def _distrust(path: Path) -> str:
 
 
 def _damage(path: Path, key: str) -> str:
-    """Why a file is not what was built, in words; nothing when it is."""
+    """Describe why a file is not what was built; nothing when it is."""
     try:
         if problem := _distrust(path):
             return problem
@@ -134,7 +128,7 @@ def _damage(path: Path, key: str) -> str:
 
 
 def _stale(folder: Path) -> Iterator[Path]:
-    """Folders in which a process of this user was killed while it built."""
+    """Find folders in which a process of this user was killed while it built."""
     for path in folder.glob(f"{_BUILDING}*"):
         with suppress(OSError):
             if not _distrust(path) and path.lstat().st_mtime < time.time() - _STALE_SECONDS:

@@ -36,7 +36,7 @@ _ARRAYS = tuple(
 
 
 def _address(array: NDArray[Any]) -> int:
-    """What `array.ctypes.data` says, in half the time: a small step asks for a dozen."""
+    """Return what `array.ctypes.data` returns, in half the time: a small step asks for a dozen."""
     return torch.from_numpy(array).data_ptr()
 
 
@@ -213,7 +213,9 @@ class NativeModel:
         self._step.scratch = self._scratch.ctypes.data
 
     def forward(self, batch: StepBatch, table: SlotIds, tap: LayerHook | None = None) -> Tensor:
-        """The final, normed hidden states of the batch's `logit_rows`: [logits, hidden_size]."""
+        """Return the final, normed hidden states of the batch's `logit_rows`: [logits,
+        hidden_size].
+        """
         hidden = np.empty((len(batch.logit_rows), self._config.hidden_size), dtype=np.float32)
         if tap is not None:
             return self._tapped(batch, table, hidden, tap)
@@ -234,7 +236,7 @@ class NativeModel:
         rows: tuple[_Floats, _Floats],
         adapted: Adapted = _UNADAPTED,
     ) -> _Step:
-        """A step of which parts are to be run.
+        """Prepare a step of which parts are to be run.
 
         `rows` are those of the batch's tokens, and of its `logit_rows`, on which the last layer
         goes on alone; both are changed in place. To those of `adapted` adapters add.
@@ -293,8 +295,8 @@ class NativeModel:
         logits: Tensor | None = None,
         logprobs: _Floats | None = None,
     ) -> NDArray[np.int64]:
-        """Tokens to come, [turns, sequences], each drawn after the one before and fed, in groups,
-        to draw the next.
+        """Draw tokens, [turns, sequences], each after the one before, and feed them to draw the
+        next.
 
         What they were drawn from is written to `logits`, [turns, sequences, vocabulary], where
         these are given, and what each is under the raw distribution to `logprobs`, [turns,
@@ -326,7 +328,7 @@ class NativeModel:
         return tokens[:turns]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Their logits: [logits, vocabulary] float32."""
+        """Return their logits: [logits, vocabulary] float32."""
         rows = len(hidden)
         logits = torch.empty(rows, self._config.vocabulary)
         model = ctypes.byref(self._model)
@@ -336,9 +338,7 @@ class NativeModel:
     def score(
         self, hidden: Tensor, tokens: list[int], kept_rows: list[int]
     ) -> tuple[list[float], Tensor]:
-        """One log-probability a row, and the logits of some: a block of rows at a time, still in
-        the caches.
-        """
+        """Score one token a row, a block of rows at a time; return also the logits of some."""
         vocabulary = self._config.vocabulary
         block = min(len(tokens), self._row_block)
         if len(self._logits) < block:
@@ -366,8 +366,8 @@ class NativeModel:
     def sample(
         self, logits: Tensor, sampling: SamplingBatch, uniforms: list[float]
     ) -> SampledTokens:
-        """One token a row; rows that filter tokens are left to torch, the others not: company
-        changes no bit.
+        """Draw one token a row; rows that filter tokens are left to torch, and company changes no
+        bit.
         """
         numbers = np.array(uniforms, dtype=np.float64)
         filtered = filtered_rows(sampling, logits.shape[-1])
@@ -390,7 +390,7 @@ class NativeModel:
     def _sample(
         self, logits: Tensor, temperatures: Tensor, numbers: NDArray[np.float64]
     ) -> SampledTokens:
-        """One token a row from its whole law."""
+        """Draw one token a row from its whole distribution."""
         tokens = torch.empty(len(logits), dtype=torch.int64)
         logprobs = torch.empty(len(logits))
         drawing = self._drawing(logits, temperatures, numbers, tokens)
@@ -401,7 +401,7 @@ class NativeModel:
     def _drawing(
         self, logits: Tensor, temperatures: Tensor, uniforms: NDArray[np.float64], tokens: Tensor
     ) -> _Sampling:
-        """What the kernels are told of draws to be written to `tokens`."""
+        """Return what the kernels are told of draws to be written to `tokens`."""
         return _Sampling(
             num_rows=len(temperatures),
             vocabulary=logits.shape[-1],
@@ -413,7 +413,7 @@ class NativeModel:
         )
 
     def logprobs(self, logits: Tensor, tokens: list[int]) -> list[float]:
-        """Each row's token under the raw distribution."""
+        """Score each row's token under the raw distribution."""
         rows, vocabulary = logits.shape
         targets = np.array(tokens, dtype=np.int64)
         logprobs = np.empty(rows, dtype=np.float32)
@@ -424,7 +424,7 @@ class NativeModel:
         return values
 
     def _grow_buffers(self, tokens: int) -> None:
-        """Buffers for a step of this many tokens; grown, never shrunk."""
+        """Make buffers for a step of this many tokens; they grow and never shrink."""
         if tokens <= self._capacity:
             return
         config = self._config
@@ -453,7 +453,7 @@ class NativeModel:
 
 
 def unknown_parts(config: ModelConfig) -> str:
-    """What such a model has that the kernels do not know, in words; nothing when they know all of
+    """Describe what such a model has that the kernels do not know; nothing when they know all of
     it.
     """
     parts = {

@@ -1,6 +1,4 @@
-"""A model's weights in the structures that the C kernels read, exact and with attentions of a group
-at once.
-"""
+"""A model's weights as the C kernels read them: packed into panels or pinned, once for each content."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ class Packing:
         self._kept.append(value)
 
     def pin(self, tensor: Tensor | None, key: Hashable = None) -> int | None:
-        """The address of a tensor, 0 where there is none."""
+        """Keep a tensor and return its address, 0 where there is none."""
         if key is not None and key in self._known:
             return self._known[key]
         address = None if tensor is None else self._add(tensor.contiguous())
@@ -62,7 +60,7 @@ class Packing:
         return address
 
     def pack(self, matrix: Tensor, kind: PanelKind, key: Hashable = None) -> int:
-        """The address of a matrix in panels."""
+        """Pack a matrix into panels and return its address."""
         if (known := self._known.get(key) if key is not None else None) is not None:
             return known
         rows, columns = matrix.shape
@@ -77,7 +75,7 @@ class Packing:
         return address
 
     def adapter(self, deltas: Sequence[LowRank | None]) -> PackedAdapter:
-        """What an adapter adds to the matrices of all layers."""
+        """Pack what an adapter adds to the matrices of all layers."""
         found = [
             _Delta(
                 self.pack(low.down, PanelKind.FULL),
@@ -99,7 +97,7 @@ class Packing:
 
 
 def is_bfloat16(tensor: Tensor) -> bool:
-    """Whether every number is one bfloat16 can hold."""
+    """Return whether every number is one bfloat16 can hold."""
     return bool((tensor.contiguous().view(torch.int32) & 0xFFFF == 0).all())
 
 
@@ -108,7 +106,7 @@ INT = ctypes.c_int64
 
 
 def members(names: str, kind: Any) -> list[tuple[str, Any]]:
-    """Fields of a structure."""
+    """Return fields of a structure."""
     return [(name, kind) for name in names.split()]
 
 
@@ -164,7 +162,9 @@ class NativeWeights:
         self.exact, self.grouped = self._describe(weights, rope_rows(config, cache.shape[2]))
 
     def _describe(self, weights: Weights, rows: int) -> tuple[_Model, _Model]:
-        """The model, and the same with the attentions of each group computed at its first layer."""
+        """Describe the model, and the same with each group's attentions computed at its first
+        layer.
+        """
         config = self._config
         packing = self._packing
         keys = self._keys
@@ -199,7 +199,7 @@ class NativeWeights:
         return model, other
 
     def add_pairs(self, weights: Weights) -> None:
-        """Matrices once more, for rows that are rounded to bfloat16."""
+        """Pack matrices once more, for rows that are rounded to bfloat16."""
         for own, layer in zip(self._layers, weights.layers, strict=True):
             for name in _PACKED.split():
                 setattr(
@@ -220,7 +220,9 @@ class NativeWeights:
     def _attending_at_once(
         self, group: AttentionGroup, weights: Sequence[LayerWeights], layers: Sequence[_Layer]
     ) -> list[_Layer]:
-        """The layers of a group, of which the first computes what the heads of all attend to."""
+        """Return the layers of a group, of which the first computes what the heads of all attend
+        to.
+        """
         if len(layers) == 1:
             return list(layers)
         own = self._config.num_heads * self._config.head_dim
@@ -240,7 +242,7 @@ class NativeWeights:
         return found
 
     def _fill_half(self, own: _Layer, half: int, layer: LayerWeights, key: str) -> None:
-        """The attention's weights, or the feed-forward block's."""
+        """Fill in the attention's weights, or the feed-forward block's."""
         packing = self._packing
         (packed, plain) = _HALVES[half]
         matrices = {name: getattr(layer, name) for name in packed.split()}
@@ -253,7 +255,7 @@ class NativeWeights:
         setattr(own, ("attention_bf16", "mlp_bf16")[half], int(is_bf16))
 
     def _place(self, own: _Layer, group: AttentionGroup) -> None:
-        """Whose heads attend there, and over what."""
+        """Set whose heads attend there, and over what."""
         config = self._config
         count = len(group.layers)
         own.keys = group.keys.data_ptr()
@@ -271,5 +273,5 @@ class NativeWeights:
 
 
 def _key(content: str, name: str) -> tuple[str, str] | None:
-    """Under what a part of a block is known; nothing where the block has no name."""
+    """Return the key of a part of a block; nothing where the block has no name."""
     return (content, name) if content else None

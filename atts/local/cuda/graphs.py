@@ -1,6 +1,4 @@
-"""Captured steps: a step that decodes is recorded once for each size of batch, then replayed with
-other numbers.
-"""
+"""Captured steps: a step that decodes is recorded once for each size of batch, then replayed."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ class StepGraphs:
         self.trouble = ""  # why nothing is captured any more
 
     def run(self, batch: StepBatch, table: SlotIds, blocks: RowBlocks) -> Tensor | None:
-        """The hidden states of the batch's `logit_rows`, which the next step may overwrite; None:
-        compute it anew.
-        """
+        """Replay a graph and return the hidden states of `logit_rows`; None: compute the step."""
         if (
             self.trouble
             or batch.num_single < len(batch.table_rows)
@@ -83,8 +79,8 @@ class StepGraphs:
         return graph.hidden[torch.from_numpy(batch.logit_rows).to(self._device)]
 
     def _captured(self, layout: StepLayout, array: Tensor) -> _Graph | None:
-        """A graph of this layout; the work it is made of is done once on the array that is given,
-        and again later.
+        """Capture a graph of this layout; its work is done once on the array that is given, and
+        again later.
         """
         try:
             held = array.to(self._device, copy=True)
@@ -101,9 +97,7 @@ class StepGraphs:
 
 
 def cuda_capture() -> Capture:
-    """CUDA graphs that share one pool of memory; each is warmed up beside the current stream before
-    it is captured.
-    """
+    """Make CUDA graphs that share one pool of memory; each is warmed up before it is captured."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:

@@ -1,6 +1,4 @@
-"""The torch model on a GPU: the paged kernel where it agrees with gathered attention, graphs where
-they are wanted.
-"""
+"""The torch model on a GPU, with the paged kernel where it agrees with gathered attention."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 def cuda_model(
     config: ModelConfig, weights: Weights, cache: Tensor, *, graphs: Graphs = "auto"
 ) -> tuple[TorchModel, str]:
-    """The model with what this GPU and its software can do, and what its user should know of that."""
+    """Make the model with what this GPU and its software can do, and say what its user should know."""
     capture = cuda_capture() if graphs == "auto" else None
     try:
         attention, most_rows = paged_attention(config, cache)
@@ -35,8 +33,8 @@ def cuda_model(
 
 
 def paged_attention(config: ModelConfig, cache: Tensor) -> tuple[MakeAttend, int]:
-    """The kernel, and the most rows that a block may have for it, once it was seen to agree with
-    gathered attention.
+    """Return the kernel and the most rows of a block for it, once it agrees with gathered
+    attention.
 
     :raises Exception: whatever keeps it from being used; its kind depends on what is installed.
     """
@@ -52,9 +50,7 @@ def paged_attention(config: ModelConfig, cache: Tensor) -> tuple[MakeAttend, int
 
 
 def disagreement(config: ModelConfig, attention: MakeAttend, cache: Tensor, window: int) -> float:
-    """The largest difference from gathered float32 attention, random keys in scattered slots; NaN
-    if one is NaN.
-    """
+    """Measure the largest difference from gathered float32 attention; NaN if one is NaN."""
     random = torch.Generator().manual_seed(0)
     shape = config.num_kv_heads, config.head_dim
     slots = 1 + torch.randperm(2049, generator=random).to(torch.int32).view(3, -1).numpy()
@@ -78,7 +74,7 @@ def disagreement(config: ModelConfig, attention: MakeAttend, cache: Tensor, wind
 
 
 def _spans(counts: tuple[int, ...], firsts: tuple[int, ...]) -> StepBatch:
-    """A batch of so many tokens of each sequence, from those positions on."""
+    """Return a batch of so many tokens of each sequence, from those positions on."""
     sizes = np.array(counts, dtype=np.int64)
     rows = np.zeros(sum(counts), dtype=np.int64)
     return StepBatch(

@@ -1,11 +1,4 @@
-"""Attention of a step's blocks over the paged cache as one Triton kernel: no slot is gathered, no
-sequence waits.
-
-A program computes one block's rows for the query heads of one key-value head, over a part of the
-context: long contexts of few blocks are split, and the parts put together by their weights. All
-sizes that vary from step to step are read on the device, so that a captured graph holds for any
-lengths.
-"""
+"""Attention of a step's blocks over the paged cache as one Triton kernel."""
 # pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportIndexIssue=false
 # pyright: reportCallIssue=false, reportMissingParameterType=false
 
@@ -16,6 +9,11 @@ from torch import Tensor
 
 from atts.local.model_config import ModelConfig
 from atts.local.step_layout import Blocks, DeviceStep
+
+# A program computes one block's rows for the query heads of one key-value head, over a part of the
+# context: long contexts of few blocks are split, and the parts put together by their weights. All
+# sizes that vary from step to step are read on the device, so that a captured graph holds for any
+# lengths.
 
 MOST_ROWS = 16
 _WIDTHS = (1, 4, MOST_ROWS)  # of blocks, as kernels are compiled for
@@ -121,7 +119,7 @@ class PagedAttention:
         self._parts = max(1, wanted)
 
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[rows, heads * head_dim]."""
+        """Compute attention: [rows, heads * head_dim]."""
         rows, heads, dim = query.shape
         out = torch.empty(self._parts, rows, heads, dim, dtype=torch.float32, device=query.device)
         weights = torch.empty(self._parts, rows, heads, dtype=torch.float32, device=query.device)

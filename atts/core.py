@@ -348,7 +348,7 @@ class Turn:
         return None
 
     @property
-    def is_recalled(self) -> bool:
+    def score_reused(self) -> bool:
         """Whether its score is that of an equal sibling's chunk, and nothing was asked."""
         return self.score is not None and not self.scored_tokens
 
@@ -358,7 +358,7 @@ class Turn:
         asked for.
         """
         recalled = (
-            "scored as an equal chunk after an equal beginning was" if self.is_recalled else ""
+            "scored as an equal chunk after an equal beginning was" if self.score_reused else ""
         )
         return "; ".join(
             filter(None, (self.note, "budget forcing" if self.is_forced else "", recalled))

@@ -1,8 +1,8 @@
 """Pipelines: ways to spend tokens on one problem, written against the engine protocol."""
 
 from atts.core import Features
+from atts.pipelines.builder import prompt_of
 from atts.pipelines.capabilities import check_engines, needed_logprobs
-from atts.pipelines.chunks import prompt_of
 from atts.pipelines.context import (
     Answers,
     Context,
@@ -11,23 +11,30 @@ from atts.pipelines.context import (
     RolloutListener,
     RunLength,
 )
-from atts.pipelines.draft_length import DraftLength
 from atts.pipelines.gates import (
+    AgreementGate,
     CalibratorProtocol,
+    CappedGate,
+    CertifiedGate,
     ConformalGate,
     CueGate,
     FixedGate,
     Gate,
+    GuaranteedGate,
+    Meanwhile,
     RandomGate,
     RoundGate,
     StaticRankGate,
     ThresholdGate,
     TopGate,
+    WarmingGate,
+    WarmScore,
     let_go,
 )
 from atts.pipelines.policy import SMALL, Bounds, Budget, Chunking, ConfidenceStop, Policy
+from atts.pipelines.rollout import solve
 from atts.pipelines.scores import ScoreRule, evidence
-from atts.pipelines.solve import solve
+from atts.pipelines.speeds import DraftLength, WriterChoice
 from atts.pipelines.votes import (
     Ballot,
     Grouper,
@@ -38,19 +45,9 @@ from atts.pipelines.votes import (
     settled_probability,
     tally,
 )
-from atts.pipelines.wrappers import (
-    CappedGate,
-    CertifiedGate,
-    GuaranteedGate,
-    Meanwhile,
-    SparingGate,
-    WarmingGate,
-    WarmScore,
-)
-from atts.pipelines.writer_choice import WriterChoice
 
 __all__ = [
-    "SMALL",
+    "AgreementGate",
     "Answers",
     "Ballot",
     "Bounds",
@@ -64,21 +61,21 @@ __all__ = [
     "Context",
     "CueGate",
     "DraftLength",
-    "SparingGate",
     "Features",
     "FixedGate",
     "Gate",
     "Grouper",
-    "RunLength",
+    "GuaranteedGate",
+    "Meanwhile",
+    "NullListener",
+    "Policy",
+    "RandomGate",
     "RolloutEngine",
     "RolloutListener",
-    "Meanwhile",
-    "Policy",
-    "GuaranteedGate",
-    "RandomGate",
     "RoundGate",
+    "RunLength",
+    "SMALL",
     "ScoreRule",
-    "NullListener",
     "StaticRankGate",
     "Tally",
     "ThresholdGate",

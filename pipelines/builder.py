@@ -1,12 +1,11 @@
-"""A rollout under construction, turn by turn: what was written, what entered it, and whether that
-was its end.
-"""
+"""A rollout under construction: what was written, what entered it, and whether that was its end."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+
+import anyio
 
 from atts.core import (
     Beginning,
@@ -14,6 +13,7 @@ from atts.core import (
     Completion,
     Decision,
     Finish,
+    Message,
     Problem,
     Prompt,
     Role,
@@ -23,19 +23,18 @@ from atts.core import (
     Turn,
     Usage,
 )
+from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError
 from atts.graph import RolloutScope
-from atts.pipelines.chunks import after, chunk_of, continued, forced
 from atts.pipelines.context import Context, RolloutEngine
 from atts.pipelines.policy import ConfidenceStop, Policy
 from atts.pipelines.scores import resolved
-from atts.pipelines.siblings import Siblings
+from atts.pipelines.votes import Grouper, classes
 from atts.sampling import Seed
 
-Scope = RolloutScope[Rollout]
-ROLES: tuple[Role, ...] = ("draft", "target")
-# characters without an answer, from which on they are not looked through again after every chunk
-_SEARCHED = 1_200
+# A growing text without an answer this long (in characters) is not read again after every chunk,
+# but for its end.
+_READ_WHOLE = 1_200
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +42,65 @@ class Proposal:
     """A chunk the drafter wrote and what is known of it before anyone decides."""
 
     chunk: Chunk
-    place: int  # where the chunk leads in the tree of what siblings wrote
+    position: int  # where the chunk leads in the tree of what siblings wrote
     answer: str | None
     score: float | None = None
     flaw: str = ""  # why there is no score although one was asked for
-    # the token that the target doubts first; 0 also where that is not asked or not known
-    doubt: int = 0
-    is_recalled: bool = False  # the score is that of an equal sibling's chunk
+    # the first token that the target rejects; 0 also where that is not asked or not known
+    first_rejected: int = 0
+    score_reused: bool = False  # the score is that of an equal sibling's chunk
     begun: Beginning | None = None  # what the target would write in its place; no gate sees it
 
 
+@dataclass(frozen=True, slots=True)
+class KnownScore:
+    """The target's score of a chunk, which is also that of an equal chunk after an equal beginning."""
+
+    score: float
+    first_rejected: int
+
+
+class Siblings:
+    """One problem's rollouts by sample; each builder keeps its entry current.
+
+    What was written is a tree: equal chunks after equal beginnings lead to one position, whichever
+    rollouts wrote them.
+    """
+
+    def __init__(self, group: Grouper) -> None:
+        self._group = group
+        self.rollouts: dict[int, Rollout] = {}
+        self._positions: dict[tuple[int, TokenIds], int] = {}
+        self.scores: dict[int, KnownScore] = {}  # by position, of the chunk that leads there
+        self.pending_scores: dict[int, anyio.Event] = {}  # by position: set when one has arrived
+
+    def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
+        """Return how many siblings have answered, the share of the leading answer among them, and
+        whether `answer` belongs to it.
+        """
+        others: list[str] = []
+        for sample in sorted(self.rollouts):
+            rollout = self.rollouts[sample]
+            if sample != but and rollout.finish and rollout.answer is not None:
+                others.append(rollout.answer)
+        if not others:
+            return 0, 0.0, False
+        answers = others if answer is None else [*others, answer]
+        labels = classes(answers, self._group)
+        theirs = labels[: len(others)]
+        lead = max(set(theirs), key=theirs.count)
+        share = theirs.count(lead) / len(others)
+        return len(others), share, answer is not None and labels[-1] == lead
+
+    def position(self, chunks: Iterable[Chunk], start: int = 0) -> int:
+        """Return where these chunks lead from a position of the tree; 0 is the prompt."""
+        for chunk in chunks:
+            start = self._positions.setdefault((start, chunk.target_ids), len(self._positions) + 1)
+        return start
+
+
 def rollout_name(problem: str, sample: int) -> str:
-    """What a rollout's requests call it."""
+    """Return the name by which a rollout's requests go, so that engines keep its cache warm."""
     return f"{problem}/{sample}"
 
 
@@ -71,84 +117,62 @@ class RolloutBuilder:
         policy: Policy,
         context: Context,
         siblings: Siblings,
-        scope: Scope,
+        scope: RolloutScope[Rollout],
     ) -> None:
         self.policy = policy
         self.context = context
-        self.draft = context.bind(context.draft, "draft", scope, policy.timeout_seconds)
-        self.target = context.bind(context.target, "target", scope, policy.timeout_seconds)
         self.scope = scope
         self.siblings = siblings
-        self.name = rollout_name(problem.id, scope.sample)  # where caches may be warm
-        self.turn = 0  # the index of the turn being worked on
+        self.name = rollout_name(problem.id, scope.sample)
+        self.draft = context.bind(context.draft, "draft", scope, policy.timeout_seconds)
+        self.target = context.bind(context.target, "target", scope, policy.timeout_seconds)
         draft = self.draft.spec
         target = self.target.spec
-        self.score = resolved(policy.score, draft, target)
+        self.score_rule = resolved(policy.score, draft, target)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
-        # where the target begins to doubt
-        self.finds_doubt = policy.takeover == "repair" and is_comparable
+        self.needs_first_rejected = policy.takeover == "repair" and is_comparable
+        # the target draws its replacement while it scores, where it can
         is_scoring = policy.takeover == "replace" and policy.verification == "score"
-        self.draws = is_scoring and "draw" in target.capabilities  # the takeover, while it scores
-        self._bounds = bounds = policy.bounds()
-        self._limits: dict[Role, int] = {
-            "draft": bounds.draft_tokens,
-            "target": bounds.target_tokens,
+        self.draws = is_scoring and "draw" in target.capabilities
+        self._bounds = policy.bounds()
+        self._chunk_tokens: dict[Role, int] = {
+            "draft": self._bounds.draft_tokens,
+            "target": self._bounds.target_tokens,
         }
-        self._sampling = {role: policy.sampling_of(role) for role in ROLES}
+        self._sampling = {
+            "draft": policy.sampling_of("draft"),
+            "target": policy.sampling_of("target"),
+        }
+
+        # the rollout so far, and what follows from it
+        self.rollout = Rollout(problem.id, scope.sample, prompt)
+        siblings.rollouts[scope.sample] = self.rollout
+        self.turn = 0  # the index of the turn being worked on
+        self.text = ""
+        self.position = 0  # in the tree of what siblings wrote
+        self._ids: dict[Role, TokenIds] = {"draft": prompt.draft_ids, "target": prompt.target_ids}
+        self._room = self.room_left()
+
+        # what the turn being worked on has cost is in `usage` before it is in the rollout
+        self.usage = Usage()
+        # tokens written that have neither entered a turn nor been discarded by one
+        self._unassigned = 0
+        self._ahead: Chunk | None = None  # written before the chunk ahead of it was judged
+
+        # the search for an answer
         self.waits_left = policy.waits
-        # characters: an answer before the last "wait" no longer ends the rollout
-        self._asked_again_at = 0
-        self._searched_at = 0  # characters: no answer begins before them
-        self._earlier: str | None = None
-        self._ahead: Chunk | None = None
-        self._loose = 0  # tokens written that have neither entered a turn nor been discarded by one
-        # the last text that was looked through, and its answer
-        self._read: tuple[str, str | None] = (
-            "",
-            None,
-        )
-        self._set(Rollout(problem.id, scope.sample, prompt))
-
-    def _set(self, rollout: Rollout) -> None:
-        """Take a rollout up as it stands."""
-        self.rollout = self.siblings.rollouts[rollout.sample] = rollout
-        self.turn = len(rollout.turns)
-        self.usage = rollout.usage  # with what the turn being worked on has cost so far
-        self.text = rollout.text
-        self._searched_at = self._asked_again_at
-        self._ids: dict[Role, TokenIds] = {
-            "draft": rollout.ids("draft"),
-            "target": rollout.ids("target"),
-        }
-        self.place = self.siblings.place(chunk for turn in rollout.turns for chunk in turn.chunks)
-        self._room = self.room_left()
-
-    def _grow(self, turn: Turn) -> None:
-        """Add a turn, and what it cost."""
-        old = self.rollout
-        self.rollout = rollout = Rollout(
-            old.problem, old.sample, old.prompt, (*old.turns, turn), usage=self.usage
-        )
-        self.siblings.rollouts[rollout.sample] = rollout
-        self.turn += 1
-        self.place = self.siblings.place(turn.chunks, self.place)
-        for chunk in turn.chunks:
-            self.text += chunk.text
-            self._ids = {
-                "draft": self._ids["draft"] + chunk.draft_ids,
-                "target": self._ids["target"] + chunk.target_ids,
-            }
-        self._room = self.room_left()
-        self.context.listener.turned(rollout, turn)
+        self._earlier_answer: str | None = None  # before the last "wait", kept in reserve
+        self._searched_to = 0  # characters: no answer begins before them
+        self._last_search: tuple[str, str | None] = ("", None)  # a text and its answer
 
     async def propose(self) -> Proposal:
         """Let the drafter write the next chunk, unless it was written ahead."""
         chunk = self._ahead
         self._ahead = None
         if chunk is None:
-            chunk = await self.write(self.policy.drafter, ())
-        place = self.siblings.place((chunk,), self.place)
-        return Proposal(chunk, place, self._extract(self.text + chunk.text, chunk))
+            chunk = await self.write(self.policy.drafter)
+        position = self.siblings.position((chunk,), self.position)
+        return Proposal(chunk, position, self._find_answer(self.text + chunk.text, chunk))
 
     async def propose_ahead(self, chunk: Chunk) -> None:
         """Write the chunk after `chunk` before it has been judged: same prefix, same seed, same
@@ -157,14 +181,11 @@ class RolloutBuilder:
         A failure is left to the later attempt; where `chunk` is rejected, `drop_ahead` must be
         called.
         """
-        if (
-            chunk.ended == "end"
-            or self.turn + 1 >= self._bounds.turns
-            or self.room_left([chunk]) < 1
-        ):
+        is_last = chunk.ended == "end" or self.turn + 1 >= self._bounds.turns
+        if is_last or self.room_left([chunk]) < 1:
             return
         try:
-            self._ahead = await self.write(self.policy.drafter, (chunk,), turn=self.turn + 1)
+            self._ahead = await self.write(self.policy.drafter, [chunk], turn=self.turn + 1)
         except EngineError:
             self._ahead = None
 
@@ -172,11 +193,13 @@ class RolloutBuilder:
         """Forget what was written ahead: its prefix is not what entered the rollout."""
         if self._ahead is not None:
             self.count(Usage(wasted_tokens=self._ahead.tokens))
-            self._loose = max(0, self._loose - self._ahead.tokens)
+            self._unassigned = max(0, self._unassigned - self._ahead.tokens)
         self._ahead = None
 
-    async def write(self, role: Role, pending: Sequence[Chunk], turn: int | None = None) -> Chunk:
-        """One piece of text after the rollout and the `pending` chunks, from the exact token state.
+    async def write(
+        self, role: Role, pending: Sequence[Chunk] = (), turn: int | None = None
+    ) -> Chunk:
+        """Write one chunk after the rollout and the `pending` chunks, from the exact token state.
 
         :raises ContextOverflow: not one more token fits.
         :raises EngineError: the engine failed for good.
@@ -187,29 +210,30 @@ class RolloutBuilder:
         return self.written(role, completion)
 
     async def replace(self, proposal: Proposal) -> Chunk:
-        """What the target writes in a proposal's place: what was drawn of it while it was scored,
-        and the rest.
+        """Let the target write in a proposal's place: what was drawn of it while it was scored, and
+        the rest.
 
-        The proposal is a hint besides: a target that speculates may be faster for it, and writes
-        the same.
+        The proposal is also a hint: a target that speculates may be faster for it, and writes the
+        same.
         """
-        begun = proposal.begun
         request = replace(self.request("target"), draft=proposal.chunk.target_ids)
+        begun = proposal.begun
+        if begun is None:
+            completion = await self.target.sample(request)
+            self.spend("target", request, completion)
+            return self.written("target", completion)
+        drawn = len(begun.ids)
+        self.count(Usage(target_tokens=drawn, drawn_tokens=drawn))
+        self._unassigned += drawn
         rest: Completion | None = None
-        if begun is not None:
+        if begun.ended is None:
             request = after(request, begun)
-            self.count(Usage(target_tokens=len(begun.ids), drawn_tokens=len(begun.ids)))
-            self._loose += len(begun.ids)
-        if begun is None or begun.ended is None:
             rest = await self.target.sample(request)
             self.spend("target", request, rest)
-        if begun is not None:
-            rest = continued(begun, rest, self.target)
-        assert rest is not None, "nothing was begun, so all of it was asked for"
-        return self.written("target", rest)
+        return self.written("target", continued(begun, rest, self.target))
 
     def written(self, role: Role, completion: Completion) -> Chunk:
-        """A completion as a chunk, of which the listener is told."""
+        """Return a completion as a chunk, and report it to the listener."""
         chunk = chunk_of(completion, role, self.draft, self.target)
         self.context.listener.written(self.rollout, chunk)
         return chunk
@@ -217,19 +241,19 @@ class RolloutBuilder:
     def request(
         self, role: Role, pending: Sequence[Chunk] = (), turn: int | None = None
     ) -> SampleRequest:
-        """What a model is asked when it writes the next piece.
+        """Return the request by which a model writes the next chunk.
 
         :raises ContextOverflow: not one more token fits.
         """
         room = self.room_left(pending) if pending else self._room
-        turn = self.turn if turn is None else turn
         ids = self.ids(role, pending) if pending else self._ids[role]
         if room < 1:
             raise ContextOverflow(self.engine(role).spec.name, len(ids) + 1, len(ids) + room)
         rollout = self.rollout
+        turn = self.turn if turn is None else turn
         return SampleRequest(
             ids,
-            min(self._limits[role], room),
+            min(self._chunk_tokens[role], room),
             self._sampling[role],
             Seed(self.context.seed, rollout.problem, rollout.sample, turn, role),
             self._bounds.stop,
@@ -246,73 +270,61 @@ class RolloutBuilder:
         note: str = "",
         saved: int = 0,
     ) -> None:
-        """Close the turn with these chunks, and the rollout if that was its end; `saved` of what is
-        discarded stays.
+        """Close the turn with these chunks, and the rollout if that was its end.
+
+        `saved` tokens of what is discarded stay in the rollout.
         """
-        asked = self.usage.scored_tokens - self.rollout.usage.scored_tokens
+        scored_tokens = self.usage.scored_tokens - self.rollout.usage.scored_tokens
         if discarded:
-            self.count(Usage(wasted_tokens=sum([chunk.tokens for chunk in discarded]) - saved))
-        self._grow(
-            Turn(
-                self.turn,
-                tuple(chunks),
-                tuple(discarded),
-                score,
-                decision,
-                note,
-                scored_tokens=asked,
-            )
+            wasted = sum(chunk.tokens for chunk in discarded) - saved
+            self.count(Usage(wasted_tokens=wasted))
+        turn = Turn(
+            self.turn,
+            tuple(chunks),
+            tuple(discarded),
+            score,
+            decision,
+            note,
+            scored_tokens=scored_tokens,
         )
-        self._conclude()
-
-    def close(self, finish: Finish, answer: str | None = None, why: str = "") -> None:
-        """End the rollout; without a marked answer, a text that its model has ended is read again
-        for one that it only states.
-        """
-        is_fallback = False
-        if answer is None and self._has_model_ended():
-            answer = self.context.answers.extract_finished(self.text)
-            is_fallback = answer is not None
-        self.rollout = replace(
-            self.rollout, finish=finish, answer=answer, error=why, is_fallback_answer=is_fallback
-        )
-        self.siblings.rollouts[self.rollout.sample] = self.rollout
-
-    def _has_model_ended(self) -> bool:
-        # A text that a limit cut is not finished: "The total is 1" may go on as 12.
-        chunks = self.rollout.turns[-1].chunks
-        return bool(chunks) and chunks[-1].ended == "end"
-
-    def _conclude(self) -> None:
-        self._loose = 0 if self._ahead is None else self._ahead.tokens
-        finish, answer, why = self._ending()
+        self._grow(turn)
+        self._unassigned = 0 if self._ahead is None else self._ahead.tokens
+        finish, answer, why = self._ending(turn)
+        if finish is None:
+            return
         if finish in ("answer", "end") and self.waits_left and self._room > 1:
             self._wait(answer)
-        elif finish:
-            answer = answer or self._earlier
-            self.close("answer" if answer is not None and finish == "end" else finish, answer, why)
+            return
+        if answer is None:
+            answer = self._earlier_answer
+        if answer is not None and finish == "end":
+            finish = "answer"
+        self._close(finish, answer, why)
 
-    def _extract(self, text: str, last: Chunk | None) -> str | None:
-        """The answer in a text that ends with this chunk; a box that is cut is none."""
-        asked = text[self._searched_at :]
-        # a chunk that is proposed and then enters is looked through once
-        if self._read[0] != asked:
-            extract = self.context.answers.extract
-            answer = extract(asked)
-            if answer is not None and last is not None and last.ended == "length":
-                # "The answer is 1" may be the beginning of 12: an answer the next digit would
-                # change is not yet one.
-                answer = answer if extract(asked + "0") == answer else None
-            self._read = asked, answer
-        return self._read[1]
+    def _grow(self, turn: Turn) -> None:
+        """Add a turn, and what it cost, and report it."""
+        old = self.rollout
+        rollout = Rollout(old.problem, old.sample, old.prompt, (*old.turns, turn), usage=self.usage)
+        self.rollout = rollout
+        self.siblings.rollouts[rollout.sample] = rollout
+        self.turn += 1
+        self.position = self.siblings.position(turn.chunks, self.position)
+        for chunk in turn.chunks:
+            self.text += chunk.text
+            self._ids = {
+                "draft": self._ids["draft"] + chunk.draft_ids,
+                "target": self._ids["target"] + chunk.target_ids,
+            }
+        self._room = self.room_left()
+        self.context.listener.turned(rollout, turn)
 
-    def _ending(self) -> tuple[Finish | None, str | None, str]:
-        last = self.rollout.turns[-1]
-        answer = self._extract(self.text, last.chunks[-1] if last.chunks else None)
+    def _ending(self, last: Turn) -> tuple[Finish | None, str | None, str]:
+        """Return whether and why the rollout ends after its last turn, its answer, and a remark."""
+        answer = self._find_answer(self.text, last.chunks[-1] if last.chunks else None)
         if answer is not None:
             return "answer", answer, ""
-        if len(self.text) - self._searched_at > _SEARCHED:
-            self._searched_at += self.context.answers.unmarked(self.text[self._searched_at :])
+        if len(self.text) - self._searched_to > _READ_WHOLE:
+            self._searched_to += self.context.answers.unmarked(self.text[self._searched_to :])
         if not any(chunk.draft_ids or chunk.target_ids for chunk in last.chunks):
             return "end", None, "nothing was written"
         if last.chunks[-1].ended == "end":
@@ -324,9 +336,35 @@ class RolloutBuilder:
         if self._room < 1:
             return "tokens", None, ""
         stop = self.policy.confidence_stop
-        return (
-            ("end", None, "low confidence") if stop and self._is_unsure(stop) else (None, None, "")
-        )
+        if stop is not None and self._is_unsure(stop):
+            return "end", None, "low confidence"
+        return None, None, ""
+
+    def _find_answer(self, text: str, last: Chunk | None) -> str | None:
+        """Return the answer in a text that ends with this chunk; a box that is cut is none."""
+        unread = text[self._searched_to :]
+        # a chunk that is proposed and then enters is looked through once
+        if self._last_search[0] != unread:
+            extract = self.context.answers.extract
+            answer = extract(unread)
+            if answer is not None and last is not None and last.ended == "length":
+                # "The answer is 1" may be the beginning of 12: an answer the next digit would
+                # change is not yet one.
+                if extract(unread + "0") != answer:
+                    answer = None
+            self._last_search = (unread, answer)
+        return self._last_search[1]
+
+    def _repeats(self) -> bool:
+        """Return whether the last chunks with any text are all the same."""
+        last: list[str] = []
+        for turn in reversed(self.rollout.turns):
+            for chunk in reversed(turn.chunks):
+                if chunk.text.strip():
+                    last.append(chunk.text)
+                if len(last) == self.policy.repeats:
+                    return len(set(last)) == 1
+        return False
 
     def _is_unsure(self, stop: ConfidenceStop) -> bool:
         if self.rollout.sample < stop.warmup:
@@ -338,16 +376,51 @@ class RolloutBuilder:
         ]
         return stop.is_below(self.rollout, warmup)
 
+    def _wait(self, answer: str | None) -> None:
+        """Put words into the rollout's text instead of ending it (budget forcing).
+
+        An answer so far is kept in reserve and does not end the rollout again.
+        """
+        self.waits_left -= 1
+        self._earlier_answer = answer or self._earlier_answer
+        words = forced(self.policy.wait_text, self.policy.drafter, self.draft, self.target)
+        self._searched_to = len(self.text) + len(words.text)
+        self._grow(Turn(self.turn, (words,), is_forced=True))
+
+    def _close(self, finish: Finish, answer: str | None, why: str) -> None:
+        """End the rollout; without a marked answer, a text that its model has ended is read again
+        for one that it only states.
+        """
+        # A text that a limit cut is not finished: "The total is 1" may go on as 12.
+        chunks = self.rollout.turns[-1].chunks
+        has_model_ended = bool(chunks) and chunks[-1].ended == "end"
+        is_fallback = False
+        if answer is None and has_model_ended:
+            answer = self.context.answers.extract_finished(self.text)
+            is_fallback = answer is not None
+        self.rollout = replace(
+            self.rollout, finish=finish, answer=answer, error=why, is_fallback_answer=is_fallback
+        )
+        self.siblings.rollouts[self.rollout.sample] = self.rollout
+
+    def waste_unfinished(self) -> None:
+        """Count what the turn that was not completed cost; what was written in it is wasted."""
+        if self._unassigned:
+            self.count(Usage(wasted_tokens=self._unassigned))
+        self._ahead = None
+        self._unassigned = 0
+        self.rollout = replace(self.rollout, usage=self.usage)
+
     def ids(self, role: Role, pending: Sequence[Chunk] = ()) -> TokenIds:
-        """That model's ids of the rollout and of chunks that have not entered it yet."""
+        """Return that model's ids of the rollout and of chunks that have not entered it yet."""
         ids = self._ids[role]
         for chunk in pending:
             ids += chunk.ids(role)
         return ids
 
     def room_left(self, pending: Sequence[Chunk] = ()) -> int:
-        """Tokens this rollout may still grow by after the `pending` chunks: its own limit and both
-        contexts.
+        """Return by how many tokens this rollout may still grow after the `pending` chunks, within
+        its limit and both contexts.
         """
         draft = len(self._ids["draft"])
         target = len(self._ids["target"])
@@ -358,50 +431,137 @@ class RolloutBuilder:
         )
         if not pending:
             return room
-        return room - max(
-            sum([len(chunk.draft_ids) for chunk in pending]),
-            sum([len(chunk.target_ids) for chunk in pending]),
-        )
+        pending_draft = sum(len(chunk.draft_ids) for chunk in pending)
+        pending_target = sum(len(chunk.target_ids) for chunk in pending)
+        return room - max(pending_draft, pending_target)
 
     def engine(self, role: Role) -> RolloutEngine:
         """Return the engine in this role."""
         return self.draft if role == "draft" else self.target
 
-    def _repeats(self) -> bool:
-        backwards = (
-            chunk.text for turn in reversed(self.rollout.turns) for chunk in reversed(turn.chunks)
-        )
-        last = list(islice((text for text in backwards if text.strip()), self.policy.repeats))
-        return len(last) == self.policy.repeats and len(set(last)) == 1
-
-    def _wait(self, answer: str | None) -> None:
-        """Budget forcing: put words into the rollout's mouth and let it go on; an answer so far is
-        kept in reserve.
-        """
-        self.waits_left -= 1
-        self._earlier = answer or self._earlier
-        words = forced(self.policy.wait_text, self.policy.drafter, self.draft, self.target)
-        self._asked_again_at = self._searched_at = len(self.text) + len(words.text)
-        self._grow(Turn(self.turn, (words,), is_forced=True))
-
     def spend(self, role: Role, request: SampleRequest, completion: Completion) -> None:
-        """Count what a model wrote, not yet part of any turn."""
+        """Count what a model wrote, which is not part of any turn yet."""
         new = len(completion.ids)
         read = max(0, len(request.ids) - completion.cached_tokens)
-        self._loose += new
+        self._unassigned += new
         if role == "draft":
             self.count(Usage(draft_tokens=new, draft_prefill_tokens=read, calls=1))
         else:
             self.count(Usage(target_tokens=new, target_prefill_tokens=read, calls=1))
 
-    def waste_unfinished(self) -> None:
-        """Count what the turn that was not completed cost; what was written in it is wasted."""
-        if self._loose:
-            self.count(Usage(wasted_tokens=self._loose))
-        self._ahead = None
-        self._loose = 0
-        self.rollout = replace(self.rollout, usage=self.usage)
-
     def count(self, usage: Usage) -> None:
         """Add to what this rollout cost."""
         self.usage += usage
+
+
+# Prompts and chunks in the token ids of both models.
+
+
+def render(problem: Problem, policy: Policy, draft: Engine, target: Engine) -> Prompt:
+    """Render the problem with each model's own chat template.
+
+    Models that share a tokenizer may still have different templates, so both are always rendered.
+    The text of a multiple-choice problem holds its lettered choices already.
+    """
+    messages = prompt_of(problem, policy)
+    draft_ids = draft.tokenizer.render(messages)
+    target_ids = target.tokenizer.render(messages)
+    return Prompt(draft_ids, draft_ids if draft_ids == target_ids else target_ids)
+
+
+def prompt_of(problem: Problem, policy: Policy) -> list[Message]:
+    """Return the conversation that a rollout continues: a system prompt if there is one, worked
+    examples, the problem.
+
+    The letter of a choice and the instruction are asked for in the problem's message.
+    """
+
+    def question(text: str) -> Message:
+        parts = (text, policy.letter if problem.choices else "", policy.instruction)
+        return Message("user", "\n\n".join(part for part in parts if part))
+
+    messages: list[Message] = []
+    if policy.system:
+        messages.append(Message("system", policy.system))
+    for text, solution in problem.examples:
+        messages.append(question(text))
+        messages.append(Message("assistant", solution))
+    messages.append(question(problem.text))
+    return messages
+
+
+def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine) -> Chunk:
+    """Return the completion without its end token, in both tokenizers' ids.
+
+    Between different tokenizers a character cut in the middle cannot be passed on: its bytes'
+    tokens are dropped.
+    """
+    writer, reader = (draft, target) if author == "draft" else (target, draft)
+    ids = completion.ids
+    text = completion.text
+    if completion.ended == "end" and ids and ids[-1] in writer.spec.end_ids:
+        ids = ids[:-1]
+    if writer.spec.tokenizer == reader.spec.tokenizer:
+        return Chunk(author, text, ids, ids, completion.ended, completion.logprobs)
+    if text.endswith("\ufffd"):
+        ids, text = _whole_characters(ids, writer)
+    read_ids = reader.tokenizer.encode(text)
+    draft_ids, target_ids = (ids, read_ids) if author == "draft" else (read_ids, ids)
+    return Chunk(author, text, draft_ids, target_ids, completion.ended, completion.logprobs)
+
+
+def after(request: SampleRequest, begun: Beginning) -> SampleRequest:
+    """Return the request for the rest of what has begun."""
+    count = len(begun.ids)
+    return replace(
+        request,
+        ids=request.ids + begun.ids,
+        max_tokens=request.max_tokens - count,
+        begun=request.begun + count,
+    )
+
+
+def continued(begun: Beginning, rest: Completion | None, engine: Engine) -> Completion:
+    """Return a completion that was begun elsewhere, with the rest of it, if any was left to write."""
+    ids = begun.ids
+    logprobs = begun.logprobs
+    ended = begun.ended
+    cached_tokens = 0
+    if rest is not None:
+        ids += rest.ids
+        logprobs += rest.logprobs
+        ended = rest.ended
+        cached_tokens = rest.cached_tokens
+    assert ended is not None, "what has not ended has a rest"
+    text_ids = ids[:-1] if ended == "end" and ids[-1] in engine.spec.end_ids else ids
+    if len(logprobs) != len(ids):
+        logprobs = ()  # the rest came without
+    return Completion(ids, engine.tokenizer.decode(text_ids), ended, logprobs, cached_tokens)
+
+
+def forced(text: str, author: Role, draft: Engine, target: Engine) -> Chunk:
+    """Return a chunk of text put into a rollout from outside (a "wait"), encoded once per side."""
+    draft_ids = draft.tokenizer.encode(text)
+    if draft.spec.tokenizer == target.spec.tokenizer:
+        target_ids = draft_ids
+    else:
+        target_ids = target.tokenizer.encode(text)
+    return Chunk(author, text, draft_ids, target_ids, "delimiter")
+
+
+def first_tokens(chunk: Chunk, tokens: int, engine: Engine) -> Chunk | None:
+    """Return the first tokens of a chunk that both models read alike, None if there are none.
+
+    They are fewer where a character would be cut. The part has no log-probabilities: its tokens
+    were written, and counted, as those of the whole chunk.
+    """
+    ids, text = _whole_characters(chunk.target_ids[:tokens], engine)
+    if not ids or not chunk.text.startswith(text):
+        return None
+    return Chunk(chunk.author, text, ids, ids, "length")
+
+
+def _whole_characters(ids: TokenIds, engine: Engine) -> tuple[TokenIds, str]:
+    while ids and engine.tokenizer.decode(ids).endswith("\ufffd"):
+        ids = ids[:-1]
+    return ids, engine.tokenizer.decode(ids)

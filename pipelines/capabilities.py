@@ -6,6 +6,8 @@ from atts.core import Role
 from atts.engine import EngineSpec
 from atts.errors import UnsupportedByEngine
 from atts.pipelines.gates import (
+    AgreementGate,
+    CappedGate,
     ConformalGate,
     CueGate,
     FixedGate,
@@ -18,7 +20,6 @@ from atts.pipelines.gates import (
 )
 from atts.pipelines.policy import Policy
 from atts.pipelines.scores import ScoreRule, resolved
-from atts.pipelines.wrappers import CappedGate, SparingGate
 
 _BLIND = (FixedGate, RandomGate, CueGate)  # they never look at a score
 # of the draft's own evidence they look at nothing
@@ -76,7 +77,7 @@ def needed_logprobs(
 
 
 def _innermost(gate: Gate | RoundGate) -> Gate | RoundGate:
-    while isinstance(gate, CappedGate | SparingGate):
+    while isinstance(gate, CappedGate | AgreementGate):
         gate = gate.inner
     return gate
 

@@ -9,10 +9,9 @@ from typing import Protocol
 from atts.core import Chunk, Role, Rollout, SampleRequest, ScoreRequest, Scores, Turn
 from atts.engine import Engine
 from atts.graph import Caller
-from atts.pipelines.draft_length import DraftLength
 from atts.pipelines.gates import Gate, RoundGate
+from atts.pipelines.speeds import DraftLength, WriterChoice
 from atts.pipelines.votes import Grouper
-from atts.pipelines.writer_choice import WriterChoice
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ from dataclasses import replace
 import anyio
 
 from atts.core import Beginning, Chunk, Role, SampleRequest, ScoreRequest, Scores, TokenIds, Usage
-from atts.pipelines.builder import RolloutBuilder
-from atts.pipelines.chunks import after, continued
-from atts.pipelines.draft_length import DraftLength
+from atts.pipelines.builder import RolloutBuilder, after, continued
+from atts.pipelines.speeds import DraftLength
 
 
 async def write_exactly(builder: RolloutBuilder) -> Chunk:

@@ -86,14 +86,14 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
     return float(f"{rule(logprobs, chunk.text):.5g}")
 
 
-def first_doubt(theirs: Sequence[float], own: Sequence[float], nats: float = 1.0) -> int:
+def first_rejected_token(theirs: Sequence[float], own: Sequence[float], nats: float = 1.0) -> int:
     """The first token that the target finds less likely than its author by `nats`; where none is,
     the worst of all.
 
     Without the author's log-probabilities it is the first token, so that nothing before it can be
     trusted.
 
-    >>> first_doubt([-0.1, -0.2, -9.0, -12.0], [-0.1, -0.1, -0.3, -0.1])
+    >>> first_rejected_token([-0.1, -0.2, -9.0, -12.0], [-0.1, -0.1, -0.3, -0.1])
     2
     """
     if not theirs or len(own) < len(theirs):

@@ -34,7 +34,7 @@ from atts.errors import (
 from atts.files import jsonable
 from atts.graph import Graph
 from atts.journal import MANIFEST, Event, Manifest, Setting, dataset_digest, load_manifest
-from atts.run import Notice, Plan, RunOptions, RunResult, Shard, StopWhen
+from atts.run import Notice, RunOptions, RunResult, RunSpec, Shard, StopWhen
 from atts.run import evaluate as run_evaluation
 from atts.sampling import Seed, generator
 
@@ -346,7 +346,7 @@ class Session:
         self.setup = setup or Setup()
         self._stack = AsyncExitStack()
         self._opening = anyio.Lock()
-        self._plan: Plan | None = None
+        self._plan: RunSpec | None = None
         self._shared: Graph | None = None
         self._is_closed = False
         self._asked = OrderedDict[str, int]()  # how often each of the latest questions was asked
@@ -374,7 +374,7 @@ class Session:
             plan = replace(
                 plan,
                 policy=changed.run_policy,
-                within=changed.policy_within,
+                policy_for_context=changed.policy_within,
                 roles=changed.roles,
             )
         return next((await run_evaluation([one], plan, options)).outcomes())
@@ -397,7 +397,7 @@ class Session:
             dataset, self.setup, limit=limit, directory=directory, options=options, within=self
         )
 
-    async def plan(self, kind: AnswerKind, options: RunOptions) -> tuple[Plan, RunOptions]:
+    async def plan(self, kind: AnswerKind, options: RunOptions) -> tuple[RunSpec, RunOptions]:
         """Return the plan of one run within this session, and its options; open the engines first.
 
         :raises EngineUnavailable: the session is closed.

@@ -28,6 +28,7 @@ from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting, open_run
 from atts.methods import GateInputs, asked_roles, preset, reads_chunks
 from atts.pipelines import (
+    AgreementGate,
     Answers,
     Budget,
     ConformalGate,
@@ -35,10 +36,9 @@ from atts.pipelines import (
     Gate,
     Policy,
     RoundGate,
-    SparingGate,
     let_go,
 )
-from atts.run import Abstain, Conditions, Plan, conditions_of
+from atts.run import Abstain, Conditions, RunSpec, conditions_of
 
 if TYPE_CHECKING:
     from atts.evaluators import Verdict
@@ -321,7 +321,7 @@ class Setup:
         )
         return cls(policy=Policy(samples=samples), stored=stored, seed=manifest.seed, **given)
 
-    def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> Plan:
+    def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> RunSpec:
         """Make the plan for problems with one kind of answer.
 
         :raises OptionError: an unknown method or mode, or an `abstain` that `labelled` does not
@@ -329,7 +329,7 @@ class Setup:
         """
         gate, calibrator = self.decider()
         stored = calibrator.stored
-        return Plan(
+        return RunSpec(
             draft,
             target,
             self.run_policy,
@@ -343,11 +343,11 @@ class Setup:
             configuration=self._configuration(calibrator),
             settings=self.settings,
             alarms=partial(getattr, calibrator, "events"),
-            forget=partial(let_go, gate),
+            on_problem_done=partial(let_go, gate),
             stored_under=stored.fingerprint if len(stored) else None,
             conditions=self.conditions,
             warnings=self.warnings,
-            within=self.policy_within,
+            policy_for_context=self.policy_within,
             domain=DomainCheck.of(stored if len(stored) else self._shipped or stored),
             abstain=read_abstain(self.abstain, self.labelled),
         )
@@ -395,7 +395,7 @@ class Setup:
                 "spare",
                 f"the gate of method {self.method!r} holds no rate; methods atts and paper do",
             )
-        return SparingGate(gate, self.spare)
+        return AgreementGate(gate, self.spare)
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
         """Return what decides the gate's behaviour, which a resume must find unchanged."""

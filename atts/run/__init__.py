@@ -1,79 +1,84 @@
 """One evaluation: dataset x pipeline x engines x journal x listeners, resumable at any moment.
 
-    plan = Plan(draft, target, Policy(samples=8), ConformalGate(Calibrator(0.2)), Answers(extract, group), grade)
-    result = await evaluate(problems, plan, RunOptions(Path("runs/first")))
+    spec = RunSpec(draft, target, Policy(samples=8), ConformalGate(Calibrator(0.2)), Answers(extract, group), grade)
+    result = await evaluate(problems, spec, RunOptions(Path("runs/first")))
 
-Call it again with the same directory and it goes on where it was, whatever ended it.
+Call it again with the same directory and it continues where it was, whatever ended it.
 """
 
-from atts.run.abstaining import Abstain, Answered, answered
-from atts.run.calls import (
-    EngineCalls,
-    RecallTiming,
-    SharingEngine,
-    check_completion,
-    check_scores,
+from atts.run.calls import EngineCalls, SharingEngine, check_completion, check_scores
+from atts.run.conditions import (
+    Abstain,
+    Answered,
+    Conditions,
+    answered,
+    check_conditions,
+    conditions_of,
+    read_conditions,
 )
-from atts.run.conditions import Conditions, check_conditions, conditions_of, read_conditions
-from atts.run.evaluate import Keep, RunOptions, evaluate
+from atts.run.evaluation import Keep, RunOptions, evaluate
 from atts.run.merging import Merged, Shard, merge
-from atts.run.plan import Grade, Judgement, Pipeline, Plan
 from atts.run.progress import Progress, ProgressSnapshot
-from atts.run.recorded_gates import replay_event
-from atts.run.recorder import (
+from atts.run.recording import (
     CallBegun,
     CallKind,
     ChunkWritten,
     EngineAwaited,
+    EscalationCounter,
     Listener,
     Notice,
+    RecallTiming,
     Recorder,
     RunBegun,
+    RunLengthEstimate,
+    replay_event,
 )
-from atts.run.result import INTERRUPTED, RunResult, RunStatus
-from atts.run.stop_when import StopWhen
-from atts.run.stopping import Signals, Stop
-from atts.run.summary import Summary
+from atts.run.result import INTERRUPTED, RunResult, RunStatus, Summary
+from atts.run.spec import Grade, Judgement, Pipeline, RunSpec
+from atts.run.stopping import Signals, Stop, StopWhen, watch_signals
 
 __all__ = [
-    "INTERRUPTED",
     "Abstain",
     "Answered",
     "CallBegun",
     "CallKind",
-    "EngineCalls",
-    "check_completion",
-    "check_scores",
-    "EngineAwaited",
     "ChunkWritten",
     "Conditions",
+    "EngineAwaited",
+    "EngineCalls",
+    "EscalationCounter",
     "Grade",
-    "Notice",
+    "INTERRUPTED",
     "Judgement",
     "Keep",
     "Listener",
     "Merged",
-    "RecallTiming",
+    "Notice",
     "Pipeline",
-    "Plan",
     "Progress",
+    "ProgressSnapshot",
+    "RecallTiming",
     "Recorder",
     "RunBegun",
-    "RunResult",
-    "RunStatus",
+    "RunLengthEstimate",
     "RunOptions",
+    "RunResult",
+    "RunSpec",
+    "RunStatus",
     "Shard",
     "SharingEngine",
     "Signals",
-    "ProgressSnapshot",
     "Stop",
-    "Summary",
     "StopWhen",
+    "Summary",
     "answered",
+    "check_completion",
     "check_conditions",
+    "check_scores",
     "conditions_of",
     "evaluate",
     "merge",
     "read_conditions",
     "replay_event",
+    "watch_signals",
 ]

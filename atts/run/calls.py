@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, cast, get_args
@@ -15,7 +15,6 @@ import anyio.lowlevel
 import msgspec
 
 from atts import errors
-from atts.concurrency import clock
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores, request_key
 from atts.engine import Engine, EngineAround, EngineSpec, EngineStats, Returning, Tokenizer
 from atts.errors import BadReply, EngineError, EngineTimeout, EngineUnavailable
@@ -24,38 +23,17 @@ from atts.journal import (
     CallFailed,
     FailureKind,
     Json,
-    OpenProblem,
     Sampled,
     Scored,
     SharedReplies,
     reply_key,
     run_number,
 )
-from atts.run.recorder import CallBegun, CallKind, EngineAwaited, Recorder
-from atts.run.stopping import Stop
-
-RecallTiming = Literal["instant", "recorded"]
-"""How fast recalled calls return: at once, or in the time they took.
-
-"recorded" is for virtual time: the whole run, finished problems included, is repeated without
-engine work, so the schedule is what it was, and even decisions that depend on the order of arrival
-come out as if nothing had been.
-"""
+from atts.run.recording import CallBegun, CallKind, EngineAwaited, ProblemLog
 
 Request = TypeVar("Request", SampleRequest, ScoreRequest)
 Result = TypeVar("Result", Completion, Scores)
 RecordedCall = Sampled | Scored | CallFailed
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemLog:
-    """What an earlier session recorded of one problem, and where further calls are recorded."""
-
-    recorder: Recorder
-    recorded: OpenProblem
-    stop: Stop
-    timing: RecallTiming
-    now: Callable[[], float] = field(default_factory=clock)
 
 
 @dataclass(slots=True)

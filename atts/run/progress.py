@@ -28,7 +28,7 @@ from atts.journal import (
     Warned,
     judged,
 )
-from atts.run.recorder import CallBegun, EngineAwaited, EscalationCounter, Notice, RunBegun
+from atts.run.recording import CallBegun, EngineAwaited, EscalationCounter, Notice, RunBegun
 
 Stage = Literal["draft", "score", "target", "wait"]
 """What a rollout is at: its draft writes, the target judges, the target writes, or it waits for an

@@ -25,7 +25,7 @@ from atts.local import LocalEngine, LocalOptions
 from atts.models import info
 from atts.models import path as model_path
 from atts.pipelines import Gate, RoundGate
-from atts.run import Plan, RunOptions, evaluate
+from atts.run import RunOptions, RunSpec, evaluate
 from scripts.studies.harness import Parts, Spread, say, tree_seconds
 
 RATE = Setup().rate
@@ -120,7 +120,7 @@ class Pair:
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
-    def plan(self, arm: Arm, seed: int, gate: Gate | RoundGate | None = None) -> Plan:
+    def plan(self, arm: Arm, seed: int, gate: Gate | RoundGate | None = None) -> RunSpec:
         """Return the arm's plan.
 
         Its random numbers are its own, so that no arm finds its texts in a cache.
@@ -133,7 +133,7 @@ class Pair:
 
 async def run_block(
     problems: Sequence[Problem],
-    plan: Plan,
+    plan: RunSpec,
     schedule: Schedule = "together",
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[Outcome, ...], float]:

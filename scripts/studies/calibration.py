@@ -40,7 +40,7 @@ from atts.evaluators.metrics.intervals import mean_estimate
 from atts.evaluators.metrics.paired import difference_estimate
 from atts.evaluators.metrics.rates import Votes, maj_at_k, pass_at_k
 from atts.pipelines import CalibratorProtocol, ConformalGate
-from atts.run.recorder import RunLengthEstimate
+from atts.run import RunLengthEstimate
 from scripts.studies.arms import Pair, arm, run_block
 from scripts.studies.harness import Options, Parts, Row, Table, interval, say, traces
 from scripts.studies.modelled import recorded_rollouts

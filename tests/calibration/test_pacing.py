@@ -24,7 +24,7 @@ from atts.calibration import Calibrator, Tuning, replay
 from atts.calibration.controllers import Adaptive, RunEnd
 from atts.core import Decision
 from atts.errors import CalibrationInputError, OptionError
-from atts.run.recorder import RunLengthEstimate
+from atts.run import RunLengthEstimate
 from atts.testing import toy_problems
 
 Records = list[dict[str, Any]]

@@ -15,7 +15,7 @@ import anyio.to_thread
 import pytest
 
 from atts.cli.interrupts import run_async
-from atts.run.stopping import Stop, watch_signals
+from atts.run import Stop, watch_signals
 
 
 def press(times: int = 1) -> None:

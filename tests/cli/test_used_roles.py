@@ -83,7 +83,7 @@ async def test_the_other_context_sets_no_budget(method: str, used: Role) -> None
     assert alone["turns"] * alone["chunking.draft_tokens"] >= 16_000
     made = engines(used)
     plan = setup.plan(made["draft"], made["target"])
-    bounds = plan.opened().policy.bounds()
+    bounds = plan.resolved().policy.bounds()
     assert bounds.max_tokens == LONG - 512
     assert bounds.turns * bounds.draft_tokens >= LONG - 512
 

@@ -32,7 +32,7 @@ from atts.journal import (
 )
 from atts.journal.lines import LineWriter
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
-from atts.run import Plan, RunOptions, evaluate
+from atts.run import RunOptions, RunSpec, evaluate
 from atts.testing import ScriptedEngine, toy_answer, toy_groups, toy_problems
 
 PROBLEMS = toy_problems(2)
@@ -45,12 +45,12 @@ REFUSALS: dict[str, Fault] = {
 }
 
 
-def plan() -> Plan:
+def plan() -> RunSpec:
     """Few and short rollouts with a frozen gate: a run of about thirty lines."""
     policy = Policy(samples=2, turns=2, chunking=Chunking(12, 12, ()), early_stop="none")
     draft = ScriptedEngine("draft")
     target = ScriptedEngine("target")
-    return Plan(draft, target, policy, ThresholdGate(1.3), Answers(toy_answer, toy_groups))
+    return RunSpec(draft, target, policy, ThresholdGate(1.3), Answers(toy_answer, toy_groups))
 
 
 def evaluated(directory: Path, journal: JournalOptions | None = None) -> dict[str, Any]:

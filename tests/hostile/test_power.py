@@ -16,7 +16,7 @@ from atts.errors import StorageError
 from atts.files import write_atomic
 from atts.journal import JOURNAL, Event, JournalOptions, ProblemSpan, read_entries, read_outcomes
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
-from atts.run import Notice, Plan, RunOptions, evaluate
+from atts.run import Notice, RunOptions, RunSpec, evaluate
 from atts.testing import ScriptedEngine, toy_answer, toy_groups, toy_problems
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no directory is synced there")
@@ -122,9 +122,9 @@ class Watch:
             self.reported[event.problem] = self._left()
 
 
-def _plan() -> Plan:
+def _plan() -> RunSpec:
     policy = Policy(samples=2, turns=4, chunking=Chunking(12, 12, ()), early_stop="none")
-    return Plan(
+    return RunSpec(
         ScriptedEngine("draft"),
         ScriptedEngine("target"),
         policy,

@@ -20,7 +20,7 @@ from atts.journal import Sampled, Scored
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
-from atts.run import Notice, Plan, RunOptions, RunResult, evaluate
+from atts.run import Notice, RunOptions, RunResult, RunSpec, evaluate
 
 pytestmark = pytest.mark.slow
 POLICY = Policy(
@@ -58,7 +58,7 @@ def run(
     }
     retries = RetryPolicy(calls=2, delay_seconds=0.01, give_up_after=None)
     answers = Answers(extract, group)
-    plan = Plan(
+    plan = RunSpec(
         engines["draft"],
         engines["target"],
         POLICY,

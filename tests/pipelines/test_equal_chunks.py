@@ -71,7 +71,7 @@ def test_the_target_is_asked_about_one_of_equal_chunks(attempt: Solve, latency: 
     assert set(target.asked.values()) == {1}
     judged = [turn for _, turn in turns(outcomes) if turn.decision]
     assert all(turn.score is not None for turn in judged)
-    recalled = sum(turn.is_recalled for turn in judged)
+    recalled = sum(turn.score_reused for turn in judged)
     assert recalled == len(judged) - target.asked.total() > 0
     scored = sum(len(suffix) for _, suffix in target.asked)
     assert scored == sum(line.usage.scored_tokens for line in lines(outcomes))
@@ -82,7 +82,7 @@ def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
     beginning.
     """
     found = turns(attempt(POLICY, KEEP, target=Heedful()))
-    recalled = [(line, turn) for line, turn in found if turn.is_recalled]
+    recalled = [(line, turn) for line, turn in found if turn.score_reused]
     assert len(recalled) > 5
 
     async def alone(line: Rollout, turn: Turn) -> float:
@@ -122,7 +122,7 @@ def test_what_goes_is_read_where_the_target_draws_meanwhile(attempt: Solve) -> N
     assert all(line.usage.drawn_tokens > 0 for line in lines(drawn))
     assert set(drawing.asked.values()) == {6}
     assert set(plain.asked.values()) == {1}
-    assert not any(turn.is_recalled for _, turn in turns(drawn))
+    assert not any(turn.score_reused for _, turn in turns(drawn))
 
 
 def test_a_replay_counts_what_was_asked(attempt: Solve, answers: Answers) -> None:
@@ -132,7 +132,7 @@ def test_a_replay_counts_what_was_asked(attempt: Solve, answers: Answers) -> Non
     outcomes = attempt(GREEDY, KEEP, target=Heedful())
     again = replay_policy(outcomes, KEEP, replace(GREEDY, turns=1), answers.group)
     first = [line.turns[0] for line in lines(outcomes)]
-    asked = sum(len(turn.chunks[0].target_ids) for turn in first if not turn.is_recalled)
+    asked = sum(len(turn.chunks[0].target_ids) for turn in first if not turn.score_reused)
     assert (
         sum(line.scored_tokens for problem in again.problems for line in problem.rollouts)
         == asked
@@ -146,7 +146,7 @@ def test_turns_say_what_was_scored_in_them(attempt: Solve, takeover: Takeover) -
     policy = replace(POLICY, takeover=takeover, sampling=Sampling(temperature=0.7))
     outcomes = attempt(policy, ThresholdGate(1.8), target=Heedful())
     found = turns(outcomes)
-    assert any(turn.is_recalled for _, turn in found)
+    assert any(turn.score_reused for _, turn in found)
     for line in lines(outcomes):
         assert sum(turn.scored_tokens for turn in line.turns) == line.usage.scored_tokens
 
@@ -158,7 +158,7 @@ def test_waiting_for_a_siblings_score_counts_as_that(attempt: Solve, latency: fl
     """
     events: list[Any] = []
     [outcome] = attempt(GREEDY, KEEP, target=Heedful(latency=latency), problems=1, events=events)
-    recalled = [turn for line in outcome.rollouts for turn in line.turns if turn.is_recalled]
+    recalled = [turn for line in outcome.rollouts for turn in line.turns if turn.score_reused]
     waits = [event for event in events if isinstance(event, CallSpan) and event.stage == HOLD]
     assert measure(
         event for event in events if isinstance(event, CallSpan)

@@ -26,9 +26,14 @@ from atts.core import (
 from atts.engine import EngineAround, EngineSpec
 from atts.errors import BadReply, OptionError, UnsupportedByEngine
 from atts.methods import preset
-from atts.pipelines import FixedGate, Policy, ThresholdGate, check_engines
-from atts.pipelines.draft_length import DraftLength
-from atts.pipelines.writer_choice import WriterChoice
+from atts.pipelines import (
+    DraftLength,
+    FixedGate,
+    Policy,
+    ThresholdGate,
+    WriterChoice,
+    check_engines,
+)
 from atts.run import check_scores
 from atts.sampling import Seed
 from atts.testing import Latency, ScriptedEngine, check_engine, run_virtual, toy_problems

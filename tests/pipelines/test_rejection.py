@@ -28,7 +28,7 @@ from atts.pipelines import (
     ThresholdGate,
     TopGate,
 )
-from atts.pipelines.scores import first_doubt
+from atts.pipelines.scores import first_rejected_token
 from atts.testing import (
     TARGET,
     Latency,
@@ -114,15 +114,15 @@ def test_repair_keeps_what_the_target_does_not_doubt(attempt: Solve, answers: An
 
 
 @given(st.lists(st.tuples(st.floats(-50, 0), st.floats(-50, 0)), min_size=1))
-def test_the_first_doubt_is_the_first_large_drop(pairs: list[tuple[float, float]]) -> None:
+def test_the_first_rejected_token_is_the_first_large_drop(pairs: list[tuple[float, float]]) -> None:
     """Nothing before it has fallen by a nat; it has, or nothing has and it has fallen most."""
     theirs = [a for a, _ in pairs]
     own = [b for _, b in pairs]
     drops = [b - a for a, b in pairs]
-    place = first_doubt(theirs, own)
+    place = first_rejected_token(theirs, own)
     assert all(drop < 1 for drop in drops[:place])
     assert drops[place] >= 1 or drops[place] == max(drops)
-    assert first_doubt(theirs, own[:-1]) == 0
+    assert first_rejected_token(theirs, own[:-1]) == 0
 
 
 def test_an_answer_ends_a_rollout_before_anyone_judges_it(attempt: Solve) -> None:

@@ -17,7 +17,7 @@ from atts.core import Problem
 from atts.graph import Limit
 from atts.journal import JOURNAL, Event, JournalOptions, read_entries
 from atts.pipelines import Answers, Chunking, ConformalGate, Gate, Policy, ScoreRule, ThresholdGate
-from atts.run import Plan, RunOptions, RunResult, evaluate
+from atts.run import RunOptions, RunResult, RunSpec, evaluate
 from atts.testing import (
     Backend,
     Latency,
@@ -56,7 +56,7 @@ class World:
     tmp_path: Path
     quick: Latency = QUICK
 
-    def plan(self, **changes: Any) -> Plan:
+    def plan(self, **changes: Any) -> RunSpec:
         """A plan with scripted engines and a frozen gate."""
         parts: dict[str, Any] = {
             "draft": ScriptedEngine("draft", latency=QUICK),
@@ -68,7 +68,7 @@ class World:
             "rollouts": 12,
             "limits": {"draft": Limit(slots=6), "target": Limit(slots=2)},
         }
-        return Plan(**{**parts, **changes})
+        return RunSpec(**{**parts, **changes})
 
     def frozen(self) -> Gate:
         """A gate that never learns."""
@@ -89,7 +89,7 @@ class World:
 
     def run(
         self,
-        plan: Plan,
+        plan: RunSpec,
         session: RunOptions,
         problems: Iterable[Problem] | int = 5,
         backend: Backend = "asyncio",

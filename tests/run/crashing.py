@@ -51,7 +51,7 @@ from atts.journal import (
     read_outcomes,
 )
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
-from atts.run import Plan, RunOptions, evaluate
+from atts.run import RunOptions, RunSpec, evaluate
 from atts.testing import Latency, ScriptedEngine, toy_answer, toy_groups, toy_problems
 
 DRAFT_SLOTS = 4
@@ -153,7 +153,7 @@ def play(order: Order) -> int:
     draft = CountingEngine("draft", latency=latency)
     target = CountingEngine("target", latency=latency)
     draft.notes = target.notes = os.open(directory / CALLS, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    plan = Plan(
+    plan = RunSpec(
         draft,
         target,
         Policy(samples=3, turns=5, chunking=Chunking(12, 12, ()), early_stop="none"),

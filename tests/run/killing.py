@@ -22,7 +22,7 @@ from atts.errors import ATTSError
 from atts.local import LocalEngine, LocalOptions, child, worker
 from atts.models import path
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
-from atts.run import Plan, RunOptions, evaluate
+from atts.run import RunOptions, RunSpec, evaluate
 from atts.testing import toy_answer, toy_groups
 
 PROBLEMS = [
@@ -34,7 +34,7 @@ PROBLEMS = [
 def main(directory: Path) -> int:
     """Evaluate, whatever is there already; the exit code."""
     options = LocalOptions(device="cpu", threads=1, kv_tokens=8192)
-    plan = Plan(
+    plan = RunSpec(
         LocalEngine(path("draft"), name="draft", options=options),
         LocalEngine(path("target"), name="target", options=options),
         Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none"),

@@ -28,7 +28,7 @@ from atts.graph import ProblemScope, RetryPolicy
 from atts.local import LocalEngine, LocalOptions
 from atts.models import EMBEDDED, path
 from atts.pipelines import Context, Policy, solve
-from atts.run import Plan, RunOptions, RunResult, evaluate
+from atts.run import RunOptions, RunResult, RunSpec, evaluate
 from atts.testing import (
     FaultKind,
     Faults,
@@ -210,7 +210,7 @@ async def _run(
         return outcome
 
     setup = Setup(method="atts", rate=0.2, seed=number, policy=station.policy, rollouts=32)
-    plan: Plan = replace(
+    plan: RunSpec = replace(
         setup.plan(station.draft, station.target),
         pipeline=watched,
         retries=RetryPolicy(calls=3, rollouts=2, delay_seconds=0.005, give_up_after=None),

@@ -8,7 +8,7 @@ import pytest
 
 from atts.core import Decision
 from atts.journal import Decided
-from atts.run.recorder import RunLengthEstimate
+from atts.run import RunLengthEstimate
 
 
 def decide(left: RunLengthEstimate, problem: str, sample: int, turn: int) -> None:

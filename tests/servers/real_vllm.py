@@ -30,7 +30,7 @@ from atts.evaluators import compare_runs
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path as embedded
 from atts.pipelines import Chunking, FixedGate, Policy
-from atts.run import Plan, RunOptions, evaluate
+from atts.run import RunOptions, RunSpec, evaluate
 from atts.sampling import Seed
 from atts.servers import RemoteEngine, RemoteOptions
 from atts.testing import CheckOptions, check_engine
@@ -285,7 +285,7 @@ def _right(role: Role, problems: Sequence[Problem], make: Callable[[], Engine]) 
     policy = Policy(
         samples=1, max_tokens=320, chunking=chunks, early_stop="none", sampling=Sampling(0.7)
     )
-    plan = Plan(
+    plan = RunSpec(
         engine, engine, policy, FixedGate("accept"), answers_for("math"), grade, rollouts=32
     )
     result = anyio.run(partial(evaluate, problems, plan, RunOptions(signals="ignore")))

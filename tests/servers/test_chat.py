@@ -29,7 +29,7 @@ from atts.errors import (
 )
 from atts.methods import preset
 from atts.pipelines import Chunking, FixedGate, Gate, Policy, ThresholdGate
-from atts.run import Plan, RunOptions, evaluate
+from atts.run import RunOptions, RunSpec, evaluate
 from atts.servers import ApiKey, RemoteEngine, RemoteOptions, read_server
 from atts.servers.chat import TextTokenizer
 from atts.testing import (
@@ -262,7 +262,7 @@ async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve)
         ),
     ]
     for server, asked, gate, said in cases:
-        plan = Plan(ollama(texts), chat(server), asked, gate, _answers())
+        plan = RunSpec(ollama(texts), chat(server), asked, gate, _answers())
         with pytest.raises(UnsupportedByEngine, match=said):
             await evaluate(toy_problems(1, 3), plan, RunOptions(signals="ignore"))
 
@@ -281,7 +281,7 @@ async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     policy = Policy(samples=2, turns=4, chunking=Chunking(24, 24, ()), early_stop="none")
     gate = ThresholdGate(7.0, worse="below")
     target = chat(rater, replace(OPTIONS, key=ApiKey("TARGET_KEY")))
-    plan = Plan(ollama(texts), target, preset("spec-reason").policy(policy), gate, _answers())
+    plan = RunSpec(ollama(texts), target, preset("spec-reason").policy(policy), gate, _answers())
     result = await evaluate(
         toy_problems(2, 3), plan, RunOptions(tmp_path / "run", signals="ignore")
     )
@@ -372,7 +372,7 @@ async def test_a_run_keeps_the_reasoning_and_grades_the_content(
     server = reasoner(serve, chat)
     texts = serve("ollama", lambda: ScriptedEngine("draft"))
     policy = Policy(samples=2, turns=12, chunking=Chunking(40, 40, ()), early_stop="none")
-    plan = Plan(chat(server), ollama(texts), policy, FixedGate("accept"), _answers())
+    plan = RunSpec(chat(server), ollama(texts), policy, FixedGate("accept"), _answers())
     result = await evaluate(
         toy_problems(2, 3), plan, RunOptions(tmp_path / "run", signals="ignore")
     )

@@ -22,7 +22,7 @@ from atts.errors import EngineUnavailable
 from atts.graph import RetryPolicy
 from atts.journal import JOURNAL, Observed, read_entries
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
-from atts.run import EngineAwaited, Notice, Plan, RunOptions, RunResult, evaluate
+from atts.run import EngineAwaited, Notice, RunOptions, RunResult, RunSpec, evaluate
 from atts.servers import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.servers.engine import Watch
 from atts.servers.transport import HttpReply
@@ -111,7 +111,7 @@ class Pair:
     ) -> RunResult:
         """An evaluation with a frozen gate."""
         target: Any = self.engine("target", options)
-        plan = Plan(
+        plan = RunSpec(
             self.engine("draft", options),
             ReplicaPool([("only", target)], name="target") if pool else target,
             POLICY,

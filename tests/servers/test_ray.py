@@ -21,7 +21,7 @@ from atts.core import Completion, Message, Outcome, SampleRequest, Sampling
 from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineUnavailable, OptionError, UsageError
 from atts.pipelines import Chunking, Policy, ThresholdGate
-from atts.run import Plan, RunOptions, evaluate
+from atts.run import RunOptions, RunSpec, evaluate
 from atts.sampling import Seed
 from atts.servers import RayEngine, RayOptions
 from atts.testing import CheckOptions, Latency, ScriptedEngine, ToyTokenizer, check_engine
@@ -129,7 +129,7 @@ def test_the_embedded_evaluation_is_that_of_one_process(cluster: Any, tmp_path: 
                     sampling=Sampling(temperature=0.7))  # fmt: skip
 
     def run(name: str, make: Callable[[str], Engine]) -> dict[str, Outcome]:
-        plan = Plan(
+        plan = RunSpec(
             make("draft"), make("target"), policy, ThresholdGate(1.2), answers_for("math"), grade
         )
         result = anyio.run(

@@ -25,7 +25,7 @@ from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.errors import OptionError, UnsupportedByEngine
 from atts.graph import RetryPolicy
 from atts.pipelines import Answers, Chunking, Policy, ScoreRule, ThresholdGate
-from atts.run import Plan, RunOptions, evaluate
+from atts.run import RunOptions, RunSpec, evaluate
 from atts.servers import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.testing import (
     Latency,
@@ -76,7 +76,7 @@ def remote(server: DialectServer, name: str, options: RemoteOptions = OPTIONS) -
 
 
 @pytest.fixture
-def plan(serve: Serve) -> tuple[Plan, list[DialectServer]]:
+def plan(serve: Serve) -> tuple[RunSpec, list[DialectServer]]:
     """A draft on llama.cpp's dialect, a target on two SGLang replicas."""
     servers = [
         serve("llamacpp", engine("draft")), serve("sglang", engine("target")), serve("sglang", engine("target"))
@@ -88,7 +88,7 @@ def plan(serve: Serve) -> tuple[Plan, list[DialectServer]]:
     policy = Policy(samples=3, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
     retries = RetryPolicy(calls=8, rollouts=3, delay_seconds=0.05)
     answers = Answers(toy_answer, toy_groups)
-    return Plan(
+    return RunSpec(
         remote(servers[0], "draft", HURRIED),
         pool,
         policy,
@@ -117,7 +117,7 @@ class Trouble:
 
 @pytest.mark.anyio
 async def test_every_problem_ends_once_while_servers_fail_and_restart(
-    plan: tuple[Plan, list[DialectServer]], tmp_path: Path
+    plan: tuple[RunSpec, list[DialectServer]], tmp_path: Path
 ) -> None:
     """A third of the calls fails in some way, a replica is killed and returns: every problem has
     its outcome, once.
@@ -147,7 +147,7 @@ async def test_every_problem_ends_once_while_servers_fail_and_restart(
 
 @pytest.mark.anyio
 async def test_a_run_that_is_stopped_leaves_servers_idle(
-    plan: tuple[Plan, list[DialectServer]],
+    plan: tuple[RunSpec, list[DialectServer]],
 ) -> None:
     """Cancelling the run, as Ctrl-C does, frees everything it had asked for."""
     todo, servers = plan
@@ -241,7 +241,7 @@ async def test_a_key_that_expires_in_mid_run_ends_it_with_the_reason(
     monkeypatch.setenv("ATTS_API_KEY", "secret-old")
     server = serve("sglang", engine("draft"), key="secret-old")
     policy = Policy(samples=3, turns=6, chunking=Chunking(12, 12, ()), early_stop="none")
-    todo = Plan(remote(server, "draft"), ScriptedEngine("target"), policy, ThresholdGate(1.3),
+    todo = RunSpec(remote(server, "draft"), ScriptedEngine("target"), policy, ThresholdGate(1.3),
                 Answers(toy_answer, toy_groups))  # fmt: skip
 
     async def expire() -> None:

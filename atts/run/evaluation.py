@@ -40,27 +40,24 @@ from atts.journal import (
     open_journal,
 )
 from atts.pipelines import Context, DraftLength, RoundGate, WriterChoice, needed_logprobs
-from atts.run.calls import EngineCalls, ProblemLog
+from atts.run.calls import EngineCalls
 from atts.run.conditions import check_conditions
-from atts.run.engine_warnings import engine_warnings
-from atts.run.plan import Plan, verdict_by
-from atts.run.recorded_gates import (
+from atts.run.recording import (
     AlarmWatch,
-    RecordedGate,
-    RecordedRoundGate,
-    replay_event,
-)
-from atts.run.recorder import (
     EscalationCounter,
     Listener,
+    ProblemLog,
     ProblemRecord,
+    RecordedGate,
+    RecordedRoundGate,
     Recorder,
     RunBegun,
     RunLengthEstimate,
+    replay_event,
 )
 from atts.run.result import Missing, RunResult, RunStatus
-from atts.run.stop_when import SequentialComparison
-from atts.run.stopping import Signals, Stop, watch_signals
+from atts.run.spec import RunSpec, engine_warnings, verdict_by
+from atts.run.stopping import SequentialComparison, Signals, Stop, watch_signals
 
 Keep = Literal["lines", "nothing"]
 """What the result holds per problem; the journal has everything either way."""
@@ -95,7 +92,7 @@ class RunOptions:
 
 
 async def evaluate(
-    problems: Iterable[Problem], plan: Plan, options: RunOptions | None = None
+    problems: Iterable[Problem], plan: RunSpec, options: RunOptions | None = None
 ) -> RunResult:
     """Solve every problem as planned; in a directory with an earlier session, go on where that one
     was.
@@ -118,7 +115,7 @@ async def evaluate(
             await engines.enter_async_context(plan.draft)
             if plan.target is not plan.draft:
                 await engines.enter_async_context(plan.target)
-        plan = plan.opened()
+        plan = plan.resolved()
         manifest = plan.manifest(problems, options.dataset)
         doubt = (
             ""
@@ -142,7 +139,7 @@ async def evaluate(
 async def _journal(
     options: RunOptions,
     manifest: Manifest,
-    plan: Plan,
+    plan: RunSpec,
     state: RunState,
     escalations: EscalationCounter,
     left: RunLengthEstimate,
@@ -158,7 +155,7 @@ async def _journal(
         if isinstance(event, Decided | Observed) and not isinstance(plan.gate, RoundGate):
             replay_event(plan.gate, event)
         if isinstance(event, OutcomeReached) and state.is_over(event.problem):
-            plan.forget(event.problem)
+            plan.on_problem_done(event.problem)
         for decision, is_escalated in judged(event):
             escalations.count(decision, is_escalated)
         left.recall(event)
@@ -172,7 +169,7 @@ async def _journal(
 class _Run:
     def __init__(
         self,
-        plan: Plan,
+        plan: RunSpec,
         options: RunOptions,
         manifest: Manifest,
         state: RunState,
@@ -293,7 +290,7 @@ class _Run:
         context = self._context(
             ProblemLog(self._recorder, recorded, self._options.stop, self._plan.recall), record
         )
-        outcome = self._plan.doubted(await self._attempt(problem, context, scope))
+        outcome = self._plan.flag_out_of_domain(await self._attempt(problem, context, scope))
         if self._state.is_over(problem.id):
             # it was over before, and is only lived through again
             return self._lines.get(problem.id) or self._state.finished[problem.id]
@@ -411,7 +408,7 @@ class _Run:
         # what failed before goes on now; what fails now, in another session
         if line.is_complete or self._taken:
             self._escalations.forget(name)
-            self._plan.forget(name)
+            self._plan.on_problem_done(name)
         if self._options.keep == "lines":
             self._lines[name] = line
 

@@ -1,14 +1,15 @@
-"""The plan of an evaluation: everything that it is made of, in one frozen value."""
+"""One evaluation as a value: its models, policy, gate and answers, and how much at once."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 from atts import graph
 from atts.calibration import DomainCheck, DriftEvent
+from atts.concurrency import usable_cores
 from atts.core import Outcome, Problem, Role
 from atts.engine import Engine, EngineSpec
 from atts.errors import OptionError
@@ -24,10 +25,10 @@ from atts.pipelines import (
     check_engines,
     solve,
 )
-from atts.run.abstaining import Abstain
-from atts.run.calls import RecallTiming, engine_identity
-from atts.run.conditions import Conditions
-from atts.run.stop_when import StopWhen
+from atts.run.calls import engine_identity
+from atts.run.conditions import Abstain, Conditions
+from atts.run.recording import RecallTiming
+from atts.run.stopping import StopWhen
 
 
 class Pipeline(Protocol):
@@ -88,7 +89,7 @@ def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStat
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunSpec:
     """One evaluation: the models, the policy, the gate, the answers, and how much at once.
 
     The gate is used up: it learns from this run, so another run needs another. `configuration` goes
@@ -117,7 +118,7 @@ class Plan:
     # so far; such as a calibrator's events
     alarms: Callable[[], Sequence[DriftEvent]] = tuple[DriftEvent, ...]
     # told each problem that is over; such as a calibrator's `forget`
-    forget: Callable[[str], object] = _nothing_kept
+    on_problem_done: Callable[[str], object] = _nothing_kept
     # what the gate's stored scores record; None: it has none
     stored_under: Mapping[str, object] | None = None
     conditions: Conditions = "match"  # what other conditions than those do
@@ -126,7 +127,7 @@ class Plan:
     # what it is compared with as it goes, and ends once that is settled
     stop_when: StopWhen | None = None
     # the policy for a context of so many tokens; None: `policy` as it is
-    within: Callable[[int], Policy] | None = None
+    policy_for_context: Callable[[int], Policy] | None = None
     domain: DomainCheck | None = None  # of stored scores: problems unlike theirs are told
     # of this session; open problems then conclude from what they have
     timeout_seconds: float | None = None
@@ -148,21 +149,21 @@ class Plan:
                 "rollouts", f"{self.rollouts} in flight would be none at all; give at least 1"
             )
 
-    def opened(self) -> Plan:
+    def resolved(self) -> RunSpec:
         """The plan for what the open engines hold: lengths that nothing sets are no longer than
         their contexts.
         """
-        if self.within is None:
+        if self.policy_for_context is None:
             return self
         context = min(engine.spec.context_length for engine in (self.draft, self.target))
-        return replace(self, policy=self.within(context))
+        return replace(self, policy=self.policy_for_context(context))
 
     @property
     def specs(self) -> dict[Role, EngineSpec]:
         """Return what the engine of each role is; the engines must be open."""
         return {"draft": self.draft.spec, "target": self.target.spec}
 
-    def doubted(self, outcome: Outcome) -> Outcome:
+    def flag_out_of_domain(self, outcome: Outcome) -> Outcome:
         """With what the scores of its chunks say, if they are unlike stored ones."""
         if self.domain is None:
             return outcome
@@ -187,9 +188,6 @@ class Plan:
             count = len(problems)
             dataset = dataset or dataset_digest(problems)
         policy: dict[str, Json] = asdict(self.policy)
-        if count is not None and not any(problem.choices for problem in problems):
-            # it is said after choices only, and runs from before it existed go on
-            policy["letter"] = ""
         own = {
             "policy": Setting(policy, "policy"),
             "gate": Setting(type(self.gate).__name__, "gate"),
@@ -218,3 +216,52 @@ class Plan:
 def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
     """What a probe saw of an engine, in words."""
     return {f"{role}.{name}": Setting(seen, "probe") for name, seen in spec.findings}
+
+
+_ENDLESS = 1 << 40  # tokens of a context that cuts nothing
+_FLOPS_PER_CORE = 2e10  # what a core is taken to compute in a second, to tell hours from minutes
+
+
+def engine_warnings(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
+    """Yield the code and the words of each warning about the open engines."""
+    yield from _short_contexts(run)
+    yield from _slow_models(run, problems)
+
+
+def _short_contexts(run: RunSpec) -> Iterator[tuple[str, str]]:
+    """Yield models that hold less than a rollout may take, or than it would get elsewhere."""
+    specs = list(dict.fromkeys((run.draft.spec, run.target.spec)))
+    most = run.policy.bounds().max_tokens
+    usual = most
+    if run.policy_for_context is not None:
+        usual = run.policy_for_context(_ENDLESS).bounds().max_tokens
+    if most < usual:
+        shortest = min(specs, key=lambda spec: spec.context_length)
+        yield "context", f"{_holds(shortest)}: rollouts get {most:,} tokens and not {usual:,}"
+    for spec in specs:
+        if spec.context_length <= most:
+            yield "context", f"{_holds(spec)}: rollouts end there, not at max_tokens {most:,}"
+
+
+def _holds(spec: EngineSpec) -> str:
+    return (
+        f"the context of {spec.model} holds {spec.context_length:,} tokens, the problem among them"
+    )
+
+
+def _slow_models(run: RunSpec, problems: int) -> Iterator[tuple[str, str]]:
+    """Yield models of this process that run on a processor and would take hours to write all that
+    they may.
+    """
+    tokens = run.policy.bounds().max_tokens * run.policy.samples * problems
+    for engine in dict.fromkeys((run.draft, run.target)):
+        spec = engine.spec
+        kernel = str(getattr(engine, "kernel", "cuda"))
+        hours = spec.flops_per_token * tokens / (_FLOPS_PER_CORE * usable_cores()) / 3600
+        if "cuda" in kernel.lower() or hours <= 1:
+            continue
+        slow = (
+            f"{spec.model} computes on this machine's processor: all that {problems} problems x "
+            f"{run.policy.samples} rollouts may take would need some {hours:,.0f} hours"
+        )
+        yield "speed", f"{slow}; take fewer with --limit and --samples, or a server with a GPU"

@@ -12,11 +12,11 @@ from atts.api import Setup
 from atts.calibration import Calibrator
 from atts.core import Features
 from atts.errors import OptionError
-from atts.pipelines import ConformalGate, SparingGate
+from atts.pipelines import AgreementGate, ConformalGate
 
 
 def run(
-    gate: ConformalGate | SparingGate, seed: int, problems: int = 60
+    gate: ConformalGate | AgreementGate, seed: int, problems: int = 60
 ) -> dict[bool, tuple[int, int]]:
     """Sixteen rollouts of eight chunks; in half of the problems siblings agree. By that: handed
     over, of how many.
@@ -50,7 +50,7 @@ def test_what_is_spared_where_siblings_agree_is_spent_where_they_do_not(rate: fl
     agree.
     """
     conformal = ConformalGate(Calibrator(rate, "aci", seed=1))
-    found = run(SparingGate(conformal, 0.9), seed=2)
+    found = run(AgreementGate(conformal, 0.9), seed=2)
     total = sum(handed for handed, _ in found.values()) / sum(of for _, of in found.values())
     assert total == pytest.approx(rate, abs=0.01)
     (agreed, of) = found[True]
@@ -60,7 +60,7 @@ def test_what_is_spared_where_siblings_agree_is_spent_where_they_do_not(rate: fl
 
 def test_nothing_is_spared_before_three_siblings_have_answered() -> None:
     """Two may agree by chance; and what was spared says so."""
-    gate = SparingGate(ConformalGate(Calibrator(1.0, "aci")), 0.9)
+    gate = AgreementGate(ConformalGate(Calibrator(1.0, "aci")), 0.9)
     for answered, action in ((2, "escalate"), (3, "accept")):
         said = gate.decide(Features("q", answered=answered, agreement=1.0, issue=answered), 2.0)
         assert said.action == action
@@ -75,4 +75,4 @@ def test_impossible_budgets_are_refused() -> None:
     for setup in (Setup(spare=1.5), Setup(spare=0.0), Setup(spare=0.9, method="top-b")):
         with pytest.raises(OptionError, match="spare"):
             setup.decider()
-    assert isinstance(Setup(spare=0.9).decider()[0], SparingGate)
+    assert isinstance(Setup(spare=0.9).decider()[0], AgreementGate)

@@ -1,0 +1,227 @@
+"""One problem from prompt to outcome: rollouts side by side, turn by turn, and a vote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from atts.concurrency import task_group
+from atts.core import Decision, Outcome, Problem, Prompt, Rollout, Usage
+from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
+from atts.pipelines.builder import Proposal, RolloutBuilder, Siblings, first_tokens, render
+from atts.pipelines.context import Context
+from atts.pipelines.exact import write_exactly
+from atts.pipelines.judging import ChunkJudge, Judge, make_judge
+from atts.pipelines.policy import Policy
+from atts.pipelines.votes import (
+    Ballot,
+    Grouper,
+    Tally,
+    ballot,
+    cannot_change,
+    settled_probability,
+    tally,
+)
+
+
+async def solve(problem: Problem, policy: Policy, context: Context, scope: ProblemScope) -> Outcome:
+    """Spend tokens on one problem as the policy says.
+
+    A rollout that fails is recorded and sinks no other; when the vote is settled the remaining
+    rollouts are cancelled.
+    """
+    prompt = render(problem, policy, context.draft, context.target)
+    vote = RunningVote(policy, context.answers.group)
+    siblings = Siblings(context.answers.group)
+    judge = make_judge(context.gate)
+
+    async def rollout(line: RolloutScope[Rollout]) -> Rollout:
+        builder = RolloutBuilder(
+            problem,
+            prompt,
+            policy=policy.of(line.sample),
+            context=context,
+            siblings=siblings,
+            scope=line,
+        )
+        return await build(builder, judge)
+
+    admit: Admit = "together" if policy.barrier else "each"
+    results: list[RolloutResult[Rollout]] = []
+    for samples in policy.waves:
+        results += await scope.rollouts(rollout, samples, admit=admit, settle=vote.add_result)
+        if vote.can_stop():
+            break
+    return conclude(problem, prompt, results, vote)
+
+
+async def build(builder: RolloutBuilder, judge: Judge) -> Rollout:
+    """Take turns until the rollout ends.
+
+    A rollout that is cut short leaves its whole turns, and what the last one cost.
+    """
+    try:
+        while builder.rollout.finish is None:
+            await take_turn(builder, judge)
+    finally:
+        builder.waste_unfinished()
+        builder.scope.save(builder.rollout)
+    return builder.rollout
+
+
+async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
+    """Take one turn: the draft proposes, the target scores, the gate decides, one chunk stays."""
+    policy = builder.policy
+    if policy.exact:
+        builder.enter([await write_exactly(builder)])
+        return
+    proposal = await builder.propose()
+    if policy.drafter == "target":
+        builder.enter([proposal.chunk])
+        return
+    if proposal.answer is not None and policy.answers == "stop":
+        builder.enter([proposal.chunk], note="not judged: it holds the answer")
+        return
+    if policy.optimistic and isinstance(judge, ChunkJudge):
+        decision, proposal = await _judge_while_drafting(builder, proposal, judge)
+    else:
+        decision, proposal = await judge.judge(builder, proposal)
+    if decision.escalate:
+        builder.drop_ahead()
+        await take_over(builder, proposal, decision)
+    else:
+        builder.enter([proposal.chunk], (), decision, proposal.score, proposal.flaw)
+
+
+async def _judge_while_drafting(
+    builder: RolloutBuilder, proposal: Proposal, judge: Judge
+) -> tuple[Decision, Proposal]:
+    """Judge while the drafter continues as if the chunk had passed; a rejection stops it.
+
+    The result is unchanged.
+    """
+    async with task_group() as ahead:
+        ahead.start_soon(builder.propose_ahead, proposal.chunk)
+        decision, proposal = await judge.judge(builder, proposal)
+        if decision.escalate:
+            ahead.cancel_scope.cancel()
+    return decision, proposal
+
+
+async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decision) -> None:
+    """Let the target take a rejected chunk over as the policy says, and close the turn."""
+    chunk = proposal.chunk
+    score = proposal.score
+    if builder.policy.takeover == "continue":
+        # the chunk stays and the target writes after it: the paper's mode
+        kept = [chunk] if chunk.text or chunk.draft_ids or chunk.target_ids else []
+        if builder.room_left(kept) < 1:
+            note = proposal.flaw or "no room left for the target"
+            builder.enter(kept, (), decision, score, note)
+            return
+        written = await builder.write("target", kept)
+        builder.enter([*kept, written], (), decision, score, proposal.flaw)
+        return
+    if builder.policy.takeover == "repair":
+        # the chunk stays up to the first token that the target rejects
+        part = first_tokens(chunk, proposal.first_rejected, builder.draft)
+        if part is not None and builder.room_left([part]) >= 1:
+            written = await builder.write("target", [part])
+            note = f"{part.tokens} of {chunk.tokens} tokens stay"
+            builder.enter([part, written], [chunk], decision, score, note, part.tokens)
+            return
+    # the chunk goes, and the target writes in its place with a stream of random numbers of its own:
+    # the chunk changes no token of it
+    written = await builder.replace(proposal)
+    builder.enter([written], [chunk], decision, score, proposal.flaw)
+
+
+class RunningVote:
+    """The vote of one problem while its rollouts end, one by one, in any order."""
+
+    def __init__(self, policy: Policy, group: Grouper) -> None:
+        self.policy = policy
+        self.group = group
+        self.ended = 0
+        self.why = ""
+        self._cast: dict[int, Ballot] = {}
+
+    @property
+    def tally(self) -> Tally:
+        """Return the count so far, by sample number: the order of arrival does not matter."""
+        return tally([self._cast[sample] for sample in sorted(self._cast)], self.group)
+
+    def add_result(self, result: RolloutResult[Rollout]) -> bool:
+        """Count a rollout that ended; return whether the vote is settled without the rest."""
+        self.ended += 1
+        cast = ballot(self.policy.vote, result.value) if result.value is not None else None
+        if cast is not None:
+            self._cast[result.sample] = cast
+        remaining = self.policy.samples - self.ended
+        if self.policy.early_stop == "none" or remaining == 0:
+            return False
+        current = self.tally
+        if cannot_change(current, remaining):
+            self.why = f"settled: lead {current.lead:.3g} with {remaining} left"
+        elif self.policy.early_stop == "likely":
+            probability = settled_probability(current, remaining)
+            if probability >= self.policy.confidence:
+                self.why = (
+                    f"settled with probability {probability:.3f} (Dirichlet model), "
+                    f"{remaining} left"
+                )
+        return bool(self.why)
+
+    def can_stop(self) -> bool:
+        """Return whether the waves so far have settled the vote, or agree enough to stop here."""
+        if not self.why and self.ended < self.policy.samples:
+            agreeing = self.tally.agreement * len(self._cast)
+            if agreeing >= max(1, self.policy.agreement * self.ended):
+                self.why = f"the first {self.ended} agree"
+        return bool(self.why)
+
+
+def conclude(
+    problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[Rollout]], vote: RunningVote
+) -> Outcome:
+    """Return the outcome of everything that happened, failures and cancellations named."""
+    rollouts = tuple(_concluded(problem, prompt, result) for result in results)
+    count = vote.tally
+    status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
+    why = vote.why
+    if count.winner is None:
+        failed = [rollout for rollout in rollouts if rollout.finish == "failed"]
+        is_cut = any(rollout.finish == "cancelled" for rollout in rollouts)
+        if failed and len(failed) == len(rollouts):
+            status = "failed"
+        elif is_cut:
+            status = "cancelled"
+        else:
+            status = "unanswered"
+        if failed:
+            why = failed[0].error
+        elif is_cut:
+            why = "no rollout came to an answer before the run ended"
+        else:
+            why = "no rollout came to an answer"
+    return Outcome(
+        problem,
+        rollouts,
+        count.winner,
+        votes=dict(zip(count.answers, count.weights, strict=True)),
+        status=status,
+        why=why,
+        usage=sum((rollout.usage for rollout in rollouts), Usage()),
+    )
+
+
+def _concluded(problem: Problem, prompt: Prompt, result: RolloutResult[Rollout]) -> Rollout:
+    """Return a rollout with its finish, also where it failed, was cancelled or never started."""
+    rollout = result.value or Rollout(problem.id, result.sample, prompt)
+    if rollout.finish is not None:
+        return rollout
+    if result.status == "failed":
+        error = f"{type(result.error).__name__}: {result.error}"
+        return replace(rollout, finish="failed", error=error)
+    return replace(rollout, finish="settled" if result.status == "settled" else "cancelled")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Annotated, Literal, TypeVar
 
 from msgspec import Struct
@@ -142,39 +140,6 @@ class ScoreRequest:
     priority: int = 0
     turn: int = 0  # of the rollout; recorded for timing only
     draw: SampleRequest | None = None  # never changes the scores
-
-
-def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
-    """Return a key made of everything that decides a request's answer; priority does not.
-
-    The journal finds an answer recorded by an earlier session under this key.
-    """
-    if isinstance(request, SampleRequest):
-        settings = (
-            request.rollout,
-            request.max_tokens,
-            request.sampling,
-            request.seed,
-            request.stop,
-            request.stop_ids,
-        )
-        text = f"{role} {settings!r}{request.begun or ''}"
-        ids = request.ids
-    else:
-        draw = request.draw
-        drawn = (
-            f" {(draw.begun, draw.max_tokens, draw.sampling, draw.seed, draw.stop, draw.stop_ids)!r}"
-            if draw
-            else ""
-        )
-        text = f"{role} scores {request.rollout!r} after {len(request.prefix)}{drawn}"
-        ids = request.prefix + request.suffix
-    hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
-    try:
-        hasher.update(array("q", ids).tobytes())
-    except OverflowError:  # text-only engines use ids that encode whole texts
-        hasher.update(repr(ids).encode())
-    return hasher.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,9 @@ class ChunkJudge:
         """
         known = features(builder, proposal)
         decision, proposal = await self._decide(builder, proposal, known)
-        self._gate.observe(decision, decision.escalate)
-        if decision.escalate and proposal.score_reused and builder.draws:
+        is_escalated = decision.action == "escalate"
+        self._gate.observe(decision, is_escalated)
+        if is_escalated and proposal.score_reused and builder.draws:
             # no forward pass has read this chunk: read it now, for what the target draws meanwhile
             read = await score_by_target(builder, proposal)
             proposal = replace(proposal, begun=read.begun)
@@ -188,8 +189,12 @@ def _recorded_for_sibling(
         if scores is None:
             continue
         score = score_of(builder.score_rule, scores.logprobs, chunk)
-        if not math.isnan(score):
-            return KnownScore(score, _first_rejected(builder, scores.logprobs, chunk))
+        if math.isnan(score):
+            continue
+        first_rejected = 0
+        if builder.needs_first_rejected:
+            first_rejected = first_rejected_token(scores.logprobs, chunk.logprobs)
+        return KnownScore(score, first_rejected)
     return None
 
 
@@ -197,12 +202,6 @@ def _request(builder: RolloutBuilder, chunk: Chunk) -> ScoreRequest:
     draw = builder.request("target") if builder.draws else None
     prefix = builder.ids("target") if draw is None else draw.ids
     return ScoreRequest(prefix, chunk.target_ids, builder.name, turn=builder.turn, draw=draw)
-
-
-def _first_rejected(builder: RolloutBuilder, logprobs: tuple[float, ...], chunk: Chunk) -> int:
-    if not builder.needs_first_rejected:
-        return 0
-    return first_rejected_token(logprobs, chunk.logprobs)
 
 
 async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
@@ -222,11 +221,14 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
     read = max(0, len(request.prefix) - scores.cached_tokens)
     builder.count(Usage(scored_tokens=len(request.suffix), target_prefill_tokens=read, calls=1))
     score = score_of(builder.score_rule, scores.logprobs, chunk)
+    first_rejected = 0
+    if builder.needs_first_rejected:
+        first_rejected = first_rejected_token(scores.logprobs, chunk.logprobs)
     return replace(
         proposal,
         score=score,
         flaw="the score is not a number" if math.isnan(score) else "",
-        first_rejected=_first_rejected(builder, scores.logprobs, chunk),
+        first_rejected=first_rejected,
         begun=scores.begun,
     )
 

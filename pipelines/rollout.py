@@ -87,7 +87,7 @@ async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
         decision, proposal = await _judge_while_drafting(builder, proposal, judge)
     else:
         decision, proposal = await judge.judge(builder, proposal)
-    if decision.escalate:
+    if decision.action == "escalate":
         builder.drop_ahead()
         await take_over(builder, proposal, decision)
     else:

@@ -241,20 +241,17 @@ class Caller:
             span.started = span.ended
         pool.queue_seconds += span.started - span.queued
         state.nodes += 1
-        if span.status != "cancelled":
-            self._advance(span)
-        if state.sink is not None and not is_recorded:
-            state.sink(span)
-
-    def _advance(self, span: CallSpan) -> None:
-        """Make the next call wait for this one."""
-        if self.frontier is span.after:
+        if span.status == "cancelled":
+            pass  # the next call does not wait for it
+        elif self.frontier is span.after:
             # in straight-line code nothing else finished meanwhile
             self.frontier = (span.node,)
-            return
-        # a call beside this one finished: the next one waits for both
-        others = [node for node in self.frontier if node not in span.after]
-        self.frontier = (*others, span.node)
+        else:
+            # another call of this caller finished meanwhile: the next one waits for both
+            others = [node for node in self.frontier if node not in span.after]
+            self.frontier = (*others, span.node)
+        if state.sink is not None and not is_recorded:
+            state.sink(span)
 
 
 @dataclass(frozen=True, slots=True)

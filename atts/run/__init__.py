@@ -6,7 +6,13 @@
 Call it again with the same directory and it continues where it was, whatever ended it.
 """
 
-from atts.run.calls import EngineCalls, SharingEngine, check_completion, check_scores
+from atts.run.calls import (
+    EngineCalls,
+    SharingEngine,
+    check_completion,
+    check_scores,
+    request_key,
+)
 from atts.run.conditions import (
     Abstain,
     Answered,
@@ -80,5 +86,6 @@ __all__ = [
     "merge",
     "read_conditions",
     "replay_event",
+    "request_key",
     "watch_signals",
 ]

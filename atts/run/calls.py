@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Generic, Literal, Self, TypeVar, cast, get_args
 
@@ -15,7 +17,7 @@ import anyio.lowlevel
 import msgspec
 
 from atts import errors
-from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores, request_key
+from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.engine import Engine, EngineAround, EngineSpec, EngineStats, Returning, Tokenizer
 from atts.errors import BadReply, EngineError, EngineTimeout, EngineUnavailable
 from atts.graph import Caller, CallSpan
@@ -289,6 +291,39 @@ class EngineCalls:
         trace: TracebackType | None,
         /,
     ) -> None: ...
+
+
+def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
+    """Return a name for what is asked of whom and for which rollout.
+
+    It is made from all that decides the answer, so not from the priority.
+    """
+    if isinstance(request, SampleRequest):
+        settings = (
+            request.rollout,
+            request.max_tokens,
+            request.sampling,
+            request.seed,
+            request.stop,
+            request.stop_ids,
+        )
+        text = f"{role} {settings!r}{request.begun or ''}"
+        ids = request.ids
+    else:
+        draw = request.draw
+        drawn = (
+            f" {(draw.begun, draw.max_tokens, draw.sampling, draw.seed, draw.stop, draw.stop_ids)!r}"
+            if draw
+            else ""
+        )
+        text = f"{role} scores {request.rollout!r} after {len(request.prefix)}{drawn}"
+        ids = request.prefix + request.suffix
+    hasher = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12)
+    try:
+        hasher.update(array("q", ids).tobytes())
+    except OverflowError:  # text-only engines use ids that encode whole texts
+        hasher.update(repr(ids).encode())
+    return hasher.hexdigest()
 
 
 def _failure_kind(error: EngineError) -> FailureKind | None:

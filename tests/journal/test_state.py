@@ -15,7 +15,6 @@ from atts.core import (
     Sampling,
     ScoreRequest,
     Scores,
-    request_key,
 )
 from atts.journal import (
     CallFailed,
@@ -37,6 +36,7 @@ from atts.journal import (
     Warned,
     read_outcomes,
 )
+from atts.run import request_key
 from atts.sampling import Seed
 
 

@@ -35,7 +35,6 @@ from atts.core import (
     Scores,
     Turn,
     Usage,
-    request_key,
 )
 from atts.errors import ATTSError, StorageError
 from atts.graph import Limit
@@ -51,7 +50,7 @@ from atts.journal import (
     read_outcomes,
 )
 from atts.pipelines import Answers, Chunking, Policy, ThresholdGate
-from atts.run import RunOptions, RunSpec, evaluate
+from atts.run import RunOptions, RunSpec, evaluate, request_key
 from atts.testing import Latency, ScriptedEngine, toy_answer, toy_groups, toy_problems
 
 DRAFT_SLOTS = 4

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from atts.analysis import build_report
-from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores, request_key
+from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
 from atts.errors import EngineError, EngineTimeout, EngineUnavailable, UsageError
 from atts.graph import RetryPolicy
 from atts.journal import (
@@ -26,7 +26,7 @@ from atts.journal import (
     read_entries,
 )
 from atts.pipelines import Chunking, Policy
-from atts.run import Progress, merge
+from atts.run import Progress, merge, request_key
 from atts.testing import Latency, ScriptedEngine
 
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)

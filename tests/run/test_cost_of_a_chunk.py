@@ -1,12 +1,11 @@
-"""What one accepted chunk costs the caller's process: functions passed, calls made, lines written
-to the journal.
-"""
+"""One accepted chunk in the caller's process: functions and files passed, calls made, lines written."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -44,8 +43,9 @@ FOLDERS = {
     ),
 }
 FUNCTIONS = 105
-FILES = 31
-CALLS = 162
+FILES = 23
+CALLS = 148
+CHANGES = 84  # a call into another file than the call before
 LINES = 5
 
 
@@ -68,13 +68,13 @@ def is_by_the_clock(frame: FrameType) -> bool:
 
 @dataclass
 class Meter:
-    """Counts the calls of each turn, from its first request to its record; a coroutine that goes on
-    is no new call.
+    """Lists the calls of each turn, from its first request to its record; a coroutine that is
+    resumed is not a new call.
     """
 
-    calls: Counter[CodeType] = field(default_factory=Counter[CodeType])
-    turns: list[tuple[Turn, Counter[CodeType]]] = field(
-        default_factory=list[tuple[Turn, Counter[CodeType]]]
+    calls: list[CodeType] = field(default_factory=list[CodeType])
+    turns: list[tuple[Turn, list[CodeType]]] = field(
+        default_factory=list[tuple[Turn, list[CodeType]]]
     )
     seen: set[FrameType] = field(default_factory=set[FrameType])
 
@@ -82,7 +82,7 @@ class Meter:
         """For `sys.setprofile`."""
         if event == "call" and frame not in self.seen and not is_by_the_clock(frame):
             self.seen.add(frame)
-            self.calls[frame.f_code] += 1
+            self.calls.append(frame.f_code)
 
     def recalled(self, event: Event) -> None:
         """There is no earlier session."""
@@ -90,10 +90,10 @@ class Meter:
     def notify(self, event: Notice) -> None:
         """A turn begins with a request to the draft, and ends when it is recorded."""
         if isinstance(event, CallBegun) and event.stage == "draft":
-            self.calls = Counter()
+            self.calls = []
         elif isinstance(event, TurnFinished):
             self.turns.append((event.turn, self.calls))
-            self.calls = Counter()
+            self.calls = []
             self.seen = set()
 
 
@@ -137,15 +137,21 @@ def test_an_accepted_chunk_passes_few_functions(run: tuple[Meter, Path]) -> None
     ]
     assert accepted
     for calls in accepted:
-        own = {code: count for code, count in calls.items() if in_project(code)}
-        files = {code.co_filename for code in own}
+        ours = [code for code in calls if in_project(code)]
+        files = [code.co_filename for code in ours]
+        changes = sum(before != after for before, after in pairwise(files))
+        functions = Counter(ours)
         listed = "\n".join(
-            sorted(f"{n:3} {code.co_filename} {code.co_qualname}" for code, n in own.items())
+            sorted(f"{n:3} {code.co_filename} {code.co_qualname}" for code, n in functions.items())
         )
-        found = f"{len(own)} functions in {len(files)} files, {sum(own.values())} calls:\n{listed}"
-        assert len(own) <= FUNCTIONS, found
-        assert len(files) <= FILES, found
-        assert sum(own.values()) <= CALLS, found
+        counts = (
+            f"{len(functions)} functions in {len(set(files))} files, {len(ours)} calls, "
+            f"{changes} changes of file:\n{listed}"
+        )
+        assert len(functions) <= FUNCTIONS, counts
+        assert len(set(files)) <= FILES, counts
+        assert len(ours) <= CALLS, counts
+        assert changes <= CHANGES, counts
 
 
 def test_an_accepted_chunk_is_five_lines(run: tuple[Meter, Path]) -> None:

@@ -558,7 +558,8 @@ def test_a_calibrator_lets_go_of_problems_that_are_over(world: Any) -> None:
     for _ in range(2):
         calibrator = Calibrator(0.4, "question-turn", seed=3)
         world.run(
-            world.plan(gate=ConformalGate(calibrator), forget=calibrator.forget), world.session()
+            world.plan(gate=ConformalGate(calibrator), on_problem_done=calibrator.forget),
+            world.session(),
         )
         state = calibrator.state()
         assert calibrator.decided > 0
@@ -574,7 +575,7 @@ def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
     retries = RetryPolicy(calls=1, rollouts=1)
     calibrator = Calibrator(0.4, "question-turn", seed=3)
     changes: dict[str, Any] = {"draft": draft, "retries": retries}
-    plan = world.plan(gate=ConformalGate(calibrator), forget=calibrator.forget, **changes)
+    plan = world.plan(gate=ConformalGate(calibrator), on_problem_done=calibrator.forget, **changes)
     result = world.run(plan, world.session())
     state = calibrator.state()
     assert result.status in ("incomplete", "failed")

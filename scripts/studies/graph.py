@@ -1,6 +1,4 @@
-"""Overhead of the task graph beside the same work written by hand, and how both grow with the
-number of rollouts.
-"""
+"""Measure what the task graph costs, how it scales, and whether it leaves anything idle."""
 
 from __future__ import annotations
 
@@ -8,16 +6,21 @@ import gc
 import sys
 import tempfile
 import tracemalloc
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from struct import Struct
+from typing import Any
 
 import anyio
 from anyio.lowlevel import checkpoint
 
-from atts.graph import Graph, Limit, ProblemScope, RolloutScope, Sink
-from atts.journal import CallSpan, JournalOptions, Manifest, open_journal
+from atts.core import CallSpan, CallStatus, ProblemSpan, RolloutSpan
+from atts.graph import Admit, Graph, Limit, ProblemScope, RolloutScope, Sink, Timing, measure
+from atts.journal import JournalOptions, Manifest, open_journal
+from atts.testing import run_virtual
 from scripts.studies.harness import (
     Options,
     Row,
@@ -28,8 +31,207 @@ from scripts.studies.harness import (
     ratio,
     say,
 )
-from tests.studies.recorded_work import conserved
-from tests.studies.recording import Recording
+from scripts.studies.modelled import recorded_rollouts
+
+_ROW = Struct("<qiiiiiddddqibqb")
+_STATUS: tuple[CallStatus, ...] = ("done", "failed", "cancelled")
+_CODE = {status: code for code, status in enumerate(_STATUS)}
+_NO_NODE = -1
+_rollout_fields = attrgetter(*RolloutSpan.__struct_fields__)
+_problem_fields = attrgetter(*ProblemSpan.__struct_fields__)
+
+
+class Recording:
+    """A sink that keeps what it is given; reading it back gives equal values in the order they
+    came.
+
+    Calls are packed into a hundred bytes each: kept as objects, a million of them slow every
+    further step, because the garbage collector visits them again and again.
+    """
+
+    __slots__ = ("_codes", "_edges", "_names", "_problems", "_rollouts", "_rows", "others")
+
+    def __init__(self) -> None:
+        self.others: list[object] = []  # events that pipelines emit themselves
+        # plain tuples of plain values: the collector soon forgets them
+        self._rollouts: list[tuple[Any, ...]] = []
+        self._problems: list[tuple[Any, ...]] = []
+        self._rows = bytearray()
+        self._codes: dict[str, int] = {}
+        self._names: list[str] = []
+        self._edges: dict[int, tuple[int, ...]] = {}  # of calls that waited for other than one call
+
+    def __call__(self, event: object) -> None:
+        """Keep an event."""
+        if isinstance(event, CallSpan):
+            self._keep(event)
+        elif isinstance(event, RolloutSpan):
+            self._rollouts.append(_rollout_fields(event))
+        elif isinstance(event, ProblemSpan):
+            self._problems.append(_problem_fields(event))
+        else:
+            self.others.append(event)
+
+    def __len__(self) -> int:
+        """How many calls."""
+        return len(self._rows) // _ROW.size
+
+    @property
+    def rollouts(self) -> list[RolloutSpan]:
+        """The rollouts, in the order they ended."""
+        return [RolloutSpan(*values) for values in self._rollouts]
+
+    @property
+    def problems(self) -> list[ProblemSpan]:
+        """The problems, in the order they ended."""
+        return [ProblemSpan(*values) for values in self._problems]
+
+    def nodes(self) -> Iterator[CallSpan]:
+        """The calls, in the order they ended."""
+        names = self._names
+        for row in _ROW.iter_unpack(self._rows):
+            node, stage, engine, problem, sample, turn, *_ = row
+            ready, queued, started, ended, first, attempt, status, tokens, live = row[6:]
+            yield CallSpan(
+                node=node,
+                stage=names[stage],
+                engine=names[engine],
+                problem=names[problem],
+                sample=sample,
+                turn=turn,
+                ready=ready,
+                queued=queued,
+                started=started,
+                ended=ended,
+                after=self._edges[node] if first == _NO_NODE else (first,),
+                attempt=attempt,
+                status=_STATUS[status],
+                tokens=tokens,
+                source="live" if live else "recalled",
+            )
+
+    def _keep(self, span: CallSpan) -> None:
+        if len(span.after) == 1:
+            first = span.after[0]
+        else:
+            first = _NO_NODE
+            self._edges[span.node] = span.after
+        codes = self._codes
+        try:
+            names = (codes[span.stage], codes[span.engine], codes[span.problem])
+        except KeyError:
+            names = (self._code(span.stage), self._code(span.engine), self._code(span.problem))
+        who = (span.node, *names, span.sample, span.turn)
+        times = (span.ready, span.queued, span.started, span.ended)
+        done = (first, span.attempt, _CODE[span.status], span.tokens, span.source == "live")
+        self._rows += _ROW.pack(*who, *times, *done)
+
+    def _code(self, name: str) -> int:
+        if name not in self._codes:
+            self._codes[name] = len(self._names)
+            self._names.append(name)
+        return self._codes[name]
+
+
+SLOTS = {"draft": 16, "target": 4}
+REPLAYED_SAMPLES = 16
+Stage = tuple[str, str, int, float]
+"""Stage, engine, turn, seconds."""
+Questions = Mapping[str, Sequence[Sequence[Stage]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One of the record."""
+
+    id: str
+
+
+def conserved() -> list[Table]:
+    """The table, or none where the recorded traces are not at hand."""
+    rollouts = recorded_rollouts()
+    if rollouts is None:
+        say(
+            "graph: the recorded traces are not at hand: nothing is said of the conservation of "
+            "work"
+        )
+        return []
+    questions = stages(rollouts)
+    ways: Sequence[tuple[str, Admit, int]] = (
+        ("as they come, 32 in flight", "each", 32),
+        ("as they come, 16 in flight", "each", 16),
+        ("question by question: the barrier", "together", 16),
+    )
+    found = {
+        name: run_virtual(partial(replayed, questions, admit, places))
+        for name, admit, places in ways
+    }
+    ours, recording = found[ways[0][0]]
+    bound = lower_bound(measure(recording.nodes()))
+    rows: list[Row] = []
+    for name, (seconds, recording) in found.items():
+        timing = measure(recording.nodes())
+        idle = 1 - timing.busy_seconds["target"] / (SLOTS["target"] * timing.seconds)
+        rows.append((name, seconds, seconds / bound, seconds / ours, idle, timing.sibling_seconds))
+    table = Table.of(
+        "Work conservation on recorded rollouts, virtual time",
+        "admission | virtual s | of the least possible (bar: 1.03) | of the first (bar: 1.35 with "
+        "a barrier) | "
+        "target slots idle | s waiting for siblings",
+        rows,
+        f"{len(rollouts)} recorded rollouts of {len(questions)} questions; slots: {SLOTS['draft']} "
+        f"of the draft, "
+        f"{SLOTS['target']} of the target; first come first served.",
+    )
+    return [table]
+
+
+def lower_bound(timing: Timing) -> float:
+    """Seconds that no schedule on these slots beats: the most loaded engine's work, or the longest
+    chain.
+    """
+    return max(
+        timing.critical_path.seconds,
+        *(timing.busy_seconds[name] / count for name, count in SLOTS.items()),
+    )
+
+
+def stages(rollouts: Sequence[Mapping[str, Any]]) -> Questions:
+    """The stages of every rollout of a recorded run, with durations fitted to it."""
+    questions: dict[str, list[list[Stage]]] = {}
+    for record in rollouts:
+        found: list[Stage] = []
+        for turn in record["turns"]:
+            number = turn["turn"]
+            found.append(("draft", "draft", number, 0.1943 + 0.002420 * turn["draft_chars"]))
+            if turn["ppl"] is not None:
+                found.append(("score", "target", number, 0.1499))
+            if turn["escalated"]:
+                found.append(
+                    ("escalate", "target", number, 0.2139 + 0.004994 * turn["target_chars"])
+                )
+        questions.setdefault(str(record["question_id"]), []).append(found)
+    return questions
+
+
+async def replayed(questions: Questions, admit: Admit, rollouts: int) -> tuple[float, Recording]:
+    """The seconds, and every node, when the graph runs the recorded stages on the slots they had."""
+    recording = Recording()
+    graph = Graph(
+        rollouts=rollouts, limits={name: Limit(n) for name, n in SLOTS.items()}, sink=recording
+    )
+
+    async def solve(question: Question, scope: ProblemScope) -> None:
+        async def rollout(line: RolloutScope[None]) -> None:
+            for stage, engine, turn, seconds in questions[question.id][line.sample]:
+                await line.call(stage, anyio.sleep, seconds, engine=engine, turn=turn)
+
+        await scope.rollouts(rollout, REPLAYED_SAMPLES, admit=admit)
+
+    began = anyio.current_time()
+    await graph.drive([Question(name) for name in questions], solve, lambda result: None)
+    return anyio.current_time() - began, recording
+
 
 SAMPLES = 16
 TURNS = 4

@@ -18,11 +18,19 @@ from atts.pipelines import Chunking, Context, Gate, Policy, RoundGate, solve
 from atts.run import EngineCalls
 from atts.servers import ReplicaPool
 from atts.testing import run_virtual
+from scripts.studies.graph import Recording
 from scripts.studies.harness import Chart, Options, Parts, Row, Table, pair_name, say, times
-from scripts.studies.modelled import ANSWERS, CHUNK, PAIRS, Cost, Pair, TraceLaw, find_library
-from tests.studies.batched_engine import BatchedEngine
-from tests.studies.recording import Recording
-from tests.studies.simulated import local_validation
+from scripts.studies.modelled import (
+    ANSWERS,
+    CHUNK,
+    PAIRS,
+    BatchedEngine,
+    Cost,
+    Pair,
+    TraceLaw,
+    find_library,
+)
+from scripts.studies.validation import local_validation
 
 Method = Literal[
     "atts",

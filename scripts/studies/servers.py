@@ -46,10 +46,9 @@ from atts.run import EngineCalls
 from atts.sampling import Seed
 from atts.servers import RemoteEngine, RemoteOptions
 from atts.testing import DialectServer, ToyTokenizer, run_virtual
+from scripts.studies.graph import Recording
 from scripts.studies.harness import Options, Row, Spent, Spread, Table, say
-from scripts.studies.modelled import PAIRS, Cost, Pair
-from tests.studies.batched_engine import BatchedEngine
-from tests.studies.recording import Recording
+from scripts.studies.modelled import PAIRS, BatchedEngine, Cost, Pair
 
 DELAY_SECONDS = 0.05
 # for connections, too: on a busy machine thousands of them take their time

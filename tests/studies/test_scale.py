@@ -19,9 +19,9 @@ from atts.sampling import Seed
 from atts.testing import run_virtual
 
 costs = pytest.importorskip("scripts.studies.modelled", reason="needs a checkout")
-fitted = pytest.importorskip("tests.studies.fitted", reason="needs a checkout")
+fitted = pytest.importorskip("scripts.studies.validation", reason="needs a checkout")
 cells = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
-engines = pytest.importorskip("tests.studies.batched_engine", reason="needs a checkout")
+engines = pytest.importorskip("scripts.studies.modelled", reason="needs a checkout")
 
 COST = costs.Cost(step=0.01, sequence=0.001, cached=1e-5, prefilled=1e-4)
 

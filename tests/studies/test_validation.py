@@ -7,7 +7,7 @@ import pytest
 
 from scripts.studies.harness import Options
 
-simulated = pytest.importorskip("tests.studies.simulated", reason="needs a checkout")
+simulated = pytest.importorskip("scripts.studies.validation", reason="needs a checkout")
 
 
 @pytest.mark.slow

@@ -15,21 +15,21 @@ from atts.core import SampleRequest, ScoreRequest
 from atts.evaluators.datasets.arithmetic import problems
 from atts.testing import run_virtual
 
-paced = pytest.importorskip("scripts.studies.servers", reason="needs a checkout")
-PAIR = paced.PAIRS["8B/70B"]
+servers = pytest.importorskip("scripts.studies.servers", reason="needs a checkout")
+PAIR = servers.PAIRS["8B/70B"]
 
 
 def test_virtual_and_live_runs_write_the_same() -> None:
     """Over HTTP the target alone is asked for the texts that the prediction had, and says them;
     votes are alike.
     """
-    fast = paced.paced(PAIR, 2000.0)
+    fast = servers.paced(PAIR, 2000.0)
     found = problems("test", 1)
-    with paced.pair_law() as law:
-        predicted = run_virtual(paced.direct, paced.ARMS[0], found, 2, fast, law)
+    with servers.pair_law() as law:
+        predicted = run_virtual(servers.direct, servers.ARMS[0], found, 2, fast, law)
         foreseen = {key: done.ids for key, done in law.written.items()}
         law.written.clear()
-        live = anyio.run(paced.over_http, paced.ARMS[0], found, 2, fast, law)
+        live = anyio.run(servers.over_http, servers.ARMS[0], found, 2, fast, law)
         assert live.right == predicted.right
         assert len(foreseen) > 2
         assert foreseen.items() <= {key: done.ids for key, done in law.written.items()}.items()
@@ -37,7 +37,7 @@ def test_virtual_and_live_runs_write_the_same() -> None:
 
 async def _conversation(law: Any) -> list[int]:
     """Cached tokens of a prompt, of its continuation, of a chunk to score, and of a sibling."""
-    async with paced.engine("target", PAIR, law) as engine:
+    async with servers.engine("target", PAIR, law) as engine:
         prompt = tuple(range(10, 30))
         done = await engine.sample(SampleRequest(prompt, 4))
         again = await engine.sample(SampleRequest(prompt + done.ids, 4))
@@ -55,7 +55,7 @@ def test_requests_without_names_find_their_prefix() -> None:
     """As in a server's cache: what a rollout had, all of it; what siblings share, the prompt but
     for its last token.
     """
-    with paced.pair_law() as law:
+    with servers.pair_law() as law:
         first, again, scored, sibling = run_virtual(_conversation, law)
     assert (first, sibling) == (0, 19)
     assert again >= 20
@@ -64,7 +64,7 @@ def test_requests_without_names_find_their_prefix() -> None:
 
 async def _equal_siblings(law: Any) -> list[int]:
     """Cached tokens of two rollouts that wrote the same and go on when both have: over HTTP all do."""
-    async with paced.engine("target", PAIR, law) as engine:
+    async with servers.engine("target", PAIR, law) as engine:
         prompt = tuple(range(10, 30))
         written = await collect([partial(engine.sample, SampleRequest(prompt, 4))] * 2)
         rest = [partial(engine.sample, SampleRequest(prompt + done.ids, 4)) for done in written]
@@ -75,7 +75,7 @@ def test_rollouts_that_wrote_the_same_keep_a_prefix_each() -> None:
     """A server's cache loses nothing when the first of them goes on: none is fed what is known
     again.
     """
-    with paced.pair_law() as law:
+    with servers.pair_law() as law:
         first, second = run_virtual(_equal_siblings, law)
     assert first == second > 20
 
@@ -87,21 +87,21 @@ def test_lateness_does_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
         await sleep(seconds + 0.004 if seconds > 0 else 0)
 
     async def seconds(law: Any) -> float:
-        async with paced.engine("target", PAIR, law) as engine:
+        async with servers.engine("target", PAIR, law) as engine:
             began = anyio.current_time()
             await engine.score(ScoreRequest((7,) * 600, (7, 8, 9)))  # some ten steps of prefill
             return anyio.current_time() - began
 
-    with paced.pair_law() as law:
+    with servers.pair_law() as law:
         law.score = lambda request: (-1.0,) * len(request.suffix)
         whole = run_virtual(seconds, law)
-        monkeypatch.setattr("tests.studies.batched_engine.anyio.sleep", late)
+        monkeypatch.setattr("scripts.studies.modelled.anyio.sleep", late)
         assert run_virtual(seconds, law) == pytest.approx(whole + 0.004)
 
 
 def test_a_pair_paces_as_much_faster_as_is_said() -> None:
     """All of a step's costs, none of its room."""
-    fast = paced.paced(PAIR, 10.0)
+    fast = servers.paced(PAIR, 10.0)
     assert fast.target.seconds(8, 1000.0, 50.0) == pytest.approx(
         PAIR.target.seconds(8, 1000.0, 50.0) / 10
     )

@@ -1,17 +1,64 @@
-"""On real rollouts under virtual time: nothing waits while it could run, and a barrier costs what
-was found.
-"""
+"""A recording of a graph gives back its events; on real rollouts nothing waits that could run."""
+
+from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from atts.core import CallSpan, CallStatus, ProblemSpan, RolloutSpan
 from atts.graph import measure, sibling_edges
 from atts.testing import Backend, run_virtual
 
-work = pytest.importorskip("tests.studies.recorded_work", reason="needs a checkout")
+packed = pytest.importorskip("scripts.studies.graph", reason="needs a checkout")
+
+times = st.floats(0, 1e9)
+statuses: list[CallStatus] = ["done", "failed", "cancelled"]
+any_node = st.builds(
+    CallSpan,
+    st.integers(0, 2**62),
+    st.text(max_size=5),
+    st.sampled_from(["draft", "target", ""]),
+    st.text(max_size=5),
+    st.integers(-1, 2**31 - 1),
+    st.integers(-1, 2**31 - 1),
+    times,
+    times,
+    times,
+    times,
+    st.lists(st.integers(0, 2**62), max_size=3).map(tuple),
+    st.integers(0, 9),
+    st.sampled_from(statuses),
+    st.integers(0, 2**40),
+    st.sampled_from(["live", "recalled"]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(any_node, max_size=20, unique_by=lambda n: n.node))
+def test_a_recording_gives_back_what_it_was_given(nodes: list[CallSpan]) -> None:
+    """Nodes packed and unpacked are equal and in order; spans and foreign events are kept as they
+    are.
+    """
+    recording = packed.Recording()
+    rollout = RolloutSpan("p", 0, "done", 0.0, 0.0, 1.0, 1.0)
+    problem = ProblemSpan("p", 0, "done", 0.0, 1.0)
+    for event in (*nodes, rollout, problem, "mine"):
+        recording(event)
+    assert list(recording.nodes()) == nodes
+    assert len(recording) == len(nodes)
+    assert (recording.rollouts, recording.problems, recording.others) == (
+        [rollout],
+        [problem],
+        ["mine"],
+    )
+
+
+work = pytest.importorskip("scripts.studies.graph", reason="needs a checkout")
 library = pytest.importorskip("scripts.studies.modelled", reason="needs a checkout")
 
 

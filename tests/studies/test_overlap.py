@@ -1,6 +1,9 @@
-"""Virtual devices come to what closed forms say; the closed forms come to published cells."""
+"""Virtual devices agree with closed forms, and the picture of schemes with the devices."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +18,7 @@ from scripts.studies.overlap_virtual import (
     hit_rate,
     mirror,
     mirror_seconds,
+    needed,
     overlapped_tokens,
     pearl_speedup,
     serial,
@@ -161,3 +165,41 @@ def test_closed_forms_come_to_published_cells() -> None:
     assert pearl_speedup(0.7, 10, 10) < best_serial(0.7, 10)[0]
     gains = [32 * (r + 1) / grouped_drafting(32, 4, r, 1.0) for r in (1.0, 2.0, 0.5)]
     assert [round(gain, 2) for gain in gains] == [1.52, 1.85, 1.3]
+
+
+def test_what_a_goal_needs() -> None:
+    """The least acceptance that reaches it, or none at all."""
+    found = needed(lambda accepted: pearl_speedup(accepted, 5, 5), 2.2832)
+    assert found == pytest.approx(0.8, abs=1e-3)
+    assert needed(lambda accepted: pearl_speedup(accepted, 5, 5), 5.1) is None
+
+
+overlap = pytest.importorskip("scripts.studies.overlap", reason="needs a checkout")
+PICTURE = Path(__file__).resolve().parents[2] / "docs" / "acceleration.svg"
+
+
+@pytest.mark.checkout
+def test_the_picture_of_the_page_is_that_of_the_devices() -> None:
+    """Every scheme is drawn; the numbers are what its first steps write; the file is current."""
+    lines = overlap.schemes()
+    assert PICTURE.read_text() == overlap.drawn(lines), (
+        "write it anew: scripts/bench overlap-virtual --out docs/benchmarks"
+    )
+    for title, line in lines.items():
+        alone = overlap.drawn({title: line})
+        numbers = [int(found) for found in re.findall(r'style="fill:#fff">(\d+)<', alone)]
+        assert len(numbers) > 2
+        assert numbers == line.written[: len(numbers)]
+
+
+@pytest.mark.checkout
+def test_virtual_time_needs_no_folder_made_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The picture lies beside the folder of the tables, whether that is there yet or not."""
+    for name in ("record", "closed_forms", "published"):
+        monkeypatch.setattr(overlap, name, lambda *args: None)
+    monkeypatch.setattr(overlap, "recorded", lambda *args: [])
+    monkeypatch.setattr(overlap.anyio, "run", lambda *args: None)
+    overlap.study_virtual(overlap.Options("quick", 0, tmp_path / "runs" / "overlap"))
+    assert (tmp_path / "runs" / "acceleration.svg").is_file()

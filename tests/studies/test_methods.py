@@ -9,7 +9,7 @@ import pytest
 
 from atts.journal import open_run
 
-frontier = pytest.importorskip("scripts.studies.methods", reason="needs a checkout")
+methods = pytest.importorskip("scripts.studies.methods", reason="needs a checkout")
 arms = pytest.importorskip("scripts.studies.arms", reason="needs a checkout")
 
 
@@ -18,7 +18,7 @@ def test_a_finished_run_is_not_repeated_and_counts_what_it_spent(tmp_path: Path)
     made = arms.arm("draft-only-2", "draft-only", samples=2)
     scripted = replace(made, setup=replace(made.setup, draft="scripted", target="scripted"))
     first, again = (
-        anyio.run(frontier.frontier_run, scripted, 3, tmp_path / "run", 5) for _ in range(2)
+        anyio.run(methods.frontier_run, scripted, 3, tmp_path / "run", 5) for _ in range(2)
     )
     assert first == again
     recorded = list(open_run(tmp_path / "run").outcomes())
@@ -39,7 +39,7 @@ def test_what_is_beaten_in_one_and_better_in_none_is_not_on_the_frontier() -> No
         "atts-0.2-1": _sum("b", 0.9, 20),
         "atts-0.4-1": _sum("c", 0.8, 30),
     }
-    rows = frontier.frontier_table({**found, "target-only-1": _sum("d", 0.9, 20)}).rows
+    rows = methods.frontier_table({**found, "target-only-1": _sum("d", 0.9, 20)}).rows
     assert [(row[0], row[1], row[-1]) for row in rows] == [
         ("draft-only-1", "draft-only", "yes"),
         ("atts-0.2-1", "atts-0.2", "yes"),

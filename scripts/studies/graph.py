@@ -7,7 +7,7 @@ import sys
 import tempfile
 import tracemalloc
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path

@@ -9,9 +9,9 @@ from pathlib import Path
 import anyio
 import pytest
 
+from atts.accel.overlap.mirror import EXIT_FILE, STREAM_FILE
 from atts.core import Message, SampleRequest, Sampling
 from atts.evaluators.datasets.arithmetic import problems
-from atts.accel.overlap.mirror import EXIT_FILE, STREAM_FILE
 from atts.local.messages import Submit
 from atts.local.model_config import read_model_config
 from atts.models import path

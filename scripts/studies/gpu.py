@@ -750,12 +750,15 @@ def speculation_cells(lab: Lab, draft: str, target: str) -> None:
             f"speculation | {draft} | {target} | {way} | {count}": count
             for count in lab.sizes.rollouts
         }
-        if missing := lab.missing(cells, 30.0):
-            is_drafted = changes.get("speculate") in ("auto", "draft")
-            lent = {"drafter": str(folder_of("draft", draft))} if is_drafted else {}
-            own = options(lab, **lent, **changes)
-            todo = {name: cells[name] for name in missing}
-            anyio.run(_write_all, lab, folder_of("target", target), own, todo)
+        missing = lab.missing(cells, 30.0)
+        if not missing:
+            continue
+        settings = dict(changes)
+        # plain decoding and earlier texts need no model that drafts
+        if changes and way != "suffix":
+            settings["drafter"] = str(folder_of("draft", draft))
+        todo = {name: cells[name] for name in missing}
+        anyio.run(_write_all, lab, folder_of("target", target), options(lab, **settings), todo)
 
 
 async def _write_all(

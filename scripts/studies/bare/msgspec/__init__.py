@@ -1,0 +1,56 @@
+"""Stand in for msgspec on machines that lack it: structs can be made, nothing can be decoded."""
+
+# The folder above comes last on the path, so that an installed msgspec is used. `convert` checks
+# nothing: in the study that uses this, only data files of the checkout itself pass through it.
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+class ValidationError(Exception):
+    """An error of decoding, never raised here."""
+
+
+class DecodeError(Exception):
+    """An error of decoding, never raised here."""
+
+
+class Meta:
+    """A constraint, which is not checked."""
+
+    def __init__(self, **constraints: object) -> None:
+        self.constraints = constraints
+
+
+class Struct:
+    """A value with fields; as here, a dataclass."""
+
+    __struct_fields__: tuple[str, ...] = ()
+
+    def __init_subclass__(
+        cls, *, frozen: bool = False, kw_only: bool = False, **options: object
+    ) -> None:
+        super().__init_subclass__()
+        dataclass(frozen=frozen, kw_only=kw_only)(cls)
+        cls.__struct_fields__ = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """Return the value as it is."""
+    return value
+
+
+class json:
+    """A decoder that refuses."""
+
+    @staticmethod
+    def decode(data: bytes, **options: object) -> Any:
+        """Refuse: nothing is taken for what was not checked.
+
+        :raises ModuleNotFoundError: always.
+        """
+        raise ModuleNotFoundError(
+            "this file can only be read where msgspec is installed", name="msgspec"
+        )

@@ -1,16 +1,20 @@
 """Conformal calibration: from a stream of scores to decisions with a stated guarantee."""
 
-# How the parts are made, each from plain numbers and strings: Calibrator(rate, mode, stored=scores)
-# decide(score, question=, turn=, sample=, issue=); observe(decision) replay(records, rate, mode,
-# seed)               the same on recorded scores, with metrics StoredScores.of(scores,
-# per_question)           scores of a calibration run; read_scores(path) from a file
-# capped(decision, TokenBucket(rate, burst))      a hard cap on escalations; GroupBudget(B) one per
-# group OrdinalGate(calibrator, OrdinalLearner())       preview(features), decide(features, score),
-# observe, learn DriftMonitor(stored, policy=)                   observe(nonconformity, question,
-# turn); inside a Calibrator already certify([Candidate(gate, rate, losses, cost)])  the cheapest
-# policy with a bounded loss of accuracy certify_abstention(confidence, wrong, risk)     below which
-# confidence no answer is given examine(stored, rate)                           what stored scores
-# can promise
+# Everything is made from plain numbers and strings:
+#
+#   Calibrator(rate, mode, stored=scores)     decide(score, question=, turn=, sample=, issue=), then
+#                                             observe(decision)
+#   replay(records, rate, mode, seed)         the same on recorded scores, with metrics
+#   StoredScores.of(scores, per_question)     scores of a calibration run; read_scores(path) of a file
+#   examine(stored, rate)                     what stored scores can promise
+#   DriftMonitor(stored, policy=)             observe(nonconformity, question, turn); a Calibrator
+#                                             has one
+#   OrdinalFit(FEATURES, alpha)               ordered levels: learn(row, level, question), levels(row),
+#                                             action(row)
+#   certify([Candidate(gate, rate, losses, cost)], epsilon)
+#                                             the cheapest policy with a bounded loss of accuracy
+#   certify_abstention(confidence, wrong, risk)
+#                                             the confidence below which no answer is given
 
 from atts.calibration.certificates import (
     Abstention,
@@ -22,11 +26,7 @@ from atts.calibration.certificates import (
     lost_answers,
     net_losses,
 )
-from atts.calibration.conformal import (
-    ClusterSummary,
-    by_cluster,
-    summarise,
-)
+from atts.calibration.conformal import ClusterSummary, by_cluster, summarise
 from atts.calibration.controllers import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.drift import DomainCheck, DriftEvent, DriftMonitor, SimpleJumper
 from atts.calibration.health import Health, examine, first_alarm
@@ -51,10 +51,9 @@ from atts.calibration.state import state_text, write_state
 
 __all__ = [
     "Abstention", "Calibrator", "Candidate", "Certificate", "ClusterSummary", "DEFAULTS", "DomainCheck", "DriftEvent",
-    "DriftMonitor", "FEATURES", "HOLD", "Health", "LOG_PROB", "MODES", "Mode", "OrdinalFit",
-    "PERPLEXITY", "REAL", "RateCheck", "ReplayResult", "Scale", "SimpleJumper", "StoredScores", "Tuning",
-    "by_cluster", "certify", "certify_abstention", "certify_net", "check_fingerprint", "check_rate",
-    "coin_band", "examine", "feature_row", "first_alarm", "is_state",
-    "labels_of", "lost_answers", "net_losses", "parse_lines", "pooled_auroc", "rate_metrics", "read_scores", "replay",
-    "scale_named", "state_text", "summarise", "write_state",
+    "DriftMonitor", "FEATURES", "HOLD", "Health", "LOG_PROB", "MODES", "Mode", "OrdinalFit", "PERPLEXITY", "REAL",
+    "RateCheck", "ReplayResult", "Scale", "SimpleJumper", "StoredScores", "Tuning", "by_cluster", "certify",
+    "certify_abstention", "certify_net", "check_fingerprint", "check_rate", "coin_band", "examine", "feature_row",
+    "first_alarm", "is_state", "labels_of", "lost_answers", "net_losses", "parse_lines", "pooled_auroc",
+    "rate_metrics", "read_scores", "replay", "scale_named", "state_text", "summarise", "write_state",
 ]  # fmt: skip

@@ -58,6 +58,7 @@ class DryRun:
     expected: Tokens | None
     basis: str
     at_most: Tokens
+    roles: tuple[Role, ...]  # whose models are asked
     budget: Mapping[str, Setting]  # the lengths of rollouts and chunks, each with what set it
     proposes: str = ""  # what proposes tokens to the target
     warnings: tuple[str, ...] = ()  # lengths that look too small
@@ -110,6 +111,7 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
         expected=mean.times(rollouts) if mean else None,
         basis=basis,
         at_most=_token_limits(setup, policy).times(rollouts),
+        roles=setup.roles,
         budget={name: configuration.settings[name] for name in LENGTHS},
         proposes=_proposer(setup),
         warnings=setup.warnings,

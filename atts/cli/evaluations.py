@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from atts.analysis import ScalingPoint
     from atts.api import Configuration, DryRun, Sweep, SweepEnd, SweepPoint, Tokens
+    from atts.core import Role
     from atts.evaluators import Estimate
     from atts.run import Listener, RunResult, Shard
 
@@ -117,7 +118,7 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
     job = configuration.job
     setup = configuration.setup()
     problems = job.load().problems
-    progress = Progress(loading=(configuration["draft"], configuration["target"]))
+    progress = Progress(loading=[str(configuration[role]) for role in setup.roles])
     for text in setup.warnings:
         tell(f"atts: {text}")
     check_resumes(directory, problems, setup, shard)
@@ -141,33 +142,36 @@ def run(configuration: Configuration, shard: Shard | None = None) -> RunResult:
 
 def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     """Return the lines of a dry run for people."""
-    output = (
-        f"{estimate.done} of {estimate.problems} problems are done there"
-        if estimate.done
-        else "new"
-    )
-    expected = [] if estimate.expected is None else [f"  about     {_tokens(estimate.expected)}"]
-    return [
-        f"{estimate.dataset}: {estimate.problems} problems x {configuration['samples']} rollouts, method "
-        f"{configuration['method']}, rate {configuration['rate']:g}",
-        *(f"  {role:<9} {configuration[role]}" for role in ("draft", "target")),
-        f"  proposed  by {estimate.proposes} (speculate {configuration['speculate']})",
-        f"  output    {estimate.directory} ({output})",
-        *(_budget_line(configuration, key, words) for key, words in _BUDGET.items()),
-        *expected,
-        f"            {estimate.basis}",
-        f"  at most   {_tokens(estimate.at_most)}",
-        *(f"  warning   {text}" for text in estimate.warnings),
-        "Nothing was run.",
+    output = "new"
+    if estimate.done:
+        output = f"{estimate.done} of {estimate.problems} problems are done there"
+    lines = [
+        f"{estimate.dataset}: {estimate.problems} problems x {configuration['samples']} rollouts, "
+        f"method {configuration['method']}, rate {configuration['rate']:g}",
+        *(f"  {role:<9} {configuration[role]}" for role in estimate.roles),
     ]
+    if "target" in estimate.roles:
+        speculate = configuration["speculate"]
+        lines.append(f"  proposed  by {estimate.proposes} (speculate {speculate})")
+    lines.append(f"  output    {estimate.directory} ({output})")
+    for key, (role, words) in _BUDGET.items():
+        if role is None or role in estimate.roles:
+            lines.append(_budget_line(configuration, key, words))
+    if estimate.expected is not None:
+        lines.append(f"  about     {_tokens(estimate.expected)}")
+    lines.append(f"            {estimate.basis}")
+    lines.append(f"  at most   {_tokens(estimate.at_most)}")
+    lines += [f"  warning   {text}" for text in estimate.warnings]
+    return [*lines, "Nothing was run."]
 
 
-_BUDGET = {
-    "max_tokens": "tokens a rollout",
-    "turns": "turns a rollout",
-    "chunking.draft_tokens": "tokens a chunk of the draft",
-    "chunking.target_tokens": "tokens a chunk of the target",
-    "chunking.stop": "texts that end a chunk",
+# What dry runs print of each length, and whose length it is; None: of the whole rollout.
+_BUDGET: dict[str, tuple[Role | None, str]] = {
+    "max_tokens": (None, "tokens a rollout"),
+    "turns": (None, "turns a rollout"),
+    "chunking.draft_tokens": ("draft", "tokens a chunk of the draft"),
+    "chunking.target_tokens": ("target", "tokens a chunk of the target"),
+    "chunking.stop": (None, "texts that end a chunk"),
 }
 
 
@@ -340,7 +344,8 @@ def _run(planned: Sweep) -> SweepEnd:
         from atts.run import Progress
 
         tell(f"atts: run {number} of {len(planned.points)}: {point.name}")
-        progress = Progress(loading=(point.configuration["draft"], point.configuration["target"]))
+        roles = point.configuration.setup().roles
+        progress = Progress(loading=[str(point.configuration[role]) for role in roles])
         async with progress_display(progress):
             yield (progress,)
 

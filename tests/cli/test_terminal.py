@@ -1,7 +1,9 @@
-"""A person at a terminal: watches a run, presses Ctrl-C, goes on later, and loses nothing."""
+"""A person at a terminal: watches a run load and go on, presses Ctrl-C, and loses nothing."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
 import pty
@@ -11,14 +13,23 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
 from typing import Any
 
+import anyio.lowlevel
+import anyio.to_thread
 import pytest
 
+from atts.api import Setup, configure, evaluate
+from atts.cli.evaluations import result_table
+from atts.cli.interrupts import run_async
+from atts.cli.progress import PlainLines, line, progress_display, table
+from atts.engine import EngineSpec
 from atts.journal import (
     JOURNAL,
     Decided,
@@ -26,9 +37,13 @@ from atts.journal import (
     Scored,
     SessionClosed,
     SessionOpened,
+    open_run,
     read_entries,
     read_outcomes,
 )
+from atts.pipelines import Policy
+from atts.run import Progress, RunBegun, RunOptions, RunResult, Stop, watch_signals
+from atts.testing import ScriptedEngine, toy_problems
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("ATTS_")}
 FROZEN = (
@@ -230,3 +245,180 @@ def test_a_polite_kill_is_a_ctrl_c(tmp_path: Path) -> None:
         _, said = process.communicate(timeout=120)
     assert (process.returncode, "interrupted" in said) == (130, True)
     assert events(tmp_path / "run", SessionClosed, SessionOpened)[-1][1].status == "interrupted"
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        """What time it is."""
+        return self.now
+
+
+def test_loading_is_a_stage_of_its_own() -> None:
+    """The models by name from the first second on, in lines and in the table; never problems before
+    there are any.
+    """
+    clock = Clock()
+    said = io.StringIO()
+    progress = Progress(clock, loading=("hf:Qwen/Qwen3-1.7B", "hf:Qwen/Qwen3-14B"))
+    lines = PlainLines(progress, said)
+    for clock.now in (0.0, 0.5, 2.0, 3.0, 8.0):
+        lines.refresh()
+    assert said.getvalue().splitlines() == [
+        "loading hf:Qwen/Qwen3-1.7B and hf:Qwen/Qwen3-14B; 2 s",
+        "loading hf:Qwen/Qwen3-1.7B and hf:Qwen/Qwen3-14B; 8 s",
+    ]
+    assert "loading hf:Qwen/Qwen3-1.7B" in str(table(progress.snapshot()))
+    progress.notify(RunBegun(60, 0, 8, 0.0, draft="small", target="large", directory=None))
+    assert progress.snapshot().state == "running"
+    assert line(progress.snapshot()).startswith("0/60 problems; rollouts")
+    assert Progress(clock, loading=("embedded", "embedded")).snapshot().note == "loading embedded"
+
+
+def test_what_was_done_is_told_of_what_there_is(atts: Any, runs: Path) -> None:
+    """After Ctrl-C the summary says "2 of 3 problems", after the end "3 problems"."""
+    manifest = open_run(runs / "atts").manifest
+    configuration = configure({}, environment={}, folder=runs)
+    whole = RunResult("finished", (), manifest, 1.0)
+    assert " 0 problems, " in result_table(whole, configuration, None)[0]
+    assert (
+        " 0 of 3 problems, "
+        in result_table(replace(whole, status="interrupted"), configuration, None)[0]
+    )
+
+
+class Heavy(ScriptedEngine):
+    """A toy that says it is as heavy as a model of 0.3 billion weights, computed here."""
+
+    kernel = "native, 2 threads"
+
+    @property
+    def spec(self) -> EngineSpec:
+        """Its own, with the price of a token."""
+        return replace(super().spec, flops_per_token=6e8)
+
+
+@pytest.mark.anyio
+async def test_a_model_that_would_take_hours_here_says_so(tmp_path: Path) -> None:
+    """Before anything is written, in words that name what to do; a run of minutes says nothing."""
+    said = io.StringIO()
+    for policy, told in (
+        (Policy(samples=8, max_tokens=16_000, turns=1), True),
+        (Policy(samples=1, turns=1), False),
+    ):
+        setup = Setup(draft=Heavy("draft"), target=ScriptedEngine("target"), policy=policy)
+        progress = Progress()
+        async with progress_display(progress, said):
+            await evaluate(
+                toy_problems(40 if told else 1), setup, options=RunOptions(listeners=(progress,))
+            )
+        assert (
+            "some" in "".join(progress.warnings) and "--limit" in "".join(progress.warnings)
+        ) == told
+    assert "atts: " in said.getvalue()
+    assert "computes on this machine's processor" in said.getvalue()
+
+
+def press(times: int = 1) -> None:
+    """Ctrl-C, as the kernel delivers it to this thread."""
+    for _ in range(times):
+        signal.raise_signal(signal.SIGINT)
+
+
+def workers() -> list[threading.Thread]:
+    """The threads that keep a process from ending."""
+    return [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+
+
+@pytest.mark.parametrize("presses", [1, 2, 3])
+def test_presses_while_the_loop_cleans_up_leave_no_thread_behind(presses: int) -> None:
+    """The first press cancels; the others come in the middle of the clean-up, which goes on to its
+    end.
+    """
+    before = workers()
+    cleaned = False
+
+    async def work() -> None:
+        nonlocal cleaned
+        # a worker thread, which waits for more until the loop is closed
+        await anyio.to_thread.run_sync(int)
+        try:
+            press()
+            await anyio.sleep_forever()
+        finally:
+            press(presses - 1)
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+            cleaned = True
+
+    with pytest.raises(KeyboardInterrupt):
+        run_async(work)
+    for worker in set(workers()) - set(before):
+        worker.join(20)
+    assert cleaned
+    assert workers() == before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_press_after_the_work_is_done_changes_nothing() -> None:
+    """The loop is closing, and the result is there already."""
+
+    async def late() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            press()
+
+    async def work() -> int:
+        tasks.append(asyncio.create_task(late()))
+        await anyio.lowlevel.checkpoint()
+        return 7
+
+    tasks: list[asyncio.Task[None]] = []
+    assert run_async(work) == 7
+
+
+def test_after_signals_were_watched_the_handlers_from_before_are_back() -> None:
+    """Not Python's own, which raises wherever the loop happens to be."""
+
+    async def work() -> None:
+        before = signal.getsignal(signal.SIGINT)
+        stop = Stop()
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch_signals, stop, lambda _: group.cancel_scope.cancel())
+            await anyio.wait_all_tasks_blocked()
+            press()
+        assert stop.asked == 1
+        assert signal.getsignal(signal.SIGINT) is before
+
+    run_async(work)
+
+
+def test_many_presses_kill() -> None:
+    """Whatever hangs in the clean-up, the keyboard ends it."""
+    code = (
+        "import signal, anyio\n"
+        "from atts.cli.interrupts import run_async\n"
+        "async def work():\n"
+        "    for _ in range(4): signal.raise_signal(signal.SIGINT)\n"
+        "run_async(work)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGINT
+
+
+def test_a_press_while_the_interpreter_ends_keeps_the_exit_code() -> None:
+    """It is ignored once the command has its code: the interpreter would die of the signal
+    otherwise.
+    """
+    code = (
+        "import atexit, signal, sys\n"
+        "from atts.__main__ import main\n"
+        "atexit.register(lambda: print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN))\n"
+        "sys.argv = ['atts', '--version']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[-1]) == (0, "True")

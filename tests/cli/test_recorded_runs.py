@@ -1,6 +1,4 @@
-"""What one can do with a run directory: replay it, trace it, check it, fit from it, put shards of
-it together.
-"""
+"""Commands over run directories: list, report, replay, trace, check, calibrate from and merge them."""
 
 from __future__ import annotations
 
@@ -8,25 +6,36 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from atts.analysis import build_report
+from atts.analysis import build_report, list_runs
 from atts.api import Setup, calibrate_sync, calibrator_of, evaluate_sync, merge, replay, scores_of
 from atts.calibration import Calibrator
-from atts.errors import CalibrationInputError, FingerprintError, OptionError, UsageError
+from atts.cli.recorded_runs import follow
+from atts.errors import (
+    CalibrationInputError,
+    FingerprintError,
+    JournalError,
+    OptionError,
+    UsageError,
+)
 from atts.files import jsonable
 from atts.journal import (
     JOURNAL,
+    LOCK,
     MANIFEST,
     CallSpan,
     Decided,
     Observed,
     Sampled,
     Scored,
+    locked,
     open_run,
     read_entries,
 )
@@ -641,3 +650,162 @@ def test_what_was_written_is_what_was_paid_for(tmp_path: Path) -> None:
         "target": decoded,
         "scored": usage.scored_tokens,
     }
+
+
+def test_runs_are_listed_with_what_they_came_to(atts: Any, runs: Path) -> None:
+    """The numbers are those of the run's own summary."""
+    lines = [json.loads(line) for line in atts("runs", str(runs), "--json").out.splitlines()]
+    assert [(Path(line["directory"]).name, line["method"]) for line in lines] == [
+        ("atts", "atts"),
+        ("alone", "target-only"),
+    ]
+    for line in lines:
+        assert (line["standing"], line["done"], line["problems"], line["models"]) == (
+            "finished",
+            3,
+            3,
+            "scripted",
+        )
+        summary = json.loads(atts("eval", "arithmetic[:3]", "--method", line["method"], "--samples", "3", "--draft",
+            "scripted", "--target", "scripted", "--report", "none", "--out", line["directory"], "--json",
+        ).out.splitlines()[-1])  # fmt: skip
+        assert line["accuracy"] == summary["answers"]
+        assert line["rate"] == summary["rate"]
+        assert {name: line[name] for name in ("target_tokens", "draft_tokens")} == {
+            name: summary["usage"][name] for name in ("target_tokens", "draft_tokens")
+        }
+
+
+def test_each_status_has_its_word(runs: Path) -> None:
+    """A run without a last word was killed, unless its lock is held: then it is being written."""
+    cut = runs / "cut"
+    shutil.copytree(runs / "atts", cut)
+    lines = (cut / JOURNAL).read_bytes().splitlines(keepends=True)
+    (cut / JOURNAL).write_bytes(b"".join(lines[: len(lines) // 2]))
+    assert [one.standing for one in list_runs([cut])] == ["killed"]
+    with locked(cut / LOCK, cut):
+        assert [one.standing for one in list_runs([cut])] == ["running"]
+    assert [one.standing for one in list_runs([cut])] == ["killed"]
+
+
+def test_a_run_that_cannot_be_read_is_listed_with_the_reason(atts: Any, runs: Path) -> None:
+    """It keeps no other run from being listed."""
+    (runs / "atts" / "manifest.json").write_text("{")
+    said = atts("runs", str(runs))
+    assert said.code == 0
+    assert "unreadable" in said.out
+    assert "it is not a manifest" in said.out
+    assert "target-only" in said.out
+
+
+def test_a_folder_without_runs_says_so(atts: Any, tmp_path: Path) -> None:
+    """On standard error; nothing was found, and nothing is wrong."""
+    (tmp_path / "empty").mkdir()
+    said = atts("runs", "empty", "--json")
+    assert (said.code, said.out) == (0, "")
+    assert "no run in empty" in said.err
+
+
+class GrowingRun:
+    """A run that is being written: every wait adds lines, torn ones too, until it is whole and its
+    lock is free.
+    """
+
+    def __init__(self, recorded: Path, folder: Path, steps: int) -> None:
+        shutil.copytree(recorded, folder)
+        self.folder = folder
+        self.waits = 0
+        self._steps = steps
+        self._data = (folder / JOURNAL).read_bytes()
+        self._lock = ExitStack()
+        self._lock.enter_context(locked(folder / LOCK, folder))
+        self._write(len(self._data) // 4)
+
+    def _write(self, length: int) -> None:
+        (self.folder / JOURNAL).write_bytes(self._data[:length])
+
+    def wait(self, seconds: float) -> None:
+        """Half a second of the run."""
+        self.waits += 1
+        self._write(
+            len(self._data) * min(self.waits + self._steps // 4, self._steps) // self._steps
+        )
+        if self.waits == self._steps:
+            self._lock.close()
+
+
+def test_it_is_written_while_the_run_goes_on_and_once_when_it_has_ended(
+    runs: Path, tmp_path: Path
+) -> None:
+    """Every so many seconds if something happened, each time with what is there by then; the last
+    is of the whole.
+    """
+    from atts.analysis import build_report
+
+    run = GrowingRun(runs / "atts", tmp_path / "growing", 16)
+    done = list[int]()
+
+    def write() -> int:
+        done.append(len(build_report(run.folder).report.problems))
+        return len(done)
+
+    assert follow(run.folder, write, every=1.0, wait=run.wait) == len(done)
+    assert run.waits == 16
+    assert 4 <= len(done) <= 9
+    assert done == sorted(done)
+    assert (done[0] < 3, done[-1]) == (True, 3)
+
+
+def test_a_run_that_does_nothing_is_not_reported_anew(runs: Path, tmp_path: Path) -> None:
+    """However long it does nothing."""
+    run = GrowingRun(runs / "atts", tmp_path / "idle", 40)
+    times = list[int]()
+    run._write = lambda length: None  # type: ignore[method-assign]
+    follow(run.folder, lambda: times.append(run.waits), every=1.0, wait=run.wait)
+    assert times == [0, 40]
+
+
+def test_a_run_that_is_over_is_reported_once(atts: Any, runs: Path) -> None:
+    """The command says where, as without --follow."""
+    said = atts("report", str(runs / "atts"), "--follow", "--out", "page.html")
+    assert (said.code, said.out) == (0, "page.html\n")
+    assert Path("page.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_run_that_is_taken_away_is_told(runs: Path, tmp_path: Path) -> None:
+    """By its directory."""
+    run = GrowingRun(runs / "atts", tmp_path / "gone", 9)
+    with pytest.raises(JournalError, match="there is no run here"):
+        follow(run.folder, lambda: shutil.rmtree(run.folder), wait=lambda seconds: None)
+
+
+@pytest.mark.parametrize("name", ["scores.jsonl", "scores.json", "scores"])
+def test_imported_scores_are_read_everywhere(atts: Any, name: str) -> None:
+    """`import` writes one format; `report`, `replay`, `check` and `fit` know it by its content."""
+    np.save("ppls.npy", np.linspace(1.1, 9.0, 64))
+    assert (
+        atts("calibration", "import", "ppls.npy", "--per-question", "16", "--out", name).code == 0
+    )
+    for words in (
+        ("report", name),
+        ("replay", name),
+        ("check", name),
+        ("fit", name, "--out", "calibrator.json"),
+    ):
+        said = atts("calibration", *words)
+        assert (said.code, said.err) == (0, ""), words
+    whole = json.loads(atts("calibration", "replay", name, "--json").out.splitlines()[-1])
+    assert whole["decisions"] == 64
+
+
+def test_a_record_without_a_score_is_told_shortly(atts: Any) -> None:
+    """The fields it has, not all that they hold; a long value is shortened."""
+    with open("wrong.jsonl", "w") as file:
+        file.write(json.dumps({"scores": list(range(5000)), "text": "x" * 5000}) + "\n")
+    with open("long.jsonl", "w") as file:
+        file.write(json.dumps({"score": "9" * 5000}) + "\n")
+    for name, told in (("wrong.jsonl", "without a score (scores, text)"), ("long.jsonl", "…")):
+        said = atts("calibration", "report", name)
+        assert said.code == 2
+        assert told in said.err
+        assert len(said.err) < 400

@@ -46,8 +46,8 @@ __all__ = [
     "clock",
     "collect",
     "first_error",
+    "loop_caller",
     "shielded",
-    "soon",
     "task_group",
 ]
 
@@ -178,7 +178,7 @@ def clock() -> Callable[[], float]:
     return current_clock().current_time
 
 
-def soon() -> Callable[[Callable[[], None]], None]:
+def loop_caller() -> Callable[[Callable[[], None]], None]:
     """Return a function with which other threads schedule calls in the current event loop.
 
     It works on asyncio and trio and never blocks the calling thread. A call that arrives after the

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 
 import anyio
 
-from atts.concurrency import soon
+from atts.concurrency import loop_caller
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import EngineSpec, EngineStats, Speculated, check_sample, check_score, counters_of
 from atts.errors import ContextOverflow, EngineUnavailable, MissingExtra
@@ -267,7 +267,7 @@ class _OpenEngine:
         self._waiters: dict[int, _Waiter] = {}
         self.end: FailureReply | None = None  # why nothing more will come
         self._requests = 0
-        self._soon = soon()
+        self._soon = loop_caller()
         self.loop_stats = LoopStats()
 
     async def load(self, prepare: Callable[[], _Prepared]) -> None:

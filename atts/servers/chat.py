@@ -318,7 +318,7 @@ class ChatDialect(TextDialect, Rater):
         """See `Dialect`; a server that lists no models is believed to have the one that is named."""
         reply = await client.look("/models")
         host = urlsplit(client.url).hostname or ""
-        self._is_openai = host.endswith("openai.com")
+        self._is_openai = host == "openai.com" or host.endswith(".openai.com")
         row = ModelRow(model)
         if reply.status not in (404, 405) or not model:
             row = choose_model(client, json_of(client, reply, ModelRows).data, model)

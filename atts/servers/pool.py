@@ -163,16 +163,14 @@ class ReplicaPool:
 
         async def wait_for(member: _Member) -> None:
             engine = member.engine
-            if (
-                member.state == "down"
-                and isinstance(engine, Returning)
-                and await engine.comes_back()
-            ):
-                # of the calls that ask at once one checks, and all go on when it has
-                async with member.checking:
-                    if member.state == "down":
-                        await self._look(member)
+            if member.state == "down" and isinstance(engine, Returning):
+                if await engine.comes_back():
+                    # Of the calls that ask at once one checks; the others go on when it has.
+                    async with member.checking:
+                        if member.state == "down":
+                            await self._look(member)
             if member.state == "up":
+                # One replica is enough.
                 group.cancel_scope.cancel()
 
         async with task_group() as group:
@@ -214,7 +212,10 @@ class ReplicaPool:
             raise not_open(self._name, self._state)
         tried: set[str] = set()
         last: EngineError | None = None
-        while (member := await self._pick(request, tried)) is not None:
+        while True:
+            member = await self._pick(request, tried)
+            if member is None:
+                break
             tried.add(member.name)
             try:
                 return await self._at(member, call)
@@ -274,7 +275,8 @@ class ReplicaPool:
                 longest=_LONGEST_SECONDS,
                 salt=self._members.index(member),
             )
-            member.state, member.retry_at = "down", self._clock() + wait
+            member.state = "down"
+            member.retry_at = self._clock() + wait
 
     async def _pick(self, request: SampleRequest | ScoreRequest, tried: set[str]) -> _Member | None:
         """Return the replica for this request, or None if there is none.
@@ -295,6 +297,7 @@ class ReplicaPool:
         rollout = request.rollout
         if not rollout:
             return least
+        # Where the rollout's prefix is cached, unless that replica has far more to do than others.
         home = max(free, key=lambda member: _weight(member.name, rollout))
         fair = sum(member.in_flight for member in free) / len(free)
         return home if home.in_flight <= 1.25 * fair + _SLACK else least
@@ -319,7 +322,8 @@ class ReplicaPool:
             advice = "Serve the same model the same way everywhere"
             require_alike(f"replica {member.name}", self._first.spec, member.engine.spec, advice)
         except (EngineUnavailable, EngineTimeout, BadReply) as error:
-            member.state = "up"  # for `_fail` to take it down again, for longer
+            # For `_fail` to take it down again, for longer.
+            member.state = "up"
             self._fail(member, error)
         except ATTSError as error:
             if self._state == "new":

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, TypeVar
 import anyio
 import anyio.to_thread
 
-from atts.concurrency import SlotQueue, clock, shielded, soon
+from atts.concurrency import SlotQueue, clock, loop_caller, shielded
 from atts.core import Completion, SampleRequest, ScoreRequest, Scores
 from atts.engine import BaseEngine, Engine, EngineSpec, Tokenizer, not_open
 from atts.errors import (
@@ -134,7 +134,8 @@ def _join(name: str, address: str) -> Literal["leave it", "end it"]:
     """Connect to the cluster, or start one here; return what is to become of it afterwards."""
     if _ray().is_initialized():
         return "leave it"
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    # Nothing is reported to anybody.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         _ray().init(address=address or "auto", **quiet)
@@ -240,14 +241,14 @@ class ActorReplica(BaseEngine):
                 try:
                     await _result(handle.close.remote())
                 except _ray(".exceptions").RayError:
-                    pass  # it is gone, which is what was wanted
+                    # It is gone, which is what was wanted.
+                    pass
             _ray().kill(handle)
 
     async def _reopen(self) -> None:
         try:
-            reply = await _result(
-                self._opening if self._state == "new" else self._handle.open.remote()
-            )
+            is_new = self._state == "new"
+            reply = await _result(self._opening if is_new else self._handle.open.remote())
         except _ray(".exceptions").RayError as error:
             self.start()
             advice = "Another is started and waited for"
@@ -338,7 +339,8 @@ class Host:
             return self._failure or Failure(EngineUnavailable, "it is closed")
         if self._again is None or self._again.done():
             self._again = asyncio.create_task(self._recheck(self._engine))
-        failure = await asyncio.shield(self._again)  # who asks may give up meanwhile, and ask again
+        # The caller may give up meanwhile, and ask again.
+        failure = await asyncio.shield(self._again)
         return failure or (self._engine.spec, self._engine.tokenizer)
 
     async def sample(self, request: SampleRequest) -> Completion | Failure:
@@ -370,7 +372,8 @@ class Host:
     @staticmethod
     async def _recheck(engine: Engine) -> Failure | None:
         try:
-            if recheck := getattr(engine, "recheck", None):
+            recheck = getattr(engine, "recheck", None)
+            if recheck is not None:
                 await recheck()
         except ATTSError as error:
             return Failure(type(error), str(error))
@@ -391,7 +394,7 @@ async def _result(reference: Any) -> Any:
     A caller that gives up cancels the work behind it.
     """
     arrived = anyio.Event()
-    hand_over = soon()
+    hand_over = loop_caller()
     future = reference.future()
     future.add_done_callback(lambda _: hand_over(arrived.set))
     try:

@@ -93,9 +93,11 @@ def finish_of(word: str | None) -> Literal["stop", "length"]:
 
     :raises ValueError: for another reason, such as an abort that was not ours.
     """
-    if word not in ("stop", "length"):
-        raise ValueError(f"it ended because of {word!r:.80}")
-    return cast("Literal['stop', 'length']", word)
+    if word == "stop":
+        return "stop"
+    if word == "length":
+        return "length"
+    raise ValueError(f"it ended because of {word!r:.80}")
 
 
 class ModelRow(Struct):

@@ -83,12 +83,11 @@ class ServerQuirks:
 
     def written(self, request: SampleRequest) -> SampleRequest:
         """Return the request as it is carried out: broken speculation draws otherwise."""
-        is_wrong = self.speculation == ("hot" if request.sampling.temperature else "greedy")
-        return (
-            replace(request, sampling=Sampling(8.0))
-            if is_wrong and request.max_tokens > 1
-            else request
-        )
+        broken = "hot" if request.sampling.temperature else "greedy"
+        # A request for one token is never speculated.
+        if self.speculation == broken and request.max_tokens > 1:
+            return replace(request, sampling=Sampling(8.0))
+        return request
 
 
 NO_SERVER_FAULTS = ServerFaults()

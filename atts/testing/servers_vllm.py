@@ -34,10 +34,11 @@ async def completions(call: ServerCall) -> Any:
     call.check_room(ids, limit)
     wants_scores = body.get("prompt_logprobs") is not None
     choice: dict[str, Any] = {"index": 0, "prompt_logprobs": None}
-    if scored := wants_scores and state.quirks.scoring == "honest":
+    is_scored = wants_scores and state.quirks.scoring == "honest"
+    if is_scored:
         choice["prompt_logprobs"] = await _prompt_rows(call, ids, rid)
     request = request_of(ids, limit, body, _DEFAULT)
-    done = await call.sample(request, rid, spoil=not scored)  # a reply is spoilt once
+    done = await call.sample(request, rid, spoil=not is_scored)  # a reply is spoilt once
     text = done.text if body.get("include_stop_str_in_output") else shown(done, request.stop)
     choice |= {
         "text": text,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from atts.core import Role
 from atts.local import LocalEngine
 from atts.models import path
 from atts.testing.servers import DialectServer
@@ -39,8 +41,9 @@ def test_a_run_on_servers_needs_neither_torch_nor_transformers(
 ) -> None:
     """The whole of a run: real tokenizers and chat templates, journal, grades and report."""
     addresses = list[str]()
-    for role in ("draft", "target"):
-        server = serve("vllm", lambda role=role: LocalEngine(str(path(role)), name=role))
+    roles: tuple[Role, ...] = ("draft", "target")
+    for role in roles:
+        server = serve("vllm", partial(LocalEngine, str(path(role)), name=role))
         addresses.append(f"vllm:{server.url}?tokenizer={path(role)}")
     out = tmp_path / "run"
     done = run_blocked(

@@ -26,7 +26,7 @@ _POLICY: Mapping[str, type] = MappingProxyType(
     {"sampling": Sampling, "target_sampling": Sampling, "chunking": Chunking, "score": ScoreRule}
 )
 _ADVICE = (
-    "Make them anew under these conditions, or take them as they are with --set conditions=ignore"
+    "Make them again under these conditions, or take them as they are with --set conditions=ignore"
 )
 
 
@@ -110,7 +110,7 @@ _OWN = (
     *(f"configuration.{name}" for name in ("abstain", "until", "shard", MERGED)),
 )
 """What leaves the law of votes what it is."""
-_ADVICE = "Label problems by a run of the same settings, or go back to those"
+_ADVICE_TO_LABEL = "Label problems by a run of the same settings, or go back to those"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Abstain:
             if old.get(name) != new.get(name)
         ]
         if differences:
-            raise FingerprintError("the labelled run", differences, _ADVICE)
+            raise FingerprintError("the labelled run", differences, _ADVICE_TO_LABEL)
 
     def applied(self, outcome: Outcome) -> Outcome:
         """The outcome, its answer withheld where too few votes agree."""

@@ -24,10 +24,10 @@ from atts.errors import CalibrationInputError, OptionError
 Mode = Literal["split", "marginal", "aci", "question", "question-turn"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-# Share of a run's decisions that may stay owed at its end: paying what is owed to the last takes
-# the target from the run's last, hardest chunks.
+# The deficit is rate * decisions - escalations. This share of a run's decisions may stay as deficit
+# at its end: making up for all of it takes the target from the run's last, hardest chunks.
 SLACK = 0.0075
-# What is owed beyond that is paid as if so many times fewer decisions were left: slower misses runs
+# The rest is made up for as if so many times fewer decisions were left: slower misses runs
 # whose scores come sorted.
 _HASTE = 2.0
 # What all rollouts of a problem together move the level by. Slower leaves short runs off their
@@ -42,7 +42,7 @@ class RunEnd:
     """How far off the end of a run is."""
 
     left: float = math.inf  # decisions left, the next one included
-    slack: float = 0.0  # what may still be owed then, in decisions
+    slack: float = 0.0  # the deficit that may stay then, in decisions
 
 
 UNKNOWN = RunEnd()
@@ -88,7 +88,7 @@ class Adaptive(Controller):
     - rate) + step) / (step * T); with d decisions in flight between deciding and observing,
     (max(rate, 1 - rate) + (d + 1) step) / (step * T).
 
-    Where it is known about how many decisions are left, what is owed beyond a slack is made up for
+    Where it is known about how many decisions are left, a deficit beyond a slack is made up for
     over half of them, however small the step. So where the truth is at least that half, the sum of
     errors ends within one decision of the slack, for any sequence; every decision it is short of
     that adds at most max(rate, 1 - rate).
@@ -108,9 +108,9 @@ class Adaptive(Controller):
         self, nonconformity: float, question: str, turn: int, end: RunEnd = UNKNOWN
     ) -> float:
         lead = self._level - self._rate
-        # abs(lead) / step is the number of decisions owed, for lead is step times their sum.
-        owed = max(0.0, abs(lead) / self._step - end.slack)
-        pace = _HASTE * owed / max(_HASTE, end.left)
+        # The lead is the step times the deficit so far.
+        deficit = max(0.0, abs(lead) / self._step - end.slack)
+        pace = _HASTE * deficit / max(_HASTE, end.left)
         if pace <= abs(lead):
             return self._level
         return self._rate + math.copysign(pace, lead)
@@ -118,7 +118,7 @@ class Adaptive(Controller):
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
     ) -> None:
-        # Not clamped to [0, 1]: the bound needs the level to remember what is owed beyond them.
+        # Not clamped to [0, 1]: the bound needs the level to remember a deficit beyond them.
         self._level += self._step * (self._rate - escalated)
 
     def merge(self, state: Any) -> None:
@@ -131,12 +131,12 @@ class Adaptive(Controller):
 
 
 class Feedback(Controller):
-    """The rate moved, on the logit scale, by what question, turn and stream are still owed.
+    """The rate moved, on the logit scale, by the deficits of question, turn and stream.
 
-    Each gain multiplies a running sum of (rate - escalated). `order` leans towards consistency with
-    the siblings decided before in the same (question, turn): a chunk worse than escalated ones
-    should escalate, one better than kept ones should not. Beyond `limit` the question's sum decides
-    alone, so for any scores whatever it stays within limit + 1 of zero.
+    Each gain multiplies a deficit, the running sum of (rate - escalated). `order` leans towards
+    consistency with the siblings decided before in the same (question, turn): a chunk worse than
+    escalated ones should escalate, one better than kept ones should not. Beyond `limit` the
+    question's sum decides alone, so for any scores whatever it stays within limit + 1 of zero.
     """
 
     __slots__ = (
@@ -165,7 +165,7 @@ class Feedback(Controller):
         self._gains = tuple(gain / variance for gain in gains)
         self._order = order / variance
         self._limit = limit
-        # decisions owed to each question, each turn and the stream
+        # deficits of each question, each turn and the stream
         self._questions = DefaultTable(str, float)
         self._turns = DefaultTable(int, float)
         self._overall = 0.0
@@ -177,13 +177,14 @@ class Feedback(Controller):
     ) -> float:
         if not 0 < self._rate < 1:
             return self._rate
-        owed = self._questions.get(question, 0.0)
-        if abs(owed) >= self._limit:
-            return 1.0 if owed > 0 else 0.0
+        deficit = self._questions.get(question, 0.0)
+        if abs(deficit) >= self._limit:
+            return 1.0 if deficit > 0 else 0.0
         by_question, by_turn, overall = self._gains
-        lean = by_question * owed + by_turn * self._turns.get(turn, 0.0) + overall * self._overall
+        turn_deficit = self._turns.get(turn, 0.0)
+        lean = by_question * deficit + by_turn * turn_deficit + overall * self._overall
         if self._order:
-            # Three inverted siblings say all there is to say; more must not outweigh what is owed.
+            # Three inverted siblings say all there is to say; more must not outweigh the deficits.
             inversions = self._inversions(nonconformity, question, turn)
             lean += self._order * max(-3, min(3, inversions))
         logit = max(-700.0, min(700.0, self._logit + lean))  # exp must not overflow
@@ -202,10 +203,10 @@ class Feedback(Controller):
     def update(
         self, nonconformity: float | None, question: str, turn: int, escalated: bool
     ) -> None:
-        owed = self._rate - escalated
-        self._questions[question] += owed
-        self._turns[turn] += owed
-        self._overall += owed
+        change = self._rate - escalated
+        self._questions[question] += change
+        self._turns[turn] += change
+        self._overall += change
         if self._order and nonconformity is not None:
             self._siblings[question, turn][escalated].add(nonconformity)
 
@@ -222,15 +223,15 @@ class Tuning:
     """
 
     aci_step: float = 0.002  # for 8 rollouts a problem; see `for_rollouts`
-    # Pull per decision owed on the logit scale, times the variance rate * (1 - rate).
+    # Pull per decision of deficit on the logit scale, times the variance rate * (1 - rate).
     question_gain: float = 0.23
     turn_gain: float = 0.035
     overall_gain: float = 0.02
     order: float = 0.144  # the same for one sibling decided the other way round
-    limit: float = 4.0  # decisions a question may be owed, at most, before it is simply given them
+    limit: float = 4.0  # deficit of a question, at most, before it is simply given the decisions
     shrinkage: float = 1.0  # scores the mean of all questions is worth in a question's own
-    residuals: float = 20.0  # scores the turn's pool is worth beside the question's own residuals
-    siblings: float = 24.0  # and beside the scores of the same question and turn
+    residuals: float = 20.0  # scores the turn's pool is worth next to the question's residuals
+    siblings: float = 24.0  # and next to the scores of the same question and turn
 
     @classmethod
     def for_rollouts(cls, samples: int) -> Tuning:
@@ -243,7 +244,7 @@ class Tuning:
         return cls(aci_step=_PROBLEM_STEP / max(1, samples))
 
     def limit_at(self, rate: float) -> float:
-        """Return how many decisions a question may be owed at this rate.
+        """Return the greatest deficit a question may have at this rate.
 
         Of few escalations, one too many is a larger part, so the limit is tighter at rates near 0
         and 1.

@@ -21,7 +21,7 @@ from atts.calibration.state import DefaultTable, Persisted
 from atts.errors import CalibrationInputError, OptionError
 from atts.sampling import binomial_tail
 
-# A share of repeats up to which nothing is said.
+# A share of repeats up to which there is no warning.
 FEW = 0.02
 # As near to the end of the scale, chunks that were certain meet without being copied.
 _CERTAIN = 1e-6

@@ -91,7 +91,7 @@ class Facts:
     def aci_likely(self) -> str:
         """Return within what the rate of mode "aci" is with probability 0.95, in words.
 
-        This assumes exchangeable scores. What is owed shrinks by a share g before every decision
+        This assumes exchangeable scores. The deficit shrinks by a share g before every decision
         and moves by a martingale difference of range 1, so it is sub-Gaussian with v' = (1 - g)^2 v
         + 1/4 (Hoeffding's lemma). With g the step, v is below 1 / (4 (2 step - step^2)), the fixed
         point; with g two in the decisions that are left, below left / 12 + 1/4, beyond the slack.
@@ -113,7 +113,7 @@ class Facts:
     def question_bound(self) -> float:
         """Return what the sum of errors of each question stays within, for any sequence.
 
-        Beyond the limit a question is given what it is owed whatever its scores, so that one
+        At the limit a question is given the decisions it lacks whatever its scores, so that one
         decision is the most by which the sum passes it.
         """
         return self.tuning.limit_at(self.rate) + 1

@@ -25,7 +25,7 @@ Group = int | tuple[str, int] | None
 """Which stored scores to compare with: a turn's, a question's and turn's, or all."""
 
 HOLD = 64
-"""Scores that may wait for an earlier issue, unless told otherwise."""
+"""Scores that may wait for an earlier issue by default."""
 
 _KIND = "atts calibrator"
 _VERSION = 1
@@ -265,8 +265,8 @@ class Calibrator(Persisted):
         p = rank.p(self._uniform(nonconformity, question, turn, sample))
         rate = self._controller.current_rate(value, question, turn, self._end)
         if left is not None and self.mode == "aci" and rate < 1:
-            # A rank among a handful of scores says little. What is kept back now is owed, and
-            # spent later, when ranks mean more.
+            # A rank among a handful of scores says little. What is kept back now becomes
+            # deficit, and is spent later, when ranks mean more.
             rate *= min(1.0, rank.size / _FEW)
         if self._alert == "escalate":
             rate = 1.0

@@ -19,7 +19,7 @@ V = TypeVar("V")
 class Persisted:
     """A part of a calibrator whose state is the attributes that `saved` names.
 
-    In the file they stand without their leading underscore. Numbers and collections of scores add
+    The file names them without their leading underscore. Numbers and collections of scores add
     up in a merge, lists are taken over; so merging a state into a fresh part restores it.
     """
 

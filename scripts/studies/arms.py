@@ -244,10 +244,10 @@ class Ledger:
 
 
 def _piece(record: dict[str, Any]) -> Piece:
-    held: list[dict[str, Any]] = [
+    solved: list[dict[str, Any]] = [
         {**one, "decisions": [*map(tuple, one["decisions"])]} for one in record["solved"]
     ]
-    fields: dict[str, Any] = {**record, "solved": [Solved(**one) for one in held]}
+    fields: dict[str, Any] = {**record, "solved": [Solved(**one) for one in solved]}
     return Piece(**fields)
 
 

@@ -171,21 +171,21 @@ STUDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One study of a series; `seconds` is about how long it takes two quiet cores, 0 where that is
-    not known.
-    """
+    """One study of a series."""
 
     name: str
     effort: Effort
-    seconds: float = 0
+    seconds: float = 0  # about how long two quiet cores take; 0 if that is not known
 
 
 def main() -> None:
-    """Parse, run in the order asked, each study in a process of its own when there are several."""
+    """Run the studies in the order asked; several of them in a process each."""
     asked = _parse()
-    effort: Effort = (
-        "full" if asked.full else "quick" if asked.quick or "quick" in asked.studies else "default"
-    )
+    effort: Effort = "default"
+    if asked.full:
+        effort = "full"
+    elif asked.quick or "quick" in asked.studies:
+        effort = "quick"
     steps = planned(asked.studies, effort)
     if len(steps) == 1:
         run(steps[0].name, Options(effort, asked.seed, asked.out))
@@ -197,7 +197,7 @@ def main() -> None:
             steps, asked.seed, done, lambda step: _run_apart(step, asked.seed, asked.out)
         )
     except KeyboardInterrupt:
-        say("bench: interrupted" + ("; the same command goes on" if asked.out else ""))
+        say("bench: interrupted" + ("; the same command continues" if asked.out else ""))
         sys.exit(130)
     say(f"bench: {len(steps)} studies: {began}")
     if failed:

@@ -428,9 +428,9 @@ class Arm:
             now += self._step(self._loops[turn])
             ends |= {number: now for number in self._finished if number not in ends}
         waits = tuple(ends[arrival.number] - arrival.at for arrival in arrivals)
-        held = sum(loop.stats().kv_peak for loop in self._loops)
+        kv_peak = sum(loop.stats().kv_peak for loop in self._loops)
         rows = self._block_rows() - before
-        return Served(now, self._tokens, waits, sum(map(_weights_of, self._loops)), held, rows)
+        return Served(now, self._tokens, waits, sum(map(_weights_of, self._loops)), kv_peak, rows)
 
     def _block_rows(self) -> int:
         """Count the rows that passed a block.

@@ -323,8 +323,8 @@ def coverage(problems: int, options: Options) -> Table:
     draw = np.random.default_rng([options.seed, problems, 1])
     rows += [_differences(draw, shift, problems, runs) for shift in (0.0, 0.02, 0.1)]
     for law, (costs, known) in RATIOS.items():
-        held = fmean(_holds(ratio_interval(*costs(draw, problems)), known) for _ in range(runs))
-        rows.append((f"ratio of costs, {law}", known, held, None, None))
+        coverage = fmean(_holds(ratio_interval(*costs(draw, problems)), known) for _ in range(runs))
+        rows.append((f"ratio of costs, {law}", known, coverage, None, None))
     return Table.of(
         f"What a nominal 95 % covers with {problems} problems of {SAMPLES} samples",
         " | ".join(["what", "true value", *FORMULAS]),
@@ -612,8 +612,8 @@ def _ended(
     stream: list[dict[str, Any]], rate: float, samples: int, known: bool
 ) -> tuple[float, float]:
     """Return the error of the realised rate, and the share of the worst chunks that escalated."""
-    told = stream if known else [{**record, "left": None} for record in stream]
-    done = replay(told, rate=rate, mode="aci", tuning=Tuning.for_rollouts(samples))
+    decided = stream if known else [{**record, "left": None} for record in stream]
+    done = replay(decided, rate=rate, mode="aci", tuning=Tuning.for_rollouts(samples))
     worst = sorted(done.decisions, key=lambda decision: -(decision.score or 0.0))[
         : max(1, round(rate * len(stream)))
     ]

@@ -253,12 +253,14 @@ class RandomModel:
         weights = replace(weights, head=weights.embedding * config.hidden_size**-0.5)
         per_sequence = max(sizes.prompt + sizes.tokens, sizes.prefix + 3 * sizes.chunk) + 32
         room = torch.cuda.mem_get_info(lab.device)[0] * 0.8 if lab.is_cuda else 1 << 28
-        held = (
+        weights_room = (
             weights_bytes(config, lab.half)
             + 2 * config.vocabulary * config.hidden_size * lab.half.itemsize
         )
         per_token = config.kv_floats_per_token * lab.half.itemsize
-        self.slots = int(min(max(sizes.batches) * per_sequence, max(0, room - held) // per_token))
+        self.slots = int(
+            min(max(sizes.batches) * per_sequence, max(0, room - weights_room) // per_token)
+        )
         self.most_sequences = self.slots // per_sequence
         shape = config.num_layers, 2, self.slots + 2, config.num_kv_heads, config.head_dim
         cache = torch.zeros(shape, dtype=lab.half, device=lab.device)
@@ -916,12 +918,12 @@ def _pairs(lab: Lab) -> Table:
     cells: dict[tuple[str, str, int], dict[str, dict[int, dict[str, float]]]] = {}
     for (draft, target, samples, number, arm), one in _found(lab, "pair"):
         cells.setdefault((draft, target, int(samples)), {}).setdefault(arm, {})[int(number)] = one
-    rows = [
-        row
-        for key in sorted(cells)
-        for arm in ARMS
-        if (row := _arm(key, arm, cells[key])) is not None
-    ]
+    rows = list[Row]()
+    for key in sorted(cells):
+        for arm in ARMS:
+            row = _arm(key, arm, cells[key])
+            if row is not None:
+                rows.append(row)
     return Table.of(
         "Padded pairs: a question at a time, its rollouts side by side",
         "draft/target | rollouts | method | questions | s a question | times target-only | right "
@@ -1194,9 +1196,11 @@ def main(arguments: list[str] | None = None) -> None:
         )
     print(publish(lab, asked.out))
     failed = [name for name in work if lab.parts.get(f"trouble | {name}")]
-    told = [f"out of time for: {', '.join(left)}; the same command goes on"] if left else []
-    told += [f"failed: {', '.join(failed)}; the same command tries these again"] if failed else []
-    print(f"gpu: {'; '.join(told) or 'all is done'}", file=sys.stderr)
+    remarks = [f"out of time for: {', '.join(left)}; the same command goes on"] if left else []
+    remarks += (
+        [f"failed: {', '.join(failed)}; the same command tries these again"] if failed else []
+    )
+    print(f"gpu: {'; '.join(remarks) or 'all is done'}", file=sys.stderr)
     if failed:
         sys.exit(1)
 

@@ -99,18 +99,26 @@ def _latex2sympy() -> Check:
 
 
 def _sympy() -> Check:
-    importlib.import_module("lark")  # the parser sympy needs for this
-    return _simplified(
-        partial(importlib.import_module("sympy.parsing.latex").parse_latex, backend="lark")
-    )
+    # sympy needs this parser, and says so only when it is called
+    importlib.import_module("lark")
+    latex = importlib.import_module("sympy.parsing.latex")
+    return _simplified(partial(latex.parse_latex, backend="lark"))
+
+
+def _ours() -> Check:
+    return lambda gold, answer: equivalent(gold, answer).is_equal
+
+
+def _same_text() -> Check:
+    return lambda gold, answer: "".join(gold.split()) == "".join(answer.split())
 
 
 _CHECKERS: dict[str, Callable[[], Check]] = {
-    "atts": lambda: lambda gold, answer: equivalent(gold, answer).is_equal,
+    "atts": _ours,
     "math-verify": _math_verify,
     "latex2sympy2 + simplify": _latex2sympy,
     "sympy (lark) + simplify": _sympy,
-    "string": lambda: lambda gold, answer: "".join(gold.split()) == "".join(answer.split()),
+    "string": _same_text,
 }
 
 

@@ -199,8 +199,8 @@ class Parts(dict[str, Any]):
         self[name] = value
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            held = self._path.read_bytes() if self._path.exists() else b""
-            newline = "\n" if held and not held.endswith(b"\n") else ""
+            written = self._path.read_bytes() if self._path.exists() else b""
+            newline = "\n" if written and not written.endswith(b"\n") else ""
             with self._path.open(
                 "ab", buffering=0
             ) as file:  # one write, so that no other process's comes between
@@ -286,11 +286,11 @@ class Table:
         :raises AssertionError: a row has another number of cells than the header.
         """
         columns = tuple(name.strip() for name in header.split("|"))
-        held = tuple(rows)
-        assert all(len(row) == len(columns) for row in held), (
+        kept = tuple(rows)
+        assert all(len(row) == len(columns) for row in kept), (
             f"{title}: {header}: a row of another length"
         )
-        return cls(title, columns, held, notes, **more)
+        return cls(title, columns, kept, notes, **more)
 
     @classmethod
     def read(cls, fields: Mapping[str, Any]) -> Table:

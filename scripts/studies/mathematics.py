@@ -174,15 +174,14 @@ class Measured:
     @cached_property
     def problems(self) -> list[FinishedProblem]:
         """Return every problem with the samples and decisions of all runs together."""
-        return [
-            replace(
-                lines[0],
-                samples=tuple(chain.from_iterable(line.samples for line in lines)),
-                escalated=sum(line.escalated for line in lines),
-                judged=sum(line.judged for line in lines),
-            )
-            for lines in zip(*(run.problems for run in self.runs), strict=True)
-        ]
+        merged = list[FinishedProblem]()
+        problems_of_runs = [run.problems for run in self.runs]
+        for lines in zip(*problems_of_runs, strict=True):
+            samples = tuple(chain.from_iterable(line.samples for line in lines))
+            escalated = sum(line.escalated for line in lines)
+            judged = sum(line.judged for line in lines)
+            merged.append(replace(lines[0], samples=samples, escalated=escalated, judged=judged))
+        return merged
 
     @cached_property
     def graded(self) -> list[Samples]:
@@ -234,8 +233,8 @@ class Measured:
             return "-"
         mine, theirs = (
             {
-                held.problem: sum(one is True for one in held.correct) / len(held.correct)
-                for held in side.graded
+                problem.problem: sum(one is True for one in problem.correct) / len(problem.correct)
+                for problem in side.graded
             }
             for side in (self, alone)
         )
@@ -347,7 +346,7 @@ def _runs(job: Job, arms: Mapping[str, Measured]) -> Table:
 def _job(asked: argparse.Namespace) -> Job:
     pair = find_pair(asked.pair)
     names = config_keys().keys() - {"out", "repeats"}  # these are of all runs together
-    told = {
+    settings = {
         name: value for name, value in vars(asked).items() if name in names and value is not None
     }
     usual, words = (PUBLISHED, _PUBLISHED_PAIRS) if pair.name != "embedded" else ({}, ())
@@ -356,7 +355,9 @@ def _job(asked: argparse.Namespace) -> Job:
         if asked.chunk
         else []
     )
-    configuration = configure({**usual, **told}, ["early_stop=none", *words, *chunk, *asked.set])
+    configuration = configure(
+        {**usual, **settings}, ["early_stop=none", *words, *chunk, *asked.set]
+    )
     return Job(
         configuration.job.load(),
         pair,

@@ -174,11 +174,12 @@ def find_library() -> Library:
 
 def recorded_rollouts(folder: Path | None = None, run: str = "ct0") -> list[dict[str, Any]] | None:
     """Return the rollouts of one recorded run, turn by turn, if they are at hand."""
-    place = folder or traces()
-    if place is None:
+    folder = folder or traces()
+    if folder is None:
         return None
-    with gzip.open(place / "draft_target.jsonl.gz", "rt") as lines:
-        return [record for line in lines if (record := json.loads(line))["run"] == run]
+    with gzip.open(folder / "draft_target.jsonl.gz", "rt") as lines:
+        records = [json.loads(line) for line in lines]
+    return [record for record in records if record["run"] == run]
 
 
 def read_library(found: Sequence[Mapping[str, Any]]) -> Library:
@@ -640,12 +641,12 @@ class BatchedEngine:
             self._finish(work)
 
     def _finish(self, work: _Work) -> None:
-        held = work.tokens + work.write
-        self._held -= held
+        tokens = work.tokens + work.write
+        self._held -= tokens
         work.state = "done"
         if work.rollout:
-            self._warm_tokens += held - self._warm.pop(work.rollout, 0.0)
-            self._warm[work.rollout] = held
+            self._warm_tokens += tokens - self._warm.pop(work.rollout, 0.0)
+            self._warm[work.rollout] = tokens
         work.done.set()
 
     def _note(self) -> None:

@@ -80,8 +80,8 @@ def first_wrong(exercise: Exercise, text: str) -> int | None:
         if place < len(exercise.steps):
             wanted = exercise.steps[place].operation
             found = EQUATION.search(chunk)
-            told = (str(wanted.left), wanted.operator, str(wanted.right), str(wanted.value))
-            if found is None or found.groups() != told or BOX.search(chunk):
+            expected = (str(wanted.left), wanted.operator, str(wanted.right), str(wanted.value))
+            if found is None or found.groups() != expected or BOX.search(chunk):
                 return place
         elif place > len(exercise.steps) or answer(chunk) != exercise.answer:
             return place
@@ -191,11 +191,11 @@ def _accuracy(sampled: Mapping[Embedded, Sampled]) -> Table:
 def _voting(sampled: Mapping[Embedded, Sampled], samples: int) -> Table:
     rows: list[Row] = []
     for name, found in sampled.items():
-        held = [
+        graded = [
             Samples("", tuple(m), tuple(a))
             for m, a in zip(found.marks(), found.answers, strict=True)
         ]
-        rates = score(held, ks=(samples,)).estimates
+        rates = score(graded, ks=(samples,)).estimates
         given = zip(found.tests, found.answers, strict=True)
         wrong = [Counter(each for each in answers if each != one.answer) for one, answers in given]
         again = sum(count * (count - 1) for errors in wrong for count in errors.values())
@@ -270,8 +270,8 @@ def _scores(target: Llama, encoder: Encoder, one: Exercise, chunks: Sequence[str
         .log_softmax(-1)[0]
         .gather(1, ids[0, 1:, None])[:, 0]
     )
-    _, *told = torch.split(logprobs, [len(pieces[0]) - 1, *map(len, pieces[1:])])
-    return [float(each.mean()) for each in told]
+    _, *scored = torch.split(logprobs, [len(pieces[0]) - 1, *map(len, pieces[1:])])
+    return [float(each.mean()) for each in scored]
 
 
 @torch.inference_mode()
@@ -280,8 +280,8 @@ def _exits(target: Llama, encoder: Encoder, tests: Sequence[Exercise]) -> Table:
     agree = [0] * target.config.num_layers
     tokens = 0
     for one in tests:
-        asked, told = encoder.ids([prompt(one.text), one.solution])
-        ids = torch.tensor([asked + told])
+        asked, solution = encoder.ids([prompt(one.text), one.solution])
+        ids = torch.tensor([asked + solution])
         states = target.states(ids, target.where(ids.shape[1], torch.float32))
         best = [
             target.logits(state, torch.float32)[0, len(asked) - 1 :].argmax(-1) for state in states

@@ -194,13 +194,13 @@ class Oracle(ExitModel):
 
     def _heard(self, listener: ExitListener, batch: StepBatch, x: object) -> ExitGuesses:
         rows = np.repeat(batch.table_rows, np.diff(batch.query_starts))[batch.logit_rows].tolist()
-        told = dict[int, list[tuple[Sequence[int], Sequence[float]]]]()
+        guesses = dict[int, list[tuple[Sequence[int], Sequence[float]]]]()
         for row, place in zip(rows, batch.positions[batch.logit_rows].tolist(), strict=True):
             if row in listener.rows:
                 key = listener.rows[row][0]
                 coming = self.texts[(key - 1) % len(self.texts)][place + 1 : place + 2]
-                told.setdefault(key, []).append((coming, [1.0] * len(coming)))
-        return told
+                guesses.setdefault(key, []).append((coming, [1.0] * len(coming)))
+        return guesses
 
 
 @contextmanager
@@ -361,8 +361,8 @@ def _stood(lab: Lab, size: int, calibration: Calibration) -> float:
             texts = [one.text for one in arithmetic("test", lab.options.pick(2, 5, 20), seed=5)]
             for request in asked(engine, texts, 300, lab.options.seed):
                 lab.portal.call(engine.sample, request)
-            told = engine.loop_stats().speculation
+            stats = engine.loop_stats().speculation
     finally:
         GroupedDrafter.calibration = kept
-    assert told is not None, "it speculates"
-    return sum(told.stood_at[1:]) / sum(told.tested_at[1:])
+    assert stats is not None, "it speculates"
+    return sum(stats.stood_at[1:]) / sum(stats.tested_at[1:])

@@ -306,13 +306,13 @@ def mirror(
     while line.tokens + 2 * proposed + 2 < len(trace.ranks):
         place = line.tokens
         whole = costs.target(proposed + 1)
-        told = target.run(line.seconds, depth * whole, "to the exit") + costs.message
+        informed = target.run(line.seconds, depth * whole, "to the exit") + costs.message
         for at in range(proposed + 1):
             for token in trace.candidates(place + at, 0, top, at_exit=True):
                 if at == proposed or token != proposal[at]:
                     cache.put(at, token, place + at + 1)
-        drafted = draft.run(told, proposed * costs.draft(len(cache)), "branches")
-        checked = target.run(told, (1 - depth) * whole, "to the end")
+        drafted = draft.run(informed, proposed * costs.draft(len(cache)), "branches")
+        checked = target.run(informed, (1 - depth) * whole, "to the end")
         line.seconds = max(drafted, checked) + costs.message
         proposal = _selected(line, trace, cache, (proposal, proposed))
         if not proposal:

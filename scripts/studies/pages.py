@@ -116,14 +116,13 @@ def _keys() -> Iterator[str]:
 def _default(value: object) -> str:
     if value is None:
         return ""
-    words = (
-        repr(list(value))
-        if isinstance(value, tuple)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else value
-    )
-    return f"`{json.dumps(words) if isinstance(words, str) and not words.isprintable() else words}`"
+    if isinstance(value, tuple):
+        value = list(value)
+    elif isinstance(value, bool):
+        value = str(value).lower()
+    elif isinstance(value, str) and not value.isprintable():
+        value = json.dumps(value)
+    return f"`{value}`"
 
 
 def _commands() -> Iterator[list[str]]:

@@ -42,14 +42,13 @@ def verdict(tally: Tally) -> Table:
     for name, get in _MEASURES.items():
         first = median(map(get, kept[:third]))
         last = median(map(get, kept[-third:]))
-        said = (
-            "flat"
-            if _is_flat(name, first, last)
-            else "GROWS"
-            if _is_settled(tally)
-            else "too few runs to say"
-        )
-        rows.append((name, first, last, max(map(get, kept)), (last - first) / hours, said))
+        if _is_flat(name, first, last):
+            trend = "flat"
+        elif _is_settled(tally):
+            trend = "GROWS"
+        else:
+            trend = "too few runs to say"
+        rows.append((name, first, last, max(map(get, kept)), (last - first) / hours, trend))
     wrong = tally.differences
     notes = (
         f"{sum(tally.episodes.values())} runs of {tally.problems} problems in "
@@ -66,11 +65,12 @@ def verdict(tally: Tally) -> Table:
         f"caches fill. Memory "
         f"and objects are flat where they rise by at most {_NOISE:.0%} over all that follows.",
     )
-    by = {
-        verdict: [str(row[0]) for row in rows if row[-1] == verdict]
-        for verdict in dict.fromkeys(r[-1] for r in rows)
-    }
-    words = "; ".join(f"**{verdict}**: {', '.join(names)}" for verdict, names in by.items())
+    measures_by_trend = dict[str, list[str]]()
+    for row in rows:
+        measures_by_trend.setdefault(str(row[-1]), []).append(str(row[0]))
+    words = "; ".join(
+        f"**{trend}**: {', '.join(names)}" for trend, names in measures_by_trend.items()
+    )
     headline = f"{words}. {notes[0]} {notes[1]}"
     header = "between runs | median of the first third | of the last third | most | growth an hour | verdict"
     return Table.of(

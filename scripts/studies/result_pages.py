@@ -166,15 +166,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks", description=main.__doc__)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "bench")
     records = read(parser.parse_args().runs)
-    told = ""
+    texts = ""
     for page in pages():
         text, missing = fill(page.read_text(), records, FOLDER)
         page.write_text(text)
-        told += text
+        texts += text
         for words in missing:
             print(f"benchmarks: {page.name}: left as it was: {words}", file=sys.stderr)
     for picture in FOLDER.glob("*.svg"):
-        if picture.name not in told:  # of a table that is shown no more
+        if picture.name not in texts:  # of a table that is shown no more
             picture.unlink()
 
 

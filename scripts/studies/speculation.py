@@ -256,7 +256,7 @@ def _beside_transformers(lab: Lab) -> Table:
 
 def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
     firsts = [row for row in rows if row[0] == "embedded" and row[2] == "k=auto"]
-    told = ", ".join(f"{row[3]} at {row[1]}" for row in firsts)
+    figures = ", ".join(f"{row[3]} at {row[1]}" for row in firsts)
     return Table.of(
         "Beside plain decoding",
         "draft | sequences | arm | ratio of tokens a processor second | of tokens a second | "
@@ -272,5 +272,5 @@ def _speeds(rows: Sequence[Row], spent: Spent) -> Table:
         f"draft with Gaussian noise of {' and '.join(map(str, NOISE.values()))} of each matrix' "
         f"standard deviation.",
         spent.disturbance(),
-        headline=f"tokens a second beside plain decoding, embedded pair: {told} sequences",
+        headline=f"tokens a second beside plain decoding, embedded pair: {figures} sequences",
     )

@@ -176,7 +176,8 @@ class Measured:
 
     def best(self, draft: str, *methods: str) -> float:
         """Return the seconds of the fastest of these arms; at least one must be measured."""
-        return min(one.seconds for method in methods if (one := self.of(method, draft)))
+        figures = [self.of(method, draft) for method in methods]
+        return min(one.seconds for one in figures if one is not None)
 
     def bound(self, method: str, draft: str) -> float:
         """Return the seconds of the arm's tokens at the rate that each model has alone: d + s + g."""
@@ -205,8 +206,12 @@ class Group(NamedTuple):
 
     def over(self, method: str, *rivals: str) -> list[float]:
         """Return the method's time relative to the fastest of these, in every repeat that has it."""
-        held = [(one, own) for one in self.repeats if (own := one.of(method, self.draft))]
-        return [own.seconds / one.best(self.draft, *rivals) for one, own in held]
+        ratios = list[float]()
+        for repeat in self.repeats:
+            figures = repeat.of(method, self.draft)
+            if figures is not None:
+                ratios.append(figures.seconds / repeat.best(self.draft, *rivals))
+        return ratios
 
     def gain(self) -> Spread:
         """Return the time of the best alternative over that of atts, repeat by repeat."""
@@ -258,11 +263,11 @@ def _target(size: str) -> str:
 
 def _map(groups: Sequence[Group], drafts: str, load: str) -> Table:
     rows = list[Row]()
-    held = {(*one.lead, one.cell.samples): one for one in groups}
+    by_cell = {(*one.lead, one.cell.samples): one for one in groups}
     for panel in dict.fromkeys(one.lead[0] for one in groups):
         for place in product([panel], map(_target, SIZES), SAMPLES):
             cells: Row = (None, NOT_YET, "-")
-            if own := held.get(place):
+            if own := by_cell.get(place):
                 cells = (own.gain().median, own.best_rival(), str(own.gain()))
             rows.append((*place, *cells))
         rows += [(panel, _target(size), "GPU", None, NOT_YET, "-") for size in SIZES]
@@ -306,19 +311,19 @@ def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
             if value <= least * (1 + _ALIKE_WITHIN)
         ]
         chosen.append((" or ".join(dict.fromkeys(names)), samples, 1 / least))
-    for name, own in groupby(chosen, lambda one: one[0]):
-        held = list(own)
-        first = held[0][1]
-        last = held[-1][1]
-        told = sorted({f"{gain:.1f}" for _, _, gain in held}, reverse=True)
-        where = (
-            f"at {first}"
-            if first == last
-            else f"at {first} to {last}"
-            if parts
-            else f"up to {last}"
-        )
-        words = f"{' to '.join(dict.fromkeys((told[0], told[-1])))} times"
+    for name, same in groupby(chosen, lambda one: one[0]):
+        choices = list(same)
+        first = choices[0][1]
+        last = choices[-1][1]
+        if first == last:
+            where = f"at {first}"
+        elif parts:
+            where = f"at {first} to {last}"
+        else:
+            where = f"up to {last}"
+        gains = sorted({f"{gain:.1f}" for _, _, gain in choices}, reverse=True)
+        # one number where the largest and the smallest gain are written alike
+        words = f"{' to '.join(dict.fromkeys((gains[0], gains[-1])))} times"
         unit = "rollout" if first == last == 1 else "rollouts"
         parts.append(
             f"{name} {where} ({words})"
@@ -355,7 +360,8 @@ def _arms(groups: Sequence[Group]) -> Table:
     rows: list[Row] = []
     for group in groups:
         for method in (*_RIVALS[:2], *METHODS):
-            own = [found for one in group.repeats if (found := one.of(method, group.draft))]
+            repeats = [one.of(method, group.draft) for one in group.repeats]
+            own = [figures for figures in repeats if figures is not None]
             if own:
                 times = Spread.of(group.over(method, ALONE))
                 right = f"{sum(one.right for one in own)} of {sum(one.problems for one in own)}"

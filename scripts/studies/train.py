@@ -108,25 +108,24 @@ def _operated(split: str, random: Random) -> Iterator[Exercise]:
     """Yield problems whose operations name no number: double, triple, halve, square."""
     while True:
         value = random.randint(2, 60)
-        told = list[str]()
+        instructions = list[str]()
         steps = list[Step]()
         first = value
         count = random.choice(LEVELS[random.choice(LEVEL_MIX)])
         while len(steps) < count:
-            told.append(random.choice(("Double it", "Triple it", "Halve it", "Square it")))
-            number = value if told[-1] == "Square it" else 3 if told[-1] == "Triple it" else 2
-            operation = Operation(value, "/" if told[-1] == "Halve it" else "*", number)
-            if operation.value > 199 or (operation.operator == "/" and value % 2) or value < 2:
-                told[-1] = "Subtract 1"
-                operation = Operation(value, "-", 1)
-                if value < 3:
-                    told[-1] = "Add 38"
-                    operation = Operation(value, "+", 38)
-            steps.append(Step(f"{told[-1]}: ", operation))
+            words = random.choice(("Double it", "Triple it", "Halve it", "Square it"))
+            numbers = {"Double it": 2, "Triple it": 3, "Halve it": 2, "Square it": value}
+            operation = Operation(value, "/" if words == "Halve it" else "*", numbers[words])
+            # values stay whole, and within what the models can compute
+            is_odd_half = operation.operator == "/" and value % 2
+            if operation.value > 199 or is_odd_half or value < 2:
+                words = "Subtract 1" if value >= 3 else "Add 38"
+                operation = Operation(value, "-", 1) if value >= 3 else Operation(value, "+", 38)
+            instructions.append(words)
+            steps.append(Step(f"{words}: ", operation))
             value = operation.value
-        one = Exercise(
-            "instructions", f"Start with {first}. {'. '.join(told)}. What do you get?", tuple(steps)
-        )
+        text = f"Start with {first}. {'. '.join(instructions)}. What do you get?"
+        one = Exercise("instructions", text, tuple(steps))
         if (split_of(one.canonical) == "train") == (split == "train"):
             yield one
 
@@ -249,12 +248,12 @@ def write(name: str, model: Relative, encoder: Encoder, out: Path) -> None:
                 tensors[f"base_model.model.{module}.lora_{side}.weight"] = weight.detach().to(
                     torch.bfloat16
                 )
-        said = {
+        adapter = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
             "target_modules": list(_MATRICES), "layers_to_transform": list(ADAPTED),
             "base_model_name_or_path": "target",
         }  # fmt: skip
-        (out / "adapter_config.json").write_text(json.dumps(said, indent=2) + "\n")
+        (out / "adapter_config.json").write_text(json.dumps(adapter, indent=2) + "\n")
         save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
         return
     saved = whole(model, encoder, out)
@@ -504,8 +503,14 @@ def train(name: str, recipe: Recipe, work: Path, models: Path) -> None:
             if step % _REPORT_EVERY == 0:
                 speed = (progress.tokens - before[0]) / (progress.seconds - before[1])
                 before = (progress.tokens, progress.seconds)
-                told = {"loss": round(loss, 4), "rate": round(trainer.factor(), 4)}
-                log(step=step, of=recipe.steps, tokens=progress.tokens, speed=round(speed), **told)
+                measured = {"loss": round(loss, 4), "rate": round(trainer.factor(), 4)}
+                log(
+                    step=step,
+                    of=recipe.steps,
+                    tokens=progress.tokens,
+                    speed=round(speed),
+                    **measured,
+                )
             if step % _KEEP_EVERY == 0 or is_last:
                 trainer.keep()
             if step % _CHECK_EVERY == 0 or is_last:
@@ -518,19 +523,15 @@ def _checked(folder: Path) -> dict[str, object]:
     watch = exercises("calibration", 200, seed=77)
     texts = generate(folder, [prompt(one.text) for one in watch], temperature=0.7, seed=0)
     right = [(one, answer(text) == one.answer) for one, text in zip(watch, texts, strict=True)]
-    levels = [
-        fmean(mark for one, mark in right if one.level == n)
-        for n in sorted({one.level for one in watch})
-    ]
-    kinds = {
-        name: fmean(mark for one, mark in right if one.kind == name)
-        for name in sorted({o.kind for o in watch})
-    }
-    shares = {name: round(value, 3) for name, value in kinds.items()}
+    by_level = dict[int, list[bool]]()
+    by_kind = dict[str, list[bool]]()
+    for one, mark in right:
+        by_level.setdefault(one.level, []).append(mark)
+        by_kind.setdefault(one.kind, []).append(mark)
     return {
         "pass@1": fmean(mark for _, mark in right),
-        "levels": [round(one, 3) for one in levels],
-        "kinds": shares,
+        "levels": [round(fmean(by_level[level]), 3) for level in sorted(by_level)],
+        "kinds": {kind: round(fmean(by_kind[kind]), 3) for kind in sorted(by_kind)},
     }
 
 

@@ -257,11 +257,11 @@ def _misread(random: Random, step: Step, wrong: Operation) -> str:
     """Return the step computing something else; what it restates before mostly agrees with that."""
     before = step.before
     if random.random() < 0.7:
-        told = {
+        replacements = {
             str(step.operation.left): str(wrong.left),
             str(step.operation.right): str(wrong.right),
         }
-        before = re.sub(r"\d+", lambda found: told.get(found[0], found[0]), before)
+        before = re.sub(r"\d+", lambda found: replacements.get(found[0], found[0]), before)
     return f"{replace(step, before=before, operation=wrong).text}\n\n"
 
 
@@ -273,16 +273,16 @@ def _slipped(random: Random, step: Step) -> str:
     """Return the step with a wrong result, or with a wrong middle that its result follows."""
     right = step.operation
     middle = step.operation.middle()
-    told = f"{right.left} {right.operator} {right.right} = "
+    equation = f"{right.left} {right.operator} {right.right} = "
     if not middle or random.random() < 0.5:
-        return f"{step.before}{told}{f'{middle} = ' if middle else ''}{_slip(random, right.value)}{step.after}."
+        return f"{step.before}{equation}{f'{middle} = ' if middle else ''}{_slip(random, right.value)}{step.after}."
     first, sign, second = middle.split()
     if random.random() < 0.5:
         first = str(_slip(random, int(first)))
     else:
         second = str(_slip(random, int(second)))
     value = int(first) + int(second) if sign == "+" else max(0, int(first) - int(second))
-    return f"{step.before}{told}{first} {sign} {second} = {value}{step.after}."
+    return f"{step.before}{equation}{first} {sign} {second} = {value}{step.after}."
 
 
 def _other_operation(random: Random, exercise: Exercise, right: Operation) -> Operation | None:

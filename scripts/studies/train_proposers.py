@@ -267,10 +267,12 @@ def _make_streams(recipe: HeadsRecipe, tests: Sequence[Text], texts: Sequence[Te
     print(f"{file}: {stream_tops(heads, reader, tested)}")
 
 
-def _save(file: Path, parts: Mapping[str, Tensor], said: dict[str, str]) -> Path:
+def _save(file: Path, parts: Mapping[str, Tensor], metadata: dict[str, str]) -> Path:
     file.parent.mkdir(exist_ok=True)
     save_file(
-        {name: part.bfloat16().contiguous() for name, part in parts.items()}, file, metadata=said
+        {name: part.bfloat16().contiguous() for name, part in parts.items()},
+        file,
+        metadata=metadata,
     )
     return file
 

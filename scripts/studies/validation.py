@@ -601,7 +601,7 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
         f"{waited:.0%} of it "
         f"({_words(errors['wall'])})"
     )  # fmt: skip
-    said = (
+    summary = (
         f"{len(runs)} live runs of {len(seen.runs)} kinds: processor time "
         f"{_words(errors['processor'])} (bar: 10 %); "
         f"{words}."
@@ -612,7 +612,7 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
         "event loop | "
         "wall s | predicted wall | waited for a processor",
         rows,
-        said,
+        summary,
         f"Embedded pair: {pair_mark()}. {next(iter(seen.runs)).problems} problems a run, none "
         f"twice; seconds are means "
         "of the runs, errors those of the totals: predicted over measured, less one. Draft, "
@@ -624,7 +624,7 @@ def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
         "event loop on engines that answer at once. The gate of atts is frozen, so that the "
         "simulated run asks for "
         "what the live one said.",
-        headline=said,
+        headline=summary,
     )
 
 

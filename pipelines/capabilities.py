@@ -56,8 +56,8 @@ def check_engines(
 def needed_logprobs(
     policy: Policy, gate: Gate | RoundGate, draft: EngineSpec, target: EngineSpec
 ) -> frozenset[Role]:
-    """Of which models' own texts the raw log-probabilities are used: by the score, the gate, the
-    vote or a stop.
+    """Return the roles whose raw log-probabilities are used: by the score, the gate, the vote or a
+    stop.
 
     A rule or a gate that is not known here may look at the drafter's.
     """

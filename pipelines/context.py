@@ -34,11 +34,11 @@ class RolloutListener(Protocol):
     """Is told facts as they happen; must not block."""
 
     def written(self, rollout: Rollout, chunk: Chunk) -> None:
-        """A chunk was written after `rollout`; it may still be judged and discarded."""
+        """Hear that a chunk was written after `rollout`; it may still be judged and discarded."""
         ...
 
     def turned(self, rollout: Rollout, turn: Turn) -> None:
-        """A turn entered the rollout and will not change."""
+        """Hear that a turn entered the rollout and will not change."""
         ...
 
 
@@ -57,8 +57,8 @@ class RunLength:
 
     @property
     def share(self) -> float | None:
-        """The share of the run's decisions that is expected to be left, the next one included; None
-        if not known.
+        """Return the expected share of the run's decisions that are left, the next one included;
+        None if not known.
         """
         return None
 

@@ -1,11 +1,4 @@
-"""Method exact: the draft proposes, the target draws while it scores, and its draws are the text,
-as target-only's.
-
-The draft draws with the target's own stream, so that it comes to the same token wherever both
-models' laws are alike. Up to the first difference its tokens are the target's; there the target's
-is put, and the draft goes on. Where the target alone writes more tokens a second, it writes itself:
-the text is the same.
-"""
+"""Method exact: the draft proposes, and the target draws the text while it scores."""
 
 from __future__ import annotations
 
@@ -19,7 +12,12 @@ from atts.pipelines.speeds import DraftLength
 
 
 async def write_exactly(builder: RolloutBuilder) -> Chunk:
-    """The piece that the target alone would write next.
+    """Write the chunk that the target alone would write next.
+
+    The draft draws with the target's stream of random numbers, so that both come to the same token
+    wherever their distributions are alike. Up to the first difference the draft's tokens are the
+    target's; there the target's token is taken, and the draft continues after it. Where the target
+    alone writes more tokens a second, it writes by itself: the text is the same.
 
     :raises ContextOverflow: not one more token fits.
     :raises EngineError: an engine failed for good.
@@ -41,8 +39,9 @@ async def write_exactly(builder: RolloutBuilder) -> Chunk:
 
 
 def _earlier_writer(builder: RolloutBuilder) -> Role | None:
-    """Who began the piece in an earlier session and goes on with it; what is recalled says nothing
-    of speeds.
+    """Return who began the chunk in an earlier session, and so continues it.
+
+    Recalled calls say nothing of speeds, so no speed is measured then.
     """
     request = builder.request("target")
     writers: tuple[Role, ...] = ("target", "draft")
@@ -56,7 +55,7 @@ async def _written_by(builder: RolloutBuilder, writer: Role) -> Chunk:
 
 
 async def _checked(builder: RolloutBuilder) -> Chunk:
-    """The piece as the draft writes it with the target's draws, without a step of the target's
+    """Write the chunk as the draft does with the target's draws, without a step of the target's
     decoding.
     """
     request = builder.request("target")
@@ -79,7 +78,7 @@ async def _checked(builder: RolloutBuilder) -> Chunk:
 async def _drafted(
     builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, most: int
 ) -> TokenIds:
-    """The draft's guess of the next tokens."""
+    """Return the draft's guess of the next tokens."""
     since = anyio.current_time()
     ahead = replace(rest, max_tokens=most, logprobs="unneeded")
     drafted = await builder.draft.sample(ahead)
@@ -92,7 +91,7 @@ async def _drafted(
 async def _scored(
     builder: RolloutBuilder, lengths: DraftLength, rest: SampleRequest, drafted: TokenIds
 ) -> Scores:
-    """What the target draws in the guess's places."""
+    """Return what the target draws in place of the guess."""
     since = anyio.current_time()
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
     scores = await builder.target.score(request)
@@ -109,5 +108,5 @@ async def _scored(
 
 
 def _standing(drafted: TokenIds, drawn: TokenIds) -> int:
-    """How many drafted tokens were drawn as well; only the last one drawn may be another."""
+    """Return how many drafted tokens were drawn as well; only the last one drawn may differ."""
     return len(drawn) - (drawn != drafted[: len(drawn)])

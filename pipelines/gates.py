@@ -21,11 +21,11 @@ class Gate(Protocol):
     """
 
     def preview(self, features: Features) -> Decision:
-        """Whether the chunk needs a score at all."""
+        """Return whether the chunk needs a score at all."""
         ...
 
     def decide(self, features: Features, score: float) -> Decision:
-        """What to do with a chunk of this score.
+        """Return what to do with a chunk of this score.
 
         :raises CalibrationInputError: if `score` is not a score; the pipeline turns that into an
             escalation.
@@ -42,7 +42,7 @@ class RoundGate(Protocol):
     """A synchronous gate: it ranks a whole round of siblings, so all of them must be there."""
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
-        """One decision per member, in the order given."""
+        """Return one decision per member, in the order given."""
         ...
 
 
@@ -51,7 +51,7 @@ class Forgetting(Protocol):
     """A gate or a calibrator that keeps something of each problem, and lets go of it."""
 
     def forget(self, question: str) -> None:
-        """The problem is over: what only its own decisions need is let go."""
+        """Drop what only the decisions of this problem need: it is over."""
         ...
 
 
@@ -69,18 +69,18 @@ class CalibratorProtocol(Protocol):
 
     @property
     def rate(self) -> SupportsFloat:
-        """The fraction it aims at."""
+        """Return the nominal rate."""
         ...
 
     def decide(
         self, score: float, question: str = "", turn: int = 0, sample: int | None = None, issue: int | None = None,
         left: float | None = None, length: float | None = None,
     ) -> Decision:  # fmt: skip
-        """A decision from stored scores and decisions only."""
+        """Return a decision made from stored scores and decisions only."""
         ...
 
     def observe(self, decision: Decision, escalated: bool | None = None) -> None:
-        """What was really done."""
+        """Learn what was really done."""
         ...
 
 
@@ -96,13 +96,13 @@ class ConformalGate:
         self._issued = 0
 
     def preview(self, features: Features) -> Decision:
-        """Every chunk is scored."""
+        """Ask for a score, and number the request."""
         numbered = replace(features, issue=self._issued)
         self._issued += 1
         return numbered.decision("verify", float(self.calibrator.rate), "every chunk is scored")
 
     def decide(self, features: Features, score: float) -> Decision:
-        """As the calibrator says."""
+        """Decide as the calibrator does."""
         place = (features.question, features.turn, features.sample, features.issue)
         return self.calibrator.decide(
             score, *place, left=features.left, length=features.tokens or None
@@ -117,7 +117,7 @@ class ConformalGate:
         self.calibrator.observe(decision, escalated)
 
     def forget(self, question: str) -> None:
-        """As the calibrator does."""
+        """Let the calibrator forget the question."""
         let_go(self.calibrator, question)
 
 
@@ -129,15 +129,15 @@ class _NonLearningGate:
     __slots__ = ()
 
     def preview(self, features: Features) -> Decision:
-        """Every chunk is scored."""
+        """Ask for a score of every chunk."""
         return features.decision("verify", why="every chunk is scored")
 
     def decide(self, features: Features, score: float) -> Decision:
-        """As the preview."""
+        """Decide as the preview did."""
         return self.preview(features)
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +147,11 @@ class FixedGate(_NonLearningGate):
     action: Literal["accept", "escalate"]
 
     def preview(self, features: Features) -> Decision:
-        """No score is needed for a foregone conclusion."""
+        """Decide without a score."""
         return features.decision(self.action, float(self.action == "escalate"), "fixed")
 
     def decide(self, features: Features, score: float) -> Decision:
-        """The same, with the score of the chunk."""
+        """Decide the same, with the score of the chunk."""
         return replace(self.preview(features), score=score)
 
 
@@ -163,7 +163,7 @@ class RandomGate(_NonLearningGate):
     seed: int = 0
 
     def preview(self, features: Features) -> Decision:
-        """The coin of this chunk."""
+        """Toss the coin of this chunk."""
         action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
         return features.decision(action, self.rate, "coin")
 
@@ -178,7 +178,7 @@ class ThresholdGate(_NonLearningGate):
     worse: Literal["above", "below"] = "above"
 
     def decide(self, features: Features, score: float) -> Decision:
-        """A score that is not a number is on the wrong side."""
+        """Compare the score with the threshold; a score that is not a number is on the wrong side."""
         fine = score <= self.threshold if self.worse == "above" else score >= self.threshold
         sign = "<=" if self.worse == "above" else ">="
         why = f"{score:.4g} {'is' if fine else 'is not'} {sign} {self.threshold:.4g}"
@@ -196,7 +196,7 @@ class StaticRankGate(_NonLearningGate):
 
     @classmethod
     def of(cls, scores: Sequence[float], rate: float) -> StaticRankGate:
-        """From calibration scores in any order; tau is 1 - rate."""
+        """Make the gate from calibration scores in any order; tau is 1 - rate."""
         if not scores:
             raise OptionError(
                 "calibration scores", "none given; the published rule needs them before the run"
@@ -204,7 +204,9 @@ class StaticRankGate(_NonLearningGate):
         return cls(tuple(sorted(scores)), 1 - rate)
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Ties count as not below; nothing is added to the numerator or denominator, as published."""
+        """Rank the score as published: ties count as not below, and nothing is added to either
+        count.
+        """
         p = bisect_left(self.stored, score) / len(self.stored)
         action: Action = "escalate" if not math.isfinite(score) or p >= self.tau else "accept"
         why = f"rank {p:.4g} against {self.tau:.4g}, static"
@@ -232,7 +234,7 @@ class CueGate(_NonLearningGate):
     cues: tuple[str, ...] = CUES
 
     def preview(self, features: Features) -> Decision:
-        """Text decides."""
+        """Look for a cue in the text."""
         text = features.text.lower()
         cue = next((cue for cue in self.cues if cue in text), None)
         return features.decision(
@@ -253,13 +255,13 @@ class TopGate:
 
     @classmethod
     def of(cls, rate: float) -> TopGate:
-        """A gate with nothing carried."""
+        """Make a gate with nothing carried."""
         if not 0 <= rate <= 1:
             raise OptionError("rate", f"{rate} is outside [0, 1]")
         return cls(rate, {})
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
-        """Scores that are not numbers are the worst of all."""
+        """Escalate the worst of the round; scores that are not numbers are the worst of all."""
         question = round_[0][0].question
         want = self.rate * len(round_) + self._carry.get(question, 0.0)
         count = max(0, min(len(round_), math.floor(want + 0.5)))
@@ -280,7 +282,7 @@ class TopGate:
         ]
 
     def forget(self, question: str) -> None:
-        """Nothing of this question is carried any further."""
+        """Carry nothing of this question any further."""
         self._carry.pop(question, None)
 
 
@@ -300,11 +302,11 @@ class CappedGate:
     take: Callable[[Features], bool]
 
     def preview(self, features: Features) -> Decision:
-        """As the inner gate, if a slot is left for it."""
+        """Decide as the inner gate, if a slot is left for it."""
         return self._capped(features, self.inner.preview(features))
 
     def decide(self, features: Features, score: float) -> Decision:
-        """As the inner gate, if a slot is left for it."""
+        """Decide as the inner gate, if a slot is left for it."""
         return self._capped(features, self.inner.decide(features, score))
 
     def observe(self, decision: Decision, escalated: bool) -> None:
@@ -336,11 +338,11 @@ class AgreementGate:
     agreement: float
 
     def preview(self, features: Features) -> Decision:
-        """As the inner gate, but for what is spared."""
+        """Decide as the inner gate, unless the siblings agree."""
         return self._spared(features, self.inner.preview(features))
 
     def decide(self, features: Features, score: float) -> Decision:
-        """As the inner gate, but for what is spared."""
+        """Decide as the inner gate, unless the siblings agree."""
         return self._spared(features, self.inner.decide(features, score))
 
     def observe(self, decision: Decision, escalated: bool) -> None:
@@ -402,11 +404,11 @@ class WarmingGate:
 
     @property
     def spent(self) -> int:
-        """Tokens the target scored for the warm-up so far."""
+        """Return how many tokens the target scored for the warm-up so far."""
         return sum(one.tokens for one in self._seen)
 
     def preview(self, features: Features) -> Decision:
-        """Every chunk of the warm-up is scored."""
+        """Ask for a score of every chunk of the warm-up; afterwards, decide as the gate."""
         if self.gate is not None:
             return self.gate.preview(features)
         return self._decision(features, "verify", None, "warm-up: scored to be stored")
@@ -433,7 +435,7 @@ class WarmingGate:
             self.gate.observe(decision, escalated)
 
     def forget(self, question: str) -> None:
-        """As the gate that was built."""
+        """Let the gate that was built forget the question."""
         let_go(self.gate, question)
 
     def _decision(
@@ -452,7 +454,7 @@ class GuaranteedGate(Protocol):
 
     @property
     def promise(self) -> tuple[str, str]:
-        """The guarantee in words, and what voids it."""
+        """Return the guarantee in words, and what voids it."""
         ...
 
 
@@ -467,23 +469,24 @@ class CertifiedGate:
     promise: tuple[str, str]
 
     def preview(self, features: Features) -> Decision:
-        """As the certified gate."""
+        """Decide as the certified gate."""
         return self.inner.preview(features)
 
     def decide(self, features: Features, score: float) -> Decision:
-        """As the certified gate."""
+        """Decide as the certified gate."""
         decision = self.inner.decide(features, score)
         return _overruled(
             decision, decision.action, "certificate", f"{decision.why}; certified policy"
         )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Nothing is learnt: another gate than the one that was tested would not be certified."""
+        """Learn nothing: another gate than the one that was tested would not be certified."""
 
 
 def _overruled(decision: Decision, action: Action, origin: Origin, why: str) -> Decision:
-    """Another action for another reason; what a warm-up decided stays the warm-up's, for its gate
-    must not learn it.
+    """Return the decision with another action for another reason.
+
+    A warm-up's decision keeps its origin, for the gate that is built must not learn from it.
     """
     return replace(
         decision,

@@ -1,6 +1,4 @@
-"""The policy of a pipeline: every choice but its gate, in one frozen value; a baseline is a row of
-settings.
-"""
+"""The policy of a pipeline: every choice but its gate, in one frozen value."""
 
 from __future__ import annotations
 
@@ -65,8 +63,8 @@ class Budget:
     stop: tuple[str, ...] = ()
 
     def within(self, context: int) -> Budget:
-        """The same where a model holds so many tokens; a part of them is left to the problem
-        itself.
+        """Return the budget for a model that holds so many tokens; a part of them is left to the
+        problem.
 
         >>> Budget("reasoning models", 16_000, 500).within(4096).max_tokens
         3584
@@ -114,7 +112,7 @@ class ConfidenceStop:
             )
 
     def sureness(self, rollout: Rollout) -> float:
-        """The lowest window mean of the rollout's own log-probabilities; inf while it is shorter
+        """Return the lowest window mean of the rollout's log-probabilities; inf if it is shorter
         than a window.
         """
         values = [
@@ -128,8 +126,8 @@ class ConfidenceStop:
         return min(means, default=math.inf)
 
     def is_below(self, rollout: Rollout, warmup: Sequence[Rollout]) -> bool:
-        """Whether the rollout is less sure than all but `1 - keep` of the warm-up; without warm-up,
-        never.
+        """Return whether the rollout is less sure than all but `1 - keep` of the warm-up; never
+        without one.
         """
         bars = sorted(self.sureness(line) for line in warmup)
         return (
@@ -243,7 +241,7 @@ class Policy:
 
     @property
     def waves(self) -> tuple[range, ...]:
-        """The samples of each wave.
+        """Return the samples of each wave.
 
         >>> Policy(samples=16, first_wave=3, growth=2.0).waves
         (range(0, 3), range(3, 6), range(6, 12), range(12, 16))
@@ -258,7 +256,7 @@ class Policy:
         return tuple(range(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
 
     def of(self, sample: int) -> Policy:
-        """The policy of one rollout: later waves may have another writer."""
+        """Return the policy of one rollout: later waves may have another writer."""
         return (
             replace(self, drafter="target")
             if self.later == "target" and sample >= self.waves[0].stop
@@ -266,11 +264,11 @@ class Policy:
         )
 
     def sampling_of(self, role: Role) -> Sampling:
-        """How that model's tokens are drawn."""
+        """Return how that model's tokens are drawn."""
         return self.target_sampling or self.sampling if role == "target" else self.sampling
 
     def bounds(self, budget: Budget = SMALL) -> Bounds:
-        """Every length, those that are left open as these models need them; more tokens make more
+        """Return every length, those left open as these models need them; more tokens make more
         turns.
 
         >>> Policy().bounds()[:2], Policy(max_tokens=2048).bounds()[:2], Policy(turns=4).bounds()[:2]
@@ -290,7 +288,7 @@ class Policy:
         return Bounds(tokens, turns, draft, target, stop)
 
     def filled(self, budget: Budget = SMALL) -> Policy:
-        """The same with nothing left open."""
+        """Return the policy with no length left open."""
         tokens, turns, draft, target, stop = self.bounds(budget)
         return replace(self, max_tokens=tokens, turns=turns, chunking=Chunking(draft, target, stop))
 

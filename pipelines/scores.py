@@ -36,7 +36,7 @@ class ScoreRule:
             raise OptionError("score", f"unknown kind {self.kind!r}", SCORE_KINDS, self.kind)
 
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
-        """The number; nan when a log-probability is, so that no gate can take it for a score.
+        """Return the score; nan when a log-probability is, so that no gate can take it for a score.
 
         For "speculative" the differences target - author are given for log-probabilities; see
         `score_of`.
@@ -63,7 +63,7 @@ Rule = Callable[[Sequence[float], str], float]
 
 
 def resolved(rule: Rule, draft: EngineSpec, target: EngineSpec) -> Rule:
-    """The rule a whole run follows: what "auto" comes to for this pair, any other as it is."""
+    """Return the rule a whole run follows: what "auto" means for this pair, any other as it is."""
     if not isinstance(rule, ScoreRule) or rule.kind != "auto":
         return rule
     can = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
@@ -71,8 +71,8 @@ def resolved(rule: Rule, draft: EngineSpec, target: EngineSpec) -> Rule:
 
 
 def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
-    """The score of a chunk from the target's log-probabilities of it, and the author's own where
-    the rule wants them.
+    """Return a chunk's score from the target's log-probabilities, and the author's where the rule
+    needs them.
 
     nan where those are missing. Rounded to five digits, here and nowhere else, before anything
     ranks it: float sums depend on who else is in the batch and on what the cache held (by up to
@@ -87,8 +87,9 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
 
 
 def first_rejected_token(theirs: Sequence[float], own: Sequence[float], nats: float = 1.0) -> int:
-    """The first token that the target finds less likely than its author by `nats`; where none is,
-    the worst of all.
+    """Return the first token that the target finds less likely than its author by `nats`.
+
+    Where there is none, return the one that it finds less likely by most.
 
     Without the author's log-probabilities it is the first token, so that nothing before it can be
     trusted.
@@ -105,8 +106,8 @@ def first_rejected_token(theirs: Sequence[float], own: Sequence[float], nats: fl
 
 
 def evidence(rule: Rule, chunk: Chunk) -> float:
-    """The author's own log-probabilities made one number by the same rule, its logarithm; 0 for an
-    empty chunk.
+    """Return the logarithm of the rule applied to the author's log-probabilities; 0 for an empty
+    chunk.
 
     What is relative to the author leaves nothing of it: there the least likely token speaks.
     """

@@ -31,8 +31,9 @@ class DraftLength:
     score_seconds: float = 0.0
 
     def length(self, most: int) -> int:
-        """How many tokens to draft: those that bring most target tokens a second; all while little
-        is known.
+        """Return how many tokens to draft: those that bring most target tokens a second.
+
+        All of them while little is known.
 
         >>> DraftLength(1000, 980, 1000, 1.0, 30, 0.6).length(64)
         36
@@ -78,7 +79,7 @@ class WriterChoice:
     look: Literal["no", "due", "begun"] = "no"
 
     def begin(self, now: float) -> Role:
-        """Who writes the next piece."""
+        """Return who writes the next piece."""
         self._pass(now)
         self.in_flight += 1
         if self.look != "due":
@@ -87,7 +88,7 @@ class WriterChoice:
         return self._other
 
     def end(self, writer: Role, tokens: int, seconds: float, now: float) -> None:
-        """A piece is written, in so many seconds."""
+        """Count a piece that was written in so many seconds."""
         self._pass(now)
         self.in_flight -= 1
         self.seconds[writer] = seconds / max(1, tokens)
@@ -104,7 +105,7 @@ class WriterChoice:
             self._stretched(self.tokens / self.busy if self.busy else 0.0)
 
     def fail(self, now: float) -> None:
-        """A piece was not written."""
+        """Count a piece that was not written."""
         self._pass(now)
         self.in_flight -= 1
         self.look = "due" if self.look == "begun" else self.look
@@ -118,7 +119,7 @@ class WriterChoice:
         return "draft" if self.best == "target" else "target"
 
     def _looked(self) -> None:
-        """The other wrote one piece."""
+        """Compare after the other writer wrote one piece."""
         self.look = "no"
         if self.seconds[self._other] < _SLOWER * self.seconds[self.best]:
             self._go_on(self._other)
@@ -126,7 +127,7 @@ class WriterChoice:
             self._stay(2 * self.stay)
 
     def _stretched(self, rate: float) -> None:
-        """A stretch is over."""
+        """Compare after a stretch."""
         was = self.rates.get(self.writer, rate)
         self.rates[self.writer] = (was + rate) / 2
         is_try = self.writer != self.best
@@ -143,7 +144,7 @@ class WriterChoice:
         self._go_on(best)
 
     def _go_on(self, writer: Role) -> None:
-        """A stretch begins."""
+        """Begin a stretch."""
         self.before = self.in_flight if writer != self.writer else 0
         self.writer = writer
         self.ended = 0

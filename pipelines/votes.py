@@ -34,19 +34,19 @@ class Tally:
 
     @property
     def winner(self) -> str | None:
-        """The representative of the heaviest class."""
+        """Return the representative of the heaviest class."""
         return self.answers[0] if self.answers else None
 
     @property
     def lead(self) -> float:
-        """How far the heaviest class is ahead of the next."""
+        """Return how far the heaviest class is ahead of the next."""
         if not self.weights:
             return 0.0
         return self.weights[0] - (self.weights[1] if len(self.weights) > 1 else 0.0)
 
     @property
     def agreement(self) -> float:
-        """The heaviest class's share of all ballots, 0 without ballots."""
+        """Return the heaviest class's share of all ballots, 0 without ballots."""
         return self.counts[0] / sum(self.counts) if self.counts else 0.0
 
 
@@ -63,7 +63,7 @@ def weight(kind: VoteKind, logprobs: Sequence[float]) -> float:
 
 
 def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
-    """A rollout's vote, if it has an answer."""
+    """Return a rollout's vote, if it has an answer."""
     if rollout.answer is None:
         return None
     logprobs = [
@@ -73,7 +73,7 @@ def ballot(kind: VoteKind, rollout: Rollout) -> Ballot | None:
 
 
 def classes(answers: Sequence[str], group: Grouper) -> list[int]:
-    """The class of each answer; equal strings are equal answers, so only different ones are
+    """Return the class of each answer; equal strings are equal answers, so only different ones are
     compared.
     """
     distinct = list(dict.fromkeys(answers))
@@ -97,8 +97,8 @@ def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
 
 
 def cannot_change(current: Tally, remaining: int, heaviest: float = 1.0) -> bool:
-    """Whether no ballots of the `remaining` rollouts, each at most `heaviest`, could change the
-    winner.
+    """Return whether no ballots of the `remaining` rollouts, each at most `heaviest`, could change
+    the winner.
 
     A tie at the end would go to the class seen first, which is already ahead, so a lead equal to
     what is left is enough only for the leader that was seen first; we ask for more than that and
@@ -108,7 +108,7 @@ def cannot_change(current: Tally, remaining: int, heaviest: float = 1.0) -> bool
 
 
 def settled_probability(current: Tally, remaining: int) -> float:
-    """A lower bound on the probability that today's leader also wins after `remaining` more plain
+    """Return a lower bound on the probability that the leader also wins after `remaining` more
     ballots.
 
     Model, stated because it is one: ballots are exchangeable with a Dirichlet(1, ..., 1) prior over
@@ -127,8 +127,8 @@ def settled_probability(current: Tally, remaining: int) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _overtaken(first: int, rival: int, rest: int, rest_classes: int, remaining: int) -> float:
-    """P(rival's count ends at or above the leader's): three cells (leader, rival, rest) of the
-    Dirichlet law.
+    """Return P(rival's count ends at or above the leader's), with three Dirichlet cells: leader,
+    rival, rest.
     """
     prior = (first + 1.0, rival + 1.0, rest + float(rest_classes))
     total = 0.0

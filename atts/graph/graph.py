@@ -154,7 +154,7 @@ class Graph:
         *,
         timeout_seconds: float | None = None,
     ) -> None:
-        """As `run`, but hand each result to `finished` as it comes, and keep none.
+        """Run as `run` does, but hand each result to `finished` as it comes, and keep none.
 
         :raises Exception: the first fatal error, or what `finished` raised.
         """

@@ -3,6 +3,7 @@
 from atts.methods.calibrated import (
     GradedPolicy,
     LabelledRun,
+    SkippingGate,
     certified_gate,
     certify_graded,
     certify_net_runs,
@@ -11,7 +12,6 @@ from atts.methods.calibrated import (
     warming_gate,
 )
 from atts.methods.presets import PRESETS, GateInputs, Preset, asked_roles, preset, reads_chunks
-from atts.methods.skipping import SkippingGate
 
 __all__ = [
     "GateInputs",

@@ -1,6 +1,4 @@
-"""Presets: every method of the comparison table as one row, the changes it makes to a policy and
-its gate.
-"""
+"""Presets: every method of the comparison table as one row of changes to a policy, and its gate."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ from typing import Any
 from atts.calibration import Calibrator
 from atts.core import Role
 from atts.errors import OptionError
-from atts.methods.calibrated import warming_gate
-from atts.methods.skipping import SkippingGate
+from atts.methods.calibrated import SkippingGate, warming_gate
 from atts.pipelines import (
     ConfidenceStop,
     ConformalGate,
@@ -42,7 +39,7 @@ class GateInputs:
 
     @property
     def rate(self) -> float:
-        """The fraction of chunks that the target is to take over."""
+        """Return the nominal rate of escalations."""
         return float(self.calibrator.rate)
 
 
@@ -57,7 +54,7 @@ class Preset:
     is_judged: bool = True  # False: every chunk stays as its writer left it
 
     def policy(self, base: Policy) -> Policy:
-        """The base policy as this method would have it: samples, limits and sampling stay."""
+        """Return the base policy as this method changes it: samples, limits and sampling stay."""
         return replace(base, **self.changes)
 
     def roles(self, policy: Policy) -> tuple[Role, ...]:
@@ -92,7 +89,7 @@ def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name.
+    """Return the preset of that name.
 
     :raises OptionError: there is none.
     """

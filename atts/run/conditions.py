@@ -31,9 +31,7 @@ _ADVICE = (
 
 
 def conditions_of(manifest: Manifest) -> dict[str, object]:
-    """What scores of a run depend on besides the problems: the models, how they are sampled, how
-    text is cut.
-    """
+    """Return what a run's scores depend on besides the problems: models, sampling, how text is cut."""
     found: dict[str, object] = {
         f"{role}.{name}": value
         for role, spec in manifest.engines.items()
@@ -55,8 +53,7 @@ def conditions_of(manifest: Manifest) -> dict[str, object]:
 
 
 def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
-    """Conditions in words, as a run would record them: the names of `conditions_of`, numbers as
-    numbers.
+    """Read conditions in words as a run would record them, with the names of `conditions_of`.
 
     >>> read_conditions({"target.model": "QwQ-32B", "sampling.temperature": "0.7"})
     {'target.model': 'QwQ-32B', 'sampling.temperature': 0.7}
@@ -81,8 +78,7 @@ def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
 def check_conditions(
     manifest: Manifest, recorded: Mapping[str, object], conditions: Conditions
 ) -> str:
-    """What a reader of the run should know of the scores it starts from; "" where all they depend
-    on is as it was.
+    """Return what a reader should know of the stored scores a run starts from; "" if they fit it.
 
     What the scores do not record cannot be checked, which is said as well.
 
@@ -121,7 +117,7 @@ class Abstain:
     labelled: Manifest
 
     def setting(self) -> dict[str, Setting]:
-        """What a resume must find unchanged, and results and reports read."""
+        """Return what a resume must find unchanged, and results and reports read."""
         promise = {"guarantee": self.found.guarantee, "voided_by": self.found.voided_by}
         return {"abstain": Setting({**asdict(self.found), **promise}, "setup")}
 
@@ -147,7 +143,7 @@ class Abstain:
             raise FingerprintError("the labelled run", differences, _ADVICE_TO_LABEL)
 
     def applied(self, outcome: Outcome) -> Outcome:
-        """The outcome, its answer withheld where too few votes agree."""
+        """Return the outcome, its answer withheld where too few votes agree."""
         threshold = self.found.threshold
         if outcome.answer is None or threshold is None or outcome.agreement >= threshold - 1e-9:
             return outcome
@@ -166,7 +162,7 @@ class Answered:
 
 
 def answered(problems: tuple[FinishedProblem, ...], manifest: Manifest) -> Answered | None:
-    """What a run that abstains answered; None for any other."""
+    """Return what a run that abstains answered; None for any other."""
     held = manifest.configuration.get("abstain")
     if held is None or not isinstance(held.value, dict):
         return None
@@ -180,7 +176,7 @@ def answered(problems: tuple[FinishedProblem, ...], manifest: Manifest) -> Answe
 
 
 def _settings(manifest: Manifest) -> dict[str, Json]:
-    """Everything that the law of votes depends on besides the problems."""
+    """Return everything that the distribution of votes depends on besides the problems."""
     return {name: value for name, value in manifest.decisive() if not name.startswith(_OWN)}
 
 

@@ -1,6 +1,4 @@
-"""One evaluation from dataset to result: resumable at any moment, memory bounded by what is in
-flight.
-"""
+"""One evaluation from dataset to result: resumable, its memory bounded by what is in flight."""
 
 from __future__ import annotations
 
@@ -144,7 +142,7 @@ async def _journal(
     escalations: EscalationCounter,
     left: RunLengthEstimate,
 ) -> AsyncGenerator[Journal | None, None]:
-    """The journal, what it holds applied to the state, the gate and the listeners."""
+    """Open the journal, and apply what it contains to the state, the gate and the listeners."""
     if options.directory is None:
         yield None
         return
@@ -209,9 +207,7 @@ class _Run:
         self._seen: Literal["some", "all"] = "some"  # of the dataset
 
     async def drive(self, problems: Iterable[Problem], doubt: str) -> RunResult:
-        """Everything that is left to do, and the result; a doubt about the whole run is recorded
-        once.
-        """
+        """Do everything that is left to do; a doubt about the whole run is recorded once."""
         began = anyio.current_time()
         proposed = speculated_by(self._plan.target)
         self._recorder.tell(self._begun())
@@ -252,7 +248,7 @@ class _Run:
         )
 
     def _left_over(self, problems: Iterable[Problem]) -> Iterator[Problem]:
-        """The problems that are not over, seen one by one."""
+        """Yield the problems that are not over, seen one by one."""
         for place, problem in enumerate(problems):
             if problem.id in self._places:
                 raise DatasetError(
@@ -301,8 +297,9 @@ class _Run:
         return line
 
     async def _attempt(self, problem: Problem, context: Context, scope: ProblemScope) -> Outcome:
-        """A problem whose pipeline fails is an outcome too, unless the failure would meet every
-        other.
+        """Run the pipeline on a problem.
+
+        A failure becomes the problem's outcome, unless it would meet every other problem.
         """
         try:
             outcome = await self._plan.pipeline(problem, self._plan.policy, context, scope)
@@ -347,7 +344,10 @@ class _Run:
         )
 
     async def _conclude(self, outcome: Outcome, record: ProblemRecord) -> FinishedProblem:
-        """Grade, record, wait until it is written; nothing is recorded before everything is known."""
+        """Grade and record an outcome, and wait until it is written.
+
+        Nothing is recorded before everything is known.
+        """
         graded = await anyio.to_thread.run_sync(self._grade, outcome)
         record.finished(outcome)
         for verdict in graded:
@@ -370,8 +370,9 @@ class _Run:
         return FinishedProblem.of(outcome, graded, judged=judged, escalated=escalated)
 
     def _grade(self, outcome: Outcome) -> list[Graded]:
-        """Every rollout's answer and the problem's own, each different text once; runs in a worker
-        thread.
+        """Grade every rollout's answer and the problem's, each different text once.
+
+        Runs in a worker thread.
         """
         grade = self._plan.grade
         problem = outcome.problem
@@ -431,7 +432,7 @@ class _Run:
         )
 
     def _status(self) -> tuple[RunStatus, str]:
-        """How it stands, and why it is no further."""
+        """Return the status of the run, and why it is not finished."""
         if self._seen == "all" and not self._unfinished:
             missing = self._missing
             problems = len(self._places)

@@ -49,7 +49,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Such as "2/3".
+        """Read a shard such as "2/3".
 
         >>> Shard.parse("2/3").take("abcdefgh")
         'beh'
@@ -64,7 +64,7 @@ class Shard:
         return cls(int(number), int(of))
 
     def take(self, problems: Any) -> Any:
-        """The shard's part of a sequence.
+        """Return the shard's part of a sequence.
 
         :raises OptionError: it is empty.
         """
@@ -156,7 +156,7 @@ def _part(directory: Path) -> MergedPart:
 
 
 def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
-    """Shards by their numbers, all of them there; other runs as given."""
+    """Return shards by their numbers, all of them there; other runs as given."""
     shards = [part.shard for part in parts if part.shard is not None]
     if not shards:
         return parts
@@ -191,7 +191,7 @@ def _check_same(first: MergedPart, other: MergedPart) -> None:
 
 
 def _neutral(manifest: Manifest) -> Manifest:
-    """Without what tells one part from another."""
+    """Return the manifest without what distinguishes one part from another."""
     configuration = {
         name: held for name, held in manifest.configuration.items() if name not in (SHARD, MERGED)
     }
@@ -199,7 +199,7 @@ def _neutral(manifest: Manifest) -> Manifest:
 
 
 def _interleaved(parts: Sequence[MergedPart]) -> list[Problem]:
-    """As they stood in the dataset before it was sharded."""
+    """Return the problems in their order in the dataset before it was sharded."""
     if parts[0].shard is None:
         return [problem for part in parts for problem in part.problems]
     longest = max(len(part.problems) for part in parts)
@@ -239,8 +239,9 @@ def _write(parts: Sequence[MergedPart], problems: Sequence[Problem], out: Path) 
 
 
 def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterator[Entry]:
-    """Everything every part says, one after the other; all problems are started first, in the order
-    of the dataset.
+    """Yield the entries of every part, one part after the other.
+
+    All problems are started first, in the order of the dataset.
     """
     sessions = nodes = 0
     for part in parts:
@@ -256,7 +257,7 @@ def _entries(parts: Sequence[MergedPart], problems: Sequence[Problem]) -> Iterat
 
 
 def _shifted(event: Event, sessions: int, nodes: int) -> Event:
-    """With numbers that are free in the union."""
+    """Return the event with numbers that are free in the union."""
     if isinstance(event, SessionOpened):
         return structs.replace(event, schema=SCHEMA, session=event.session + sessions)
     if isinstance(event, CallSpan):

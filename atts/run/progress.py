@@ -80,12 +80,12 @@ class ProgressSnapshot:
 
     @property
     def target_share(self) -> float:
-        """The target's part of all tokens written."""
+        """Return the target's share of all tokens written."""
         written = self.tokens["draft"] + self.tokens["target"]
         return self.tokens["target"] / written if written else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for machines."""
+        """Return plain data for machines."""
         found = asdict(
             replace(
                 self,
@@ -129,7 +129,7 @@ class Progress:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, *, loading: Sequence[str] = ()
     ) -> None:
-        """`loading` are the engines that have to be opened before anything can begin."""
+        """Count from nothing; `loading` names the engines that have to be opened first."""
         self._clock = clock
         self.warnings: list[str] = []  # what was found once the engines were open
         self._began = clock()
@@ -151,7 +151,7 @@ class Progress:
         self._done_at_start = 0.0
 
     def recalled(self, event: Event) -> None:
-        """What an earlier session did counts; how fast it did it does not."""
+        """Count what an earlier session did; how fast it did it does not count."""
         self.notify(event)
 
     def notify(self, event: Notice) -> None:
@@ -197,11 +197,11 @@ class Progress:
                 pass
 
     def over(self) -> None:
-        """Nothing more will come."""
+        """Note that nothing more will come."""
         self._state = "over"
 
     def snapshot(self) -> ProgressSnapshot:
-        """The run as it stands."""
+        """Return the counts of the run so far."""
         now = self._clock()
         begun = self._begun
         escalated, judged_chunks = self._escalations.totals
@@ -239,7 +239,7 @@ class Progress:
         )
 
     def _done(self) -> float:
-        """Problems, open ones by the share of their rollouts that ended."""
+        """Return how many problems are done, open ones by the share of their rollouts that ended."""
         samples = max(1, self._begun.samples)
         return len(self._over) + sum(min(1.0, ended / samples) for ended in self._ended.values())
 
@@ -255,7 +255,7 @@ class Progress:
         return (total - self._done()) * (now - self._began) / done
 
     def _run_begun(self, event: RunBegun) -> None:
-        """Speeds and the time left are of what happens from here on."""
+        """Count speeds and the time left from here on."""
         self._begun, self._began = event, self._clock()
         self._flows = {flow: _Throughput(found.total) for flow, found in self._flows.items()}
         self._stages.clear()

@@ -96,11 +96,11 @@ class Listener(Protocol):
     """Follows a run; must not block, and what it raises ends the run."""
 
     def recalled(self, event: Event) -> None:
-        """An event of an earlier session, in order, before any of this one."""
+        """Hear an event of an earlier session, in order, before any of this one."""
         ...
 
     def notify(self, event: Notice) -> None:
-        """An event the moment it happens."""
+        """Hear an event the moment it happens."""
         ...
 
 
@@ -119,22 +119,22 @@ class EscalationCounter:
         self._counts[decision.question] = handed + escalated, of + 1
 
     def of(self, problem: str) -> tuple[int, int]:
-        """How many of how many of this problem's."""
+        """Return how many of this problem's judged chunks were escalated, and how many were judged."""
         return self._counts.get(problem, (0, 0))
 
     def forget(self, problem: str) -> None:
-        """It is over, and has been asked about."""
+        """Drop the counts of a problem that is over."""
         self._counts.pop(problem, None)
 
     @property
     def totals(self) -> tuple[int, int]:
-        """How many of how many, of all problems not forgotten."""
+        """Return the escalated and the judged chunks of all problems not forgotten."""
         handed, of = zip(*self._counts.values(), strict=True) if self._counts else ((0,), (0,))
         return sum(handed), sum(of)
 
     @property
     def rate(self) -> Estimate:
-        """The share of chunks, clustered by problem."""
+        """Return the share of escalated chunks, clustered by problem."""
         return share_estimate(self._counts.values())
 
 
@@ -158,7 +158,7 @@ class RunLengthEstimate(RunLength):
 
     @property
     def share(self) -> float | None:
-        """All of it until a rollout has ended: how far one goes is not known before."""
+        """Return the share of decisions left: 1 until a rollout has ended."""
         if not self._reached[0] or not any(self._ended):
             return 1.0 if self._reached[0] else None
         left = to_come = 0.0  # of all rollouts, and of one that took so many
@@ -189,11 +189,11 @@ class RunLengthEstimate(RunLength):
             rollouts[decision.sample] = made
 
     def end(self, problem: str, sample: int) -> None:
-        """One of this problem's has ended."""
+        """Note that one of this problem's rollouts has ended."""
         self._ended[self._rollouts(problem).pop(sample, 0)] += 1
 
     def conclude(self, problem: str) -> None:
-        """All of this problem's have."""
+        """Note that all rollouts of this problem have ended."""
         for made in self._rollouts(problem).values():
             self._ended[made] += 1
         del self._open[problem]
@@ -267,12 +267,12 @@ class Recorder:
         return self.record(event, observed)
 
     def tell(self, event: Notice) -> None:
-        """Tell the listeners of something that the journal does not keep."""
+        """Report to the listeners what the journal does not keep."""
         for tell in self._tells:
             tell(event)
 
     def on_graph(self, event: object) -> None:
-        """The sink of the task graph."""
+        """Receive the events of the task graph."""
         if isinstance(event, RolloutSpan):
             self._left.end(event.problem, event.sample)
         if isinstance(event, Event):
@@ -280,7 +280,7 @@ class Recorder:
 
 
 async def _nothing_to_save() -> None:
-    """Without a journal."""
+    """Return at once: there is no journal."""
 
 
 class ProblemRecord:
@@ -338,8 +338,8 @@ class ProblemRecord:
             )
 
     def _tell_again(self, rollout: Rollout, end: int) -> None:
-        """Turns before `end` that an earlier session got past, tried anew and so replaced: here
-        that did not happen.
+        """Record the turns before `end` that replace recorded turns which did not happen in this
+        session.
         """
         left = self._recalled.pop(rollout.sample, ())
         for turn in rollout.turns[min((turn.index for turn in left), default=end) : end]:
@@ -351,8 +351,7 @@ class ProblemRecord:
 
 
 def _timeless(turn: Turn) -> str:
-    """All of a turn but the place of its decision in the order of asking, and what an older journal
-    did not say of it.
+    """Return all of a turn as text but the issue number and the origin of its decision.
 
     As text, because a rate may be nan.
     """
@@ -401,7 +400,7 @@ class RecordedGate:
         self._alarms = alarms
 
     def preview(self, features: Features) -> Decision:
-        """As the gate, or as recorded; see `atts.pipelines.Gate`."""
+        """Return the recorded preview, or the gate's; see `atts.pipelines.Gate`."""
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
             return calls.popleft().decision
@@ -420,7 +419,7 @@ class RecordedGate:
         return decision
 
     def decide(self, features: Features, score: float) -> Decision:
-        """As the gate, or as recorded; see `atts.pipelines.Gate`."""
+        """Return the recorded decision, or the gate's; see `atts.pipelines.Gate`."""
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided):
             return calls.popleft().decision
@@ -429,7 +428,7 @@ class RecordedGate:
         return decision
 
     def observe(self, decision: Decision, escalated: bool) -> None:
-        """Teach the gate, unless it was taught before; see `atts.pipelines.Gate`."""
+        """Let the gate observe, unless an earlier session did; see `atts.pipelines.Gate`."""
         calls = self._recorded.get((decision.sample, decision.turn))
         if calls and isinstance(calls[0], Observed):
             calls.popleft()
@@ -450,7 +449,7 @@ class RecordedRoundGate:
         self._recorder = steps.recorder
 
     def decide_round(self, round_: Sequence[tuple[Features, float]]) -> list[Decision]:
-        """As the gate, or as recorded, member by member."""
+        """Return the recorded decisions, or the gate's, member by member."""
         decisions: list[Decision] = []
         for (features, _), decision in zip(round_, self._gate.decide_round(round_), strict=True):
             calls = self._recorded.get((features.sample, features.turn))

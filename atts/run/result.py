@@ -40,12 +40,12 @@ class Summary:
 
     @property
     def target_share(self) -> float:
-        """The target's part of all tokens that were sampled."""
+        """Return the target's share of all tokens that were sampled."""
         total = self.usage.draft_tokens + self.usage.target_tokens
         return self.usage.target_tokens / total if total else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Strict JSON."""
+        """Return strict JSON."""
         estimates = {
             name: getattr(self, name).as_json() for name in ("answers", "samples_right", "rate")
         }
@@ -73,7 +73,9 @@ def summarise(
 
 
 def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
-    """The mean over problems of the share of right rollouts among those that ran to their end."""
+    """Return the mean over problems of the share of correct rollouts among those that ran to their
+    end.
+    """
     verdicts = [
         [one.verdict for one in problem.complete_samples if one.verdict] for problem in graded
     ]
@@ -113,7 +115,7 @@ class Missing:
         self.first = self.first or next(iter(failures), line.why)
 
     def words(self, problems: int) -> str:
-        """What is missing of so many problems, and why."""
+        """Return what is missing of so many problems, and why."""
         rollouts = f": {self.rollouts} of their rollouts failed" if self.rollouts else ""
         return f"{self.problems} of {problems} problems are not complete{rollouts}, first by {self.first}"
 
@@ -137,39 +139,41 @@ class RunResult:
 
     @cached_property
     def summary(self) -> Summary:
-        """All its numbers."""
+        """Return all numbers of the run."""
         return summarise(self.problems, self.seconds, self.truncation)
 
     @property
     def accuracy(self) -> Estimate:
-        """The share of problems whose voted answer is right, with its interval over problems."""
+        """Return the share of problems whose voted answer is correct, with its interval over
+        problems.
+        """
         return self.summary.answers
 
     @property
     def rate(self) -> Estimate:
-        """The share of judged chunks that the target continued, clustered by problem."""
+        """Return the share of judged chunks that the target continued, clustered by problem."""
         return self.summary.rate
 
     @property
     def usage(self) -> Usage:
-        """What all finished problems cost."""
+        """Return what all finished problems cost."""
         return self.summary.usage
 
     @property
     def answered(self) -> Answered | None:
-        """Of a run that abstains: the share of problems answered, how many of these wrong, and what
-        was promised.
+        """Return what a run that abstains answered, how much of it was wrong, and what was
+        promised.
         """
         return answered(self.problems, self.manifest)
 
     def to_dict(self) -> dict[str, Any]:
-        """Strict JSON: what `atts eval --json` prints, the summary and every problem."""
+        """Return strict JSON: what `atts eval --json` prints, the summary and every problem."""
         problems = [problem.as_json() for problem in self.problems]
         place = None if self.directory is None else str(self.directory)
         return {"status": self.status, "directory": place, **self.as_json(), "by_problem": problems}
 
     def as_json(self) -> dict[str, Any]:
-        """The summary, and what was promised or decided beside it."""
+        """Return the summary, with what was promised or decided."""
         compared = {} if self.comparison is None else {"comparison": self.comparison.as_json()}
         told = self.answered
         abstained = {} if told is None else {"answered": jsonable(told)}
@@ -177,7 +181,7 @@ class RunResult:
         return {**self.summary.as_json(), **compared, **abstained, **proposed}
 
     def to_pandas(self) -> Any:
-        """A data frame with one row per problem.
+        """Return a data frame with one row per problem.
 
         :raises UsageError: pandas is not installed.
         """
@@ -188,7 +192,7 @@ class RunResult:
         return pandas.DataFrame([_row(problem) for problem in self.problems])
 
     def _repr_html_(self) -> str:
-        """A notebook's view: the numbers with their intervals."""
+        """Return a notebook's view: the numbers with their intervals."""
         summary = self.summary
         rows = [
             ("status", f"{self.status}{f': {self.why}' if self.why else ''}"),
@@ -210,15 +214,16 @@ class RunResult:
 
     @property
     def truncation(self) -> Truncation:
-        """The rollouts that a limit cut before they could answer; its `warning` is "" unless they
-        are many.
+        """Return how many rollouts a limit cut before they could answer.
+
+        Its `warning` is "" unless they are many.
         """
         return truncation(self.problems, self.manifest)
 
     @property
     def exit_code(self) -> int:
-        """0; 130 for a run that was asked to end, 3 for one of which something failed: both can be
-        resumed.
+        """Return the exit code: 0, or 130 for a run that was asked to end, or 3 where something
+        failed.
 
         5 for one that is over and was to be told apart from another, but could not be.
         """
@@ -233,8 +238,7 @@ class RunResult:
         return INTERRUPTED if self.status == "interrupted" else 0
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Every finished problem whole, in the order of finishing; read from the journal as they
-        are asked for.
+        """Yield every finished problem whole, in the order of finishing, read from the journal.
 
         :raises JournalError: it cannot be read.
         """
@@ -245,7 +249,7 @@ class RunResult:
 
 
 def _row(problem: FinishedProblem) -> dict[str, Any]:
-    """One problem in flat columns."""
+    """Return one problem in flat columns."""
     plain = problem.as_json()
     counted = {
         "samples": len(problem.samples),

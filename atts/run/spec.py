@@ -43,7 +43,7 @@ class Pipeline(Protocol):
     async def __call__(
         self, problem: Problem, policy: Policy, context: Context, scope: ProblemScope, /
     ) -> Outcome:
-        """The outcome of everything that happened.
+        """Return the outcome of everything that happened.
 
         :raises ATTSError: what ends the run; anything else ends this problem alone.
         """
@@ -55,12 +55,12 @@ class Judgement(Protocol):
 
     @property
     def status(self) -> Literal["equal", "different", "unscored"]:
-        """Whether the answer is the reference."""
+        """Return whether the answer equals the reference."""
         ...
 
     @property
     def rule(self) -> str:
-        """What decided."""
+        """Return the rule that decided."""
         ...
 
 
@@ -69,7 +69,7 @@ Grade = Callable[[str, Problem], Judgement]
 
 
 def _nothing_kept(problem: str) -> None:
-    """For gates that keep nothing of a problem."""
+    """Do nothing, for gates that keep nothing of a problem."""
 
 
 _WORDS: Mapping[str, VerdictStatus] = {
@@ -80,7 +80,7 @@ _WORDS: Mapping[str, VerdictStatus] = {
 
 
 def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStatus, str]:
-    """What a grader says, in the journal's words; one that fails has not said "wrong"."""
+    """Return a grader's verdict in the journal's words; a grader that fails has not said "wrong"."""
     try:
         said = grade(answer, problem)
     except Exception as error:  # noqa: BLE001 - whatever it is, it says nothing about the answer
@@ -150,8 +150,9 @@ class RunSpec:
             )
 
     def resolved(self) -> RunSpec:
-        """The plan for what the open engines hold: lengths that nothing sets are no longer than
-        their contexts.
+        """Return the spec for the open engines.
+
+        Lengths that nothing sets are no longer than the engines' contexts.
         """
         if self.policy_for_context is None:
             return self
@@ -164,7 +165,7 @@ class RunSpec:
         return {"draft": self.draft.spec, "target": self.target.spec}
 
     def flag_out_of_domain(self, outcome: Outcome) -> Outcome:
-        """With what the scores of its chunks say, if they are unlike stored ones."""
+        """Return the outcome with a warning if the scores of its chunks are unlike the stored ones."""
         if self.domain is None:
             return outcome
         turns = (turn for rollout in outcome.rollouts for turn in rollout.turns)
@@ -174,7 +175,7 @@ class RunSpec:
         )
 
     def manifest(self, problems: Iterable[Problem], dataset: str | None) -> Manifest:
-        """What a resume must find unchanged; the engines must be open.
+        """Return what a resume must find unchanged; the engines must be open.
 
         `dataset` is the digest of problems that stream in; a sequence's is computed.
 
@@ -214,7 +215,7 @@ class RunSpec:
 
 
 def _probed(role: str, spec: EngineSpec) -> dict[str, Setting]:
-    """What a probe saw of an engine, in words."""
+    """Return what a probe saw of an engine, in words."""
     return {f"{role}.{name}": Setting(seen, "probe") for name, seen in spec.findings}
 
 

@@ -39,7 +39,7 @@ class Stop:
 
     @contextmanager
     def counted(self) -> Generator[None, None, None]:
-        """Something that is finished rather than cut when the run is asked to end."""
+        """Count something that is finished rather than cut when the run is asked to end."""
         self.calls += 1
         try:
             yield
@@ -56,7 +56,7 @@ class Stop:
             await self._changed.wait()
 
     def report(self) -> None:
-        """Have `finished` look again."""
+        """Let `finished` look again."""
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -137,13 +137,13 @@ class SequentialComparison:
         return True
 
     def end(self, line: FinishedProblem) -> None:
-        """A problem is over for good."""
+        """Note that a problem is over for good."""
         if self._rule is not None:
             self._over[line.problem] = None if line.verdict is None else float(line.is_correct)
             self._look(self._rule)
 
     def tell(self) -> str:
-        """What came of it, in words and once in the journal; "" where nothing is compared."""
+        """Return the comparison in words, and record it once; "" where nothing is compared."""
         if self._rule is None:
             return ""
         words = (

@@ -84,11 +84,11 @@ def _innermost(gate: Gate | RoundGate) -> Gate | RoundGate:
 
 def _check_judge(policy: Policy, target: EngineSpec) -> None:
     can = target.capabilities
-    seen = dict(target.findings)
+    findings = dict(target.findings)
     if "score" in can or (policy.verification == "rating" and "rate" in can):
         return
-    told = seen.get("scores") or seen.get("rating") or ""
-    reason = f" (its probe said {told!r})" if told.startswith("no") else ""
+    finding = findings.get("scores") or findings.get("rating") or ""
+    reason = f" (its probe said {finding!r})" if finding.startswith("no") else ""
     if policy.verification == "rating":
         problem = f"{target.engine} can neither score nor rate, and the method has the target rate every chunk{reason}"
         raise UnsupportedByEngine(

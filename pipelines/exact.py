@@ -51,7 +51,9 @@ def _earlier_writer(builder: RolloutBuilder) -> Role | None:
 
 
 async def _written_by(builder: RolloutBuilder, writer: Role) -> Chunk:
-    return await (_checked(builder) if writer == "draft" else builder.write("target", ()))
+    if writer == "draft":
+        return await _checked(builder)
+    return await builder.write("target")
 
 
 async def _checked(builder: RolloutBuilder) -> Chunk:

@@ -103,9 +103,9 @@ class ConformalGate:
 
     def decide(self, features: Features, score: float) -> Decision:
         """Decide as the calibrator does."""
-        place = (features.question, features.turn, features.sample, features.issue)
+        chunk = (features.question, features.turn, features.sample, features.issue)
         return self.calibrator.decide(
-            score, *place, left=features.left, length=features.tokens or None
+            score, *chunk, left=features.left, length=features.tokens or None
         )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
@@ -266,20 +266,15 @@ class TopGate:
         want = self.rate * len(round_) + self._carry.get(question, 0.0)
         count = max(0, min(len(round_), math.floor(want + 0.5)))
         self._carry[question] = want - count
-        worst_first = sorted(
-            range(len(round_)),
-            key=lambda i: -math.inf if math.isnan(round_[i][1]) else -round_[i][1],
-        )
-        over = set(worst_first[:count])
-        return [
-            f.decision(
-                "escalate" if i in over else "accept",
-                self.rate,
-                f"rank in a round of {len(round_)}",
-                score=score,
-            )
-            for i, (f, score) in enumerate(round_)
-        ]
+        badness = [math.inf if math.isnan(score) else score for _, score in round_]
+        worst_first = sorted(range(len(round_)), key=lambda member: -badness[member])
+        escalated = set(worst_first[:count])
+        why = f"rank in a round of {len(round_)}"
+        decisions: list[Decision] = []
+        for member, (features, score) in enumerate(round_):
+            action: Action = "escalate" if member in escalated else "accept"
+            decisions.append(features.decision(action, self.rate, why, score=score))
+        return decisions
 
     def forget(self, question: str) -> None:
         """Carry nothing of this question any further."""

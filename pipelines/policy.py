@@ -216,15 +216,15 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, floor in _LEAST.items():
-            if (value := getattr(self, name)) is not None and value < floor:
+            value = getattr(self, name)
+            if value is not None and value < floor:
                 raise OptionError(name, f"{value} is below {floor}")
         if min(self.bounds()[2:4]) < 1:
             raise OptionError("chunk tokens", "a chunk must be allowed at least 1 token")
         for name, kinds in _CHOICES.items():
-            if getattr(self, name) not in kinds:
-                raise OptionError(
-                    name, f"unknown value {getattr(self, name)!r}", kinds, getattr(self, name)
-                )
+            value = getattr(self, name)
+            if value not in kinds:
+                raise OptionError(name, f"unknown value {value!r}", kinds, value)
         if self.exact and self.drafter != "target":
             raise OptionError(
                 "exact", "the draft's own text needs no draft ahead of it; set drafter to target"
@@ -236,8 +236,9 @@ class Policy:
                 "growth", f"{self.growth} would never come to the next wave; give more than 1"
             )
         for name in ("confidence", "agreement"):
-            if not 0 < getattr(self, name) <= 1:
-                raise OptionError(name, f"{getattr(self, name)} is outside (0, 1]")
+            value = getattr(self, name)
+            if not 0 < value <= 1:
+                raise OptionError(name, f"{value} is outside (0, 1]")
 
     @property
     def waves(self) -> tuple[range, ...]:
@@ -248,24 +249,24 @@ class Policy:
         """
         ends = [min(self.first_wave or self.samples, self.samples)]
         while ends[-1] < self.samples:
-            ends.append(
-                self.samples
-                if math.isinf(self.growth)
-                else min(self.samples, math.ceil(ends[-1] * self.growth))
-            )
-        return tuple(range(begin, end) for begin, end in zip([0, *ends], ends, strict=False))
+            if math.isinf(self.growth):
+                ends.append(self.samples)
+            else:
+                ends.append(min(self.samples, math.ceil(ends[-1] * self.growth)))
+        begins = [0, *ends[:-1]]
+        return tuple(range(begin, end) for begin, end in zip(begins, ends, strict=True))
 
     def of(self, sample: int) -> Policy:
         """Return the policy of one rollout: later waves may have another writer."""
-        return (
-            replace(self, drafter="target")
-            if self.later == "target" and sample >= self.waves[0].stop
-            else self
-        )
+        if self.later == "target" and sample >= self.waves[0].stop:
+            return replace(self, drafter="target")
+        return self
 
     def sampling_of(self, role: Role) -> Sampling:
         """Return how that model's tokens are drawn."""
-        return self.target_sampling or self.sampling if role == "target" else self.sampling
+        if role == "target" and self.target_sampling is not None:
+            return self.target_sampling
+        return self.sampling
 
     def bounds(self, budget: Budget = SMALL) -> Bounds:
         """Return every length, those left open as these models need them; more tokens make more
@@ -274,17 +275,16 @@ class Policy:
         >>> Policy().bounds()[:2], Policy(max_tokens=2048).bounds()[:2], Policy(turns=4).bounds()[:2]
         ((512, 15), (2048, 59), (512, 4))
         """
-        own = self.chunking
+        chunking = self.chunking
         tokens = budget.max_tokens if self.max_tokens is None else self.max_tokens
-        draft = budget.chunk_tokens if own.draft_tokens is None else own.draft_tokens
-        target = budget.chunk_tokens if own.target_tokens is None else own.target_tokens
-        stop = budget.stop if own.stop is None else own.stop
-        brings = min(draft, target, _STEP_TOKENS) if stop else _FULL * min(draft, target)
-        turns = (
-            max(_LEAST_TURNS, math.ceil(tokens / max(1.0, brings)))
-            if self.turns is None
-            else self.turns
-        )
+        draft = budget.chunk_tokens if chunking.draft_tokens is None else chunking.draft_tokens
+        target = budget.chunk_tokens if chunking.target_tokens is None else chunking.target_tokens
+        stop = budget.stop if chunking.stop is None else chunking.stop
+        turns = self.turns
+        if turns is None:
+            chunk = min(draft, target)
+            expected = min(chunk, _STEP_TOKENS) if stop else _FULL * chunk
+            turns = max(_LEAST_TURNS, math.ceil(tokens / max(1.0, expected)))
         return Bounds(tokens, turns, draft, target, stop)
 
     def filled(self, budget: Budget = SMALL) -> Policy:

@@ -82,11 +82,14 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
         # an end token's own log-probability may be one more, never one less
         if len(chunk.logprobs) < len(logprobs):
             return math.nan
-        logprobs = [theirs - own for theirs, own in zip(logprobs, chunk.logprobs, strict=False)]
+        pairs = zip(logprobs, chunk.logprobs, strict=False)
+        logprobs = [target - author for target, author in pairs]
     return float(f"{rule(logprobs, chunk.text):.5g}")
 
 
-def first_rejected_token(theirs: Sequence[float], own: Sequence[float], nats: float = 1.0) -> int:
+def first_rejected_token(
+    target: Sequence[float], author: Sequence[float], nats: float = 1.0
+) -> int:
     """Return the first token that the target finds less likely than its author by `nats`.
 
     Where there is none, return the one that it finds less likely by most.
@@ -97,12 +100,13 @@ def first_rejected_token(theirs: Sequence[float], own: Sequence[float], nats: fl
     >>> first_rejected_token([-0.1, -0.2, -9.0, -12.0], [-0.1, -0.1, -0.3, -0.1])
     2
     """
-    if not theirs or len(own) < len(theirs):
+    if not target or len(author) < len(target):
         return 0
-    drops = [mine - other for other, mine in zip(theirs, own, strict=False)]
-    return next(
-        (place for place, drop in enumerate(drops) if not drop < nats), drops.index(max(drops))
-    )
+    drops = [before - now for now, before in zip(target, author, strict=False)]
+    for position, drop in enumerate(drops):
+        if not drop < nats:  # nan is a rejection
+            return position
+    return drops.index(max(drops))
 
 
 def evidence(rule: Rule, chunk: Chunk) -> float:

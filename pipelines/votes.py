@@ -77,7 +77,8 @@ def classes(answers: Sequence[str], group: Grouper) -> list[int]:
     compared.
     """
     distinct = list(dict.fromkeys(answers))
-    labels = dict(zip(distinct, group(distinct) if len(distinct) > 1 else [0], strict=False))
+    groups = group(distinct) if len(distinct) > 1 else [0] * len(distinct)
+    labels = dict(zip(distinct, groups, strict=True))
     return [labels[answer] for answer in answers]
 
 
@@ -86,13 +87,19 @@ def tally(ballots: Sequence[Ballot], group: Grouper) -> Tally:
     whose sibling.
     """
     labels = classes([ballot.answer for ballot in ballots], group)
-    found: dict[int, tuple[str, float, int]] = {}
+    answers: dict[int, str] = {}  # by class, the first one seen
+    weights: dict[int, float] = {}
+    counts: dict[int, int] = {}
     for ballot, label in zip(ballots, labels, strict=True):
-        answer, weight, count = found.get(label, (ballot.answer, 0.0, 0))
-        found[label] = (answer, weight + ballot.weight, count + 1)
-    rows = sorted(found.values(), key=lambda row: -row[1])
+        answers.setdefault(label, ballot.answer)
+        weights[label] = weights.get(label, 0.0) + ballot.weight
+        counts[label] = counts.get(label, 0) + 1
+    # sorting is stable: ties go to the class seen first
+    heaviest_first = sorted(answers, key=lambda label: -weights[label])
     return Tally(
-        tuple(row[0] for row in rows), tuple(row[1] for row in rows), tuple(row[2] for row in rows)
+        tuple(answers[label] for label in heaviest_first),
+        tuple(weights[label] for label in heaviest_first),
+        tuple(counts[label] for label in heaviest_first),
     )
 
 

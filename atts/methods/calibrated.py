@@ -60,11 +60,11 @@ def warming_gate(
     :raises OptionError: fewer than one score, or an unknown `meanwhile`.
     """
 
-    def make(found: Sequence[WarmScore]) -> ConformalGate:
+    def make(warmup: Sequence[WarmScore]) -> ConformalGate:
         stored = StoredScores(
-            tuple(one.score for one in found),
-            tuple(one.question for one in found),
-            tuple(one.turn for one in found),
+            tuple(one.score for one in warmup),
+            tuple(one.question for one in warmup),
+            tuple(one.turn for one in warmup),
         )
         return ConformalGate(Calibrator(rate, mode, stored=stored, seed=seed, tuning=tuning))
 
@@ -260,7 +260,7 @@ class SkippingGate(ConformalGate):
 
         Rollouts that failed leave such chunks.
         """
-        self._asked = {place: row for place, row in self._asked.items() if place[0] != question}
+        self._asked = {chunk: row for chunk, row in self._asked.items() if chunk[0] != question}
         super().forget(question)
 
     def _teaches(self, features: Features) -> bool:

@@ -93,10 +93,10 @@ def preset(name: str) -> Preset:
 
     :raises OptionError: there is none.
     """
-    found = next((row for row in PRESETS if row.name == name), None)
-    if found is None:
-        raise OptionError("method", f"unknown method {name!r}", [row.name for row in PRESETS], name)
-    return found
+    for row in PRESETS:
+        if row.name == name:
+            return row
+    raise OptionError("method", f"unknown method {name!r}", [row.name for row in PRESETS], name)
 
 
 def _conformal(inputs: GateInputs) -> Gate:

@@ -32,24 +32,21 @@ _ADVICE = (
 
 def conditions_of(manifest: Manifest) -> dict[str, object]:
     """Return what a run's scores depend on besides the problems: models, sampling, how text is cut."""
-    found: dict[str, object] = {
-        f"{role}.{name}": value
-        for role, spec in manifest.engines.items()
-        for name, value in spec.items()
-        if name in _SPEC or name.startswith("probe.")
-    }
-    held = manifest.configuration.get("policy")
-    policy: Mapping[str, Any] = (
-        held.value if held is not None and isinstance(held.value, Mapping) else {}
-    )
+    conditions: dict[str, object] = {}
+    for role, spec in manifest.engines.items():
+        for name, value in spec.items():
+            if name in _SPEC or name.startswith("probe."):
+                conditions[f"{role}.{name}"] = value
+    setting = manifest.configuration.get("policy")
+    policy: Mapping[str, Any] = {}
+    if setting is not None and isinstance(setting.value, Mapping):
+        policy = setting.value
     for name in _POLICY:
         part = policy.get(name)
         if isinstance(part, Mapping):
-            found |= {
-                f"{name}.{key}": list(value) if isinstance(value, tuple) else value
-                for key, value in part.items()
-            }
-    return found
+            for key, value in part.items():
+                conditions[f"{name}.{key}"] = list(value) if isinstance(value, tuple) else value
+    return conditions
 
 
 def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
@@ -62,17 +59,17 @@ def read_conditions(given: Mapping[str, str]) -> dict[str, object]:
     """
     of_models = [f"{role}.{name}" for role in get_args(Role) for name in _SPEC]
     of_policy = [f"{part}.{field.name}" for part, kind in _POLICY.items() for field in fields(kind)]
-    found = dict[str, object]()
+    conditions = dict[str, object]()
     for name, text in given.items():
         if name not in of_models + of_policy and name.partition(".")[2][:6] != "probe.":
             raise OptionError(
                 "condition", f"no run records {name!r}", [*of_models, *of_policy], name
             )
-        found[name] = text
+        conditions[name] = text
         if name in of_policy:
             with suppress(ValueError):
-                found[name] = from_json(text)
-    return found
+                conditions[name] = from_json(text)
+    return conditions
 
 
 def check_conditions(
@@ -163,15 +160,15 @@ class Answered:
 
 def answered(problems: tuple[FinishedProblem, ...], manifest: Manifest) -> Answered | None:
     """Return what a run that abstains answered; None for any other."""
-    held = manifest.configuration.get("abstain")
-    if held is None or not isinstance(held.value, dict):
+    setting = manifest.configuration.get("abstain")
+    if setting is None or not isinstance(setting.value, dict):
         return None
     given = [one for one in problems if one.answer is not None]
     return Answered(
         share_estimate((one.answer is not None, 1) for one in problems),
         share_estimate((not one.is_correct, 1) for one in given if one.verdict is not None),
-        str(held.value["guarantee"]),
-        str(held.value["voided_by"]),
+        str(setting.value["guarantee"]),
+        str(setting.value["voided_by"]),
     )
 
 

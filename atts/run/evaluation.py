@@ -197,7 +197,7 @@ class _Run:
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
         self._draft_length = DraftLength()
         self._writers = WriterChoice()
-        self._places: dict[str, int] = {}  # of the problems in the dataset
+        self._positions: dict[str, int] = {}  # of the problems in the dataset
         self._lines: dict[str, FinishedProblem] = {}
         self._kept: list[Outcome] = []
         self._unfinished = 0
@@ -212,10 +212,12 @@ class _Run:
         proposed = speculated_by(self._plan.target)
         self._recorder.tell(self._begun())
         if not self._state.sessions:
-            told = [("conditions", doubt)] * bool(doubt) + [
-                ("budget", text) for text in self._plan.warnings
-            ]
-            for code, text in (*told, *engine_warnings(self._plan, self._manifest.problems or 1)):
+            warnings: list[tuple[str, str]] = []
+            if doubt:
+                warnings.append(("conditions", doubt))
+            warnings.extend(("budget", text) for text in self._plan.warnings)
+            warnings.extend(engine_warnings(self._plan, self._manifest.problems or 1))
+            for code, text in warnings:
                 self._recorder.record(Warned(code, text))
         for name, problem in self._state.finished.items():
             self._keep(name, problem)
@@ -249,12 +251,12 @@ class _Run:
 
     def _left_over(self, problems: Iterable[Problem]) -> Iterator[Problem]:
         """Yield the problems that are not over, seen one by one."""
-        for place, problem in enumerate(problems):
-            if problem.id in self._places:
+        for position, problem in enumerate(problems):
+            if problem.id in self._positions:
                 raise DatasetError(
                     problem.source or "given", f"two problems have the id {problem.id!r}"
                 )
-            self._places[problem.id] = place
+            self._positions[problem.id] = position
             is_left = not self._state.is_over(problem.id) or self._plan.recall == "recorded"
             if self._comparing.needs(problem.id) and is_left:
                 self._unfinished += 1
@@ -415,14 +417,15 @@ class _Run:
 
     def _result(self, seconds: float) -> RunResult:
         lines = sorted(
-            self._lines.values(), key=lambda line: self._places.get(line.problem, len(self._places))
+            self._lines.values(),
+            key=lambda line: self._positions.get(line.problem, len(self._positions)),
         )
         status, why = self._status()
         is_over = status not in ("interrupted", "stopped")
         return RunResult(
             status,
             tuple(lines),
-            replace(self._manifest, problems=len(self._places)) if is_over else self._manifest,
+            replace(self._manifest, problems=len(self._positions)) if is_over else self._manifest,
             seconds=self._state.seconds + (seconds if self._taken else 0.0),
             sessions=self._state.sessions + 1,
             directory=self._options.directory,
@@ -435,7 +438,7 @@ class _Run:
         """Return the status of the run, and why it is not finished."""
         if self._seen == "all" and not self._unfinished:
             missing = self._missing
-            problems = len(self._places)
+            problems = len(self._positions)
             if not missing.problems:
                 words = self._comparing.tell()
                 return ("decided", words) if self._comparing.spared else ("finished", "")

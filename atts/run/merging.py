@@ -68,11 +68,12 @@ class Shard:
 
         :raises OptionError: it is empty.
         """
-        if part := problems[self.number - 1 :: self.of]:
-            return part
-        raise OptionError(
-            "shard", f"{self} of {len(problems)} problems is empty; take fewer shards"
-        )
+        part = problems[self.number - 1 :: self.of]
+        if not part:
+            raise OptionError(
+                "shard", f"{self} of {len(problems)} problems is empty; take fewer shards"
+            )
+        return part
 
     def __str__(self) -> str:
         return f"{self.number}/{self.of}"
@@ -117,9 +118,9 @@ def merge(directories: Sequence[Path], out: Path) -> Merged:
     for part in parts[1:]:
         _check_same(parts[0], part)
     problems = _interleaved(parts)
-    if twice := [
-        name for name, count in Counter(problem.id for problem in problems).items() if count > 1
-    ]:
+    counts = Counter(problem.id for problem in problems)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
         raise UsageError(
             f"the problem {min(twice)!r} is in two of these runs; their problems must differ"
         )
@@ -166,10 +167,12 @@ def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
             "these are not shards of one evaluation: " + ", ".join(_named(part) for part in parts)
         )
     numbers = [shard.number for shard in shards]
-    if twice := {number for number in numbers if numbers.count(number) > 1}:
-        raise UsageError(f"shard {min(twice)}/{counts.pop()} is there twice")
     (count,) = counts
-    if missing := sorted(set(range(1, count + 1)) - set(numbers)):
+    twice = {number for number in numbers if numbers.count(number) > 1}
+    if twice:
+        raise UsageError(f"shard {min(twice)}/{count} is there twice")
+    missing = sorted(set(range(1, count + 1)) - set(numbers))
+    if missing:
         raise UsageError(
             f"shard {missing[0]}/{count} is missing; name the directories of all {count}"
         )
@@ -177,7 +180,8 @@ def _ordered(parts: list[MergedPart]) -> list[MergedPart]:
 
 
 def _named(part: MergedPart) -> str:
-    return f"{part.run.directory} ({f'shard {part.shard}' if part.shard else 'no shard'})"
+    shard = f"shard {part.shard}" if part.shard else "no shard"
+    return f"{part.run.directory} ({shard})"
 
 
 def _check_same(first: MergedPart, other: MergedPart) -> None:

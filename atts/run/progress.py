@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +87,7 @@ class ProgressSnapshot:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for machines."""
-        found = asdict(
+        plain = asdict(
             replace(
                 self,
                 stages=dict(self.stages),
@@ -97,7 +98,7 @@ class ProgressSnapshot:
         )
         rates = {"rate": self.rate.as_json(), "accuracy": self.accuracy.as_json()}
         directory = None if self.directory is None else str(self.directory)
-        return {**found, **rates, "directory": directory, "target_share": self.target_share}
+        return {**plain, **rates, "directory": directory, "target_share": self.target_share}
 
 
 @dataclass(slots=True)
@@ -225,9 +226,9 @@ class Progress:
             nominal=self._nominal,
             accuracy=accuracy_estimate(verdicts),
             graded=len(verdicts),
-            tokens={flow: found.total for flow, found in self._flows.items()},
+            tokens={flow: tokens.total for flow, tokens in self._flows.items()},
             speeds={
-                flow: found.per_second(now, self._began) for flow, found in self._flows.items()
+                flow: tokens.per_second(now, self._began) for flow, tokens in self._flows.items()
             },
             models={"draft": begun.draft, "target": begun.target},
             seconds=begun.seconds + now - self._began,
@@ -256,8 +257,9 @@ class Progress:
 
     def _run_begun(self, event: RunBegun) -> None:
         """Count speeds and the time left from here on."""
-        self._begun, self._began = event, self._clock()
-        self._flows = {flow: _Throughput(found.total) for flow, found in self._flows.items()}
+        self._begun = event
+        self._began = self._clock()
+        self._flows = {flow: _Throughput(tokens.total) for flow, tokens in self._flows.items()}
         self._stages.clear()
         self._ended.clear()  # open problems are lived through again
         self._open |= self._incomplete  # and so are these
@@ -274,7 +276,7 @@ class Progress:
             self._stages[rollout] = "wait"
 
     def _decided(self, event: Decided | Observed) -> None:
-        if isinstance(event, Decided) and event.decision.rate == event.decision.rate:  # not nan
+        if isinstance(event, Decided) and not math.isnan(event.decision.rate):
             self._nominal = event.decision.rate
         for decision, is_escalated in judged(event):
             self._escalations.count(decision, is_escalated)
@@ -296,4 +298,7 @@ class Progress:
         self._ended.pop(event.problem, None)
         self._over[event.problem] = len(event.samples)
         is_complete = event.status != "failed" and not self._lost.get(event.problem)
-        (self._incomplete.discard if is_complete else self._incomplete.add)(event.problem)
+        if is_complete:
+            self._incomplete.discard(event.problem)
+        else:
+            self._incomplete.add(event.problem)

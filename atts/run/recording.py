@@ -115,8 +115,8 @@ class EscalationCounter:
 
     def count(self, decision: Decision, escalated: bool) -> None:
         """Count a chunk that was judged, and what was really done with it."""
-        handed, of = self._counts.get(decision.question, (0, 0))
-        self._counts[decision.question] = handed + escalated, of + 1
+        num_escalated, num_judged = self._counts.get(decision.question, (0, 0))
+        self._counts[decision.question] = (num_escalated + escalated, num_judged + 1)
 
     def of(self, problem: str) -> tuple[int, int]:
         """Return how many of this problem's judged chunks were escalated, and how many were judged."""
@@ -129,8 +129,9 @@ class EscalationCounter:
     @property
     def totals(self) -> tuple[int, int]:
         """Return the escalated and the judged chunks of all problems not forgotten."""
-        handed, of = zip(*self._counts.values(), strict=True) if self._counts else ((0,), (0,))
-        return sum(handed), sum(of)
+        num_escalated = sum(escalated for escalated, _ in self._counts.values())
+        num_judged = sum(judged for _, judged in self._counts.values())
+        return num_escalated, num_judged
 
     @property
     def rate(self) -> Estimate:
@@ -228,10 +229,10 @@ class Recorder:
 
         :raises StorageError: the disk refuses.
         """
-        held = self._decided
+        waiting = self._decided
         self._decided = None
-        if held is not None:
-            self.record(held)
+        if waiting is not None:
+            self.record(waiting)
         if self._journal is not None:
             self._journal.record(event, second)
         for tell in self._tells:
@@ -241,10 +242,10 @@ class Recorder:
 
     def decided(self, event: Decided) -> None:
         """Note a decision, as soon as it is known what was done with it or anything else is noted."""
-        held = self._decided
+        waiting = self._decided
         self._decided = None
-        if held is not None:
-            self.record(held)
+        if waiting is not None:
+            self.record(waiting)
         if event.decision.action != "verify":  # which only asks for a score
             self._left.count(event.decision)
         # its gate is not told what was done with it: its own word counts
@@ -341,8 +342,9 @@ class ProblemRecord:
         """Record the turns before `end` that replace recorded turns which did not happen in this
         session.
         """
-        left = self._recalled.pop(rollout.sample, ())
-        for turn in rollout.turns[min((turn.index for turn in left), default=end) : end]:
+        replaced = self._recalled.pop(rollout.sample, ())
+        begin = min((turn.index for turn in replaced), default=end)
+        for turn in rollout.turns[begin:end]:
             self._recorder.record(TurnFinished(self._problem, rollout.sample, turn))
 
     def _start(self, rollout: Rollout) -> None:

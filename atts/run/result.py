@@ -76,19 +76,21 @@ def _of_samples(graded: Sequence[FinishedProblem]) -> Estimate:
     """Return the mean over problems of the share of correct rollouts among those that ran to their
     end.
     """
-    verdicts = [
-        [one.verdict for one in problem.complete_samples if one.verdict] for problem in graded
-    ]
+    verdicts: list[list[str]] = []  # of each problem
+    for problem in graded:
+        verdicts.append([one.verdict for one in problem.complete_samples if one.verdict])
     n = sum(map(len, verdicts))
-    unscored = sum(found.count("unscored") for found in verdicts)
+    unscored = sum(of_problem.count("unscored") for of_problem in verdicts)
 
-    def right(*counted: str) -> Estimate:
-        shares = [
-            sum(verdict in counted for verdict in found) / len(found) for found in verdicts if found
-        ]
+    def share(*counted: str) -> Estimate:
+        shares: list[float] = []
+        for of_problem in verdicts:
+            if of_problem:
+                correct = sum(verdict in counted for verdict in of_problem)
+                shares.append(correct / len(of_problem))
         return mean_estimate(shares, n)
 
-    return right("correct").with_best_case(right("correct", "unscored"), unscored)
+    return share("correct").with_best_case(share("correct", "unscored"), unscored)
 
 
 RunStatus = Literal["finished", "decided", "interrupted", "stopped", "incomplete", "failed"]
@@ -169,16 +171,24 @@ class RunResult:
     def to_dict(self) -> dict[str, Any]:
         """Return strict JSON: what `atts eval --json` prints, the summary and every problem."""
         problems = [problem.as_json() for problem in self.problems]
-        place = None if self.directory is None else str(self.directory)
-        return {"status": self.status, "directory": place, **self.as_json(), "by_problem": problems}
+        directory = None if self.directory is None else str(self.directory)
+        return {
+            "status": self.status,
+            "directory": directory,
+            **self.as_json(),
+            "by_problem": problems,
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary, with what was promised or decided."""
-        compared = {} if self.comparison is None else {"comparison": self.comparison.as_json()}
-        told = self.answered
-        abstained = {} if told is None else {"answered": jsonable(told)}
-        proposed = {} if self.speculated is None else {"speculated": jsonable(self.speculated)}
-        return {**self.summary.as_json(), **compared, **abstained, **proposed}
+        plain = self.summary.as_json()
+        if self.comparison is not None:
+            plain["comparison"] = self.comparison.as_json()
+        if self.answered is not None:
+            plain["answered"] = jsonable(self.answered)
+        if self.speculated is not None:
+            plain["speculated"] = jsonable(self.speculated)
+        return plain
 
     def to_pandas(self) -> Any:
         """Return a data frame with one row per problem.
@@ -195,7 +205,7 @@ class RunResult:
         """Return a notebook's view: the numbers with their intervals."""
         summary = self.summary
         rows = [
-            ("status", f"{self.status}{f': {self.why}' if self.why else ''}"),
+            ("status", f"{self.status}: {self.why}" if self.why else self.status),
             ("problems", f"{summary.problems:,} with {summary.samples:,} rollouts"),
             ("answers right", str(summary.answers)),
             ("chunks handed over", str(summary.rate)),

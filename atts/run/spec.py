@@ -82,10 +82,10 @@ _WORDS: Mapping[str, VerdictStatus] = {
 def verdict_by(grade: Grade, answer: str, problem: Problem) -> tuple[VerdictStatus, str]:
     """Return a grader's verdict in the journal's words; a grader that fails has not said "wrong"."""
     try:
-        said = grade(answer, problem)
+        judgement = grade(answer, problem)
     except Exception as error:  # noqa: BLE001 - whatever it is, it says nothing about the answer
         return "unscored", f"the grader failed: {type(error).__name__}: {error}"
-    return _WORDS[said.status], said.rule
+    return _WORDS[judgement.status], judgement.rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +189,14 @@ class RunSpec:
             count = len(problems)
             dataset = dataset or dataset_digest(problems)
         policy: dict[str, Json] = asdict(self.policy)
-        own = {
+        configuration = {
             "policy": Setting(policy, "policy"),
             "gate": Setting(type(self.gate).__name__, "gate"),
         }
         if isinstance(self.gate, GuaranteedGate):
-            own["promise"] = Setting(list(self.gate.promise), "gate")
-        own |= self.abstain.setting() if self.abstain is not None else {}
+            configuration["promise"] = Setting(list(self.gate.promise), "gate")
+        if self.abstain is not None:
+            configuration |= self.abstain.setting()
         specs = {role: spec for role, spec in self.specs.items() if role in self.roles}
         probed = dict[str, Setting]()
         for role, spec in specs.items():
@@ -204,7 +205,7 @@ class RunSpec:
             self.seed,
             dataset or "",
             count,
-            {**own, **self.configuration},
+            {**configuration, **self.configuration},
             {role: engine_identity(spec) for role, spec in specs.items()},
             created=time.time(),
             settings={**self.settings, **probed},

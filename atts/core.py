@@ -216,7 +216,6 @@ class Features:
     issue: int | None = None
     # the expected share of the run's decisions still to come; None if unknown
     left: float | None = None
-    attempt: int = 0
     tokens: int = 0
     draft_logprob: float = 0.0  # the draft's own, reduced to one number by the score rule
     has_answer: bool = False
@@ -238,15 +237,7 @@ class Features:
 
     def uniform(self, seed: int, purpose: str) -> float:
         """Return a uniform number that depends on the chunk's identity, never on the schedule."""
-        name = Seed(
-            seed,
-            self.question,
-            self.sample,
-            self.turn,
-            "gate",
-            attempt=self.attempt,
-            purpose=purpose,
-        )
+        name = Seed(seed, self.question, self.sample, self.turn, "gate", purpose=purpose)
         return float(uniforms(name, 1)[0])
 
 

@@ -311,7 +311,6 @@ class Entry:
 
 
 _KINDS: Mapping[str, type[int | float | bool]] = {
-    "attempt": int,
     "tokens": int,
     "draft_logprob": float,
     "has_answer": bool,
@@ -320,7 +319,7 @@ _KINDS: Mapping[str, type[int | float | bool]] = {
     "agrees": bool,
     "is_scored": bool,
 }
-_RARE = ("attempt", "has_answer", "answered", "agreement", "agrees", "is_scored")
+_RARE = ("has_answer", "answered", "agreement", "agrees", "is_scored")
 """Features that are 0 for most chunks; what a journal lacks is 0."""
 
 

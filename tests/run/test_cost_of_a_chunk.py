@@ -42,9 +42,9 @@ FOLDERS = {
         for name in ("calibration", "evaluators", "pipelines")
     ),
 }
-FUNCTIONS = 105
+FUNCTIONS = 107
 FILES = 23
-CALLS = 148
+CALLS = 150
 CHANGES = 84  # a call into another file than the call before
 LINES = 5
 

@@ -315,7 +315,7 @@ def _verdict(
         points.append(_rate_point(calibration))
     points.extend(("good", caveat.text) for caveat in warnings if caveat.code == COMPARED)
     worst = [caveat for caveat in warnings if caveat.standing == "bad"]
-    points.extend((caveat.standing, f"{caveat.count:,} {caveat.text}") for caveat in worst)
+    points.extend((caveat.standing, caveat.sentence) for caveat in worst)
     return RunVerdict(worst_of(points), "; ".join(text for _, text in points[:3]), tuple(points))
 
 

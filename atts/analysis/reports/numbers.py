@@ -312,6 +312,12 @@ class Caveat:
     text: str
     examples: tuple[tuple[str, int | None], ...] = ()
 
+    @property
+    def sentence(self) -> str:
+        """The count and the text, in which some texts begin with the count already."""
+        count = f"{self.count:,}"
+        return self.text if self.text.startswith(f"{count} of ") else f"{count} {self.text}"
+
 
 @dataclass(frozen=True, slots=True)
 class ProblemRow:

@@ -310,7 +310,7 @@ class Entry:
     event: Event
 
 
-_KINDS: Mapping[str, type[int | float | bool]] = {
+_FEATURES: Mapping[str, type[int | float | bool]] = {
     "tokens": int,
     "draft_logprob": float,
     "has_answer": bool,
@@ -338,8 +338,8 @@ def feature_numbers(features: Features) -> dict[str, float]:
 def recorded_features(
     question: str, turn: int, sample: int, numbers: Mapping[str, float]
 ) -> Features:
-    """The way back; what a journal lacks is as by default."""
-    held: dict[str, Any] = {
-        name: kind(numbers[name]) for name, kind in _KINDS.items() if name in numbers
+    """Return the features that `feature_numbers` made numbers of; a missing one has its default."""
+    known: dict[str, Any] = {
+        name: kind(numbers[name]) for name, kind in _FEATURES.items() if name in numbers
     }
-    return Features(question, turn, sample, left=numbers.get("left"), **held)
+    return Features(question, turn, sample, left=numbers.get("left"), **known)

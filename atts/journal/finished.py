@@ -13,17 +13,17 @@ from atts.journal.events import Graded, OutcomeStatus, VerdictStatus
 from atts.journal.manifest import Manifest
 
 SampleVerdict = VerdictStatus | Literal["spared", "lost"]
-"""What a rollout is worth. "spared": it was stopped before it could answer; "lost": it failed.
-Neither is wrong.
+"""The verdict on a rollout. A rollout that was stopped before it could answer is "spared", one that
+failed is "lost"; neither counts as wrong.
 """
 
 
 def is_censored(answer: object, finish: object) -> bool:
-    """Whether a rollout was stopped before it could answer: by a settled vote, the run's end, or
-    the loss of an engine.
+    """Return True if a rollout was stopped before it could answer.
 
-    What it would have answered is unknown. To count it as wrong would make the better method look
-    worse, so it is left out of rates of single rollouts.
+    A settled vote, the end of the run or the loss of an engine stops rollouts. What such a rollout
+    would have answered is unknown. To count it as wrong would make the better method look worse, so
+    rates of single rollouts leave it out.
 
     >>> is_censored(None, "settled"), is_censored(None, "tokens"), is_censored("7", "settled")
     (True, False, False)
@@ -45,7 +45,7 @@ class FinishedSample:
 
     @classmethod
     def of(cls, rollout: Rollout) -> FinishedSample:
-        """From the rollout, before anything was graded."""
+        """Make it from a rollout of which nothing is graded yet."""
         finish = rollout.finish or "cancelled"
         verdict: SampleVerdict | None = None
         if is_censored(rollout.answer, finish):
@@ -61,25 +61,24 @@ class FinishedSample:
 
     @property
     def is_censored(self) -> bool:
-        """Whether it was stopped before it could answer."""
+        """Return True if the rollout was stopped before it could answer."""
         return is_censored(self.answer, self.finish)
 
     @property
     def is_cut(self) -> bool:
-        """Whether a limit of tokens or turns ended it before it could answer."""
+        """Return True if a limit of tokens or turns ended the rollout before it could answer."""
         return self.answer is None and self.finish in ("tokens", "turns")
 
-    def graded(self, said: Graded) -> FinishedSample:
-        """With what a grader said, which is nothing of a rollout that was stopped."""
-        return self if self.is_censored else replace(self, verdict=said.status, rule=said.rule)
+    def graded(self, graded: Graded) -> FinishedSample:
+        """Return the rollout with its verdict; a rollout that was stopped gets none."""
+        if self.is_censored:
+            return self
+        return replace(self, verdict=graded.status, rule=graded.rule)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedProblem:
-    """One problem in brief: how it ended, what was answered, what that was worth and cost.
-
-    Whole rollouts are in its `Outcome`.
-    """
+    """One problem in brief: its status, answer, verdict and cost; whole rollouts are in `Outcome`."""
 
     problem: str
     status: OutcomeStatus
@@ -101,9 +100,9 @@ class FinishedProblem:
     def of(
         cls, outcome: Outcome, graded: Iterable[Graded] = (), *, judged: int = 0, escalated: int = 0
     ) -> FinishedProblem:
-        """From the outcome, and what the grader said of its answers."""
+        """Make it from an outcome, and the verdicts on its answers."""
         samples = tuple(map(FinishedSample.of, outcome.rollouts))
-        found = cls(
+        finished = cls(
             outcome.problem.id,
             outcome.status,
             outcome.answer,
@@ -117,74 +116,73 @@ class FinishedProblem:
             judged=judged,
             escalated=escalated,
         )
-        return found.graded(graded)
+        return finished.graded(graded)
 
     def graded(self, verdicts: Iterable[Graded]) -> FinishedProblem:
-        """With what a grader said; of several verdicts on one answer the last counts."""
-        of = {verdict.sample: verdict for verdict in verdicts}
+        """Return the problem with verdicts; of several on one answer the last counts."""
+        by_sample = {verdict.sample: verdict for verdict in verdicts}
         samples = tuple(
-            one.graded(of[one.sample]) if one.sample in of else one for one in self.samples
+            one.graded(by_sample[one.sample]) if one.sample in by_sample else one
+            for one in self.samples
         )
-        whole = of.get(None)
-        if whole is None or self.is_censored:
+        of_answer = by_sample.get(None)
+        if of_answer is None or self.is_censored:
             return replace(self, samples=samples)
-        return replace(self, samples=samples, verdict=whole.status, rule=whole.rule)
+        return replace(self, samples=samples, verdict=of_answer.status, rule=of_answer.rule)
 
     @property
     def is_correct(self) -> bool:
-        """Whether the answer was graded and found right."""
+        """Return True if the answer was graded as correct."""
         return self.verdict == "correct"
 
     @property
     def is_right(self) -> bool | None:
-        """Whether the answer was found right, None where that could not be told."""
+        """Return whether the answer is correct, None if the grader could not decide."""
         return None if self.verdict == "unscored" else self.is_correct
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to do: neither the problem nor one of its rollouts failed."""
+        """Return True if neither the problem nor one of its rollouts failed."""
         return self.status != "failed" and not self.failures
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """Why its rollouts failed, those that did."""
+        """Return the errors of the rollouts that failed."""
         return tuple(one.error for one in self.samples if one.finish == "failed")
 
     @property
     def is_censored(self) -> bool:
-        """Whether it has no answer, and it or a rollout was stopped that could have brought one."""
+        """Return True if there is no answer, and a rollout that might have given one was stopped."""
         return self.answer is None and (
             self.status == "failed" or any(one.is_censored for one in self.samples)
         )
 
     @property
     def complete_samples(self) -> tuple[FinishedSample, ...]:
-        """The rollouts that ran to their end: those that rates of single rollouts are made of."""
+        """Return the rollouts that ran to their end; rates of single rollouts count only these."""
         return tuple(one for one in self.samples if not one.is_censored)
 
     @property
     def agreement(self) -> float:
-        """The winner's share of all votes; 0 without any."""
+        """Return the winner's share of all votes, 0 if there are none."""
         total = math.fsum(self.votes.values())
         return max(self.votes.values()) / total if total else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for machines; `seconds` is left out while it is not known."""
         data = asdict(self)
-        return (
-            data
-            if self.seconds is not None
-            else {name: data[name] for name in data if name != "seconds"}
-        )
+        if self.seconds is None:
+            del data["seconds"]
+        return data
 
 
 LARGE_SHARE = 0.05
-"""The share of cut rollouts from which a run's numbers are not to be trusted."""
+"""Share of cut rollouts above which a run's numbers cannot be trusted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How many of the rollouts that ran to their end were cut, and by what."""
+    """The number of rollouts that a limit cut before they could answer, by limit."""
 
     rollouts: int
     at_tokens: int
@@ -195,55 +193,58 @@ class Truncation:
 
     @property
     def cut(self) -> int:
-        """How many were cut."""
+        """Return the number of rollouts that were cut."""
         return self.at_tokens + self.at_turns
 
     @property
     def is_large(self) -> bool:
-        """Whether more than 5 % were."""
+        """Return True if more than 5 % of the rollouts were cut."""
         return self.cut > LARGE_SHARE * self.rollouts
 
     @property
     def warning(self) -> str:
-        """The sentence, where more than 5 % were cut; else nothing."""
+        """Return the sentence if more than 5 % were cut, else an empty text."""
         return str(self) if self.is_large else ""
 
     def as_json(self) -> dict[str, int]:
-        """Plain data for machines."""
+        """Return plain data for machines."""
         names = ("cut", "rollouts", "at_tokens", "at_turns", "max_tokens", "turns")
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
-        """One sentence: how many, where, and what to do."""
-        by_context = 0 < self.context <= self.max_tokens
-        limit = (
-            f"the context of {self.context:,}" if by_context else f"max_tokens {self.max_tokens:,}"
-        )
-        places = [f"{self.at_tokens:,} at {limit}"] if self.at_tokens else []
-        places += (
-            [f"{self.at_turns:,} at the last of {self.turns:,} turns"] if self.at_turns else []
-        )
-        longer = "serve models with a longer context" if by_context else "raise --max-tokens"
-        advice = [longer] if self.at_tokens else []
-        advice += ["leave --turns out, or raise it"] if self.at_turns else []
+        """Return one sentence: how many were cut, at which limit, and what to do."""
         share = self.cut / self.rollouts if self.rollouts else 0.0
-        told = f"{self.cut:,} of {self.rollouts:,} rollouts ({share:.1%}) were cut before they could answer"
-        return f"{told}: {', '.join(places)}; {', '.join(advice)}" if places else told
+        counts = f"{self.cut:,} of {self.rollouts:,} rollouts ({share:.1%})"
+        limits = list[str]()
+        advice = list[str]()
+        if self.at_tokens and 0 < self.context <= self.max_tokens:
+            limits.append(f"{self.at_tokens:,} at the context of {self.context:,}")
+            advice.append("serve models with a longer context")
+        elif self.at_tokens:
+            limits.append(f"{self.at_tokens:,} at max_tokens {self.max_tokens:,}")
+            advice.append("raise --max-tokens")
+        if self.at_turns:
+            limits.append(f"{self.at_turns:,} at the last of {self.turns:,} turns")
+            advice.append("leave --turns out, or raise it")
+        sentence = f"{counts} were cut before they could answer"
+        if limits:
+            sentence += f": {', '.join(limits)}; {', '.join(advice)}"
+        return sentence
 
 
 def truncation(problems: Iterable[FinishedProblem], manifest: Manifest) -> Truncation:
-    """What was cut of these problems, under the limits that the manifest holds."""
+    """Count the rollouts of these problems that were cut under the limits of the manifest."""
     samples = [sample for problem in problems for sample in problem.complete_samples]
     ends = Counter(sample.finish for sample in samples if sample.is_cut)
-    held = manifest.configuration.get("policy")
-    policy: Mapping[str, Any] = (
-        held.value if held is not None and isinstance(held.value, Mapping) else {}
-    )
-    lengths = [
-        length
-        for engine in manifest.engines.values()
-        if isinstance(length := engine.get("context_length"), int)
-    ]
+    setting = manifest.configuration.get("policy")
+    policy: Mapping[str, Any] = {}
+    if setting is not None and isinstance(setting.value, Mapping):
+        policy = setting.value
+    lengths = list[int]()
+    for engine in manifest.engines.values():
+        length = engine.get("context_length")
+        if isinstance(length, int):
+            lengths.append(length)
     return Truncation(
         len(samples),
         ends["tokens"],

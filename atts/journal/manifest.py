@@ -1,6 +1,4 @@
-"""The manifest of a run: the settings under which its journal was written, which a resume must find
-unchanged.
-"""
+"""The manifest of a run: the settings that a resume must find unchanged."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ _ADVICE = "Choose another run directory, or restore those settings"
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One resolved value and where it came from: "default", a file's name, a variable's, or a
-    flag's.
-    """
+    """One resolved value and its origin: "default", or the name of a file, variable or flag."""
 
     value: Json
     origin: str = "default"
@@ -40,7 +36,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything that decides what a run's results mean.
+    """Everything that decides the meaning of a run's results.
 
     `configuration`, `engines`, `dataset` and `seed` must match at resume; origins, versions, dates
     and `settings` (every key of the configuration as it was given) are for people. `engines` maps a
@@ -58,7 +54,7 @@ class Manifest:
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
 
     def check(self, stored: Manifest, directory: Path) -> None:
-        """Refuse to go on with a run that was started under other settings.
+        """Refuse to resume a run that was started under other settings.
 
         :raises FingerprintError: naming every field that differs.
         """
@@ -74,11 +70,11 @@ class Manifest:
             raise FingerprintError(f"the run in {directory}", differences, _ADVICE)
 
     def text(self) -> str:
-        """As JSON, indented for people."""
+        """Return the manifest as JSON, indented for people."""
         return json.dumps(asdict(self), indent=2, default=sorted)
 
     def decisive(self) -> Iterator[tuple[str, Json]]:
-        """Every setting that decides the results, by its whole name."""
+        """Yield every setting that decides the results, by its whole name."""
         plain = json.loads(self.text())
         yield "seed", plain["seed"]
         yield "dataset", plain["dataset"]
@@ -90,20 +86,20 @@ class Manifest:
 def versions(
     packages: Sequence[str] = ("anyio", "numpy", "scipy", "torch", "transformers"),
 ) -> dict[str, str]:
-    """What is installed here, Python included; a package that is not installed is left out."""
-    found = {"python": platform.python_version(), "platform": platform.platform()}
-    found["atts"] = _version(DISTRIBUTION)
+    """Return the versions of Python, of atts, and of those packages that are installed."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions["atts"] = _version(DISTRIBUTION)
     for name in packages:
         with suppress(PackageNotFoundError):
-            found[name] = _version(name)
-    return found
+            versions[name] = _version(name)
+    return versions
 
 
 _version = cache(version)  # a session makes a manifest for every question
 
 
 def dataset_digest(problems: Iterable[Problem]) -> str:
-    """A hash of the problems' every field, in order.
+    """Return a hash of all fields of all problems, in order.
 
     >>> dataset_digest([Problem("1", "2+2?")]) == dataset_digest([Problem("1", "2+3?")])
     False
@@ -115,7 +111,7 @@ def dataset_digest(problems: Iterable[Problem]) -> str:
 
 
 def save_manifest(path: Path, manifest: Manifest) -> None:
-    """Write it whole or not at all, with a checksum of everything in it.
+    """Write a manifest whole or not at all, with a checksum of everything in it.
 
     :raises StorageError: the disk refuses.
     """
@@ -130,9 +126,9 @@ def _checksum(data: Mapping[str, Any]) -> str:
 
 
 def load_manifest(path: Path) -> Manifest | None:
-    """The stored manifest, None when there is none.
+    """Return the stored manifest, None if there is none.
 
-    :raises JournalCorrupt: it is not one.
+    :raises JournalCorrupt: the file is damaged.
     :raises JournalVersion: another version wrote it.
     :raises StorageError: it cannot be read.
     """
@@ -159,7 +155,7 @@ def load_manifest(path: Path) -> Manifest | None:
 
 
 class _Stored(msgspec.Struct, forbid_unknown_fields=True):
-    """What a manifest must hold, and of which kind."""
+    """The fields of a stored manifest, with their types."""
 
     schema: int
     configuration: dict[str, Any]

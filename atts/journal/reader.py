@@ -17,8 +17,7 @@ from atts.journal.state import FACTS, RunClock, RunState, read_outcomes
 from atts.journal.writer import JOURNAL, LOCK, MANIFEST, held
 
 MERGED = "merged"
-"""The configuration's name for the runs that were put together, in a run that was made of others.
-"""
+"""Name of the setting that lists the runs of which a merged run was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,55 +44,45 @@ class RecordedRun:
     manifest: Manifest
 
     def setting(self, name: str) -> Any:
-        """A value of the configuration; None where the run has none of that name."""
-        held = self.manifest.configuration.get(name)
-        return held.value if held is not None else None
+        """Return a value of the configuration, None if the run has no setting of that name."""
+        setting = self.manifest.configuration.get(name)
+        return None if setting is None else setting.value
 
     @property
     def policy(self) -> dict[str, Any]:
-        """The policy that was run, as JSON data; empty where the run has none."""
+        """Return the run's policy as JSON data, empty if the run has none."""
         return self.setting("policy") or {}
 
     @property
     def part_starts(self) -> tuple[int, ...]:
-        """The session with which each merged run but the first begins; empty for a run that was not
-        merged.
-        """
+        """Return the first session of each merged run but the first; empty if nothing was merged."""
         counts = [int(part["sessions"]) for part in self.setting(MERGED) or ()]
         return tuple(1 + sum(counts[:number]) for number in range(1, len(counts)))
 
     def entries(self, kinds: Collection[type[Event]] | None = None) -> Iterator[Entry]:
-        """Every event in order, or those of some kinds and the openings of sessions; see
-        `read_entries`.
-        """
+        """Yield every event in order, or those of some kinds and the openings of sessions."""
         return read_entries(self.directory / JOURNAL, kinds=kinds)
 
     def state(self, kinds: Collection[type[Event]] | None = None) -> RunState:
-        """The run as all its entries leave it: every finished problem in brief, the sessions, the
-        seconds.
-        """
+        """Return the state after all entries: finished problems in brief, sessions, seconds."""
         state = RunState()
         for entry in self.entries(kinds):
             state.apply(entry)
         return state
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Every finished problem whole, each once, the failed ones last; memory holds those and the
-        unfinished.
-        """
+        """Yield every finished problem whole, each once, the incomplete ones last."""
         return read_outcomes(self.entries(FACTS))
 
     def decisions(self) -> Iterator[Decided]:
-        """Every decision in the order in which they were taken, previews that only asked for a
-        score left out.
-        """
+        """Yield every decision in order, without the previews that only asked for a score."""
         for entry in self.entries((Decided,)):
             event = entry.event
             if isinstance(event, Decided) and event.decision.action != "verify":
                 yield event
 
     def nodes(self) -> Iterator[CallSpan]:
-        """Every node of the task graph that did work, once, on the run's clock."""
+        """Yield every node of the task graph that did work, on the run's clock."""
         clock = RunClock()
         for entry in self.entries((CallSpan,)):
             clock.advance(entry)
@@ -102,9 +91,9 @@ class RecordedRun:
 
 
 def check_exists(path: Path) -> None:
-    """Where a run or a file is asked for: a path that names nothing is told as a missing run is.
+    """Refuse a path that names nothing, where a run or a file is expected.
 
-    :raises JournalError: there is nothing.
+    :raises JournalError: there is nothing at this path.
     """
     if not path.exists():
         raise JournalError(
@@ -115,9 +104,9 @@ def check_exists(path: Path) -> None:
 
 
 def run_if_begun(directory: Path) -> RecordedRun | None:
-    """The run in this directory; None where none was begun.
+    """Return the run in this directory, None if no run was begun there.
 
-    :raises JournalError: it cannot be read.
+    :raises JournalError: the run cannot be read.
     """
     try:
         return open_run(directory)
@@ -130,10 +119,10 @@ def run_if_begun(directory: Path) -> RecordedRun | None:
 def open_run(
     directory: Path, advice: str = "Give the directory of `atts eval --out DIRECTORY`"
 ) -> RecordedRun:
-    """The run that a directory holds.
+    """Return the run that a directory holds.
 
     :raises JournalError: there is no run here.
-    :raises JournalCorrupt: its manifest is not one.
+    :raises JournalCorrupt: its manifest is damaged.
     :raises JournalVersion: another version wrote it.
     :raises StorageError: it cannot be read.
     """
@@ -145,24 +134,24 @@ def open_run(
 
 @dataclass(frozen=True, slots=True)
 class JournalCheck:
-    """What a journal holds up to its end, or up to the first line that is damaged."""
+    """The contents of a journal up to its end, or up to the first line that is damaged."""
 
     directory: str
-    lines: int  # whole ones
-    length: int  # of them, in bytes
-    lost: int  # bytes after them
+    lines: int  # whole lines
+    length: int  # of the whole lines, in bytes
+    lost: int  # bytes after the whole lines
     sessions: int
     complete: int  # problems
     open: int  # problems that were begun and are not complete
-    damage: str = ""  # of the first line that is damaged; a torn last line is none
+    damage: str = ""  # of the first damaged line; a torn last line is not damage
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)
 
 
 def check_journal(directory: Path) -> JournalCheck:
-    """Read all of a run, alive or over, and say what is whole.
+    """Read a whole run, running or ended, and return what is whole.
 
     :raises JournalError: there is no run, or its manifest is damaged.
     :raises StorageError: it cannot be read.
@@ -194,29 +183,28 @@ def check_journal(directory: Path) -> JournalCheck:
 
 
 def salvage(directory: Path, out: Path) -> JournalCheck:
-    """Copy what is whole of a run into a new directory, where its command goes on; the damaged one
-    stays as it is.
+    """Copy the whole lines of a run into a new directory, where its command can continue.
 
     :raises UsageError: `out` is not empty.
     :raises JournalLocked: the run is being written.
     :raises JournalError: there is no run, its manifest is damaged, or nothing of its journal is
         whole.
     """
-    found = check_journal(directory)
+    checked = check_journal(directory)
     with storage(out):
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
             raise UsageError(f"{out}: it is not empty; choose a new directory for what is saved")
-    if not found.lines:
+    if not checked.lines:
         raise JournalCorrupt(
-            directory, "not one line of its journal is whole", "Run it anew in another directory"
+            directory, "not one line of its journal is whole", "Run it again in another directory"
         )
     with held(directory / LOCK, directory), storage(directory):
         with (directory / JOURNAL).open("rb") as file:
-            whole = file.read(found.length)
+            whole = file.read(checked.length)
         manifest = (directory / MANIFEST).read_bytes()
     write_atomic(out / JOURNAL, whole)
     write_atomic(out / MANIFEST, manifest)
     with storage(out):
         sync_directory(out)
-    return found
+    return checked

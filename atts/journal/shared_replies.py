@@ -1,9 +1,4 @@
-"""Shared replies: what engines answered in one run of a set, in one file, for the set's other runs
-to take.
-
-A run's truth is its own journal. This file saves work and no more: a record that is torn or
-damaged, and whatever comes after it, is as if it had never been written.
-"""
+"""Replies of engines that the runs of a set share in one file, so that each is paid for once."""
 
 from __future__ import annotations
 
@@ -20,13 +15,13 @@ from typing import Any, NamedTuple, Self
 from atts.files import open_ordinary, storage
 
 REPLIES = "replies.bin"
-"""Its name, beside the runs that share it."""
+"""Name of the file, in the directory of the runs that share it."""
 _HEAD = struct.Struct("<20sIdII")  # key, run, seconds, length, checksum of all that and the reply
 _CHECKSUM = 4
 
 
 class SharedReply(NamedTuple):
-    """Where a reply is in the file, which run asked for it, and how long the engine took."""
+    """The position of a reply in the file, the run that asked for it, and the engine's seconds."""
 
     at: int
     length: int
@@ -35,7 +30,11 @@ class SharedReply(NamedTuple):
 
 
 class SharedReplies:
-    """The index of the file in memory, its replies on the disk; only one process may add to it."""
+    """The index of the file in memory, its replies on the disk; only one process may add to it.
+
+    The truth of a run is its own journal, and this file only saves work: a record that is torn or
+    damaged is ignored, with everything after it.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read the index; a missing file is an empty one.
@@ -44,32 +43,32 @@ class SharedReplies:
         """
         self._path = path
         self._file: FileIO | None = None
-        self._found: dict[bytes, SharedReply] = {}
+        self._index: dict[bytes, SharedReply] = {}
         self._end = 0
         with storage(path):
             if path.exists():
                 self._read()
 
     def find(self, key: bytes) -> SharedReply | None:
-        """The record of a reply, if there is one."""
-        return self._found.get(key)
+        """Return the record of a reply, if there is one."""
+        return self._index.get(key)
 
-    def read(self, held: SharedReply) -> bytes:
-        """The reply itself.
+    def read(self, reply: SharedReply) -> bytes:
+        """Return the reply itself.
 
         :raises StorageError: the file cannot be read.
         """
         with storage(self._path):
             file = self._opened()
-            file.seek(held.at)
-            return file.read(held.length) or b""
+            file.seek(reply.at)
+            return file.read(reply.length) or b""
 
     def add(self, key: bytes, run: int, seconds: float, reply: bytes) -> None:
         """Keep a reply; one that is there already stays.
 
         :raises StorageError: the disk refuses.
         """
-        if key in self._found:
+        if key in self._index:
             return
         record = _HEAD.pack(key, run, seconds, len(reply), 0)[:-_CHECKSUM]
         crc = zlib.crc32(reply, zlib.crc32(record))
@@ -79,7 +78,7 @@ class SharedReplies:
             file.seek(self._end)
             written = file.write(data)
         if written == len(data):  # else the next one is written over it
-            self._found[key] = SharedReply(self._end + _HEAD.size, len(reply), run, seconds)
+            self._index[key] = SharedReply(self._end + _HEAD.size, len(reply), run, seconds)
             self._end += written
 
     def close(self) -> None:
@@ -108,7 +107,7 @@ class SharedReplies:
         return self._file
 
     def _read(self) -> None:
-        """Every whole record, up to the first that is not."""
+        """Index every whole record, up to the first that is not whole."""
         with open_ordinary(self._path) as file:
             while len(head := file.read(_HEAD.size)) == _HEAD.size:
                 key, run, seconds, length, checksum = _HEAD.unpack(head)
@@ -118,21 +117,20 @@ class SharedReplies:
                     or zlib.crc32(reply, zlib.crc32(head[:-_CHECKSUM])) != checksum
                 ):
                     return
-                self._found[key] = SharedReply(self._end + _HEAD.size, length, run, seconds)
+                self._index[key] = SharedReply(self._end + _HEAD.size, length, run, seconds)
                 self._end += _HEAD.size + length
 
 
 def reply_key(engine: Mapping[str, Any], key: str, logprobs: str = "raw") -> bytes:
-    """A request's name among those of many engines: of the engine as a manifest has it, and of what
-    it is asked.
+    """Return the name of a request to an engine that is given as in a manifest.
 
-    A completion may lack log-probabilities where its request does not need them, so such requests
-    are others.
+    A completion may lack log-probabilities if its request does not need them, so such a request has
+    another name.
     """
     who = json.dumps(engine, sort_keys=True, default=sorted)
     return blake2b(f"{who} {key} {logprobs}".encode(), digest_size=20).digest()
 
 
 def run_number(name: str) -> int:
-    """How shared replies name the run that asked for them."""
+    """Return the number under which shared replies store the run that asked for them."""
     return zlib.crc32(name.encode())

@@ -1,6 +1,4 @@
-"""The state of a run, rebuilt from its journal: finished problems in brief, unfinished ones
-exactly.
-"""
+"""The state of a run, rebuilt from its journal: finished problems in brief, open ones exactly."""
 
 from __future__ import annotations
 
@@ -39,16 +37,16 @@ Call = Sampled | Scored | CallFailed
 FACTS: tuple[type[Event], ...] = (
     SessionOpened, SessionClosed, ProblemStarted, RolloutStarted, TurnFinished, RolloutFinished, OutcomeReached, Graded,
 )  # fmt: skip
-"""What outcomes and verdicts are made from; everything else is about how they came about."""
+"""The kinds of events that outcomes and verdicts are made from."""
 
 
 @dataclass(slots=True)
 class OpenProblem:
-    """A problem that was started: its rollouts as they stood, and every step already taken.
+    """A problem that was started: its rollouts, and every step that was taken.
 
-    A step taken is not taken again: what engine calls came to is found by the request's key, in
-    order; gate calls by (sample, turn), in order. A failed call counts once its rollout went on in
-    spite of it; one that was its last step is forgotten, so that the call is tried again.
+    A step is not taken twice: results of engine calls are found by the request's key, in order, and
+    gate calls by (sample, turn), in order. A failed call counts if its rollout continued after it; a
+    failure that was a rollout's last step is forgotten, so that the call is tried again.
     """
 
     problem: Problem
@@ -66,7 +64,7 @@ class OpenProblem:
     _hints: dict[int, str] = field(default_factory=dict[int, str])
 
     def outcome(self, reached: OutcomeReached) -> Outcome:
-        """The whole outcome, its rollouts in the order it names them."""
+        """Return the whole outcome, its rollouts in the order that the event names."""
         rollouts = tuple(self.rollouts[sample] for sample in reached.samples)
         return Outcome(
             self.problem,
@@ -80,7 +78,7 @@ class OpenProblem:
         )
 
     def apply(self, event: Event) -> None:
-        """Take in what happened inside the problem."""
+        """Apply an event that happened inside the problem."""
         match event:
             case RolloutStarted(_, sample, prompt):
                 self.rollouts[sample] = Rollout(self.problem.id, sample, prompt)
@@ -120,23 +118,20 @@ class OpenProblem:
                 pass
 
     def forget_failures(self) -> None:
-        """A new session: calls whose failure nothing went on from are tried again, and counted
-        anew.
-        """
+        """Forget the failures that no rollout continued after: a new session tries them again."""
         self._failures.clear()
 
     def _settle(self, hint: str) -> None:
-        """The line of work went on: its failures so far stand."""
+        """Keep the failures of a line of work that continued after them."""
         for failure in self._failures.pop(hint, ()):
             self.calls.setdefault(failure.key, deque()).append(failure)
 
 
 def judged(event: object) -> Iterator[tuple[Decision, bool]]:
-    """The decision about a chunk that this event settles, if any, and whether the target continued
-    the chunk.
+    """Yield the decision that an event settles, if any, and whether the target continued the chunk.
 
-    A gate of single chunks is told what was really done; one of whole rounds is not, so its own
-    word counts.
+    A gate of single chunks learns what was really done; a gate of whole rounds does not, so its
+    decision itself counts.
     """
     if isinstance(event, Observed):
         yield event.decision, event.escalated
@@ -146,16 +141,14 @@ def judged(event: object) -> Iterator[tuple[Decision, bool]]:
 
 @dataclass(slots=True)
 class RunClock:
-    """Seconds of a run's work, its sessions end to end; a session that found nothing to do took
-    none.
-    """
+    """Seconds of a run's work, its sessions end to end; a session without work takes none."""
 
     seconds: float = 0.0
     before: float = 0.0  # of earlier sessions
     _graph_zero: float | None = None  # of this session's nodes, on the session's own clock
 
     def advance(self, entry: Entry) -> None:
-        """Any entry, in order."""
+        """Move the clock to an entry; entries come in order."""
         if isinstance(entry.event, SessionOpened):
             self.before = self.seconds
             self._graph_zero = None
@@ -163,8 +156,9 @@ class RunClock:
             self.seconds = self.before + entry.at
 
     def aligned(self, node: CallSpan, at: float) -> CallSpan:
-        """A node of the current session, its times on this clock; `at` is of its entry, made when
-        the node ended.
+        """Return a node of the current session with its times on this clock.
+
+        `at` is the time of the node's entry, which was made when the node ended.
         """
         if self._graph_zero is None:
             self._graph_zero = node.ended - at
@@ -180,12 +174,11 @@ class RunClock:
 
 @dataclass(slots=True)
 class RunState:
-    """Built entry by entry with `apply`, in order; its size is that of the unfinished problems and
-    a value per other.
+    """The state of a run after some of its entries, which `apply` takes in order.
 
-    `finished` holds every problem that came to an outcome, in brief and in the order of finishing;
-    whole rollouts are let go, unless `keeps` says "everything". Problems that failed, or a rollout
-    of which did, stay open as well: the next session does what is missing.
+    `finished` holds every problem that came to an outcome, in brief and in the order of finishing.
+    Whole rollouts are dropped, unless `keeps` says "everything". Problems that failed, or of which a
+    rollout failed, stay open as well: the next session does what is missing.
     """
 
     keeps: Literal["open problems", "everything"] = "open problems"
@@ -201,7 +194,7 @@ class RunState:
     clock: RunClock = field(default_factory=RunClock)
 
     def apply(self, entry: Entry) -> Outcome | None:
-        """Take one entry in; the outcome of the problem when the entry completes one.
+        """Apply an entry, and return the outcome of the problem that it completes, if any.
 
         :raises JournalCorrupt: it cannot have come after the entries before it.
         """
@@ -241,8 +234,8 @@ class RunState:
                 self.finished[problem] = replace(
                     self.finished[problem], seconds=event.ended - event.started
                 )
-            # what follows is of an open problem; events of finished ones (late clean-up) and
-            # remarks change nothing
+            # The rest belongs to open problems: events of finished ones (late clean-up) and remarks
+            # change nothing.
             case Decided() | Observed() if inside := self.open.get(event.decision.question):
                 inside.apply(event)
             case _ if inside := self.open.get(getattr(event, "problem", "")):
@@ -253,26 +246,26 @@ class RunState:
 
     @property
     def seconds(self) -> float:
-        """By the run's clock, all sessions together."""
+        """Return the seconds of work of all sessions together."""
         return self.clock.seconds
 
     @property
     def done(self) -> int:
-        """How many problems nothing is left to do for."""
+        """Count the problems that are complete."""
         return sum(map(self.is_over, self.finished))
 
     @property
     def graded(self) -> dict[str, FinishedProblem]:
-        """The finished problems whose answer has a verdict."""
+        """Return the finished problems whose answer has a verdict."""
         return {name: one for name, one in self.finished.items() if one.verdict is not None}
 
     @property
     def usage(self) -> Usage:
-        """Of all finished problems together."""
+        """Return the usage of all finished problems together."""
         return sum((one.usage for one in self.finished.values()), Usage())
 
     def is_over(self, problem: str) -> bool:
-        """Whether nothing is left to do for it."""
+        """Return True if the problem is complete."""
         return problem in self.finished and self.finished[problem].is_complete
 
     def _finish(self, reached: OutcomeReached) -> Outcome:
@@ -288,10 +281,9 @@ class RunState:
 
 
 def read_outcomes(entries: Iterable[Entry]) -> Iterator[Outcome]:
-    """Every finished problem's whole outcome, once, in the order in which they finished; the
-    incomplete ones last.
+    """Yield every finished problem's whole outcome once, in the order of finishing.
 
-    Memory holds the open and the incomplete ones only.
+    Incomplete problems come last. Memory holds only them and the open problems.
     """
     state = RunState()
     incomplete: dict[str, Outcome] = {}  # until a later session does better

@@ -28,18 +28,18 @@ from atts.journal.lines import LineReader, LineWriter
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
 
 Opener = Callable[[Path], FileIO]
-"""Opens a file for appending, whose `write` may take fewer bytes than it is given; tests hand in
-one that fills up.
+"""Opens a file for appending. Its `write` may take fewer bytes than it is given, as the files of
+tests do whose disk fills up.
 """
 
 
 def open_append(path: Path) -> FileIO:
-    """An unbuffered file that is created when missing and only ever appended to."""
+    """Open an unbuffered file for appending, and create it if it is missing."""
     return path.open("ab", buffering=0)
 
 
 def write_all(file: FileIO, data: bytes) -> None:
-    """Append every byte, however few the file takes at a time.
+    """Append all bytes, even if the file takes few at a time.
 
     :raises OSError: the disk refuses; a part of `data` may have been written.
     """
@@ -53,10 +53,9 @@ def write_all(file: FileIO, data: bytes) -> None:
 
 @contextmanager
 def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None, None, None]:
-    """Hold the lock file, our process id in it; the system frees it when the process dies, however
-    it dies.
+    """Hold a lock file, with this process's id in it, until the block or the process ends.
 
-    With `wait`, until it is free: no other process is then told of.
+    With `wait`, wait for another process to release the file instead of raising.
 
     :raises JournalLocked: another process holds it.
     :raises StorageError: the file cannot be made, or is a link.
@@ -64,20 +63,25 @@ def locked(path: Path, directory: Path, *, wait: bool = False) -> Generator[None
     with held(path, directory, wait=wait) as handle:
         with storage(path):
             os.ftruncate(handle, 0)
-            os.pwrite(handle, f"{os.getpid()}\n".encode(), 0) if sys.platform != "win32" else None
+            if sys.platform != "win32":
+                os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
         yield
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process of this machine holds the lock file; looking does not get in a
-    starting writer's way.
+    """Return True if a living process of this machine holds the lock file.
+
+    The file is locked for a moment only if its process is dead, so that no starting writer fails.
     """
     with suppress(OSError, ValueError):
         handle = os.open(path, os.O_RDWR | _NO_LINKS)
         try:
-            os.kill(int(os.pread(handle, 32, 0)), 0) if sys.platform != "win32" else None
+            if sys.platform != "win32":
+                # Raises if no such process lives.
+                os.kill(int(os.pread(handle, 32, 0)), 0)
             return not _try_lock(handle)
-        except PermissionError:  # it lives, and is another user's
+        except PermissionError:
+            # The process lives, and is another user's.
             return not _try_lock(handle)
         finally:
             os.close(handle)
@@ -86,8 +90,9 @@ def is_held(path: Path) -> bool:
 
 @contextmanager
 def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, None, None]:
-    """Hold a file, made if missing, for this process alone, its content untouched: the journal too,
-    should its lock go.
+    """Lock a file for this process alone, and leave its content untouched.
+
+    A missing file is made. The journal is held like its lock file, which may be deleted.
 
     :raises JournalLocked: another process holds it, or it was replaced meanwhile.
     :raises StorageError: the file cannot be made, or is a link.
@@ -112,7 +117,7 @@ _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def _holder(handle: int, path: Path) -> str:
-    """Whose process it is, where the lock file says."""
+    """Describe the lock holder, if the lock file names one."""
     if sys.platform == "win32":
         return "on this machine"
     text = os.pread(handle, 32, 0).decode(errors="replace").strip()
@@ -140,8 +145,7 @@ else:
 
 
 Durability = Literal["always", "interval", "close"]
-"""When lines reach the disk itself, which matters when the machine loses power; a killed process
-loses nothing written.
+"""When lines reach the disk itself, which matters if the machine loses power.
 
 "always": before `saved` returns; "interval": at most a second later; "close": at the end.
 """
@@ -153,7 +157,7 @@ LOCK = "lock"
 
 @dataclass(frozen=True, slots=True)
 class JournalOptions:
-    """How a journal is written; `clock` is the running loop's by default.
+    """Options of the writer; `clock` is the running loop's by default.
 
     Under virtual time choose the durability "close": seconds pass by the thousand there, and syncs
     take real time.
@@ -205,10 +209,10 @@ class Journal:
         self._syncs_ended = anyio.Event()
 
     def record(self, event: Event, second: CallSpan | Observed | None = None) -> None:
-        """Append an event. The event loop stands still meanwhile, but only for a copy into the
-        system's cache.
+        """Append an event, and a `second` one that shares its line.
 
-        A `second` shares its line: a call's span, or what was done with a decision.
+        The second event is a call's span, or what was done with a decision. The event loop is
+        blocked only for a copy into the system's cache.
 
         :raises StorageError: the disk refuses, now or earlier; what was written before that is
             safe.
@@ -224,9 +228,8 @@ class Journal:
             if taken != len(line):
                 write_all(self._file, line[taken or 0 :])
             self._size += len(line)
-        except (
-            BaseException
-        ) as error:  # no line may follow one that is not whole, or was counted and never written
+        except BaseException as error:
+            # No line may follow one that is not whole, or that was counted and never written.
             self._fail(error)
             if not isinstance(error, OSError | MemoryError):
                 raise
@@ -239,7 +242,7 @@ class Journal:
             self._sync_due.set()
 
     async def saved(self) -> None:
-        """Give way; with "always", wait until everything recorded so far is on the disk.
+        """Yield to other tasks; with "always", wait until everything recorded is on the disk.
 
         :raises StorageError: the disk refuses.
         """
@@ -251,9 +254,7 @@ class Journal:
             raise self._failure
 
     async def keep_synced(self) -> None:
-        """The task that syncs the file when that is due, until `close`; no cancellation cuts it
-        short.
-        """
+        """Sync the file whenever that is due, until `close`; cancellation does not interrupt it."""
         wait = self._options.sync_seconds if self._options.durability == "interval" else math.inf
         try:
             with anyio.CancelScope(shield=True):
@@ -268,7 +269,7 @@ class Journal:
             self._syncs_ended.set()
 
     async def close(self, event: SessionClosed) -> None:
-        """Write a last line and make all of it durable; closing twice is fine.
+        """Write a last line and make everything durable; closing twice is fine.
 
         :raises StorageError: the disk refuses, now or earlier.
         """
@@ -286,7 +287,8 @@ class Journal:
 
     async def _sync(self) -> None:
         covered = self._recorded
-        self._synced_at, self._sync_due = self._clock(), anyio.Event()
+        self._synced_at = self._clock()
+        self._sync_due = anyio.Event()
         try:
             size = self._size
             handle = self._file.fileno()
@@ -299,14 +301,16 @@ class Journal:
         self._sync_done = anyio.Event()
 
     def _look(self, handle: int, size: int) -> None:
-        """See that the file still bears its name and holds what was written to it.
+        """Check that the file still has its name and holds what was written to it.
 
         :raises OSError: it was deleted, moved, replaced or cut.
         """
         if not is_same_file(handle, self.path):
-            raise OSError(errno.ESTALE, "it was deleted, moved or replaced while the run went on")
+            raise OSError(
+                errno.ESTALE, "it was deleted, moved or replaced while the run was writing it"
+            )
         if os.fstat(handle).st_size < size:
-            raise OSError(errno.ESTALE, "it was cut while the run went on")
+            raise OSError(errno.ESTALE, "it was cut while the run was writing it")
 
     def _fail(self, error: BaseException) -> None:
         self._failure = refused(self.path, error)
@@ -324,11 +328,10 @@ async def open_journal(
     options: JournalOptions | None = None,
     on_entry: Callable[[Entry], None] | None = None,
 ) -> AsyncGenerator[Journal, None]:
-    """A run directory, locked for this process, ready to go on where it was left.
+    """Open a run directory for writing, locked for this process, where its last session ended.
 
-    A new directory is made and gets the manifest. In an existing one the manifest must match; every
-    entry is handed to `on_entry` in order, a torn last line is cut off, and nothing else is
-    touched.
+    A new directory is made and gets the manifest. In an existing one the manifest must match: every
+    entry is passed to `on_entry` in order, a torn last line is cut off, and nothing else is changed.
 
     :raises JournalLocked: another process writes it.
     :raises FingerprintError: it holds a run with other settings.
@@ -348,10 +351,9 @@ async def open_journal(
                 )
                 yield journal
             except BaseException as error:
-                words = f"{type(error).__name__}: {error}"
-                closing = SessionClosed(
-                    "failed" if isinstance(error, Exception) else "interrupted", words
-                )
+                why = f"{type(error).__name__}: {error}"
+                is_failure = isinstance(error, Exception)
+                closing = SessionClosed("failed" if is_failure else "interrupted", why)
                 raise
             finally:
                 with anyio.CancelScope(shield=True):
@@ -359,7 +361,7 @@ async def open_journal(
 
 
 def check_directory(directory: Path) -> None:
-    """Find out early, before engines are opened, that a run directory cannot be used at all.
+    """Refuse a run directory that cannot be used, before engines are opened.
 
     :raises JournalLocked, JournalCorrupt, JournalVersion, StorageError: as `open_journal` would.
     """
@@ -379,7 +381,7 @@ def _make(directory: Path) -> None:
 def _take_up(
     directory: Path, manifest: Manifest, on_entry: Callable[[Entry], None] | None
 ) -> LineReader:
-    """Check the manifest, read what is there, cut off a torn line."""
+    """Check the manifest, read all entries, and cut off a torn last line."""
     past = LineReader(directory / JOURNAL)
     stored = load_manifest(directory / MANIFEST)
     if stored is None:

@@ -97,7 +97,7 @@ def test_what_is_the_same_is_asked_once(made: SweepReport) -> None:
     with SharedReplies(Path(made.directory) / REPLIES) as replies:
         asked = sum(point.calls - point.shared for point in made.points)
         # a call that a settled vote cut short may have been answered
-        assert asked <= len(vars(replies)["_found"])
+        assert asked <= len(vars(replies)["_index"])
 
 
 def test_samples_that_a_wider_run_has_drawn_are_all_its(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ __all__ = [
     "write_settings",
 ]
 
+# These load reports or local models, which few programs need.
 _NAMES = {
     "atts.api.block_comparison": "ComparedBlocks MeasuredPair compare_blocks",
     "atts.api.sweeping": "Sweep SweepEnd SweepPoint plan_sweep run_sweep sweep sweep_sync",

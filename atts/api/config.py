@@ -61,6 +61,7 @@ def from_file(path: Path, keys: Mapping[str, Key]) -> Iterator[Said]:
             and isinstance(value, str)
             and value.lower() not in ("none", "null")
         ):
+            # Variables and flags are texts; in TOML a quoted number is most likely a mistake.
             raise OptionError(
                 label,
                 f"{value!r} is not {KINDS[key.kind]} but a text: leave out the quotation marks",
@@ -124,6 +125,7 @@ def _known_key(name: str, keys: Mapping[str, Key], source: str) -> Key:
 
 def _nearest_key(name: str, known: Sequence[str]) -> str:
     """Suggest the nearest key to a misspelt one, or else the command that lists them all."""
+    # "temperature" is as near to "sampling.temperature" as its whole name is.
     short = {each.rpartition(".")[2]: each for each in known} | {each: each for each in known}
     near = get_close_matches(name, short, n=1) or get_close_matches(
         name.rpartition(".")[2], short, n=1
@@ -347,6 +349,7 @@ def configure(
     source = Path(named) if named is not None else None
     if source is None and usual.exists():
         source = usual
+    # Later layers win.
     layers = chain(
         from_file(source, config_keys()) if source is not None else (),
         from_environment(environment, config_keys()),
@@ -356,6 +359,8 @@ def configure(
     settings |= {
         key.name: Setting(key.read(value, label), origin) for key, value, origin, label in layers
     }
+    # A pair fills what nothing else set, before the method checks what was set, and the lengths
+    # follow from both.
     settings |= _of_pair(settings)
     settings |= _settled(settings)
     followed = _followed(settings)
@@ -408,6 +413,7 @@ def _settled(settings: Mapping[str, Setting]) -> dict[str, Setting]:
         before = dict(flat(asdict(base)))
         settled = dict[str, Setting]()
         for name, value in flat(asdict(preset(method).policy(base))):
+            # Only what the method changes: what it leaves alone belongs to the other layers.
             if name not in settings or value == before.get(name, settings[name].value):
                 continue
             if settings[name].origin != "default":

@@ -429,8 +429,8 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     Give only the models that a method asks. The largest of their budgets counts.
 
     Where nothing `reads_chunks` before a rollout is over, a chunk is as long as one request may
-    be: models end their answers themselves, and every cut is one more request. Base models go on
-    after an answer, and are cut all the same.
+    be: models end their answers themselves, and every cut is one more request. Base models write
+    on after an answer, and are cut all the same.
 
     A model whose name does not say that it answers at once is taken to reason: a rollout that is
     cut is worth nothing, and one that was allowed too much costs nothing.
@@ -442,6 +442,7 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     contexts = [length for length in map(known_context, engines) if length is not None]
     names = [_engine_words(engine) for engine in engines]
     has_base = any(_IS_BASE.search(name) for name in names)
+    # SMALL stays as it is: its stop strings end a chunk long before its tokens do.
     if not reads_chunks and not has_base and largest is not SMALL:
         largest = replace(largest, chunk_tokens=min(largest.max_tokens, _REQUEST_TOKENS))
     return largest.within(min(contexts)) if contexts else largest

@@ -407,6 +407,7 @@ class Session:
                 raise EngineUnavailable("atts", "the session is closed", "Make a new one")
             if self._plan is None or self._shared is None:
                 engines = self.setup.engines()
+                # If the second engine cannot be opened, the stack closes the first.
                 async with AsyncExitStack() as stack:
                     for engine in dict.fromkeys(engines):
                         await stack.enter_async_context(engine)
@@ -415,10 +416,10 @@ class Session:
                 self._shared = Graph(rollouts=plan.rollouts, limits=plan.limits)
         plan = self._plan
         if options.directory is not None:
+            # The session's gate has learnt from questions that this journal does not contain.
             plan = self.setup.plan(plan.draft, plan.target)
-        return replace(plan, answers=answers_for(kind)), replace(
-            options, engines="are open", shared_graph=self._shared
-        )
+        plan = replace(plan, answers=answers_for(kind))
+        return plan, replace(options, engines="are open", shared_graph=self._shared)
 
     async def __aenter__(self) -> Self:
         await self.plan("math", RunOptions())

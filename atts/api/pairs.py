@@ -261,8 +261,10 @@ def _placed(
     draft: ModelSize, target: ModelSize, memory: float, count: int, context: int, is_quantized: bool
 ) -> tuple[GpuShare, GpuShare] | None:
     """Place the draft on a card of its own if the target leaves one, or else on the last card."""
+    # Gigabytes throughout; caches in tokens, of which a server needs at least one whole context.
     usable = memory * _USABLE
     weights = target.weights * (0.52 if is_quantized else 1.0)
+    # One card left to the draft is better than a shared one: both servers then have a whole cache.
     for of_target in (count - 1, count) if count > 1 else (count,):
         split = 1 << (of_target.bit_length() - 1)  # tensor parallel sizes are powers of two
         is_shared = split == count

@@ -502,9 +502,7 @@ def _templates(setup: Setup, engines: Mapping[Role, Engine]) -> Iterator[Check]:
         yield Check("templates", "ok", seen)
     if len(set(thinks.values())) == 2:
         opens = next(role for role, opened in thinks.items() if opened)
-        advice = (
-            "Its first chunks look odd to the other model: expect more of them to be handed over"
-        )
+        advice = "Its first chunks are improbable to the other model: expect more escalations"
         yield Check(
             "templates",
             "warn",

@@ -115,6 +115,7 @@ def _parsed_risk(text: str) -> tuple[float, float]:
 class Setup:
     """The settings of a run in short form; `plan` turns them into what is run."""
 
+    # What stands in an annotation is the help of the configuration key.
     draft: Annotated[
         str | Engine,
         "draft model: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, llamacpp:URL, server:URL",
@@ -213,7 +214,7 @@ class Setup:
     @property
     def _is_judged(self) -> bool:
         """Return whether a gate may hand a chunk to the target."""
-        if self.gate is not None:
+        if self.gate is not None:  # a program's own gate may do anything else
             return self.gate != FixedGate("accept")
         return preset(self.method).is_judged
 

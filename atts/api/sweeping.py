@@ -98,7 +98,7 @@ class SweepEnd:
 
 
 Watch = Callable[[SweepPoint, int], AbstractAsyncContextManager[Sequence[Listener]]]
-"""Opened around each run, told its number; what it yields is told the run's events."""
+"""A context around each run, given its number; the listeners it yields get the run's events."""
 
 
 def plan_sweep(
@@ -131,6 +131,7 @@ def plan_sweep(
         values = dict(zip(axes, chosen, strict=True))
         name = ",".join(f"{key}={_word(value)}" for key, value in values.items())
         grid.append(point("point", name, values))
+    # A baseline that equals a point of the grid is not run twice.
     known = {one.configuration.digest for one in grid}
     baselines = list[SweepPoint]()
     notes = list[str]()
@@ -140,6 +141,7 @@ def plan_sweep(
         try:
             made = point("reference", name, values)
         except OptionError as error:
+            # A flag may contradict a baseline's method: the sweep is useful without that baseline.
             notes.append(f"no run of {name} to compare with: {error}")
             continue
         if made.configuration.digest not in known:
@@ -210,7 +212,7 @@ def _word(value: Value) -> str:
 def _folder(name: str) -> str:
     """Return a folder name that no other point has."""
     plain = re.sub(r"[^\w.=,+-]+", "-", name)
-    # Two names may become one when characters are replaced or cut: the digest tells them apart.
+    # Two names may become one when characters are replaced or cut: the digest keeps them apart.
     if plain == name and len(name) <= 100:
         return name
     return f"{plain[:80]}-{blake2b(name.encode(), digest_size=4).hexdigest()}"
@@ -359,7 +361,7 @@ async def sweep(
     """Evaluate under every combination of values; `over` maps keys to the values they take.
 
     `settings` are other keys, as for `configure`. In the directory every choice is a run of its
-    own; the same call goes on where it was, and more values of the same keys make more runs there.
+    own; the same call continues the sweep, and more values of the same keys add runs to it.
 
     :raises OptionError: an unknown key, or one that cannot vary.
     :raises EngineError: an engine cannot be opened, or is lost.

@@ -52,9 +52,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _failed("interrupted", INTERRUPTED)
     except MemoryError:
         return _failed(
-            "there is not enough memory; what was recorded is kept, and the same command goes on", 1
+            "there is not enough memory; what was recorded is kept, and the same command continues",
+            1,
         )
-    except Exception:  # noqa: BLE001  whatever its words hold, a terminal is shown it as it is shown all else
+    except Exception:  # noqa: BLE001 - the last resort: its text must be sanitized as any other
         return _failed(f"an error of ours, please report it:\n{traceback.format_exc()}", 1)
     return code
 
@@ -73,16 +74,13 @@ def build(words: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
+    # Importing every command would take longer than most commands run.
     asked = next((word for word in words if not word.startswith("-")), None)
     completing = "_ATTS_COMPLETE" in os.environ  # the shell asks for words of every command
     for name, entry in sorted(COMMANDS.items()):
         if name == asked or completing:
-            _attach(
-                app,
-                name,
-                getattr(importlib.import_module(entry.module), entry.attribute),
-                entry.help,
-            )
+            code = getattr(importlib.import_module(entry.module), entry.attribute)
+            _attach(app, name, code, entry.help)
         else:
             app.command(name, help=entry.help)(_not_loaded)
     return app

@@ -92,7 +92,8 @@ def run_and_print(configuration: Configuration, shard: Shard | None, as_json: bo
     except KeyboardInterrupt:  # it came before the run listened, or after the run had ended
         return _unfinished("interrupted: everything done is kept", 130)
     except EngineError as error:
-        if not (configuration.directory_of(shard) / JOURNAL).exists():  # nothing was begun
+        # Without a journal nothing was begun, and the error alone says enough.
+        if not (configuration.directory_of(shard) / JOURNAL).exists():
             raise
         return _unfinished(str(error), error.exit_code)
     if result.status in ("finished", "decided"):

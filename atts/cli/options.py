@@ -107,6 +107,7 @@ def with_keys(order: str) -> Callable[[Callable[..., None]], Callable[..., None]
     key's.
     """
 
+    # Typer reads a function's signature: one is made of the keys' options and the command's own.
     def decorated(function: Callable[..., None]) -> Callable[..., None]:
         inner = signature(function, eval_str=True)
         context, *rest = inner.parameters.values()

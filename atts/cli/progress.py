@@ -101,13 +101,13 @@ class PlainLines:
     stream: TextIO
     next: float = LINE_SECONDS
     state: str = ""
-    told: int = 0  # warnings
+    num_warned: int = 0  # warnings that were printed
 
     def refresh(self) -> None:
         """Print a line if one is due."""
-        for text in self.progress.warnings[self.told :]:
+        for text in self.progress.warnings[self.num_warned :]:
             print(sanitized(f"atts: {text}"), file=self.stream, flush=True)
-        self.told = len(self.progress.warnings)
+        self.num_warned = len(self.progress.warnings)
         snapshot = self.progress.snapshot()
         is_new = snapshot.state != self.state
         self.state = snapshot.state

@@ -87,7 +87,7 @@ def warnings_on_stderr() -> Generator[None]:
 
 
 def _plain(record: logging.LogRecord) -> logging.LogRecord:
-    with suppress(Exception):  # arguments that do not fit their message, which logging tells of
+    with suppress(Exception):  # logging itself reports arguments that do not fit their message
         record.msg = sanitized(record.getMessage())
         record.args = None
     return record

@@ -15,7 +15,13 @@ from atts.servers.chat import ChatDialect
 from atts.servers.dialect import Dialect
 from atts.servers.llamacpp import LlamaCppDialect
 from atts.servers.ollama import OllamaDialect
-from atts.servers.options import KEY_VARIABLE, ApiKey, RemoteOptions, is_url
+from atts.servers.options import (
+    KEY_VARIABLE,
+    OPENAI_KEY_VARIABLE,
+    ApiKey,
+    RemoteOptions,
+    is_url,
+)
 from atts.servers.sglang import SglangDialect
 from atts.servers.vllm import VllmDialect
 
@@ -56,7 +62,6 @@ _VERSION = re.compile(r"v\d+\w*")
 _HOST_AND_PORT = re.compile(r"[^/?]+:\d+(?:[/?].*)?")
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_URL_VARIABLE = "OPENAI_BASE_URL"
-OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,7 @@ class RemoteEngine(BaseEngine):
         options: RemoteOptions = _DEFAULTS,
     ) -> None:
         if dialect not in (AUTO, *DIALECTS):
-            raise OptionError("dialect", f"{dialect!r} is unknown", (AUTO, *DIALECTS))
+            raise OptionError("dialect", f"{dialect!r} is unknown", (AUTO, *DIALECTS), dialect)
         if not is_url(url):
             raise OptionError("url", f"{url!r} is not a URL such as http://HOST:PORT")
         super().__init__(name or model or url)

@@ -14,6 +14,7 @@ from atts.errors import OptionError
 from atts.files import open_ordinary
 
 KEY_VARIABLE = "ATTS_API_KEY"
+OPENAI_KEY_VARIABLE = "OPENAI_API_KEY"
 _LONGEST_KEY = 1 << 16
 # Spaces and control characters, which no URL holds.
 _SPACES = re.compile(r"[^!-~\xa0-\U0010ffff]")
@@ -64,7 +65,12 @@ class ApiKey:
                 problem = f"{self.file} is empty"
             else:
                 problem = f"the variable {self.variable} is not set"
-            raise OptionError("key", f"{problem}; set it to the API key, or leave `key` out")
+            if self.variable == OPENAI_KEY_VARIABLE:
+                # It may have been chosen for the user, who typed no `key`.
+                advice = f"set it, or {KEY_VARIABLE}, to the API key"
+            else:
+                advice = "set it to the API key, or leave `key` out"
+            raise OptionError("key", f"{problem}; {advice}")
         if not re.fullmatch(r"[!-~]*", key):
             where = self.file or self.variable
             raise OptionError(

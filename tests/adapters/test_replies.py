@@ -1,6 +1,4 @@
-"""What harnesses ask and are told: replies of outcomes, conversations as questions, options by
-their names.
-"""
+"""Replies of outcomes, conversations as questions, and options by their names."""
 
 from __future__ import annotations
 

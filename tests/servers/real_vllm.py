@@ -1,6 +1,4 @@
-"""Checks the engine against a real vLLM on the processor, installed for this alone: `scripts/test
-servers`.
-"""
+"""Checks of the engine on a real vLLM on the processor, installed for `scripts/test servers` alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Servers that speak text: the chat API and Ollama, what they can be used for, and what they are
-refused for.
-"""
+"""Servers that speak text: what the chat API and Ollama can be used for, and what they are refused for."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The layer that calls: what it does to a server that says too much, that fails, that loses a reply
-on the way.
-"""
+"""The HTTP client of a server that refuses, fails, or loses a reply on the way."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Servers that fail in every way: nothing is silently accepted, nothing is asked for ever, nothing
-is left behind.
-"""
+"""Servers that fail in every way: nothing is accepted silently, asked for ever or left behind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Servers that speculate: told apart from those that do not, and refused where their texts break
-their own law.
-"""
+"""Servers that speculate are recognised, and refused where their texts break their own law."""
 
 from __future__ import annotations
 

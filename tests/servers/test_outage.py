@@ -1,6 +1,4 @@
-"""Servers that are killed in mid-run: what was in flight waits for their return, or is left for the
-next session.
-"""
+"""Servers that are killed in mid-run: calls wait for their return, or are left for the next session."""
 
 from __future__ import annotations
 

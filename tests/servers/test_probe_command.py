@@ -1,4 +1,4 @@
-"""`atts probe`: servers named as runs name them, and what a model that scores can do besides."""
+"""`atts probe`: servers named as runs name them, and a model that scores can rate too."""
 
 from __future__ import annotations
 

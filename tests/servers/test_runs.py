@@ -1,4 +1,4 @@
-"""Whole evaluations over servers that fail, and the words and commands by which servers are named."""
+"""Whole evaluations over servers that fail, and the addresses by which servers are named."""
 
 from __future__ import annotations
 

@@ -88,10 +88,10 @@ def versions(
 ) -> dict[str, str]:
     """Return the versions of Python, of atts, and of those packages that are installed."""
     versions = {"python": platform.python_version(), "platform": platform.platform()}
-    versions["atts"] = _version(DISTRIBUTION)
-    for name in packages:
+    for name, distribution in {"atts": DISTRIBUTION, **{name: name for name in packages}}.items():
+        # A checkout that is not installed has no version.
         with suppress(PackageNotFoundError):
-            versions[name] = _version(name)
+            versions[name] = _version(distribution)
     return versions
 
 

@@ -53,7 +53,7 @@ from atts.run.recording import (
     RunLengthEstimate,
     replay_event,
 )
-from atts.run.result import Missing, RunResult, RunStatus
+from atts.run.result import IncompleteTally, RunResult, RunStatus
 from atts.run.spec import RunSpec, engine_warnings, verdict_by
 from atts.run.stopping import SequentialComparison, Signals, Stop, watch_signals
 
@@ -201,7 +201,7 @@ class _Run:
         self._lines: dict[str, FinishedProblem] = {}
         self._kept: list[Outcome] = []
         self._unfinished = 0
-        self._missing = Missing()
+        self._missing = IncompleteTally()
         self._comparing = SequentialComparison(plan.stop_when, state, self._recorder.record)
         self._taken = 0  # problems this session had to work on
         self._seen: Literal["some", "all"] = "some"  # of the dataset

@@ -100,8 +100,8 @@ INTERRUPTED = 130
 
 
 @dataclass(slots=True)
-class Missing:
-    """What failed of a run, for the next session to do."""
+class IncompleteTally:
+    """A count of the problems and rollouts that failed, which the next session tries again."""
 
     problems: int = 0
     whole: int = 0  # of these, without any rollout that did not fail

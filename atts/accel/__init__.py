@@ -13,8 +13,7 @@ from atts.accel.engine import accelerated
 from atts.accel.options import SpeculationOptions, StageOptions, options_of
 
 if TYPE_CHECKING:
-    from atts.accel.zoo.divergence import Divergence, divergence
-    from atts.accel.zoo.equivalence import BlockSimilarity, substituted
+    from atts.accel.zoo.equivalence import BlockSimilarity, Divergence, divergence, substituted
     from atts.accel.zoo.folders import check_name
     from atts.accel.zoo.replicas import replicated
     from atts.accel.zoo.zoo import SharedPart, Zoo, ZooContents, written_places
@@ -37,8 +36,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "divergence": "Divergence divergence",
-    "equivalence": "BlockSimilarity substituted",
+    "equivalence": "BlockSimilarity Divergence divergence substituted",
     "folders": "check_name",
     "replicas": "replicated",
     "zoo": "SharedPart Zoo ZooContents written_places",

@@ -143,9 +143,9 @@ class PrefixTree:
             runs.append(child.slots)
             node = child
             at = at + shared
-        return PrefixMatch(
-            node, np.concatenate(runs) if len(runs) > 1 else runs[0] if runs else self.no_slots
-        )
+        if not runs:
+            return PrefixMatch(node, self.no_slots)
+        return PrefixMatch(node, runs[0] if len(runs) == 1 else np.concatenate(runs))
 
     def insert(self, ids: TokenIds, slots: SlotIds, after: PrefixNode | None = None) -> PrefixMatch:
         """Make `ids` known: the node where they end, and the slots of the part that was known

@@ -27,7 +27,9 @@ def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> 
         problem = f"there is no usable CUDA device{f' {wanted}' if named else ''}"
         advice = f"Write ?{option}=cpu behind the engine's name, or take a torch build with CUDA"
         raise ModelLoadError(config.name, problem, advice)
-    return torch.device(wanted if wanted != "auto" else "cuda" if count else "cpu")
+    if wanted == "auto":
+        wanted = "cuda" if count else "cpu"
+    return torch.device(wanted)
 
 
 def free_room(device: torch.device) -> int:

@@ -264,7 +264,9 @@ class StepLoop:
         parts = [torch.stack(cached)] if cached else []
         if hidden is not None and count:
             parts.append(self._model.compute_logits(hidden[:count]))
-        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else torch.empty(0)
+        if not parts:
+            return torch.empty(0)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _sample(self, sequences: list[Sequence], widths: list[int], logits: Tensor) -> list[Draws]:
         """Draw one token a row with the uniform of its place; a proposal has a row for each place."""

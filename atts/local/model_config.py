@@ -259,6 +259,16 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
         None,
     )
     head = _head_dim(config)
+    # layers of one kind turn alike; where all do, the kind has no name
+    ropes = kinds if _has_many_ropes(config) else [""] * len(layers)
+    attention_cap = 0.0
+    if config.model_type == "gemma2":
+        attention_cap = getattr(config, "attn_logit_softcapping", None) or 0.0
+    logit_cap = 0.0
+    if rules.is_gemma:
+        logit_cap = config.final_logit_softcapping or 0.0
+    if longest is not None and longest >= config.max_position_embeddings:
+        longest = None
     return ModelConfig(
         family=config.model_type,
         num_layers=config.num_hidden_layers,
@@ -271,19 +281,12 @@ def read_model_config(folder: Path, name: str) -> ModelConfig:
         context_length=config.max_position_embeddings,
         norm_eps=config.rms_norm_eps,
         rotary_dim=_rotary_dim(config),
-        ropes=tuple(
-            (kinds[at] if _has_many_ropes(config) else "") if turned[at] else NO_ROPE
-            for at in layers
-        ),
+        ropes=tuple(rope if turns else NO_ROPE for rope, turns in zip(ropes, turned, strict=True)),
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
         query_scale=float(config.query_pre_attn_scalar if rules.is_gemma else head) ** -0.5,
-        attention_cap=getattr(config, "attn_logit_softcapping", None) or 0.0
-        if config.model_type == "gemma2"
-        else 0.0,
-        logit_cap=config.final_logit_softcapping or 0.0 if rules.is_gemma else 0.0,
-        long_after=longest
-        if longest is not None and longest < config.max_position_embeddings
-        else None,
+        attention_cap=attention_cap,
+        logit_cap=logit_cap,
+        long_after=longest,
         ties_embeddings=bool(config.tie_word_embeddings),
         end_ids=read_end_ids(folder, name, config.eos_token_id),
     )

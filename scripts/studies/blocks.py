@@ -1,5 +1,7 @@
 """Compare a zoo of shared blocks with whole models: live on one core, and on virtual GPUs."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import heapq

@@ -21,11 +21,10 @@ import pytest
 
 from atts.accel import StageOptions, Zoo, accelerated
 from atts.accel.build import build_stage
-from atts.accel.zoo import stage_rows, stage_workers
+from atts.accel.zoo import stage_line, stage_workers
 from atts.accel.zoo.placement import Instance, dispatched
 from atts.accel.zoo.shared_worker import AddModel
-from atts.accel.zoo.stage_line import InFlightStep, StageExecutor
-from atts.accel.zoo.stage_rows import LayerRange
+from atts.accel.zoo.stage_line import InFlightStep, LayerRange, StageExecutor
 from atts.accel.zoo.staged_loop import StagedModel
 from atts.accel.zoo.stages import BuildStage, StageReply, StageSetup
 from atts.concurrency import collect
@@ -95,7 +94,7 @@ def test_models_share_ranges_and_say_what_they_say_alone(
         """Where it costs least, or anywhere else."""
         return rng.randrange(len(instances)) if rng.random() < 0.2 else dispatched(instances)
 
-    monkeypatch.setattr(stage_rows, "dispatched", anywhere)
+    monkeypatch.setattr(stage_line, "dispatched", anywhere)
     added = [AddModel(staged(family, name)) for name in NAMES[1:]]
     submits = {number: Submit(number, ask, chain) for number, (chain, ask) in chosen.items()}
     said, line = driven(

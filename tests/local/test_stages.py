@@ -28,9 +28,9 @@ import torch
 from atts.accel import options_of
 from atts.accel.build import build_stage
 from atts.accel.options import StageOptions
-from atts.accel.zoo import stage_rows, stage_workers
+from atts.accel.zoo import stage_line, stage_workers
 from atts.accel.zoo.placement import Instance, dispatched
-from atts.accel.zoo.stage_rows import KvResidency, StageCosts
+from atts.accel.zoo.stage_line import KvResidency, StageCosts
 from atts.accel.zoo.stages import BuildStage, StageCall, StageServer, StageSetup, stage_setups
 from atts.concurrency import collect
 from atts.core import Completion, Message, SampleRequest, Sampling, ScoreRequest
@@ -329,7 +329,7 @@ def test_replicas_of_a_stage_say_what_one_says(
 
     measured = StageCosts.instance
     monkeypatch.setattr(StageCosts, "instance", either)
-    monkeypatch.setattr(stage_rows, "dispatched", anywhere)
+    monkeypatch.setattr(stage_line, "dispatched", anywhere)
     monkeypatch.setattr("tests.local.conftest.Script", Prepared)
     found = drive(folder, crowd(), **settings, stages=3, stage_replicas="3,2", stage_steps=1)
     assert found.replies == alone.replies

@@ -206,7 +206,7 @@ class StreamHeads:
         """States that the output matrix reads what follows `tokens` [rows, 1 or more] from, shaped
         as `hidden`.
         """
-        (down, up) = self.streams[tokens.shape[1] - 1]
+        down, up = self.streams[tokens.shape[1] - 1]
         width = self.embedding.shape[1]
         known = F.rms_norm(self.embedding[tokens], (width,)).flatten(1)
         added = F.linear(F.silu(F.linear(torch.cat([hidden, known], 1), down)), up)

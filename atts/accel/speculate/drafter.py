@@ -179,7 +179,7 @@ class ModelDrafter(Proposer):
         drafted: list[list[int]] = [[] for _ in asks]
         count = len(asks)
         batch = first
-        (rows, following) = places
+        rows, following = places
         for turn in range(asks[0].room):
             while asks[count - 1].room <= turn:
                 count -= 1

@@ -83,7 +83,7 @@ class _Ready(NamedTuple):
 
     def fill(self) -> None:
         """Take over what is new where sequences write one token each."""
-        (given, table) = self.given
+        given, table = self.given
         own = self.batch
         for name in ("tokens", "positions", "context_lens"):
             getattr(own, name)[:] = getattr(given, name)[self.order[0]]
@@ -154,7 +154,7 @@ class ChainModel(ManyModels[NativeModel]):
             ready.fill()  # the same arrays with other numbers
         else:
             self._ready = ready = self._prepared(batch, units, table)
-        (x, hidden) = ready.rows
+        x, hidden = ready.rows
         layout = ready.layout
         slots = ready.batch.slots
         for keeping in layout.keepings:
@@ -229,7 +229,11 @@ class ChainModel(ManyModels[NativeModel]):
                 runs[-1][1].extend(parts)
             else:
                 runs.append((keeping, parts))
-        adapters = {chain: adapter for chain in present if (adapter := self._chains[chain].adapter)}
+        adapters = dict[int, PackedAdapter]()
+        for chain in present:
+            adapter = self._chains[chain].adapter
+            if adapter is not None:
+                adapters[chain] = adapter
         adapted = adapted_rows(batch, bounds, adapters)
         owners = batch.models.repeat(np.diff(starts))[batch.logit_rows]
         arrays = [np.array(parts, dtype=np.int64).reshape(-1, 11) for _, parts in runs]

@@ -14,16 +14,20 @@ import msgspec
 
 from atts.accel.zoo.equivalence import BlockSimilarity, changed, likenesses
 from atts.accel.zoo.folders import (
+    Block,
+    WeightFile,
     bytes_of,
     check_name,
     checked,
     complete,
     copy_files,
+    joined,
     side_files,
+    split,
     tensors_of,
     unadapted,
+    whole_block,
 )
-from atts.accel.zoo.splitting import Block, WeightFile, joined, split, whole_block
 from atts.errors import OptionError, ZooError
 from atts.files import storage, sync_directory, write_atomic
 from atts.journal import locked

@@ -78,11 +78,11 @@ class MultiStep:
         assert temperatures is not None, "otherwise it is one turn"
         table = self._scheduler.table
         shape = (turns, len(sequences))
-        numbers = [
-            s.uniforms[(n := len(s.logprobs)) : n + turns]
-            for s in sequences
-            if s.uniforms is not None
-        ]
+        numbers = list[NDArray[np.float64]]()
+        for sequence in sequences:
+            assert sequence.uniforms is not None, "only sampled sequences are drawn for"
+            written = len(sequence.logprobs)
+            numbers.append(sequence.uniforms[written : written + turns])
         ahead = AheadBatch(
             first=batch,
             following=_following(batch, table),
@@ -96,9 +96,8 @@ class MultiStep:
         drawn = self._model.draw_ahead(ahead, table, logits, logprobs)
         tokens = drawn.T.tolist()
         values = logprobs[: len(drawn)].T.tolist()
-        return list(zip(sequences, tokens, values, strict=True)), torch.empty(
-            0
-        ) if logits is None else logits[0]
+        draws = list(zip(sequences, tokens, values, strict=True))
+        return draws, torch.empty(0) if logits is None else logits[0]
 
     def _settings(self, sequences: list[Sequence]) -> tuple[Tensor | None, NDArray[np.uint8]]:
         """Return temperatures, None where tokens are filtered, and the tokens that end a burst."""

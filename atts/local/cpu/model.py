@@ -243,7 +243,7 @@ class NativeModel:
         """
         self._grow_buffers(len(batch.tokens))
         step = _Step.from_buffer_copy(self._step)
-        (x, hidden) = rows
+        x, hidden = rows
         _fill(step, batch, table, hidden)
         low = _floats(self._row_block, adapted.rank)
         step.x = _address(x)
@@ -268,7 +268,7 @@ class NativeModel:
 
     def _tapped(self, batch: StepBatch, table: SlotIds, hidden: _Floats, tap: LayerHook) -> Tensor:
         x = _floats(len(batch.tokens), hidden.shape[1])
-        (middle, last) = (1 + 2 * tap.layers, self._step.last_unit)
+        middle, last = (1 + 2 * tap.layers, self._step.last_unit)
         self.through(batch, table, (x, hidden), (0, middle))
         tap.receive(torch.from_numpy(x[batch.logit_rows]))
         self.through(batch, table, (x, hidden), (middle, last))
@@ -284,7 +284,7 @@ class NativeModel:
     ) -> None:
         """Take all rows of a step, and those of its `logit_rows`, on through some units."""
         step = self.prepare(batch, table, rows, adapted)
-        (x, hidden) = rows
+        x, hidden = rows
         all_ = 0, len(x), 0, len(batch.table_rows), 0, len(hidden)
         self.run(step, np.array([(self.address, *units, 0, 0, *all_)]))
 

@@ -244,7 +244,7 @@ class NativeWeights:
     def _fill_half(self, own: _Layer, half: int, layer: LayerWeights, key: str) -> None:
         """Fill in the attention's weights, or the feed-forward block's."""
         packing = self._packing
-        (packed, plain) = _HALVES[half]
+        packed, plain = _HALVES[half]
         matrices = {name: getattr(layer, name) for name in packed.split()}
         is_bf16 = all(map(is_bfloat16, matrices.values()))
         self.is_bf16 &= is_bf16

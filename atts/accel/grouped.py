@@ -24,7 +24,7 @@ class GroupedDrafter(ModelDrafter):
     """EasySpec's: drafts with attentions of a group that read one input, first and last layer
     apart.
 
-    Keys and values computed so are used within the round alone: the exact pass over what stood and
+    Keys and values computed so are used within the round alone: the exact pass over what was accepted and
     the token after it computes them anew and gives the first token of the next round. With
     calibration "none" they are kept, and their errors pile up: for comparison.
     """
@@ -37,10 +37,10 @@ class GroupedDrafter(ModelDrafter):
         super().__init__(model, config, rows, vocabulary)
         self._groups = model
 
-    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Forget what the round computed."""
         if self.calibration == "none":
-            super().settled(key, proposal, stood)
+            super().settled(key, proposal, accepted)
 
     def _draw(self, batch: StepBatch, asks: list[Ask], turn: int) -> list[int]:
         self._groups.is_grouped = turn > 0

@@ -194,7 +194,7 @@ def fused(
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
 """What weights come in; smaller numbers mean nothing without the scales that some other format
-keeps beside them.
+keeps next to them.
 """
 
 

@@ -129,12 +129,12 @@ class Proposals:
         if sequence.request_id not in self._asked:
             return len(drawn) - 1  # several plain steps in one: nothing was guessed
         proposal, guessed = self._asked[sequence.request_id]
-        stood = standing(proposal.tokens, drawn)
-        self._proposer.settled(sequence.request_id, proposal, stood)
+        accepted = standing(proposal.tokens, drawn)
+        self._proposer.settled(sequence.request_id, proposal, accepted)
         self._rounds.append(
-            SpeculationRound(sequence.request_id, len(proposal.tokens), stood, guessed)
+            SpeculationRound(sequence.request_id, len(proposal.tokens), accepted, guessed)
         )
-        return stood
+        return accepted
 
     def observed(self, plan: StepPlan) -> None:
         """Tell whoever chooses lengths what came of the step, and how long it took."""
@@ -142,13 +142,13 @@ class Proposals:
             return
         for each in self._rounds:
             if each.proposed:
-                self._stats.add(each.proposed, each.stood)
+                self._stats.add(each.proposed, each.accepted)
         if self._is_timed and not self._stats.trouble:
             proposing = self._proposing
             computing = self._clock() - self._began - proposing + self._between
             forecast = self._lengths.observed(plan, self._rounds, (proposing, computing))
             if forecast is not None:
-                written = len(plan.decoding) + sum([each.stood for each in self._rounds])
+                written = len(plan.decoding) + sum([each.accepted for each in self._rounds])
                 self._stats.compare(forecast, (written, proposing + computing), len(plan.decoding))
         self._ended = self._clock() if self._is_timed else -1.0
 

@@ -210,7 +210,7 @@ class Scheduler:
     def _known(self, sequence: Sequence) -> PrefixMatch:
         """Find what the tree has of a waiting request's ids, up to the first token to be scored.
 
-        One that also draws beside its text needs the law at each place of it, whatever is known of
+        One that also draws besides its text needs the law at each place of it, whatever is known of
         the tokens.
         """
         ids = tuple(sequence.ids)

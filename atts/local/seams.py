@@ -76,7 +76,7 @@ class Proposer(Protocol):
         """Return one proposal an ask, of at most `room` tokens each; none is fine."""
         return [NOTHING] * len(asks)
 
-    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Hear how many tokens of this sequence's last proposal were accepted; the others are gone."""
         return
 
@@ -109,7 +109,7 @@ class SpeculationRound:
 
     request_id: int
     proposed: int
-    stood: int
+    accepted: int
     # tokens there were at first, those included after which there is nothing to write
     guessed: int
 
@@ -192,17 +192,17 @@ class SpeculationStats:
         if forecast.plain:
             self.saved_seconds += forecast.steps * (forecast.plain * came[0] / sequences - came[1])
 
-    def add(self, proposed: int, stood: int) -> None:
+    def add(self, proposed: int, accepted: int) -> None:
         """Count one more round."""
         self.rounds += 1
         self.proposed += proposed
-        self.accepted += stood
+        self.accepted += accepted
         missing = max(0, proposed - len(self.tested_at))
         self.tested_at += [0] * missing
         self.stood_at += [0] * missing
-        for place in range(min(stood + 1, proposed)):
+        for place in range(min(accepted + 1, proposed)):
             self.tested_at[place] += 1
-            self.stood_at[place] += place < stood
+            self.stood_at[place] += place < accepted
 
 
 class LayerHook(NamedTuple):

@@ -56,7 +56,7 @@ class Sequence:
     is_decoding: bool = False
     is_finished: bool = False  # or cancelled
     num_admissions: int = 0  # more than one where it was preempted
-    # of one that scores: the completion that is drawn beside, which no scheduler knows
+    # of one that scores: the completion that is drawn as well, which no scheduler knows
     drawn: Sequence | None = None
     ended: Ending | None = None  # why that one ended, if it did
 

@@ -76,7 +76,7 @@ def forgetful(allocate: Callable[..., Any]) -> Callable[..., Any]:
 
 def kept_whole(settled: Callable[..., Any]) -> Callable[..., Any]:
     """The drafter's cache is not rolled back."""
-    return lambda self, key, proposal, stood: settled(self, key, proposal, len(proposal.tokens))
+    return lambda self, key, proposal, accepted: settled(self, key, proposal, len(proposal.tokens))
 
 
 def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,11 +86,17 @@ def all_at_once(commit: Callable[..., Any]) -> Callable[..., Any]:
         loop: StepLoop, sequence: Any, tokens: list[int], logprobs: list[float], started: Any
     ) -> None:
         own = loop._proposals  # pyright: ignore[reportPrivateUsage]
-        stood = own.settle(sequence, tokens) if len(tokens) > 1 else 0
-        sequence.ids += tokens[:stood]
-        sequence.logprobs += logprobs[:stood]
-        sequence.num_computed += stood
-        commit(loop, sequence, tokens[stood : stood + 1], logprobs[stood : stood + 1], started)
+        accepted = own.settle(sequence, tokens) if len(tokens) > 1 else 0
+        sequence.ids += tokens[:accepted]
+        sequence.logprobs += logprobs[:accepted]
+        sequence.num_computed += accepted
+        commit(
+            loop,
+            sequence,
+            tokens[accepted : accepted + 1],
+            logprobs[accepted : accepted + 1],
+            started,
+        )
 
     return found
 

@@ -183,9 +183,9 @@ def is_always_right(folder: Path, room: int) -> bool:
         ) % 1
         return replace(ask, uniforms=uniforms)
 
-    def watched(drafter: ModelDrafter, key: int, proposal: TokenProposal, stood: int) -> None:
-        missing.append(max(0, min(wrong[key], len(proposal.tokens)) - stood))
-        settled(drafter, key, proposal, stood)
+    def watched(drafter: ModelDrafter, key: int, proposal: TokenProposal, accepted: int) -> None:
+        missing.append(max(0, min(wrong[key], len(proposal.tokens)) - accepted))
+        settled(drafter, key, proposal, accepted)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -374,7 +374,7 @@ def test_a_proposal_cut_to_nothing_is_learnt_of(make_model: Make) -> None:
     orders = requests(2, 30)
     lengths = Learning(4)
     done = run(make_model("llama"), [orders], Unknown(), lengths)
-    assert {(each.proposed, each.stood) for each in lengths.rounds} == {(0, 0)}
+    assert {(each.proposed, each.accepted) for each in lengths.rounds} == {(0, 0)}
     assert max(each.guessed for each in lengths.rounds) == 3
     assert (counts(done).rounds, counts(done).proposed) == (0, 0)
 

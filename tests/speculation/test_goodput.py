@@ -83,7 +83,7 @@ class Machine:
             self.looked.append(forecast.steps)
             self.expected = self.expected + forecast.seconds
             self.came = self.came + float(sum(seconds))
-            steps = (len(lengths) + sum(stood for *_, stood in rounds)) / len(lengths)
+            steps = (len(lengths) + sum(accepted for *_, accepted in rounds)) / len(lengths)
             self.plain += steps * self._table(len(lengths)) * (1 + self._noise)
             self.saved += steps * forecast.plain - float(sum(seconds))
 

@@ -89,15 +89,15 @@ class Machine:
         tokens = 0
         rounds = list[tuple[int, int, int]]()
         for text, length in zip(self._texts, lengths, strict=True):
-            stood = 0
+            accepted = 0
             if length:
                 missed = text.ids - text.drafted
                 proposing += 1.8e-5 * length + (missed > 3) * (1e-4 + 6e-6 * missed)
-                stood = min(self._stood(length), text.end - text.ids - 1)
-                rounds.append((text.key, length, stood))
-                text.drafted = text.ids + stood
-            text.ids = text.ids + 1 + stood
-            tokens = tokens + 1 + stood
+                accepted = min(self._stood(length), text.end - text.ids - 1)
+                rounds.append((text.key, length, accepted))
+                text.drafted = text.ids + accepted
+            text.ids = text.ids + 1 + accepted
+            tokens = tokens + 1 + accepted
         step = self._plain(len(lengths) + sum(lengths))
         return tokens, proposing + step, (self._noisy(proposing), self._noisy(step)), rounds
 

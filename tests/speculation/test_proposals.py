@@ -59,9 +59,9 @@ def test_a_suffix_learns_how_far_matches_of_a_length_go() -> None:
     text = (1, 2, 3, 4, 5, 6)
     suffixes.propose([ask(text, 6, rollout="p/0")])
     seen = list[float]()
-    for stood in (0, 0, 0, 2, 2, 2, 2, 2, 2):
+    for accepted in (0, 0, 0, 2, 2, 2, 2, 2, 2):
         (found,) = suffixes.propose([ask((9, 1, 2, 3), 4, 2, key=2, rollout="p/1")])
-        suffixes.settled(2, found, stood)
+        suffixes.settled(2, found, accepted)
         seen.append(found.confidence)
     assert seen[0] > seen[3] < seen[-1]
 
@@ -99,7 +99,7 @@ class Sure(HintProposer):
         self.asked += 1
         return [self.found] * len(list(asks))  # type: ignore[call-overload]
 
-    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Counted."""
         self.told += 1
 

@@ -27,7 +27,7 @@ _SLOT_RUN = 64  # slots taken at a time
 
 
 class ToldTarget(InlineTransport):
-    """Works at once, beside a target elsewhere: how long its steps take is told, and what its exit
+    """Works at once, while a target elsewhere computes: how long its steps take is told, and what its exit
     says.
     """
 
@@ -143,8 +143,8 @@ class Drafting(NamedTuple):
                 listener.receive(message)
             return listener is not None
         self.target.seconds = message.seconds
-        for proposed, stood in message.settled:
-            self.drafter.settled(0, TokenProposal((0,) * proposed), stood)
+        for proposed, accepted in message.settled:
+            self.drafter.settled(0, TokenProposal((0,) * proposed), accepted)
         self.drafter.propose(self.rows.follow(message))
         return self.target.listener is None
 

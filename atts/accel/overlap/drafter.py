@@ -33,7 +33,7 @@ from atts.local.proposals import standing
 from atts.local.seams import NOTHING, Ask, Model, OverlapStats, TokenProposal
 
 # A guess that came true is the next proposal, at once. After one that did not, the target steps
-# without a proposal while the drafter begins anew; so it does while the drafter is late. Branches
+# without a proposal while the drafter begins again; so it does while the drafter is late. Branches
 # read the prefix from the slots of their sequence and write into slots of their own behind the
 # cache's, which they give back when the outcome is known.
 
@@ -117,7 +117,7 @@ class BranchWriter:
         self._heads = heads
         self._stats = stats
         self.streams = False  # whether the heads are used
-        self.fan = 0  # of a place's first tokens, those that are told beside its own
+        self.fan = 0  # of a place's first tokens, those that are told besides its own
         self.stands = 0.7  # how likely a proposed token is thought to stand
 
     def following(self, batch: StepBatch, lines: list[DraftLine]) -> Drawn:
@@ -324,13 +324,13 @@ class OverlappedDrafter(ModelDrafter):
         self._post(job)
         return proposals
 
-    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Learn how likely a proposed token is to stand; those behind one that fell were not
         tested.
         """
-        tested = min(stood + 1, len(proposal.tokens))
+        tested = min(accepted + 1, len(proposal.tokens))
         self._tested = self._tested * _FADE + tested
-        self._stood = self._stood * _FADE + stood
+        self._stood = self._stood * _FADE + accepted
         self._writer.stands = self._stood / self._tested
 
     def serial(self) -> ModelDrafter:
@@ -407,11 +407,11 @@ class OverlappedDrafter(ModelDrafter):
     ) -> tuple[DraftBranch | None, list[DraftBranch]]:
         """Return the branch that the text took, cut to what is not written yet, and all others."""
         written = list(ids[line.base :]) if ids is not None else []
-        stood = standing(line.proposal, [*written, -1])
+        accepted = standing(line.proposal, [*written, -1])
         if ids is not None:
-            self._credit(line, line.base + min(stood, len(written)))
-        rest = written[stood:]
-        chosen, others = line.cache.select(stood, rest[0] if rest else -1)
+            self._credit(line, line.base + min(accepted, len(written)))
+        rest = written[accepted:]
+        chosen, others = line.cache.select(accepted, rest[0] if rest else -1)
         if chosen is not None and chosen.tokens[1 : len(rest)] != rest[1:]:
             others = [*others, chosen]
             chosen = None  # it came late, and the text has gone another way since

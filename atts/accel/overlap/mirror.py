@@ -23,7 +23,7 @@ from atts.local.seams import HookedModel, LayerHook
 
 EXIT_FILE = "heads/exit.safetensors"
 """Inside a model's folder: what `scripts/train heads` makes of it."""
-_TOLD = 9  # likeliest tokens of a place: eight beside one that may be proposed there
+_TOLD = 9  # likeliest tokens of a place: eight besides one that may be proposed there
 ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
 """By sequence: of its places in order, likely tokens and their probabilities."""
 

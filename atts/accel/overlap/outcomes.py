@@ -11,7 +11,7 @@ Branch = TypeVar("Branch")
 
 
 class Guessing(NamedTuple):
-    """Which outcomes are continued beside one that everything stands: so many of a place's
+    """Which outcomes are continued besides one that all is accepted: so many of a place's
     likeliest tokens.
 
     They are those that the drafter finds likeliest, or those that the target itself tells on its

@@ -49,12 +49,12 @@ class DraftStep(NamedTuple):
     ended: list[int]
     # sequence, its new ids, and how many tokens it may be proposed
     asks: list[tuple[int, TokenIds, int]]
-    settled: list[tuple[int, int]]  # of proposals: tokens, and how many of them stood
+    settled: list[tuple[int, int]]  # of proposals: tokens, and how many of them were accepted
     seconds: float  # that the last step took
 
 
 class DraftedLine(NamedTuple):
-    """What follows a sequence of so many ids and this proposal, by the outcomes (stood, next token)
+    """What follows a sequence of so many ids and this proposal, by the outcomes (accepted, next token)
     guessed.
     """
 
@@ -132,9 +132,9 @@ class DrafterProcess(Proposer):
             self._tell(list(asks))
         return proposals
 
-    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Note what to tell with the next step."""
-        self._settled.append((len(proposal.tokens), stood))
+        self._settled.append((len(proposal.tokens), accepted))
 
     def ended(self, key: int) -> None:
         """Note what to tell with the next step."""
@@ -186,9 +186,9 @@ class DrafterProcess(Proposer):
         if line is None:
             return NOTHING
         written = tuple(ask.ids[line.base :])
-        stood = standing(line.proposal, (*written, -1))
-        rest = written[stood:]
-        branch = line.follows.get((stood, rest[0]), ()) if rest else ()
+        accepted = standing(line.proposal, (*written, -1))
+        rest = written[accepted:]
+        branch = line.follows.get((accepted, rest[0]), ()) if rest else ()
         tokens = branch[len(rest) :][: ask.room] if branch[: len(rest)] == rest else ()
         return TokenProposal(tokens, 1.0) if tokens else NOTHING
 

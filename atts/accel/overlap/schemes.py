@@ -22,7 +22,7 @@ from atts.local.seams import (
 )
 
 _TURN = 16  # steps of a try
-_STRETCH = 64  # steps of the one that is used, after which it is looked at anew
+_STRETCH = 64  # steps of the one that is used, after which it is looked at again
 _SETTLE = 4  # first steps of a turn, which do not count: a drafter catches up in them
 _KNOWN = 128  # steps that what is known of a scheme counts for at most
 _GLANCE = 8  # steps after which a try ends that writes half as fast as another
@@ -182,7 +182,7 @@ class SchemeControl:
 
 
 GUESSING = {"pearl": Guessing(0), "ssd": Guessing(3), "mirror": Guessing(8, is_told=True)}
-"""One guess; the draft's first tokens at a place beside its own; those of the target's exit."""
+"""One guess; the draft's first tokens at a place besides its own; those of the target's exit."""
 
 
 class AdaptiveDrafting(Proposer, Lengths):
@@ -228,7 +228,7 @@ class AdaptiveDrafting(Proposer, Lengths):
         """Compare schemes by seconds on the wall: what another process takes is no time of this
         one.
         """
-        tokens = len(plan.decoding) + sum([each.stood for each in rounds])
+        tokens = len(plan.decoding) + sum([each.accepted for each in rounds])
         forecast = None if self._scheme else self._lengths.observed(plan, rounds, seconds)
         pays = bool(plan.proposals) and not (forecast and forecast.is_trial)
         if self._scheme or pays or self._control.is_contested:  # where none pays, no other is tried
@@ -249,9 +249,9 @@ class AdaptiveDrafting(Proposer, Lengths):
     def _used(self) -> Proposer:
         return self._ahead if self._scheme else self._serial
 
-    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Tell the drafter that proposed."""
-        self._used.settled(key, proposal, stood)
+        self._used.settled(key, proposal, accepted)
 
     def ended(self, key: int) -> None:
         """Tell both drafters."""

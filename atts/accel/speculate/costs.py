@@ -28,7 +28,7 @@ _WANDERING = 0.05  # of it, variance that a step adds to the machine's slowness
 _OUTLYING = 2.5  # standard deviations beyond which a time tells no more
 # of one step's variance, that of a cell of few times: no step takes less than it must
 _YOUNG = 0.25
-_STALE = 8  # times added before a curve is drawn anew
+_STALE = 8  # times added before a curve is drawn again
 _EXACT = 16  # rows up to which each number has a cell of its own; beyond, four cells an octave
 
 

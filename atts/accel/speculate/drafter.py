@@ -25,7 +25,7 @@ from atts.local.sequence import Sequence
 # Its cache has the slots of the target's, addressed through the same table, so what is freed, shared
 # or evicted there is so here; all it keeps of its own is how far it has come in each sequence.
 
-_CONFIDENCE = 0.8  # of a drafted token, beside those that are looked up
+_CONFIDENCE = 0.8  # of a drafted token, compared with those that are looked up
 _CHUNK = 512  # tokens of given text computed at once
 _FEW = 3  # newest tokens fed side by side with other sequences'
 
@@ -115,11 +115,11 @@ class ModelDrafter(Proposer):
                 proposals[place] = proposal
         return proposals
 
-    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Keep keys and values of tokens that were accepted; the others' are written over."""
         sequence = self._rows.sequence(key)
         # the last one was drawn, not fed
-        fed = min(stood, max(0, len(proposal.tokens) - 1))
+        fed = min(accepted, max(0, len(proposal.tokens) - 1))
         self._rows.advance(sequence, self._rows.drafted(sequence) + fed)
 
     def ended(self, key: int) -> None:

@@ -14,7 +14,7 @@ from atts.accel.speculate.costs import Condition, StepCosts, condition, size_cla
 from atts.local.batch import StepPlan
 from atts.local.seams import Forecast, Lengths, SpeculationRound
 
-Outcome = tuple[int, int, int]  # sequence, tokens proposed, tokens that stood
+Outcome = tuple[int, int, int]  # sequence, tokens proposed, tokens that were accepted
 
 _PRIOR = 0.7  # a place of which nothing is known yet
 _POOL_DECAY = 0.99
@@ -51,8 +51,8 @@ class Survival:
         self._count()
         rates = list[float]()
         rate = _PRIOR
-        for tested, stood in self._pool.T.tolist():
-            rate = (stood + _POOL_WEIGHT * rate) / (tested + _POOL_WEIGHT)
+        for tested, accepted in self._pool.T.tolist():
+            rate = (accepted + _POOL_WEIGHT * rate) / (tested + _POOL_WEIGHT)
             rates.append(rate)
         own = np.array([self._own.get(key, self._none) for key in keys])
         standing: NDArray[np.float64] = (own[:, 1] + _OWN_WEIGHT * np.array(rates)) / (
@@ -76,9 +76,9 @@ class Survival:
             return
         rounds = self._new
         self._new = []
-        keys, proposed, stood = np.array(rounds, dtype=np.int64).T
-        reached = np.minimum(stood + 1, proposed)
-        seen = np.stack([self._places < count[:, None] for count in (reached, stood)], 1).astype(
+        keys, proposed, accepted = np.array(rounds, dtype=np.int64).T
+        reached = np.minimum(accepted + 1, proposed)
+        seen = np.stack([self._places < count[:, None] for count in (reached, accepted)], 1).astype(
             np.float64
         )
         counts = dict[int, int]()
@@ -98,7 +98,9 @@ class Survival:
 
 _MARGIN = 0.01  # gain below which everything stays as it is
 _DOUBT = 0.02
-_DOUBT_OF_ONE = 0.001  # gain that proposals must promise beside none, at least and a sequence
+_DOUBT_OF_ONE = (
+    0.001  # gain that proposals must promise compared with none, at least and a sequence
+)
 _SURPRISE_WEIGHT = 1 / 32
 _MOST_SURPRISE = 0.5  # of one step
 _CAUTION = 0.3  # standard deviations of a time by which it must pay to stop what seemed to pay
@@ -120,7 +122,7 @@ _SAVED = 12  # the most of such steps whose time is saved up for trials
 _HICCUP = 2  # the most of such steps that one of a trial counts for
 _TRIED = 2  # steps of a trial
 _RESTS = 64, 4096  # steps for which nothing is looked at: at first, at most
-_LENGTHS = 8, 4, 2, 1, 16  # tried for all sequences in advance; others beside lengths that pay
+_LENGTHS = 8, 4, 2, 1, 16  # tried for all sequences in advance; others near lengths that pay
 _FEW = 4  # tokens tried for few sequences
 _NEW = -1  # stands for a sequence of which nothing is known
 
@@ -165,7 +167,7 @@ class _Trial:
     left: int  # steps that are looked at
     settling: int = 0  # steps before these
     keys: frozenset[int] | None = None  # whom tokens are proposed for; None: all
-    lost: float = 0.0  # seconds, beside steps without proposals
+    lost: float = 0.0  # seconds, compared with steps without proposals
 
     def lengths(self, keys: Sequence[int]) -> list[int]:
         return [self.length if self.keys is None or key in self.keys else 0 for key in keys]
@@ -282,7 +284,7 @@ class GoodputControl:
         self._balance = max(self._balance, min(self._balance + earned, _SAVED * plain))
         self._unseen = 1
         if load.trial is not None:
-            written = step.rows + sum([stood for _, _, stood in rounds])
+            written = step.rows + sum([accepted for _, _, accepted in rounds])
             self._charge(
                 load, load.trial, min(spent - plain * written / step.rows, _HICCUP * plain)
             )
@@ -521,7 +523,7 @@ class GoodputLengths(Lengths):
         self, plan: StepPlan, rounds: Sequence[SpeculationRound], seconds: tuple[float, float]
     ) -> Forecast | None:
         """Learn survival and times."""
-        outcomes = [(each.request_id, each.guessed, each.stood) for each in rounds]
+        outcomes = [(each.request_id, each.guessed, each.accepted) for each in rounds]
         rows = plan.num_rows + sum([chunk.stop - chunk.start for chunk in plan.prefills])
         forecast = self._control.observed(self._shape, outcomes, rows, seconds)
         return forecast._replace(tokens=forecast.tokens - self._shape.others) if forecast else None

@@ -132,11 +132,11 @@ class SuffixProposer(Proposer):
             group.learn(ask)
         return [self._next(ask, group) for ask, group in zip(asks, groups, strict=True)]
 
-    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Learn how often the first token stands after a match of this length."""
         length = self._matched.pop(key, 0)
         self._tried[length] += 1
-        self._stood[length] += stood > 0
+        self._stood[length] += accepted > 0
 
     def ended(self, key: int) -> None:
         """Keep texts for siblings; groups go when there are too many."""
@@ -211,9 +211,9 @@ class BestProposer(Proposer):
             open_places = [place for place in open_places if best[place].confidence < self._enough]
         return best
 
-    def settled(self, key: int, proposal: TokenProposal, stood: int) -> None:
+    def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
         """Tell the proposer whose proposal it was."""
-        self._chosen[key].settled(key, proposal, stood)
+        self._chosen[key].settled(key, proposal, accepted)
 
     def ended(self, key: int) -> None:
         """Tell all proposers."""

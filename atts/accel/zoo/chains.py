@@ -26,7 +26,7 @@ from atts.local.sequence import TokenTable
 
 # A model is a chain of units: its embedding, attention and feed-forward block of each layer, its
 # head. Two chains share a unit where they have the same block in the same place; rows are summed in
-# the same order whatever runs beside them, so that a model's numbers are those it computes alone, to
+# the same order whatever runs in the same step, so that a model's numbers are those it computes alone, to
 # the bit. What adapters add is computed for their rows only.
 
 _Rows = slice | Ints

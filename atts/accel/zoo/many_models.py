@@ -105,7 +105,7 @@ class ManyModels(Generic[M]):
         return found
 
     def _relate(self, number: int, chain: Chain[M], divide: OnSplit) -> None:
-        """See that a model can be run beside the others."""
+        """See that a model can be run with the others."""
 
     def _owned(self, hidden: Floats, owners: Ints) -> Tensor:
         """Return rows behind the last norms of these models."""

@@ -27,7 +27,7 @@ def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
 
 
 class Dispatch:
-    """Chooses by `placement.dispatched`: wait + run + what is not cached there, computed anew.
+    """Chooses by `placement.dispatched`: wait + run + what is not cached there, computed again.
 
     Requests that are in a replica's loop, whichever model's they are, are waited for, each for as
     long as one has taken so far. Keys and values are not moved between processes, and a request's

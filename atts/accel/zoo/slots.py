@@ -156,7 +156,7 @@ class SlotLedger(SlotAllocator):
         return len(known) if known.all() else int(known.argmin())
 
     def borrow(self, kin: Relative, slots: SlotIds) -> SlotIds:
-        """Hold a relative's slots of the layers that are the same, beside new ones of the others."""
+        """Hold a relative's slots of the layers that are the same, with new ones of the others."""
         return self._hold(slots[:, : self._shared(kin)])
 
     def exchange(self, kin: Relative, mine: SlotIds, theirs: SlotIds) -> None:
@@ -220,7 +220,7 @@ class SharedSlots(NamedTuple):
     gain: int
 
     def put_into(self, sequence: Sequence, row: SlotIds, free: int) -> None:
-        """Put them into the row, of the layers that are the same, beside at most so many `free`
+        """Put them into the row, of the layers that are the same, with at most so many `free`
         ones of the others.
         """
         start = sequence.capacity

@@ -350,7 +350,7 @@ class StageExecutor:
     its way leads there.
 
     It goes to another that is through sooner, once its keys and values are brought there or
-    computed anew. What a worker that is gone was to do, and had, others do, or the one that takes
+    computed again. What a worker that is gone was to do, and had, others do, or the one that takes
     its place.
     """
 
@@ -598,7 +598,7 @@ class StageExecutor:
                     starts[share.worker][held] = share._replace(entries=entries[share.entries])
             except (
                 EngineUnavailable
-            ):  # who had some of it; all are divided anew when that one was replaced
+            ):  # who had some of it; all are divided again when that one was replaced
                 return
         for number, own in starts.items():
             self._visit(flight, self.nodes[number], own, waits[number] - self.nodes[number].wait)

@@ -62,7 +62,7 @@ class RangeStep(NamedTuple):
     name: str
     entries: Ints  # of the visit's batch
     brought: Sequence[tuple[Ints, Held]] = ()  # keys and values that another worker has, by slots
-    # earlier rows whose keys and values are computed anew
+    # earlier rows whose keys and values are computed again
     again: Sequence[tuple[StepBatch, Floats]] = ()
 
 
@@ -105,7 +105,7 @@ class StageModel:
         self.setup = setup
         self.cache = cache
         self._model = model
-        # else the words of a zoo's models, their norms and heads are beside the loop
+        # else the words of a zoo's models, their norms and heads are where the loop is
         alone = not setup.is_shared
         self._units = (
             int(setup.layers.start > 0 or not alone),
@@ -176,7 +176,7 @@ BuildStage = Callable[[StageSetup], StageModel]
 
 
 class StageServer:
-    """What runs in a worker's process or actor, or beside the loop: ranges of layers by their
+    """What runs in a worker's process or actor, or where the loop is: ranges of layers by their
     names.
     """
 
@@ -199,7 +199,7 @@ class StageServer:
                 return None
 
     def _load(self, setups: Sequence[StageSetup]) -> FailureReply | None:
-        """Hold a range for all of these models, or none of it anew."""
+        """Hold a range for all of these models, or none of it."""
         name = setups[0].name
         try:
             held = self._held.get(name) or self._build(setups[0])

@@ -83,7 +83,7 @@ class ZooContents:
     tree: tuple[SharedPart, ...]
     blocks: int  # unique ones
     stored: int  # bytes of the zoo
-    apart: int  # bytes of the folders that were added, of an adapter with its base's beside it
+    apart: int  # bytes of the folders that were added, of an adapter with its base's
 
     @property
     def saved(self) -> float:
@@ -494,7 +494,7 @@ class Zoo:
     def _put(
         self, model: StoredModel, files: Sequence[Path], adapter: Sequence[Path] = ()
     ) -> StoredModel:
-        """Write a model's folder beside the others, an adapter's files in a folder below, then give
+        """Write a model's folder next to the others, an adapter's files in a folder below, then give
         it its name.
         """
         with _made(self._models / model.name) as temporary:

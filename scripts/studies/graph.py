@@ -421,6 +421,9 @@ def _memory(options: Options) -> Table:
 
 async def _journalled(load: Load, folder: Path) -> None:
     async with open_journal(folder, Manifest(), JournalOptions(durability="close")) as journal:
-        await with_graph(
-            load, lambda event: journal.record(event) if isinstance(event, CallSpan) else None
-        )
+
+        def record(event: object) -> None:
+            if isinstance(event, CallSpan):
+                journal.record(event)
+
+        await with_graph(load, record)

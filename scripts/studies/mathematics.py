@@ -165,6 +165,14 @@ async def _run(job: Job, arm: Arm, repeat: int, draft: Engine, target: Engine) -
     return result
 
 
+def _shares_correct(problems: Sequence[Samples]) -> dict[str, float]:
+    """Return the share of correct samples of each problem."""
+    shares = dict[str, float]()
+    for one in problems:
+        shares[one.problem] = sum(mark is True for mark in one.correct) / len(one.correct)
+    return shares
+
+
 @dataclass(frozen=True)
 class Measured:
     """The runs of one arm, a seed each, on the same problems."""
@@ -231,19 +239,13 @@ class Measured:
         """
         if alone is None or alone is self:
             return "-"
-        mine, theirs = (
-            {
-                problem.problem: sum(one is True for one in problem.correct) / len(problem.correct)
-                for problem in side.graded
-            }
-            for side in (self, alone)
-        )
-        pairs = [(right, mine[problem]) for problem, right in theirs.items() if problem in mine]
-        return (
-            points(compare_runs(*map(list, zip(*pairs, strict=True))).difference, 1)
-            if pairs
-            else "-"
-        )
+        mine = _shares_correct(self.graded)
+        theirs = _shares_correct(alone.graded)
+        common = [problem for problem in theirs if problem in mine]
+        if not common:
+            return "-"
+        compared = compare_runs([theirs[one] for one in common], [mine[one] for one in common])
+        return points(compared.difference, 1)
 
     def as_json(self, alone: Measured | None) -> dict[str, Any]:
         """Return everything as one strict JSON object."""

@@ -651,11 +651,11 @@ def _named(draft: list[list[int]], ranks: list[list[int]]) -> str:
 
 
 def _shares(ranks: list[list[int]]) -> list[str]:
-    tops = 1, _FAN, _TOP
-    return [
-        interval(share_estimate([(sum(rank < top for rank in own), len(own)) for own in ranks]))
-        for top in tops
-    ]
+    shares = list[str]()
+    for top in (1, _FAN, _TOP):
+        counts = [(sum(rank < top for rank in text), len(text)) for text in ranks]
+        shares.append(interval(share_estimate(counts)))
+    return shares
 
 
 def _flat(ranks: list[list[int]]) -> list[int]:

@@ -39,8 +39,9 @@ Watch = Callable[[str, Sequence[Outcome]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One row of a comparison: a name, and the setup it runs with. The seed is the unit's and the
-    arm's own.
+    """A row of a comparison: a name, and the setup it runs with.
+
+    The seed is the run's and the arm's own.
     """
 
     name: str
@@ -159,7 +160,7 @@ def scores_of(outcomes: Iterable[Outcome]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """One problem under one arm, in the numbers that tables are made of."""
+    """A problem under one arm, in the numbers that tables are made of."""
 
     problem: str
     level: int
@@ -207,7 +208,9 @@ def _judged(turn: Turn) -> int:
 
 @dataclass(slots=True)
 class Piece:
-    """What one arm came to on one piece of the problems: in order, with the seconds of each block."""
+    """The results of one arm on one piece of the problems, in order, with the seconds of each
+    block.
+    """
 
     arm: str
     samples: int
@@ -253,7 +256,7 @@ def _piece(record: dict[str, Any]) -> Piece:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Which problems, how often: shards of `shard` problems, run in blocks of `block`, arms in
+    """The problems of a comparison: shards of `shard` problems, run in blocks of `block`, arms in
     turn.
     """
 
@@ -331,7 +334,7 @@ Value = Callable[[Solved], float]
 
 @dataclass(frozen=True)
 class Sum:
-    """What an arm came to over all of its pieces."""
+    """The results of an arm over all of its pieces."""
 
     pieces: Sequence[Piece]
 

@@ -171,7 +171,7 @@ STUDIES = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One study of a series."""
+    """A study of a series."""
 
     name: str
     effort: Effort

@@ -68,7 +68,7 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class Request:
-    """One that passes the parts of its model again and again."""
+    """A request that passes the parts of its model again and again."""
 
     tenant: int
     arrived: float
@@ -91,7 +91,7 @@ class Server:
 
 
 class Outcome(NamedTuple):
-    """What one way of serving comes to."""
+    """The results of one way of serving."""
 
     p50: float
     p95: float
@@ -381,9 +381,7 @@ class Arrival(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What became of some requests: the core's time in all, and of each from its arrival to its
-    end.
-    """
+    """The results of some requests: the core's time in all, and each request's from arrival to end."""
 
     seconds: float
     tokens: int  # written

@@ -628,8 +628,9 @@ GATES = ("counted", "streaming in")
 
 
 class WatchedGate(ConformalGate):
-    """The conformal gate with its decisions kept: those of a chunk that a settled vote cut off are
-    in no outcome.
+    """A conformal gate that keeps its decisions.
+
+    No outcome has those of a chunk that a settled vote cut off.
     """
 
     def __init__(self, calibrator: CalibratorProtocol, is_counted: bool) -> None:
@@ -652,8 +653,8 @@ class WatchedGate(ConformalGate):
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One run: its decisions, those that went over, those of its worst chunks that did, and each
-    problem's answer.
+    """A run: its decisions, those that escalated, those of its worst chunks that did, and the
+    answers.
     """
 
     decisions: int

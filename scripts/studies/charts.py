@@ -34,7 +34,7 @@ _FULL = 3.0  # a factor, or one over it, that has the whole colour
 
 @dataclass(frozen=True, slots=True)
 class HeatCell:
-    """What one cell says: its value where there is one, and a line below it."""
+    """A cell of a map: its value if there is one, and a line below it."""
 
     value: float | None
     note: str

@@ -92,7 +92,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large everything is."""
+    """The sizes of models, batches and requests."""
 
     shapes: tuple[str, ...] = ("8B", "1.5B", "32B")  # models of random numbers
     pairs: tuple[tuple[str, str], ...] = (("0.6B", "8B"), ("1.5B", "32B"))
@@ -437,7 +437,7 @@ def kernel(lab: Lab) -> list[dict[str, Any]]:
 
 
 class Texts(NamedTuple):
-    """What a model wrote, and how it scored texts."""
+    """The texts of a model, and its scores of texts."""
 
     ids: list[TokenIds]
     scores: list[tuple[float, ...]]

@@ -124,7 +124,7 @@ _CHECKERS: dict[str, Callable[[], Check]] = {
 
 @dataclass(slots=True)
 class Score:
-    """What one checker, left with its own defaults, did on one set."""
+    """The results of one checker, left with its own defaults, on one set."""
 
     check: Check
     seconds: list[float] = field(default_factory=list[float])

@@ -42,7 +42,7 @@ _problem_fields = attrgetter(*ProblemSpan.__struct_fields__)
 
 
 class Recording:
-    """A sink that keeps what it is given; reading it back gives equal values in the order they
+    """A sink that keeps its events in little memory and gives back equal values in the order they
     came.
 
     Calls are packed into a hundred bytes each: kept as objects, a million of them slow every
@@ -142,7 +142,7 @@ Questions = Mapping[str, Sequence[Sequence[Stage]]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One of the record."""
+    """A question of the recorded run."""
 
     id: str
 
@@ -248,7 +248,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One workload: how many rollouts, on how many slots, how many of them in flight."""
+    """A workload: rollouts in all, slots, and rollouts in flight."""
 
     backend: str
     rollouts: int

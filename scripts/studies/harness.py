@@ -25,9 +25,7 @@ _OPERATIONS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What was found, and measured, at the start of a study; rates are the best of several short
-    rounds.
-    """
+    """The machine at the start of a study; rates are the best of several short rounds."""
 
     processor: str
     cores: int
@@ -180,8 +178,9 @@ def _loop_seconds(count: int = 2000) -> float:
 
 
 class Parts(dict[str, Any]):
-    """Values by name; with a file, those of earlier sessions and of other processes that write to
-    it, too.
+    """Finished values by name.
+
+    With a file, those of earlier sessions and of other processes that write to it count too.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -232,7 +231,7 @@ Row = tuple[Cell, ...]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How hard to try, from which seed, and where files go (None: nowhere)."""
+    """The effort, the seed, and the folder for files (None: nowhere)."""
 
     effort: Effort = "default"
     seed: int = 0
@@ -249,8 +248,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Which columns of a table are drawn: `x` across, `y` up, one line per value of `by` (none: one
-    line).
+    """The columns of a table that are drawn: `x` across, `y` up, one line per value of `by`.
 
     With a `value`, cells of that column's colour instead, a panel per value of `by`, the column
     `note` written in them.
@@ -267,7 +265,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One result: named columns, rows, and notes that say what a reader must know."""
+    """A result: named columns, rows, and notes that say what a reader must know."""
 
     title: str
     columns: tuple[str, ...]
@@ -429,8 +427,8 @@ def _seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 class Spent:
-    """What this process and its children used since it was made, and what others took of the
-    processors meanwhile.
+    """The time this process and its children used since it was made, and how busy others kept the
+    machine.
     """
 
     def __init__(self) -> None:

@@ -154,8 +154,9 @@ def _random(folder: Path, width: int, layers: int, inner: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """How hard to try, and the event loop in which engines work: this thread measures and asks
-    through the portal.
+    """The effort, and the event loop in which engines work.
+
+    This thread measures, and asks through the portal.
     """
 
     options: Options
@@ -217,8 +218,8 @@ async def written(
 
 
 class Fresh:
-    """Requests whose prompts were never seen, so that no cache helps; both sides write the same
-    number of tokens.
+    """Requests whose prompts were never seen, so that no cache helps; both sides write equally many
+    tokens.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ _PUBLISHED_PAIRS = (
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One of the runs of the table."""
+    """A run of the table."""
 
     name: str
     what: str
@@ -88,8 +88,8 @@ _DEFAULT_ARMS = ("target", "marginal", "conditional")
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is measured: the problems, how tokens are spent on them, which runs, how often, and
-    where that is kept.
+    """The task: the problems, how tokens are spent on them, which runs, how often, and where they
+    are kept.
     """
 
     dataset: Dataset

@@ -40,7 +40,7 @@ from scripts.studies.harness import traces
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one step: `step` + `sequence` x batch + `cached` x KV tokens read + `prefilled` x
+    """Seconds of a step: `step` + `sequence` x batch + `cached` x KV tokens read + `prefilled` x
     tokens fed.
 
     `request` is what the step that takes a request in costs more (admission, cache, another batch);
@@ -139,9 +139,7 @@ _END = 2
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One recorded rollout: tokens until its answer (inf: it never came to one), and its scores
-    along the way.
-    """
+    """A recorded rollout: tokens until its answer (inf: none came), and its scores along the way."""
 
     tokens: float
     starts: tuple[float, ...]  # tokens before each scored chunk
@@ -274,8 +272,8 @@ class NoText:
 
 
 class TraceLaw:
-    """Reasoning as work to be done: a rollout's answer comes once so many tokens were written,
-    whichever model writes.
+    """Reasoning as work: a rollout's answer comes after a fixed number of tokens, whichever model
+    writes.
 
     How many is drawn per (problem, sample) from the question's recorded rollouts, smoothed (a
     log-normal kernel of Silverman's width), so that 256 samples do not repeat 16. Scores and
@@ -342,7 +340,7 @@ ANSWERS = Answers(lambda text: text or None, _classes)
 
 
 class Law(Protocol):
-    """What would be written and scored, from the request alone."""
+    """The text and the scores that follow from a request alone."""
 
     @property
     def grain(self) -> int: ...  # real tokens per id: long texts are simulated with fewer ids
@@ -365,7 +363,7 @@ class Law(Protocol):
 
 @dataclass(slots=True)
 class Load:
-    """What an engine did, and the most KV tokens at work at once."""
+    """The work of an engine, and the most KV tokens at work at once."""
 
     peak: float = 0.0
     busy: float = 0.0
@@ -376,8 +374,8 @@ class Load:
 
 @dataclass(slots=True)
 class _Work:
-    """One request on its way: `feed` tokens to prefill, then `write` to decode, on top of `kept`
-    that were warm.
+    """A request on its way: `feed` tokens to prefill, then `write` to decode, after `kept` warm
+    ones.
     """
 
     rollout: str
@@ -395,9 +393,7 @@ class _Work:
 
 
 class Host:
-    """What the engines of one machine share: processors, and the one event loop that hands requests
-    over.
-    """
+    """The processors of a machine, and the one event loop that hands requests to its engines."""
 
     def __init__(self) -> None:
         self.at_work = 0

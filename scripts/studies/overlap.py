@@ -186,9 +186,7 @@ def study_virtual(options: Options) -> list[Table]:
 
 
 class Oracle(ExitModel):
-    """An exit that knows what will be written, where the same texts are asked for again and again
-    in this order.
-    """
+    """An exit that knows what will be written, if the same texts are asked for again in this order."""
 
     texts: ClassVar[list[TokenIds]] = []
 

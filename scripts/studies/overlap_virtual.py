@@ -123,8 +123,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceTrace:
-    """Along a text of the target: the rank that the draft gives its token, and the rank that its
-    early exit gives it.
+    """The ranks that the draft and the early exit give each token of a text of the target.
 
     Rank 0 is the token the draft draws itself, which then stands. As a proposed token is tested
     only where all before it are the target's, ranks along the target's own text say all there is to
@@ -175,7 +174,7 @@ def _other(place: int, rank: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds of a target step by its rows, of a draft step by its branches, and of a message
-    between the two.
+    between both.
     """
 
     draft: Callable[[int], float]
@@ -189,7 +188,7 @@ DraftDevices = tuple[list[Device], Callable[[float, int], float]]
 
 @dataclass(slots=True)
 class Timeline:
-    """What a scheme came to."""
+    """The steps, tokens and seconds of a scheme."""
 
     devices: list[Device]
     tokens: int = 0
@@ -389,9 +388,7 @@ def closed_forms(options: Options) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """A published figure, the costs that were published or follow from its settings, and what they
-    come to here.
-    """
+    """A published figure, its costs (published, or derived from its settings), and the result here."""
 
     system: str
     published: float
@@ -523,8 +520,9 @@ def published(options: Options) -> Table:
 
 
 class Recorder:
-    """One embedded model, its laws along given texts; cut after some layers it is its own early
-    exit, untrained.
+    """An embedded model and its distributions along given texts.
+
+    Cut after some layers it is its own untrained early exit.
     """
 
     def __init__(self, name: str, layers: int | None = None, *, trained: bool = False) -> None:

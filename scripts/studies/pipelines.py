@@ -76,8 +76,8 @@ is.
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """The first place at which two rollouts differ, and how far the draw there lies from the border
-    of both tokens.
+    """The first position at which two rollouts differ, and how far the draw lies from the border of
+    both tokens.
     """
 
     problem: str
@@ -338,8 +338,8 @@ def _time_row(name: str, one: Sum, base: Sum, plain: tuple[Sum, Rates]) -> Row:
 
 
 class Rescoring:
-    """What scoring alone costs: every chunk of the draft's texts, which the target has not seen,
-    chunk after chunk.
+    """The cost of scoring alone: every chunk of the draft's texts, unseen by the target, chunk
+    after chunk.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:

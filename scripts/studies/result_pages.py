@@ -44,7 +44,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a study wrote, its parts together: tables by title, those that count most first."""
+    """The results of a study, its parts together: tables by title, the most important first."""
 
     study: str
     effort: str
@@ -180,8 +180,8 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A question a reader has, the study and the beginnings of the tables that answer it, the
-    command, the limits.
+    """A reader's question, the study and the titles of the tables that answer it, the command, the
+    limits.
     """
 
     question: str

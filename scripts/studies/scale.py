@@ -46,7 +46,7 @@ Order = Literal["all together", "question by question", "one request at a time"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What is run."""
+    """A point of the grid: the pair, the method and the sizes of one simulated run."""
 
     pair: Pair
     method: Method
@@ -78,7 +78,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What came of it; times are virtual seconds."""
+    """The results of a cell; times are virtual seconds."""
 
     seconds: float
     draft_tokens: int

@@ -260,7 +260,7 @@ ARMS = (
 
 @dataclass(frozen=True, slots=True)
 class Came:
-    """What a run came to."""
+    """The results of a run."""
 
     seconds: float
     waiting: float  # share of call-seconds that rollouts waited for siblings
@@ -270,7 +270,7 @@ class Came:
 
 
 class PairLaw:
-    """What the embedded pair writes and scores: computed once, then known; `law` of engines that
+    """The texts and scores of the embedded pair, computed once, then remembered, for engines that
     keep time.
     """
 

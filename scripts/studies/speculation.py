@@ -45,7 +45,7 @@ NOISE = {"weaker": 0.25, "weak": 0.32}
 
 @dataclass
 class Arm:
-    """One engine, and what it wrote in each round."""
+    """An engine, and what it wrote in each round."""
 
     lab: Lab
     engine: LocalEngine

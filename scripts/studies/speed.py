@@ -121,7 +121,7 @@ busy machine.
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One place of the map."""
+    """A place of the map."""
 
     target: str
     samples: int
@@ -133,7 +133,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one arm came to on one block of problems."""
+    """The results of one arm on one block of problems."""
 
     seconds: float
     right: int
@@ -154,7 +154,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One cell in one repeat: every arm, by method and draft, on the same problems."""
+    """A cell in one repeat: every arm, by method and draft, on the same problems."""
 
     cell: Cell
     figures: Mapping[str, Figures]
@@ -395,7 +395,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What is open while the cells of one target are measured, and by which clock."""
+    """The engines that are open while the cells of one target are measured, and the clock."""
 
     clock: Clock
     drafts: Mapping[str, Draft]

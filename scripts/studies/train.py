@@ -140,7 +140,7 @@ def _hard(split: str, random: Random) -> Iterator[Exercise]:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One relative: what it learns, on what, and how long."""
+    """A relative of the target: what it learns, on which data, and how long."""
 
     seed: int
     steps: int
@@ -330,7 +330,7 @@ _CHECK_EVERY = 250  # steps
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What is learned from a step on."""
+    """The data and weights of training from one step on."""
 
     start: int
     mixture: Mixture
@@ -338,7 +338,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that decides what a model becomes, its seed included."""
+    """Everything that decides what a model becomes, its seed included."""
 
     model: ModelConfig
     steps: int
@@ -410,7 +410,10 @@ class Progress:
 
 
 class Trainer:
-    """One model in training; the same seed, thread count and machine kind give the same weights."""
+    """A model in training.
+
+    The same seed, thread count and kind of machine give the same weights.
+    """
 
     def __init__(self, name: str, recipe: Recipe, work: Path, encoder: Encoder) -> None:
         torch.manual_seed(recipe.seed)

@@ -61,7 +61,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """How training conversations are drawn."""
+    """The shares in which training conversations are drawn."""
 
     errors: float = 0.35  # share with planted errors
     instructed: float = 0.15  # share that carry an instruction or a system message
@@ -72,7 +72,7 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: ids and labels [batch, seq], label -100 where nothing is to be learned."""
+    """A micro-batch: ids and labels [batch, seq]; label -100 is not learned."""
 
     ids: Tensor
     labels: Tensor

@@ -70,7 +70,7 @@ class Linear(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """What attention needs to know about positions: rotation tables, and an additive mask."""
+    """The positions for attention: rotation tables, and an additive mask."""
 
     cos: Tensor
     sin: Tensor
@@ -78,8 +78,9 @@ class Where:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions, written out: at these lengths faster than the
-    fused kernel.
+    """Grouped-query attention with rotary positions.
+
+    Written out, it is faster than the fused kernel at these lengths.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -141,7 +142,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """One transformer layer; the residual stream stays in float32."""
+    """A transformer layer; the residual stream stays in float32."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -313,8 +314,9 @@ def load(folder: Path) -> Llama:
 
 
 class Workers:
-    """The calling process and its helpers; micro-batches are dealt out in turn, so sums are
-    reproducible.
+    """The calling process and its helpers.
+
+    Micro-batches are dealt out in turn, so sums are reproducible.
     """
 
     def __init__(self, model: Llama, count: int) -> None:

@@ -42,7 +42,7 @@ _HEADS_TESTED = 0.06  # share of the texts that nothing is learned from
 
 @dataclass(frozen=True, slots=True)
 class HeadsRecipe:
-    """What the adapter is trained from."""
+    """The models, texts and steps that the exit and the heads are trained with."""
 
     target: Path
     drafter: Path
@@ -60,9 +60,7 @@ class Text(NamedTuple):
 
 
 class States(NamedTuple):
-    """Of every place of some texts: rows at the exit, those before the output matrix, and what was
-    written.
-    """
+    """The rows of some texts: at the exit, before the output matrix, and the written tokens."""
 
     exits: Tensor
     finals: Tensor
@@ -297,7 +295,7 @@ _DRAFTER_TESTED = 0.03  # share of the texts that nothing is learned from
 
 @dataclass(frozen=True, slots=True)
 class DrafterRecipe:
-    """What the drafter is made from."""
+    """The models, texts and steps that the deep drafter is trained with."""
 
     target: Path
     draft: Path

@@ -47,7 +47,7 @@ from scripts.studies.modelled import BatchedEngine, Cost, Host
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One measured piece of work: how many steps, what they held in all, and how long it took."""
+    """A measured piece of work: its steps, what they processed in all, and its seconds."""
 
     steps: float
     sequences: float
@@ -74,8 +74,8 @@ def fit(seen: Sequence[Observation]) -> tuple[Cost, float]:
 
 
 class Tape:
-    """Completions by where they were asked for, log-probabilities by rollout and length of the
-    prefix: a law.
+    """Completions by where they were asked for; log-probabilities by rollout and length of the
+    prefix.
     """
 
     grain = 1
@@ -176,7 +176,7 @@ _SIBLINGS = 8  # rollouts of a piece that share a prompt
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """A piece of work given to one engine: `batch` rollouts on prompts of `prompt` tokens, `turns`
+    """A piece of work for one engine: `batch` rollouts on prompts of `prompt` tokens, `turns`
     requests each.
 
     Each request writes `tokens` tokens, or has that many scored; rollouts of more than one turn ask
@@ -236,7 +236,7 @@ class Live:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What something took: wall seconds, processor seconds of the engines and of the event loop."""
+    """Wall seconds, and processor seconds of the engines and of the event loop."""
 
     wall: float
     engines: Mapping[Role, float]
@@ -252,7 +252,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One measured piece of work: what one engine and the event loop did."""
+    """A measured piece of work of one engine and the event loop."""
 
     seen: Observation
     taken: Taken
@@ -261,9 +261,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One live run: which problems, what it took, what the engines said, and the same without
-    engines.
-    """
+    """A live run: its problems, its times, what the engines answered, and the same without engines."""
 
     first: int
     taken: Taken
@@ -273,8 +271,9 @@ class Run:
 
 @dataclass(slots=True)
 class Seen:
-    """Everything measured, round by round; `beside`: an engine's work while the other rests, and
-    while it is busy.
+    """Everything measured, round by round.
+
+    `beside` is an engine's work while the other rests, and while it is busy.
     """
 
     pieces: dict[tuple[Role, Micro], list[Piece]] = field(default_factory=lambda: defaultdict(list))
@@ -283,7 +282,7 @@ class Seen:
 
 
 class Meter:
-    """What each thread of this process uses from now on, as Linux counts it."""
+    """The processor time of each thread of this process from now on, as Linux counts it."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()

@@ -205,7 +205,8 @@ class RolloutBuilder:
         :raises EngineError: the engine failed for good.
         """
         request = self.request(role, pending, turn)
-        completion = await self.engine(role).sample(request)
+        engine = self.draft if role == "draft" else self.target
+        completion = await engine.sample(request)
         self.spend(role, request, completion)
         return self.written(role, completion)
 

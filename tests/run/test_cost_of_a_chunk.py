@@ -42,7 +42,7 @@ FOLDERS = {
         for name in ("calibration", "evaluators", "pipelines")
     ),
 }
-FUNCTIONS = 107
+FUNCTIONS = 108
 FILES = 23
 CALLS = 150
 CHANGES = 84  # a call into another file than the call before

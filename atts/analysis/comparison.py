@@ -31,15 +31,12 @@ Ends = tuple[float, float]
 
 
 def cost_ratio(cost: float, beside: float) -> float:
-    """One cost over another; infinite where the other took nothing, undefined where neither took
-    anything.
-    """
+    """Return one cost over another: infinite over nothing, nan if neither took anything."""
     return cost / beside if beside else math.inf if cost else math.nan
 
 
 def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
-    """Where the ratio of the second's mean cost to the first's may lie, one pair of costs from 0 up
-    a problem.
+    """Return the interval of the ratio of the second's mean cost to the first's.
 
     The wider of two, at either end: Fieller's holds where costs have long tails, the jackknife's of
     the logarithm where most problems cost the second run nothing; a bootstrap ends too early in
@@ -56,9 +53,7 @@ def ratio_interval(first: Floats, second: Floats, level: float = 0.95) -> Ends:
 
 
 def _fieller(first: Floats, second: Floats, reach: float) -> Ends:
-    """The ratios r from 0 up at which the mean of second - r first is within `reach` standard
-    errors of 0.
-    """
+    """Return the ratios r >= 0 for which the mean of second - r first may be 0."""
     unit = reach**2 / len(first)
     (spread, shared), (_, other) = unit * np.cov(first, second)
     square = float(first.mean() ** 2 - spread)
@@ -111,7 +106,7 @@ class GradedRun:
 
 
 def read_results(path: Path) -> GradedRun:
-    """A run directory, finished or not, or a JSONL file such as `atts eval --json` prints.
+    """Read the results of a run directory, or of a JSONL file as `atts eval --json` prints it.
 
     A line of a file is a problem: {"problem": "7", "verdict": "correct", "samples": [...], "usage":
     {...}}, or simply {"id": "7", "correct": true, "target_tokens": 310}; several lines with one id
@@ -187,9 +182,7 @@ def _list(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _row(rows: Sequence[Mapping[str, Any]], path: Path) -> GradedProblem | None:
-    """One line per problem as we print it, or one per rollout as others do: then the mean stands
-    for the vote too.
-    """
+    """Read a line per problem, or a line per rollout, whose mean then counts as the vote too."""
     votes = [value for row in rows if (value := _right(row, path)) is not None]
     if not votes:
         return None

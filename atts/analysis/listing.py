@@ -31,9 +31,7 @@ planned.
 
 
 def standing_of(directory: Path, state: RunState | None) -> RunStanding:
-    """How the run in this directory stands, its journal read into `state`; None where there is no
-    run yet.
-    """
+    """Return the status of the run in a directory, None if no run was begun there."""
     if state is None:
         return "running" if is_running(directory) else "not begun"
     if state.ended is not None:
@@ -42,7 +40,7 @@ def standing_of(directory: Path, state: RunState | None) -> RunStanding:
 
 
 def is_running(directory: Path) -> bool:
-    """Whether a process of this machine writes the run in this directory."""
+    """Return True if a process of this machine writes the run in this directory."""
     return is_held(directory / LOCK)
 
 
@@ -71,7 +69,7 @@ class RunLine:
 
 
 def list_runs(folders: Sequence[Path]) -> list[RunLine]:
-    """The runs in these folders and below them, the latest last; a folder may be a run itself.
+    """Return the runs in and below these folders, the latest last; a folder may be a run itself.
 
     :raises JournalError: a folder is not there, or cannot be read.
     """
@@ -129,7 +127,7 @@ def _line(directory: Path) -> RunLine:
 
 
 def _models(run: RecordedRun) -> str:
-    """The pair's name where one was chosen, else both models by the ends of their names."""
+    """Return the pair's name if one was chosen, else the ends of both models' names."""
     pair = run.manifest.settings.get("pair")
     if pair is not None and pair.value:
         return str(pair.value)

@@ -68,18 +68,18 @@ class PlanData:
 
     @property
     def method(self) -> str:
-        """What was run."""
+        """Return the method that was run."""
         return str(self.run.setting("method") or "?")
 
     @property
     def rate(self) -> float:
-        """What was asked for."""
+        """Return the nominal rate."""
         value = self.run.setting("rate")
         return float(value) if isinstance(value, int | float) else float("nan")
 
 
 def read_plan_data(directory: Path) -> PlanData:
-    """A run directory, finished or not.
+    """Read a run directory, finished or not.
 
     :raises JournalError: it holds no run, or one that cannot be read.
     :raises UsageError: none of its problems is over and graded.
@@ -187,7 +187,7 @@ class ChunkAdvice:
 
 
 def speeds(data: PlanData) -> tuple[Speed, ...]:
-    """Every engine that was called."""
+    """Return the speeds of all engines that were called."""
     calls: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for node in data.nodes:
         if node.engine:
@@ -299,7 +299,7 @@ class Option:
 
 
 def options(data: PlanData) -> Iterator[Option]:
-    """Every number of rollouts up to those recorded, and every power of two of turns.
+    """Return an option for each number of rollouts and each power of two of turns.
 
     All are on the policy of the run: a rollout depends neither on its siblings nor on turns to
     come. Problems with too few whole rollouts for a number are left out of it; a number that loses
@@ -321,7 +321,7 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
     cut = [[_within(rollout, turns) for rollout in case.rollouts] for case in cases]
 
     def accuracy(unscored: bool) -> Estimate:
-        """Of the votes of `samples` of them, were what could not be scored right or wrong."""
+        """Return the accuracy of votes of `samples` rollouts."""
         judged = [[unscored if right is None else right for _, right in pairs] for pairs in cut]
         ballots = [
             votes([label for label, _ in pairs], right)
@@ -332,7 +332,7 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
     kept = [[rollout.turns[:turns] for rollout in case.rollouts] for case in cases]
 
     def spent(name: str) -> float:
-        """The mean over problems of what `samples` of their rollouts take."""
+        """Return the mean cost per problem of `samples` rollouts."""
         means = [
             math.fsum(getattr(turn, name) for rollout in case for turn in rollout) / len(case)
             for case in kept
@@ -360,12 +360,12 @@ def _option(data: PlanData, cases: Sequence[GradedCase], samples: int, turns: in
 
 
 def _within(rollout: CompleteRollout, turns: int) -> tuple[object, bool | None]:
-    """The rollout's vote, were it cut after so many turns."""
+    """Return the rollout's vote, had it been cut after so many turns."""
     return (rollout.label, rollout.is_right) if len(rollout.turns) <= turns else (None, False)
 
 
 def _longest(seconds: Sequence[float], k: int) -> float:
-    """The expected longest of k drawn without replacement.
+    """Return the expected longest of k values drawn without replacement.
 
     >>> _longest([1.0, 2.0, 3.0], 2)
     2.6666666666666665
@@ -380,7 +380,7 @@ def _longest(seconds: Sequence[float], k: int) -> float:
 
 
 def frontier(found: Sequence[Option], cost: str) -> list[Option]:
-    """Those that nothing cheaper equals, cheapest first."""
+    """Return the Pareto-optimal options, cheapest first."""
     best = -1.0
     kept = list[Option]()
     for option in sorted(found, key=lambda option: (getattr(option, cost), -option.accuracy.value)):
@@ -428,7 +428,7 @@ def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[Untri
 
 
 def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
-    """One rate; `target_tokens` are those of a problem whose every chunk escalates."""
+    """Estimate one rate; `target_tokens` are those of a problem whose every chunk escalates."""
     mode: Mode = data.run.setting("mode") or "question-turn"
     samples = max((len(outcome.rollouts) for outcome in data.outcomes), default=1)
     gate = ConformalGate(fresh_calibrator(data.run, rate, mode))
@@ -441,9 +441,7 @@ def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
 
 
 def _bounds(replayed: ReplayedProblem, case: GradedCase) -> tuple[float, float]:
-    """The vote if all that is unknown were wrong alike, and if it were right; a vote nothing
-    strayed from stands.
-    """
+    """Bound the vote: everything unknown alike and wrong, and everything unknown correct."""
     strayed = {
         rollout.sample for rollout in replayed.rollouts if rollout.off_policy_from is not None
     }
@@ -463,7 +461,7 @@ def _largest(labels: Iterable[Hashable]) -> int:
 
 
 def _share(right: int, wrong: int) -> float:
-    """A tie goes to either."""
+    """Return the share of correct votes, in which a tie counts for either side."""
     return 0.5 if right == wrong and right else float(right > wrong)
 
 
@@ -492,16 +490,16 @@ class Cap:
 
     @property
     def given(self) -> list[tuple[str, float]]:
-        """The caps there are, by the name of the cost."""
+        """Return the caps that are set, by the name of the cost."""
         return [(name, value) for name, value in asdict(self).items() if value is not None]
 
     @property
     def cost(self) -> str:
-        """What options are ordered by: the first cap's cost."""
+        """Return the cost that orders options: that of the first cap."""
         return self.given[0][0] if self.given else "target_tokens"
 
     def allows(self, option: Option) -> bool:
-        """Whether the option stays below every cap."""
+        """Return True if the option stays below every cap."""
         return all(getattr(option, name) <= value for name, value in self.given)
 
 
@@ -524,7 +522,7 @@ class Advice:
 
 
 def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
-    """From one recorded run, or several on the same problems, such as at different rates.
+    """Advise from one recorded run, or from several on the same problems at different rates.
 
     :raises JournalError: a directory holds no run, or one that cannot be read.
     :raises UsageError: a run without a graded problem.

@@ -41,7 +41,7 @@ from atts.pipelines import (
 
 
 def fresh_calibrator(run: RecordedRun, rate: float, mode: Mode) -> Calibrator:
-    """With the run's stored scores, cap, seed and step.
+    """Make a calibrator with the run's stored scores, cap, seed and step.
 
     :raises CalibrationInputError: the mode needs stored scores, and the run names none.
     """
@@ -87,12 +87,12 @@ class ReplayedProblem:
 
     @property
     def answer(self) -> str | None:
-        """What the vote comes to."""
+        """Return the result of the vote."""
         return self.tally.winner
 
     @property
     def is_censored(self) -> bool:
-        """Whether there is no answer, and a rollout that could have brought one was stopped."""
+        """Return True if a rollout was stopped that might have given the answer."""
         return self.answer is None and any(rollout.is_censored for rollout in self.rollouts)
 
 
@@ -105,7 +105,7 @@ class Replayed:
 
     @property
     def rate(self) -> float:
-        """The fraction escalated; nan without decisions."""
+        """Return the fraction of chunks that escalated; nan without decisions."""
         return (
             sum(d.escalate for d in self.decisions) / len(self.decisions)
             if self.decisions
@@ -114,9 +114,7 @@ class Replayed:
 
     @property
     def off_policy(self) -> float:
-        """The share of rollouts whose record does not tell what the policy would have led to; nan
-        without rollouts.
-        """
+        """Return the share of rollouts that left their recorded path; nan without any."""
         rollouts = [rollout for problem in self.problems for rollout in problem.rollouts]
         return (
             sum(r.off_policy_from is not None for r in rollouts) / len(rollouts)
@@ -223,7 +221,7 @@ def _cut(outcome: Outcome, policy: Policy) -> list[Rollout]:
 
 
 def _is_cut_short(rollout: Rollout, policy: Policy) -> bool:
-    """Whether the record ends before an answer or the policy's last turn."""
+    """Return True if the record ends before an answer or the policy's last turn."""
     whole = sum(not was_cut_short(turn) for turn in rollout.turns)
     return is_censored(rollout.answer, rollout.finish) and (
         policy.turns is None or whole < policy.turns
@@ -379,17 +377,17 @@ class _Recorded:
 
     @property
     def known(self) -> dict[str, str | None]:
-        """The recorded answer of every problem that had the time to come to one."""
+        """Return the recorded answer of every problem that had the time to come to one."""
         briefs = map(FinishedProblem.of, self.outcomes)
         return {brief.problem: brief.answer for brief in briefs if not brief.is_censored}
 
     def accuracy(self, answers: Mapping[str, str | None]) -> Estimate:
-        """Of these answers, as they were graded then or are graded now."""
+        """Return the accuracy of these answers, as they were graded then or are graded now."""
         asked = [outcome.problem for outcome in self.outcomes if outcome.problem.answer is not None]
         return accuracy_estimate(self.right(it, answers[it.id]) for it in asked if it.id in answers)
 
     def right(self, problem: Problem, answer: str | None) -> bool | None:
-        """Whether it is; None where the grader cannot tell."""
+        """Return whether the answer is correct; None if the grader cannot decide."""
         if answer is None:
             return False
         status = self.verdicts.get((problem.id, answer)) or judge(problem, answer).status
@@ -424,9 +422,7 @@ def _read(run: RecordedRun) -> _Recorded:
 
 
 def _with_cut_turns(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Outcome:
-    """The outcome with the decisions of turns that a settled vote cut short: the gate learned from
-    them as well.
-    """
+    """Return the outcome with the decisions of turns that a settled vote cut short."""
     rollouts: list[Rollout] = []
     for rollout in outcome.rollouts:
         cut = decided.get((rollout.problem, rollout.sample, len(rollout.turns)))
@@ -439,7 +435,7 @@ def _with_cut_turns(outcome: Outcome, decided: Mapping[TurnKey, Decided]) -> Out
 
 
 def _policy(run: RecordedRun, change: PolicyChange) -> Policy:
-    """The recorded policy, cut; what was never drawn cannot be replayed."""
+    """Return the recorded policy, cut; what was never drawn cannot be replayed."""
     recorded = run.policy
     samples = recorded.get("samples", 1)
     turns = recorded.get("turns", 1)
@@ -514,9 +510,7 @@ def _compare(recorded: _Recorded, again: Replayed) -> Replay:
 
 
 def _with_takeovers(recorded: _Recorded, tokens: int | None, more: int) -> int | None:
-    """The target's tokens with so many takeovers more, each as long as those of the record on
-    average.
-    """
+    """Return the target's tokens with so many escalations more, each of the mean length."""
     rollouts = [rollout for outcome in recorded.outcomes for rollout in outcome.rollouts]
     decisions = [
         turn.decision for rollout in rollouts for turn in rollout.turns if not was_cut_short(turn)

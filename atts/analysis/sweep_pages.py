@@ -18,7 +18,7 @@ _LETTERS = "abcdefghijklmnopqrsuvwxyz"
 
 
 def sweep_lines(report: SweepReport) -> Iterator[str]:
-    """The table, the picture, and what both rest on."""
+    """Return the table, the chart, and what both rest on."""
     yield from _table(report)
     yield ""
     yield from _picture(report)
@@ -26,7 +26,7 @@ def sweep_lines(report: SweepReport) -> Iterator[str]:
 
 
 def sweep_notes(report: SweepReport) -> Iterator[str]:
-    """What a reader must know of the numbers."""
+    """Return what a reader must know of the numbers."""
     yield "Brackets are 95 % intervals over problems; differences are to the target alone, problem by problem."
     yield (
         "Best of all: the share of problems that any rollout solved, which no vote can exceed; "
@@ -68,7 +68,7 @@ def _number(value: float, form: str) -> str:
 
 
 def _marks(report: SweepReport) -> dict[str, str]:
-    """The letter of each point: one per curve, T and D for the target and the draft alone."""
+    """Return the letter of each point: one per curve, T and D for target and draft alone."""
     curves = enumerate(report.curves.values())
     found = {
         point.name: _LETTERS[number % len(_LETTERS)]
@@ -109,7 +109,7 @@ def _picture(report: SweepReport) -> Iterator[str]:
 
 
 def _range(drawn: Sequence[ScalingPoint]) -> tuple[float, float]:
-    """The accuracies to show: all that there are, and not much besides."""
+    """Return the range of accuracies to show."""
     values = [point.accuracy.value for point in drawn]
     low = max(0.0, min(values) - 0.02)
     high = min(1.0, max(values) + 0.02)
@@ -122,7 +122,7 @@ _LABEL = 12.0  # pixels between labels of baselines
 
 
 def render_sweep(report: SweepReport) -> str:
-    """The page: no network, no server, light and dark."""
+    """Return the page, which needs no network and no server."""
     return page(
         "sweep.html",
         ("tables.js",),
@@ -135,9 +135,7 @@ def render_sweep(report: SweepReport) -> str:
 
 
 def headline(report: SweepReport) -> str:
-    """The finding in one sentence: the cheapest run that is as good as the best one, as far as can
-    be told.
-    """
+    """Name the cheapest run that is as good as the best one, as far as the intervals tell."""
     drawn = [point for point in report.grid if point.is_drawn]
     if not drawn:
         return "Nothing was graded yet"
@@ -211,7 +209,7 @@ def _chart(
 
 
 def _accuracies(drawn: Sequence[ScalingPoint]) -> Axis:
-    """The accuracies to show: intervals whole, and not much besides."""
+    """Return the range of accuracies to show, with whole intervals."""
     low = min([p.accuracy.low for p in drawn] + [1.0])
     high = max([max(p.accuracy.high, p.oracle.value) for p in drawn] + [0.0])
     return (
@@ -269,7 +267,7 @@ def _baselines(
 def _ceiling(
     plot: Plot, report: SweepReport, cost: Callable[[ScalingPoint], float]
 ) -> Iterator[str]:
-    """What no vote can exceed, curve by curve."""
+    """Draw the accuracy that no vote can exceed, curve by curve."""
     for number, points in enumerate(report.curves.values()):
         line = [
             (cost(p), p.oracle.value)
@@ -286,7 +284,7 @@ def _ceiling(
 
 
 def sweep_table(report: SweepReport) -> ReportTable:
-    """Every run of the set."""
+    """Return a row for every run of the set."""
     columns = (
         "run", "status", "problems", "accuracy", "from", "to", "difference to the target alone", "from", "to",
         "any rollout right", "rate", "target tokens", "draft tokens", "scored tokens", "seconds of calls", "calls",

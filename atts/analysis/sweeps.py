@@ -67,7 +67,7 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def load_run_set(directory: Path) -> RunSet:
-    """The set that a directory holds.
+    """Return the set of runs that a directory holds.
 
     :raises JournalError: there is none, or it cannot be read.
     :raises JournalCorrupt: the file is not one.
@@ -120,7 +120,7 @@ class CallTotals:
     seconds: float = 0.0
 
     def count(self, own: float, held: SharedReply | None, run: int) -> None:
-        """One call; what another run asked first took the time that it took there."""
+        """Count a call; a shared reply counts with the time that the first run waited for it."""
         is_shared = held is not None and held.run != run
         self.calls += 1
         self.shared += is_shared
@@ -153,7 +153,7 @@ class ScalingPoint:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether there is an accuracy to draw."""
+        """Return True if there is an accuracy to draw."""
         return not math.isnan(self.accuracy.value)
 
 
@@ -168,19 +168,17 @@ class SweepReport:
 
     @property
     def grid(self) -> tuple[ScalingPoint, ...]:
-        """The runs of the grid."""
+        """Return the runs of the grid."""
         return tuple(point for point in self.points if point.kind == "point")
 
     @property
     def references(self) -> tuple[ScalingPoint, ...]:
-        """The baselines."""
+        """Return the baselines."""
         return tuple(point for point in self.points if point.kind == "reference")
 
     @property
     def along(self) -> str | None:
-        """The setting whose values a curve follows: a length before a rate before anything else
-        that is a number.
-        """
+        """Return the setting that a curve follows: lengths before rates before other numbers."""
         several = {
             name: values for name, values in self.over.items() if len(set(map(str, values))) > 1
         }
@@ -189,7 +187,7 @@ class SweepReport:
 
     @property
     def curves(self) -> dict[str, list[ScalingPoint]]:
-        """The points of each curve in order, by what the curve holds fixed."""
+        """Return the points of each curve in order, by what the curve holds fixed."""
         found = dict[str, list[ScalingPoint]]()
         for point in self.grid:
             fixed = ", ".join(
@@ -204,7 +202,7 @@ class SweepReport:
 
 
 def read_sweep(directory: Path) -> SweepReport:
-    """The numbers of a set of runs as it stands, finished or not.
+    """Read the numbers of a set of runs, finished or not.
 
     :raises JournalError: there is no set here, or a run of it cannot be read.
     """
@@ -247,7 +245,7 @@ def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> Scali
 
 
 def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunState, CallTotals]:
-    """The run's problems in brief, and its calls."""
+    """Read the run's problems in brief, and its calls."""
     state = RunState()
     totals = CallTotals()
     number = run_number(folder)
@@ -262,7 +260,7 @@ def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunSta
 
 
 def _compared(held: RunSet, points: Sequence[ScalingPoint]) -> Iterator[ScalingPoint]:
-    """With the difference to the target alone, on the same models, where there is such a run."""
+    """Yield the points with their difference to the target alone, if there is such a run."""
     targets = [
         point
         for point in points
@@ -279,9 +277,7 @@ def _compared(held: RunSet, points: Sequence[ScalingPoint]) -> Iterator[ScalingP
 
 
 def _is_beside(reference: ScalingPoint, point: ScalingPoint) -> bool:
-    """Whether they ran on the same models: what the baseline sets besides its method, the point
-    sets as well.
-    """
+    """Return True if a baseline ran on the point's models."""
     shared = [name for name in reference.values if name not in ("method", *LENGTHS)]
     return all(point.values.get(name) == reference.values[name] for name in shared)
 

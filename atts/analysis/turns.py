@@ -14,7 +14,7 @@ def tokens_written(turn: Turn, author: Role) -> int:
 
 
 def usage_of(turns: Iterable[Turn]) -> Usage:
-    """The tokens of some turns of a rollout."""
+    """Return the tokens of some turns of a rollout."""
     found = Usage()
     for turn in turns:
         found += Usage(
@@ -24,8 +24,9 @@ def usage_of(turns: Iterable[Turn]) -> Usage:
 
 
 def is_written(turn: Turn, chunk: Chunk) -> bool:
-    """Whether a model wrote it there: not words that were put in, nor the part of a discarded chunk
-    that stays.
+    """Return True if a model wrote the chunk in this turn.
+
+    Forced words were put in, and a part of a discarded chunk was written with the whole.
     """
     if chunk.logprobs:
         return True
@@ -39,5 +40,5 @@ def is_written(turn: Turn, chunk: Chunk) -> bool:
 
 
 def was_cut_short(turn: Turn) -> bool:
-    """Whether it was judged and not carried out, because its rollout was stopped."""
+    """Return True if the turn was judged and not carried out, because its rollout was stopped."""
     return bool(turn.discarded) and not turn.chunks

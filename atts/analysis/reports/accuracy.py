@@ -28,7 +28,7 @@ from atts.evaluators import (
 
 
 def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
-    """The problems whose every rollout has a verdict, as the metrics want them.
+    """Return the problems whose every rollout has a verdict, in the form of the metrics.
 
     Censored rollouts are left out: what they would have answered is unknown, and to call them wrong
     would make the better method look worse.
@@ -43,9 +43,7 @@ def graded(problems: Sequence[ProblemFacts]) -> list[Samples]:
 
 
 def answered(data: RunData) -> tuple[NamedRate, ...]:
-    """Of a run that withholds answers: the share it gave, and how many of these are wrong, beside
-    what was promised.
-    """
+    """Return the share of answers that an abstaining run gave, and how many of these are wrong."""
     promise = data.run.setting("abstain")
     if promise is None:
         return ()
@@ -115,7 +113,7 @@ def spend(data: RunData) -> Spend:
 
 
 def baseline(own: RunData, other: RunData) -> Baseline | None:
-    """This run against another on the problems both have graded; None when there are none."""
+    """Compare the run with another on the problems both graded; None if there are none."""
     common = [name for name in _graded_names(own) if name in _graded_names(other)]
     if not common:
         return None
@@ -146,7 +144,7 @@ def baseline(own: RunData, other: RunData) -> Baseline | None:
 
 
 def method(data: RunData) -> str:
-    """What the run calls its method, else its gate."""
+    """Return the name of the run's method, or of its gate."""
     run = data.run
     if named := run.setting("method"):
         return str(named)
@@ -157,12 +155,12 @@ def method(data: RunData) -> str:
 
 
 def accuracy_of(data: RunData) -> Estimate:
-    """The vote's accuracy."""
+    """Estimate the accuracy of the vote."""
     return _accuracy([data.problems[name] for name in _graded_names(data)])
 
 
 def total_usage(problems: Collection[ProblemFacts]) -> Usage:
-    """What these problems cost together."""
+    """Sum the usage of these problems."""
     return sum((one.brief.usage for one in problems), Usage())
 
 
@@ -184,8 +182,7 @@ def _ratio(part: float, whole: float, without: float) -> float:
 
 
 def frontier(data: RunData, others: Sequence[RunData]) -> tuple[FrontierPoint, ...]:
-    """The run itself, the vote of 1, 2, 4, ... rollouts out of those recorded or of 1, 2, 4, ...
-    turns, other runs.
+    """Return the run itself, votes of fewer rollouts and of fewer turns, and other runs.
 
     Fewer rollouts and fewer turns are on the policy of the run: a rollout never depends on its
     siblings, or on turns to come. They cost what that many whole rollouts cost on average, and what
@@ -238,7 +235,7 @@ def _whole_run(data: RunData, name: str) -> list[FrontierPoint]:
 
 
 def _fewer_turns(problems: Sequence[ProblemFacts]) -> list[FrontierPoint]:
-    """The vote of what was answered within so many turns."""
+    """Return the point of votes on the answers within so many turns."""
     longest = max((len(rollout.written) for one in problems for rollout in one.rollouts), default=0)
     return [
         _cut(problems, 1 << power) for power in range(longest.bit_length()) if 1 << power < longest
@@ -256,8 +253,7 @@ def _cut(problems: Sequence[ProblemFacts], turns: int) -> FrontierPoint:
 
 
 def _vote_within(one: ProblemFacts, turns: int) -> float | None:
-    """How right the vote is, were rollouts cut after so many turns: ties count as their mean, no
-    answer as wrong.
+    """Return the vote's accuracy after so many turns; ties count as their mean.
 
     None where all that might have answered by then was stopped before.
     """

@@ -51,7 +51,7 @@ _PIXELS = 900  # calls closer than one of these are drawn as one
 
 
 def timing(nodes: Sequence[CallSpan]) -> TimeBreakdown | None:
-    """The run by its task graph; None where no call was timed."""
+    """Take the run's time apart by its task graph; None if no call was timed."""
     if not nodes:
         return None
     whole = measure(nodes)
@@ -104,7 +104,7 @@ def _lanes(engine: str, nodes: Sequence[CallSpan], begin: float, seconds: float)
 def _occupancy(
     starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float
 ) -> tuple[float, ...]:
-    """The mean number of intervals that are open in each slice of the run."""
+    """Return the mean number of open intervals in each slice of the run."""
     if not seconds:
         return ()
     edges = np.linspace(0, seconds, _SLICES + 1)
@@ -121,7 +121,7 @@ def _sum_min(values: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np
 
 
 def _gaps(starts: NDArray[np.float64], ends: NDArray[np.float64], seconds: float) -> list[float]:
-    """The stretches of the run in which the engine had nothing to do."""
+    """Return the stretches of the run in which the engine was idle."""
     order = np.argsort(starts)
     reached = np.concatenate([[0.0], np.maximum.accumulate(ends[order])])
     following = np.concatenate([starts[order], [seconds]])
@@ -161,8 +161,7 @@ def _segments(
 
 
 def _peak(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int:
-    """The most calls at once, given in order of their starts; a call ends before the next of that
-    moment starts.
+    """Return the most calls at once; a call ends before another starts at the same moment.
 
     >>> _peak(np.array([0.0, 1.0, 1.0, 2.0]), np.array([2.0, 1.0, 3.0, 3.0]))
     2
@@ -286,7 +285,7 @@ def _settings(data: RunData) -> list[tuple[str, str, str]]:
 
 
 def _setting(value: Json) -> str:
-    """A value on one line; thousands of stored scores are cut."""
+    """Return a value on one line; thousands of stored scores are cut."""
     return shorten(value if isinstance(value, str) else json.dumps(value), 200)
 
 

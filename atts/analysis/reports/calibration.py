@@ -40,7 +40,7 @@ _SPAN = "{} to {}"
 
 
 def calibration_headline(kind: str, health: Health, control: RateControl) -> Headline:
-    """What a person who knows nothing of conformal prediction should take home."""
+    """Say the result to readers who do not know conformal prediction."""
     drift = _alarms(control)
     return Headline(
         _sentence(kind, health, control), (_share(kind, control), _worth(health), drift)
@@ -48,9 +48,7 @@ def calibration_headline(kind: str, health: Health, control: RateControl) -> Hea
 
 
 def calibration_points(kind: str, health: Health, control: RateControl) -> tuple[Point, ...]:
-    """What speaks against the calibration, worst first; of scores alone nothing was promised that
-    they could break.
-    """
+    """Return the points against the calibration, worst first."""
     found = list[Point]()
     check = control.check()
     if kind == "run" and check is not None and check.standing != "held":
@@ -135,7 +133,7 @@ def _worth(health: Health) -> ShownNumber:
 
 
 def _is_reached(drift: DriftTest | None) -> bool:
-    """Whether the bet on a change won as much as would surprise once in a hundred times."""
+    """Return True if the drift statistic passed its alarm level."""
     return drift is not None and drift.peak >= drift.alarm
 
 
@@ -185,12 +183,12 @@ class CalibrationReport:
 
     @property
     def promise(self) -> StatedGuarantee:
-        """The guarantee with its numbers, and what voids it."""
+        """Return the guarantee with its numbers, and what voids it."""
         return self.control.promise
 
 
 def calibration_of_run(directory: Path, scores: StoredScores) -> CalibrationReport:
-    """What a run's gate did at the rate it was asked for; `scores` are those it decided on.
+    """Report the decisions of a run's gate at its nominal rate, and their scores.
 
     :raises JournalError: it is no run directory, or cannot be read.
     :raises CalibrationInputError: its gate decided nothing.
@@ -217,8 +215,7 @@ def calibration_of_scores(
     labels: Sequence[Label] = (),
     calibrator: Calibrator | None = None,
 ) -> CalibrationReport:
-    """What scores promise at this rate, decided one by one in their order; `labels` say which were
-    of right answers.
+    """Report the decisions that scores would get at this rate, one by one in their order.
 
     A `calibrator` that was made from them states its own guarantee.
 
@@ -298,7 +295,7 @@ _ENDINGS: dict[str, CalibrationFormat] = {
 
 
 def calibration_format(format: str | None, out: Path | None) -> CalibrationFormat:
-    """The format that is named, else the one that the file's name ends in, else HTML.
+    """Return the named format, else that of the file's ending, else HTML.
 
     :raises OptionError: there is no such format.
     """
@@ -308,7 +305,7 @@ def calibration_format(format: str | None, out: Path | None) -> CalibrationForma
 
 
 def render_calibration(report: CalibrationReport, format: CalibrationFormat) -> str:
-    """The report's text.
+    """Return the text of the report.
 
     :raises OptionError: for a format of pictures, which are files.
     """
@@ -350,13 +347,13 @@ def save_calibration(
 
 
 def calibration_figures(report: CalibrationReport) -> list[Chart]:
-    """Every picture of the report, once."""
+    """Return every picture of the report once."""
     labelled = [] if report.labelled is None else [labelled_chart(report.labelled)]
     return [*calibration_charts(report.control), *labelled]
 
 
 def _first(report: CalibrationReport) -> Chart:
-    """The picture of the first screen, in words that need no others."""
+    """Return the picture of the first screen."""
     asked = "" if report.control.nominal is None else " The dashed line is what was asked for."
     caption = (
         "A small model writes, a large one grades every step and takes over the worst. The thick "

@@ -125,7 +125,7 @@ def _by_question(control: RateControl) -> Chart:
 
 
 def over_time_chart(control: RateControl) -> Chart:
-    """The rate so far, decision by decision."""
+    """Draw the realised rate over the decisions."""
     moments = control.moments
     shares = [moment.share for moment in moments] + [
         m.rolling for m in moments if m.rolling is not None
@@ -161,7 +161,7 @@ def over_time_chart(control: RateControl) -> Chart:
 
 
 def reliability_chart(found: Uniformity) -> Chart:
-    """The rate that is asked for, and the rate that the p-values would give."""
+    """Draw the rate that p-values give over the nominal rate."""
     plot = Plot(Axis(0, 1, "rate asked for"), Axis(0, 1, "rate these p-values give"))
     curve = [(1 - p, 1 - share) for p, share in reversed(found.curve)]
     grid = [asked for asked, _ in curve]
@@ -222,7 +222,7 @@ def _p_histogram(found: Uniformity) -> Chart:
 
 
 def labelled_chart(found: LabelledScores) -> Chart:
-    """How often answers are right, by the p-value of their chunks."""
+    """Draw the share of correct answers by the p-value of their chunks."""
     plot = Plot(Axis(0, 1, "p-value of the chunk"), Axis(0, 1, "answers that are right"))
     places = [((one.low + one.high) / 2, one.right) for one in found.bins]
     marks = [
@@ -277,9 +277,7 @@ def _drift(found: DriftTest) -> Chart:
 
 
 def timeline_chart(found: TimeBreakdown) -> Chart:
-    """Every engine: calls in flight and waiting over time, then its lanes; the page's template
-    draws it.
-    """
+    """Prepare the timeline of all engines, which the page's template draws."""
     columns = (
         "engine",
         "most at once",
@@ -303,7 +301,7 @@ def timeline_chart(found: TimeBreakdown) -> Chart:
 
 
 def css_class(name: str) -> str:
-    """A name as a class of the style sheet.
+    """Return a name as a class of the style sheet.
 
     >>> css_class('draft "2"')
     'draft--2-'
@@ -380,9 +378,7 @@ def frontier_chart(points: Sequence[FrontierPoint]) -> Chart:
 
 
 def runs_chart(points: Sequence[FrontierPoint]) -> Chart | None:
-    """The picture of the first screen: this run and those it is compared with; None where none is
-    graded.
-    """
+    """Draw this run and those it is compared with; None if none is graded."""
     runs = [point for point in points if point.kind == "run"]
     if not runs:
         return None
@@ -521,7 +517,7 @@ def _labels(
 def _places(
     own: tuple[float, float], dots: Sequence[tuple[float, float]]
 ) -> Sequence[tuple[int, int]]:
-    """Words stand on the side where no close point is, or they would seem to be that one's."""
+    """Place each label on the side of its point where no close point is."""
     close = [
         dot
         for dot in dots

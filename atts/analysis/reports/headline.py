@@ -26,7 +26,7 @@ _LARGE = 0.05  # the share of rollouts from which a flag weighs
 
 
 def caveats(data: RunData, calibration: RateControl | None) -> tuple[Caveat, ...]:
-    """Everything worth a warning badge."""
+    """Return every warning about the numbers, worst first."""
     found = [
         *_session(data),
         *_truncation(data),
@@ -56,7 +56,7 @@ def _session(data: RunData) -> Iterator[Caveat]:
 
 
 def _truncation(data: RunData) -> Iterator[Caveat]:
-    """The sentence that the command line ends with, too."""
+    """Yield the sentence about cut rollouts, which the command line prints as well."""
     found = truncation([one.brief for one in data.problems.values()], data.run.manifest)
     if found.cut:
         places = [
@@ -131,7 +131,7 @@ def _calibration(calibration: RateControl | None) -> Iterable[Caveat]:
 
 
 def _own(data: RunData) -> Iterator[Caveat]:
-    """The run's own warnings, each kind once."""
+    """Yield the run's own warnings, each kind once."""
     counts = Counter(warned.code for warned in data.warned)
     first = {warned.code: warned for warned in reversed(data.warned)}
     for code, count in counts.items():
@@ -156,7 +156,7 @@ def headline(
     baselines: Sequence[Baseline],
     count: int,
 ) -> Headline:
-    """What a person would say of the run, and the numbers that say it."""
+    """Say the result as a person would, with the numbers behind it."""
     vote = accuracy[0].estimate if accuracy else None
     said = " and ".join(filter(None, (_answers(vote, count), _text(cost))))
     sentence = "; ".join((said, *map(_beside, baselines[:1])))
@@ -166,7 +166,7 @@ def headline(
 
 
 def right_of(estimate: Estimate) -> str:
-    """A share of problems as people count it.
+    """Return a share of problems as counts.
 
     >>> right_of(Estimate(0.95, 0.835, 0.986, 40, 40, "wilson"))
     '38 of 40'
@@ -175,7 +175,7 @@ def right_of(estimate: Estimate) -> str:
 
 
 def percent(share: float) -> str:
-    """A share in per cent, without a decimal where it would say nothing.
+    """Return a share in per cent, without a decimal that says nothing.
 
     >>> percent(0.163), percent(1.0), percent(0.0), percent(0.0004), percent(0.9996)
     ('16.3 %', '100 %', '0 %', '< 0.1 %', '> 99.9 %')
@@ -186,7 +186,7 @@ def percent(share: float) -> str:
 
 
 def span(estimate: Estimate) -> str:
-    """The interval of a share in words."""
+    """Return the interval of a share in words."""
     return f"95 % interval {percent(estimate.low)} to {percent(estimate.high)}"
 
 
@@ -205,7 +205,7 @@ def _text(cost: Spend) -> str:
 
 
 def _beside(other: Baseline) -> str:
-    """The first run it is compared with, in the same words."""
+    """Compare with the first other run, in the same words."""
     ratio = other.target_token_ratio
     said = f"{other.name} is right on {right_of(other.other)}"
     if math.isnan(ratio):

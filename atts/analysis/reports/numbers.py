@@ -23,7 +23,7 @@ Point = tuple[Standing, str]
 
 
 def worst_of(points: Iterable[Point]) -> Standing:
-    """How the whole stands, by the worst of its points."""
+    """Return the worst standing of some points."""
     standings = {standing for standing, _ in points}
     return "bad" if "bad" in standings else "care" if "care" in standings else "good"
 
@@ -131,7 +131,7 @@ class GroupRate:
 
     @property
     def share(self) -> float:
-        """The realised rate."""
+        """Return the realised rate."""
         return self.escalated / self.decisions
 
     @property
@@ -232,7 +232,7 @@ class RateControl:
     metrics: Mapping[str, float]
 
     def check(self) -> RateCheck | None:
-        """The realised rate judged by its bands; None where none was promised."""
+        """Judge the realised rate by its bands; None if no rate was promised."""
         if self.nominal is None:
             return None
         return check_rate(
@@ -314,7 +314,7 @@ class Caveat:
 
     @property
     def sentence(self) -> str:
-        """The count and the text, in which some texts begin with the count already."""
+        """Return the count and the text; some texts begin with the count already."""
         count = f"{self.count:,}"
         return self.text if self.text.startswith(f"{count} of ") else f"{count} {self.text}"
 

@@ -54,12 +54,12 @@ class Pages:
         self._packed[outcome.problem.id] = packed
 
     def __getitem__(self, problem: str) -> str:
-        """The packed page of a problem."""
+        """Return the packed page of a problem."""
         return self._packed[problem]
 
 
 def pack(story: Mapping[str, Any]) -> str:
-    """The story as base64 of raw deflate, which a browser unpacks by itself."""
+    """Return the story as base64 of raw deflate, which a browser unpacks by itself."""
     try:
         text = _plain(story)
     except ValueError:  # a number JSON has no word for: rare, and looking for it is slow
@@ -137,7 +137,7 @@ def _chunks(turn: Turn, limit: int) -> Iterator[list[Any]]:
 
 
 def shorten(text: str, limit: int) -> str:
-    """The text, its middle left out when it is longer than `limit` characters.
+    """Return the text, its middle left out if it has more than `limit` characters.
 
     >>> shorten("one two three four", 12)
     'one tw … [6 characters] … e four'

@@ -111,7 +111,7 @@ class _Match:
 
 
 def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
-    """The guarantee in words with the numbers of the end of the run, and what voided it."""
+    """Return the guarantee in words, with the run's numbers and what voided it."""
     gate = str(data.run.setting("gate") or "unknown")
     own = data.run.setting("promise")
     if isinstance(own, list) and len(own) == 2:
@@ -147,7 +147,7 @@ def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
 
 
 def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match | None:
-    """The mode whose calibrator, fed the journal's steps in order, takes the journal's decisions."""
+    """Return the mode whose calibrator takes the journal's decisions again."""
     best: _Match | None = None
     first = data.steps[: data.parts[1]] if len(data.parts) > 1 else data.steps
     for mode in modes:
@@ -160,7 +160,7 @@ def _recognise(data: RunData, nominal: float, modes: Sequence[Mode]) -> _Match |
 
 
 def _audited(data: RunData, mode: Mode, nominal: float) -> _Match | None:
-    """All steps; of a union of runs each by its own calibrator, and what these saw put together."""
+    """Audit all steps; those of a merged run each by its own calibrator."""
     ends = [*data.parts[1:], len(data.steps)]
     whole: _Match | None = None
     for begin, end in zip(data.parts, ends, strict=True):
@@ -217,9 +217,7 @@ _CURVE = 100  # points of the curve of p-values
 
 
 def realised_rate(data: RunData) -> RateControl | None:
-    """All that the decisions of a run say about their rate; None for a run whose gate decided
-    nothing.
-    """
+    """Return all numbers about a run's rate; None if its gate decided nothing."""
     done = data.done
     if not done:
         return None
@@ -236,9 +234,7 @@ def rate_control(
     alarms: tuple[DriftAlarm, ...],
     scale: Scale | None = None,
 ) -> RateControl:
-    """All that at least one decision says about the rate; without a scale each score says itself
-    what it is.
-    """
+    """Return all numbers that at least one decision gives about the rate."""
     nominal = _nominal(done)
     by_question = _groups(done, lambda decision: decision.question)
     shares = [sum(flags) / len(flags) for flags in by_question.values()]
@@ -275,7 +271,7 @@ def rate_control(
 
 
 def _nominal(done: Sequence[GateStep]) -> float | None:
-    """The rate most decisions name; a gate without one names nan."""
+    """Return the rate that most decisions name; a gate without a rate names nan."""
     named = Counter(
         step.decision.rate for step in done if math.isfinite(step.decision.rate)
     ).most_common(1)
@@ -294,9 +290,7 @@ def _groups(
 def _banded(
     groups: Mapping[Hashable, Sequence[bool]], nominal: float | None, prefix: str = ""
 ) -> tuple[GroupRate, ...]:
-    """Each group with the band that holds for all groups at once, were every decision a coin of the
-    nominal rate.
-    """
+    """Return each group with the band that holds for all groups at once."""
     level = 1 - (1 - LEVEL) / max(1, len(groups))
     bands = {size: coin_band(size, nominal, level) for size in set(map(len, groups.values()))}
     rows = sorted(groups.items(), key=lambda item: item[0] if isinstance(item[0], int) else 0)
@@ -307,7 +301,7 @@ def _banded(
 
 
 def _coin_rms(sizes: Sequence[int], nominal: float | None) -> float:
-    """The same root mean square, had a fair coin decided."""
+    """Return the root mean square that a coin of the nominal rate would give."""
     if nominal is None:
         return math.nan
     return math.sqrt(nominal * (1 - nominal) * float(np.mean([1 / size for size in sizes])))
@@ -340,9 +334,7 @@ def _clusters(judged: Sequence[GateStep], bad: Sequence[float]) -> ClusterSummar
 
 
 def _uniformity(done: Sequence[GateStep]) -> Uniformity | None:
-    """The p-values against the uniform law; the band is Dvoretzky, Kiefer and Wolfowitz's for the
-    effective number.
-    """
+    """Compare the p-values with the uniform distribution, in a Dvoretzky-Kiefer-Wolfowitz band."""
     known = [
         (step.decision.p, step.decision.question) for step in done if step.decision.p is not None
     ]

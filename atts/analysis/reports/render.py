@@ -37,7 +37,7 @@ FILE_NAMES: dict[Format, str] = {
 
 
 def render(built: BuiltReport, format: Format) -> str:
-    """The report's text.
+    """Return the text of the report.
 
     :raises OptionError: for an unknown format.
     """
@@ -67,7 +67,7 @@ def save_report(built: BuiltReport, format: Format, out: Path | None = None) -> 
 
 
 def as_format(name: str, known: Sequence[F]) -> F:
-    """The format of this name, which may be its short one.
+    """Return the format of this name, which may be its short one.
 
     :raises OptionError: there is none.
     """
@@ -78,7 +78,7 @@ def as_format(name: str, known: Sequence[F]) -> F:
 
 
 def _html(built: BuiltReport) -> str:
-    """One file that needs nothing else: no network, no server, any browser of today."""
+    """Return one HTML file that needs no network, no server and no other file."""
     report = built.report
     created = datetime.fromtimestamp(report.run.created, UTC).strftime("%Y-%m-%d %H:%M UTC")
     return page(
@@ -96,9 +96,7 @@ def _html(built: BuiltReport) -> str:
 
 
 def page(template: str, scripts: Sequence[str], **values: Any) -> str:
-    """A template of HTML filled in, with the style of all pages and the scripts that this one may
-    run.
-    """
+    """Fill in an HTML template, with the pages' style and the scripts that this page may run."""
     script = "".join(map(asset, scripts))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     style = asset("report.css") + asset("charts.css")
@@ -106,7 +104,7 @@ def page(template: str, scripts: Sequence[str], **values: Any) -> str:
 
 
 def filled(template: str, **values: Any) -> str:
-    """A template filled in."""
+    """Fill in a template."""
     return _environment().get_template(template).render(**values)
 
 
@@ -123,7 +121,7 @@ def _environment() -> Environment:
 
 
 def asset(name: str) -> str:
-    """The text of a file beside the templates."""
+    """Return the text of a file in the templates' folder."""
     return (files("atts.analysis.reports") / "templates" / name).read_text(encoding="utf-8")
 
 
@@ -166,7 +164,7 @@ def save_figures(charts: Sequence[Chart], folder: Path, kind: Literal["svg", "pn
 
 
 def standalone(chart: Chart) -> str:
-    """The picture as a document of its own, in light colours, which needs no style sheet."""
+    """Return the picture as a document of its own, in light colours, without a style sheet."""
     wide, tall = _size(chart.picture)
     head, _, body = chart.picture.partition(">")
     head = head.replace(
@@ -188,14 +186,14 @@ def _size(picture: str) -> tuple[int, int]:
 
 
 def _light(name: str) -> str:
-    """A style sheet without variables: many programs that draw SVG know none."""
+    """Return a style sheet without variables, which many programs that draw SVG do not know."""
     root = asset("report.css").partition(":root{")[2].partition("}")[0]
     colours = dict(re.findall(r"--(\w+):([^;]+)", root)) | {"card": "#fff"}
     return re.sub(r"var\(--(\w+)\)", lambda found: colours[found[1]], asset(name)).replace("\n", "")
 
 
 def _drawer() -> tuple[str, str]:
-    """The name and path of a program that makes PNG of SVG."""
+    """Return the name and path of a program that makes PNG of SVG."""
     for name in ("rsvg-convert", "resvg", "inkscape", *_BROWSERS):
         if found := shutil.which(name):
             return name, found
@@ -225,7 +223,7 @@ def _png(drawer: tuple[str, str], text: str) -> bytes:
 
 
 def _words(name: str, source: Path, out: Path, size: tuple[int, int]) -> list[str]:
-    """How each program is asked."""
+    """Return the arguments with which a program draws a PNG."""
     if name == "rsvg-convert":
         return [f"--zoom={_SCALE}", f"--output={out}", str(source)]
     if name == "resvg":

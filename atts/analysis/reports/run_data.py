@@ -75,7 +75,7 @@ class ProblemFacts:
     rollouts: tuple[RolloutFacts, ...]
 
     def graded(self, brief: FinishedProblem) -> ProblemFacts:
-        """With the verdicts of later sessions."""
+        """Return the rollouts with the verdicts of later sessions."""
         rollouts = tuple(
             replace(rollout, brief=sample)
             for rollout, sample in zip(self.rollouts, brief.samples, strict=True)
@@ -103,9 +103,7 @@ class RunData:
 
     @property
     def done(self) -> list[GateStep]:
-        """What was done with every chunk a gate decided on, in order; its decisions where that is
-        not recorded.
-        """
+        """Return what was done with every judged chunk, in order."""
         observed = [step for step in self.steps if step.kind == "observed"]
         return observed or [step for step in self.steps if step.kind == "decided"]
 
@@ -185,7 +183,7 @@ def _rollout(rollout: Rollout, brief: FinishedSample, problem: Problem) -> Rollo
 
 
 def _flags(rollout: Rollout, problem: Problem, decisions: Sequence[Decision]) -> Iterable[str]:
-    """What a reader should know of this rollout before believing its answer."""
+    """Return what a reader should know of a rollout before believing its answer."""
     if rollout.finish == "failed":
         yield "failed"
     if rollout.is_fallback_answer:

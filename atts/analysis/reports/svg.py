@@ -42,7 +42,7 @@ class Axis:
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
     def written(self, value: float) -> str:
-        """A tick's words."""
+        """Return the text of a tick."""
         return f"{round(value, 10):g}"
 
 
@@ -68,7 +68,7 @@ class Plot:
         return self.height - _BOTTOM - _part(y, self.y) * (self.height - _TOP - _BOTTOM)
 
     def drawn(self, title: str, marks: Iterable[str]) -> str:
-        """The whole picture, its title for those who cannot see it."""
+        """Return the whole picture, with a title for screen readers."""
         body = "".join([*self._grid(), *marks])
         return (
             f'<svg viewBox="0 0 {self.width} {self.height}" role="img" '
@@ -98,17 +98,17 @@ class Plot:
         )
 
     def line(self, points: Iterable[tuple[float, float]], kind: str) -> str:
-        """A line through the points."""
+        """Return a line through the points."""
         return f'<path class="line {kind}" d="{_path(self.at(x, y) for x, y in points)}"/>'
 
     def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> str:
-        """The area between two lines."""
+        """Return the area between two lines."""
         there = [self.at(x, y) for x, y in zip(xs, lows, strict=True)]
         back = [self.at(x, y) for x, y in zip(xs, highs, strict=True)]
         return f'<path class="band" d="{_path([*there, *reversed(back)])}Z"/>'
 
     def bar(self, left: float, right: float, top: float, kind: str, tip: str) -> str:
-        """A bar from zero up, with a tooltip."""
+        """Return a bar from zero up, with a tooltip."""
         x, y = self.at(left, top)
         wide = self.across(right) - x
         tall = self.up(0.0) - y
@@ -118,7 +118,7 @@ class Plot:
         )
 
     def dot(self, x: float, y: float, kind: str, tip: str, radius: float = 4) -> str:
-        """A point with a tooltip."""
+        """Return a point with a tooltip."""
         across, up = self.at(x, y)
         return (
             f'<circle class="dot {kind}" cx="{_n(across)}" cy="{_n(up)}" r="{radius:g}">'
@@ -134,7 +134,7 @@ class Plot:
         shift: float = 0.0,
         drop: float = 0.0,
     ) -> str:
-        """A text in the plot."""
+        """Return a text in the plot."""
         across, up = self.at(x, y)
         place = f'x="{_n(across + shift)}" y="{_n(up - 7 + drop)}"'
         return f'<text class="label" {place} text-anchor="{anchor}">{escape(text)}</text>'

@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def classes(self) -> str:
-        """Of the style sheet: numbers are aligned, tones have colours."""
+        """Return the classes of the style sheet: numbers are aligned, tones have colours."""
         return " ".join(filter(None, ("" if self.value is None else "n", self.tone)))
 
 
@@ -59,7 +59,7 @@ class ReportTable:
         rows: Iterable[Sequence[object]],
         kind: TableKind = "rows",
     ) -> ReportTable:
-        """From values of any kind."""
+        """Make a table from values of any kind."""
         return cls(
             title, tuple(columns), tuple(tuple(cell(value) for value in row) for row in rows), kind
         )
@@ -69,7 +69,7 @@ _PROBLEMS = 60  # that a digest shows
 
 
 def cell(value: object, style: str = "") -> Cell:
-    """A value as people read it.
+    """Return a value as people read it.
 
     >>> cell(0.25).text, cell(1234567).text, cell(None).text, cell(float("nan")).text
     ('0.250', '1,234,567', '', 'undefined')
@@ -98,7 +98,7 @@ def _number(value: float, style: str) -> str:
 
 
 def accuracy_table(report: RunReport) -> ReportTable:
-    """Every rate with its interval and meaning."""
+    """Return every accuracy with its interval and meaning."""
     rows = [
         (rate.name, rate.estimate, rate.estimate.n_problems, rate.estimate.n_samples,
          rate.meaning + "".join(f" ({more})" for more in (rate.estimate.note, rate.estimate.doubt) if more))
@@ -137,9 +137,7 @@ def spend_table(report: RunReport) -> ReportTable:
 
 
 def speculation_table(report: RunReport) -> ReportTable:
-    """What was proposed to the target, what of it stood, what was drawn while it scored; empty
-    where nothing was.
-    """
+    """Return what was proposed to the target and accepted; empty if nothing was proposed."""
     found = report.speculated
     drawn = report.spend.usage.drawn_tokens
     rows: list[tuple[object, object]] = (
@@ -178,7 +176,7 @@ def _rates(found: Speculated) -> str:
 
 
 def baseline_table(report: RunReport) -> ReportTable:
-    """This run beside others, paired by problem."""
+    """Return this run compared with others, paired by problem."""
     columns = (
         "other run", "its method", "problems", "its accuracy", "this run's", "difference", "p-value", "problems needed",
         "tokens, this / other", "target tokens, this / other", "seconds, this / other",
@@ -202,7 +200,7 @@ def _p(value: float) -> Cell:
 
 
 def calibration_table(control: RateControl) -> ReportTable:
-    """The rate and its company in numbers."""
+    """Return the rate and the numbers around it."""
     rows: list[tuple[object, object]] = [
         ("nominal rate", "none" if control.nominal is None else cell(control.nominal, "g")),
         ("realised rate", control.rate),
@@ -232,7 +230,7 @@ def calibration_table(control: RateControl) -> ReportTable:
 
 
 def turn_table(control: RateControl) -> ReportTable:
-    """The rate of each turn."""
+    """Return the rate of each turn."""
     rows = [
         (g.name, g.decisions, g.escalated, g.share, f"[{g.low:.3f}, {g.high:.3f}]")
         for g in control.turns
@@ -245,7 +243,7 @@ def turn_table(control: RateControl) -> ReportTable:
 
 
 def health_table(health: Health) -> ReportTable:
-    """What stored scores are worth, and what a threshold made of them would do."""
+    """Return the health of the stored scores, and of a threshold made of them."""
     rows: list[tuple[object, object]] = [
         ("scores", health.scores),
         ("questions", health.clusters.clusters if health.repeats.clustered else "not known"),
@@ -277,7 +275,7 @@ def threshold_table(health: Health) -> ReportTable:
 
 
 def conditions_table(conditions: Mapping[str, object]) -> ReportTable:
-    """What the scores were made under."""
+    """Return the conditions under which the scores were made."""
     rows = [
         (name, value if isinstance(value, str) else json.dumps(value))
         for name, value in conditions.items()
@@ -307,7 +305,7 @@ def _examples(caveat: Caveat, places: Mapping[str, int]) -> Cell:
 
 
 def time_table(found: TimeBreakdown) -> ReportTable:
-    """The task graph's numbers."""
+    """Return the numbers of the task graph."""
     rows: list[tuple[object, object, object]] = [
         ("wall seconds", found.seconds, "from the first call asked for to the last one ended"),
         ("critical path", found.critical_path, "no schedule and no number of slots ends sooner"),
@@ -356,7 +354,7 @@ def stage_table(found: TimeBreakdown) -> ReportTable:
 
 
 def problem_table(report: RunReport) -> ReportTable:
-    """One row per problem."""
+    """Return one row per problem."""
     columns = (
         "problem", "question", "verdict", "answer", "reference", "rollouts right", "agree", "chunks judged",
         "escalated", "draft tokens", "target tokens", "seconds", "flags",
@@ -367,7 +365,7 @@ def problem_table(report: RunReport) -> ReportTable:
 
 
 def problem_digest(report: RunReport) -> ReportTable:
-    """All problems, or of many those that are not right."""
+    """Return all problems, or of many those that are not correct."""
     table = problem_table(report)
     if len(table.rows) <= _PROBLEMS:
         return table
@@ -402,7 +400,7 @@ def _problem(place: int, row: ProblemRow) -> tuple[Cell, ...]:
 
 
 def run_table(report: RunReport) -> ReportTable:
-    """Which run this is."""
+    """Return the facts that identify the run."""
     run = report.run
     rows: list[tuple[object, object]] = [
         ("directory", run.directory),
@@ -418,7 +416,7 @@ def run_table(report: RunReport) -> ReportTable:
 
 
 def settings_table(report: RunReport) -> ReportTable:
-    """Every setting with its origin."""
+    """Return every setting with its origin."""
     return ReportTable.of(
         "Settings, and where each came from",
         ("setting", "value", "origin"),

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from atts.core import AnswerKind, Grading, Problem
 from atts.errors import DatasetError, OptionError
@@ -58,12 +58,13 @@ def grade(
 ) -> Iterator[GradedRecord]:
     """Yield a verdict for each record that has `gold` and either `answer` or `text`, in order.
 
-    A record's `kind`, `relative`, `absolute` and `units` take precedence over those given here.
-    Raises DatasetError at the first record that cannot be graded.
+    A list as `gold` holds several references, any of which is right. A record's `kind`, `relative`,
+    `absolute`, `units` and `rounding` take precedence over those given here. Raises DatasetError at
+    the first record that cannot be graded.
     """
     for index, record in enumerate(records):
         where = f"{source}, record {index + 1}"
-        gold = _text(record, "gold", where)
+        golds = _references(record, where)
         kind_of_record = _KINDS.get(str(record.get("kind", kind)))
         if kind_of_record is None:
             known = f"Known: {', '.join(_KINDS)}"
@@ -72,7 +73,7 @@ def grade(
         if "text" in record:
             if kind_of_record == "text":
                 kind_of_record = "math"
-            gold = reference(gold, kind_of_record)
+            golds = [reference(gold, kind_of_record) for gold in golds]
         fields = ("relative", "absolute", "units", "rounding")
         stated_policy = {name: record.get(name) for name in fields}
         try:
@@ -82,7 +83,7 @@ def grade(
         if extracted.answer is None:
             verdict = Verdict("different", "cut" if extracted.rule == "cut" else "no answer")
         else:
-            verdict = matches_reference(gold, extracted.answer, kind_of_record, grading=policy)
+            verdict = matches_reference(golds, extracted.answer, kind_of_record, grading=policy)
         expected = record["expected"] if isinstance(record.get("expected"), bool) else None
         name = str(record.get("id", index))
         yield GradedRecord(index, name, verdict, extracted.answer, extracted.rule, expected)
@@ -165,6 +166,15 @@ def _answer(
     if record["answer"] is None:
         return Extraction(None, "none")
     return Extraction(_text(record, "answer", where), "given")
+
+
+def _references(record: Mapping[str, Any], where: str) -> list[str]:
+    """Return the reference of a record, or its several, any of which is right."""
+    gold = record.get("gold")
+    if not isinstance(gold, list):
+        return [_text(record, "gold", where)]
+    several = cast(list[object], gold)
+    return [_text({"gold": each}, "gold", where) for each in several]
 
 
 def _text(record: Mapping[str, Any], name: str, where: str) -> str:

@@ -304,14 +304,14 @@ def compare(
         problems=len(common),
         only_first=len(first.problems) - len(common),
         only_second=len(second.problems) - len(common),
-        vote=compare_runs(*votes, seed=seed),
-        single=compare_runs(*zip(*shares, strict=True), seed=seed, n_samples=samples)
+        vote=compare_runs(*votes),
+        single=compare_runs(*zip(*shares, strict=True), n_samples=samples)
         if shares
         else None,
         mcnemar=mcnemar(*([vote == 1.0 for vote in side] for side in votes)) if whole else None,
         costs=tuple(cost for cost in costs if cost is not None),
         unscored=(sum(map(bool, doubted[0])), sum(map(bool, doubted[1]))),
-        if_right=compare_runs(*best, seed=seed) if any(map(any, doubted)) else None,
+        if_right=compare_runs(*best) if any(map(any, doubted)) else None,
         sequential=None if points is None else compare_in_order(differences, points),
     )
 

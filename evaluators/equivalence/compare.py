@@ -6,9 +6,9 @@ from fractions import Fraction
 from typing import Literal
 
 from atts.core import Grading
-from atts.evaluators.equivalence import views
+from atts.evaluators.equivalence import algebra, views
 from atts.evaluators.equivalence.probing import Prober
-from atts.evaluators.equivalence.regions import Line, speaks_of_reals
+from atts.evaluators.equivalence.regions import Line, Region, speaks_of_reals
 from atts.evaluators.equivalence.views import FLIPPED, Named, bound_alike, labelled, matrix, named
 from atts.evaluators.syntax.tree import Node, has, minus, number, quotient, substituted, variables
 from atts.evaluators.syntax.vocabulary import is_generic, measure
@@ -17,6 +17,24 @@ from atts.evaluators.verdict import STRICT, Limits, TooLarge, Undecided, Undefin
 _PAIRWISE = 64  # unordered members compared with one another; more are first matched by structure
 Labels = dict[Node, Node]
 COLLECTIONS = ("list", "set", "tuple", "matrix", "union")
+
+
+_HUGE = ("factorial", "double_factorial", "binom")  # of which sympy computes every digit
+_SYMBOLIC = ("sum", "opaque", "matrix")  # what is worked out by rules, not by evaluation
+
+
+def _is_for_algebra(gold: Node, answer: Node, undecided: Undecided) -> bool:
+    """Return whether sympy may settle what evaluation left open."""
+    if has(gold, "word", "huge", "quantity", "ratio") or has(answer, "word", "huge", "quantity"):
+        return False
+    inside = gold.walk() + answer.walk()
+    if isinstance(undecided, TooLarge) and sum(node.kind == "sum" for node in inside) > 1:
+        return False  # of products of products nothing but numbers too large to compute
+    if has(gold, *_SYMBOLIC) or has(answer, *_SYMBOLIC):
+        return True
+    if isinstance(undecided, TooLarge) or any(node.text in _HUGE for node in inside):
+        return False
+    return has(gold, "func", "root", "cases") or has(answer, "func", "root", "cases")
 
 
 class Comparer:
@@ -54,7 +72,7 @@ class Comparer:
 
         Raises Undecided when that is not known.
         """
-        if gold == answer and not has(gold, "opaque"):
+        if gold == answer:
             return self.ruled("structure", True)
         if gold.kind == "aliases":
             return all(self.same(form, answer) for form in gold.args)
@@ -164,10 +182,18 @@ class Comparer:
         """Compare both as sets of reals; return None when either is not one."""
         names = {views.variable_of(gold), views.variable_of(answer)} - {""}
         line = Line(self.prober)
-        left = line.region(gold)
-        right = line.region(answer)
-        if left is None or right is None:
+        regions = list[Region | None]()
+        too_large: TooLarge | None = None
+        for node in (gold, answer):
+            try:
+                regions.append(line.region(node))
+            except TooLarge as error:
+                too_large = error
+        if None in regions:
             return None
+        if too_large:
+            raise too_large
+        left, right = (region or () for region in regions)
         if len(names) > 1:
             return self.ruled("interval", False)
         verdict = [end.after for end in left] == [end.after for end in right]
@@ -182,8 +208,11 @@ class Comparer:
         """Compare two answers that are no relations, by their kinds."""
         if has(gold, "plusminus") or has(answer, "plusminus"):
             return self.unordered(views.members(gold), views.members(answer), "set")
-        gold = matrix(gold) or gold
-        answer = matrix(answer) or answer
+        try:
+            gold = matrix(gold) or gold
+            answer = matrix(answer) or answer
+        except Undecided:
+            return self.numbers(gold, answer)
         kinds: set[str] = {gold.kind, answer.kind}
         if "builder" in kinds and kinds & {"set", "list"}:
             line = Line(self.prober)
@@ -423,7 +452,20 @@ class Comparer:
         return self.ruled("ratio", is_number and self.numbers(quotient(*ratio.args), other))
 
     def numbers(self, gold: Node, answer: Node) -> bool:
-        """Compare expressions by value, then a long decimal as the rounding of the other value."""
+        """Compare expressions by value; ask sympy where our evaluation does not settle it."""
+        try:
+            return self.evaluated(gold, answer)
+        except Undecided as undecided:
+            if not _is_for_algebra(gold, answer, undecided):
+                raise
+            try:
+                verdict = algebra.are_equal(gold, answer)
+            except Undecided:
+                raise undecided from None
+            return self.ruled("algebra", verdict)
+
+    def evaluated(self, gold: Node, answer: Node) -> bool:
+        """Compare values, then a long decimal as the rounding of the other value."""
         if "huge" in (gold.kind, answer.kind):
             return self.ruled("exact", False)
         if has(gold, *COLLECTIONS) or has(answer, *COLLECTIONS):

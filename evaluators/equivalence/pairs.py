@@ -1,6 +1,8 @@
 """Verdicts on two answer texts: by their spelling, then by their trees."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import get_args
 
@@ -29,14 +31,14 @@ _PERCENT = re.compile(r"\\?%|\bper\s?cent(?:age)?\b|\bpct\b")
 
 
 def equivalent(
-    gold: str,
+    gold: str | Sequence[str],
     answer: str,
     kind: AnswerKind = "math",
     *,
     limits: Limits = LIMITS,
     grading: Grading = STRICT,
 ) -> Verdict:
-    """Return whether `answer` is the reference answer `gold`.
+    """Return whether `answer` is the reference answer `gold`, or any of several.
 
     The verdict is symmetric; the comparison is thread-safe, and bounded in time and memory.
     `grading` says which numbers may be off and whether units may be missing. No text is evaluated
@@ -49,6 +51,9 @@ def equivalent(
     """
     if kind not in get_args(AnswerKind):
         raise OptionError(f"kind {kind}", "is not a kind of answer", get_args(AnswerKind))
+    if not isinstance(gold, str):
+        verdicts = [equivalent(each, answer, kind, limits=limits, grading=grading) for each in gold]
+        return _best(verdicts)
     if not gold.strip():
         return Verdict("unscored", "no reference")
     if not answer.strip():
@@ -64,17 +69,38 @@ def equivalent(
         return Verdict("equal", "same text")
     one = read(gold, limits)
     two = read(answer, limits)
-    return _by_text(one, two, kind) or _by_trees(one, two, limits, grading)
+    verdict = _by_text(one, two, kind) or _by_trees(one, two, limits, grading)
+    values = f"read as {_shown(one.text)} and {_shown(two.text)}"
+    return replace(verdict, detail=f"{verdict.detail}; {values}" if verdict.detail else values)
+
+
+def _shown(text: str) -> str:
+    """Return the beginning of an answer, as it was read, for people."""
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _best(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the verdict on any of several references: equal, else unscored where one is."""
+    if not verdicts:
+        return Verdict("unscored", "no reference")
+    order = ("equal", "unscored", "different")
+    return min(verdicts, key=lambda verdict: order.index(verdict.status))
 
 
 def matches_reference(
-    reference: str, answer: str, kind: AnswerKind = "math", *, grading: Grading = STRICT
+    reference: str | Sequence[str],
+    answer: str,
+    kind: AnswerKind = "math",
+    *,
+    grading: Grading = STRICT,
 ) -> Verdict:
     """Return the verdict on an answer to a reference, which may be more closely stated.
 
     Where units may be missing, an answer may leave out the reference's percent sign: 28 is accepted
     for 28%. The converse is not: 28% is another answer than 28.
     """
+    if not isinstance(reference, str):
+        return _best([matches_reference(each, answer, kind, grading=grading) for each in reference])
     verdict = equivalent(reference, answer, kind, grading=grading)
     if verdict.is_equal or kind != "math" or grading.units == "required":
         return verdict

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import stdtr
 
 from atts.errors import OptionError
 from atts.evaluators.metrics.intervals import (
@@ -17,18 +17,16 @@ from atts.evaluators.metrics.intervals import (
     reach,
     undefined_estimate,
 )
-from atts.sampling import Seed, binomial_cdf, binomial_pmf, generator
-
-EXACT_SIGNS = 14
+from atts.sampling import binomial_cdf, binomial_pmf
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The second run against the first, problem by problem.
 
-    `p_value` is two-sided, from sign flips: if the runs were alike, each could have had the other's
-    result on every problem. `problems_needed` problems would show a difference of this size with
-    80 % power.
+    `p_value` is two-sided and comes from the same statistic as the interval: it is below 1 - level
+    exactly where the interval leaves out 0. `problems_needed` problems would show a difference of
+    this size with 80 % power.
     """
 
     first: float
@@ -61,14 +59,12 @@ class McNemar:
 
 
 def compare_runs(
-    first: ArrayLike, second: ArrayLike, *, level: float = 0.95, seed: int = 0, n_samples: int = 0
+    first: ArrayLike, second: ArrayLike, *, level: float = 0.95, n_samples: int = 0
 ) -> Comparison:
     """Compare two values per problem, such as shares of correct samples, in the same order.
 
-    The interval is of the mean difference over problems: Student's with half a problem won, half a
-    one lost and one tied added to the variance (Agresti and Min), right also where few problems
-    differ. Where all problems agree on the difference, it is what others, too rare to have shown
-    themselves, may still make of it. Raises OptionError for lengths that differ.
+    The interval is for the mean difference over problems, and the p-value is of the same statistic;
+    see `difference_estimate`. Raises OptionError for lengths that differ.
     """
     a, b = _pairs(first, second)
     check_level(level)
@@ -85,7 +81,7 @@ def compare_runs(
         first=float(a.mean()),
         second=float(b.mean()),
         difference=estimate,
-        p_value=sign_flip_p(delta, seed=seed),
+        p_value=difference_p(delta),
         better=better,
         worse=worse,
         tied=delta.size - better - worse,
@@ -109,25 +105,14 @@ def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> McNemar:
     return McNemar(int((a & b).sum()), lost, won, int((~a & ~b).sum()), min(1.0, tail), mid)
 
 
-def sign_flip_p(delta: Floats, *, draws: int = 9999, seed: int = 0) -> float:
-    """Return the two-sided permutation p of a mean difference.
-
-    It takes all sign patterns of up to 14 differences, else seeded draws.
-    """
-    moved = delta[delta != 0]
-    if moved.size == 0:
+def difference_p(delta: Floats) -> float:
+    """Return the two-sided p of a mean difference: Student's t with the interval's error."""
+    if delta.size < 2 or np.isnan(delta).any():
         return 1.0
-    limit = abs(math.fsum(moved)) * (1 - 1e-12)
-    if moved.size <= EXACT_SIGNS:
-        signs = np.array(list(product((-1.0, 1.0), repeat=moved.size)))
-        return float((np.abs(signs @ moved) >= limit).mean())
-    rng = generator(Seed(run=seed, purpose="sign flips"))
-    step = max(1, 500_000 // moved.size)
-    hits = 0
-    for start in range(0, draws, step):
-        signs = rng.integers(0, 2, (min(step, draws - start), moved.size)) * 2.0 - 1.0
-        hits += int((np.abs(signs @ moved) >= limit).sum())
-    return (1 + hits) / (1 + draws)
+    mean = float(delta.mean())
+    if mean == 0:
+        return 1.0
+    return min(1.0, 2 * float(stdtr(delta.size - 1, -abs(mean) / _error(delta))))
 
 
 def problems_needed(
@@ -159,41 +144,47 @@ def problems_needed(
 
 
 def difference_estimate(delta: Floats, level: float = 0.95, n_samples: int = 0) -> Estimate:
-    """Return the mean of one difference per problem with its interval; see `compare_runs`."""
+    """Return the mean of one difference per problem with its interval.
+
+    The interval is Student's, with an error that is right also where few problems differ. Where no
+    problem differs at all, it has the differences that others, too rare to be among these, may make
+    of the mean.
+    """
     if delta.size < 2 or np.isnan(delta).any():
         note = "needs two problems" if delta.size < 2 else "undefined for some problem"
         return undefined_estimate(delta.size, n_samples, level, note)
     mean = float(delta.mean())
-    if not np.ptp(delta) and abs(mean) <= 1:
-        return Estimate(
-            mean,
-            *_no_spread(mean, delta.size, level),
-            delta.size,
-            n_samples,
-            "no spread",
-            level=level,
-        )
-    # the variance of the mean were there half a problem more that is won, half a one that is lost,
-    # and a tied one
-    middle = float(delta.sum()) / (delta.size + 2)
-    squares = (
-        float(((delta - middle) ** 2).sum())
-        + ((1 - middle) ** 2 + (1 + middle) ** 2) / 2
-        + middle**2
-    )
-    half = reach(delta.size - 1, level) * math.sqrt(squares / (delta.size + 1) / delta.size)
-    return Estimate(
-        mean, mean - half, mean + half, delta.size, n_samples, "paired agresti-min", level=level
-    )
+    method = "paired t"
+    half = reach(delta.size - 1, level) * _error(delta)
+    if not delta.any():
+        method = "no spread"
+        half = 1 - (1 - level) ** (1 / delta.size)  # a larger share would have shown itself
+    low = mean - half
+    high = mean + half
+    if np.abs(delta).max() <= 1:  # differences of shares
+        low = max(low, -1.0)
+        high = min(high, 1.0)
+    return Estimate(mean, low, high, delta.size, n_samples, method, level=level)
 
 
-def _no_spread(mean: float, problems: int, level: float) -> tuple[float, float]:
-    """Return where a mean difference may lie when all problems agree on it.
+def _error(delta: Floats) -> float:
+    """Return the standard error of a mean difference, moderated as by Agresti and Min.
 
-    Other problems are rare, not impossible.
+    It is that of the differences with half a problem won, half a problem lost and a tied one added.
+    The added ones are about as large as the differences seen: a whole answer where each problem has
+    one, and little where each has an average of many samples. Of their mean square three quarters
+    of the squared mean are left out: in simulations of votes and of shares of 4 to 64 samples the
+    interval then covers 93 to 97 % and has the power of Student's t.
     """
-    rare = 1 - (1 - level) ** (1 / problems)  # a larger share of others would have shown itself
-    return mean - rare * (1 + mean), mean + rare * (1 - mean)
+    moved = delta[delta != 0]
+    size = 1.0
+    if moved.size:
+        square = float((moved**2).mean()) - 0.75 * float(moved.mean()) ** 2
+        size = math.sqrt(max(square, 0.0))
+    middle = float(delta.sum()) / (delta.size + 2)
+    squares = float(((delta - middle) ** 2).sum())
+    squares += ((size - middle) ** 2 + (size + middle) ** 2) / 2 + middle**2
+    return math.sqrt(squares / (delta.size + 1) / delta.size)
 
 
 def _pairs(first: ArrayLike, second: ArrayLike) -> tuple[Floats, Floats]:

@@ -24,7 +24,7 @@ from atts.evaluators.syntax.vocabulary import TAILS, measure, words
 from atts.evaluators.verdict import Limits, Malformed, Prose, TooLarge, Undecided, UnknownWords
 
 _RELATIONS = frozenset(
-    "= < > <= >= != ~ == in -> =>> <=> =< <> := => notin subset subseteq supset supseteq mid &".split()
+    "= < > <= >= != ~ == in -> ->+ ->- =>> <=> =< <> := => notin subset subseteq supset supseteq mid &".split()
 )
 _RELATION_SPELLINGS = {"=<": "<=", "<>": "!=", ":=": "=", "=>": ">=", "==": "="}
 _MARKS = frozenset({"circ", "degree", "'", "''", "'''", "*", "th", "st", "nd", "rd"})
@@ -34,6 +34,7 @@ _INFIX: dict[str, Callable[[Node, Node], Node]] = {
     "over": quotient,
     "choose": lambda n, k: function("binom", n, k),
 }
+_LIMITS = {"->": "lim", "->+": "lim+", "->-": "lim-"}
 _BLOCK_ENDS = frozenset({"rfloor", "rceil"})
 
 _CALLABLE = frozenset("fghFGH")
@@ -715,8 +716,7 @@ class Parser(Stream):
             return COMMANDS[name]
         match kind:
             case "frac":
-                top = self.argument()
-                return quotient(top, self.argument())
+                return self.fraction()
             case "binom":
                 top = self.argument()
                 return function("binom", top, self.argument())
@@ -864,8 +864,8 @@ class Parser(Stream):
         upper = bounds.get("^")
         if name == "lim" and "_" not in bounds:
             raise Malformed("a limit without its point")
-        if name == "lim" and lower.text == "->":
-            return Node("opaque", (self.term(), *lower.args), name)
+        if name == "lim" and lower.text in _LIMITS:
+            return Node("opaque", (self.term(), *lower.args), _LIMITS[lower.text])
         if name == "lim" or lower.text != "=" or lower.args[0].kind != "symbol" or upper is None:
             raise Undecided(f"a {name} over a condition")
         body = self.term()
@@ -880,7 +880,24 @@ class Parser(Stream):
         self.integrals -= 1
         if self.take().text != "d":
             raise Undecided("an integral without its variable")
-        return Node("opaque", (body, symbol(self.take().text), *bounds.values()), "int")
+        variable = symbol(self.take().text)
+        if len(bounds) == 1:
+            raise Undecided("an integral with one bound")
+        ends = (bounds["_"], bounds["^"]) if bounds else ()
+        return Node("opaque", (body, variable, *ends), "int")
+
+    def fraction(self) -> Node:
+        """Parse a fraction, or d/dx with the term it is applied to."""
+        top = self.argument()
+        bottom = self.argument()
+        derivative = _derivative(top, bottom)
+        if derivative is None or not self.starts_factor():
+            return quotient(top, bottom)
+        variable, order = derivative
+        node = self.term()
+        for _ in range(order):
+            node = Node("opaque", (node, variable), "diff")
+        return node
 
 
 def literal(text: str) -> Node:
@@ -920,6 +937,24 @@ def joined_quantities(first: Node, second: Node) -> Node | None:
         return None
     rest = Node("mul", (*second.args, number(two[1] / one[1])))
     return Node("quantity", (Node("add", (*first.args, rest)),), first.text)
+
+
+def _derivative(top: Node, bottom: Node) -> tuple[Node, int] | None:
+    """Return the variable and order of d/dx, written as a fraction; None for other fractions."""
+    operator, order = top, 1
+    if top.kind == "pow":
+        operator, power = top.args
+        order = int(power.value) if power.value in (2, 3, 4) else 0
+    if operator.kind != "symbol" or operator.text not in ("d", "partial") or not order:
+        return None
+    if bottom.kind != "mul" or len(bottom.args) != 2 or bottom.args[0] != operator:
+        return None
+    variable = bottom.args[1]
+    if order > 1 and variable.kind == "pow" and variable.args[1].value == order:
+        variable = variable.args[0]
+    elif order > 1:
+        return None
+    return (variable, order) if variable.kind == "symbol" else None
 
 
 def _clock(node: Node, half: str) -> Node:

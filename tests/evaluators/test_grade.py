@@ -153,3 +153,21 @@ def test_shared_text_cases(shared_data: Path) -> None:
     ]
     assert len(rows) > 80
     assert wrong == []
+
+
+def test_several_references() -> None:
+    """Any of them is right; one that cannot be read leaves the others."""
+    records = [
+        {"gold": ["1/2", "2"], "answer": "0.5"},
+        {"gold": ["1/2", 2], "text": "The answer is 2."},
+        {"gold": ["3", "4"], "answer": "5"},
+        {"gold": [], "answer": "5"},
+    ]
+    found = [each.verdict.status for each in grade(records)]
+    assert found == ["equal", "equal", "different", "unscored"]
+
+
+def test_a_verdict_shows_what_was_read() -> None:
+    """Both answers in their plain spelling, after the reason where there is one."""
+    (graded,) = grade([{"gold": r"\\dfrac{1}{2}", "answer": "$0.25$"}])
+    assert graded.verdict.detail == r"read as \\dfrac{1}{2} and 0.25"

@@ -1,0 +1,155 @@
+"""Questions to sympy, asked of one worker process that is started when the first is asked."""
+
+import atexit
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from atts.evaluators.syntax.tree import Node
+from atts.evaluators.verdict import OutOfTime, Undecided
+
+_SECONDS = 5.0  # of one question
+_TIMEOUTS = 2  # questions about one tree that may time out before no more are asked
+_START = 60.0  # seconds for the worker to import sympy, on a busy machine
+_KEPT = 4096  # answers that are remembered
+_NODES = 400  # of both trees: larger ones are not asked about
+_FAILURES = 5  # starts that fail before no more are tried
+
+
+def are_equal(one: Node, two: Node) -> bool:
+    """Return what sympy proves of two expressions; work from any thread and event loop.
+
+    Raises Undecided where it proves nothing, OutOfTime where its time is up. Only trees of our
+    parser reach the worker, never text.
+    """
+    if len(one.walk()) + len(two.walk()) > _NODES:
+        raise Undecided("too large for algebra")
+    # in one order, so that the verdict is symmetric
+    reply = _WORKER.ask(*sorted(json.dumps(_tree(node)) for node in (one, two)))
+    if reply == "time":
+        raise OutOfTime
+    if not isinstance(reply, bool):
+        raise Undecided("not settled by algebra")
+    return reply
+
+
+def _tree(node: Node) -> list[Any]:
+    value = "" if node.value is None else str(node.value)
+    return [node.kind, node.text, value, [_tree(arg) for arg in node.args]]
+
+
+class _Worker:
+    """One child process, its pipes, and the answers it has given."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.owner = 0  # the process that started it: a fork has to start another
+        self.failures = 0
+        self.buffer = b""
+        self.answers: dict[tuple[str, str], Any] = {}
+        self.timeouts = Counter[str]()
+
+    def ask(self, one: str, two: str) -> Any:
+        """Return the reply about two trees, from memory where it was asked before."""
+        with self.lock:
+            if (one, two) in self.answers:
+                return self.answers[one, two]
+            if max(self.timeouts[one], self.timeouts[two]) >= _TIMEOUTS:
+                return "time"
+            if len(self.answers) >= _KEPT:
+                self.answers.clear()
+                self.timeouts.clear()
+            reply = self.reply(f'{{"one": {one}, "two": {two}, "seconds": {_SECONDS}}}')
+            if reply == "time":
+                self.timeouts.update((one, two))
+            self.answers[one, two] = reply
+            return reply
+
+    def reply(self, question: str) -> Any:
+        """Send a question and wait for the reply; kill a worker that does not give one."""
+        if not self.start():
+            return None
+        assert self.process is not None
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(question.encode() + b"\n")
+            self.process.stdin.flush()
+            line = self.line(_SECONDS + 3)
+        except OSError:  # it has ended: out of memory, or killed
+            line = None
+        if line is None:
+            has_ended = self.process.poll() is not None
+            self.stop()
+            return None if has_ended else "time"
+        return json.loads(line)
+
+    def start(self) -> bool:
+        """Start the worker if there is none; return whether it is ready."""
+        is_ours = self.owner == os.getpid()
+        if self.process is not None and is_ours and self.process.poll() is None:
+            return True
+        self.stop()
+        if self.failures >= _FAILURES or os.name != "posix":
+            return False
+        script = str(Path(__file__).with_name("worker.py"))
+        self.buffer = b""
+        self.owner = os.getpid()
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        if self.line(_START) == b"ready":
+            return True
+        self.failures += 1
+        self.stop()
+        return False
+
+    def line(self, seconds: float) -> bytes | None:
+        """Return the next line the worker writes; None when it ends or the time is up."""
+        assert self.process is not None
+        assert self.process.stdout is not None
+        pipe = self.process.stdout.fileno()
+        end = time.monotonic() + seconds
+        while b"\n" not in self.buffer:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([pipe], [], [], left)[0]:
+                return None
+            piece = os.read(pipe, 1 << 16)
+            if not piece:
+                return None
+            self.buffer += piece
+        line, _, self.buffer = self.buffer.partition(b"\n")
+        return line
+
+    def stop(self) -> None:
+        """End the worker and close its pipes; after a fork only the pipes are ours."""
+        process = self.process
+        self.process = None
+        if process is None:
+            return
+        is_ours = self.owner == os.getpid()
+        if is_ours:
+            process.kill()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+        if is_ours:
+            process.wait()
+        else:
+            process.returncode = 0  # it belongs to the parent, which waits for it
+
+
+_WORKER = _Worker()
+atexit.register(_WORKER.stop)

@@ -1,0 +1,325 @@
+"""Worker process that asks sympy whether two expressions are equal; it imports nothing of atts."""
+
+# Run as a script by `algebra.py`. A question is a line of JSON with two trees; the reply is a line
+# with true, false or null. sympy objects are built from the trees, node by node: no text of an
+# answer is ever parsed or evaluated here.
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import sympy
+from sympy import S
+
+_MEMORY = 3 << 30  # bytes of address space
+_DIGITS = 40
+_CLEARLY = sympy.Float(10) ** -12  # relative difference that no error of quadrature makes
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ln": sympy.log,
+    "log": lambda x: sympy.log(x) / sympy.log(10),
+    "abs": sympy.Abs,
+    "ceil": sympy.ceiling,
+    "max": sympy.Max,
+    "min": sympy.Min,
+    "double_factorial": sympy.factorial2,
+    "binom": sympy.binomial,
+    "mod": sympy.Mod,
+    "det": lambda x: x.det(),
+}
+_SAME_NAME = frozenset(
+    "sin cos tan cot sec csc sinh cosh tanh coth sech csch floor factorial gcd lcm re im arg sign "
+    "erf".split()
+)
+_RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "<": sympy.Lt,
+    ">": sympy.Gt,
+    "<=": sympy.Le,
+    ">=": sympy.Ge,
+    "=": sympy.Eq,
+    "!=": sympy.Ne,
+}
+_DIRECTIONS = {"lim": "+-", "lim+": "+", "lim-": "-"}
+
+Tree = tuple[str, str, str, list[Any]]  # kind, text, value as a fraction, children
+
+
+class Unknown(Exception):
+    """The tree has no meaning in sympy."""
+
+
+class TimeIsUp(BaseException):
+    """The question took too long; no handler for errors may catch it."""
+
+
+class Builder:
+    """Builds sympy objects from trees; a name is one symbol in both."""
+
+    def __init__(self, *trees: Tree) -> None:
+        self.assumptions: dict[str, dict[str, bool]] = {}
+        self.indefinite = False  # an integral without bounds, up to a constant
+        for tree in trees:
+            self.assume(tree)
+
+    def assume(self, tree: Tree) -> None:
+        """Note what is said of variables: counts are positive integers, x > 0 is positive."""
+        kind, text, _, args = tree
+        if kind == "sum":
+            self.assumptions[args[1][1]] = {"integer": True}
+            for bound in args[2:]:
+                for name in _names(bound):
+                    self.assumptions[name] = {"integer": True, "positive": True}
+        if kind == "relation" and text == ">" and args[0][0] == "symbol" and args[1][2] == "0":
+            self.assumptions[args[0][1]] = {"positive": True}
+        for arg in args:
+            self.assume(arg)
+
+    def symbol(self, name: str) -> Any:
+        """Return the symbol of a name, real unless more is known."""
+        return sympy.Symbol(name, **self.assumptions.get(name, {"real": True}))
+
+    def build(self, tree: Tree) -> Any:
+        """Return the sympy object of a tree; raise Unknown for what has none."""
+        kind, text, value, args = tree
+        if value and kind == "number":
+            return sympy.Rational(value)
+        if kind == "symbol":
+            return self.symbol(text)
+        if kind == "constant":
+            return {"pi": sympy.pi, "e": sympy.E, "i": sympy.I, "inf": sympy.oo}[text]
+        if kind == "based":
+            return sympy.Integer(int(text, int(value)))
+        if kind == "opaque" or kind == "sum":
+            return self.operator(kind, text, args)
+        if kind == "matrix":
+            return sympy.Matrix([[self.build(cell) for cell in row[3]] for row in args])
+        if kind == "cases":
+            return self.piecewise(args)
+        parts = [self.build(arg) for arg in args]
+        match kind:
+            case "add":
+                total = parts[0]
+                for part in parts[1:]:
+                    total = total + part
+                return total
+            case "mul":
+                total = parts[0]
+                for part in parts[1:]:
+                    total = total * part
+                return total
+            case "pow":
+                return parts[0] ** parts[1]
+            case "root":
+                return self.root(*parts)
+            case "percent":
+                return parts[0] / 100
+            case "degree":
+                return parts[0] * sympy.pi / 180
+            case "func":
+                return self.function(text, parts)
+            case "call":
+                return sympy.Function(text)(*parts)
+            case "set":
+                return sympy.FiniteSet(*parts)
+            case "tuple" if text in ("()", "[]", "(]", "[)") and len(parts) == 2:
+                return sympy.Interval(*parts, text[0] == "(", text[1] == ")")
+            case "union":
+                return sympy.Union(*parts)
+            case "setminus":
+                return sympy.Complement(*parts)
+            case _:
+                raise Unknown(kind)
+
+    def root(self, radicand: Any, index: Any) -> Any:
+        """Return the root; odd ones of negative numbers are real."""
+        if index.is_odd and radicand.is_negative:
+            return -sympy.root(-radicand, index)
+        return sympy.root(radicand, index)
+
+    def function(self, name: str, args: list[Any]) -> Any:
+        """Return a known function of its arguments."""
+        if name.startswith("arc"):
+            return getattr(sympy, "a" + name[3:])(*args)
+        if name in _FUNCTIONS:
+            return _FUNCTIONS[name](*args)
+        if name in _SAME_NAME:
+            return getattr(sympy, name)(*args)
+        raise Unknown(name)
+
+    def operator(self, kind: str, text: str, args: list[Tree]) -> Any:
+        """Return a sum, product, integral, limit, derivative or intersection, worked out."""
+        parts = [self.build(arg) for arg in args]
+        if kind == "sum":
+            body, index, low, high = parts
+            whole = (sympy.Sum if text == "sum" else sympy.Product)(body, (index, low, high))
+            return whole.doit()
+        if text == "int" and len(parts) == 4:
+            return sympy.Integral(parts[0], (parts[1], parts[2], parts[3])).doit()
+        if text == "int" and len(parts) == 2:
+            self.indefinite = True
+            return sympy.Integral(*parts).doit()
+        if text in _DIRECTIONS:
+            return sympy.limit(*parts, _DIRECTIONS[text])
+        if text == "diff":
+            return sympy.diff(*parts)
+        if text == "cap":
+            return sympy.Intersection(*parts)
+        raise Unknown(text)
+
+    def piecewise(self, args: list[Tree]) -> Any:
+        """Return the value of the first case that applies."""
+        pairs = [
+            (self.build(value), self.condition(condition))
+            for value, condition in zip(args[::2], args[1::2], strict=True)
+        ]
+        return sympy.Piecewise(*pairs)
+
+    def condition(self, tree: Tree) -> Any:
+        """Return a condition on variables."""
+        kind, text, _, args = tree
+        if kind == "word" and text == "otherwise":
+            return True
+        if kind == "list" and text != "mixed":
+            parts = [self.condition(arg) for arg in args]
+            return sympy.Or(*parts) if text == "or" else sympy.And(*parts)
+        if kind != "relation":
+            raise Unknown(kind)
+        sides = [self.build(arg) for arg in args]
+        links = zip(sides, text.split(), sides[1:], strict=False)
+        return sympy.And(*(_RELATIONS[sign](left, right) for left, sign, right in links))
+
+
+def _names(tree: Tree) -> list[str]:
+    kind, text, _, args = tree
+    return [text] if kind == "symbol" else [name for arg in args for name in _names(arg)]
+
+
+def are_equal(one: Tree, two: Tree) -> bool | None:
+    """Return whether two trees are equal, None where sympy cannot tell."""
+    builder = Builder(one, two)
+    left = builder.build(one)
+    right = builder.build(two)
+    if isinstance(left, sympy.MatrixBase) or isinstance(right, sympy.MatrixBase):
+        return _matrices(left, right)
+    if isinstance(left, sympy.Set) or isinstance(right, sympy.Set):
+        if not (isinstance(left, sympy.Set) and isinstance(right, sympy.Set)):
+            return False
+        gap = sympy.SymmetricDifference(left, right)
+        return None if gap.is_empty is None else bool(gap.is_empty)
+    if builder.indefinite:
+        return _antiderivatives(left, right, one, two)
+    return _expressions(left, right)
+
+
+def _matrices(left: Any, right: Any) -> bool | None:
+    if not (isinstance(left, sympy.MatrixBase) and isinstance(right, sympy.MatrixBase)):
+        return False
+    if left.shape != right.shape:
+        return False
+    verdicts = [_expressions(one, two) for one, two in zip(left, right, strict=True)]
+    if False in verdicts:
+        return False
+    return None if None in verdicts else True
+
+
+def _antiderivatives(left: Any, right: Any, one: Tree, two: Tree) -> bool | None:
+    """Compare integrals without bounds up to the constant that the other side has to name."""
+    written = one if one[0] != "opaque" else two
+    integral = two if written is one else one
+    if integral[0] != "opaque" or len(integral[3]) != 2:
+        return None
+    variable = integral[3][1][1]
+    symbol = sympy.Symbol(variable, real=True)
+    verdict = _expressions(sympy.diff(left, symbol), sympy.diff(right, symbol))
+    names_constant = not {"C", "c", "K", "C_1", "c_1"}.isdisjoint(_names(written))
+    if verdict and written[0] != "opaque" and not names_constant:
+        return None
+    return verdict
+
+
+def _expressions(left: Any, right: Any) -> bool | None:
+    """Compare two expressions: by proof where sympy has one, else by clearly different values."""
+    if left == right:
+        return True
+    infinite = (sympy.oo, -sympy.oo, sympy.zoo, sympy.nan)
+    if left in infinite or right in infinite:
+        return None if sympy.nan in (left, right) or sympy.zoo in (left, right) else False
+    gap = left - right
+    if _has_clear_gap(left, right):  # before any proof is tried: it takes less time
+        return False
+    with suppress(Exception):  # one method failing leaves the others
+        if sympy.simplify(gap) == 0:
+            return True
+    with suppress(Exception):
+        if gap.equals(0):
+            return True
+    with suppress(Exception):
+        rewritten = sympy.simplify(gap.rewrite(sympy.gamma))
+        if sympy.gammasimp(sympy.expand_func(rewritten)) == 0:
+            return True
+    return None
+
+
+def _has_clear_gap(left: Any, right: Any) -> bool:
+    """Return whether the values differ at two of a few points, far beyond any error."""
+    names = sorted(left.free_symbols | right.free_symbols, key=str)
+    seen = 0
+    for index in range(4):
+        point = {}
+        for at, name in enumerate(names):
+            size = 3 + index + 2 * at
+            is_count = name.is_integer
+            point[name] = sympy.Integer(size) if is_count else sympy.Rational(7 * size + 4, 5)
+        with suppress(Exception):
+            one = left.subs(point).doit().evalf(_DIGITS)
+            two = right.subs(point).doit().evalf(_DIGITS)
+            if not (one.is_number and two.is_number):
+                continue
+            if one.has(sympy.nan, sympy.zoo, sympy.oo) or two.has(sympy.nan, sympy.zoo, sympy.oo):
+                continue
+            size = max(abs(one), abs(two), S.One / 10**6)
+            if abs(one - two) > size * _CLEARLY:
+                seen += 1
+            if seen == 2 or (seen and not names):
+                return True
+    return False
+
+
+def _limit_memory() -> None:
+    with suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+
+
+def _time_is_up(*_: object) -> None:
+    raise TimeIsUp
+
+
+def main() -> None:
+    """Answer questions from standard input until it ends; a question has so many seconds."""
+    _limit_memory()
+    signal.signal(signal.SIGALRM, _time_is_up)
+    print("ready", flush=True)  # noqa: T201  # the protocol's first line
+    for line in sys.stdin:
+        reply: bool | str | None = None
+        try:
+            question = json.loads(line)
+            signal.setitimer(signal.ITIMER_REAL, question["seconds"])
+            reply = are_equal(question["one"], question["two"])
+        except TimeIsUp:
+            reply = "time"
+        except MemoryError:
+            reply = "memory"
+        except Exception:  # noqa: BLE001  # whatever sympy raises: it cannot tell
+            reply = None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(reply), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

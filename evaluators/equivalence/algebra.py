@@ -63,14 +63,15 @@ class _Worker:
         with self.lock:
             if (one, two) in self.answers:
                 return self.answers[one, two]
-            if max(self.timeouts[one], self.timeouts[two]) >= _TIMEOUTS:
+            larger = max(one, two, key=len)  # which is what takes the time
+            if self.timeouts[larger] >= _TIMEOUTS:
                 return "time"
             if len(self.answers) >= _KEPT:
                 self.answers.clear()
                 self.timeouts.clear()
             reply = self.reply(f'{{"one": {one}, "two": {two}, "seconds": {_SECONDS}}}')
             if reply == "time":
-                self.timeouts.update((one, two))
+                self.timeouts[larger] += 1
             self.answers[one, two] = reply
             return reply
 

@@ -410,7 +410,7 @@ class Comparer:
         if len(letters) == 2 and {*letters} <= {*"ABCDEFGHIJ"}:  # choices
             return self.ruled("text", letters[0] == letters[1])
         infinite = [views.infinity(node) for node in (gold, answer)]
-        if any(infinite):
+        if any(infinite) and not has(gold, *_SYMBOLIC) and not has(answer, *_SYMBOLIC):
             return self.ruled("infinity", infinite[0] == infinite[1])
         if "percent" in kinds and kinds[0] != kinds[1]:  # 10 % is 0.1, and not 10
             return self.ruled("percent", self.numbers(gold, answer))

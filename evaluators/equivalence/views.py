@@ -284,6 +284,7 @@ def spelt(node: Node) -> str | None:
     Case matters only inside a word: NaCl is not NaCL.
     """
     text = node.text if node.kind in ("word", "symbol") else letters(node)
+    text = re.sub(r"\bprime numbers?\b", "primes", text)
     if not text:
         return None
     return text if _INNER_CAPITAL.search(text) else squashed(text)

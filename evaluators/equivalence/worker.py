@@ -98,6 +98,9 @@ class Builder:
             return sympy.Matrix([[self.build(cell) for cell in row[3]] for row in args])
         if kind == "cases":
             return self.piecewise(args)
+        if kind in ("union", "setminus"):
+            combine = sympy.Union if kind == "union" else sympy.Complement
+            return combine(*(self.region(arg) for arg in args))
         parts = [self.build(arg) for arg in args]
         match kind:
             case "add":
@@ -124,14 +127,16 @@ class Builder:
                 return sympy.Function(text)(*parts)
             case "set":
                 return sympy.FiniteSet(*parts)
-            case "tuple" if text in ("()", "[]", "(]", "[)") and len(parts) == 2:
-                return sympy.Interval(*parts, text[0] == "(", text[1] == ")")
-            case "union":
-                return sympy.Union(*parts)
-            case "setminus":
-                return sympy.Complement(*parts)
             case _:
                 raise Unknown(kind)
+
+    def region(self, tree: Tree) -> Any:
+        """Return a set; a pair is an interval here, and nowhere else."""
+        kind, text, _, args = tree
+        if kind == "tuple" and text in ("()", "[]", "(]", "[)") and len(args) == 2:
+            low, high = (self.build(arg) for arg in args)
+            return sympy.Interval(low, high, text[0] == "(", text[1] == ")")
+        return self.build(tree)
 
     def root(self, radicand: Any, index: Any) -> Any:
         """Return the root; odd ones of negative numbers are real."""
@@ -151,13 +156,15 @@ class Builder:
 
     def operator(self, kind: str, text: str, args: list[Tree]) -> Any:
         """Return a sum, product, integral, limit, derivative or intersection, worked out."""
+        if text == "cap":
+            return sympy.Intersection(*(self.region(arg) for arg in args))
         parts = [self.build(arg) for arg in args]
         if kind == "sum":
             body, index, low, high = parts
             whole = (sympy.Sum if text == "sum" else sympy.Product)(body, (index, low, high))
-            return whole.doit()
+            return _where_it_converges(whole.doit())
         if text == "int" and len(parts) == 4:
-            return sympy.Integral(parts[0], (parts[1], parts[2], parts[3])).doit()
+            return _where_it_converges(sympy.Integral(parts[0], tuple(parts[1:])).doit())
         if text == "int" and len(parts) == 2:
             self.indefinite = True
             return sympy.Integral(*parts).doit()
@@ -165,8 +172,6 @@ class Builder:
             return sympy.limit(*parts, _DIRECTIONS[text])
         if text == "diff":
             return sympy.diff(*parts)
-        if text == "cap":
-            return sympy.Intersection(*parts)
         raise Unknown(text)
 
     def piecewise(self, args: list[Tree]) -> Any:
@@ -190,6 +195,14 @@ class Builder:
         sides = [self.build(arg) for arg in args]
         links = zip(sides, text.split(), sides[1:], strict=False)
         return sympy.And(*(_RELATIONS[sign](left, right) for left, sign, right in links))
+
+
+def _where_it_converges(whole: Any) -> Any:
+    """Return the closed form that a series or integral has where it converges."""
+    is_conditional = isinstance(whole, sympy.Piecewise) and len(whole.args) == 2
+    if is_conditional and whole.args[1][0].has(sympy.Sum, sympy.Integral, sympy.Product):
+        return whole.args[0][0]
+    return whole
 
 
 def _names(tree: Tree) -> list[str]:
@@ -257,10 +270,22 @@ def _expressions(left: Any, right: Any) -> bool | None:
         if gap.equals(0):
             return True
     with suppress(Exception):
+        if _is_zero_on_each_side(gap):
+            return True
+    with suppress(Exception):
         rewritten = sympy.simplify(gap.rewrite(sympy.gamma))
         if sympy.gammasimp(sympy.expand_func(rewritten)) == 0:
             return True
     return None
+
+
+def _is_zero_on_each_side(gap: Any) -> bool:
+    """Return whether a gap vanishes for positive and for negative values of its variable."""
+    names = [name for name in gap.free_symbols if not name.is_integer and not name.is_positive]
+    if len(names) != 1:
+        return False
+    size = sympy.Dummy("size", positive=True)
+    return all(sympy.simplify(gap.subs(names[0], value)) == 0 for value in (size, -size))
 
 
 def _has_clear_gap(left: Any, right: Any) -> bool:

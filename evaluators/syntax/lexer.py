@@ -145,6 +145,8 @@ class _Lexer:
         if unit is None:
             return None
         phrase, end = unit
+        if text[end:].lstrip(" }").startswith("_"):  # the H of 2 H_2O
+            return None
         first, _, rest = phrase.partition(" ")
         # bare letters of a formula: "5 m" may be metres or a product
         if mode == "maths" and text[start] != "\\" and first in SYMBOLS and len(first) < 4:

@@ -19,6 +19,7 @@ from atts.evaluators.syntax.tree import (
     number,
     quotient,
     symbol,
+    variables,
 )
 from atts.evaluators.syntax.vocabulary import TAILS, measure, words
 from atts.evaluators.verdict import Limits, Malformed, Prose, TooLarge, Undecided, UnknownWords
@@ -801,7 +802,9 @@ class Parser(Stream):
             power = None
         arguments = self.arguments(name)
         if name in _MANY_ARGUMENTS and len(arguments) == 1:
-            raise UnknownWords(f"{name} of 1 values")
+            if not variables(arguments[0]):
+                raise UnknownWords(f"{name} of 1 values")
+            return Node("call", arguments, name)  # the largest value of an expression
         if name not in _MANY_ARGUMENTS and len(arguments) != 1:
             raise Malformed(f"{name} of {len(arguments)} values")
         node = _applied(name, arguments, base)

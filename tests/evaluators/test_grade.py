@@ -157,7 +157,7 @@ def test_shared_text_cases(shared_data: Path) -> None:
 
 def test_several_references() -> None:
     """Any of them is right; one that cannot be read leaves the others."""
-    records = [
+    records: list[dict[str, object]] = [
         {"gold": ["1/2", "2"], "answer": "0.5"},
         {"gold": ["1/2", 2], "text": "The answer is 2."},
         {"gold": ["3", "4"], "answer": "5"},

@@ -109,6 +109,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt of the terminal is the parent's to handle
         )
         if self.line(_START) == b"ready":
             return True

@@ -79,6 +79,7 @@ class Comparer:
         if answer.kind == "aliases":
             return all(self.same(form, gold) for form in answer.args)
         gold, answer = views.free(gold, answer), views.free(answer, gold)
+        gold, answer = views.concluded(gold, answer), views.concluded(answer, gold)
         gold = bound_alike(views.grouped(gold))
         answer = bound_alike(views.grouped(answer))
         left = named(gold)

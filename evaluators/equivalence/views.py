@@ -152,6 +152,19 @@ def may_name_one(one: Node, two: Node) -> bool:
     return one.kind == "symbol"
 
 
+def concluded(node: Node, other: Node) -> Node:
+    """Return m=3, n=17, m+n=20 as its last equation, if the other answer is no list."""
+    if node.kind != "list" or node.text == "or" or other.kind in ("list", "set", "tuple"):
+        return node
+    *given, last = node.args
+    names = {named(arg).name for arg in given}
+    if None in names or last.kind != "relation" or last.text != "=" or is_name(last.args[0]):
+        return node
+    known = {name.text for name in names if name is not None}
+    asked = variables(last.args[0])
+    return last if asked and asked <= known else node
+
+
 def stated_value(equation: Node, other: Node) -> Node | None:
     """Return v of an equation `expression = v`, if the other answer is such a value.
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
-import numpy as np
-import scipy  # scipy.special only: scipy.stats takes a second to import
-from numpy.typing import ArrayLike, NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import ArrayLike, NDArray
 
-Floats = NDArray[np.float64]
+    Floats = NDArray[np.float64]
+
+# numpy and scipy are imported where they are used: `atts.core` names seeds, and commands that draw
+# nothing should not wait for them. Of scipy only `special` is used: scipy.stats takes a second.
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Seed:
 
 def generator(seed: Seed) -> np.random.Generator:
     """Return a new generator at position 0 of the stream; Philox is counter-based."""
+    import numpy as np
+
     return np.random.Generator(np.random.Philox(key=seed.key()))
 
 
@@ -62,22 +68,30 @@ def uniforms(seed: Seed, count: int) -> NDArray[np.float64]:
 
 def normal_quantile(share: float) -> float:
     """Return the standard normal quantile at `share`."""
-    return float(scipy.special.ndtri(share))
+    from scipy import special
+
+    return float(special.ndtri(share))
 
 
 def student_quantile(share: float, freedom: float) -> float:
     """Return the quantile at `share` of Student's t with `freedom` degrees of freedom."""
-    return float(scipy.special.stdtrit(freedom, share))
+    from scipy import special
+
+    return float(special.stdtrit(freedom, share))
 
 
 def beta_quantile(share: ArrayLike, a: ArrayLike, b: ArrayLike) -> Floats:
     """Return the quantile at `share` of Beta(a, b)."""
-    return _floats(scipy.special.betaincinv(_floats(a), _floats(b), _floats(share)))
+    from scipy import special
+
+    return _floats(special.betaincinv(_floats(a), _floats(b), _floats(share)))
 
 
 def beta_upper_quantile(share: float, a: float, b: float) -> float:
     """Return the value that Beta(a, b) exceeds with probability `share`."""
-    return float(scipy.special.betainccinv(a, b, share))
+    from scipy import special
+
+    return float(special.betainccinv(a, b, share))
 
 
 def binomial_cdf(count: ArrayLike, n: ArrayLike, chance: float) -> Floats:
@@ -86,30 +100,40 @@ def binomial_cdf(count: ArrayLike, n: ArrayLike, chance: float) -> Floats:
     >>> float(binomial_cdf(1, 2, 0.5))
     0.75
     """
+    import numpy as np
+    from scipy import special
+
     counts, sizes = np.broadcast_arrays(_floats(count), _floats(n))
     inside = np.clip(counts, 0, np.maximum(sizes - 1, 0))
-    below = scipy.special.betaincc(inside + 1, np.maximum(sizes - inside, 1), chance)
+    below = special.betaincc(inside + 1, np.maximum(sizes - inside, 1), chance)
     return _floats(np.where(counts < 0, 0.0, np.where(counts >= sizes, 1.0, below)))
 
 
 def binomial_tail(count: int, n: int, chance: float) -> float:
     """Return P(Bin(n, chance) > count)."""
+    from scipy import special
+
     if count < 0:
         return 1.0
     if count >= n:
         return 0.0
-    return float(scipy.special.betainc(count + 1, n - count, chance))
+    return float(special.betainc(count + 1, n - count, chance))
 
 
 def binomial_pmf(count: int, n: ArrayLike, chance: float) -> Floats:
     """Return P(Bin(n, chance) = count), which is 0 for every `n` smaller than `count`."""
+    import numpy as np
+    from scipy import special
+
     sizes = np.maximum(_floats(n), count)
-    logs = scipy.special.xlogy(count, chance) + scipy.special.xlog1py(sizes - count, -chance)
+    logs = special.xlogy(count, chance) + special.xlog1py(sizes - count, -chance)
     return _floats(np.where(sizes > n, 0.0, np.exp(_log_choose(sizes, count) + logs)))
 
 
 def binomial_quantile(share: float, n: int, chance: float) -> int:
     """Return the smallest count c with P(Bin(n, chance) <= c) >= `share`."""
+    import numpy as np
+
     return int(np.searchsorted(binomial_cdf(np.arange(n + 1), n, chance), share))
 
 
@@ -119,6 +143,8 @@ def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) 
     The items are drawn without replacement, and `right` of the `n` are correct. The result is NaN
     where `n` is smaller than `drawn`.
     """
+    import numpy as np
+
     counts = np.arange(least, drawn + 1)
     total, good = np.broadcast_arrays(_floats(n), _floats(right))
     bad = (total - good)[..., None]
@@ -136,8 +162,13 @@ def hypergeometric_tail(least: int, n: ArrayLike, right: ArrayLike, drawn: int) 
 
 def _log_choose(n: ArrayLike, k: ArrayLike) -> Floats:
     """Return the logarithm of the binomial coefficient, for k <= n."""
-    return _floats(-scipy.special.betaln(np.add(k, 1.0), np.subtract(n, k) + 1.0) - np.log1p(n))
+    import numpy as np
+    from scipy import special
+
+    return _floats(-special.betaln(np.add(k, 1.0), np.subtract(n, k) + 1.0) - np.log1p(n))
 
 
 def _floats(values: ArrayLike) -> Floats:
+    import numpy as np
+
     return np.asarray(values, dtype=np.float64)

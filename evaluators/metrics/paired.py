@@ -172,13 +172,15 @@ def _error(delta: Floats) -> float:
 
     It is that of the differences with half a problem won, half a problem lost and a tied one added.
     The added ones are about as large as the differences seen: a whole answer where each problem has
-    one, and little where each has an average of many samples. A quarter of their squared mean is
-    left out of their mean square: more costs coverage where few problems differ, less costs power.
+    one, and little where each has an average of many samples. A part of their squared mean is left
+    out of their mean square: a quarter where few problems differ and an unseen one would matter,
+    all of it where every problem differs.
     """
     moved = delta[delta != 0]
     size = 1.0
     if moved.size:
-        square = float((moved**2).mean()) - float(moved.mean()) ** 2 / 4
+        part = max(0.25, 2 * moved.size / delta.size - 1)
+        square = float((moved**2).mean()) - part * float(moved.mean()) ** 2
         size = math.sqrt(max(square, 0.0))
     middle = float(delta.sum()) / (delta.size + 2)
     squares = float(((delta - middle) ** 2).sum())

@@ -16,7 +16,7 @@ from typing import Any
 from atts.evaluators.syntax.tree import Node
 from atts.evaluators.verdict import OutOfTime, Undecided
 
-_SECONDS = 5.0  # of one question
+SECONDS = 5.0  # of one question
 _TIMEOUTS = 2  # questions about one tree that may time out before no more are asked
 _START = 60.0  # seconds for the worker to import sympy, on a busy machine
 _KEPT = 4096  # answers that are remembered
@@ -33,7 +33,7 @@ def are_equal(one: Node, two: Node) -> bool:
     if len(one.walk()) + len(two.walk()) > _NODES:
         raise Undecided("too large for algebra")
     # in one order, so that the verdict is symmetric
-    reply = _WORKER.ask(*sorted(json.dumps(_tree(node)) for node in (one, two)))
+    reply = WORKER.ask(*sorted(json.dumps(_tree(node)) for node in (one, two)))
     if reply == "time":
         raise OutOfTime
     if not isinstance(reply, bool):
@@ -46,7 +46,7 @@ def _tree(node: Node) -> list[Any]:
     return [node.kind, node.text, value, [_tree(arg) for arg in node.args]]
 
 
-class _Worker:
+class Worker:
     """One child process, its pipes, and the answers it has given."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class _Worker:
             if len(self.answers) >= _KEPT:
                 self.answers.clear()
                 self.timeouts.clear()
-            reply = self.reply(f'{{"one": {one}, "two": {two}, "seconds": {_SECONDS}}}')
+            reply = self.reply(f'{{"one": {one}, "two": {two}, "seconds": {SECONDS}}}')
             if reply == "time":
                 self.timeouts[larger] += 1
             self.answers[one, two] = reply
@@ -84,7 +84,7 @@ class _Worker:
         try:
             self.process.stdin.write(question.encode() + b"\n")
             self.process.stdin.flush()
-            line = self.line(_SECONDS + 3)
+            line = self.line(SECONDS + 3)
         except OSError:  # it has ended: out of memory, or killed
             line = None
         if line is None:
@@ -153,5 +153,5 @@ class _Worker:
             process.returncode = 0  # it belongs to the parent, which waits for it
 
 
-_WORKER = _Worker()
-atexit.register(_WORKER.stop)
+WORKER = Worker()
+atexit.register(WORKER.stop)

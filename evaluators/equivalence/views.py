@@ -394,9 +394,10 @@ def _plus(left: Node | None, right: Node | None) -> Node:
 
 
 def _times(left: Node | None, right: Node | None) -> Node:
-    if left is None or right is None or len(left.args) > 8:
+    if left is None or right is None:
         raise Undecided("a product of matrices")
-    if len(left.args[0].args) != len(right.args):
+    width = len(left.args[0].args)
+    if width != len(right.args) or len(left.args) > 8:
         raise Undecided("a product of matrices")
     columns = [
         Node("tuple", column) for column in zip(*(row.args for row in right.args), strict=True)

@@ -4,6 +4,7 @@
 # with true, false or null. sympy objects are built from the trees, node by node: no text of an
 # answer is ever parsed or evaluated here.
 
+import importlib
 import json
 import signal
 import sys
@@ -11,8 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import sympy
-from sympy import S
+sympy: Any = importlib.import_module("sympy")  # by name: its types are no help here
 
 _MEMORY = 3 << 30  # bytes of address space
 _DIGITS = 40
@@ -305,7 +305,7 @@ def _has_clear_gap(left: Any, right: Any) -> bool:
                 continue
             if one.has(sympy.nan, sympy.zoo, sympy.oo) or two.has(sympy.nan, sympy.zoo, sympy.oo):
                 continue
-            size = max(abs(one), abs(two), S.One / 10**6)
+            size = max(abs(one), abs(two), sympy.S.One / 10**6)
             if abs(one - two) > size * _CLEARLY:
                 seen += 1
             if seen == 2 or (seen and not names):

@@ -56,13 +56,13 @@ SLOW = (r"\int_0^{\infty} \frac{\sin(x^x)}{x^x} dx", "1")
 
 
 @pytest.fixture
-def worker() -> Iterator[algebra._Worker]:
+def worker() -> Iterator[algebra.Worker]:
     """A worker of the test's own."""
-    before = algebra._WORKER
-    algebra._WORKER = algebra._Worker()
-    yield algebra._WORKER
-    algebra._WORKER.stop()
-    algebra._WORKER = before
+    before = algebra.WORKER
+    algebra.WORKER = algebra.Worker()
+    yield algebra.WORKER
+    algebra.WORKER.stop()
+    algebra.WORKER = before
 
 
 @pytest.mark.parametrize(("gold", "answer"), EQUAL.values(), ids=EQUAL)
@@ -87,14 +87,14 @@ def test_the_rule_is_named() -> None:
     assert equivalent(*DIFFERENT["integral"]).rule == "algebra"
 
 
-def test_a_timeout_is_unscored(worker: algebra._Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timeout_is_unscored(worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict says what ended it, and the worker goes on to the next question."""
-    monkeypatch.setattr(algebra, "_SECONDS", 1.0)
+    monkeypatch.setattr(algebra, "SECONDS", 1.0)
     assert equivalent(*SLOW).rule == "time"
     assert equivalent(*EQUAL["integral"]).is_equal
 
 
-def test_a_killed_worker_is_replaced(worker: algebra._Worker) -> None:
+def test_a_killed_worker_is_replaced(worker: algebra.Worker) -> None:
     """The next question starts another."""
     assert equivalent(*EQUAL["integral"]).is_equal
     assert worker.process is not None
@@ -104,7 +104,7 @@ def test_a_killed_worker_is_replaced(worker: algebra._Worker) -> None:
 
 
 def test_a_worker_that_cannot_start_leaves_pairs_unscored(
-    worker: algebra._Worker, monkeypatch: pytest.MonkeyPatch
+    worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without sympy nothing raises."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -130,7 +130,7 @@ def test_inside_event_loops() -> None:
     assert trio.run(graded) == "equal"
 
 
-def test_a_fork_starts_its_own_worker(worker: algebra._Worker) -> None:
+def test_a_fork_starts_its_own_worker(worker: algebra.Worker) -> None:
     """A child process does not use its parent's pipes."""
     assert equivalent(*EQUAL["integral"]).is_equal
     worker.owner = os.getpid() - 1  # as it is in a child
@@ -149,7 +149,7 @@ def test_sympy_stays_in_its_process() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_simple_answers_start_no_worker(worker: algebra._Worker) -> None:
+def test_simple_answers_start_no_worker(worker: algebra.Worker) -> None:
     """Only what evaluation leaves open is asked."""
     for gold, answer in (("1/2", "0.5"), ("x^2-1", "(x-1)(x+1)"), ("12", "21"), ("(1,2)", "(2,1)")):
         equivalent(gold, answer)

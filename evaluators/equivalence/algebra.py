@@ -104,13 +104,17 @@ class Worker:
         script = str(Path(__file__).with_name("worker.py"))
         self.buffer = b""
         self.owner = os.getpid()
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", script],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # an interrupt of the terminal is the parent's to handle
-        )
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", script],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # an interrupt of the terminal is the parent's to handle
+            )
+        except OSError:  # no process can be started here: pairs stay undecided
+            self.failures += 1
+            return False
         if self.line(_START) == b"ready":
             return True
         self.failures += 1

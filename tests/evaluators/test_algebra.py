@@ -103,11 +103,12 @@ def test_a_killed_worker_is_replaced(worker: algebra.Worker) -> None:
     assert equivalent(*EQUAL["limit"]).is_equal
 
 
+@pytest.mark.parametrize("program", ["/bin/false", "/no/such/program"])
 def test_a_worker_that_cannot_start_leaves_pairs_unscored(
-    worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch
+    program: str, worker: algebra.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without sympy nothing raises."""
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+    """Without sympy, or without the right to start a process, nothing raises."""
+    monkeypatch.setattr(sys, "executable", program)
     assert equivalent(*EQUAL["integral"]).status == "unscored"
 
 

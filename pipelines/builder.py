@@ -160,7 +160,7 @@ class RolloutBuilder:
         self._ahead: Chunk | None = None  # written before the chunk ahead of it was judged
 
         # the search for an answer
-        self.waits_left = policy.waits
+        self.budget_forcings_left = policy.budget_forcing
         self._earlier_answer: str | None = None  # before the last "wait", kept in reserve
         self._searched_to = 0  # characters: no answer begins before them
         self._last_search: tuple[str, str | None] = ("", None)  # a text and its answer
@@ -293,7 +293,7 @@ class RolloutBuilder:
         finish, answer, why = self._ending(turn)
         if finish is None:
             return
-        if finish in ("answer", "end") and self.waits_left and self._room > 1:
+        if finish in ("answer", "end") and self.budget_forcings_left and self._room > 1:
             self._wait(answer)
             return
         if answer is None:
@@ -382,7 +382,7 @@ class RolloutBuilder:
 
         An answer so far is kept in reserve and does not end the rollout again.
         """
-        self.waits_left -= 1
+        self.budget_forcings_left -= 1
         self._earlier_answer = answer or self._earlier_answer
         words = forced(self.policy.wait_text, self.policy.drafter, self.draft, self.target)
         self._searched_to = len(self.text) + len(words.text)

@@ -166,7 +166,7 @@ class Policy:
     answers: Annotated[
         AnswerCheck, "whether an answer ends its rollout at once, or after its chunk was accepted"
     ] = "verify"
-    waits: Annotated[int, "how often an answer is met with `wait_text` instead of an end"] = 0
+    budget_forcing: Annotated[int, "how often an answer is met with `wait_text` instead of an end"] = 0
     wait_text: Annotated[str, "what is said then"] = "Wait"
     optimistic: Annotated[
         bool, "draft the next chunk while this one is scored; results keep their law"
@@ -194,7 +194,7 @@ class Policy:
     ] = 0
     growth: Annotated[float, "how much larger all waves together are with the next one"] = math.inf
     agreement: Annotated[float, "the share of equal answers that makes the rest unnecessary"] = 1.0
-    later: Annotated[Later, "who writes in later waves"] = "same"
+    later_wave_writer: Annotated[Later, "who writes in later waves"] = "same"
     barrier: Annotated[bool, "every turn waits for all siblings, as synchronous methods do"] = False
     system: Annotated[str, "the system prompt"] = (
         "Solve the problem step by step. Put the final answer in \\boxed{}."
@@ -258,7 +258,7 @@ class Policy:
 
     def of(self, sample: int) -> Policy:
         """Return the policy of one rollout: later waves may have another writer."""
-        if self.later == "target" and sample >= self.waves[0].stop:
+        if self.later_wave_writer == "target" and sample >= self.waves[0].stop:
             return replace(self, drafter="target")
         return self
 
@@ -298,7 +298,7 @@ _LEAST = {
     "turns": 1,
     "max_tokens": 1,
     "repeats": 2,
-    "waits": 0,
+    "budget_forcing": 0,
     "first_wave": 0,
 }
 

@@ -429,7 +429,7 @@ def untried_rates(data: PlanData, rates: Sequence[float] = RATES) -> tuple[Untri
 
 def _untried(data: PlanData, rate: float, target_tokens: float) -> UntriedRate:
     """Estimate one rate; `target_tokens` are those of a problem whose every chunk escalates."""
-    mode: Mode = data.run.setting("mode") or "question-turn"
+    mode: Mode = data.run.setting("rate_scope") or "question-turn"
     samples = max((len(outcome.rollouts) for outcome in data.outcomes), default=1)
     gate = ConformalGate(fresh_calibrator(data.run, rate, mode))
     policy = Policy(samples=samples, turns=max(1, data.run.policy.get("turns") or 1))

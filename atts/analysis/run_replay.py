@@ -46,7 +46,7 @@ def fresh_calibrator(run: RecordedRun, rate: float, mode: Mode) -> Calibrator:
     :raises CalibrationInputError: the mode needs stored scores, and the run names none.
     """
     step = run.setting("aci_step")
-    rollouts = run.manifest.settings.get("rollouts")
+    rollouts = run.manifest.settings.get("concurrency")
     scores = [
         float(score) for score in run.setting("stored") or () if isinstance(score, int | float)
     ]

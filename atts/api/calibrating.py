@@ -146,22 +146,22 @@ def calibration_report(
     source: str | Path | RunResult,
     *,
     rate: float | None = None,
-    mode: Mode | None = None,
+    rate_scope: Mode | None = None,
     per_question: int | None = None,
     scale: Scale = PERPLEXITY,
     seed: int = 0,
 ) -> CalibrationReport:
     """Report what a run's calibration did and promises, or what stored scores can promise.
 
-    A run is reported as it was made. With another `rate` or `mode` its scores are decided again,
-    like those of a file, whose rate is 0.4 and mode "aci" unless it holds a calibrator with its
+    A run is reported as it was made. With another `rate` or `rate_scope` its scores are decided again,
+    like those of a file, whose rate is 0.4 and rate scope "aci" unless it holds a calibrator with its
     own.
 
     :raises JournalError: there is nothing, or the directory holds no run, or one that cannot be
         read.
-    :raises CalibrationInputError: no scores, or something that is none; or a mode that needs
+    :raises CalibrationInputError: no scores, or something that is none; or a rate scope that needs
         questions without them.
-    :raises OptionError: an unknown mode.
+    :raises OptionError: an unknown rate scope.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -181,7 +181,7 @@ def calibration_report(
     default_mode: Mode = "aci"
     if path.is_dir():
         recorded = calibration_of_run(path, scores)
-        if rate in (None, recorded.rate) and mode in (None, recorded.mode):
+        if rate in (None, recorded.rate) and rate_scope in (None, recorded.mode):
             return recorded
         name = f"{path}, decided again"
         default_rate = recorded.rate
@@ -190,13 +190,13 @@ def calibration_report(
         if calibrator is not None:
             default_rate = float(calibrator.rate)
             default_mode = calibrator.mode
-    if rate not in (None, default_rate) or mode not in (None, default_mode):
-        calibrator = None  # it was fitted for another rate or mode
+    if rate not in (None, default_rate) or rate_scope not in (None, default_mode):
+        calibrator = None  # it was fitted for another rate or rate scope
     return calibration_of_scores(
         name,
         scores,
         default_rate if rate is None else rate,
-        mode or default_mode,
+        rate_scope or default_mode,
         seed=seed,
         labels=labels,
         calibrator=calibrator,

@@ -139,7 +139,7 @@ _NEUTRAL = (
     "out",
     "runs",
     "report",
-    "rollouts",
+    "concurrency",
     "conditions",
     "speculate",
     *(key.name for key in keys_of(PairChoice, PairChoice())),
@@ -183,10 +183,10 @@ class Job:
     ] = None
     runs: Annotated[str, "folder for run directories that out does not name"] = "runs"
     report: Annotated[ReportKind, "report written when the run ends"] = "html"
-    against: Annotated[str | None, "earlier run to compare with, for stop_when"] = None
+    compare_to: Annotated[str | None, "earlier run to compare with, for stop_when"] = None
     stop_when: Annotated[
         str | None,
-        "end early: decided, once the difference to against is known; decided=2, also once it is within 2 points",
+        "end early: decided, once the difference to compare_to is known; decided=2, also once it is within 2 points",
     ] = None
 
     def __post_init__(self) -> None:
@@ -199,7 +199,7 @@ class Job:
     @property
     def comparison(self) -> dict[str, Any]:
         """Return the arguments with which `evaluate` compares this run to an earlier one."""
-        return {"against": self.against, "stop_when": self.stop_when}
+        return {"compare_to": self.compare_to, "stop_when": self.stop_when}
 
     def load(self) -> Dataset:
         """Load the problems with a record of where they came from.
@@ -383,8 +383,8 @@ def _of_pair(settings: Mapping[str, Setting]) -> dict[str, Setting]:
             return {}
         pair = find_pair(choice.pair)
         words = {
-            "draft": pair.words("draft", choice.at, choice.draft_servers),
-            "target": pair.words("target", choice.at, choice.target_servers),
+            "draft": pair.words("draft", choice.backend, choice.draft_servers),
+            "target": pair.words("target", choice.backend, choice.target_servers),
         }
     prompt = _prompt(pair, str(settings["dataset"].value))
     origin = f"{PAIR}{pair.name}"

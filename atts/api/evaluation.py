@@ -45,11 +45,11 @@ def drawn_order(problems: Sequence[Problem], seed: int) -> tuple[Problem, ...]:
     return tuple(problems[position] for position in places)
 
 
-def read_stop_when(against: str | Path, stop_when: str) -> StopWhen:
+def read_stop_when(compare_to: str | Path, stop_when: str) -> StopWhen:
     """Read the votes of the earlier run, and how small a difference counts as none.
 
     :raises OptionError: `stop_when` is not "decided" or "decided=POINTS".
-    :raises JournalError: `against` holds no run.
+    :raises JournalError: `compare_to` holds no run.
     :raises DatasetError: it holds no graded results.
     """
     word, mark, points = stop_when.partition("=")
@@ -63,7 +63,7 @@ def read_stop_when(against: str | Path, stop_when: str) -> StopWhen:
         )
     from atts.analysis import read_results
 
-    run = read_results(Path(against))
+    run = read_results(Path(compare_to))
     return StopWhen(run.name, {name: one.vote for name, one in run.problems.items()}, near)
 
 
@@ -106,7 +106,7 @@ class evaluate:
 
     `dataset` is a benchmark's name ("math500[:20]"), a file, or problems. In a `directory`
     everything is journalled and the same call resumes. A `shard` such as "2/3" takes every third
-    problem from the second on; `atts.merge` makes one run of all. With `against`, an earlier run or
+    problem from the second on; `atts.merge` makes one run of all. With `compare_to`, an earlier run or
     a file of results, and `stop_when` "decided" or "decided=2", problems are taken in an order
     drawn by the seed, and none is begun once the difference in accuracy is decided, or known to be
     within 2 points. Inside `async with`, leaving the block before the end cancels the run; it can
@@ -131,24 +131,24 @@ class evaluate:
         directory: str | Path | None = None,
         options: RunOptions | None = None,
         shard: str | Shard | None = None,
-        against: str | Path | None = None,
+        compare_to: str | Path | None = None,
         stop_when: str | None = None,
         within: Session | None = None,
     ) -> None:
-        if (against is None) != (stop_when is None):
+        if (compare_to is None) != (stop_when is None):
             raise OptionError(
                 "stop_when",
-                "--against and --stop-when need each other; `atts compare` compares runs that are "
+                "--compare-to and --stop-when need each other; `atts compare` compares runs that are "
                 "over",
             )
-        if against is not None and shard is not None:
+        if compare_to is not None and shard is not None:
             raise OptionError(
                 "stop_when",
                 "a shard has a part of the problems, which decides nothing; leave one out",
             )
         self._stop_when: StopWhen | None = None
-        if against is not None and stop_when is not None:
-            self._stop_when = read_stop_when(against, stop_when)
+        if compare_to is not None and stop_when is not None:
+            self._stop_when = read_stop_when(compare_to, stop_when)
         self._dataset = dataset
         self._setup = setup or Setup()
         self._within = within
@@ -275,7 +275,7 @@ def check_resumes(
         raise FingerprintError(f"the run in {directory}", differences, advice)
 
 
-_DECISIVE = ("method", "rate", "mode", "warmup", "cap", "spare", "seed")
+_DECISIVE = ("method", "rate", "rate_scope", "warmup", "cap", "accept_when_agreeing", "seed")
 _OF_PROBLEMS = (
     *("dataset", "limit", "file", "column", "relative", "absolute", "units", "choices"),
     *("references", "shots"),
@@ -413,7 +413,7 @@ class Session:
                         await stack.enter_async_context(engine)
                     self._stack = stack.pop_all()
                 self._plan = plan = self.setup.informed().plan(*engines)
-                self._shared = Graph(rollouts=plan.rollouts, limits=plan.limits)
+                self._shared = Graph(rollouts=plan.concurrency, limits=plan.limits)
         plan = self._plan
         if options.directory is not None:
             # The session's gate has learnt from questions that this journal does not contain.

@@ -31,7 +31,7 @@ class PairChoice:
         str | None,
         "draft and target that work together, with prompts and lengths: see `atts pairs`",
     ] = None
-    at: Annotated[
+    backend: Annotated[
         Place,
         "where the models of pair run: servers on this machine (target :8000, draft :8001) or local",
     ] = "vllm"

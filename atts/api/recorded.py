@@ -8,7 +8,7 @@
 ...     return evaluate_sync(toy_problems(5), setup, directory=tempfile.mkdtemp(dir=folder.name), shard=shard)
 >>> folder = tempfile.TemporaryDirectory()
 >>> first, target = run(), run("target-only")
->>> report(first).name, report(first, format="markdown", against=[target]).name, trace(first).name
+>>> report(first).name, report(first, format="markdown", compare_to=[target]).name, trace(first).name
 ('report.html', 'report.md', 'trace.json')
 >>> compare(target, first).problems, certify(target, [first], epsilon=0.02).problems
 (5, 5)
@@ -51,7 +51,7 @@ def report(
     run: Run,
     *,
     format: Format = "html",
-    against: Sequence[Run] = (),
+    compare_to: Sequence[Run] = (),
     out: str | Path | None = None,
 ) -> Path:
     """Write the report of a run, finished or not, and return its path.
@@ -59,7 +59,7 @@ def report(
     The default is `report.html` in the run's directory.
 
     `format` is "html" (one file, no network), "markdown" or "json", from the same numbers;
-    `against` are runs to compare with, problem by problem.
+    `compare_to` are runs to compare with, problem by problem.
 
     :raises OptionError: for an unknown format.
     :raises UsageError: for a result that was kept in memory only.
@@ -68,7 +68,7 @@ def report(
     from atts.analysis import FORMATS, as_format, build_report, save_report
 
     known = as_format(format, FORMATS)
-    built = build_report(directory_of(run), [directory_of(other) for other in against])
+    built = build_report(directory_of(run), [directory_of(other) for other in compare_to])
     return save_report(built, known, None if out is None else Path(out))
 
 
@@ -119,7 +119,7 @@ def certify(
     The certificate is wrong with probability at most `delta`.
 
     All are of the same labelled problems. With `net` false the answers that are lost are bounded
-    instead, those that sampling loses included. Runs of one method and mode are tested from the
+    instead, those that sampling loses included. Runs of one method and rate scope are tested from the
     highest rate down.
 
     :raises JournalError: a directory holds no run, or one that cannot be read.
@@ -139,7 +139,7 @@ def _graded(directory: Path) -> GradedPolicy:
 
     run = open_run(directory)
     graded = run.state().graded
-    names = (run.setting("method"), run.setting("mode"))
+    names = (run.setting("method"), run.setting("rate_scope"))
     tokens = sum(one.usage.target_tokens for one in graded.values())
     return GradedPolicy(
         "/".join(str(name) for name in names if name),
@@ -175,7 +175,7 @@ def replay(
     *,
     method: str | None = None,
     rate: float | None = None,
-    mode: CalibrationMode | None = None,
+    rate_scope: CalibrationMode | None = None,
     samples: int | None = None,
     turns: int | None = None,
     vote: VoteKind | None = None,
@@ -188,7 +188,7 @@ def replay(
     `budget` is the most takeovers by the target per problem, in the order in which decisions were
     taken; `gate` must be fresh, for it learns from this replay.
 
-    :raises OptionError: an unknown method, mode or vote, more samples or turns than were recorded,
+    :raises OptionError: an unknown method, rate scope or vote, more samples or turns than were recorded,
         a negative budget.
     :raises JournalError: there is no run, or it cannot be read.
     """
@@ -196,7 +196,7 @@ def replay(
 
     recorded = open_run(directory_of(run))
     setup = Setup.recorded(recorded.manifest)
-    options: dict[str, Any] = {"method": method, "rate": rate, "mode": mode, "seed": seed}
+    options: dict[str, Any] = {"method": method, "rate": rate, "rate_scope": rate_scope, "seed": seed}
     given = {name: value for name, value in options.items() if value is not None}
 
     def fresh_gate(samples: int) -> Gate | RoundGate:

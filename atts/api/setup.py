@@ -124,7 +124,7 @@ class Setup:
     method: Annotated[str, "method: atts, a baseline, or another paper's method"] = "atts"
     rate: Annotated[float, "share of chunks that the target takes over"] = 0.2
     # aci meets the rate over the run, and spends it where it helps
-    mode: Annotated[
+    rate_scope: Annotated[
         CalibrationMode,
         "scope in which the rate is met: split, marginal and aci over all chunks, question in each "
         "question, question-turn in each question's turns",
@@ -156,7 +156,7 @@ class Setup:
     labelled: Annotated[
         str | None, "graded run of the same settings, from which abstain takes its threshold"
     ] = None
-    spare: Annotated[
+    accept_when_agreeing: Annotated[
         float | None,
         "accept chunks unscored where this share of the answered siblings agrees, and spend the "
         "rate elsewhere",
@@ -167,7 +167,7 @@ class Setup:
         "what proposes tokens to a local target: auto is the draft where it fits, draft always",
     ] = "auto"
     seed: Annotated[int, "random seed"] = 0
-    rollouts: Annotated[int, "rollouts in flight at once, over all problems"] = 64
+    concurrency: Annotated[int, "rollouts in flight at once, over all problems"] = 64
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     # set by `configure`
     provenance: Mapping[str, Setting] = field(default_factory=dict[str, Setting], repr=False)
@@ -239,7 +239,7 @@ class Setup:
         if self.by_length is not None:
             return self.by_length
         lengths = self.stored.lengths if isinstance(self.stored, StoredScores) else ()
-        return self.mode == "marginal" and bool(lengths or not len(self.stored))
+        return self.rate_scope == "marginal" and bool(lengths or not len(self.stored))
 
     def informed(self) -> Setup:
         """Return the setup with the scores shipped with its models, if its gate has no others.
@@ -311,12 +311,12 @@ class Setup:
         samples = (settings.get("policy") or {}).get("samples", 1)
         given: dict[str, Any] = {
             name: settings[name]
-            for name in ("method", "rate", "mode", "warmup", "cap")
+            for name in ("method", "rate", "rate_scope", "warmup", "cap")
             if name in settings
         }
         given["by_length"] = bool(settings.get("by_length"))
-        if "rollouts" in manifest.settings:
-            given["rollouts"] = manifest.settings["rollouts"].value
+        if "concurrency" in manifest.settings:
+            given["concurrency"] = manifest.settings["concurrency"].value
         stored = StoredScores.of(
             settings.get("stored") or (), lengths=settings.get("stored_lengths") or ()
         )
@@ -339,7 +339,7 @@ class Setup:
             grade=grade,
             roles=self.roles,
             seed=self.seed,
-            rollouts=self.rollouts,
+            concurrency=self.concurrency,
             limits=self.limits,
             configuration=self._configuration(calibrator),
             settings=self.settings,
@@ -364,10 +364,10 @@ class Setup:
         tuning = Tuning.for_rollouts(self.policy.samples)
         calibrator = Calibrator(
             self.rate,
-            self.mode,
+            self.rate_scope,
             seed=self.seed,
             stored=self.stored,
-            hold=max(HOLD, self.rollouts),
+            hold=max(HOLD, self.concurrency),
             tuning=tuning,
             by_length=self.ranks_by_length,
             cap=self.cap,
@@ -384,37 +384,37 @@ class Setup:
         return self._sparing(gate), calibrator
 
     def _sparing(self, gate: Gate | RoundGate) -> Gate | RoundGate:
-        if self.spare is None:
+        if self.accept_when_agreeing is None:
             return gate
-        if not 0 < self.spare <= 1:
+        if not 0 < self.accept_when_agreeing <= 1:
             raise OptionError(
-                "spare",
-                f"{self.spare} is no share of siblings that agree; give one above 0, up to 1",
+                "accept_when_agreeing",
+                f"{self.accept_when_agreeing} is no share of siblings that agree; give one above 0, up to 1",
             )
         if not isinstance(gate, ConformalGate):
             raise OptionError(
-                "spare",
+                "accept_when_agreeing",
                 f"the gate of method {self.method!r} holds no rate; methods atts and paper do",
             )
-        return AgreementGate(gate, self.spare)
+        return AgreementGate(gate, self.accept_when_agreeing)
 
     def _configuration(self, calibrator: Calibrator) -> dict[str, Setting]:
         """Return what decides the gate's behaviour, which a resume must find unchanged."""
         decisive: dict[str, Json] = {
             "method": self.method,
             "rate": self.rate,
-            "mode": self.mode,
+            "rate_scope": self.rate_scope,
             "stored": list(calibrator.stored.scores),
         }
         # What is not used is left out, so that a manifest shows what decided.
-        if self.mode == "aci":
+        if self.rate_scope == "aci":
             decisive["aci_step"] = calibrator.tuning.aci_step
         if self.warmup:
             decisive["warmup"] = self.warmup
         if self.cap is not None:
             decisive["cap"] = self.cap
-        if self.spare is not None:
-            decisive["spare"] = self.spare
+        if self.accept_when_agreeing is not None:
+            decisive["accept_when_agreeing"] = self.accept_when_agreeing
         if self.ranks_by_length:
             decisive["by_length"] = True
             decisive["stored_lengths"] = list(calibrator.stored.lengths)

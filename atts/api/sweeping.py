@@ -47,8 +47,8 @@ from atts.run import evaluate as run_evaluation
 PAGE = "sweep.html"
 REFERENCES = ("target-only", "draft-only")
 """Methods that every sweep is compared with, on the longest settings of it."""
-_MODELS = ("pair", "at", "draft", "target", "draft_servers", "target_servers")
-_FIXED = (*(key.name for key in keys_of(Job, Job())), "rollouts", "conditions", "speculate")
+_MODELS = ("pair", "backend", "draft", "target", "draft_servers", "target_servers")
+_FIXED = (*(key.name for key in keys_of(Job, Job())), "concurrency", "conditions", "speculate")
 """Keys that cannot vary: all runs are of the same problems, or their results do not depend on them.
 """
 

@@ -128,7 +128,7 @@ _DECISION = ("question", "turn", "sample", "score", "p", "escalate", "why")
 def replay(
     file: Source,
     rate: Rate = 0.4,
-    mode: Mode = "question-turn",
+    rate_scope: Mode = "question-turn",
     seed: Annotated[int, typer.Option(help="Random seed for breaking ties.")] = 0,
     stored: Annotated[
         Path | None, typer.Option(help="Start from the scores of this calibration run.")
@@ -150,7 +150,7 @@ def replay(
 
     Each decision uses only the scores before it.
 
-    Example: atts calibration replay scores.jsonl --rate 0.4 --mode question-turn --json
+    Example: atts calibration replay scores.jsonl --rate 0.4 --rate-scope question-turn --json
     """
     from atts.calibration import replay as decide
     from atts.calibration import scale_named
@@ -158,7 +158,7 @@ def replay(
     records = records_of(file, per_question, scale)
     start = () if stored is None else scores_of(str(stored), per_question, scale, None)
     options: dict[str, Any] = {
-        "mode": mode,
+        "mode": rate_scope,
         "seed": seed,
         "scale": scale_named(scale),
         "by_length": by_length,
@@ -199,7 +199,7 @@ def fit(
     file: Source,
     out: Annotated[Path, typer.Option(help="File to write the calibrator to; - is stdout.")],
     rate: OwnRate = None,
-    mode: Mode = "question-turn",
+    rate_scope: Mode = "question-turn",
     per_question: PerQuestion = None,
     seed: Annotated[int, typer.Option(help="Random seed for breaking ties.")] = 0,
     scale: Scale = "perplexity",
@@ -211,22 +211,22 @@ def fit(
 
     Both it and the scores themselves can be given to `atts eval --scores`.
 
-    Example: atts calibration fit scores.jsonl --mode question-turn --condition target.model=QwQ-32B --out
+    Example: atts calibration fit scores.jsonl --rate-scope question-turn --condition target.model=QwQ-32B --out
     calibrator.json
     """
     from atts.calibration import Calibrator
 
     rate = rate_of(rate, file)
     scores = scores_of(file, per_question, scale, condition)
-    made = Calibrator(rate, mode, seed=seed, stored=scores, by_length=by_length)  # type: ignore[arg-type]  # checked there
+    made = Calibrator(rate, rate_scope, seed=seed, stored=scores, by_length=by_length)  # type: ignore[arg-type]  # checked there
     report_written = write_scores(out, made.state())
     if as_json:
-        facts = {"out": str(out), "rate": rate, "mode": mode, "scores": len(scores)}
+        facts = {"out": str(out), "rate": rate, "rate_scope": rate_scope, "scores": len(scores)}
         report_written(
             json_line({**facts, "guarantee": made.guarantee, "voided_by": made.voided_by})
         )
         return
-    report_written(f"{out}: {len(scores)} scores, mode {mode}, rate {rate:g}")
+    report_written(f"{out}: {len(scores)} scores, rate scope {rate_scope}, rate {rate:g}")
     report_written(f"guarantee  {made.guarantee}\nvoided by  {made.voided_by}")
 
 
@@ -240,7 +240,7 @@ def report(
             "own, for scores 0.4."
         ),
     ] = None,
-    mode: Annotated[
+    rate_scope: Annotated[
         str | None,
         typer.Option(
             help="Scope in which the rate is met; by default a run's or a calibrator's own, for scores aci."
@@ -279,7 +279,7 @@ def report(
             "--out",
             f"name a {'folder' if named in ('svg', 'png') else 'file'} to write the {named} into",
         )
-    built = _report(file, rate, mode, (per_question, scale, seed))
+    built = _report(file, rate, rate_scope, (per_question, scale, seed))
     if out is None:
         if as_json:
             _print_as_json(built)
@@ -388,7 +388,7 @@ def _print_decisions(done: ReplayResult) -> None:
         print_json({"type": "drift", **asdict(event)})
     summary = {
         "rate": done.rate,
-        "mode": done.mode,
+        "rate_scope": done.mode,
         "decisions": len(done.decisions),
         "escalated": done.escalated,
     }
@@ -410,7 +410,7 @@ def _print_replay(done: ReplayResult) -> None:
 
 
 def _report(
-    file: str, rate: float | None, mode: Any, how: tuple[int | None, str, int]
+    file: str, rate: float | None, rate_scope: Any, how: tuple[int | None, str, int]
 ) -> CalibrationReport:
     from atts.analysis import calibration_of_scores
     from atts.api import RATE_OF_FILES, calibration_report
@@ -421,12 +421,12 @@ def _report(
         # says what is wrong with a file in the words of this command
         scores_of(file, per_question, scale, None)
         options = {"per_question": per_question, "scale": scale_named(scale), "seed": seed}
-        return calibration_report(file, rate=rate, mode=mode, **options)  # type: ignore[arg-type]  # named by type
+        return calibration_report(file, rate=rate, rate_scope=rate_scope, **options)  # type: ignore[arg-type]  # named by type
     rows = records_of(file, None, scale)
     scores = StoredScores.from_records(rows, scale_named(scale))
     asked = RATE_OF_FILES if rate is None else rate
     return calibration_of_scores(
-        "stdin", scores, asked, mode or "aci", seed=seed, labels=labels_of(rows)
+        "stdin", scores, asked, rate_scope or "aci", seed=seed, labels=labels_of(rows)
     )
 
 
@@ -435,7 +435,7 @@ def _verdict(report: CalibrationReport) -> dict[str, Any]:
         "standing": report.standing,
         "sentence": report.headline.sentence,
         "rate": report.rate,
-        "mode": report.mode,
+        "rate_scope": report.mode,
     }
 
 

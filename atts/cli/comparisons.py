@@ -49,7 +49,7 @@ def compare(
     Intervals and p-values are clustered by problem: a problem's rollouts stay together.
 
     --sequential takes the problems in an order drawn by the seed; its interval is valid after each
-    of them, so looking early costs nothing. `atts eval --against RUN --stop-when decided` ends a
+    of them, so looking early costs nothing. `atts eval --compare-to RUN --stop-when decided` ends a
     run by it.
 
     Example: atts compare runs/target-only runs/first
@@ -158,7 +158,7 @@ def certify(
 ) -> None:
     """Certify the cheapest policy that is correct nearly as often as the target alone.
 
-    "Nearly" is at most --epsilon less often on new problems. Runs of one method and mode are tested
+    "Nearly" is at most --epsilon less often on new problems. Runs of one method and rate scope are tested
     from the highest rate down until one fails. The net loss is bounded: answers that the policy
     loses less those that it wins, so that two runs of the same models can be certified against each
     other. If no policy is certified the exit code is 5, and the output says how many problems it
@@ -202,7 +202,7 @@ def replay(
             help="Decide at another share of chunks for the target.", show_default="as recorded"
         ),
     ] = None,
-    mode: Annotated[
+    rate_scope: Annotated[
         str | None,
         typer.Option(
             help="Decide with another scope of the rate: aci, question, ...",
@@ -237,7 +237,7 @@ def replay(
     """
     from atts.api import replay as again
 
-    words: Any = {"mode": mode, "vote": vote}  # checked there
+    words: Any = {"rate_scope": rate_scope, "vote": vote}  # checked there
     replayed = again(
         directory,
         method=method,

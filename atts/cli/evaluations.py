@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 @options.with_keys(
-    f"dataset {options.SETUP} limit file column references seed rollouts out report shard abstain "
-    f"labelled against "
+    f"dataset {options.SETUP} limit file column references seed concurrency out report shard abstain "
+    f"labelled compare_to "
     "stop_when config pairs dry_run as_json"
 )
 def evaluate(
@@ -278,7 +278,7 @@ def _share(estimate: Estimate) -> str:
 
 
 @options.with_keys(
-    f"dataset over {options.SETUP} limit seed rollouts out config pairs dry_run as_json"
+    f"dataset over {options.SETUP} limit seed concurrency out config pairs dry_run as_json"
 )
 def sweep(
     context: typer.Context,

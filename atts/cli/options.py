@@ -32,7 +32,7 @@ Pairs = Annotated[
         metavar="KEY=VALUE",
     ),
 ]
-SETUP = "method rate samples turns max_tokens mode scores pair at draft target"
+SETUP = "method rate samples turns max_tokens rate_scope scores pair backend draft target"
 """The keys of a setup that have an option of their own."""
 
 
@@ -57,10 +57,10 @@ OPTIONS: Mapping[str, Parameter] = {
         "Rounds of drafting and judging per rollout, at most.", "as --max-tokens needs", kind=int
     ),
     "max_tokens": _key("Tokens per rollout, at most.", "by the models", kind=int),
-    "mode": _key("Scope in which the rate is met: aci (the run), question, ...", "aci"),
+    "rate_scope": _key("Scope in which the rate is met: aci (the run), question, ...", "aci"),
     "scores": _key("Calibration scores to start from: a file, or a run directory.", metavar="FILE"),
     "pair": _key("Draft and target that work together, by name: see `atts pairs`.", "none"),
-    "at": _key("Where the models of --pair run: vllm, sglang (servers here) or local.", "vllm"),
+    "backend": _key("Where the models of --pair run: vllm, sglang (servers here) or local.", "vllm"),
     "draft": _key(
         "Draft model: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, ...", "embedded"
     ),
@@ -80,7 +80,7 @@ OPTIONS: Mapping[str, Parameter] = {
         "--references",
     ),
     "seed": _key("Random seed.", "0", kind=int),
-    "rollouts": _key("Rollouts in flight at once, over all problems.", "64", kind=int),
+    "concurrency": _key("Rollouts in flight at once, over all problems.", "64", kind=int),
     "out": _key(
         "Run directory; the same command continues the run in it.",
         "one below runs/",
@@ -92,9 +92,9 @@ OPTIONS: Mapping[str, Parameter] = {
         metavar="RISK@PROBABILITY",
     ),
     "labelled": _key("Graded run of the same settings that certifies --abstain.", metavar="RUN"),
-    "against": _key("Earlier run to compare with, for --stop-when.", metavar="RUN"),
+    "compare_to": _key("Earlier run to compare with, for --stop-when.", metavar="RUN"),
     "stop_when": _key(
-        "End early: decided, once the difference to --against is known; decided=2, also once it is within 2 points.",
+        "End early: decided, once the difference to --compare-to is known; decided=2, also once it is within 2 points.",
         metavar="decided[=POINTS]",
     ),
 }

@@ -91,7 +91,7 @@ def report(
             help="File to write; - is stdout. By default report.html, .md or .json in the run directory."
         ),
     ] = None,
-    against: Annotated[
+    compare_to: Annotated[
         list[Path] | None, typer.Option(help="Another run to compare with; repeatable.")
     ] = None,
     following: Annotated[
@@ -113,7 +113,7 @@ def report(
 
     The file is replaced as a whole, so a reader never sees half of it.
 
-    Example: atts report runs/first --against runs/target-only
+    Example: atts report runs/first --compare-to runs/target-only
 
     Example: atts report runs/first --follow
     """
@@ -129,11 +129,11 @@ def report(
             raise OptionError(
                 "--follow", "standard output cannot be written twice; name a file with --out"
             )
-        hand_out(render(build_report(directory, against or ()), named))
+        hand_out(render(build_report(directory, compare_to or ()), named))
         return
 
     def write() -> tuple[BuiltReport, Path]:
-        built = build_report(directory, against or ())
+        built = build_report(directory, compare_to or ())
         return built, save_report(built, named, out)
 
     if following:

@@ -76,7 +76,7 @@ def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
         return ("draft", "target")
     if policy.drafter == "target":  # it writes every chunk, and judges none of its own
         return ("target",)
-    return ("draft", "target") if is_judged or policy.later == "target" else ("draft",)
+    return ("draft", "target") if is_judged or policy.later_wave_writer == "target" else ("draft",)
 
 
 def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:

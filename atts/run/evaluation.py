@@ -183,7 +183,7 @@ class _Run:
         self._escalations = escalations
         self._recorder = Recorder(journal, options.listeners, escalations, left)
         self._graph = Graph(
-            rollouts=plan.rollouts,
+            rollouts=plan.concurrency,
             limits=plan.limits,
             policy=plan.retries,
             sink=self._recorder.on_graph,

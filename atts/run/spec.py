@@ -106,7 +106,7 @@ class RunSpec:
     # the other engine is neither opened nor named in the manifest.
     roles: tuple[Role, ...] = ("draft", "target")
     seed: int = 0
-    rollouts: int = 64  # in flight over all problems
+    concurrency: int = 64  # in flight over all problems
     # by engine name: "draft", "target"
     limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     retries: graph.RetryPolicy = graph.RetryPolicy()
@@ -144,9 +144,9 @@ class RunSpec:
             raise OptionError(
                 "conditions", f"unknown value {self.conditions!r}", get_args(Conditions)
             )
-        if self.rollouts < 1:
+        if self.concurrency < 1:
             raise OptionError(
-                "rollouts", f"{self.rollouts} in flight would be none at all; give at least 1"
+                "concurrency", f"{self.concurrency} in flight would be none at all; give at least 1"
             )
 
     def resolved(self) -> RunSpec:

@@ -77,7 +77,7 @@ def arm(
     variant = changes.pop("variant", "plain")
     own = {
         key: changes.pop(key)
-        for key in ("mode", "stored", "limits", "rollouts", "gate")
+        for key in ("rate_scope", "stored", "limits", "concurrency", "gate")
         if key in changes
     }
     policy = replace(base.policy, samples=samples, **changes)

@@ -62,7 +62,7 @@ def main() -> None:
             directory=folder / name,
         )
         found[name] = anyio.run(run).summary
-    page = report(folder / "atts", against=[folder / "target-only", folder / "draft-only"])
+    page = report(folder / "atts", compare_to=[folder / "target-only", folder / "draft-only"])
     print("\n".join([*table(found, asked.rate), "", f"report  {page}"]))
 
 

@@ -48,7 +48,7 @@ PUBLISHED: dict[str, Any] = {
     "turns": 15,
     "max_tokens": 15_000,
     "rate": 0.4,
-    "rollouts": 256,
+    "concurrency": 256,
 }
 """As the published suites have it: 16 samples, 15 turns, pieces of 500 tokens, temperature 0.8,
 nothing cut short.
@@ -411,10 +411,10 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         help="math500, math100, aime24, aime25, amc23, a file; with a slice",
     )
     add("--pair", default="r1-1.5b/r1-70b", help="`atts pairs` lists them")
-    add("--at", help="vllm (servers on this machine: target :8000, draft :8001), sglang, or local")
+    add("--backend", help="vllm (servers on this machine: target :8000, draft :8001), sglang, or local")
     add(
         "--draft",
-        help="the draft's engine in words, such as vllm:http://host:8001/MODEL; overrules --at",
+        help="the draft's engine in words, such as vllm:http://host:8001/MODEL; overrules --backend",
     )
     add("--target", help="the same for the target")
     add("--file", help="read the benchmark from this file, not from the hub")

@@ -551,7 +551,7 @@ async def ordinal(options: Options) -> list[Table]:
     ledger = _ledger(options, f"ordinal-{options.seed}")
     arms = [arm("conformal", "atts")]
     for alpha in options.pick((0.05,), (0.05, 0.1), (0.02, 0.05, 0.1)):
-        gate = SkippingGate(Calibrator(RATE, Setup().mode, seed=options.seed), alpha)
+        gate = SkippingGate(Calibrator(RATE, Setup().rate_scope, seed=options.seed), alpha)
         arms.append(arm(f"ordinal, labels by score, alpha {alpha:g}", "ordinal", gate=gate))
     async with Pair() as pair:
         await run_grid(arms, grid, ledger, pair, "ordinal")

@@ -43,7 +43,7 @@ def test_a_failed_problem_is_an_error_not_an_empty_answer() -> None:
         ({"sampels": 4}, "did you mean 'samples'"),
         ({"rate": "2"}, "rate"),
         ({"draft": "scripted"}, "give draft and target, or neither"),
-        ({"mode": "questions"}, "question"),
+        ({"rate_scope": "questions"}, "question"),
     ],
 )
 def test_options_are_those_of_the_configuration(options: dict[str, object], said: str) -> None:

@@ -88,7 +88,7 @@ NAMES = """
 @pytest.fixture(scope="module")
 def report(run: Path, other_run: Path) -> str:
     """The address of a report with everything in it."""
-    return atts.report(run, against=[other_run]).as_uri()
+    return atts.report(run, compare_to=[other_run]).as_uri()
 
 
 @pytest.fixture

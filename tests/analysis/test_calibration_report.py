@@ -183,7 +183,7 @@ def test_scores_without_questions_are_told_as_such(tmp_path: Path) -> None:
     """
     np.save(tmp_path / "s.npy", np.array([1 + n * 37 % 101 / 50 for n in range(200)]))
     with pytest.raises(CalibrationInputError, match="needs no questions"):
-        calibration_report(tmp_path / "s.npy", mode="question")
+        calibration_report(tmp_path / "s.npy", rate_scope="question")
     found = calibration_report(tmp_path / "s.npy")
     assert "Rate by question" not in [chart.title for chart in calibration_charts(found.control)]
     assert found.headline.numbers[1].note.startswith("at most")

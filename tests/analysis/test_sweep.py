@@ -206,7 +206,7 @@ def test_more_values_join_the_runs_that_are_there(tmp_path: Path) -> None:
         ({}, "nothing varies"),
         ({"raet": [1]}, "'rate'"),
         ({"dataset": ["a", "b"]}, "dataset cannot vary"),
-        ({"rollouts": [1]}, "rollouts cannot vary"),
+        ({"concurrency": [1]}, "concurrency cannot vary"),
         ({"limits.draft.requests": [1]}, "cannot vary"),
         ({"rate": []}, "rate has no values"),
         ({"rate": [2]}, "[0, 1]"),

@@ -134,7 +134,7 @@ def test_replay_command_prints_one_object_per_decision_then_a_summary(
     )
     records = [*FEW, {"question": 9, "turn": 0, "score": math.inf}]
     expected = replay(records, rate=0.4, mode="aci", seed=2)
-    options = ("--rate", "0.4", "--mode", "aci", "--seed", "2", "--json")
+    options = ("--rate", "0.4", "--rate-scope", "aci", "--seed", "2", "--json")
     outputs = [
         atts("replay", str(path), *options),
         atts("replay", "-", *options, text=path.read_text()),
@@ -150,7 +150,7 @@ def test_replay_command_prints_one_object_per_decision_then_a_summary(
         assert summary["question_rms"] == pytest.approx(expected.metrics["question_rms"])
         assert summary["worst_rolling_500"] is None
         assert summary["guarantee"] == expected.guarantee
-    words = atts("replay", str(path), "--rate", "0.4", "--mode", "aci")
+    words = atts("replay", str(path), "--rate", "0.4", "--rate-scope", "aci")
     assert "decisions escalated" in words.stdout
     assert "guarantee" in words.stdout
 
@@ -158,14 +158,14 @@ def test_replay_command_prints_one_object_per_decision_then_a_summary(
 @pytest.mark.parametrize(
     ("words", "text", "said"),
     [
-        (("--mode", "questions"), lines_of(FEW), "did you mean 'question'"),
+        (("--rate-scope", "questions"), lines_of(FEW), "did you mean 'question'"),
         (("--rate", "1.4"), lines_of(FEW), "rate"),
         (("--drift", "panic"), lines_of(FEW), "drift"),
         (("--scale", "perplexit"), lines_of(FEW), "perplexity"),
         ((), '{"question": 1, "turn": 0, "score": NaN}', "score"),
         ((), '{"question": 1, "turn": 0, "sco', "line 1"),
         ((), '{"question": 1, "turn": 0}', "score"),
-        (("--mode", "split"), lines_of(FEW), "stored"),
+        (("--rate-scope", "split"), lines_of(FEW), "stored"),
     ],
 )
 def test_replay_command_refuses_bad_input_in_words(
@@ -247,7 +247,7 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     )
     assert imported.returncode == 0, imported.stderr
     fitted = atts(
-        "fit", saved, "--rate", "0.3", "--mode", "aci", "--out", str(tmp_path / "c.json"), "--json"
+        "fit", saved, "--rate", "0.3", "--rate-scope", "aci", "--out", str(tmp_path / "c.json"), "--json"
     )
     assert fitted.returncode == 0, fitted.stderr
     assert "0.3" in json.loads(fitted.stdout)["guarantee"]

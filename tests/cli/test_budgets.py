@@ -319,7 +319,7 @@ def test_each_method_says_which_models_it_asks() -> None:
         policy = row.policy(Policy())
         expected = (ONE_MODEL[row.name],) if row.name in ONE_MODEL else both
         assert row.roles(policy) == expected, row.name
-    assert preset("draft-only").roles(Policy(later="target", first_wave=2)) == both
+    assert preset("draft-only").roles(Policy(later_wave_writer="target", first_wave=2)) == both
     assert preset("atts").roles(Policy(drafter="target")) == ("target",)
     alone = Setup(draft="scripted", target="scripted", method="draft-only")
     assert alone.roles == ("draft",)

@@ -81,11 +81,11 @@ def test_what_help_calls_a_default_is_the_default(atts: Any) -> None:
         "samples",
         "turns",
         "max_tokens",
-        "mode",
+        "rate_scope",
         "draft",
         "target",
         "seed",
-        "rollouts",
+        "concurrency",
     ):
         shown = options.OPTIONS[flag].default.show_default
         default = config_keys()[flag].default

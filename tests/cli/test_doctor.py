@@ -122,7 +122,7 @@ def test_what_is_said_wins_over_the_pair(tmp_path: Path) -> None:
         "127.0.0.1:8000",
         "127.0.0.1:8100",
     ]
-    local = configure({"pair": "r1-8b/qwq-32b", "at": "local"}, environment={}, folder="/")
+    local = configure({"pair": "r1-8b/qwq-32b", "backend": "local"}, environment={}, folder="/")
     assert local["target"] == "hf:Qwen/QwQ-32B?dtype=bfloat16"
 
 

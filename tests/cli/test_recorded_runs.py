@@ -360,7 +360,7 @@ def test_calibrate_is_the_draft_alone_scored(tmp_path: Path) -> None:
     in_memory = calibrate_sync(toy_problems(3), replace(setup, mode="split"))
     assert sorted(in_memory.scores) == sorted(scores.scores)
     result = evaluate_sync(
-        toy_problems(2), Setup(draft="scripted", target="scripted", stored=scores, mode="split")
+        toy_problems(2), Setup(draft="scripted", target="scripted", stored=scores, rate_scope="split")
     )
     assert result.status == "finished"
 
@@ -489,7 +489,7 @@ def test_a_run_that_ranks_by_length_is_taken_again_from_its_journal(
         draft="scripted",
         target="scripted",
         rate=0.3,
-        mode=mode,
+        rate_scope=mode,
         by_length=mode != "marginal" or None,
     )
     evaluate_sync(toy_problems(4), setup, directory=tmp_path / "run")
@@ -503,7 +503,7 @@ def test_a_run_that_ranks_by_length_is_taken_again_from_its_journal(
     found = scores_of(tmp_path / "run")
     assert len(found.lengths) == len(found) > 0
     later = Setup(
-        draft="scripted", target="scripted", mode="marginal", stored=found, conditions="ignore"
+        draft="scripted", target="scripted", rate_scope="marginal", stored=found, conditions="ignore"
     )
     assert later.ranks_by_length
     evaluate_sync(toy_problems(2), later, directory=tmp_path / "later")
@@ -511,7 +511,7 @@ def test_a_run_that_ranks_by_length_is_taken_again_from_its_journal(
     assert held is not None
     assert "came out the same" in held.promise.audit
     assert calibrator_of(tmp_path / "later").stored.lengths == found.lengths
-    assert not Setup(mode="marginal", stored=[1.5]).ranks_by_length
+    assert not Setup(rate_scope="marginal", stored=[1.5]).ranks_by_length
 
 
 def test_what_is_no_evaluation_in_parts_is_refused(shards: Path, tmp_path: Path) -> None:

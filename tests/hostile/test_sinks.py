@@ -113,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMMANDS: dict[str, tuple[str, ...]] = {
     "report": ("report", "{}/run"),
     "markdown": ("report", "{}/run", "--format", "md"),
-    "against": ("report", "{}/run", "--against", "{}/other", "--json"),
+    "against": ("report", "{}/run", "--compare-to", "{}/other", "--json"),
     "trace": ("trace", "{}/run"),
     "trace as JSON": ("trace", "{}/run", "--out", "-"),
     "compare": ("compare", "{}/run", "{}/other"),
@@ -255,7 +255,7 @@ def test_no_name_becomes_an_element_of_a_page(folder: Path, tmp_path: Path) -> N
             [
                 "report",
                 str(folder / "run"),
-                "--against",
+                "--compare-to",
                 str(folder / "other"),
                 "--out",
                 str(tmp_path / "page"),

@@ -93,7 +93,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder of runs by scripted engines: several methods, shards, a union, a killed one."""
     folder = tmp_path_factory.mktemp("runs")
     words = ("eval", "arithmetic[:4]", "--draft", "scripted", "--target", "scripted", "--seed", "3")
-    common = (*words, "--samples", "2", "--turns", "6", "--rollouts", "2", "--report", "none")
+    common = (*words, "--samples", "2", "--turns", "6", "--concurrency", "2", "--report", "none")
     for name, *own in (
         ("finished",),
         ("rounds", "--method", "top-b"),

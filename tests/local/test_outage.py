@@ -65,7 +65,7 @@ def run(
         ThresholdGate(1.05),
         answers,
         retries=retries,
-        rollouts=6,
+        concurrency=6,
     )
     listeners = (Killer(engines[role], role, calls),)
     return anyio.run(

@@ -174,7 +174,7 @@ def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) ->
     """The first chunk asked for is scored last: all the others wait for it, so the pool is in the
     order of asking.
     """
-    gate, calibrator = Setup(rollouts=rollouts).decider()
+    gate, calibrator = Setup(concurrency=rollouts).decider()
     issued = [gate.preview(Features("q", sample=sample, tokens=7)) for sample in range(rollouts)]  # type: ignore[union-attr]
     for asked in [*issued[1:], issued[0]]:
         calibrator.observe(calibrator.decide(1.5, "q", 0, asked.sample, asked.issue))
@@ -197,7 +197,7 @@ def test_a_warm_up_goes_on_after_a_crash(tmp_path: Path) -> None:
     """
 
     def setup() -> Setup:
-        base = Setup(draft="scripted", target="scripted", rate=0.4, rollouts=4)
+        base = Setup(draft="scripted", target="scripted", rate=0.4, concurrency=4)
         policy = replace(base.policy, samples=4, early_stop="none", first_wave=0)
         return replace(base, policy=policy, gate=warming_gate(40, 0.4, "marginal"))
 

@@ -65,7 +65,7 @@ class World:
             "gate": self.frozen(),
             "answers": Answers(toy_answer, toy_groups),
             "grade": grade,
-            "rollouts": 12,
+            "concurrency": 12,
             "limits": {"draft": Limit(slots=6), "target": Limit(slots=2)},
         }
         return RunSpec(**{**parts, **changes})

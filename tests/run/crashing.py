@@ -159,7 +159,7 @@ def play(order: Order) -> int:
         ThresholdGate(1.3),
         Answers(toy_answer, toy_groups),
         grade,
-        rollouts=8,
+        concurrency=8,
         limits={"draft": Limit(slots=DRAFT_SLOTS), "target": Limit(slots=TARGET_SLOTS)},
     )
     room = order.room

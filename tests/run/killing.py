@@ -40,7 +40,7 @@ def main(directory: Path) -> int:
         Policy(samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none"),
         ThresholdGate(1.3),
         Answers(toy_answer, toy_groups),
-        rollouts=4,
+        concurrency=4,
     )
     try:
         return anyio.run(

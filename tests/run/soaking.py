@@ -209,11 +209,11 @@ async def _run(
         live[problem.id] = outcome = await solve(problem, policy, context, scope)
         return outcome
 
-    setup = Setup(method="atts", rate=0.2, seed=number, policy=station.policy, rollouts=32)
+    setup = Setup(method="atts", rate=0.2, seed=number, policy=station.policy, concurrency=32)
     plan: RunSpec = replace(
         setup.plan(station.draft, station.target),
         pipeline=watched,
-        retries=RetryPolicy(calls=3, rollouts=2, delay_seconds=0.005, give_up_after=None),
+        retries=RetryPolicy(calls=3, concurrency=2, delay_seconds=0.005, give_up_after=None),
     )
     return await evaluate(
         problems, plan, RunOptions(directory, engines="are open", signals="ignore")

@@ -251,8 +251,8 @@ def test_impossible_plans_are_refused(world: Any) -> None:
     """An impossible option is an error when it is given."""
     with pytest.raises(OptionError, match="recall: unknown value 'fast'"):
         world.plan(recall="fast")
-    with pytest.raises(OptionError, match="rollouts"):
-        world.plan(rollouts=0)
+    with pytest.raises(OptionError, match="concurrency"):
+        world.plan(concurrency=0)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -330,7 +330,7 @@ def test_asked_at_the_very_end_is_finished(world: Any) -> None:
 
 def test_out_of_time(world: Any) -> None:
     """Open problems conclude from what they have, the others are left; the status says so."""
-    result = world.run(world.plan(timeout_seconds=1.0, rollouts=4), world.session())
+    result = world.run(world.plan(timeout_seconds=1.0, concurrency=4), world.session())
     assert result.status == "stopped"
     assert 0 < len(result.problems) < 5
     assert {rollout.finish for outcome in result.outcomes() for rollout in outcome.rollouts} & {
@@ -506,7 +506,7 @@ def test_memory_does_not_grow_with_the_number_of_problems(world: Any) -> None:
     gc.collect()
     before = sum(type(thing) is Problem for thing in gc.get_objects())  # other tests keep theirs
     plan = world.plan(
-        pipeline=one_call, rollouts=8, draft=ScriptedEngine("draft"), limits={"draft": Limit(4)}
+        pipeline=one_call, concurrency=8, draft=ScriptedEngine("draft"), limits={"draft": Limit(4)}
     )
     plan = replace(plan, policy=replace(plan.policy, samples=2))
     world.run(plan, world.session(keep="nothing", dataset="stream", listeners=[census]), problems)
@@ -533,7 +533,7 @@ def test_a_grader_slower_than_the_engines_holds_them_back(world: Any) -> None:
     could run ahead.
     """
     one_at_a_time = threading.Lock()
-    usual = world.plan(rollouts=4, draft=ScriptedEngine("draft"))
+    usual = world.plan(concurrency=4, draft=ScriptedEngine("draft"))
 
     def slow(answer: str, problem: Problem) -> Any:
         with one_at_a_time:
@@ -572,7 +572,7 @@ def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
     """
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="sample")
     draft = ScriptedEngine("draft", latency=world.quick, faults=ill)
-    retries = RetryPolicy(calls=1, rollouts=1)
+    retries = RetryPolicy(calls=1, concurrency=1)
     calibrator = Calibrator(0.4, "question-turn", seed=3)
     changes: dict[str, Any] = {"draft": draft, "retries": retries}
     plan = world.plan(gate=ConformalGate(calibrator), on_problem_done=calibrator.forget, **changes)
@@ -585,15 +585,15 @@ def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
 
 @pytest.mark.parametrize(
     "wants",
-    [{"warmup": 3}, {"method": "ordinal"}, {"method": "top-b"}, {"spare": 0.5}],
+    [{"warmup": 3}, {"method": "ordinal"}, {"method": "top-b"}, {"accept_when_agreeing": 0.5}],
 )
 def test_every_gate_lets_go_of_problems_that_are_over(world: Any, wants: dict[str, Any]) -> None:
     """Whatever it is made of, also of chunks that were announced and never scored."""
-    setup = Setup(mode="question-turn", rate=0.4, policy=world.plan().policy, **wants)
+    setup = Setup(rate_scope="question-turn", rate=0.4, policy=world.plan().policy, **wants)
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="score")
     target = ScriptedEngine("target", latency=world.quick, faults=ill)
     plan = setup.plan(ScriptedEngine("draft", latency=world.quick), target)
-    world.run(replace(plan, retries=RetryPolicy(calls=1, rollouts=1)), world.session())
+    world.run(replace(plan, retries=RetryPolicy(calls=1, concurrency=1)), world.session())
     gate: Any = plan.gate
     while gate is not None:
         own: dict[str, Any] = {}

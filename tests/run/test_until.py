@@ -29,7 +29,7 @@ def votes(value: float) -> Mapping[str, float]:
 def plan(world: Any, against: Mapping[str, float], **changes: Any) -> Any:
     """A run of the target alone, six rollouts at once."""
     until = StopWhen("earlier", against)
-    return world.plan(gate=FixedGate("escalate"), stop_when=until, rollouts=6, **changes)
+    return world.plan(gate=FixedGate("escalate"), stop_when=until, concurrency=6, **changes)
 
 
 def said(world: Any, name: str = "run") -> list[str]:
@@ -122,10 +122,10 @@ def test_problems_are_taken_in_an_order_drawn_by_the_seed(tmp_path: Path) -> Non
         method="target-only",
         policy=Policy(samples=1),
         seed=3,
-        rollouts=2,
+        concurrency=2,
     )
     words: dict[str, Any] = {
-        "against": earlier,
+        "compare_to": earlier,
         "stop_when": "decided",
         "directory": tmp_path / "run",
     }
@@ -152,14 +152,14 @@ def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
     setup = Setup(draft="scripted", target="scripted")
 
     asked: list[Any] = [
-        {"against": earlier},
+        {"compare_to": earlier},
         {"stop_when": "decided"},
-        {"against": earlier, "stop_when": "soon"},
+        {"compare_to": earlier, "stop_when": "soon"},
     ]
     for words in asked:
         with pytest.raises(OptionError, match="stop_when"):
             evaluate_sync(PROBLEMS, setup, **words)
     with pytest.raises(OptionError, match="shard"):
-        evaluate_sync(PROBLEMS, setup, against=earlier, stop_when="decided", shard="1/2")
+        evaluate_sync(PROBLEMS, setup, compare_to=earlier, stop_when="decided", shard="1/2")
     with pytest.raises(DatasetError, match="graded none"):
-        evaluate_sync(PROBLEMS, setup, against=earlier, stop_when="decided")
+        evaluate_sync(PROBLEMS, setup, compare_to=earlier, stop_when="decided")

@@ -284,7 +284,7 @@ def _right(role: Role, problems: Sequence[Problem], make: Callable[[], Engine]) 
         samples=1, max_tokens=320, chunking=chunks, early_stop="none", sampling=Sampling(0.7)
     )
     plan = RunSpec(
-        engine, engine, policy, FixedGate("accept"), answers_for("math"), grade, rollouts=32
+        engine, engine, policy, FixedGate("accept"), answers_for("math"), grade, concurrency=32
     )
     result = anyio.run(partial(evaluate, problems, plan, RunOptions(signals="ignore")))
     return {line.problem: float(line.verdict == "correct") for line in result.problems}

@@ -115,7 +115,7 @@ class Pair:
             POLICY,
             ThresholdGate(1.3),
             Answers(toy_answer, toy_groups),
-            rollouts=6,
+            concurrency=6,
             retries=RetryPolicy(calls=3, delay_seconds=0.02, give_up_after=None),
         )
         return anyio.run(

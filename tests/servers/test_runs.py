@@ -94,7 +94,7 @@ def plan(serve: Serve) -> tuple[RunSpec, list[DialectServer]]:
         policy,
         ThresholdGate(1.3),
         answers,
-        rollouts=9,
+        concurrency=9,
         retries=retries,
     ), servers
 

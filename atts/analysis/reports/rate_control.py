@@ -119,7 +119,7 @@ def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
     if told := WORDS.gates.get(gate):
         return StatedGuarantee(gate, told.guarantee, told.voided_by, "")
     named = next(
-        filter(None, map(data.run.setting, ("mode", "calibration.mode", "calibration"))), None
+        filter(None, map(data.run.setting, ("rate_scope", "calibration.mode", "calibration"))), None
     )
     modes: list[Mode] = [mode for mode in reversed(MODES) if named not in MODES or mode == named]
     match = _recognise(data, nominal, modes) if nominal is not None else None

@@ -166,7 +166,9 @@ class Policy:
     answers: Annotated[
         AnswerCheck, "whether an answer ends its rollout at once, or after its chunk was accepted"
     ] = "verify"
-    budget_forcing: Annotated[int, "how often an answer is met with `wait_text` instead of an end"] = 0
+    budget_forcing: Annotated[
+        int, "how often an answer is met with `wait_text` instead of an end"
+    ] = 0
     wait_text: Annotated[str, "what is said then"] = "Wait"
     optimistic: Annotated[
         bool, "draft the next chunk while this one is scored; results keep their law"

@@ -70,7 +70,9 @@ def test_hundreds_of_questions_at_once_stay_within_the_limits_and_leave_nothing(
     target = Watched("target")
     limits = {"draft": Limit(slots=2), "target": Limit(slots=1)}
     policy = Policy(samples=1, turns=2, early_stop="none")
-    setup = Setup(draft=draft, target=target, policy=policy, limits=limits, concurrency=16, rate=0.4)
+    setup = Setup(
+        draft=draft, target=target, policy=policy, limits=limits, concurrency=16, rate=0.4
+    )
     problem = toy_problems(1)[0]
     blocks: list[int] = []
 

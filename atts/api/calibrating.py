@@ -73,7 +73,7 @@ async def calibrate(
     watching = replace(
         setup,
         method="atts",
-        mode="marginal",
+        rate_scope="marginal",
         by_length=False,
         gate=ThresholdGate(math.inf),
         policy=policy,

@@ -196,7 +196,12 @@ def replay(
 
     recorded = open_run(directory_of(run))
     setup = Setup.recorded(recorded.manifest)
-    options: dict[str, Any] = {"method": method, "rate": rate, "rate_scope": rate_scope, "seed": seed}
+    options: dict[str, Any] = {
+        "method": method,
+        "rate": rate,
+        "rate_scope": rate_scope,
+        "seed": seed,
+    }
     given = {name: value for name, value in options.items() if value is not None}
 
     def fresh_gate(samples: int) -> Gate | RoundGate:

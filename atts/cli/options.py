@@ -60,7 +60,9 @@ OPTIONS: Mapping[str, Parameter] = {
     "rate_scope": _key("Scope in which the rate is met: aci (the run), question, ...", "aci"),
     "scores": _key("Calibration scores to start from: a file, or a run directory.", metavar="FILE"),
     "pair": _key("Draft and target that work together, by name: see `atts pairs`.", "none"),
-    "backend": _key("Where the models of --pair run: vllm, sglang (servers here) or local.", "vllm"),
+    "backend": _key(
+        "Where the models of --pair run: vllm, sglang (servers here) or local.", "vllm"
+    ),
     "draft": _key(
         "Draft model: embedded, scripted, hf:MODEL, vllm:URL, sglang:URL, ...", "embedded"
     ),

@@ -178,7 +178,7 @@ def _details(pair: Pair, placed: dict[str, GpuPlacement | None], card: str | Non
 
 
 @options.with_keys(
-    "pair at method rate samples turns max_tokens draft target card out config pairs as_json"
+    "pair backend method rate samples turns max_tokens draft target card out config pairs as_json"
 )
 def doctor(
     context: typer.Context,

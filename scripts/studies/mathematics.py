@@ -156,7 +156,7 @@ async def measure(job: Job) -> dict[str, Measured]:
 
 async def _run(job: Job, arm: Arm, repeat: int, draft: Engine, target: Engine) -> RunResult:
     base = job.configuration.setup()
-    setup = replace(base, method=arm.method, mode=arm.mode, seed=base.seed + repeat)  # type: ignore[arg-type]  # a mode
+    setup = replace(base, method=arm.method, rate_scope=arm.mode, seed=base.seed + repeat)  # type: ignore[arg-type]  # a mode
     place = None if job.out is None else job.out / f"{arm.name}-seed{setup.seed}"
     plan = setup.plan(draft, target, job.dataset.problems[0].kind)
     result = await evaluate(job.dataset.problems, plan, RunOptions(place, engines="are open"))
@@ -411,7 +411,10 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
         help="math500, math100, aime24, aime25, amc23, a file; with a slice",
     )
     add("--pair", default="r1-1.5b/r1-70b", help="`atts pairs` lists them")
-    add("--backend", help="vllm (servers on this machine: target :8000, draft :8001), sglang, or local")
+    add(
+        "--backend",
+        help="vllm (servers on this machine: target :8000, draft :8001), sglang, or local",
+    )
     add(
         "--draft",
         help="the draft's engine in words, such as vllm:http://host:8001/MODEL; overrules --backend",

@@ -63,7 +63,7 @@ def cases(stored: Sequence[float]) -> list[Arm]:
         arm(
             "the paper's policy, our gate by question and turn",
             "paper",
-            mode="question-turn",
+            rate_scope="question-turn",
             **theirs,
         ),
         arm(
@@ -262,7 +262,9 @@ def choices(seed: int = 0) -> dict[str, list[Arm]]:
 
     return {
         "score": [atts.but(f"score: {name}", score=rule) for name, rule in scores.items()],
-        "mode": [arm(f"mode: {mode}", "atts", mode=mode) for mode in MODES if mode != "split"],
+        "mode": [
+            arm(f"mode: {mode}", "atts", rate_scope=mode) for mode in MODES if mode != "split"
+        ],
         "chunk": [
             atts.but(f"chunk: {n} tokens", chunking=Chunking(n, n, ())) for n in (8, 16, 32, 64)
         ],

@@ -456,7 +456,7 @@ async def rates(options: Options) -> list[Table]:
         arm(
             f"{mode} at {rate:g}",
             "atts",
-            mode=mode,
+            rate_scope=mode,
             rate=rate,
             takeover="replace",
             early_stop="none",

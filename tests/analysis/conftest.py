@@ -223,7 +223,7 @@ class Evaluate(Protocol):
 
 
 def _evaluate(directory: Path, problems: int = 12, **options: Any) -> Path:
-    options = {"mode": "question-turn", "rate": 0.3, **options}
+    options = {"rate_scope": "question-turn", "rate": 0.3, **options}
     setup = Setup(draft="scripted", target="scripted", **options)
 
     async def main() -> None:

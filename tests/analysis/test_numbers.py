@@ -151,7 +151,7 @@ def test_stored_scores_are_part_of_the_audit(evaluate_into: Any, tmp_path: Path,
     """A run that started from scores of another one is rebuilt with them."""
     stored = tuple(1 + n / 40 for n in range(1, 60))
     held = build_report(
-        evaluate_into(tmp_path / "run", 3, mode=mode, stored=stored)
+        evaluate_into(tmp_path / "run", 3, rate_scope=mode, stored=stored)
     ).report.calibration
     assert held is not None
     assert held.promise.mode == mode
@@ -164,7 +164,9 @@ def test_the_promise_of_a_small_run_is_worth_printing(evaluate_into: Any, tmp_pa
     the audit agrees.
     """
     policy = replace(Setup().policy, samples=8)
-    held = build_report(evaluate_into(tmp_path, 6, mode="aci", policy=policy)).report.calibration
+    held = build_report(
+        evaluate_into(tmp_path, 6, rate_scope="aci", policy=policy)
+    ).report.calibration
     assert held is not None
     assert (
         "with probability 0.95 over exchangeable scores the realised rate is within 0.0"

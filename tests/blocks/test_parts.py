@@ -184,7 +184,9 @@ def shipped(folder: Path) -> Zoo:
 
 
 HERE = "worker=thread&threads=1"
-PAIR = Setup(policy=Policy(samples=2, early_stop="none"), concurrency=1, rate=0.5, rate_scope="marginal")
+PAIR = Setup(
+    policy=Policy(samples=2, early_stop="none"), concurrency=1, rate=0.5, rate_scope="marginal"
+)
 
 
 @pytest.mark.anyio

@@ -247,7 +247,15 @@ def test_import_fit_report_and_check_work_together(tmp_path: Path, atts: Atts) -
     )
     assert imported.returncode == 0, imported.stderr
     fitted = atts(
-        "fit", saved, "--rate", "0.3", "--rate-scope", "aci", "--out", str(tmp_path / "c.json"), "--json"
+        "fit",
+        saved,
+        "--rate",
+        "0.3",
+        "--rate-scope",
+        "aci",
+        "--out",
+        str(tmp_path / "c.json"),
+        "--json",
     )
     assert fitted.returncode == 0, fitted.stderr
     assert "0.3" in json.loads(fitted.stdout)["guarantee"]

@@ -195,7 +195,12 @@ CASES = [
         USAGE,
         ("--pair", "'r1-1.5b/r1-70b'", "atts pairs"),
     ),
-    Case("pair of another place", "eval --pair embedded --backend cloud", USAGE, ("--backend", "'cloud'")),
+    Case(
+        "pair of another place",
+        "eval --pair embedded --backend cloud",
+        USAGE,
+        ("--backend", "'cloud'"),
+    ),
     Case(
         "no server of a pair",
         "eval --pair embedded --set draft_servers=0",
@@ -414,7 +419,12 @@ CASES = [
         ("other.jsonl", "line 1 is not JSON"),
         text("other.jsonl", "x"),
     ),
-    Case("agreement of none", f"eval {RUN} --set accept_when_agreeing=0", USAGE, ("accept_when_agreeing", "0.0")),
+    Case(
+        "agreement of none",
+        f"eval {RUN} --set accept_when_agreeing=0",
+        USAGE,
+        ("accept_when_agreeing", "0.0"),
+    ),
     Case(
         "sparing without a rate",
         f"eval {RUN} --method draft-only --set accept_when_agreeing=0.9",

@@ -357,10 +357,11 @@ def test_calibrate_is_the_draft_alone_scored(tmp_path: Path) -> None:
     assert len(scores) == sum(
         isinstance(e, Decided) and e.decision.score is not None for e in events
     )
-    in_memory = calibrate_sync(toy_problems(3), replace(setup, mode="split"))
+    in_memory = calibrate_sync(toy_problems(3), replace(setup, rate_scope="split"))
     assert sorted(in_memory.scores) == sorted(scores.scores)
     result = evaluate_sync(
-        toy_problems(2), Setup(draft="scripted", target="scripted", stored=scores, rate_scope="split")
+        toy_problems(2),
+        Setup(draft="scripted", target="scripted", stored=scores, rate_scope="split"),
     )
     assert result.status == "finished"
 
@@ -503,7 +504,11 @@ def test_a_run_that_ranks_by_length_is_taken_again_from_its_journal(
     found = scores_of(tmp_path / "run")
     assert len(found.lengths) == len(found) > 0
     later = Setup(
-        draft="scripted", target="scripted", rate_scope="marginal", stored=found, conditions="ignore"
+        draft="scripted",
+        target="scripted",
+        rate_scope="marginal",
+        stored=found,
+        conditions="ignore",
     )
     assert later.ranks_by_length
     evaluate_sync(toy_problems(2), later, directory=tmp_path / "later")

@@ -44,7 +44,7 @@ async def test_a_run_writes_the_same_whoever_proposes(
 
     What was proposed is told by the result, the run's journal and its report.
     """
-    setup = replace(EMBEDDED, method=method, rollouts=rollouts, rate=0.5)
+    setup = replace(EMBEDDED, method=method, concurrency=rollouts, rate=0.5)
     written = list[Any]()
     for way in ("off", *ways):
         target = f"embedded:target?{HERE}" + "&k=4" * (way == "auto")

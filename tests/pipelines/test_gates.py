@@ -268,7 +268,11 @@ def test_impossible_budgets_are_refused() -> None:
     """An agreement is a share; rounds have no siblings that answered; a setup says so before a
     model is loaded.
     """
-    for setup in (Setup(accept_when_agreeing=1.5), Setup(accept_when_agreeing=0.0), Setup(accept_when_agreeing=0.9, method="top-b")):
+    for setup in (
+        Setup(accept_when_agreeing=1.5),
+        Setup(accept_when_agreeing=0.0),
+        Setup(accept_when_agreeing=0.9, method="top-b"),
+    ):
         with pytest.raises(OptionError, match="accept_when_agreeing"):
             setup.decider()
     assert isinstance(Setup(accept_when_agreeing=0.9).decider()[0], AgreementGate)

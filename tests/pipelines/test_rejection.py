@@ -245,7 +245,7 @@ def test_budget_forcing_makes_a_rollout_go_on(attempt: Solve) -> None:
     other comes.
     """
     plain = lines(attempt(POLICY, FixedGate("accept")))
-    forced = lines(attempt(replace(POLICY, waits=1, turns=30), FixedGate("accept")))
+    forced = lines(attempt(replace(POLICY, budget_forcing=1, turns=30), FixedGate("accept")))
     waited = [r for r in forced if any(t.is_forced for t in r.turns)]
     assert waited
     assert all("Wait" in r.text for r in waited)

@@ -144,7 +144,7 @@ def test_waves_grow_until_they_agree(attempt: Solve) -> None:
 def test_where_the_first_disagree_the_target_may_write(attempt: Solve) -> None:
     """Problem-level escalation: later waves are the target's own, and only where they were needed."""
     outcomes = attempt(
-        replace(POLICY, first_wave=3, later="target"), FixedGate("accept"), problems=15
+        replace(POLICY, first_wave=3, later_wave_writer="target"), FixedGate("accept"), problems=15
     )
     for outcome in outcomes:
         for rollout in outcome.rollouts:

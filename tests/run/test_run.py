@@ -572,7 +572,7 @@ def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
     """
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="sample")
     draft = ScriptedEngine("draft", latency=world.quick, faults=ill)
-    retries = RetryPolicy(calls=1, concurrency=1)
+    retries = RetryPolicy(calls=1, rollouts=1)
     calibrator = Calibrator(0.4, "question-turn", seed=3)
     changes: dict[str, Any] = {"draft": draft, "retries": retries}
     plan = world.plan(gate=ConformalGate(calibrator), on_problem_done=calibrator.forget, **changes)
@@ -593,7 +593,7 @@ def test_every_gate_lets_go_of_problems_that_are_over(world: Any, wants: dict[st
     ill = Faults({"dropped": 0.2}, delay_seconds=0.01, only="score")
     target = ScriptedEngine("target", latency=world.quick, faults=ill)
     plan = setup.plan(ScriptedEngine("draft", latency=world.quick), target)
-    world.run(replace(plan, retries=RetryPolicy(calls=1, concurrency=1)), world.session())
+    world.run(replace(plan, retries=RetryPolicy(calls=1, rollouts=1)), world.session())
     gate: Any = plan.gate
     while gate is not None:
         own: dict[str, Any] = {}

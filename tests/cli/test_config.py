@@ -169,7 +169,7 @@ def test_the_directory_belongs_to_what_decides_the_results(tmp_path: Path) -> No
     def directory(*pairs: str) -> Path:
         return configure({}, pairs, environment={}, folder=tmp_path).directory
 
-    assert directory() == directory("rollouts=8", "report=none", "limits.target.slots=2")
+    assert directory() == directory("concurrency=8", "report=none", "limits.target.slots=2")
     assert (
         len(
             {directory(), directory("seed=1"), directory("samples=4"), directory("dataset=math500")}

@@ -335,6 +335,12 @@ class Usage:
     # the part of target_tokens that was drawn while scoring, without a decoding step
     drawn_tokens: int = 0
 
+    @property
+    def target_share(self) -> float:
+        """Return the target's share of the tokens that both models wrote."""
+        written = self.draft_tokens + self.target_tokens
+        return self.target_tokens / written if written else 0.0
+
     def __add__(self, other: Usage) -> Usage:
         return Usage(
             draft_tokens=self.draft_tokens + other.draft_tokens,

@@ -39,11 +39,17 @@ def test_the_readme_is_a_front_page() -> None:
 
 
 def test_every_page_the_readme_links_exists() -> None:
-    """No dead link on the front page."""
+    """No dead link on the front page, headings within pages included."""
     text = (ROOT / "README.md").read_text()
-    linked = [part.split(")")[0] for part in text.split("](")[1:]]
-    assert linked
-    assert [name for name in linked if not (ROOT / name).exists()] == []
+    links = [part.split(")")[0].partition("#") for part in text.split("](")[1:]]
+    pages = [(name, heading) for name, _, heading in links if not name.startswith("https://")]
+    assert pages
+    assert [name for name, _ in pages if not (ROOT / name).exists()] == []
+    for name, heading in pages:
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", (ROOT / name).read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert heading in anchors, f"{name} has no heading for #{heading}: {anchors}"
 
 
 def test_the_glossary_names_what_is_there() -> None:

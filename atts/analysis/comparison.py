@@ -305,9 +305,7 @@ def compare(
         only_first=len(first.problems) - len(common),
         only_second=len(second.problems) - len(common),
         vote=compare_runs(*votes),
-        single=compare_runs(*zip(*shares, strict=True), n_samples=samples)
-        if shares
-        else None,
+        single=compare_runs(*zip(*shares, strict=True), n_samples=samples) if shares else None,
         mcnemar=mcnemar(*([vote == 1.0 for vote in side] for side in votes)) if whole else None,
         costs=tuple(cost for cost in costs if cost is not None),
         unscored=(sum(map(bool, doubted[0])), sum(map(bool, doubted[1]))),

@@ -287,16 +287,16 @@ def _replay_lines(replayed: Replay) -> list[str]:
     new = replayed.replayed
     rows = [
         ("", "recorded", "replayed"),
-        ("chunks escalated", old.rate.brief("-"), new.rate.brief("-")),
-        ("answers correct", old.accuracy.brief("-"), new.accuracy.brief("-")),
+        ("escalated chunks", old.rate.brief("-"), new.rate.brief("-")),
+        ("accuracy", old.accuracy.brief("-"), new.accuracy.brief("-")),
         ("decisions", f"{old.decisions:,}", f"{new.decisions:,}"),
         ("tokens, draft", *(_replay_tokens(side, side.draft_tokens) for side in (old, new))),
         ("tokens, target", *(_replay_tokens(side, side.target_tokens) for side in (old, new))),
         ("tokens, scored", *(_replay_tokens(side, side.scored_tokens) for side in (old, new))),
     ]
-    asked = "" if replayed.nominal is None else f" (asked for: {replayed.nominal:g})"
+    asked = "" if replayed.nominal is None else f" (nominal rate {replayed.nominal:g})"
     table = [
-        f"{name:<20}{one:<24}{other}{asked if name.startswith('chunks') else ''}"
+        f"{name:<20}{one:<24}{other}{asked if name == 'escalated chunks' else ''}"
         for name, one, other in rows
     ]
     changed = f"{replayed.changed:,} of {new.decisions:,} decisions changed."

@@ -212,20 +212,16 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
     if result.status != "finished" and result.manifest.problems:
         of = f" of {result.manifest.problems}"
     rows = [
-        ("answers correct", f"{_share(summary.answers)}   the vote of each problem's rollouts"),
-        ("rollouts correct", f"{_share(summary.samples_right)}   each by itself"),
-        ("chunks escalated", f"{_share(summary.rate)}   asked for: {configuration['rate']:g}"),
+        ("accuracy", f"{_share(summary.answers)}   majority vote of each problem's rollouts"),
+        ("pass@1", f"{_share(summary.samples_right)}   single rollouts"),
+        ("escalated chunks", f"{_share(summary.rate)}   nominal rate {configuration['rate']:g}"),
         (
             "tokens written",
-            f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target",
-        ),
-        (
-            "",
-            f"{summary.target_share:.1%} of them by the target; {usage.wasted_tokens:,} were "
-            f"thrown away",
+            f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target "
+            f"({summary.target_share:.1%}); {usage.wasted_tokens:,} of them discarded",
         ),
         ("tokens scored", f"{usage.scored_tokens:,} by the target"),
-        ("proposed to it", "" if result.speculated is None else str(result.speculated)),
+        ("speculation", "" if result.speculated is None else str(result.speculated)),
         *_abstained(result),
         ("compared", "" if result.comparison is None else str(result.comparison)),
         ("cut", summary.truncation.warning),

@@ -187,7 +187,7 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
         chunks += f" ({snapshot.forced:,} without a score)"
     if snapshot.rejected:
         chunks += f", {snapshot.rejected:,} thrown away"
-    nominal = "" if snapshot.nominal is None else f", asked for {snapshot.nominal:g}"
+    nominal = "" if snapshot.nominal is None else f", nominal {snapshot.nominal:g}"
     busy = (
         f"{at['draft']} drafting, {at['score']} being judged, {at['target']} with the target, "
         f"{at['wait']} waiting, "

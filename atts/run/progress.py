@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from atts.core import Role
+from atts.core import Role, Usage
 from atts.evaluators import Estimate, accuracy_estimate
 from atts.journal import (
     CallFailed,
@@ -69,7 +69,8 @@ class ProgressSnapshot:
     nominal: float | None
     accuracy: Estimate
     graded: int
-    tokens: Mapping[Flow, int]
+    tokens: Mapping[Flow, int]  # of calls that ended, by engine and kind
+    usage: Usage  # of the problems that are over, counted as the summary counts it
     speeds: Mapping[Flow, float]  # tokens per second, lately
     models: Mapping[Literal["draft", "target"], str]
     seconds: float  # all sessions together
@@ -81,9 +82,8 @@ class ProgressSnapshot:
 
     @property
     def target_share(self) -> float:
-        """Return the target's share of all tokens written."""
-        written = self.tokens["draft"] + self.tokens["target"]
-        return self.tokens["target"] / written if written else 0.0
+        """Return the target's share of the tokens that both models wrote, as the summary does."""
+        return self.usage.target_share
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data for machines."""
@@ -138,6 +138,7 @@ class Progress:
         self._state: RunState = "loading" if loading else "running"
         self._note = f"loading {' and '.join(dict.fromkeys(loading))}" if loading else ""
         self._over: dict[str, int] = {}  # problems with an outcome, and how many rollouts it holds
+        self._usage: dict[str, Usage] = {}  # by problem that is over
         self._incomplete: set[str] = set()  # of these
         self._lost: dict[str, set[int]] = {}  # rollouts that failed
         self._open: set[str] = set()
@@ -227,6 +228,7 @@ class Progress:
             accuracy=accuracy_estimate(verdicts),
             graded=len(verdicts),
             tokens={flow: tokens.total for flow, tokens in self._flows.items()},
+            usage=self._total_usage(),
             speeds={
                 flow: tokens.per_second(now, self._began) for flow, tokens in self._flows.items()
             },
@@ -237,6 +239,15 @@ class Progress:
             failed_calls=self._counts["failed calls"],
             awaited={role: count for role, count in self._awaited.items() if count},
             note=self._note,
+        )
+
+    def _total_usage(self) -> Usage:
+        # Summed in plain numbers: a snapshot is taken several times a second, and a run may have
+        # tens of thousands of problems.
+        usages = self._usage.values()
+        return Usage(
+            draft_tokens=sum([usage.draft_tokens for usage in usages]),
+            target_tokens=sum([usage.target_tokens for usage in usages]),
         )
 
     def _done(self) -> float:
@@ -264,7 +275,9 @@ class Progress:
         self._ended.clear()  # open problems are lived through again
         self._open |= self._incomplete  # and so are these
         while self._incomplete:
-            del self._over[self._incomplete.pop()]
+            problem = self._incomplete.pop()
+            del self._over[problem]
+            del self._usage[problem]
         self._state = "running"
         self._note = ""
         self._done_at_start = self._done()
@@ -297,6 +310,7 @@ class Progress:
         self._open.discard(event.problem)
         self._ended.pop(event.problem, None)
         self._over[event.problem] = len(event.samples)
+        self._usage[event.problem] = event.usage
         is_complete = event.status != "failed" and not self._lost.get(event.problem)
         if is_complete:
             self._incomplete.discard(event.problem)

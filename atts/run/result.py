@@ -40,9 +40,8 @@ class Summary:
 
     @property
     def target_share(self) -> float:
-        """Return the target's share of all tokens that were sampled."""
-        total = self.usage.draft_tokens + self.usage.target_tokens
-        return self.usage.target_tokens / total if total else 0.0
+        """Return the target's share of the tokens that both models wrote."""
+        return self.usage.target_share
 
     def as_json(self) -> dict[str, Any]:
         """Return strict JSON."""
@@ -207,8 +206,8 @@ class RunResult:
         rows = [
             ("status", f"{self.status}: {self.why}" if self.why else self.status),
             ("problems", f"{summary.problems:,} with {summary.samples:,} rollouts"),
-            ("answers right", str(summary.answers)),
-            ("chunks handed over", str(summary.rate)),
+            ("accuracy", str(summary.answers)),
+            ("escalated chunks", str(summary.rate)),
             (
                 "tokens",
                 f"{summary.usage.draft_tokens:,} by the draft, {summary.usage.target_tokens:,} by "

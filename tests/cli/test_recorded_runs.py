@@ -127,7 +127,7 @@ def test_the_replay_of_a_run_is_a_table(atts: Atts, runs: Path) -> None:
     """People see both sides, and how far the second can be believed."""
     said = atts("replay", str(runs / "atts"), "--rate", "0.7")
     assert said.code == 0
-    for words in ("recorded", "replayed", "asked for: 0.7", "left the recorded path"):
+    for words in ("recorded", "replayed", "nominal rate 0.7", "left the recorded path"):
         assert words in said.out
 
 
@@ -226,7 +226,7 @@ def test_a_run_of_which_nothing_came_says_why(atts: Atts) -> None:
     assert "failed: 2 of 2 problems are not complete: " in said.err
     assert "first by ContextOverflow: engine draft" in said.err
     assert "the same command continues the run" in said.err
-    assert "answers correct" in said.out
+    assert "accuracy" in said.out
 
 
 def test_scores_of_another_model_are_refused(atts: Atts, runs: Path) -> None:

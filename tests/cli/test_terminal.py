@@ -172,7 +172,7 @@ def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -
     assert 0 < len(before) < len(decisions(undisturbed))
     again = Terminal(*words, cwd=tmp_path)
     assert again.end() == 0
-    assert b"answers correct" in again.shown
+    assert b"accuracy" in again.shown
     assert decisions(run) == decisions(undisturbed)
     assert before.items() <= decisions(run).items()
     assert answers(run) == answers(undisturbed)
@@ -197,7 +197,7 @@ def test_a_terminal_shows_the_run_as_it_goes(tmp_path: Path) -> None:
         "drafting",
         "accepted",
         "escalated",
-        "asked for 0.3",
+        "nominal 0.3",
         "by the target",
         "━",
     ):

@@ -217,7 +217,11 @@ class Features:
     # the expected share of the run's decisions still to come; None if unknown
     left: float | None = None
     tokens: int = 0
-    draft_logprob: float = 0.0  # the draft's own, reduced to one number by the score rule
+    # the mean of the draft's log-probabilities; NaN if it gave none, which no comparison may accept
+    draft_logprob: float = math.nan
+    # how sure the draft was, on the scale of the score rule: -log of the rule's score of the draft's
+    # log-probabilities; the lowest of them under the speculative rule; NaN if it gave none
+    draft_evidence: float = math.nan
     has_answer: bool = False
     answered: int = 0  # siblings with an answer
     agreement: float = 0.0  # the leading answer's share of them

@@ -451,7 +451,7 @@ class ActionRule:
         return passed
 
 
-FEATURES = ("draft_logprob", "length", "turn", "answered", "agreement", "support")
+FEATURES = ("draft_evidence", "length", "turn", "answered", "agreement", "support")
 """What `feature_row` makes of a chunk's evidence, in this order."""
 
 
@@ -462,8 +462,8 @@ def feature_row(evidence: Features) -> Row:
     the sign of whether this chunk's own answer is that one. Both are missing until a sibling has
     answered.
     """
-    is_finite = math.isfinite(evidence.draft_logprob)
-    draft_logprob = evidence.draft_logprob if is_finite else None
+    is_finite = math.isfinite(evidence.draft_evidence)
+    draft_evidence = evidence.draft_evidence if is_finite else None
     agreement = None
     support = None
     if evidence.answered > 0:
@@ -473,7 +473,7 @@ def feature_row(evidence: Features) -> Row:
         agreement = evidence.agreement
         support = sign * evidence.agreement
     return (
-        draft_logprob,
+        draft_evidence,
         math.log1p(evidence.tokens),
         math.log1p(evidence.turn),
         math.log1p(evidence.answered),

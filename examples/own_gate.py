@@ -1,6 +1,7 @@
 """Your own gate: it decides from numbers and never waits."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import atts
 from atts.core import Action, Decision
@@ -14,14 +15,17 @@ class DoubtGate:
 
     sure: float = -0.5  # mean log-probability of the chunk under the draft
     perplexity: float = 3.0  # under the target
+    needs_draft_logprobs: ClassVar[bool] = True  # drafts that give none are refused
 
     def preview(self, features: Features) -> Decision:
         """Return whether the chunk needs a score at all."""
+        # a chunk without log-probabilities has NaN here: it is not accepted, but scored
         action: Action = "accept" if features.draft_logprob > self.sure else "verify"
         return features.decision(action)
 
     def decide(self, features: Features, score: float) -> Decision:
         """Decide about a chunk of this score."""
+        # a chunk without log-probabilities has NaN here: it is not accepted, but scored
         action: Action = "accept" if score <= self.perplexity else "escalate"
         return features.decision(action, score=score)
 

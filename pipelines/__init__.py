@@ -33,7 +33,7 @@ from atts.pipelines.gates import (
 )
 from atts.pipelines.policy import SMALL, Bounds, Budget, Chunking, ConfidenceStop, Policy
 from atts.pipelines.rollout import solve
-from atts.pipelines.scores import ScoreRule, evidence
+from atts.pipelines.scores import ScoreRule, evidence, mean_logprob
 from atts.pipelines.speeds import DraftLength, WriterChoice
 from atts.pipelines.votes import (
     Ballot,
@@ -89,6 +89,7 @@ __all__ = [
     "check_engines",
     "evidence",
     "let_go",
+    "mean_logprob",
     "needed_logprobs",
     "prompt_of",
     "settled_probability",

@@ -43,14 +43,13 @@ def check_engines(
     if policy.exact:
         _check_exact(draft, target)
     wants = _wants_logprobs(policy)
-    for role, spec in _writers(policy, draft, target):
-        if wants and spec.logprobs == "none":
-            advice = (
-                f"Choose another {wants.split(' ')[0]}, or a {role} on vLLM, SGLang or llama.cpp"
-            )
-            raise UnsupportedByEngine(
-                spec.name, f"it sends no log-probabilities, which {wants} needs", advice
-            )
+    if wants:
+        for role, spec in _writers(policy, draft, target):
+            _check_logprobs(spec, role, wants)
+    inner = _innermost(gate)
+    if getattr(inner, "needs_draft_logprobs", False):
+        drafter = draft if policy.drafter == "draft" else target
+        _check_logprobs(drafter, policy.drafter, f"gate {type(inner).__name__}")
 
 
 def needed_logprobs(
@@ -120,6 +119,14 @@ def _check_exact(draft: EngineSpec, target: EngineSpec) -> None:
     if "draw" not in draft.capabilities:
         problem = f"{draft.engine} cannot go on with a stream of draws that the target began, as method exact has it"
         raise UnsupportedByEngine(draft.name, problem, "Use a local draft (hf:MODEL)")
+
+
+def _check_logprobs(spec: EngineSpec, role: Role, wants: str) -> None:
+    if spec.logprobs == "none":
+        advice = f"Choose another {wants.split(' ')[0]}, or a {role} on vLLM, SGLang or llama.cpp"
+        raise UnsupportedByEngine(
+            spec.name, f"it sends no log-probabilities, which {wants} needs", advice
+        )
 
 
 def _wants_logprobs(policy: Policy) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,9 @@ class Gate(Protocol):
     `observe` last.
 
     A preview of "verify" asks for the score; "accept" and "escalate" save it. `observe` hears what
-    was really done.
+    was really done. A gate that decides from the draft's log-probabilities sets
+    `needs_draft_logprobs = True` on its class: a draft that gives none is then refused before the
+    run. It still compares so that NaN is never accepted, for single chunks may have none.
     """
 
     def preview(self, features: Features) -> Decision:
@@ -121,10 +124,8 @@ class ConformalGate:
         let_go(self.calibrator, question)
 
 
-class _NonLearningGate:
-    """A gate that learns nothing; those below either decide at the preview or have every chunk
-    scored.
-    """
+class _NonLearningGate(ABC):
+    """A gate that learns nothing and has every chunk scored, unless a subclass previews otherwise."""
 
     __slots__ = ()
 
@@ -132,11 +133,12 @@ class _NonLearningGate:
         """Ask for a score of every chunk."""
         return features.decision("verify", why="every chunk is scored")
 
+    # abstract: a preview of "verify" cannot be the final decision
+    @abstractmethod
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide as the preview did."""
-        return self.preview(features)
+        """Return "accept" or "escalate" for a chunk of this score."""
 
-    def observe(self, decision: Decision, escalated: bool) -> None:
+    def observe(self, decision: Decision, escalated: bool) -> None:  # noqa: B027  # a default
         """Learn nothing."""
 
 
@@ -166,6 +168,10 @@ class RandomGate(_NonLearningGate):
         """Toss the coin of this chunk."""
         action: Action = "escalate" if features.uniform(self.seed, "coin") < self.rate else "accept"
         return features.decision(action, self.rate, "coin")
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """Decide the same, with the score of the chunk."""
+        return replace(self.preview(features), score=score)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +246,10 @@ class CueGate(_NonLearningGate):
         return features.decision(
             "escalate" if cue else "accept", math.nan, f"cue {cue!r}" if cue else "no cue"
         )
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """Decide the same, with the score of the chunk."""
+        return replace(self.preview(features), score=score)
 
 
 @dataclass(frozen=True, slots=True)

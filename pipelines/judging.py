@@ -18,10 +18,11 @@ from atts.errors import (
     EngineUnavailable,
     ModelLoadError,
     UnsupportedByEngine,
+    UsageError,
 )
 from atts.pipelines.builder import KnownScore, Proposal, RolloutBuilder, rollout_name
 from atts.pipelines.gates import Gate, RoundGate
-from atts.pipelines.scores import evidence, first_rejected_token, score_of
+from atts.pipelines.scores import evidence, first_rejected_token, mean_logprob, score_of
 
 Round = Mapping[int, tuple[Features, float]]
 
@@ -60,9 +61,11 @@ class ChunkJudge:
         if proposal.score is None or proposal.flaw:
             return _forced(known, f"not scored: {proposal.flaw}"), replace(proposal, score=None)
         try:
-            return self._gate.decide(known, proposal.score), proposal
+            decision = self._gate.decide(known, proposal.score)
         except CalibrationInputError as error:
             return _forced(known, f"not a score: {error}"), proposal
+        _check_final(decision, self._gate)
+        return decision, proposal
 
 
 class RoundJudge:
@@ -90,6 +93,8 @@ class RoundJudge:
         if self._round is not round_:
             samples = sorted(round_)
             decisions = self._gate.decide_round([round_[sample] for sample in samples])
+            for decision in decisions:
+                _check_final(decision, self._gate)
             self._round = round_
             self._ranked = dict(zip(samples, decisions, strict=True))
         return self._ranked
@@ -114,7 +119,8 @@ def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
         sample=rollout.sample,
         left=builder.context.left.share,
         tokens=chunk.tokens,
-        draft_logprob=evidence(builder.score_rule, chunk),
+        draft_logprob=mean_logprob(chunk),
+        draft_evidence=evidence(builder.score_rule, chunk),
         has_answer=proposal.answer is not None,
         answered=answered,
         agreement=share,
@@ -122,6 +128,19 @@ def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
         is_scored=proposal.position in builder.siblings.scores,
         text=chunk.text,
     )
+
+
+def _check_final(decision: Decision, gate: Gate | RoundGate) -> None:
+    """Refuse "verify" as a final decision: whatever is not escalated would be kept.
+
+    :raises UsageError: the gate asks for a score that it was just given.
+    """
+    if decision.action == "verify":
+        name = type(gate).__name__
+        raise UsageError(
+            f"gate {name}: it decided 'verify' about a chunk that has its score; "
+            f"return 'accept' or 'escalate'"
+        )
 
 
 def _forced(known: Features, why: str) -> Decision:

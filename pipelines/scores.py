@@ -109,14 +109,23 @@ def first_rejected_token(
     return drops.index(max(drops))
 
 
-def evidence(rule: Rule, chunk: Chunk) -> float:
-    """Return the logarithm of the rule applied to the author's log-probabilities; 0 for an empty
-    chunk.
+def mean_logprob(chunk: Chunk) -> float:
+    """Return the mean of the author's log-probabilities, or NaN if the chunk has none."""
+    if not chunk.logprobs:
+        return math.nan
+    return math.fsum(chunk.logprobs) / len(chunk.logprobs)
 
-    What is relative to the author leaves nothing of it: there the least likely token speaks.
+
+def evidence(rule: Rule, chunk: Chunk) -> float:
+    """Return how sure the author was of its chunk: 0 is certain, lower is less sure.
+
+    It is -log of the score that the rule gives to the author's log-probabilities. The speculative
+    rule compares the target with the author, so it has no score for the author alone; under that
+    rule the evidence is the lowest log-probability of the chunk. Without log-probabilities it is
+    NaN: nothing is known, which no gate may take for certainty.
     """
     if not chunk.logprobs:
-        return 0.0
+        return math.nan
     if isinstance(rule, ScoreRule) and rule.kind == "speculative":
         score = _perplexity(-min(chunk.logprobs))
     else:

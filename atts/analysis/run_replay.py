@@ -36,6 +36,7 @@ from atts.pipelines import (
     VoteKind,
     ballot,
     evidence,
+    mean_logprob,
     tally,
 )
 
@@ -278,7 +279,8 @@ def _chunk(rollout: Rollout, turn: Turn, decided: Decided | None, policy: Policy
         recorded_features(rollout.problem, turn.index, rollout.sample, told),
         issue=turn.decision.issue if turn.decision else None,
         tokens=chunk.tokens,
-        draft_logprob=told.get("draft_logprob", evidence(policy.score, chunk)),
+        draft_logprob=told.get("draft_logprob", mean_logprob(chunk)),
+        draft_evidence=told.get("draft_evidence", evidence(policy.score, chunk)),
         text=chunk.text,
     )
     return _JudgedChunk((rollout.problem, rollout.sample, turn.index), features, turn.score)

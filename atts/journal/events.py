@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -313,6 +314,7 @@ class Entry:
 _FEATURES: Mapping[str, type[int | float | bool]] = {
     "tokens": int,
     "draft_logprob": float,
+    "draft_evidence": float,
     "has_answer": bool,
     "answered": int,
     "agreement": float,
@@ -325,7 +327,12 @@ _RARE = ("has_answer", "answered", "agreement", "agrees", "is_scored")
 
 def feature_numbers(features: Features) -> dict[str, float]:
     """Return all features but the text and the turn they belong to, and no rare one that is 0."""
-    numbers = {"tokens": float(features.tokens), "draft_logprob": features.draft_logprob}
+    numbers = {"tokens": float(features.tokens)}
+    # NaN is the default of both: JSON has no number for it
+    if not math.isnan(features.draft_logprob):
+        numbers["draft_logprob"] = features.draft_logprob
+    if not math.isnan(features.draft_evidence):
+        numbers["draft_evidence"] = features.draft_evidence
     for name in _RARE:
         value = getattr(features, name)
         if value:

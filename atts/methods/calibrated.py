@@ -203,6 +203,8 @@ class SkippingGate(ConformalGate):
     unclear ones.
     """
 
+    needs_draft_logprobs = True
+
     def __init__(self, calibrator: Calibrator, alpha: float = 0.05, audit: float = 0.15) -> None:
         """:raises CalibrationInputError: for an alpha outside (0, 1), or an audit that is no
         fraction.
@@ -223,11 +225,14 @@ class SkippingGate(ConformalGate):
         decision = super().preview(features)
         if features.is_scored:
             return decision
-        sure = features.draft_logprob
+        sure = features.draft_evidence
+        if math.isnan(sure):
+            # an unknown draft must not look like a sure one: the target judges the chunk
+            return decision
         # on a scale where 0.999 and 0.9999 are as far apart as 0.9 and 0.99
         if math.isfinite(sure):
             sure = -math.log(max(-sure, 1e-6))
-        row = feature_row(replace(features, draft_logprob=sure))
+        row = feature_row(replace(features, draft_evidence=sure))
         if self._teaches(features):
             self._asked[features.question, features.sample, features.turn, decision.issue] = row
             return decision

@@ -39,7 +39,7 @@ LAWS = st.lists(st.floats(0.001, 1), min_size=1, max_size=6).map(
 
 def chunk_evidence(question: str = "q", turn: int = 0, sample: int = 0, **known: Any) -> Features:
     """What a pipeline knows of a chunk of 100 tokens."""
-    return Features(question, turn, sample, tokens=100, draft_logprob=-0.4, **known)
+    return Features(question, turn, sample, tokens=100, draft_evidence=-0.4, **known)
 
 
 def simulated(n: int, seed: int) -> tuple[list[list[float | None]], list[str]]:

@@ -250,7 +250,7 @@ def stream(count: int, seed: int, telling: float = 1.0) -> Iterator[tuple[Featur
         evidence = -rng.uniform(0.5, 2.0) if shown else -rng.uniform(0.0, 0.1)
         score = math.exp(rng.uniform(0.0, 4.0)) if unclear else 1 + rng.uniform(0.0, 0.1)
         yield (
-            Features(f"q{place // 6}", place % 5, place % 8, tokens=12, draft_logprob=evidence),
+            Features(f"q{place // 6}", place % 5, place % 8, tokens=12, draft_evidence=evidence),
             score,
         )
 
@@ -307,6 +307,19 @@ def test_nothing_is_skipped_before_the_levels_can_promise_something() -> None:
     assert all(
         decision.score is not None for decision, _ in decide_by(skipping_gate(), stream(100, 1))
     )
+
+
+def test_a_chunk_without_evidence_is_verified_however_much_was_learnt() -> None:
+    """A gate that accepts sure chunks unscored asks for a score where nothing is known."""
+    gate = skipping_gate()
+    decide_by(gate, stream(6000, 0))
+    actions = {
+        gate.preview(Features(f"r{place}", place % 5, tokens=12, draft_evidence=-0.01)).action
+        for place in range(40)
+    }
+    assert "accept" in actions
+    for place in range(40):
+        assert gate.preview(Features(f"r{place}", place % 5, tokens=12)).action == "verify"
 
 
 def test_a_level_must_be_taught() -> None:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from atts.api import Setup
 from atts.calibration import Calibrator
 from atts.core import Chunk, Features
-from atts.errors import CalibrationInputError, OptionError
-from atts.methods import PRESETS, GateInputs, preset
+from atts.engine import EngineSpec
+from atts.errors import CalibrationInputError, OptionError, UnsupportedByEngine
+from atts.methods import PRESETS, GateInputs, SkippingGate, preset
 from atts.pipelines import (
     AgreementGate,
     CappedGate,
@@ -30,8 +31,10 @@ from atts.pipelines import (
     StaticRankGate,
     ThresholdGate,
     TopGate,
+    check_engines,
 )
-from atts.pipelines.scores import ScoreRule, evidence, score_of
+from atts.pipelines.gates import _NonLearningGate
+from atts.pipelines.scores import SCORE_KINDS, ScoreRule, evidence, mean_logprob, score_of
 
 SCORES = st.floats(1.0, 50.0, allow_nan=False)
 
@@ -111,6 +114,46 @@ def test_the_coin_is_fair_and_belongs_to_the_chunk() -> None:
         gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)
     ]
     assert abs(sum(coins) / 1600 - 0.3) < 4 * math.sqrt(0.21 / 1600)
+
+
+def test_missing_log_probabilities_are_unknown_and_never_certainty() -> None:
+    """Every rule: without log-probabilities both numbers of the draft are NaN."""
+    bare = Chunk("draft", "x", (1,), (1,), "end")
+    for kind in SCORE_KINDS:
+        assert math.isnan(evidence(ScoreRule(kind), bare))
+    assert math.isnan(mean_logprob(bare))
+    assert math.isnan(Features("q").draft_logprob)
+    assert math.isnan(Features("q").draft_evidence)
+
+
+def test_the_mean_and_the_evidence_are_two_numbers() -> None:
+    """Under the speculative rule the lowest log-probability is the evidence; the mean stays."""
+    chunk = Chunk("draft", "xy", (1, 2), (1, 2), "end", (-1.0, -3.0))
+    assert mean_logprob(chunk) == -2.0
+    assert evidence(ScoreRule("speculative"), chunk) == pytest.approx(-3.0)
+    assert evidence(ScoreRule("mean"), chunk) == pytest.approx(-2.0)
+
+
+def test_a_gate_without_a_decision_of_its_own_cannot_be_made() -> None:
+    """A preview of "verify" must not become the final decision."""
+
+    class OnlyPreviews(_NonLearningGate):
+        pass
+
+    with pytest.raises(TypeError, match="decide"):
+        OnlyPreviews()  # type: ignore[abstract]
+
+
+def test_a_draft_without_log_probabilities_is_refused_by_a_gate_that_needs_them() -> None:
+    """Capped or not; a gate that looks at scores alone takes any draft."""
+    able = EngineSpec("able", "m", "t", 512, (1,), 100)
+    mute = replace(able, name="mute", logprobs="none")
+    gate = SkippingGate(Calibrator(0.2, "marginal"))
+    check_engines(Policy(), gate, able, able)
+    check_engines(Policy(), ConformalGate(Calibrator(0.2, "marginal")), mute, able)
+    for refused in (gate, CappedGate(gate, lambda features: True)):
+        with pytest.raises(UnsupportedByEngine, match="mute.*gate SkippingGate"):
+            check_engines(Policy(), refused, mute, able)
 
 
 def test_a_cue_hands_over() -> None:

@@ -92,9 +92,10 @@ class SampleRequest:
     """Continue `ids` by at most `max_tokens`, stopping after a stop string or a stop id.
 
     The token that completes the stop stays in the completion. `rollout` only hints where a cache may
-    be warm. If log-probabilities are "unneeded", an engine may leave them out. With `begun`, the
-    last `begun` ids are the completion's own beginning, drawn elsewhere with the first uniforms of
-    the same seed; the engine then writes the rest of what it would have written without them.
+    be warm. If log-probabilities are "unneeded", an engine may leave them out. The last `num_begun`
+    ids already belong to the completion: they were drawn before, perhaps by another engine, with
+    the first uniform numbers of this seed. The engine continues with the uniform numbers after
+    those, and so writes the rest of what it would have written without `num_begun`.
     """
 
     ids: TokenIds
@@ -106,9 +107,9 @@ class SampleRequest:
     rollout: str = ""
     priority: int = 0  # lower is sooner
     logprobs: Literal["raw", "unneeded"] = "raw"
-    begun: int = 0  # how many of the last ids; `max_tokens` excludes them
+    num_begun: int = 0  # how many of `ids`, at their end; `max_tokens` excludes them
     # a guess at the answer: it may make the engine faster, and never changes what it writes
-    draft: TokenIds = ()
+    hint: TokenIds = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +131,9 @@ class Completion:
 class ScoreRequest:
     """Ask for the log-probability of every token of `suffix` after `prefix`; both are non-empty.
 
-    `draw` is the sampling request that would follow `prefix` if the suffix were rejected. An engine
-    that can draw from the distributions it scores with also returns how its answer begins.
+    `draw` is the sampling request for what the target writes after `prefix` instead of the suffix,
+    should the suffix be rejected. An engine with the capability "draw" samples its first tokens from
+    the distributions that it computes for the scores, and returns them in `Scores.beginning`.
     """
 
     prefix: TokenIds
@@ -155,13 +157,13 @@ class Beginning:
 class Scores:
     """Raw log-probabilities, exactly one per suffix token.
 
-    `begun` answers the request's `draw`: the model's own tokens up to and including the first one
-    that differs from the suffix.
+    `beginning` is the start of the completion that the request's `draw` asks for: the model's own
+    tokens up to and including the first one that differs from the suffix.
     """
 
     logprobs: tuple[float, ...]
     cached_tokens: int = 0
-    begun: Beginning | None = None
+    beginning: Beginning | None = None
 
     @property
     def perplexity(self) -> float:
@@ -214,7 +216,8 @@ class Features:
     sample: int = 0
     # the chunk's position in the order in which scores were requested
     issue: int | None = None
-    # the expected share of the run's decisions still to come; None if unknown
+    # the number of decisions that the run has still to make, as an estimated share of all its
+    # decisions; None if unknown
     left: float | None = None
     tokens: int = 0
     # the mean of the draft's log-probabilities; NaN if it gave none, which no comparison may accept
@@ -226,7 +229,9 @@ class Features:
     answered: int = 0  # siblings with an answer
     agreement: float = 0.0  # the leading answer's share of them
     agrees: bool = False  # this chunk's answer is the leading one
-    is_scored: bool = False  # an equal chunk after an equal prefix has a score already
+    is_scored: bool = (
+        False  # a sibling with the same prefix wrote the same chunk, and has its score
+    )
     text: str = ""
 
     def decision(
@@ -444,7 +449,8 @@ class CallSpan(
     problem: str
     sample: int  # -1: the call belongs to the problem, not to a rollout
     turn: int
-    ready: float  # earlier than `queued` only if the rollout waited for siblings
+    # when the rollout could have made the call; `queued` is later only by its wait for siblings
+    ready: float
     queued: float
     started: float  # a slot and its tokens were granted
     ended: float

@@ -30,11 +30,13 @@ _Value = TypeVar("_Value")
 _MOST_IDS = 1 << 31
 EngineState = Literal["new", "open", "closed"]
 Capability = Literal["sample", "score", "rate", "draw"]
-"""What an engine can do besides "sample" and "score".
+"""What an engine can do: sample, score, rate and draw.
 
-"rate": it scores only single-token suffixes among a few likely tokens, which is enough for a
-one-digit rating. "draw": while scoring, it also draws from the distributions it computes
-(`ScoreRequest.draw`), and it continues a completion begun elsewhere (`SampleRequest.begun`).
+"sample": it continues ids. "score": it returns the log-probability of every token of a suffix.
+"rate": it scores single-token suffixes among a few likely tokens, which is enough for a one-digit
+rating. "draw": while scoring, it also samples from the distributions that it computes
+(`ScoreRequest.draw`), and it continues a completion that another engine began
+(`SampleRequest.num_begun`).
 """
 
 
@@ -71,11 +73,10 @@ class EngineSpec:
     vocabulary: int
     engine: str = ""  # kind and major.minor version, such as "local 0.1"
     dtype: str = "float32"
-    # scores (and draws made while scoring) are computed less exactly than samples
+    # scores, and tokens drawn while scoring, are computed in a lower precision than samples
     rounds_scores: bool = False
-    logprobs: Literal["raw", "processed", "none"] = (
-        "raw"  # "none": completions have no log-probabilities
-    )
+    # "none": completions have no log-probabilities
+    logprobs: Literal["raw", "processed", "none"] = "raw"
     capabilities: frozenset[Capability] = frozenset({"sample", "score"})
     flops_per_token: float = 0.0  # for one decoded token; 0 if unknown
     weights: str = ""  # digest of the weight files, if they are local
@@ -246,11 +247,11 @@ class EngineAround:
         return self._engine.stats()
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """As the inner engine, by way of `around`."""
+        """Pass the request to the inner engine's `sample` through `around`."""
         return await self.around(request, self._engine.sample)
 
     async def score(self, request: ScoreRequest) -> Scores:
-        """As the inner engine, by way of `around`."""
+        """Pass the request to the inner engine's `score` through `around`."""
         return await self.around(request, self._engine.score)
 
     def speculated(self) -> Speculated | None:
@@ -292,9 +293,9 @@ def check_sample(request: SampleRequest, spec: EngineSpec) -> None:
     sampling = request.sampling
     if request.max_tokens < 1:
         raise UsageError(f"max_tokens is {request.max_tokens}, expected at least 1")
-    if not 0 <= request.begun < len(request.ids):
+    if not 0 <= request.num_begun < len(request.ids):
         raise UsageError(
-            f"{request.begun} of {len(request.ids)} ids cannot be the answer's beginning"
+            f"{request.num_begun} of {len(request.ids)} ids cannot be the answer's beginning"
         )
     shares = 0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1
     if not (0 <= sampling.temperature < math.inf and shares and 0 <= sampling.top_k < _MOST_IDS):
@@ -344,7 +345,8 @@ class BaseEngine(ABC):
         self._spec: EngineSpec | None = None
         self._tokenizer: Tokenizer | None = None
         self._counts = EngineCounters()
-        self._clock: Callable[[], float] = lambda: 0.0  # the loop's, once there is one
+        # `open` sets the event loop's clock: before it, no loop may be running
+        self._clock: Callable[[], float] = lambda: 0.0
         self._busy_since = 0.0
         self._idle_since = 0.0
 
@@ -469,22 +471,22 @@ def opened(value: _Value | None, name: str) -> _Value:
 class Speculated:
     """Speculation counters since an engine opened, or the difference of two snapshots."""
 
-    rounds: int = 0  # proposals verified: one sequence in one step
-    proposed: int = 0
-    accepted: int = 0
-    tested_at: tuple[int, ...] = ()  # by position: rounds in which every earlier token was accepted
-    stood_at: tuple[
-        int, ...
-    ] = ()  # by position: those of the rounds in which this token was accepted too
+    rounds: int = 0  # a round is one sequence in one step whose proposal was verified
+    proposed: int = 0  # tokens
+    accepted: int = 0  # tokens
+    # by position in a proposal: the rounds in which all tokens before it were accepted
+    tested_at: tuple[int, ...] = ()
+    # by position in a proposal: the rounds in which its token was accepted as well
+    accepted_at: tuple[int, ...] = ()
     seconds: float = 0.0  # spent on drafting proposals
-    choices: int = 0  # of a proposal length, counted per sequence and step
-    chosen: int = 0  # sum of the chosen lengths; chosen / choices is the mean k
-    # forecast for the steps that had one, and what these steps really produced
+    choices: int = 0  # decisions on a proposal's length: one per sequence and step
+    chosen: int = 0  # the sum of those lengths; chosen / choices is the mean length
+    # of the steps with a forecast: the tokens and seconds that were forecast, and the real ones
     expected_tokens: float = 0.0
     expected_seconds: float = 0.0
     came_tokens: int = 0
     came_seconds: float = 0.0
-    # compared with what steps without proposals would have taken for as many tokens
+    # the forecast seconds of as many tokens without proposals, minus the seconds they really took
     saved_seconds: float = 0.0
 
     def __add__(self, other: Speculated) -> Speculated:
@@ -494,11 +496,11 @@ class Speculated:
         return self._with(other, sub)
 
     @property
-    def by_place(self) -> tuple[float, ...]:
+    def accepted_share(self) -> tuple[float, ...]:
         """Return the share of tested tokens that were accepted, by position."""
         return tuple(
-            stood / tested
-            for stood, tested in zip(self.stood_at, self.tested_at, strict=True)
+            accepted / tested
+            for accepted, tested in zip(self.accepted_at, self.tested_at, strict=True)
             if tested
         )
 
@@ -506,15 +508,15 @@ class Speculated:
         """Summarise the counters in one line.
 
         >>> print(Speculated(100, 300, 240, (100, 90, 80), (90, 80, 70), choices=200, chosen=320))
-        300 tokens, 80% stood (by place 0.90 0.89 0.88), 1.6 at a time
+        300 tokens, 80% accepted (by position 0.90 0.89 0.88), 1.6 at a time
         """
-        places = " ".join(f"{share:.2f}" for share in self.by_place[:8])
+        shares = " ".join(f"{share:.2f}" for share in self.accepted_share[:8])
         saved = (
             f", {self.saved_seconds:.1f} s saved of {self.came_seconds + self.saved_seconds:.1f}"
         )
         return (
-            f"{self.proposed:,} tokens, {self.accepted / max(1, self.proposed):.0%} stood (by "
-            f"place {places}), "
+            f"{self.proposed:,} tokens, {self.accepted / max(1, self.proposed):.0%} accepted (by "
+            f"position {shares}), "
             f"{self.chosen / max(1, self.choices):.1f} at a time{saved * bool(self.came_seconds)}"
         )
 
@@ -559,5 +561,5 @@ def counters_of(stats: Any) -> Speculated:
         field.name: getattr(stats, field.name) for field in fields(Speculated)
     }
     values["tested_at"] = tuple(values["tested_at"])
-    values["stood_at"] = tuple(values["stood_at"])
+    values["accepted_at"] = tuple(values["accepted_at"])
     return Speculated(**values)

@@ -4,7 +4,7 @@
 #
 #   Calibrator(rate, mode, stored=scores)     decide(score, question=, turn=, sample=, issue=), then
 #                                             observe(decision)
-#   replay(records, rate, mode, seed)         the same on recorded scores, with metrics
+#   replay_scores(records, rate, mode, seed)         the same on recorded scores, with metrics
 #   StoredScores.of(scores, per_question)     scores of a calibration run; read_scores(path) of a file
 #   examine(stored, rate)                     what stored scores can promise
 #   DriftMonitor(stored, policy=)             observe(nonconformity, question, turn); a Calibrator
@@ -33,7 +33,7 @@ from atts.calibration.health import Health, examine, first_alarm
 from atts.calibration.online import HOLD, Calibrator
 from atts.calibration.ordinal import FEATURES, OrdinalFit, feature_row
 from atts.calibration.rates import RateCheck, check_rate, coin_band
-from atts.calibration.score_replay import ReplayResult, pooled_auroc, rate_metrics, replay
+from atts.calibration.score_replay import ReplayResult, pooled_auroc, rate_metrics, replay_scores
 from atts.calibration.scores import (
     LOG_PROB,
     PERPLEXITY,
@@ -55,5 +55,5 @@ __all__ = [
     "RateCheck", "ReplayResult", "Scale", "SimpleJumper", "StoredScores", "Tuning", "by_cluster", "certify",
     "certify_abstention", "certify_net", "check_fingerprint", "check_rate", "coin_band", "examine", "feature_row",
     "first_alarm", "is_state", "labels_of", "lost_answers", "net_losses", "parse_lines", "pooled_auroc",
-    "rate_metrics", "read_scores", "replay", "scale_named", "state_text", "summarise", "write_state",
+    "rate_metrics", "read_scores", "replay_scores", "scale_named", "state_text", "summarise", "write_state",
 ]  # fmt: skip

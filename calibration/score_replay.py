@@ -54,7 +54,7 @@ class ReplayResult:
         return sum(decision.escalate for decision in self.decisions) / len(self.decisions)
 
 
-def replay(
+def replay_scores(
     records: Iterable[Mapping[str, Any]],
     rate: float | Fraction,
     mode: Mode = "question-turn",
@@ -80,7 +80,7 @@ def replay(
     :raises OptionError: for an unknown mode or drift policy.
 
     >>> records = [{"question": 1, "turn": 0, "score": score} for score in (1.2, 1.4, 9.0)]
-    >>> [decision.escalate for decision in replay(records, rate=0.5, mode="marginal", seed=1).decisions]
+    >>> [decision.escalate for decision in replay_scores(records, rate=0.5, mode="marginal", seed=1).decisions]
     [True, True, True]
     """
     calibrator = Calibrator(

@@ -50,7 +50,7 @@ class Settings:
     stop: tuple[str, ...] = ("\n\n",)  # where a chunk ends
     sampling: Sampling = Sampling(temperature=0.7)
     system: str = "Solve the problem step by step. Put the final answer in \\boxed{}."
-    step: float = 0.004  # of the rate's feedback
+    step: float = 0.004  # how far one decision moves the calibrator's level
     seed: int = 0
 
 
@@ -59,9 +59,9 @@ class Calibrator:
     """Online conformal calibration: it escalates the worst `rate` of scores, whatever their law.
 
     The p-value of a score is its rank among the stored ones, ties broken by a coin. While scores
-    are exchangeable it is uniform, so escalating p > 1 - rate escalates exactly `rate`. Where they
-    are not (they drift with the turn, they cluster by problem), feedback on what was really done
-    corrects the level: adaptive conformal inference.
+    are exchangeable it is uniform, so escalating p > 1 - rate escalates exactly `rate`. Real scores
+    drift with the turn and cluster by problem. Every decision therefore moves the level: down after
+    an escalation, up after an accepted chunk (adaptive conformal inference).
     """
 
     rate: float
@@ -91,7 +91,7 @@ class Calibrator:
         return escalate
 
     def _coin(self, score: float, problem: str, turn: int, sample: int) -> float:
-        """Return a uniform number that belongs to this chunk: a repeated run decides alike."""
+        """Return a uniform number made from the chunk's name, so a repeated run decides the same."""
         name = f"{self.seed}\x1f{problem}\x1f{turn}\x1f{sample}\x1f{math.log(score)!r}"
         return int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "big") * 2.0**-56
 
@@ -104,8 +104,8 @@ class Rollout:
     text: str = ""
     ids: TokenIds = ()  # without the prompt
     answer: str | None = None
-    judged: int = 0  # chunks
-    escalated: int = 0
+    judged: int = 0  # chunks of the draft that were judged
+    escalated: int = 0  # chunks that the target rewrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class NanoATTS:
     async def run(self, problem: Problem, rollout: Rollout) -> None:
         """Take turns: the draft proposes, the target scores, the calibrator decides.
 
-        One of both chunks stays.
+        A rejected chunk is discarded, and the target writes the chunk in its place.
         """
         prompt = self.draft.tokenizer.render(
             [Message("system", self.settings.system), Message("user", problem.text)]
@@ -183,17 +183,17 @@ class NanoATTS:
         """Judge the target's perplexity of the chunk, from one prefill, against all seen before."""
         suffix = body(chunk, self.draft)
         if not suffix:
-            return True  # nothing to score: the target has to say how it goes on
+            return True  # an empty chunk has no score, so the target writes this one
         scores = await self.target.score(ScoreRequest(prompt + rollout.ids, suffix))
-        # float sums beyond five digits must rank nothing
+        # rounded, because the last digits of a float sum depend on the batch it was computed in
         score = float(f"{max(1.0, scores.perplexity):.5g}")
         return self.calibrator.escalates(score, problem.id, turn, rollout.sample)
 
     def answer(self, text: str, last: Completion) -> str | None:
-        """Return the answer so far.
+        """Return the answer in the text, or None while it may still change.
 
-        Where the text was cut at its token limit, only an answer counts that more digits
-        would not change.
+        A chunk that was cut at its token limit may end within a number. Its answer counts only if
+        another digit after the text would not change it.
         """
         answer = self.extract(text)
         if answer is not None and last.ended == "length" and self.extract(text + "0") != answer:

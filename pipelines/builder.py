@@ -49,7 +49,7 @@ class Proposal:
     # the first token that the target rejects; 0 also where that is not asked or not known
     first_rejected: int = 0
     score_reused: bool = False  # the score is that of an equal sibling's chunk
-    begun: Beginning | None = None  # what the target would write in its place; no gate sees it
+    beginning: Beginning | None = None  # what the target would write in its place; no gate sees it
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,21 +217,21 @@ class RolloutBuilder:
         The proposal is also a hint: a target that speculates may be faster for it, and writes the
         same.
         """
-        request = replace(self.request("target"), draft=proposal.chunk.target_ids)
-        begun = proposal.begun
-        if begun is None:
+        request = replace(self.request("target"), hint=proposal.chunk.target_ids)
+        beginning = proposal.beginning
+        if beginning is None:
             completion = await self.target.sample(request)
             self.spend("target", request, completion)
             return self.written("target", completion)
-        drawn = len(begun.ids)
+        drawn = len(beginning.ids)
         self.count(Usage(target_tokens=drawn, drawn_tokens=drawn))
         self._unassigned += drawn
         rest: Completion | None = None
-        if begun.ended is None:
-            request = after(request, begun)
+        if beginning.ended is None:
+            request = after(request, beginning)
             rest = await self.target.sample(request)
             self.spend("target", request, rest)
-        return self.written("target", continued(begun, rest, self.target))
+        return self.written("target", continued(beginning, rest, self.target))
 
     def written(self, role: Role, completion: Completion) -> Chunk:
         """Return a completion as a chunk, and report it to the listener."""
@@ -511,22 +511,22 @@ def chunk_of(completion: Completion, author: Role, draft: Engine, target: Engine
     return Chunk(author, text, draft_ids, target_ids, completion.ended, completion.logprobs)
 
 
-def after(request: SampleRequest, begun: Beginning) -> SampleRequest:
+def after(request: SampleRequest, beginning: Beginning) -> SampleRequest:
     """Return the request for the rest of what has begun."""
-    count = len(begun.ids)
+    count = len(beginning.ids)
     return replace(
         request,
-        ids=request.ids + begun.ids,
+        ids=request.ids + beginning.ids,
         max_tokens=request.max_tokens - count,
-        begun=request.begun + count,
+        num_begun=request.num_begun + count,
     )
 
 
-def continued(begun: Beginning, rest: Completion | None, engine: Engine) -> Completion:
+def continued(beginning: Beginning, rest: Completion | None, engine: Engine) -> Completion:
     """Return a completion that was begun elsewhere, with the rest of it, if any was left to write."""
-    ids = begun.ids
-    logprobs = begun.logprobs
-    ended = begun.ended
+    ids = beginning.ids
+    logprobs = beginning.logprobs
+    ended = beginning.ended
     cached_tokens = 0
     if rest is not None:
         ids += rest.ids

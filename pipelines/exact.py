@@ -61,20 +61,22 @@ async def _checked(builder: RolloutBuilder) -> Chunk:
     decoding.
     """
     request = builder.request("target")
-    begun = Beginning()
+    beginning = Beginning()
     wasted = 0
-    while begun.ended is None:
-        rest = after(request, begun)
+    while beginning.ended is None:
+        rest = after(request, beginning)
         earlier = builder.draft.recorded_length(rest)
         lengths = DraftLength() if earlier else builder.context.draft_length
         drafted = await _drafted(builder, lengths, rest, earlier or lengths.length(rest.max_tokens))
         scores = await _scored(builder, lengths, rest, drafted)
-        assert scores.begun is not None, "an engine that does not draw was refused at the start"
-        more = scores.begun
-        wasted += len(drafted) - _standing(drafted, more.ids)
-        begun = Beginning(begun.ids + more.ids, begun.logprobs + more.logprobs, more.ended)
+        assert scores.beginning is not None, "an engine that does not draw was refused at the start"
+        more = scores.beginning
+        wasted += len(drafted) - _accepted_length(drafted, more.ids)
+        beginning = Beginning(
+            beginning.ids + more.ids, beginning.logprobs + more.logprobs, more.ended
+        )
     builder.count(Usage(wasted_tokens=wasted))
-    return builder.written("target", continued(begun, None, builder.target))
+    return builder.written("target", continued(beginning, None, builder.target))
 
 
 async def _drafted(
@@ -97,18 +99,18 @@ async def _scored(
     since = anyio.current_time()
     request = ScoreRequest(rest.ids, drafted, builder.name, turn=builder.turn, draw=rest)
     scores = await builder.target.score(request)
-    drawn = scores.begun.ids if scores.begun else ()
-    stood = _standing(drafted, drawn)
+    drawn = scores.beginning.ids if scores.beginning else ()
+    accepted = _accepted_length(drafted, drawn)
     lengths.scores += 1
     lengths.score_seconds += anyio.current_time() - since
-    lengths.stood += stood
-    lengths.tested += min(stood + 1, len(drafted))
+    lengths.accepted += accepted
+    lengths.tested += min(accepted + 1, len(drafted))
     read = max(0, len(rest.ids) - scores.cached_tokens)
     builder.count(Usage(target_tokens=len(drawn), drawn_tokens=len(drawn)))
     builder.count(Usage(scored_tokens=len(drafted), target_prefill_tokens=read, calls=1))
     return scores
 
 
-def _standing(drafted: TokenIds, drawn: TokenIds) -> int:
+def _accepted_length(drafted: TokenIds, drawn: TokenIds) -> int:
     """Return how many drafted tokens were drawn as well; only the last one drawn may differ."""
     return len(drawn) - (drawn != drafted[: len(drawn)])

@@ -45,7 +45,7 @@ class ChunkJudge:
         if is_escalated and proposal.score_reused and builder.draws:
             # no forward pass has read this chunk: read it now, for what the target draws meanwhile
             read = await score_by_target(builder, proposal)
-            proposal = replace(proposal, begun=read.begun)
+            proposal = replace(proposal, beginning=read.beginning)
         return decision, proposal
 
     async def _decide(
@@ -64,7 +64,7 @@ class ChunkJudge:
             decision = self._gate.decide(known, proposal.score)
         except CalibrationInputError as error:
             return _forced(known, f"not a score: {error}"), proposal
-        _check_final(decision, self._gate)
+        _check_final(decision)
         return decision, proposal
 
 
@@ -94,7 +94,7 @@ class RoundJudge:
             samples = sorted(round_)
             decisions = self._gate.decide_round([round_[sample] for sample in samples])
             for decision in decisions:
-                _check_final(decision, self._gate)
+                _check_final(decision)
             self._round = round_
             self._ranked = dict(zip(samples, decisions, strict=True))
         return self._ranked
@@ -130,16 +130,15 @@ def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
     )
 
 
-def _check_final(decision: Decision, gate: Gate | RoundGate) -> None:
+def _check_final(decision: Decision) -> None:
     """Refuse "verify" as a final decision: whatever is not escalated would be kept.
 
     :raises UsageError: the gate asks for a score that it was just given.
     """
     if decision.action == "verify":
-        name = type(gate).__name__
         raise UsageError(
-            f"gate {name}: it decided 'verify' about a chunk that has its score; "
-            f"return 'accept' or 'escalate'"
+            "the gate decided 'verify' about a chunk that has its score: "
+            "its decide and decide_round must return 'accept' or 'escalate'"
         )
 
 
@@ -248,7 +247,7 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
         score=score,
         flaw="the score is not a number" if math.isnan(score) else "",
         first_rejected=first_rejected,
-        begun=scores.begun,
+        beginning=scores.beginning,
     )
 
 

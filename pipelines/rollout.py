@@ -1,4 +1,4 @@
-"""One problem from prompt to outcome: rollouts side by side, turn by turn, and a vote."""
+"""Solve one problem: run its rollouts concurrently, turn by turn, and let them vote."""
 
 from __future__ import annotations
 
@@ -49,17 +49,20 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
 
     admit: Admit = "together" if policy.barrier else "each"
     results: list[RolloutResult[Rollout]] = []
+    reason = ""
     for samples in policy.waves:
         results += await scope.rollouts(rollout, samples, admit=admit, settle=vote.add_result)
-        if vote.can_stop():
+        reason = vote.stop_reason()
+        if reason:
             break
-    return conclude(problem, prompt, results, vote)
+    return conclude(problem, prompt, results, vote.tally, reason)
 
 
 async def build(builder: RolloutBuilder, judge: Judge) -> Rollout:
     """Take turns until the rollout ends.
 
-    A rollout that is cut short leaves its whole turns, and what the last one cost.
+    A rollout that is cancelled saves its finished turns; the tokens of the unfinished turn are
+    counted as wasted.
     """
     try:
         while builder.rollout.finish is None:
@@ -97,9 +100,9 @@ async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
 async def _judge_while_drafting(
     builder: RolloutBuilder, proposal: Proposal, judge: Judge
 ) -> tuple[Decision, Proposal]:
-    """Judge while the drafter continues as if the chunk had passed; a rejection stops it.
+    """Judge the chunk while the drafter already writes the next one; an escalation cancels that.
 
-    The result is unchanged.
+    This saves time and changes neither the decision nor the text.
     """
     async with task_group() as ahead:
         ahead.start_soon(builder.propose_ahead, proposal.chunk)
@@ -131,8 +134,8 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
             note = f"{part.tokens} of {chunk.tokens} tokens stay"
             builder.enter([part, written], [chunk], decision, score, note, part.tokens)
             return
-    # the chunk goes, and the target writes in its place with a stream of random numbers of its own:
-    # the chunk changes no token of it
+    # The chunk is discarded. The target writes its replacement with its own stream of random numbers,
+    # so the discarded chunk has no influence on the tokens of the replacement.
     written = await builder.replace(proposal)
     builder.enter([written], [chunk], decision, score, proposal.flaw)
 
@@ -144,7 +147,7 @@ class RunningVote:
         self.policy = policy
         self.group = group
         self.ended = 0
-        self.why = ""
+        self._settled = ""  # why the remaining rollouts cannot change the winner; empty if they can
         self._cast: dict[int, Ballot] = {}
 
     @property
@@ -163,33 +166,39 @@ class RunningVote:
             return False
         current = self.tally
         if cannot_change(current, remaining):
-            self.why = f"settled: lead {current.lead:.3g} with {remaining} left"
+            self._settled = f"settled: lead {current.lead:.3g} with {remaining} left"
         elif self.policy.early_stop == "likely":
             probability = settled_probability(current, remaining)
             if probability >= self.policy.confidence:
-                self.why = (
+                self._settled = (
                     f"settled with probability {probability:.3f} (Dirichlet model), "
                     f"{remaining} left"
                 )
-        return bool(self.why)
+        return bool(self._settled)
 
-    def can_stop(self) -> bool:
-        """Return whether the waves so far have settled the vote, or agree enough to stop here."""
-        if not self.why and self.ended < self.policy.samples:
+    def stop_reason(self) -> str:
+        """Return why the rollouts that ended suffice, or "" if another wave is needed.
+
+        They suffice if they settled the vote, or if enough of them agree.
+        """
+        if not self._settled and self.ended < self.policy.samples:
             agreeing = self.tally.agreement * len(self._cast)
             if agreeing >= max(1, self.policy.agreement * self.ended):
-                self.why = f"the first {self.ended} agree"
-        return bool(self.why)
+                return f"the first {self.ended} agree"
+        return self._settled
 
 
 def conclude(
-    problem: Problem, prompt: Prompt, results: Sequence[RolloutResult[Rollout]], vote: RunningVote
+    problem: Problem,
+    prompt: Prompt,
+    results: Sequence[RolloutResult[Rollout]],
+    count: Tally,
+    stop_reason: str,
 ) -> Outcome:
-    """Return the outcome of everything that happened, failures and cancellations named."""
+    """Return the outcome with every rollout, the failed and cancelled ones included."""
     rollouts = tuple(_concluded(problem, prompt, result) for result in results)
-    count = vote.tally
     status: Literal["answered", "unanswered", "cancelled", "failed"] = "answered"
-    why = vote.why
+    why = stop_reason
     if count.winner is None:
         failed = [rollout for rollout in rollouts if rollout.finish == "failed"]
         is_cut = any(rollout.finish == "cancelled" for rollout in rollouts)

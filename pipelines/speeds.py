@@ -16,15 +16,15 @@ _LONGEST = 64  # stretches between two looks
 
 @dataclass(slots=True)
 class DraftLength:
-    """What is known of a run's drafts: how many of their tokens stand, and what writing and scoring
-    them takes.
+    """What is known of a run's drafts: how many of their tokens are accepted, and what writing
+    and scoring them takes.
 
     It decides how much is drafted before a score, and so changes when calls are made, never what is
     written.
     """
 
-    tested: int = 0  # tokens all before which stood
-    stood: int = 0
+    tested: int = 0  # drafted tokens before which every token was accepted
+    accepted: int = 0
     drafted: int = 0
     draft_seconds: float = 0.0
     scores: int = 0
@@ -42,12 +42,12 @@ class DraftLength:
         """
         if self.tested < 50 or not self.draft_seconds or not self.score_seconds:
             return most
-        stands = (self.stood + 1) / (self.tested + 2)
+        share = (self.accepted + 1) / (self.tested + 2)
         per_token = self.draft_seconds / self.drafted
         per_score = self.score_seconds / self.scores
 
         def goodput(count: int) -> float:
-            return (1 - stands ** (count + 1)) / (1 - stands) / (per_score + count * per_token)
+            return (1 - share ** (count + 1)) / (1 - share) / (per_score + count * per_token)
 
         return max(range(1, most + 1), key=goodput)
 

@@ -152,7 +152,7 @@ def replay(
 
     Example: atts calibration replay scores.jsonl --rate 0.4 --rate-scope question-turn --json
     """
-    from atts.calibration import replay as decide
+    from atts.calibration import replay_scores as decide
     from atts.calibration import scale_named
 
     records = records_of(file, per_question, scale)

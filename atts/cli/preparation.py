@@ -241,7 +241,7 @@ def probe(
     dialect: Annotated[
         str,
         typer.Option(
-            help="API of the server: auto, vllm, sglang, llamacpp, ollama or chat.",
+            help="API of the server, such as vllm; auto detects it, an unknown name lists all.",
             metavar="DIALECT",
         ),
     ] = "auto",

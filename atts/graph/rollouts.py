@@ -486,7 +486,7 @@ class Group(Generic[T]):
         self.results[result.sample] = result
         self.last_nodes.extend(scope.frontier)
         try:
-            self._judge(result)
+            self._react_to(result)
         finally:
             if self.admit == "together":
                 self._ended.append((scope, span))
@@ -497,7 +497,7 @@ class Group(Generic[T]):
             if len(self.results) == len(self.samples):
                 self.done.set()
 
-    def _judge(self, result: RolloutResult[T]) -> None:
+    def _react_to(self, result: RolloutResult[T]) -> None:
         """Fail the run, or settle the group, if this result is a reason to."""
         error = result.error
         state = self.run.state

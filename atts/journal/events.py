@@ -193,7 +193,7 @@ class Scored(_Event, frozen=True, tag="scored"):
     seconds: float = 0.0
     # in lines only: log-probabilities of the suffix and of what was begun, and the next event
     logprobs: PackedFloats | None = None
-    begun_logprobs: PackedFloats | None = None
+    beginning_logprobs: PackedFloats | None = None
     span: CallSpan | None = None
 
 

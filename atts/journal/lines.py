@@ -163,16 +163,16 @@ def _shortened(event: Event, second: CallSpan | Observed | None, records: OpenRe
             return structs.replace(event, completion=bare, logprobs=logprobs, span=span)
         case Scored(scores=whole):
             span = second if isinstance(second, CallSpan) else None
-            begun = whole.begun
-            begun_logprobs = None
-            if begun is not None:
-                begun_logprobs = pack_floats(begun.logprobs)
-                begun = Beginning(begun.ids, (), begun.ended)
+            beginning = whole.beginning
+            beginning_logprobs = None
+            if beginning is not None:
+                beginning_logprobs = pack_floats(beginning.logprobs)
+                beginning = Beginning(beginning.ids, (), beginning.ended)
             return structs.replace(
                 event,
-                scores=Scores((), whole.cached_tokens, begun),
+                scores=Scores((), whole.cached_tokens, beginning),
                 logprobs=pack_floats(whole.logprobs),
-                begun_logprobs=begun_logprobs,
+                beginning_logprobs=beginning_logprobs,
                 span=span,
             )
         case Decided() if isinstance(second, Observed):
@@ -216,11 +216,13 @@ def _completed(event: Event, records: OpenRecords) -> Event:
             whole = Completion(bare.ids, bare.text, bare.ended, logprobs, bare.cached_tokens)
             return structs.replace(event, completion=whole, logprobs=None)
         case Scored(scores=bare):
-            begun = bare.begun
-            if begun is not None:
-                begun = Beginning(begun.ids, unpack_floats(event.begun_logprobs), begun.ended)
-            scores = Scores(unpack_floats(event.logprobs), bare.cached_tokens, begun)
-            return structs.replace(event, scores=scores, logprobs=None, begun_logprobs=None)
+            beginning = bare.beginning
+            if beginning is not None:
+                beginning = Beginning(
+                    beginning.ids, unpack_floats(event.beginning_logprobs), beginning.ended
+                )
+            scores = Scores(unpack_floats(event.logprobs), bare.cached_tokens, beginning)
+            return structs.replace(event, scores=scores, logprobs=None, beginning_logprobs=None)
         case RolloutStarted(problem=problem, prompt=prompt):
             if event.is_repeated:
                 earlier = records.prompts.get(problem)

@@ -1,4 +1,4 @@
-"""Cores of this machine, divided between the step loops that one process has open."""
+"""Count the step loops that share this machine's cores; `WorkerConfig.threads` divides them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class OpenLoops:
         self._lock = threading.Lock()
         self._listeners: list[Callable[[int], None]] = []
 
-    def join(self, listener: Callable[[int], None]) -> int:
-        """Return how many loops share the cores with this one included; tell the others."""
+    def register(self, listener: Callable[[int], None]) -> int:
+        """Add a loop, report the new count to the others, and return it."""
         with self._lock:
             for other in self._listeners:
                 other(len(self._listeners) + 1)

@@ -155,7 +155,7 @@ class LocalEngine:
         """Score the suffix; see `atts.engine.Engine.score`."""
         reply = await (self._opened or self._require()).ask(request)
         assert isinstance(reply, ScoreReply), "a scoring request is answered by scores"
-        return Scores(reply.logprobs, reply.cached_tokens, reply.begun)
+        return Scores(reply.logprobs, reply.cached_tokens, reply.beginning)
 
     def stats(self) -> EngineStats:
         """Return the counters so far."""

@@ -381,9 +381,9 @@ class StepLoop:
             self._cache(sequence, last)
             self._stats.scored_tokens += len(sequence.logprobs)
             scores = tuple(sequence.logprobs)
-            begun = beginning(sequence)
+            drawn = beginning(sequence)
             self._replies.append(
-                ScoreReply(sequence.request_id, scores, sequence.cached_tokens, begun)
+                ScoreReply(sequence.request_id, scores, sequence.cached_tokens, drawn)
             )
             self._scheduler.finish(sequence)
 
@@ -419,13 +419,13 @@ class StepLoop:
         for sequence, start, stop, _ in plan.prefills:
             fed = max(0, min(stop, sequence.first_scored) - start)
             stats.prefilled_tokens += fed - (not sequence.is_scoring and bool(sequence.logprobs))
-        for sequence in self._scheduler.admitted:
+        for sequence in self._scheduler.newly_admitted:
             waited = now - sequence.arrived
             stats.cached_tokens += sequence.cached_tokens
             stats.free_tokens += len(sequence.logprobs) if sequence.is_scoring else 0
             stats.queue_seconds += waited
             stats.longest_queue_seconds = max(stats.longest_queue_seconds, waited)
-        self._scheduler.admitted.clear()
+        self._scheduler.newly_admitted.clear()
 
     def stats(self) -> LoopStats:
         """Return the counters now."""

@@ -124,7 +124,7 @@ class ScoreReply:
     request_id: int
     logprobs: tuple[float, ...]
     cached_tokens: int
-    begun: Beginning | None = None
+    beginning: Beginning | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,15 +27,15 @@ _NONE = NOTHING, 0  # of a sequence for which nothing was asked
 _BETWEEN = 8  # steps over which the time between two steps is averaged
 
 
-def standing(proposal: Many[int], drawn: Many[int]) -> int:
+def accepted_length(proposal: Many[int], drawn: Many[int]) -> int:
     """Return how many tokens of a chain are accepted, where `drawn[i]` was drawn after the first
     `i` of them.
 
-    The tokens to write are `drawn[: standing + 1]`: after those that are accepted comes one more,
+    The tokens to write are `drawn[: accepted_length + 1]`: after those that are accepted comes one more,
     for the target's distribution after them is known, whether the next proposed token was wrong or
     there was none.
 
-    >>> standing((5, 6, 7), (5, 6, 9, 1)), standing((5, 6), (5, 6, 7)), standing((), (3,))
+    >>> accepted_length((5, 6, 7), (5, 6, 9, 1)), accepted_length((5, 6), (5, 6, 7)), accepted_length((), (3,))
     (2, 2, 0)
     """
     for place, token in enumerate(proposal):
@@ -129,7 +129,7 @@ class Proposals:
         if sequence.request_id not in self._asked:
             return len(drawn) - 1  # several plain steps in one: nothing was guessed
         proposal, guessed = self._asked[sequence.request_id]
-        accepted = standing(proposal.tokens, drawn)
+        accepted = accepted_length(proposal.tokens, drawn)
         self._proposer.settled(sequence.request_id, proposal, accepted)
         self._rounds.append(
             SpeculationRound(sequence.request_id, len(proposal.tokens), accepted, guessed)
@@ -159,7 +159,9 @@ class Proposals:
         stats = self._stats
         overlap = self._proposer.overlap()
         own = replace(overlap) if overlap is not None else None
-        return replace(stats, tested_at=[*stats.tested_at], stood_at=[*stats.stood_at], overlap=own)
+        return replace(
+            stats, tested_at=[*stats.tested_at], accepted_at=[*stats.accepted_at], overlap=own
+        )
 
     def give_way(self, plan: StepPlan, *, shorten: bool) -> None:
         """Take the proposals out of a step that broke; where memory ran out, later ones are
@@ -220,5 +222,5 @@ def ask_of(sequence: Sequence, room: int) -> Ask:
         uniforms=sequence.uniforms[written : written + room],
         sampling=request.sampling,
         rollout=request.rollout,
-        hint=request.draft,
+        hint=request.hint,
     )

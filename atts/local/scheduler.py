@@ -54,7 +54,9 @@ class Scheduler:
         width = min(config.context_length, config.kv_tokens) + 1
         self.table: SlotIds = self.store.new_table(config.max_batch, width)  # [rows, tokens]
         self.num_preempted = self.num_evicted = 0
-        self.admitted: list[Sequence] = []  # first-time admissions since the reader last cleared it
+        # sequences that got a row for the first time since the reader last cleared this list; a
+        # sequence that returns after a preemption is not among them
+        self.newly_admitted: list[Sequence] = []
 
     @property
     def num_unfinished(self) -> int:
@@ -128,7 +130,7 @@ class Scheduler:
                 if computed < sequence.capacity or self._reserve(sequence, computed + 1):
                     plan.decoding.append(sequence)
             elif sequence.row < 0:
-                continue  # preempted by an older one
+                continue  # an older sequence took its slots earlier in this loop
             elif computed == len(sequence.ids):
                 plan.ready.append(sequence)
             else:
@@ -186,6 +188,7 @@ class Scheduler:
         return match.node
 
     def _admit(self) -> None:
+        """Give rows to waiting sequences, preempted ones included, oldest first while they fit."""
         deferred: list[Sequence] = []
         most = self._config.max_batch
         while (
@@ -256,7 +259,7 @@ class Scheduler:
         sequence.num_admissions += 1
         if sequence.num_admissions == 1:
             sequence.cached_tokens = known
-            self.admitted.append(sequence)
+            self.newly_admitted.append(sequence)
         if self._running and sequence.order < self._running[-1].order:
             insort(self._running, sequence, key=lambda other: other.order)
         else:
@@ -357,6 +360,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (sequence.order, sequence))
 
     def _release(self, sequence: Sequence, *, cache: CacheAction) -> None:
+        """Return a sequence's slots and row to the pool; with "keep" the cache has what it computed."""
         if cache == "keep" and sequence.num_computed > sequence.num_shared:
             self.cache_prefix(sequence)
         assert sequence.node is not None, "a running sequence holds a lock"

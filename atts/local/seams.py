@@ -167,7 +167,7 @@ class SpeculationStats:
     # rounds in which all tokens before this place were accepted
     tested_at: list[int] = field(default_factory=list[int])
     # of them, those in which the one at this place was as well
-    stood_at: list[int] = field(default_factory=list[int])
+    accepted_at: list[int] = field(default_factory=list[int])
     seconds: float = 0.0  # spent on proposing
     trouble: str = ""  # why nothing is proposed any more
     choices: int = 0  # of a length: sequences summed over steps
@@ -199,10 +199,10 @@ class SpeculationStats:
         self.accepted += accepted
         missing = max(0, proposed - len(self.tested_at))
         self.tested_at += [0] * missing
-        self.stood_at += [0] * missing
+        self.accepted_at += [0] * missing
         for place in range(min(accepted + 1, proposed)):
             self.tested_at[place] += 1
-            self.stood_at[place] += place < accepted
+            self.accepted_at[place] += place < accepted
 
 
 class LayerHook(NamedTuple):

@@ -152,12 +152,12 @@ def going_on(sequence: Sequence, tokens: TokenIds, table: TokenTable) -> int:
 def _uniforms(request: SampleRequest) -> NDArray[np.float64]:
     if request.sampling.temperature == 0:
         return np.zeros(request.max_tokens)
-    return uniforms(request.seed, request.begun + request.max_tokens)[request.begun :]
+    return uniforms(request.seed, request.num_begun + request.max_tokens)[request.num_begun :]
 
 
 def _stop_matcher(request: SampleRequest, pieces: tuple[bytes, ...]) -> StopMatcher:
     """Return what watches for stop strings; it has seen what was written before."""
     matcher = StopMatcher(request.stop)
-    for token in request.ids[len(request.ids) - request.begun :]:
+    for token in request.ids[len(request.ids) - request.num_begun :]:
         matcher.feed(pieces[token] if token < len(pieces) else b"")
     return matcher

@@ -246,7 +246,7 @@ def join_loops(config: WorkerConfig, share: Callable[[int], None]) -> WorkerConf
     """
     if not config.is_parallel:
         return config
-    return replace(config, sharers=OPEN_LOOPS.join(share))
+    return replace(config, sharers=OPEN_LOOPS.register(share))
 
 
 def broken(error: BaseException) -> FailureReply:

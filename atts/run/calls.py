@@ -307,12 +307,12 @@ def request_key(role: Role, request: SampleRequest | ScoreRequest) -> str:
             request.stop,
             request.stop_ids,
         )
-        text = f"{role} {settings!r}{request.begun or ''}"
+        text = f"{role} {settings!r}{request.num_begun or ''}"
         ids = request.ids
     else:
         draw = request.draw
         drawn = (
-            f" {(draw.begun, draw.max_tokens, draw.sampling, draw.seed, draw.stop, draw.stop_ids)!r}"
+            f" {(draw.num_begun, draw.max_tokens, draw.sampling, draw.seed, draw.stop, draw.stop_ids)!r}"
             if draw
             else ""
         )
@@ -370,7 +370,7 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
         )
     if max(logprobs) > 1e-4 or any(map(math.isnan, logprobs)):  # rounding may exceed 0 a little
         raise BadReply(spec.name, "a log-probability is above 0 or not a number")
-    begun = scores.begun
+    begun = scores.beginning
     draw = request.draw
     if begun is None:
         return

@@ -326,7 +326,7 @@ class ChatDialect(TextDialect, Rater):
         context = row.max_model_len or row.context_length or row.context_window or CONTEXT
         return Identity(f"chat {host}", "", self._model, self._options.context or context)
 
-    def sampling(self, request: SampleRequest, rid: str) -> Call:
+    def sample_call(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`.
 
         :raises UnsupportedByEngine: a sampling field that this API lacks, and `extras` does not
@@ -352,7 +352,7 @@ class ChatDialect(TextDialect, Rater):
             body["min_p"] = sampling.min_p
         return Call("/chat/completions", body)
 
-    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
+    def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
@@ -372,7 +372,7 @@ class ChatDialect(TextDialect, Rater):
             usage.cached,
         )
 
-    def rating(self, ids: TokenIds, rid: str) -> Call:
+    def rating_call(self, ids: TokenIds, rid: str) -> Call:
         """See `Rater`."""
         body = self._head(ids) | {
             self._limit: 1,
@@ -383,7 +383,7 @@ class ChatDialect(TextDialect, Rater):
         }
         return Call("/chat/completions", body)
 
-    def rated(self, reply: bytes) -> dict[str, float]:
+    def read_ratings(self, reply: bytes) -> dict[str, float]:
         """See `Rater`; a word with and without a space before it is one word."""
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices

@@ -1,4 +1,4 @@
-"""What a server dialect must provide, and the client that speaks one and believes only possible replies."""
+"""Define what a server dialect must provide, and the client that speaks it and checks the replies."""
 
 from __future__ import annotations
 
@@ -73,8 +73,11 @@ class NoVisibleText(EngineError):
 class Dialect(ABC):
     """How one kind of server is spoken to.
 
-    Methods that read raise ValueError on a reply of another shape, which the engine makes a
-    BadReply. What only some servers can do is in `Scorer`, `Forcer` and `Rater`.
+    A dialect with `speaks = "ids"` has five parts: `name` with `schemes`, `identify`,
+    `sample_call`, `read_sample` and `tokenize`. One that speaks text is a `TextDialect`
+    (`atts.servers.chat`) and has no `tokenize`. Methods that read raise ValueError on a reply of
+    another shape, which the engine turns into a BadReply. What only some servers can do is in
+    `Scorer`, `Forcer` and `Rater`.
     """
 
     name: str
@@ -88,7 +91,7 @@ class Dialect(ABC):
     logprobs: LogProbs = "raw"
     """What comes with sampled tokens, unless the probe sees something else."""
     cuts_logprobs = False
-    """Whether processed log-probs are of what top-k, top-p and min-p leave."""
+    """Whether processed log-probs are those of the distribution after top-k, top-p and min-p."""
     priority_sign = 1
     """-1 where a higher number means sooner."""
 
@@ -104,12 +107,12 @@ class Dialect(ABC):
         """
 
     @abstractmethod
-    def sampling(self, request: SampleRequest, rid: str) -> Call:
+    def sample_call(self, request: SampleRequest, rid: str) -> Call:
         """Return the call that continues these ids."""
 
     @abstractmethod
-    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
-        """Read the reply to `sampling`."""
+    def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
+        """Read the reply to `sample_call`."""
 
     def abort(self, rid: str) -> Call | None:
         """Return the call that frees a request; None where only closing the connection does."""
@@ -118,9 +121,17 @@ class Dialect(ABC):
     async def tokenize(self, client: Client, text: str) -> TokenIds:
         """Ask for the server's own ids of a text, without special tokens.
 
-        It is never asked where text is spoken.
+        A dialect that speaks ids overrides this method: the probe compares these ids with those of
+        the tokenizer here. It is never called if the dialect speaks text.
+
+        :raises UnsupportedByEngine: the dialect has no such call; the probe then reports that the
+            tokenizer was not compared.
         """
-        raise AssertionError("no ids are spoken")
+        raise UnsupportedByEngine(
+            client.name,
+            f"dialect {self.name} has no tokenize, which compares the server's ids with ours",
+            f"Override tokenize in {type(self).__name__}",
+        )
 
     async def running(self, client: Client) -> int | None:
         """Ask how many requests the server is working on; None when it does not say."""
@@ -141,12 +152,12 @@ class Scorer(Dialect):
     """A dialect that can score a given suffix."""
 
     @abstractmethod
-    def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
+    def score_call(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """Return the call that scores the suffix."""
 
     @abstractmethod
-    def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
-        """Read the reply to `scoring`.
+    def read_scores(self, reply: bytes, request: ScoreRequest) -> Scores | None:
+        """Read the reply to `score_call`.
 
         None means that scores are missing because they were cached, and skipping the cache helps.
         """
@@ -156,24 +167,24 @@ class Forcer(Dialect):
     """A dialect without scores that can be made to write a token, which shows its log-probability."""
 
     @abstractmethod
-    def forcing(self, ids: TokenIds, token: int) -> Call:
+    def force_call(self, ids: TokenIds, token: int) -> Call:
         """Return the call that writes this very token."""
 
     @abstractmethod
-    def forced(self, reply: bytes, token: int) -> float:
-        """Read the reply to `forcing`."""
+    def read_forced(self, reply: bytes, token: int) -> float:
+        """Read the reply to `force_call`."""
 
 
 class Rater(Dialect):
     """A dialect that shows the likeliest next tokens: enough for a rating of one digit."""
 
     @abstractmethod
-    def rating(self, ids: TokenIds, rid: str) -> Call:
+    def rating_call(self, ids: TokenIds, rid: str) -> Call:
         """Return the call for one token and its alternatives."""
 
     @abstractmethod
-    def rated(self, reply: bytes) -> dict[str, float]:
-        """Read the reply to `rating`: log-probability by text."""
+    def read_ratings(self, reply: bytes) -> dict[str, float]:
+        """Read the reply to `rating_call`: log-probability by text."""
 
 
 def sampling_fields(sampling: Sampling, *, no_top_k: int = 0) -> dict[str, float]:
@@ -277,7 +288,8 @@ def metric(text: str, name: str) -> int | None:
 class DialectClient:
     """Speaks one dialect over one HTTP client, and checks replies before they count.
 
-    `sampled` is what the log-probs of hot samples are, as the probe measured it.
+    `hot_convention` says whether the log-probabilities that come with samples at temperatures
+    above 0 other than 1 are raw or processed, as the probe measured it.
     """
 
     def __init__(
@@ -287,7 +299,7 @@ class DialectClient:
         self.dialect = dialect
         self.spec = spec
         self.tokenizer = tokenizer
-        self.sampled: Literal["raw", "processed"] = (
+        self.hot_convention: Literal["raw", "processed"] = (
             "processed" if dialect.logprobs == "processed" else "raw"
         )
         self._name = client.name
@@ -340,9 +352,10 @@ class DialectClient:
         return await self._ratings.of(ids)
 
     def _sampled(self, request: SampleRequest) -> Awaitable[tuple[RawCompletion, int, Ending]]:
-        """Ask for a completion; return it with its length and why it ends there.
+        """Ask for a completion; return it, the number of its ids that count, and why it ended.
 
-        A text that ends for no reason is asked for again.
+        If the server stopped without a stop string, an end token or a full length, the reply is
+        refused and the client sends the request again.
         """
         make = partial(self._sampling, request)
         read = partial(self._believed, request)
@@ -362,10 +375,10 @@ class DialectClient:
             rollout=request.rollout,
             priority=request.priority,
         )
-        return self.dialect.sampling(sent, rid)
+        return self.dialect.sample_call(sent, rid)
 
     def _believed(self, request: SampleRequest, reply: bytes) -> tuple[RawCompletion, int, Ending]:
-        sampled = self._read(self.dialect.sampled, reply, request)
+        sampled = self._read(self.dialect.read_sample, reply, request)
         check_reply(sampled, request, self.spec)
         length, ended = find_end(sampled, request, self.spec, self.tokenizer)
         return sampled, length, ended
@@ -376,7 +389,7 @@ class DialectClient:
         """Return raw log-probs of the ids that count: as sent where those are raw, else asked for."""
         sent = sampled.logprobs[:length]
         is_whole = len(sent) == length and None not in sent
-        is_processed = self.sampled == "processed" and not self._is_raw(request.sampling)
+        is_processed = self.hot_convention == "processed" and not self._is_raw(request.sampling)
         if is_whole and not is_processed:
             return sent  # type: ignore[return-value]  # None is not among them
         if request.logprobs == "unneeded":
@@ -391,7 +404,7 @@ class DialectClient:
             )
         known = [value for value in sent if value is not None]
         force = partial(self._force, self.dialect)
-        # They are missing from one token on.
+        # After the first missing log-prob, all later ones are missing too.
         forced = await collect(
             [
                 partial(force, request.ids + ids[:number], ids[number])
@@ -411,10 +424,10 @@ class DialectClient:
 
     async def _force(self, forcer: Forcer, ids: TokenIds, token: int) -> float:
         def make(rid: str) -> Call:
-            return forcer.forcing(ids, token)
+            return forcer.force_call(ids, token)
 
         def read(reply: bytes) -> float:
-            value = self._read(forcer.forced, reply, token)
+            value = self._read(forcer.read_forced, reply, token)
             if not are_logprobs((value,)):
                 raise BadReply(self._name, f"a log-probability of {value}")
             return value
@@ -425,10 +438,10 @@ class DialectClient:
         self, scorer: Scorer, request: ScoreRequest, cache: Literal["read", "skip"]
     ) -> Scores | None:
         def make(rid: str) -> Call:
-            return scorer.scoring(request, rid, cache)
+            return scorer.score_call(request, rid, cache)
 
         def read(reply: bytes) -> Scores | None:
-            scores = self._read(scorer.scored, reply, request)
+            scores = self._read(scorer.read_scores, reply, request)
             if scores is None:
                 return None
             if len(scores.logprobs) != len(request.suffix):
@@ -457,12 +470,12 @@ class DialectClient:
             raise UnsupportedByEngine(self._name, f"{rater.name} can neither score nor rate")
 
         def read(reply: bytes) -> dict[str, float]:
-            words = self._read(rater.rated, reply)
+            words = self._read(rater.read_ratings, reply)
             if not words:
                 raise BadReply(self._name, "it names no likely tokens")
             return words
 
-        make = partial(rater.rating, ids)
+        make = partial(rater.rating_call, ids)
         return await self.client.ask(make, read, self.dialect.abort, len(ids) + 1)
 
     def _read(self, reading: Callable[..., T], *args: Any) -> T:

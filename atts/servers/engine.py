@@ -246,14 +246,14 @@ class RemoteEngine(BaseEngine):
         spec = self.spec
         known = await ServerProbe(requests).run()
         refuse_broken(self._name, known.findings, self._needs)
-        requests.sampled = known.sampled
+        requests.hot_convention = known.hot_convention
         if spec.logprobs == "none":
             convention: LogProbs = "none"
         elif "score" in spec.capabilities:
             # Raw log-probs are then asked for by scoring.
             convention = "raw"
         else:
-            convention = known.sampled
+            convention = known.hot_convention
         broken = {finding.needed for finding in known.findings if finding.answer == "no"}
         findings = [
             (finding.name, f"{finding.answer}: {finding.seen}") for finding in known.findings

@@ -81,7 +81,7 @@ class LlamaCppDialect(Forcer):
             f"llamacpp {build.split('-')[0]}", build, alias, props.default_generation_settings.n_ctx
         )
 
-    def sampling(self, request: SampleRequest, rid: str) -> Call:
+    def sample_call(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`.
 
         The defaults are another distribution, and cut before they heat: both are set here.
@@ -97,7 +97,7 @@ class LlamaCppDialect(Forcer):
         }
         return Call("/completion", body | _REPLY_FIELDS)
 
-    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
+    def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`; a log-prob is None from where the server began to leave them out."""
         completion: _Completion = decode(reply, _Completion)
         if completion.truncated:
@@ -107,12 +107,12 @@ class LlamaCppDialect(Forcer):
         cached = completion.timings.cache_n if completion.timings else None
         return RawCompletion(completion.tokens, logprobs, finish, cached or 0)
 
-    def forcing(self, ids: TokenIds, token: int) -> Call:
+    def force_call(self, ids: TokenIds, token: int) -> Call:
         """See `Forcer`; one token is written, with all weight on the one asked for."""
         body = {"prompt": ids, "n_predict": 1, "temperature": 1.0, "samplers": ["temperature"]}
         return Call("/completion", body | {"logit_bias": [[token, _FORCE]]} | _REPLY_FIELDS)
 
-    def forced(self, reply: bytes, token: int) -> float:
+    def read_forced(self, reply: bytes, token: int) -> float:
         """See `Forcer`."""
         completion: _Completion = decode(reply, _Completion)
         (row,) = completion.completion_probabilities

@@ -86,7 +86,7 @@ class OllamaDialect(TextDialect):
         self._context = min(self._options.context or CONTEXT, most)
         return Identity(f"ollama {short_version(version)}", version, self._model, self._context)
 
-    def sampling(self, request: SampleRequest, rid: str) -> Call:
+    def sample_call(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`; every field is sent, because the defaults are another distribution."""
         options = {
             "num_predict": request.max_tokens,
@@ -106,7 +106,7 @@ class OllamaDialect(TextDialect):
         }
         return Call("/api/chat", body)
 
-    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
+    def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`.
 
         :raises ValueError: the prompt filled the whole context: its beginning is gone.

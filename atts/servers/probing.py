@@ -75,8 +75,8 @@ class Known:
     """The findings of a probe, and the values by which a server is recognised later."""
 
     findings: tuple[Finding, ...]
-    sampled: Literal["raw", "processed"]
-    """The log-probs of sampled tokens."""
+    hot_convention: Literal["raw", "processed"]
+    """Whether the log-probs of tokens sampled at other temperatures than 0 and 1 are raw."""
     text: TokenIds
     """Written greedily after the probe's prompt."""
     values: tuple[float, ...]

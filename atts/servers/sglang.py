@@ -80,7 +80,7 @@ class SglangDialect(Scorer):
         name = f"sglang {short_version(info.version)}"
         return Identity(name, info.version, row.id, context, tokenizer, frozenset({"abort"}))
 
-    def sampling(self, request: SampleRequest, rid: str) -> Call:
+    def sample_call(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`."""
         sampling: dict[str, Any] = {
             "max_new_tokens": request.max_tokens,
@@ -100,7 +100,7 @@ class SglangDialect(Scorer):
         }
         return Call("/generate", body | self._priority(request))
 
-    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
+    def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
         generated: _Generated = decode(reply, _Generated)
         meta = generated.meta_info
@@ -111,7 +111,7 @@ class SglangDialect(Scorer):
         logprobs = tuple([row[0] for row in rows])
         return RawCompletion(generated.output_ids, logprobs, finish, meta.cached_tokens or 0)
 
-    def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
+    def score_call(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """See `Scorer`.
 
         Log-probs start at the prefix's last token, so that everything before it may stay cached.
@@ -125,7 +125,7 @@ class SglangDialect(Scorer):
         }
         return Call("/generate", body | self._priority(request))
 
-    def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
+    def read_scores(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """See `Scorer`."""
         generated: _Generated = decode(reply, _Generated)
         meta = generated.meta_info

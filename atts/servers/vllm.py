@@ -102,7 +102,7 @@ class VllmDialect(Scorer):
             frozenset(routes),
         )
 
-    def sampling(self, request: SampleRequest, rid: str) -> Call:
+    def sample_call(self, request: SampleRequest, rid: str) -> Call:
         """See `Dialect`. Every sampling field is sent: the defaults would be the model's, not ours."""
         body: dict[str, Any] = {
             "model": self._model,
@@ -119,7 +119,7 @@ class VllmDialect(Scorer):
             body |= {"stop": request.stop, "include_stop_str_in_output": True}
         return Call("/v1/completions", body | self._priority(request), self._named(rid))
 
-    def sampled(self, reply: bytes, request: SampleRequest) -> RawCompletion:
+    def read_sample(self, reply: bytes, request: SampleRequest) -> RawCompletion:
         """See `Dialect`."""
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
@@ -130,7 +130,7 @@ class VllmDialect(Scorer):
             choice.token_ids, logprobs, finish_of(choice.finish_reason), completion.cached
         )
 
-    def scoring(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
+    def score_call(self, request: ScoreRequest, rid: str, cache: Literal["read", "skip"]) -> Call:
         """See `Scorer`."""
         ids = request.prefix + request.suffix
         if not self._reads_cache:
@@ -139,7 +139,7 @@ class VllmDialect(Scorer):
             return Call("/v1/completions", head | body | self._priority(request))
         return Call(GENERATE, self._cached_scoring(request, rid, cache) | self._priority(request))
 
-    def scored(self, reply: bytes, request: ScoreRequest) -> Scores | None:
+    def read_scores(self, reply: bytes, request: ScoreRequest) -> Scores | None:
         """See `Scorer`; a scored chunk that is cached past its start comes back without scores."""
         completion: _Completion = decode(reply, _Completion)
         if not self._reads_cache:

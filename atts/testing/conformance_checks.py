@@ -617,7 +617,7 @@ async def check_drawing(probe: Probe) -> None:
         other = await probe.engine.sample(replace(request, seed=replace(request.seed, attempt=1)))
         mixed = whole.ids[: len(whole.ids) // 2] + other.ids
         scores = await probe.engine.score(ScoreRequest(request.ids, mixed, draw=request))
-        begun = scores.begun
+        begun = scores.beginning
         if begun is None:
             fail("it says that it draws, and told nothing of what it drew")
         same = min(first_difference(whole.ids, mixed) + 1, len(whole.ids))
@@ -631,7 +631,9 @@ async def check_drawing(probe: Probe) -> None:
             )
             continue
         left = request.max_tokens - len(begun.ids)
-        rest = replace(request, ids=request.ids + begun.ids, max_tokens=left, begun=len(begun.ids))
+        rest = replace(
+            request, ids=request.ids + begun.ids, max_tokens=left, num_begun=len(begun.ids)
+        )
         done = await probe.engine.sample(rest)
         await probe.require_same(
             "the rest of what was begun", request, begun.ids + done.ids, whole.ids

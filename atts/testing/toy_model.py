@@ -408,9 +408,11 @@ class Writer:
         model = self.model
         end = self.model.tokenizer.end_id
         state = self._read(request.ids).copy()
-        draws = uniforms(request.seed, request.begun + request.max_tokens)[request.begun :].tolist()
+        draws = uniforms(request.seed, request.num_begun + request.max_tokens)[
+            request.num_begun :
+        ].tolist()
         stops = StopMatcher(request.stop)
-        for index in request.ids[len(request.ids) - request.begun :]:
+        for index in request.ids[len(request.ids) - request.num_begun :]:
             stops.feed(model.tokenizer.pieces[index])
         ids: list[int] = []
         logprobs: list[float] = []

@@ -27,7 +27,7 @@ from atts.calibration import (
     Tuning,
     certify,
     certify_net,
-    replay,
+    replay_scores,
 )
 from atts.calibration.drift import DuplicateScores, QuestionSample, question_features
 from atts.calibration.rates import exact_rate
@@ -104,7 +104,9 @@ def modes(streams: Mapping[str, Records], stored: StoredScores, rate: float) -> 
                 (order, name, *rate_metrics(questions, turns, scores, taken, rate).values())
             )
         for mode in MODES:
-            done = replay(records, rate=rate, mode=mode, stored=stored if mode == "split" else ())
+            done = replay_scores(
+                records, rate=rate, mode=mode, stored=stored if mode == "split" else ()
+            )
             rows.append((order, f"mode {mode}", *done.metrics.values()))
     errors = {
         str(row[1]): [f"{error:.2g}" for error in row[3:5]] for row in rows if row[0] == ORDERS[0]
@@ -487,7 +489,7 @@ def lengths(options: Options) -> Table:
             ]
             rates = [
                 fmean(
-                    replay(one, 0.2, "marginal", seed=at, by_length=by).escalated
+                    replay_scores(one, 0.2, "marginal", seed=at, by_length=by).escalated
                     for at, one in enumerate(streams)
                 )
                 for by in (False, True)
@@ -613,7 +615,7 @@ def _ended(
 ) -> tuple[float, float]:
     """Return the error of the realised rate, and the share of the worst chunks that escalated."""
     decided = stream if known else [{**record, "left": None} for record in stream]
-    done = replay(decided, rate=rate, mode="aci", tuning=Tuning.for_rollouts(samples))
+    done = replay_scores(decided, rate=rate, mode="aci", tuning=Tuning.for_rollouts(samples))
     worst = sorted(done.decisions, key=lambda decision: -(decision.score or 0.0))[
         : max(1, round(rate * len(stream)))
     ]

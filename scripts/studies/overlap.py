@@ -363,4 +363,4 @@ def _stood(lab: Lab, size: int, calibration: Calibration) -> float:
     finally:
         GroupedDrafter.calibration = kept
     assert stats is not None, "it speculates"
-    return sum(stats.stood_at[1:]) / sum(stats.tested_at[1:])
+    return sum(stats.accepted_at[1:]) / sum(stats.tested_at[1:])

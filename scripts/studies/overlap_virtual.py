@@ -19,7 +19,7 @@ from atts.core import Sampling, TokenIds
 from atts.evaluators import share_estimate
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.local.logit_sampling import batch_sampling, inverse_cdf, probabilities
-from atts.local.proposals import standing
+from atts.local.proposals import accepted_length
 from atts.local.seams import LayerHook
 from atts.models import path
 from atts.sampling import Seed, uniforms
@@ -339,7 +339,7 @@ def _selected(
 
 
 def _verified(line: Timeline, proposal: Sequence[int]) -> int:
-    stood = standing(proposal, range(line.tokens, line.tokens + len(proposal) + 1))
+    stood = accepted_length(proposal, range(line.tokens, line.tokens + len(proposal) + 1))
     line.tokens += stood + 1
     line.written.append(stood + 1)
     return stood

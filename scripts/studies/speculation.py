@@ -208,7 +208,7 @@ def _places(draft: str, found: SpeculationStats) -> Row:
     """Return how often each of the first positions was accepted, of the rounds in which all before
     it were.
     """
-    pairs = list(zip(found.stood_at, found.tested_at, strict=True))
+    pairs = list(zip(found.accepted_at, found.tested_at, strict=True))
     shares = [figure(stood / tested, 3) if tested else "-" for stood, tested in pairs[:8]]
     return draft, *shares, *["-"] * (8 - len(shares))
 

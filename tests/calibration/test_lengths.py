@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay
+from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay_scores
 from atts.calibration.pools import LengthStrata
 from atts.errors import CalibrationInputError
 
@@ -66,7 +66,7 @@ def realised(in_flight: int, by_length: bool, number: int = 400, **options: Any)
     """The mean rate of mode marginal, nominal .2."""
     runs = (arrivals(number, in_flight, seed, **options) for seed in range(16))
     rates = (
-        replay(run, 0.2, "marginal", seed=at, by_length=by_length).escalated
+        replay_scores(run, 0.2, "marginal", seed=at, by_length=by_length).escalated
         for at, run in enumerate(runs)
     )
     return fmean(rates)
@@ -95,7 +95,7 @@ def test_every_length_escalates_alike() -> None:
     middle = sorted(record["length"] for record in run)[600]
 
     def shares(by_length: bool) -> tuple[float, float]:
-        done = replay(run, 0.2, "marginal", by_length=by_length)
+        done = replay_scores(run, 0.2, "marginal", by_length=by_length)
         pairs = list(zip(run, done.decisions, strict=True))
         return (
             fmean(decision.escalate for record, decision in pairs if record["length"] <= middle),

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from atts.analysis import build_report
 from atts.api import Setup, evaluate_sync
-from atts.calibration import Calibrator, Tuning, replay
+from atts.calibration import Calibrator, Tuning, replay_scores
 from atts.calibration.controllers import Adaptive, RunEnd
 from atts.core import Decision
 from atts.errors import CalibrationInputError, OptionError
@@ -70,7 +70,9 @@ def arrivals(problems: int, samples: int, order: str, seed: int, in_flight: int 
 
 def error(records: Records, rate: float, samples: int, seed: int) -> float:
     """How far the realised rate of the default mode is from the nominal one."""
-    done = replay(records, rate=rate, mode="aci", seed=seed, tuning=Tuning.for_rollouts(samples))
+    done = replay_scores(
+        records, rate=rate, mode="aci", seed=seed, tuning=Tuning.for_rollouts(samples)
+    )
     return done.escalated - rate
 
 

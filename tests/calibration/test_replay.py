@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay
+from atts.calibration import MODES, Calibrator, Mode, StoredScores, replay_scores
 from atts.calibration.controllers import DEFAULTS
 from atts.calibration.health import examine
 from atts.calibration.score_replay import METRICS
@@ -59,7 +59,7 @@ def lines_of(records: Records) -> str:
 
 def test_replay_is_the_calibrator_in_a_loop() -> None:
     """Decision for decision."""
-    done = replay(FEW, rate=0.4, mode="question-turn", seed=3)
+    done = replay_scores(FEW, rate=0.4, mode="question-turn", seed=3)
     calibrator = Calibrator(0.4, "question-turn", seed=3)
     for record, decision in zip(FEW, done.decisions, strict=True):
         again = calibrator.decide(
@@ -73,8 +73,8 @@ def test_replay_is_the_calibrator_in_a_loop() -> None:
 
 def test_short_streams_have_no_rolling_number_and_empty_ones_none() -> None:
     """NaN is said where a number does not exist; a replay of nothing is nothing."""
-    assert math.isnan(replay(FEW, rate=0.4).metrics["worst_rolling_500"])
-    empty = replay([], rate=0.4)
+    assert math.isnan(replay_scores(FEW, rate=0.4).metrics["worst_rolling_500"])
+    empty = replay_scores([], rate=0.4)
     assert empty.decisions == ()
     assert all(map(math.isnan, empty.metrics.values()))
 
@@ -96,20 +96,20 @@ def test_short_streams_have_no_rolling_number_and_empty_ones_none() -> None:
 def test_bad_records_are_refused(record: dict[str, Any]) -> None:
     """A missing field, an impossible turn, something that is no score."""
     with pytest.raises(CalibrationInputError):
-        replay([*FEW, record], rate=0.4)
+        replay_scores([*FEW, record], rate=0.4)
 
 
 def test_numpy_columns_will_do() -> None:
     """Whole numbers and floats of numpy are whole numbers and floats."""
     records = [{**r, "turn": np.int64(r["turn"]), "score": np.float64(r["score"])} for r in FEW]
-    assert replay(records, rate=0.4).decisions == replay(FEW, rate=0.4).decisions
+    assert replay_scores(records, rate=0.4).decisions == replay_scores(FEW, rate=0.4).decisions
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_words_its_promise_with_its_numbers(mode: Mode) -> None:
     """The rate, the counts so far, what voids it; nothing generic left unfilled."""
     stored = StoredScores.of([1.1 + 0.01 * k for k in range(64)], 16)
-    done = replay(FEW, rate=0.35, mode=mode, stored=stored, drift="report")
+    done = replay_scores(FEW, rate=0.35, mode=mode, stored=stored, drift="report")
     count = sum(decision.escalate for decision in done.decisions)
     assert "0.35" in done.guarantee
     assert f"{count} of 40 decisions" in done.guarantee
@@ -133,7 +133,7 @@ def test_replay_command_prints_one_object_per_decision_then_a_summary(
         lines_of([*FEW, {"question": 9, "turn": 0, "score": math.inf}]).replace("Infinity", "1e999")
     )
     records = [*FEW, {"question": 9, "turn": 0, "score": math.inf}]
-    expected = replay(records, rate=0.4, mode="aci", seed=2)
+    expected = replay_scores(records, rate=0.4, mode="aci", seed=2)
     options = ("--rate", "0.4", "--rate-scope", "aci", "--seed", "2", "--json")
     outputs = [
         atts("replay", str(path), *options),
@@ -199,7 +199,7 @@ def test_stored_records_name_the_one_that_is_wrong(line: str, said: str, tmp_pat
 def test_a_bad_score_in_a_stream_is_named_by_its_record() -> None:
     """One among many lines can be found."""
     with pytest.raises(CalibrationInputError, match="score of record 41 is nan"):
-        replay([*FEW, {"question": 1, "turn": 0, "score": float("nan")}], rate=0.4)
+        replay_scores([*FEW, {"question": 1, "turn": 0, "score": float("nan")}], rate=0.4)
 
 
 def test_files_that_hold_no_scores_are_refused_in_words(tmp_path: Path, atts: Atts) -> None:
@@ -290,9 +290,9 @@ def test_lengths_and_shares_that_are_no_numbers_are_refused(bad: Any) -> None:
     with pytest.raises(CalibrationInputError, match="length of record 2"):
         StoredScores.from_records(rows)
     with pytest.raises(CalibrationInputError, match="length of record 2"):
-        replay(rows, 0.5)
+        replay_scores(rows, 0.5)
     with pytest.raises(CalibrationInputError, match="left of record 1"):
-        replay([{"question": 1, "turn": 0, "score": 1.5, "left": bad}], 0.5)
+        replay_scores([{"question": 1, "turn": 0, "score": 1.5, "left": bad}], 0.5)
 
 
 def test_health_of_a_real_array(array_of: Callable[..., StoredScores]) -> None:

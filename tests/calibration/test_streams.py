@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atts.calibration import MODES, Mode, StoredScores, replay
+from atts.calibration import MODES, Mode, StoredScores, replay_scores
 
 Records = list[dict[str, Any]]
 RATES = (0.4, 0.2, 0.1)
@@ -29,7 +29,7 @@ def test_question_turn_mode_holds_every_bar_at_once(
     order: str, rate: float, arrivals: dict[str, Records]
 ) -> None:
     """Overall, by turn, by question, rolling; and it is still the score that decides."""
-    done = replay(arrivals[order], rate=rate, mode="question-turn", seed=0)
+    done = replay_scores(arrivals[order], rate=rate, mode="question-turn", seed=0)
     at = RATES.index(rate)
     for name, bars in AT_MOST.items():
         assert done.metrics[name] <= bars[at], name
@@ -44,7 +44,7 @@ def test_metrics_are_those_defined_outside(
 ) -> None:
     """Name for name and number for number."""
     records = arrivals["sim"]
-    done = replay(records, rate=0.2, mode=mode, seed=1)
+    done = replay_scores(records, rate=0.2, mode=mode, seed=1)
     columns = [[record[name] for record in records] for name in ("question", "turn", "score")]
     assert dict(done.metrics) == pytest.approx(
         reference_metrics(*columns, [d.escalate for d in done.decisions], 0.2)
@@ -58,7 +58,7 @@ def test_question_names_and_sample_numbers_are_optional_detail(
     records = arrivals["lock"]
     named = [{**record, "question": str(record["question"])} for record in records]
     without = [{name: record[name] for name in ("question", "turn", "score")} for record in records]
-    first, second, third = (replay(stream, rate=0.4) for stream in (records, named, without))
+    first, second, third = (replay_scores(stream, rate=0.4) for stream in (records, named, without))
     assert [d.action for d in first.decisions] == [d.action for d in second.decisions]
     assert dict(first.metrics) == dict(second.metrics)
     assert third.metrics["question_rms"] <= 0.050
@@ -70,7 +70,9 @@ def test_a_replay_depends_on_its_seed_alone(arrivals: dict[str, Records]) -> Non
     them.
     """
     records = arrivals["sim"][:1500]
-    first, again, other = (replay(records, rate=0.4, seed=seed).decisions for seed in (0, 0, 1))
+    first, again, other = (
+        replay_scores(records, rate=0.4, seed=seed).decisions for seed in (0, 0, 1)
+    )
     assert first == again
     changed = sum(a.action != b.action for a, b in zip(first, other, strict=True))
     assert 0 < changed < 300
@@ -104,7 +106,7 @@ def test_adaptive_modes_end_at_the_rate_under_broken_calibration(
         "another model": list(array_of("4334263d").scores),
         "duplicated": [good[at - at % 4] for at in range(len(good))],
     }[broken]
-    done = replay(
+    done = replay_scores(
         arrivals["sim"], rate=0.4, mode=mode, stored=StoredScores.of(scores, 16), drift=drift
     )
     assert done.metrics["overall_error"] <= (0.02 if (mode, drift) == ("aci", "report") else 0.01)
@@ -115,7 +117,7 @@ def test_good_stored_scores_raise_no_alarm_and_help_the_start(
     arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
 ) -> None:
     """The run's own calibration array: nothing noticed over the whole run, every bar still held."""
-    done = replay(arrivals["lock"], rate=0.4, mode="question-turn", stored=array_of())
+    done = replay_scores(arrivals["lock"], rate=0.4, mode="question-turn", stored=array_of())
     assert done.events == ()
     assert done.metrics["overall_error"] <= 0.004
     assert done.metrics["question_rms"] <= 0.060
@@ -125,7 +127,7 @@ def test_the_published_rule_and_the_sort_are_where_they_were(
     arrivals: dict[str, Records], array_of: Callable[..., StoredScores]
 ) -> None:
     """The frozen pooled array: .41 overall, .066 by turn, .27 by question, as known of this run."""
-    metrics = replay(arrivals["lock"], rate=0.4, mode="split", stored=array_of()).metrics
+    metrics = replay_scores(arrivals["lock"], rate=0.4, mode="split", stored=array_of()).metrics
     assert metrics["overall_error"] == pytest.approx(0.012, abs=2e-3)
     assert metrics["turn_rms"] == pytest.approx(0.066, abs=2e-3)
     assert metrics["question_rms"] == pytest.approx(0.271, abs=2e-3)

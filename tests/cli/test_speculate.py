@@ -76,7 +76,7 @@ def check_told(result: RunResult, way: str) -> None:
     assert found is None or way != "off"
     if way == "auto":
         assert found is not None
-        assert found.proposed >= found.accepted == sum(found.stood_at) > 0
+        assert found.proposed >= found.accepted == sum(found.accepted_at) > 0
         assert found.tested_at[0] == found.rounds
         assert found.chosen == 4 * found.choices
         assert f"{found.proposed:,}" in str(found)

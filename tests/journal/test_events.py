@@ -51,7 +51,7 @@ OPENED = SessionOpened(SCHEMA, 1, "0.1.0", 42)
 STARTED = ProblemStarted(Problem("p", "What is 2+2?"))
 IN_LINES_ONLY = {
     Sampled: {"logprobs", "span"},
-    Scored: {"logprobs", "begun_logprobs", "span"},
+    Scored: {"logprobs", "beginning_logprobs", "span"},
     Decided: {"escalated"},
     RolloutStarted: {"is_repeated"},
     TurnFinished: {"chunks", "discarded", "is_decided"},
@@ -122,7 +122,7 @@ def test_log_probabilities_are_exact(numbers: tuple[float, ...]) -> None:
     """Packing loses no bit of a number, so a resumed run computes the same perplexity."""
     [_, line] = lines_of([Scored("p", "k", Scores(numbers, 0, Beginning((1,), numbers)))])
     event = json.loads(line)["event"]
-    for packed in (event.get("logprobs"), event.get("begun_logprobs")):
+    for packed in (event.get("logprobs"), event.get("beginning_logprobs")):
         assert (packed is None) == (numbers == ())
     back = unpack_floats(pack_floats(numbers))
     assert [value.hex() for value in back] == [value.hex() for value in numbers]

@@ -209,7 +209,7 @@ def test_a_score_key_knows_where_the_suffix_begins() -> None:
         ScoreRequest((1,), (2,)),
         ScoreRequest((1,), (2,), draw=REQUEST),
         ScoreRequest((1,), (2,), draw=replace(REQUEST, seed=Seed(1, "p", 9, 4))),
-        ScoreRequest((1,), (2,), draw=replace(REQUEST, begun=1)),
+        ScoreRequest((1,), (2,), draw=replace(REQUEST, num_begun=1)),
     ]
     assert len({request_key("target", key) for key in keys}) == len(keys)
     assert request_key("target", replace(keys[0], priority=3)) == request_key("target", keys[0])

@@ -465,7 +465,7 @@ def test_draws_beside_a_text_that_was_scored_before_are_made_all_the_same(
     drawn = ScoreRequest(prompt, chunk, draw=SampleRequest(prompt, 40, Sampling(0.7), Seed(1)))
     done = drive(folder, [[Submit(1, ScoreRequest(prompt, chunk))], [Submit(2, drawn)]])
     fresh = drive(folder, [[Submit(2, drawn)]]).replies[2]
-    assert done.replies[2].begun.ids == fresh.begun.ids
+    assert done.replies[2].beginning.ids == fresh.beginning.ids
     assert done.replies[2].logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
 
 

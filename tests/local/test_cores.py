@@ -61,7 +61,7 @@ def test_loops_hear_how_many_share_the_cores() -> None:
     listeners = {
         name: lambda count, name=name: heard.__setitem__(name, count) for name in ("a", "b", "c")
     }
-    assert [loops.join(listeners[name]) for name in ("a", "b", "c")] == [1, 2, 3]
+    assert [loops.register(listeners[name]) for name in ("a", "b", "c")] == [1, 2, 3]
     assert heard == {"a": 3, "b": 3}
     loops.leave(listeners["b"])
     loops.leave(listeners["b"])

@@ -135,7 +135,7 @@ def test_grouped_drafts_change_no_token_and_calibration_keeps_them_near(
         done = drafted(folder, group, monkeypatch, calibration)
         assert same(plain, done)
         tested = counts(done).tested_at
-        accepted = counts(done).stood_at
+        accepted = counts(done).accepted_at
         shares[group, calibration] = sum(accepted) / sum(tested)
         if calibration == "exact":
             assert accepted[0] >= tested[0] - 2, (
@@ -158,7 +158,7 @@ def test_one_call_of_the_kernels_drafts_what_steps_of_the_model_do(
     in_turns = run(folder, whole, None, 6, folder, fuzzy=3)
     assert same(run(folder, whole), at_once)
     assert same(at_once, in_turns)
-    both = [(counts(done).tested_at, counts(done).stood_at) for done in (at_once, in_turns)]
+    both = [(counts(done).tested_at, counts(done).accepted_at) for done in (at_once, in_turns)]
     assert both[0] == both[1]
     assert sum(both[0][0]) > sum(both[0][1]), "some were wrong, all of which are written over"
 

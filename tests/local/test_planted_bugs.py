@@ -158,9 +158,9 @@ def greedy_alone(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "tokens after a wrong one stand": (
-        "atts.local.proposals.standing", lambda f: lambda p, d: min(len(p), f(p, d) + 1), "text",
+        "atts.local.proposals.accepted_length", lambda f: lambda p, d: min(len(p), f(p, d) + 1), "text",
     ),
-    "all stand": ("atts.local.proposals.standing", lambda f: lambda p, d: len(p), "text"),
+    "all stand": ("atts.local.proposals.accepted_length", lambda f: lambda p, d: len(p), "text"),
     "settings of another row": ("atts.local.loop.spread_rows", wrong_rows, "text"),
     "position off by one": ("atts.local.batch.StepPlan.spans", shifted, "text"),
     "slots not reserved": (
@@ -184,7 +184,7 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any], str]] = {
     "stop strings not watched": (
         "atts.local.sequence._stop_matcher", lambda f: lambda r, p: StopMatcher(r.stop), "begun",
     ),
-    "begun uniforms used again": ("atts.local.sequence._uniforms", lambda f: lambda r: f(replace(r, begun=0)), "begun"),
+    "begun uniforms used again": ("atts.local.sequence._uniforms", lambda f: lambda r: f(replace(r, num_begun=0)), "begun"),
     "drafter not rolled back": ("atts.accel.speculate.drafter.ModelDrafter.settled", kept_whole, "drafter"),
     "drafter's numbers off by one": ("atts.local.proposals.ask_of", later_uniforms, "drafter"),
     "drafter's slots not forgotten": ("atts.accel.speculate.drafter.DraftedSlots.allocate", forgetful, "drafter"),

@@ -130,7 +130,7 @@ def test_every_proposer_leaves_the_text_as_it_is(way: str, make_model: Make, nea
 def hint(request: object, text: TokenIds) -> SampleRequest:
     """The request with a text that somebody has."""
     assert isinstance(request, SampleRequest)
-    return replace(request, draft=text)
+    return replace(request, hint=text)
 
 
 def storm(
@@ -404,7 +404,7 @@ def begun(folder: Path) -> bool:
         request = order.request
         for cut in range(1, len(ids), 5):
             key = 100 * order.request_id + cut
-            rest = replace(request, ids=request.ids + ids[:cut], begun=cut, max_tokens=20 - cut)
+            rest = replace(request, ids=request.ids + ids[:cut], num_begun=cut, max_tokens=20 - cut)
             parts.append(Submit(key, rest))
             across = text_of(pieces, ids[cut - 1 : cut + 1])
             if across:

@@ -89,7 +89,7 @@ async def test_an_engine_with_a_drafter_answers_as_one_without(
             if speculation is not None:
                 assert speculation.proposed >= speculation.accepted > 0
                 assert speculation.tested_at[0] == speculation.rounds
-                assert sum(speculation.stood_at) == speculation.accepted
+                assert sum(speculation.accepted_at) == speculation.accepted
     assert answers[0] == answers[1]
 
 

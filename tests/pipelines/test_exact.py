@@ -116,7 +116,7 @@ def test_a_beginning_and_its_rest_are_the_whole(cut: int) -> None:
             at = min(cut, len(whole.ids) - 1)
             ids = prompt + whole.ids[:at]
             left = request.max_tokens - at
-            rest = await engine.sample(replace(request, ids=ids, max_tokens=left, begun=at))
+            rest = await engine.sample(replace(request, ids=ids, max_tokens=left, num_begun=at))
             assert (whole.ids[:at] + rest.ids, rest.ended) == (whole.ids, whole.ended)
 
     run_virtual(main)
@@ -134,7 +134,7 @@ def test_an_engine_that_draws_other_tokens_is_found() -> None:
 
     class Anew(ScriptedEngine):
         async def sample(self, request: SampleRequest) -> Completion:
-            return await super().sample(replace(request, begun=0))
+            return await super().sample(replace(request, num_begun=0))
 
     for engine in (OtherStream, Anew):
         report = run_virtual(partial(check_engine, engine, broken="report"))

@@ -135,7 +135,9 @@ class TableEngine:
         ids = list[int]()
         logprobs = list[float]()
         ended: Ending = "length"
-        for uniform in uniforms(request.seed, request.begun + request.max_tokens)[request.begun :]:
+        for uniform in uniforms(request.seed, request.num_begun + request.max_tokens)[
+            request.num_begun :
+        ]:
             index = _pick(self.distribution(last, request.sampling), float(uniform))
             ids.append(index)
             logprobs.append(math.log(self.table[last][index]))
@@ -228,7 +230,9 @@ class Drawing(TableEngine):
             min(len(whole.ids), len(request.suffix) + 1),
         )
         ended = whole.ended if count == len(whole.ids) else None
-        return replace(scores, begun=Beginning(whole.ids[:count], whole.logprobs[:count], ended))
+        return replace(
+            scores, beginning=Beginning(whole.ids[:count], whole.logprobs[:count], ended)
+        )
 
 
 class Leaking(Drawing):

@@ -11,7 +11,16 @@ from dataclasses import replace
 import pytest
 
 from atts.calibration import Calibrator
-from atts.core import Completion, Outcome, Rollout, SampleRequest, ScoreRequest, Scores
+from atts.core import (
+    Completion,
+    Decision,
+    Features,
+    Outcome,
+    Rollout,
+    SampleRequest,
+    ScoreRequest,
+    Scores,
+)
 from atts.graph import RetryPolicy
 from atts.pipelines import ConformalGate, FixedGate, Gate, Policy
 from atts.testing import FaultKind, Faults, ScriptedEngine
@@ -27,6 +36,49 @@ def lines(outcomes: Sequence[Outcome]) -> list[Rollout]:
 
 def conformal() -> Gate:
     return ConformalGate(Calibrator(0.3, "marginal"))
+
+
+class Silent(ScriptedEngine):
+    """A draft that gives no log-probabilities, as chat servers do."""
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        return replace(await super().sample(request), logprobs=())
+
+
+class TrustsTheDraft(ConformalGate):
+    """Accepts what the draft was sure of without a score."""
+
+    def preview(self, features: Features) -> Decision:
+        if features.draft_logprob > -9.0:
+            return features.decision("accept")
+        return super().preview(features)
+
+
+class Undecided(ConformalGate):
+    """Hands its preview back as its final decision."""
+
+    def decide(self, features: Features, score: float) -> Decision:
+        return features.decision("verify", score=score)
+
+
+def test_a_draft_without_log_probabilities_is_never_sure(attempt: Solve) -> None:
+    """A gate that trusts the draft's numbers accepts nothing unscored where there are none."""
+    gate = TrustsTheDraft(Calibrator(0.3, "marginal"))
+    judged = [
+        turn.decision
+        for rollout in lines(attempt(POLICY, gate, draft=Silent("draft"), problems=2))
+        for turn in rollout.turns
+        if turn.decision
+    ]
+    assert judged
+    assert all(decision.score is not None or decision.escalate for decision in judged)
+
+
+def test_a_final_decision_to_verify_is_refused(attempt: Solve) -> None:
+    """The chunk has its score: what is neither accepted nor escalated must not be kept silently."""
+    for rollout in lines(attempt(POLICY, Undecided(Calibrator(0.3, "marginal")), problems=1)):
+        assert rollout.finish == "failed"
+        assert "must return 'accept' or 'escalate'" in rollout.error
 
 
 BROKEN: list[FaultKind] = ["wrong_length", "nan", "empty", "wrong_ids"]

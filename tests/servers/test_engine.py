@@ -8,6 +8,7 @@ from atts.core import Message, SampleRequest, Sampling, ScoreRequest
 from atts.errors import UnsupportedByEngine
 from atts.sampling import Seed
 from atts.servers import RemoteEngine
+from atts.servers.llamacpp import LlamaCppDialect
 from atts.testing import CheckOptions, ScriptedEngine, ServerQuirks, ToyTokenizer, check_engine
 from atts.testing.servers import DialectServer
 
@@ -133,6 +134,18 @@ async def test_llamacpp_is_refused_as_a_target(serve: Serve, client: Connect) ->
     server = serve("llamacpp")
     with pytest.raises(UnsupportedByEngine, match="cannot score.*vLLM"):
         await client(server.url, needs=frozenset({"score"})).__aenter__()
+
+
+@pytest.mark.anyio
+async def test_a_dialect_without_tokenize_is_probed_all_the_same(
+    serve: Serve, client: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its author learns which method is missing; the rest of the probe goes on."""
+    monkeypatch.delattr(LlamaCppDialect, "tokenize")
+    async with client(serve("llamacpp").url) as remote:
+        finding = dict(remote.spec.findings)["tokenizer"]
+    assert finding.startswith("unknown")
+    assert "Override tokenize in LlamaCppDialect" in finding
 
 
 @pytest.mark.anyio

@@ -303,12 +303,12 @@ def test_survival_is_not_biased_by_places_that_were_never_tested() -> None:
     random = np.random.default_rng(1)
     for _ in range(400):
         survival.add([(1, 5, min(5, int(random.geometric(0.2)) - 1))])
-    standing = survival.standing([1, 2])
-    assert standing[:, :5] == pytest.approx(np.array([0.8 ** np.arange(1, 6)] * 2), abs=0.12)
-    assert (np.diff(standing, axis=1) <= 0).all()
+    acceptance = survival.acceptance([1, 2])
+    assert acceptance[:, :5] == pytest.approx(np.array([0.8 ** np.arange(1, 6)] * 2), abs=0.12)
+    assert (np.diff(acceptance, axis=1) <= 0).all()
     for _ in range(60):
         survival.add([(1, 5, 0), (3, 5, 5)])
-    one, other = survival.standing([1, 3])[:, 0]
+    one, other = survival.acceptance([1, 3])[:, 0]
     assert one < 0.3
     assert other > 0.8
 

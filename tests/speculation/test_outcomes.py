@@ -43,7 +43,7 @@ def test_outcomes_are_ranked_by_probability_and_share_out_no_more_than_all(
     )
     lost = [
         place.probabilities[token] == 1.0
-        and place.standing < 1  # nothing else is thought possible there
+        and place.acceptance < 1  # nothing else is thought possible there
         for place, token in zip(places, proposal, strict=False)
     ]
     if not any(lost):
@@ -56,7 +56,7 @@ def test_outcomes_are_ranked_by_probability_and_share_out_no_more_than_all(
     st.integers(1, 12),
 )
 def test_what_is_continued_is_worth_most(
-    chances: list[float], standing: list[float], budget: int
+    chances: list[float], acceptance: list[float], budget: int
 ) -> None:
     """As many and as long as fit into the time there is; no other number is expected to bring more."""
     chances = sorted(chances, reverse=True)
@@ -65,12 +65,14 @@ def test_what_is_continued_is_worth_most(
         return budget // count
 
     def worth(count: int, tokens: int) -> float:
-        return sum(chances[:count]) * sum(prod(standing[:place]) for place in range(1, tokens + 1))
+        return sum(chances[:count]) * sum(
+            prod(acceptance[:place]) for place in range(1, tokens + 1)
+        )
 
-    count, tokens = most_worthwhile(chances, length, standing)
+    count, tokens = most_worthwhile(chances, length, acceptance)
     assert 1 <= count <= len(chances)
     assert tokens <= length(count)
-    everything = [worth(n, min(length(n), len(standing))) for n in range(1, len(chances) + 1)]
+    everything = [worth(n, min(length(n), len(acceptance))) for n in range(1, len(chances) + 1)]
     assert worth(count, tokens) == pytest.approx(max(everything))
 
 

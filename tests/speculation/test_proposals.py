@@ -125,14 +125,14 @@ def test_counters_add_up_and_what_came_between_is_their_difference() -> None:
     first = Speculated(2, 5, 3, (2, 2), (2, 1), 0.5, 4, 6, 3.0, 0.125, 4, 0.25)
     more = Speculated(1, 3, 3, (1, 1, 1), (1, 1, 1), 0.25, 2, 6, 2.0, 0.125, 3, 0.5)
     both = first + more
-    assert (both.tested_at, both.stood_at, both.chosen, both.came_tokens) == (
+    assert (both.tested_at, both.accepted_at, both.chosen, both.came_tokens) == (
         (3, 3, 1),
         (3, 2, 1),
         12,
         7,
     )
     assert both - first == more
-    assert both.by_place == pytest.approx((1.0, 2 / 3, 1.0))
+    assert both.accepted_share == pytest.approx((1.0, 2 / 3, 1.0))
     assert "0.5 s saved of 0.8" in str(Speculated(1, 2, 2, came_seconds=0.25, saved_seconds=0.5))
     assert together(None, first) == together(first, None) == first
     assert together(first, more) == both

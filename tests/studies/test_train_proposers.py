@@ -83,7 +83,7 @@ def asked(count: int) -> list[Submit]:
 
 def stood(done: Driven) -> float:
     """The share of drafted tokens that did."""
-    return sum(counts(done).stood_at) / sum(counts(done).tested_at)
+    return sum(counts(done).accepted_at) / sum(counts(done).tested_at)
 
 
 def test_training_makes_a_folder_that_drafts(

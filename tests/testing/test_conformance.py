@@ -484,7 +484,7 @@ SABOTEURS: dict[tuple[str, str], Callable[[], Engine]] = {
         lambda temperature: 1.0 if temperature else 0.0
     ),
     ("drawing", "another stream"): DrawsOtherwise,
-    ("drawing", "begins the stream anew"): asks(lambda _, r: replace(r, begun=0)),
+    ("drawing", "begins the stream anew"): asks(lambda _, r: replace(r, num_begun=0)),
     ("hints", "trusts them"): TrustsHints,
     ("hints", "trusts them when scoring"): TrustsHintsWhenScoring,
     ("score_company", "company matters"): ScoresDependOnCompany,

@@ -29,7 +29,7 @@ from atts.local.batch import StepBatch, single_rows
 from atts.local.cache import SlotAllocator, SlotIds
 from atts.local.logit_sampling import SamplingBatch, batch_sampling, probabilities, spread_rows
 from atts.local.model_config import ModelConfig
-from atts.local.proposals import standing
+from atts.local.proposals import accepted_length
 from atts.local.seams import NOTHING, Ask, Model, OverlapStats, TokenProposal
 
 # A guess that came true is the next proposal, at once. After one that did not, the target steps
@@ -407,7 +407,7 @@ class OverlappedDrafter(ModelDrafter):
     ) -> tuple[DraftBranch | None, list[DraftBranch]]:
         """Return the branch that the text took, cut to what is not written yet, and all others."""
         written = list(ids[line.base :]) if ids is not None else []
-        accepted = standing(line.proposal, [*written, -1])
+        accepted = accepted_length(line.proposal, [*written, -1])
         if ids is not None:
             self._credit(line, line.base + min(accepted, len(written)))
         rest = written[accepted:]
@@ -598,7 +598,7 @@ class OverlappedDrafter(ModelDrafter):
         """Guess that all is accepted and the draft's own token follows; with a fan, guess more
         everywhere.
         """
-        chance = prod([place.standing for place in (*line.laws, law)])
+        chance = prod([place.acceptance for place in (*line.laws, law)])
         every = OutcomeGuess(len(line.proposal), own, chance)
         if not self._fan:
             return [every]
@@ -610,8 +610,10 @@ class OverlappedDrafter(ModelDrafter):
         """
         if not self._fan:
             return lines, self._most
-        standing = [self._writer.stands] * self._most
-        count, length = most_worthwhile(chances, lambda count: self._length(count, lines), standing)
+        acceptance = [self._writer.stands] * self._most
+        count, length = most_worthwhile(
+            chances, lambda count: self._length(count, lines), acceptance
+        )
         return count, max(length, min(_LEAST, self._most))
 
     def _length(self, count: int, lines: int) -> int:

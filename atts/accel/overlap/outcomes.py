@@ -37,7 +37,7 @@ class PlaceLaw:
     """
 
     # that the proposed token stands where all before it do; of the place after the last one: 1
-    standing: float
+    acceptance: float
     tokens: Sequence[int]
     probabilities: Sequence[float]  # of `tokens`, as far as they are known; need not sum to 1
 
@@ -61,18 +61,18 @@ def ranked_outcomes(proposal: Sequence[int], places: Sequence[PlaceLaw]) -> list
         if accepted < len(proposal):
             own = sum(chance for token, chance in kept if token == proposal[accepted])
             kept = [(token, chance) for token, chance in kept if token != proposal[accepted]]
-            share = reached * (1 - place.standing) / (1 - own) if own < 1 else 0.0
-            reached *= place.standing
+            share = reached * (1 - place.acceptance) / (1 - own) if own < 1 else 0.0
+            reached *= place.acceptance
         found += [OutcomeGuess(accepted, token, share * chance) for token, chance in kept]
     return sorted(found, key=lambda guess: -guess.probability)
 
 
 def most_worthwhile(
-    chances: Sequence[float], length: Callable[[int], int], standing: Sequence[float]
+    chances: Sequence[float], length: Callable[[int], int], acceptance: Sequence[float]
 ) -> tuple[int, int]:
     """Choose how many of the likeliest outcomes to continue, and by how many tokens.
 
-    `length(n)` is how many tokens n continuations get in the time there is, `standing` how likely
+    `length(n)` is how many tokens n continuations get in the time there is, `acceptance` how likely
     each place of a proposal stands given those before it. One outcome is continued in any case.
     """
     best = (1, max(0, length(1)))
@@ -80,10 +80,10 @@ def most_worthwhile(
     most = 0.0
     for count, chance in enumerate(chances, 1):
         covered += chance
-        tokens = min(length(count), len(standing))
+        tokens = min(length(count), len(acceptance))
         if tokens < 1:
             break
-        expected = covered * sum(prod(standing[:place]) for place in range(1, tokens + 1))
+        expected = covered * sum(prod(acceptance[:place]) for place in range(1, tokens + 1))
         if expected > most:
             best = (count, tokens)
             most = expected

@@ -24,7 +24,7 @@ from atts.core import SampleRequest, TokenIds
 from atts.errors import EngineError
 from atts.local.cores import worker_environment
 from atts.local.messages import GONE, WorkerConfig, first_answer, write
-from atts.local.proposals import standing
+from atts.local.proposals import accepted_length
 from atts.local.seams import NOTHING, Ask, OverlapStats, Proposer, TokenProposal
 from atts.local.sequence import Sequence
 
@@ -186,7 +186,7 @@ class DrafterProcess(Proposer):
         if line is None:
             return NOTHING
         written = tuple(ask.ids[line.base :])
-        accepted = standing(line.proposal, (*written, -1))
+        accepted = accepted_length(line.proposal, (*written, -1))
         rest = written[accepted:]
         branch = line.follows.get((accepted, rest[0]), ()) if rest else ()
         tokens = branch[len(rest) :][: ask.room] if branch[: len(rest)] == rest else ()

@@ -25,10 +25,9 @@ _MOST_WAITING = 1024  # rounds
 
 
 class Survival:
-    """Counts, place by place, of rounds that got that far and of those in which the place stood as
-    well.
+    """Count by position the rounds that tested it and those in which its token was accepted.
 
-    A place behind one that fell was never tested, so it counts neither way: accepted over proposed
+    A position behind a rejected token was never tested, so it counts neither way: accepted over proposed
     would be biased.
     """
 
@@ -46,7 +45,7 @@ class Survival:
         if len(self._new) > _MOST_WAITING:
             self._count()
 
-    def standing(self, keys: Sequence[int]) -> NDArray[np.float64]:
+    def acceptance(self, keys: Sequence[int]) -> NDArray[np.float64]:
         """Estimate how likely each place is accepted with all before it: [sequences, places]."""
         self._count()
         rates = list[float]()
@@ -55,10 +54,10 @@ class Survival:
             rate = (accepted + _POOL_WEIGHT * rate) / (tested + _POOL_WEIGHT)
             rates.append(rate)
         own = np.array([self._own.get(key, self._none) for key in keys])
-        standing: NDArray[np.float64] = (own[:, 1] + _OWN_WEIGHT * np.array(rates)) / (
+        acceptance: NDArray[np.float64] = (own[:, 1] + _OWN_WEIGHT * np.array(rates)) / (
             own[:, 0] + _OWN_WEIGHT
         )
-        return standing.cumprod(axis=1)
+        return acceptance.cumprod(axis=1)
 
     def keep(self, keys: Sequence[int]) -> None:
         """Forget the other sequences, once they are many; the pool has learnt from them."""
@@ -350,11 +349,11 @@ class GoodputControl:
     def _decide(self, load: _Load, verdict: _Verdict, step: StepShape) -> None:
         count = len(step.keys)
         self._survival.keep(step.keys)
-        standing = self._survival.standing([*step.keys, _NEW])
+        acceptance = self._survival.acceptance([*step.keys, _NEW])
         self._standing = dict(
-            zip([*step.keys, _NEW], standing.cumsum(axis=1).tolist(), strict=True)
+            zip([*step.keys, _NEW], acceptance.cumsum(axis=1).tolist(), strict=True)
         )
-        chances = standing[:-1].ravel()
+        chances = acceptance[:-1].ravel()
         # level by level, for no place is likelier than the one before
         order = np.argsort(-chances, kind="stable")
         tokens = step.rows + self._coverage * np.concatenate([[0.0], np.cumsum(chances[order])])

@@ -1,4 +1,4 @@
-"""Accuracy and its cost, compared with baselines."""
+"""Accuracy, spending, baselines and frontier of a report."""
 
 from __future__ import annotations
 

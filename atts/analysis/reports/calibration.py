@@ -32,7 +32,7 @@ from atts.analysis.reports.rate_control import (
 )
 from atts.analysis.reports.render import as_format, filled, page, save_figures
 from atts.analysis.reports.run_data import GateStep, RunData, read_run_data
-from atts.calibration import Calibrator, Health, Mode, StoredScores, examine, replay
+from atts.calibration import Calibrator, Health, Mode, StoredScores, examine, replay_scores
 from atts.errors import DISTRIBUTION, CalibrationInputError, OptionError
 from atts.files import jsonable, write_out
 
@@ -230,7 +230,7 @@ def calibration_of_scores(
     # which learns nothing live: it is shown on what it starts from
     start = scores if mode == "split" else ()
     options: dict[str, Any] = {"scale": scores.scale, "stored": start, "by_length": told.by_length}
-    done = replay(_rows(scores), rate, mode, seed, **options)
+    done = replay_scores(_rows(scores), rate, mode, seed, **options)
     events = (*told.events, *done.events)
     alarms = tuple(
         DriftAlarm(one.kind, one.scores, one.p, one.action, one.message) for one in events

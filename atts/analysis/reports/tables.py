@@ -151,8 +151,8 @@ def speculation_table(report: RunReport) -> ReportTable:
                 f"{found.accepted:,} ({found.accepted / max(1, found.proposed):.1%})",
             ),
             (
-                "by place in the proposal, where all before stood",
-                " ".join(f"{x:.2f}" for x in found.by_place[:16]),
+                "share accepted by position, if all earlier tokens were accepted",
+                " ".join(f"{x:.2f}" for x in found.accepted_share[:16]),
             ),
             ("tokens written by a step with a proposal", 1 + found.accepted / max(1, found.rounds)),
             (

@@ -21,6 +21,8 @@ from atts.core import (
     ScoreRequest,
     Scores,
 )
+from atts.engine import EngineSpec
+from atts.errors import UsageError
 from atts.graph import RetryPolicy
 from atts.pipelines import ConformalGate, FixedGate, Gate, Policy
 from atts.testing import FaultKind, Faults, ScriptedEngine
@@ -40,6 +42,10 @@ def conformal() -> Gate:
 
 class Silent(ScriptedEngine):
     """A draft that gives no log-probabilities, as chat servers do."""
+
+    @property
+    def spec(self) -> EngineSpec:
+        return replace(super().spec, logprobs="none")
 
     async def sample(self, request: SampleRequest) -> Completion:
         return replace(await super().sample(request), logprobs=())
@@ -76,9 +82,8 @@ def test_a_draft_without_log_probabilities_is_never_sure(attempt: Solve) -> None
 
 def test_a_final_decision_to_verify_is_refused(attempt: Solve) -> None:
     """The chunk has its score: what is neither accepted nor escalated must not be kept silently."""
-    for rollout in lines(attempt(POLICY, Undecided(Calibrator(0.3, "marginal")), problems=1)):
-        assert rollout.finish == "failed"
-        assert "must return 'accept' or 'escalate'" in rollout.error
+    with pytest.raises(UsageError, match="must return 'accept' or 'escalate'"):
+        attempt(POLICY, Undecided(Calibrator(0.3, "marginal")), problems=1)
 
 
 BROKEN: list[FaultKind] = ["wrong_length", "nan", "empty", "wrong_ids"]

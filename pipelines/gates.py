@@ -124,7 +124,7 @@ class ConformalGate:
         let_go(self.calibrator, question)
 
 
-class _NonLearningGate(ABC):
+class NonLearningGate(ABC):
     """A gate that learns nothing and has every chunk scored, unless a subclass previews otherwise."""
 
     __slots__ = ()
@@ -143,7 +143,7 @@ class _NonLearningGate(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class FixedGate(_NonLearningGate):
+class FixedGate(NonLearningGate):
     """Always the same answer: rate 0 is the draft alone, rate 1 hands every chunk to the target."""
 
     action: Literal["accept", "escalate"]
@@ -158,7 +158,7 @@ class FixedGate(_NonLearningGate):
 
 
 @dataclass(frozen=True, slots=True)
-class RandomGate(_NonLearningGate):
+class RandomGate(NonLearningGate):
     """A seeded coin per chunk: the baseline that spends the same budget without looking."""
 
     rate: float
@@ -175,7 +175,7 @@ class RandomGate(_NonLearningGate):
 
 
 @dataclass(frozen=True, slots=True)
-class ThresholdGate(_NonLearningGate):
+class ThresholdGate(NonLearningGate):
     """Escalate above (or below) a fixed number: ratings, or a static perplexity cut. No rate is
     promised.
     """
@@ -192,7 +192,7 @@ class ThresholdGate(_NonLearningGate):
 
 
 @dataclass(frozen=True, slots=True)
-class StaticRankGate(_NonLearningGate):
+class StaticRankGate(NonLearningGate):
     """The published rule, for comparison: c/N >= tau against turn-0 scores fixed in advance, at
     every turn.
     """
@@ -232,7 +232,7 @@ CUES = (
 
 
 @dataclass(frozen=True, slots=True)
-class CueGate(_NonLearningGate):
+class CueGate(NonLearningGate):
     """Speculative Thinking: the target takes over where the draft's text hesitates or checks
     itself.
     """

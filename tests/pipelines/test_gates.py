@@ -33,7 +33,7 @@ from atts.pipelines import (
     TopGate,
     check_engines,
 )
-from atts.pipelines.gates import _NonLearningGate
+from atts.pipelines.gates import NonLearningGate
 from atts.pipelines.scores import SCORE_KINDS, ScoreRule, evidence, mean_logprob, score_of
 
 SCORES = st.floats(1.0, 50.0, allow_nan=False)
@@ -137,7 +137,7 @@ def test_the_mean_and_the_evidence_are_two_numbers() -> None:
 def test_a_gate_without_a_decision_of_its_own_cannot_be_made() -> None:
     """A preview of "verify" must not become the final decision."""
 
-    class OnlyPreviews(_NonLearningGate):
+    class OnlyPreviews(NonLearningGate):
         pass
 
     with pytest.raises(TypeError, match="decide"):

@@ -118,7 +118,7 @@ class BranchWriter:
         self._stats = stats
         self.streams = False  # whether the heads are used
         self.fan = 0  # of a place's first tokens, those that are told besides its own
-        self.stands = 0.7  # how likely a proposed token is thought to stand
+        self.acceptance = 0.7  # estimated chance that a proposed token is accepted
 
     def following(self, batch: StepBatch, lines: list[DraftLine]) -> Drawn:
         """Return the token after each line's proposal, and the law of its place."""
@@ -165,7 +165,7 @@ class BranchWriter:
             sure = [place for place, chance in enumerate(chances) if chance >= _CONFIDENT]
             for place in sure:
                 live[place][1].tokens.append(tokens[place])
-                live[place][1].laws.append(PlaceLaw(self.stands, (), ()))
+                live[place][1].laws.append(PlaceLaw(self.acceptance, (), ()))
             live = [
                 live[place] for place in sure if len(live[place][1].tokens) < live[place][1].most
             ]
@@ -180,7 +180,7 @@ class BranchWriter:
 
     def _drawn(self, hidden: Tensor, lines: list[DraftLine], places: list[int]) -> Drawn:
         tokens, logits, sampling = self._sampled(hidden, lines, places)
-        return tokens, place_laws(logits, sampling, self.fan, self.stands)
+        return tokens, place_laws(logits, sampling, self.fan, self.acceptance)
 
     def _sampled(
         self, hidden: Tensor, lines: list[DraftLine], places: list[int]
@@ -215,13 +215,15 @@ def _keep(branch: DraftBranch, drawn: list[int], laws: list[PlaceLaw]) -> int:
     return kept
 
 
-def place_laws(logits: Tensor, sampling: SamplingBatch, fan: int, stands: float) -> list[PlaceLaw]:
+def place_laws(
+    logits: Tensor, sampling: SamplingBatch, fan: int, acceptance: float
+) -> list[PlaceLaw]:
     """Return what is likely in each row: so many tokens besides one that may be proposed there."""
     if not fan:
-        return [PlaceLaw(stands, (), ())] * len(logits)
+        return [PlaceLaw(acceptance, (), ())] * len(logits)
     best = probabilities(logits, sampling).topk(min(fan + 1, logits.shape[-1]), -1)
     found = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    return [PlaceLaw(stands, ids, chances) for ids, chances in found]
+    return [PlaceLaw(acceptance, ids, chances) for ids, chances in found]
 
 
 Work = Callable[[], None]
@@ -234,7 +236,7 @@ BRANCH_SLOTS = 4096  # of all branches together
 _MOST_BRANCHES = 64
 # tokens that a guess is continued by even where no draft step fits into one of the target's
 _LEAST = 2
-_FADE = 0.98  # a round, of what is known of how much stands
+_FADE = 0.98  # a round, of the counts of accepted tokens
 
 
 class InlineTransport:
@@ -260,7 +262,7 @@ class InlineTransport:
 class OverlappedDrafter(ModelDrafter):
     """Proposes what was drafted while the step before was verified.
 
-    Without a fan the one guess is that everything stands and the draft's own token follows (PEARL);
+    Without a fan the one guess is that every token is accepted and the draft's own token follows (PEARL);
     else the likeliest outcomes are continued, at every place the draft's first tokens among them
     (SSD), or the first of the target's early exit, as soon as that tells them (Mirror).
     """
@@ -300,7 +302,7 @@ class OverlappedDrafter(ModelDrafter):
         self._is_late = False
         self._costs = StepCosts(wanders=False)
         self._tested = 1.0
-        self._stood = 0.7
+        self._accepted = 0.7
         self.stats = OverlapStats()
         self._writer = BranchWriter(model, self._table, self._vocabulary, heads, self.stats)
         self._guess(guessing)
@@ -325,13 +327,13 @@ class OverlappedDrafter(ModelDrafter):
         return proposals
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Learn how likely a proposed token is to stand; those behind one that fell were not
+        """Learn how likely a proposed token is accepted; those after a rejected one were not
         tested.
         """
         tested = min(accepted + 1, len(proposal.tokens))
         self._tested = self._tested * _FADE + tested
-        self._stood = self._stood * _FADE + accepted
-        self._writer.stands = self._stood / self._tested
+        self._accepted = self._accepted * _FADE + accepted
+        self._writer.acceptance = self._accepted / self._tested
 
     def serial(self) -> ModelDrafter:
         """Return a drafter that drafts before a step, while nothing is drafted during one."""
@@ -489,7 +491,9 @@ class OverlappedDrafter(ModelDrafter):
         else:
             for line in job.lines:
                 laws = told.get(line.ask.key, ())
-                line.exits = [PlaceLaw(self._writer.stands, ids, chances) for ids, chances in laws]
+                line.exits = [
+                    PlaceLaw(self._writer.acceptance, ids, chances) for ids, chances in laws
+                ]
         self._transport.post(lambda: self._run(job, self._continue))
 
     def _run(self, job: DraftJob, work: Callable[[DraftJob], None]) -> None:
@@ -610,7 +614,7 @@ class OverlappedDrafter(ModelDrafter):
         """
         if not self._fan:
             return lines, self._most
-        acceptance = [self._writer.stands] * self._most
+        acceptance = [self._writer.acceptance] * self._most
         count, length = most_worthwhile(
             chances, lambda count: self._length(count, lines), acceptance
         )

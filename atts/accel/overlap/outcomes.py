@@ -32,11 +32,11 @@ class OutcomeGuess(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlaceLaw:
-    """What is thought of one place: whether the proposed token stands, and what the target may
+    """What is thought of one place: whether the proposed token is accepted, and what the target may
     write instead.
     """
 
-    # that the proposed token stands where all before it do; of the place after the last one: 1
+    # that the proposed token is accepted if all before it are; of the place after the last one: 1
     acceptance: float
     tokens: Sequence[int]
     probabilities: Sequence[float]  # of `tokens`, as far as they are known; need not sum to 1
@@ -73,7 +73,7 @@ def most_worthwhile(
     """Choose how many of the likeliest outcomes to continue, and by how many tokens.
 
     `length(n)` is how many tokens n continuations get in the time there is, `acceptance` how likely
-    each place of a proposal stands given those before it. One outcome is continued in any case.
+    each token of a proposal is accepted given those before it. One outcome is continued in any case.
     """
     best = (1, max(0, length(1)))
     covered = 0.0

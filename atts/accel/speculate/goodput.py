@@ -18,7 +18,7 @@ Outcome = tuple[int, int, int]  # sequence, tokens proposed, tokens that were ac
 
 _PRIOR = 0.7  # a place of which nothing is known yet
 _POOL_DECAY = 0.99
-_OWN_DECAY = 0.97  # a round; what stands changes within a text
+_OWN_DECAY = 0.97  # a round; the accepted share changes within a text
 _POOL_WEIGHT = 2.0
 _OWN_WEIGHT = 8.0  # of what a place is shrunk to, in tests
 _MOST_WAITING = 1024  # rounds
@@ -104,7 +104,7 @@ _SURPRISE_WEIGHT = 1 / 32
 _MOST_SURPRISE = 0.5  # of one step
 _CAUTION = 0.3  # standard deviations of a time by which it must pay to stop what seemed to pay
 _FORGETTING = 0.8  # what a rest leaves of surprises
-_FADED = 1.0  # tests of each place that what stood before a rest counts for
+_FADED = 1.0  # weight, in tests of each place, of the counts from before a rest
 _PERIODS = 16, 256  # steps between two decisions: after one that changed something, at most
 _LOOKS = 8  # steps that are timed before anything is tried
 _EVERY = 8  # steps of which one is looked at while a decision holds
@@ -217,7 +217,7 @@ class GoodputControl:
         self._coverage = 1.0  # of those wanted, what proposers have
         self._asks = 0
         self._rounds = 0  # verified so far
-        self._is_stale = True  # what is known of what stands
+        self._is_stale = True  # the counts of accepted tokens
         self._balance = 0.0  # seconds that trials may lose
         self._is_looking = False  # at this step
         self._unseen = 1  # steps since the last one that was looked at, this one included

@@ -119,7 +119,7 @@ class SuffixProposer(Proposer):
         self._least = max(least, _GRAM)
         self._groups: OrderedDict[object, _Group] = OrderedDict()
         # by length of match, with a prior of ...
-        self._stood = [1.0 * length for length in range(_LONGEST + 1)]
+        self._accepted = [1.0 * length for length in range(_LONGEST + 1)]
         # ... length / (length + 2)
         self._tried = [1.0 * length + 2.0 for length in range(_LONGEST + 1)]
         self._matched: dict[int, int] = {}  # by key: how long the match of its last proposal was
@@ -133,10 +133,10 @@ class SuffixProposer(Proposer):
         return [self._next(ask, group) for ask, group in zip(asks, groups, strict=True)]
 
     def settled(self, key: int, proposal: TokenProposal, accepted: int) -> None:
-        """Learn how often the first token stands after a match of this length."""
+        """Learn how often the first token is accepted after a match of this length."""
         length = self._matched.pop(key, 0)
         self._tried[length] += 1
-        self._stood[length] += accepted > 0
+        self._accepted[length] += accepted > 0
 
     def ended(self, key: int) -> None:
         """Keep texts for siblings; groups go when there are too many."""
@@ -164,7 +164,7 @@ class SuffixProposer(Proposer):
             min(ask.room, 2 * length),
         )
         self._matched[ask.key] = length
-        return TokenProposal(tokens, self._stood[length] / self._tried[length])
+        return TokenProposal(tokens, self._accepted[length] / self._tried[length])
 
 
 def _match(text: Sequence[int], end: int, ids: Sequence[int]) -> int:

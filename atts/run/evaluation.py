@@ -156,7 +156,10 @@ async def _journal(
             plan.on_problem_done(event.problem)
         for decision, is_escalated in judged(event):
             escalations.count(decision, is_escalated)
-        left.recall(event)
+        # A repeated schedule counts each decision when it comes to it: the features of a chunk that
+        # was in flight at the crash know nothing of what was decided after them.
+        if isinstance(event, Decided) and plan.recall == "instant":
+            left.count(event.decision)
         for listener in options.listeners:
             listener.recalled(event)
 
@@ -289,6 +292,8 @@ class _Run:
             ProblemLog(self._recorder, recorded, self._options.stop, self._plan.recall), record
         )
         outcome = self._plan.flag_out_of_domain(await self._attempt(problem, context, scope))
+        # Not after grading: how long a grader takes must not change what other problems' gates see.
+        self._left.conclude(problem.id)
         if self._state.is_over(problem.id):
             # it was over before, and is only lived through again
             return self._lines.get(problem.id) or self._state.finished[problem.id]
@@ -400,7 +405,6 @@ class _Run:
             raise result.error
         if result.value is not None:
             self._unfinished -= 1
-            self._left.conclude(result.problem)
             self._keep(result.problem, result.value)
             if not result.value.is_complete:
                 self._missing.add(result.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -145,8 +146,7 @@ class RunLengthEstimate(RunLength):
 
     Of those that took so many, some ended and some took another: the product of such shares is
     Kaplan and Meier's estimate of how far a rollout goes. A concluded problem ends all of its
-    rollouts. A run whose gate was not told of what is left, as those of older versions, goes on as
-    it began.
+    rollouts.
     """
 
     __slots__ = ("_ended", "_open", "_reached", "_samples")
@@ -172,15 +172,10 @@ class RunLengthEstimate(RunLength):
         left = max(1.0, left)
         return left / (left + sum(self._reached) - self._reached[0])
 
-    def recall(self, event: Event) -> None:
-        """Look at an event of an earlier session."""
-        if isinstance(event, Decided) and "left" not in event.features:
-            self._reached[0] = 0
-        elif isinstance(event, Decided) and event.decision.action != "verify":
-            self.count(event.decision)
-
     def count(self, decision: Decision) -> None:
-        """Count a decision; another one on the same turn is the same."""
+        """Count a decision unless it only asks for a score; each turn counts once."""
+        if decision.action == "verify":
+            return
         rollouts = self._open.get(decision.question) or self._rollouts(decision.question)
         for made in range(rollouts.get(decision.sample, 0) + 1, decision.turn + 2):
             if made == len(self._reached):
@@ -246,14 +241,17 @@ class Recorder:
         self._decided = None
         if waiting is not None:
             self.record(waiting)
-        if event.decision.action != "verify":  # which only asks for a score
-            self._left.count(event.decision)
+        self._left.count(event.decision)
         # its gate is not told what was done with it: its own word counts
         if event.asked == "round":
             self._escalations.count(event.decision, event.decision.escalate)
             self.record(event)
         else:
             self._decided = event
+
+    def relived(self, decision: Decision) -> None:
+        """Count a recorded decision at the moment when a repeated schedule makes it again."""
+        self._left.count(decision)
 
     def observed(self, decision: Decision, escalated: bool) -> None:
         """Note what was done with a decision: with the decision itself where nothing was noted
@@ -401,11 +399,17 @@ class RecordedGate:
         self._recorded = steps.recorded.gate
         self._alarms = alarms
 
+    def _recall(self, calls: deque[Decided | Observed]) -> Decision:
+        """Return the next recorded decision; it counts from now on."""
+        decision = calls.popleft().decision
+        self._steps.recorder.relived(decision)
+        return decision
+
     def preview(self, features: Features) -> Decision:
         """Return the recorded preview, or the gate's; see `atts.pipelines.Gate`."""
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided) and calls[0].asked == "preview":
-            return calls.popleft().decision
+            return self._recall(calls)
         if calls:  # what was recorded came after a score had been asked for
             return replace(
                 calls[0].decision,
@@ -424,7 +428,7 @@ class RecordedGate:
         """Return the recorded decision, or the gate's; see `atts.pipelines.Gate`."""
         calls = self._recorded.get((features.sample, features.turn))
         if calls and isinstance(calls[0], Decided):
-            return calls.popleft().decision
+            return self._recall(calls)
         decision = self._gate.decide(features, score)
         self._steps.recorder.decided(Decided(decision, feature_numbers(features)))
         return decision
@@ -456,7 +460,9 @@ class RecordedRoundGate:
         for (features, _), decision in zip(round_, self._gate.decide_round(round_), strict=True):
             calls = self._recorded.get((features.sample, features.turn))
             if calls and isinstance(calls[0], Decided):
-                decisions.append(calls.popleft().decision)
+                decision = calls.popleft().decision
+                self._recorder.relived(decision)
+                decisions.append(decision)
             else:
                 self._recorder.decided(Decided(decision, feature_numbers(features), "round"))
                 decisions.append(decision)

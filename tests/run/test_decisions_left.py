@@ -7,7 +7,6 @@ import random
 import pytest
 
 from atts.core import Decision
-from atts.journal import Decided
 from atts.run import RunLengthEstimate
 
 
@@ -73,26 +72,22 @@ def test_a_concluded_problem_ends_what_it_never_began_and_what_was_cut_off() -> 
     assert left.share == pytest.approx(1 / 2)
 
 
-def test_what_an_earlier_session_decided_is_recalled_once() -> None:
-    """Asking for a score is no decision, and a turn that is decided on again counts once."""
+def test_a_request_for_a_score_is_no_decision_and_a_turn_counts_once() -> None:
+    """A recalled decision that is made again changes nothing."""
     whole = RunLengthEstimate(3, 2)
-    resumed = RunLengthEstimate(3, 2)
+    repeated = RunLengthEstimate(3, 2)
     for turn in range(3):
         decide(whole, "0", 0, turn)
         for action in ("verify", "accept", "escalate"):
-            resumed.recall(Decided(Decision(action, 0.2, "0", turn, 0), {"left": 1.0}))
-    for left in (whole, resumed):
+            repeated.count(Decision(action, 0.2, "0", turn, 0))
+    for left in (whole, repeated):
         left.end("0", 0)
-    assert whole.share == resumed.share == pytest.approx(15 / 18)
+    assert whole.share == repeated.share == pytest.approx(15 / 18)
 
 
-@pytest.mark.parametrize("told", [None, {}])
-def test_a_run_of_unknown_size_or_one_that_began_without_goes_on_without(
-    told: dict[str, float] | None,
-) -> None:
-    """Nothing is told of it."""
-    left = RunLengthEstimate(None if told is None else 3, 2)
-    if told is not None:
-        left.recall(Decided(Decision("accept", 0.2, "0", 0, 0), told))
+def test_a_run_of_unknown_size_knows_no_share() -> None:
+    """Problems that stream in are not counted beforehand."""
+    left = RunLengthEstimate(None, 2)
+    decide(left, "0", 0, 0)
     left.end("0", 0)
     assert left.share is None

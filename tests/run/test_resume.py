@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from functools import partial
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
+from atts.calibration import Calibrator
 from atts.core import Features
 from atts.engine import Capability
 from atts.errors import EngineUnavailable, FingerprintError, JournalCorrupt, StorageError
@@ -29,8 +33,8 @@ from atts.journal import (
     Warned,
     open_run,
 )
-from atts.pipelines import CappedGate, Chunking, Policy, TopGate
-from atts.run import RunResult
+from atts.pipelines import CappedGate, Chunking, ConformalGate, Policy, TopGate
+from atts.run import RunResult, evaluate
 from atts.testing import Faults, Latency, ScriptedEngine, toy_problems
 
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
@@ -193,8 +197,9 @@ def test_an_online_gate_keeps_every_recorded_decision(world: Any) -> None:
         assert plan.gate.calibrator.decided == told
 
 
-def test_a_hard_cap_is_carried_over(world: Any) -> None:
-    """Slots spent before a crash stay spent: the cap holds over all sessions together."""
+@pytest.mark.parametrize("seed", range(10, 16))
+def test_a_hard_cap_is_carried_over(world: Any, seed: int) -> None:
+    """Slots spent before a crash stay spent, and what was left of the run then is left of it now."""
 
     def plan() -> Any:
         wishes = count()
@@ -208,10 +213,37 @@ def test_a_hard_cap_is_carried_over(world: Any) -> None:
         return world.plan(gate=gate, recall="recorded")
 
     world.run(plan(), world.session())
-    for place in cuts(world.tmp_path / "run", 5, seed=10):
+    for place in cuts(world.tmp_path / "run", 5, seed):
         torn_copy(world, place)
         world.run(plan(), world.session("copy"))
         assert decided(world, "copy") == decided(world, "run")
+
+
+def test_one_rollout_at_a_time_decides_alike_in_every_run(world: Any) -> None:
+    """In real time: a slow grader changes nothing, for no decision waits for a grade."""
+    quick = world.plan().grade
+
+    def run(name: str, seconds: list[float]) -> list[str]:
+        pauses = cycle(seconds)
+
+        def grade(answer: str, problem: Any) -> Any:
+            time.sleep(next(pauses))
+            return quick(answer, problem)
+
+        plan = world.plan(
+            draft=ScriptedEngine("draft"),
+            target=ScriptedEngine("target"),
+            policy=replace(POLICIES["early stop"], early_stop="certain"),
+            gate=ConformalGate(Calibrator(0.4, "aci", seed=3)),
+            grade=grade,
+            concurrency=1,
+        )
+        anyio.run(partial(evaluate, toy_problems(8, 5), plan, world.session(name)))
+        return decided(world, name)
+
+    first = run("run", [0.0])
+    assert run("again", [0.0]) == first
+    assert run("slow", [0.0, 0.004, 0.0, 0.02]) == first
 
 
 def test_decisions_are_read_in_order_for_replay(world: Any) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Literal
 
 import anyio
 
+from atts import concurrency
 from atts.evaluators import ConfidenceSequence, Sequential
 from atts.journal import COMPARED, FinishedProblem, RunState, Warned
 
@@ -65,22 +68,33 @@ async def watch_signals(stop: Stop, asked: Callable[[int], None]) -> None:
     """Turn Ctrl-C and a polite kill into requests, as long as this runs; outside the main thread,
     do nothing.
 
-    Whatever handled them before does so again afterwards; asyncio by itself would put Python's own
-    handler there.
+    Whatever handled them before does so again afterwards.
     """
     if threading.current_thread() is not threading.main_thread():
         return
+    schedule = concurrency.loop_caller()
+    received = deque[int]()
+    arrived = anyio.Event()
+
+    def deliver(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        # This runs between any two instructions, so it must not touch the loop's own objects.
+        schedule(lambda: arrived.set())
+
+    # Handlers are set directly: when asyncio's or anyio's receivers end, they put Python's own
+    # handler in place for a moment. A press in that moment raised KeyboardInterrupt inside the
+    # event loop, whose worker threads were then never stopped, and the process never ended.
     numbers = [signal.SIGINT] if sys.platform == "win32" else [signal.SIGINT, signal.SIGTERM]
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.signal(number, deliver) for number in numbers}
     try:
-        with anyio.open_signal_receiver(*numbers) as received:
-            async for number in received:
+        while True:
+            while received:
+                number = received.popleft()
                 stop.request()
                 asked(number)
-    except (
-        NotImplementedError
-    ):  # an event loop without signals: Ctrl-C raises KeyboardInterrupt there, as ever
-        return
+            arrived = anyio.Event()
+            # A signal that came before this line has its call scheduled, which sets the new event.
+            await arrived.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)

@@ -16,15 +16,17 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from fcntl import ioctl
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import anyio.lowlevel
 import anyio.to_thread
 import pytest
 
+from atts import concurrency
 from atts.api import Setup, configure, evaluate
 from atts.cli.evaluations import result_table
 from atts.cli.interrupts import run_async
@@ -56,7 +58,7 @@ CTRL_C = b"\x03"
 
 
 class Terminal:
-    """`atts` on a pseudo-terminal of its own, as a shell would start it."""
+    """`atts` on a pseudo-terminal of its own, as a shell would start it; killed when the block ends."""
 
     def __init__(self, *words: str, cwd: Path) -> None:
         self.shown = b""
@@ -69,6 +71,14 @@ class Terminal:
             cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
         )  # fmt: skip
         os.close(theirs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait(120)
+        os.close(self._keys)
 
     def press(self, keys: bytes) -> None:
         """Type."""
@@ -84,10 +94,10 @@ class Terminal:
 
     def end(self) -> int:
         """Watch to the end; the exit code."""
-        while self._watch(120):
+        end = time.monotonic() + 100
+        while self._watch(max(0.0, end - time.monotonic())):
             pass
-        os.close(self._keys)
-        return self._process.wait(120)
+        return self._process.wait(1)
 
     def _watch(self, seconds: float) -> bool:
         if not select.select([self._keys], [], [], seconds)[0]:
@@ -160,19 +170,19 @@ def test_ctrl_c_loses_nothing(undisturbed: Path, tmp_path: Path, presses: int) -
     run = tmp_path / "run"
     words = ("eval", "arithmetic[:14]", *FROZEN, "--out", str(tmp_path / "run"))
     enough = (undisturbed / JOURNAL).stat().st_size // 4
-    terminal = Terminal(*words, cwd=tmp_path)
-    terminal.until(lambda: (run / JOURNAL).exists() and (run / JOURNAL).stat().st_size > enough)
-    terminal.press(CTRL_C)
-    if presses == 2:
-        terminal.until(lambda: b"asked to end" in (run / JOURNAL).read_bytes())
+    with Terminal(*words, cwd=tmp_path) as terminal:
+        terminal.until(lambda: (run / JOURNAL).exists() and (run / JOURNAL).stat().st_size > enough)
         terminal.press(CTRL_C)
-    assert terminal.end() == 130
-    assert b"the same command continues" in terminal.shown
+        if presses == 2:
+            terminal.until(lambda: b"asked to end" in (run / JOURNAL).read_bytes())
+            terminal.press(CTRL_C)
+        assert terminal.end() == 130
+        assert b"the same command continues" in terminal.shown
     before = decisions(run)
     assert 0 < len(before) < len(decisions(undisturbed))
-    again = Terminal(*words, cwd=tmp_path)
-    assert again.end() == 0
-    assert b"accuracy" in again.shown
+    with Terminal(*words, cwd=tmp_path) as again:
+        assert again.end() == 0
+        assert b"accuracy" in again.shown
     assert decisions(run) == decisions(undisturbed)
     assert before.items() <= decisions(run).items()
     assert answers(run) == answers(undisturbed)
@@ -189,9 +199,9 @@ def test_a_terminal_shows_the_run_as_it_goes(tmp_path: Path) -> None:
     """A table drawn over itself: problems, rollouts by stage, chunks, the rate, tokens of both
     models.
     """
-    terminal = Terminal("eval", "arithmetic[:3]", *FROZEN, "--out", "run", cwd=tmp_path)
-    assert terminal.end() == 0
-    text = terminal.shown.decode()
+    with Terminal("eval", "arithmetic[:3]", *FROZEN, "--out", "run", cwd=tmp_path) as terminal:
+        assert terminal.end() == 0
+        text = terminal.shown.decode()
     for words in (
         "3/3 problems",
         "drafting",
@@ -395,6 +405,46 @@ def test_after_signals_were_watched_the_handlers_from_before_are_back() -> None:
         assert signal.getsignal(signal.SIGINT) is before
 
     run_async(work)
+
+
+def test_a_press_while_handlers_change_leaves_no_thread_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a run ends, Ctrl-C falls on every change of its handler in turn; none raises in the loop."""
+    before = workers()
+    real = signal.signal
+    changes = 0
+
+    def press_after_change(number: int, handler: Any) -> Any:
+        nonlocal changes
+        replaced = real(number, handler)
+        if number == signal.SIGINT:
+            changes += 1
+            if changes == chosen:
+                press()
+        return replaced
+
+    async def work() -> None:
+        # a worker thread, which waits for more until the loop is closed
+        await anyio.to_thread.run_sync(int)
+        with monkeypatch.context() as patch:
+            async with concurrency.task_group() as group:
+                group.start_soon(watch_signals, Stop(), lambda _: None)
+                await anyio.wait_all_tasks_blocked()
+                patch.setattr(signal, "signal", press_after_change)
+                group.cancel_scope.cancel()
+        await anyio.lowlevel.checkpoint()
+
+    for chosen in range(1, 10):
+        changes = 0
+        with suppress(KeyboardInterrupt):
+            run_async(work)
+        for worker in set(workers()) - set(before):
+            worker.join(5)
+        assert workers() == before
+        if changes < chosen:
+            break
+    assert 1 <= changes < chosen
 
 
 def test_many_presses_kill() -> None:

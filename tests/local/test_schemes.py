@@ -77,6 +77,8 @@ def test_schemes_that_change_change_no_token(
     monkeypatch.setattr("atts.accel.build.usable_cores", lambda: 2)
     monkeypatch.setattr("atts.accel.overlap.schemes.SchemeControl", Changing)
     monkeypatch.setattr(drafter, "begin_anew", seen)
+    # On a busy machine the process may take seconds for what it began.
+    monkeypatch.setattr("atts.accel.overlap.process.PATIENCE", 60.0)
     plain = run(folder, [orders])
     beside = "process" if transport is DrafterProcess else "inline"
     done = run(folder, [orders], None, None, near, speculate="auto", beside=beside)
@@ -84,9 +86,13 @@ def test_schemes_that_change_change_no_token(
     assert counts(done).trouble == ""
     assert fans == {way for way in GUESSING.values() if has_exit or not way.is_told}
     assert counts(done).accepted > 0
-    assert (found := counts(done).overlap) is not None
-    # a process may be late each time where the machine is busy
-    assert found.hits + found.misses + found.late * (transport is DrafterProcess) > 0
+    overlap = counts(done).overlap
+    assert overlap is not None
+    asked = overlap.hits + overlap.misses
+    if transport is DrafterProcess:
+        # A scheme lasts three steps: the second finds the process late, or gives it a guess to check.
+        asked += overlap.late
+    assert asked > 0
 
 
 def test_only_what_is_left_open_is_learned(

@@ -532,8 +532,7 @@ def _opened_schema(line: bytes) -> int | None:
     data: Any = msgspec.json.decode(line)
     if not isinstance(data, dict):
         return None
-    # Schemas before 5 had no "event" in a line: the event's fields were the line's own.
-    event = data.get("event", data)
+    event: Any = data.get("event")
     is_opening = isinstance(event, dict) and event.get("kind") == "session-opened"
     schema = event.get("schema") if is_opening else None
     return schema if isinstance(schema, int) else None

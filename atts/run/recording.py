@@ -241,7 +241,9 @@ class Recorder:
         self._decided = None
         if waiting is not None:
             self.record(waiting)
-        self._left.count(event.decision)
+        # Requests for a score count for nothing; this happens for every chunk, so the call is saved.
+        if event.decision.action != "verify":
+            self._left.count(event.decision)
         # its gate is not told what was done with it: its own word counts
         if event.asked == "round":
             self._escalations.count(event.decision, event.decision.escalate)

@@ -331,6 +331,7 @@ class LineWriter:
             is_strict = b"null" not in body or _is_finite(shortened)
         except UnicodeEncodeError:
             # half a surrogate pair, which is text in Python and has no UTF-8
+            body = b""
             is_strict = False
         if not is_strict:
             body = _with_texts(line)

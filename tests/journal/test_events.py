@@ -49,7 +49,7 @@ from atts.journal.lines import LineReader, pack_floats, unpack_floats
 
 OPENED = SessionOpened(SCHEMA, 1, "0.1.0", 42)
 STARTED = ProblemStarted(Problem("p", "What is 2+2?"))
-IN_LINES_ONLY = {
+IN_LINES_ONLY: dict[type[Any], set[str]] = {
     Sampled: {"logprobs", "span"},
     Scored: {"logprobs", "beginning_logprobs", "span"},
     Decided: {"escalated"},

@@ -42,10 +42,10 @@ FOLDERS = {
         for name in ("calibration", "evaluators", "pipelines")
     ),
 }
-FUNCTIONS = 108
+FUNCTIONS = 109
 FILES = 23
-CALLS = 150
-CHANGES = 84  # a call into another file than the call before
+CALLS = 152
+CHANGES = 86  # a call into another file than the call before
 LINES = 5
 
 

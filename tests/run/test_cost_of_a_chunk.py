@@ -42,10 +42,11 @@ FOLDERS = {
         for name in ("calibration", "evaluators", "pipelines")
     ),
 }
-FUNCTIONS = 109
+# A few more than counted: whether a queue is empty at the moment of a call decides a call or two.
+FUNCTIONS = 112
 FILES = 23
-CALLS = 152
-CHANGES = 86  # a call into another file than the call before
+CALLS = 156
+CHANGES = 88  # a call into another file than the call before
 LINES = 5
 
 

@@ -23,12 +23,12 @@ _BELONGS = {
     **dict.fromkeys(OVERLAPPED, ("drafter", "k", "drafter_device", "beside")),
     "off": ("drafter", "k", "drafter_device"),
 }
-"""By the way to speculate, the settings that it has."""
+"""The settings of each way to speculate."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationOptions:
-    """Who proposes tokens to a target, and how many."""
+    """The proposer of tokens to a target, and the number of tokens it proposes."""
 
     # the folder or hub id of a smaller model with the same tokenizer, which proposes tokens
     drafter: str = ""
@@ -74,28 +74,28 @@ class SpeculationOptions:
 
     @property
     def way(self) -> str:
-        """How tokens are proposed: one of SPECULATE."""
+        """Return the way to speculate, one of SPECULATE."""
         return self.speculate or "auto"
 
     @property
     def is_overlapped(self) -> bool:
-        """Whether the drafter works while its target computes."""
+        """Return True if the drafter works while its target computes."""
         return self.speculate in OVERLAPPED
 
     @property
     def is_on(self) -> bool:
-        """Whether tokens are proposed at all."""
+        """Return True if any tokens are proposed."""
         is_on = bool(self.drafter) if self.speculate is None else self.speculate != "off"
         return is_on and self.k != 0
 
     @property
     def takes_lent(self) -> bool:
-        """Whether a draft model that is not named here may propose."""
+        """Return True if the run's draft model may propose, although it is not named here."""
         return not self.drafter and self.speculate in (None, "auto") and self.k != 0
 
     @property
     def is_open(self) -> bool:
-        """Whether it is left open how a drafter is used, and so may be learnt."""
+        """Return True if the engine may learn how to use the drafter."""
         return self.speculate in (None, "auto") and self.k is None and self.fuzzy == 1
 
 
@@ -144,7 +144,7 @@ class StageOptions:
 
     @property
     def replicas(self) -> list[int]:
-        """How many workers hold each stage behind the first; 0 for what is no number."""
+        """Return the number of workers of each stage after the first; 0 for a word that is not a number."""
         counts = [int(word) if word.isdecimal() else 0 for word in self.stage_replicas.split(",")]
         return counts * (self.stages - 1) if len(counts) == 1 else counts
 

@@ -29,7 +29,7 @@ ExitGuesses = Mapping[int, Many[tuple[Many[int], Many[float]]]]
 
 
 class ExitListener(NamedTuple):
-    """Who is to be told of a step's rows, of those that decode."""
+    """A listener, and the rows of decoding sequences that it receives in a step."""
 
     # by row of the slot table: the sequence, and how it draws
     rows: Mapping[int, tuple[int, Sampling]]

@@ -35,6 +35,9 @@ from atts.sampling import Seed
 # A growing text without an answer this long (in characters) is not read again after every chunk,
 # but for its end.
 _READ_WHOLE = 1_200
+# tokens that the target writes in one request where nothing looks between: a rollout that another
+# settles is then cancelled within its request, and the answer is looked for at its end
+_LONG_PIECE = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +191,15 @@ class RolloutBuilder:
             self._ahead = await self.write(self.policy.drafter, [chunk], turn=self.turn + 1)
         except EngineError:
             self._ahead = None
+
+    def hand_over(self) -> None:
+        """Let the target write this rollout from here on, with nobody to judge it.
+
+        Nothing looks at it between its chunks any more, so the target writes it in long pieces.
+        """
+        self.policy = replace(self.policy, drafter="target")
+        self._bounds = self._bounds._replace(stop=())
+        self._chunk_tokens["target"] = max(self._chunk_tokens["target"], _LONG_PIECE)
 
     def drop_ahead(self) -> None:
         """Forget what was written ahead: its prefix is not what entered the rollout."""

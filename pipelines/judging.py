@@ -64,7 +64,7 @@ class ChunkJudge:
             decision = self._gate.decide(known, proposal.score)
         except CalibrationInputError as error:
             return _forced(known, f"not a score: {error}"), proposal
-        _check_final(decision)
+        check_final(decision)
         return decision, proposal
 
 
@@ -94,7 +94,7 @@ class RoundJudge:
             samples = sorted(round_)
             decisions = self._gate.decide_round([round_[sample] for sample in samples])
             for decision in decisions:
-                _check_final(decision)
+                check_final(decision)
             self._round = round_
             self._ranked = dict(zip(samples, decisions, strict=True))
         return self._ranked
@@ -130,7 +130,7 @@ def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
     )
 
 
-def _check_final(decision: Decision) -> None:
+def check_final(decision: Decision) -> None:
     """Refuse "verify" as a final decision: whatever is not escalated would be kept.
 
     :raises UsageError: the gate asks for a score that it was just given.

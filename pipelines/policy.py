@@ -17,7 +17,7 @@ Takeover = Literal["continue", "replace", "repair"]
 Stop = Literal["none", "certain", "likely"]
 AnswerCheck = Literal["stop", "verify"]
 Verification = Literal["score", "rating"]
-Later = Literal["same", "target"]
+Escalates = Literal["chunk", "rest", "problem"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,11 @@ class Policy:
     verification: Annotated[
         Verification, "what the target is asked for: log-probabilities, or a rating from 0 to 9"
     ] = "score"
+    escalates: Annotated[
+        Escalates,
+        "what goes over to the target: a chunk, a chunk and the rest of its rollout, or a problem on "
+        "which the draft's rollouts disagree",
+    ] = "chunk"
     takeover: Annotated[Takeover, "what the target does with a rejected chunk"] = "replace"
     answers: Annotated[
         AnswerCheck, "whether an answer ends its rollout at once, or after its chunk was accepted"
@@ -192,11 +197,12 @@ class Policy:
     ] = "certain"
     confidence: Annotated[float, "how sure early_stop likely must be"] = 0.95
     first_wave: Annotated[
-        int, "rollouts asked first, more only when these do not agree; 0: all at once"
+        int,
+        "rollouts asked first, more only when these do not agree; 0: all at once, or half of them "
+        "where problems are escalated",
     ] = 0
     growth: Annotated[float, "how much larger all waves together are with the next one"] = math.inf
     agreement: Annotated[float, "the share of equal answers that makes the rest unnecessary"] = 1.0
-    later_wave_writer: Annotated[Later, "who writes in later waves"] = "same"
     barrier: Annotated[bool, "every turn waits for all siblings, as synchronous methods do"] = False
     system: Annotated[str, "the system prompt"] = (
         "Solve the problem step by step. Put the final answer in \\boxed{}."
@@ -231,6 +237,8 @@ class Policy:
             raise OptionError(
                 "exact", "the draft's own text needs no draft ahead of it; set drafter to target"
             )
+        if self.escalates == "problem":
+            self._check_problems()
         if not self.timeout_seconds > 0:
             raise OptionError("timeout_seconds", f"{self.timeout_seconds} leaves no time")
         if not self.growth > 1:
@@ -242,6 +250,24 @@ class Policy:
             if not 0 < value <= 1:
                 raise OptionError(name, f"{value} is outside (0, 1]")
 
+    def _check_problems(self) -> None:
+        """Refuse what contradicts the escalation of whole problems.
+
+        :raises OptionError: no rollouts are left for the target, or the draft writes none.
+        """
+        if self.drafter == "target" or self.barrier:
+            raise OptionError(
+                "escalates",
+                "problem: the draft's rollouts come first, and none waits for another's turn; "
+                "leave drafter and barrier as they are",
+            )
+        if len(self.waves) != 2:
+            raise OptionError(
+                "first_wave",
+                f"{self.first_wave} of {self.samples} samples: escalated problems need a first wave "
+                "by the draft and one more by the target",
+            )
+
     @property
     def waves(self) -> tuple[range, ...]:
         """Return the samples of each wave.
@@ -249,7 +275,10 @@ class Policy:
         >>> Policy(samples=16, first_wave=3, growth=2.0).waves
         (range(0, 3), range(3, 6), range(6, 12), range(12, 16))
         """
-        ends = [min(self.first_wave or self.samples, self.samples)]
+        first = self.first_wave
+        if first == 0:
+            first = math.ceil(self.samples / 2) if self.escalates == "problem" else self.samples
+        ends = [min(first, self.samples)]
         while ends[-1] < self.samples:
             if math.isinf(self.growth):
                 ends.append(self.samples)
@@ -259,9 +288,9 @@ class Policy:
         return tuple(range(begin, end) for begin, end in zip(begins, ends, strict=True))
 
     def of(self, sample: int) -> Policy:
-        """Return the policy of one rollout: later waves may have another writer."""
-        if self.later_wave_writer == "target" and sample >= self.waves[0].stop:
-            return replace(self, drafter="target")
+        """Return the policy of one rollout: the target writes the later ones of an escalated problem."""
+        if self.escalates == "problem" and sample >= self.waves[0].stop:
+            return replace(self, drafter="target", escalates="chunk")
         return self
 
     def sampling_of(self, role: Role) -> Sampling:

@@ -7,13 +7,16 @@ from dataclasses import replace
 from typing import Literal
 
 from atts.concurrency import task_group
-from atts.core import Decision, Outcome, Problem, Prompt, Rollout, Usage
+from atts.core import Decision, Features, Outcome, Problem, Prompt, Rollout, Usage
+from atts.errors import UsageError
 from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
 from atts.pipelines.builder import Proposal, RolloutBuilder, Siblings, first_tokens, render
 from atts.pipelines.context import Context
 from atts.pipelines.exact import write_exactly
-from atts.pipelines.judging import ChunkJudge, Judge, make_judge
+from atts.pipelines.gates import Gate, RoundGate
+from atts.pipelines.judging import ChunkJudge, Judge, check_final, make_judge
 from atts.pipelines.policy import Policy
+from atts.pipelines.scores import disagreement
 from atts.pipelines.votes import (
     Ballot,
     Grouper,
@@ -53,6 +56,8 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
     for samples in policy.waves:
         results += await scope.rollouts(rollout, samples, admit=admit, settle=vote.add_result)
         reason = vote.stop_reason()
+        if not reason and vote.ended < policy.samples and policy.escalates == "problem":
+            reason = judge_problem(problem, vote, context.gate)
         if reason:
             break
     return conclude(problem, prompt, results, vote.tally, reason)
@@ -80,7 +85,7 @@ async def take_turn(builder: RolloutBuilder, judge: Judge) -> None:
         builder.enter([await write_exactly(builder)])
         return
     proposal = await builder.propose()
-    if policy.drafter == "target":
+    if policy.drafter == "target" or policy.escalates == "problem":
         builder.enter([proposal.chunk])
         return
     if proposal.answer is not None and policy.answers == "stop":
@@ -116,6 +121,8 @@ async def take_over(builder: RolloutBuilder, proposal: Proposal, decision: Decis
     """Let the target take a rejected chunk over as the policy says, and close the turn."""
     chunk = proposal.chunk
     score = proposal.score
+    if builder.policy.escalates == "rest":
+        builder.hand_over()
     if builder.policy.takeover == "continue":
         # the chunk stays and the target writes after it: the paper's mode
         kept = [chunk] if chunk.text or chunk.draft_ids or chunk.target_ids else []
@@ -179,13 +186,48 @@ class RunningVote:
     def stop_reason(self) -> str:
         """Return why the rollouts that ended suffice, or "" if another wave is needed.
 
-        They suffice if they settled the vote, or if enough of them agree.
+        They suffice if they settled the vote, or if enough of them agree. Where whole problems are
+        escalated, how many agree is for the gate to judge.
         """
+        if self.policy.escalates == "problem":
+            return self._settled
         if not self._settled and self.ended < self.policy.samples:
             agreeing = self.tally.agreement * len(self._cast)
             if agreeing >= max(1, self.policy.agreement * self.ended):
                 return f"the first {self.ended} agree"
         return self._settled
+
+
+def judge_problem(problem: Problem, vote: RunningVote, gate: Gate | RoundGate) -> str:
+    """Ask the gate about a problem whose draft rollouts have ended.
+
+    Return why they suffice, or "" if the target's rollouts are needed. The gate sees the problem as
+    it sees a chunk: one score, higher is worse.
+
+    :raises UsageError: the gate ranks rounds of siblings.
+    """
+    if isinstance(gate, RoundGate):
+        raise UsageError("a gate that ranks rounds of siblings cannot judge a whole problem")
+    first, later = vote.policy.waves
+    count = vote.tally
+    features = Features(
+        problem.id,
+        sample=later.start,
+        answered=sum(count.counts),
+        agreement=count.agreement,
+        agrees=True,
+        has_answer=count.winner is not None,
+    )
+    decision = gate.preview(features)
+    if decision.action == "verify":
+        features = replace(features, issue=decision.issue)
+        decision = gate.decide(features, disagreement(count, len(first)))
+        check_final(decision)
+    gate.observe(decision, decision.escalate)
+    if decision.escalate:
+        return ""
+    leading = count.counts[0] if count.counts else 0
+    return f"{leading} of {len(first)} rollouts agree"
 
 
 def conclude(

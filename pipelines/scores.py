@@ -10,8 +10,9 @@ from typing import Annotated, Literal, get_args
 from atts.core import Chunk
 from atts.engine import EngineSpec
 from atts.errors import OptionError
+from atts.pipelines.votes import Tally
 
-ScoreKind = Literal["mean", "byte", "speculative", "auto"]
+ScoreKind = Literal["mean", "byte", "speculative", "disagreement", "auto"]
 SCORE_KINDS: tuple[ScoreKind, ...] = get_args(ScoreKind)
 
 
@@ -25,6 +26,8 @@ class ScoreRule:
         product of min(1, target / author) over its tokens. What the target finds unlikely counts
         only as far as the author was surer. It needs one tokenizer and the author's
         log-probabilities; without them the chunk has no score.
+    disagreement: the number of a problem's rollouts over the leading answer's share of them. It is
+        the score of whole problems and of nothing else.
     auto: "speculative" where both models read with one tokenizer and the draft tells
         log-probabilities, else "mean".
     """
@@ -107,6 +110,19 @@ def first_rejected_token(
         if not drop < nats:  # nan is a rejection
             return position
     return drops.index(max(drops))
+
+
+def disagreement(count: Tally, rollouts: int) -> float:
+    """Return how little the rollouts of a problem agree: their number over the leading answer's.
+
+    It is 1 where all agree. Rollouts without an answer agree with none; where no rollout has one,
+    the score is twice that of one answer alone, worse than any other.
+
+    >>> disagreement(Tally(("7", "8"), (3.0, 1.0), (3, 1)), rollouts=4)
+    1.3333
+    """
+    leading = count.counts[0] if count.counts else 0.5
+    return float(f"{max(rollouts, 1) / leading:.5g}")
 
 
 def mean_logprob(chunk: Chunk) -> float:

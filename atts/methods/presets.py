@@ -76,7 +76,7 @@ def asked_roles(policy: Policy, *, is_judged: bool) -> tuple[Role, ...]:
         return ("draft", "target")
     if policy.drafter == "target":  # it writes every chunk, and judges none of its own
         return ("target",)
-    return ("draft", "target") if is_judged or policy.later_wave_writer == "target" else ("draft",)
+    return ("draft", "target") if is_judged else ("draft",)
 
 
 def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:
@@ -85,7 +85,7 @@ def reads_chunks(policy: Policy, *, is_judged: bool) -> bool:
     """
     if policy.exact or policy.confidence_stop is not None:
         return True
-    return is_judged and policy.drafter == "draft"
+    return is_judged and policy.drafter == "draft" and policy.escalates != "problem"
 
 
 def preset(name: str) -> Preset:
@@ -125,6 +125,12 @@ PRESETS: tuple[Preset, ...] = (
         "the same, the target's score asked for only where evidence does not suffice",
         {},
         lambda g: SkippingGate(g.calibrator),
+    ),
+    Preset(
+        "cascade",
+        "the draft's rollouts vote; the target adds its own where they agree least",
+        {"escalates": "problem", "score": ScoreRule("disagreement"), "early_stop": "none"},
+        _conformal,
     ),
     Preset(
         "paper",

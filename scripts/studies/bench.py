@@ -81,6 +81,9 @@ STUDIES = {
     "blocks-memory": Study(
         "what the processes of a family take, in one zoo and apart", "blocks:memory", 0, 60
     ),
+    "judges": Study(
+        "what each score knows of a real pair's mistakes, from a recorded bank", "judges:study"
+    ),
     "models": Study("the embedded pair: accuracy, voting, recovery, cost", "models:study", 30, 150),
     "pipelines": Study(
         "accuracy, tokens and time of every policy, in the parts that follow", "pipelines:study"

@@ -313,13 +313,12 @@ async def test_an_engine_that_is_not_asked_may_be_down() -> None:
 
 
 def test_each_method_says_which_models_it_asks() -> None:
-    """One model where every chunk stays as it is; both where a gate, a wave or a stream needs both."""
+    """One model where every chunk stays as it is; both where a gate or a stream needs both."""
     both = ("draft", "target")
     for row in PRESETS:
         policy = row.policy(Policy())
         expected = (ONE_MODEL[row.name],) if row.name in ONE_MODEL else both
         assert row.roles(policy) == expected, row.name
-    assert preset("draft-only").roles(Policy(later_wave_writer="target", first_wave=2)) == both
     assert preset("atts").roles(Policy(drafter="target")) == ("target",)
     alone = Setup(draft="scripted", target="scripted", method="draft-only")
     assert alone.roles == ("draft",)

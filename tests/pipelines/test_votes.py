@@ -139,15 +139,3 @@ def test_waves_grow_until_they_agree(attempt: Solve) -> None:
     sizes = [len(outcome.rollouts) for outcome in attempt(policy, FixedGate("accept"), problems=20)]
     assert set(sizes) <= {2, 4, 8, 16}
     assert len(set(sizes)) > 2
-
-
-def test_where_the_first_disagree_the_target_may_write(attempt: Solve) -> None:
-    """Problem-level escalation: later waves are the target's own, and only where they were needed."""
-    outcomes = attempt(
-        replace(POLICY, first_wave=3, later_wave_writer="target"), FixedGate("accept"), problems=15
-    )
-    for outcome in outcomes:
-        for rollout in outcome.rollouts:
-            authors = {chunk.author for turn in rollout.turns for chunk in turn.chunks}
-            assert authors <= ({"draft"} if rollout.sample < 3 else {"target"})
-    assert {len(outcome.rollouts) for outcome in outcomes} == {3, 12}

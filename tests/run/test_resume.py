@@ -127,6 +127,12 @@ POLICIES = {
     "replace": Policy(
         samples=3, turns=5, chunking=Chunking(12, 12, ()), takeover="replace", early_stop="none"
     ),
+    "problems": Policy(
+        samples=4, turns=6, chunking=Chunking(12, 12, ()), escalates="problem", early_stop="none"
+    ),
+    "rest": Policy(
+        samples=3, turns=5, chunking=Chunking(12, 12, ()), escalates="rest", early_stop="none"
+    ),
     "optimistic": Policy(
         samples=3, turns=5, chunking=Chunking(12, 12, ()), optimistic=True, early_stop="none"
     ),

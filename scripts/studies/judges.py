@@ -1,0 +1,514 @@
+"""Measure what each score knows of a real pair's mistakes, and what a takeover chosen by it is worth.
+
+Everything is computed from a bank (`scripts/studies/bank.py`), without a model. All intervals
+resample problems.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atts.evaluators import group
+from scripts.studies.bank import read
+from scripts.studies.harness import Options, Row, Table, say
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.int64]
+RESAMPLES = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One chunk of a draft's rollout: the log-probabilities that both models give its tokens."""
+
+    index: int
+    of: int  # chunks of the rollout
+    draft: Sequence[float]
+    target: Sequence[float]
+    text_bytes: int
+
+
+@dataclass(slots=True)
+class BankProblem:
+    """All records of one problem."""
+
+    name: str
+    source: str = ""
+    drafts: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    targets: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    takeovers: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+
+
+def load(path: Path) -> list[BankProblem]:
+    """Return the complete problems of a bank in the order in which they were recorded."""
+    problems: dict[str, BankProblem] = {}
+    for record in read(path):
+        problem = problems.setdefault(record["problem"], BankProblem(record["problem"]))
+        problem.source = record.get("source", problem.source)
+        if record["kind"] == "draft":
+            problem.drafts.append(record)
+        elif record["kind"] == "target":
+            problem.targets.append(record)
+        elif record["kind"] == "takeover":
+            problem.takeovers.append(record)
+    return list(problems.values())
+
+
+def chunks_of(rollout: Mapping[str, Any]) -> list[Chunk]:
+    """Return the chunks of a recorded rollout of the draft."""
+    ends = rollout["chunks"]
+    share = len(rollout["text"].encode()) / max(1, len(rollout["ids"]))
+    chunks: list[Chunk] = []
+    begin = 0
+    for index, end in enumerate(ends):
+        draft = rollout["draft_logprobs"][begin:end]
+        target = rollout["target_logprobs"][begin:end]
+        text_bytes = max(1, round(share * (end - begin)))
+        chunks.append(Chunk(index, len(ends), draft, target, text_bytes))
+        begin = end
+    return chunks
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+CHUNK_SCORES: Mapping[str, Callable[[Chunk], float]] = {
+    "target, mean": lambda chunk: -_mean(chunk.target),
+    "target, sum": lambda chunk: -math.fsum(chunk.target),
+    "target, worst token": lambda chunk: -min(chunk.target),
+    "target, per byte": lambda chunk: -math.fsum(chunk.target) / chunk.text_bytes,
+    "speculative (sum of shortfalls)": lambda chunk: math.fsum(
+        max(0.0, d - t) for d, t in zip(chunk.draft, chunk.target, strict=True)
+    ),
+    "speculative, mean": lambda chunk: _mean(
+        [max(0.0, d - t) for d, t in zip(chunk.draft, chunk.target, strict=True)]
+    ),
+    "draft less target, mean": lambda chunk: _mean(
+        [d - t for d, t in zip(chunk.draft, chunk.target, strict=True)]
+    ),
+    "draft, mean": lambda chunk: -_mean(chunk.draft),
+    "draft, sum": lambda chunk: -math.fsum(chunk.draft),
+    "draft, worst token": lambda chunk: -min(chunk.draft),
+    "length": lambda chunk: float(len(chunk.draft)),
+    "position": lambda chunk: float(chunk.index),
+}
+"""Scores of a chunk from what is recorded of every one; higher is worse."""
+
+
+def worst(rollout: Mapping[str, Any], score: Callable[[Chunk], float]) -> float:
+    """Return the score of a rollout's worst chunk."""
+    return max(score(chunk) for chunk in chunks_of(rollout))
+
+
+def labels_of(problem: BankProblem, rollouts: Sequence[Mapping[str, Any]]) -> list[int | None]:
+    """Return the class of each rollout's answer; None without one."""
+    answers = [rollout["answer"] for rollout in rollouts]
+    given = [answer for answer in answers if answer is not None]
+    classes = iter(group(given)) if given else iter(())
+    return [None if answer is None else next(classes) for answer in answers]
+
+
+def auroc(bad: Sequence[float], good: Sequence[float]) -> float:
+    """Return the chance that a bad one scores above a good one, ties counting half."""
+    wins = sum((b > g) + 0.5 * (b == g) for b in bad for g in good)
+    return wins / (len(bad) * len(good))
+
+
+def within(pairs: Iterable[tuple[Sequence[float], Sequence[float]]]) -> tuple[float, float, float]:
+    """Return the AUROC within problems, pairs pooled, with a bootstrap interval over problems.
+
+    Each pair holds the scores of a problem's wrong and of its right rollouts.
+    """
+    mixed = [(bad, good) for bad, good in pairs if bad and good]
+    if not mixed:
+        return math.nan, math.nan, math.nan
+    weights = np.array([len(bad) * len(good) for bad, good in mixed], dtype=float)
+    areas = np.array([auroc(bad, good) for bad, good in mixed])
+    return bootstrap(
+        lambda rows: float((weights * areas)[rows].sum() / weights[rows].sum()), len(mixed)
+    )
+
+
+def bootstrap(
+    statistic: Callable[[Rows], float], problems: int, seed: int = 0
+) -> tuple[float, float, float]:
+    """Return a statistic of all problems and its 95 % percentile interval."""
+    generator = np.random.default_rng(seed)
+    whole = statistic(np.arange(problems))
+    values = [statistic(generator.integers(0, problems, problems)) for _ in range(RESAMPLES)]
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return whole, math.nan, math.nan
+    low, high = np.quantile(finite, (0.025, 0.975))
+    return whole, float(low), float(high)
+
+
+def shown(estimate: tuple[float, float, float], digits: int = 3) -> str:
+    """Return a number with its interval."""
+    value, low, high = estimate
+    if math.isnan(value):
+        return "-"
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def base_rates(problems: Sequence[BankProblem]) -> Table:
+    """Return what draft and target come to alone."""
+    rows: list[Row] = []
+    for source in ("all", "gsm8k", "math500"):
+        some = [problem for problem in problems if source in ("all", problem.source)]
+        if not some:
+            continue
+        for writer in ("draft", "target"):
+            shares: list[float] = []
+            votes: list[float] = []
+            tokens: list[float] = []
+            for problem in some:
+                rollouts = problem.drafts if writer == "draft" else problem.targets
+                shares.append(_mean([float(one["correct"]) for one in rollouts]))
+                votes.append(vote(problem, rollouts))
+                tokens.append(_mean([_tokens(one) for one in rollouts]))
+            each = len(problems[0].drafts if writer == "draft" else problems[0].targets)
+            rows.append(
+                (
+                    source,
+                    writer,
+                    len(some),
+                    each,
+                    shown(over_problems(shares)),
+                    shown(over_problems(votes)),
+                    round(_mean(tokens)),
+                )
+            )
+    return Table.of(
+        "The pair alone",
+        "problems of | writer | problems | rollouts each | pass@1 | vote | tokens per rollout",
+        rows,
+    )
+
+
+def _tokens(rollout: Mapping[str, Any]) -> int:
+    return rollout["tokens"] if "tokens" in rollout else len(rollout["ids"])
+
+
+def over_problems(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return a mean over problems with its interval."""
+    each = np.array(values)
+    return bootstrap(lambda rows: float(each[rows].mean()), len(each))
+
+
+def vote(
+    problem: BankProblem,
+    rollouts: Sequence[Mapping[str, Any]],
+    weights: Sequence[float] | None = None,
+) -> float:
+    """Return the chance that the vote of these rollouts is right, ties drawn by lot."""
+    labels = labels_of(problem, rollouts)
+    totals: dict[int, float] = {}
+    right: dict[int, bool] = {}
+    for position, (label, rollout) in enumerate(zip(labels, rollouts, strict=True)):
+        if label is None:
+            continue
+        totals[label] = totals.get(label, 0.0) + (weights[position] if weights else 1.0)
+        right[label] = right.get(label, False) or rollout["correct"]
+    if not totals:
+        return 0.0
+    most = max(totals.values())
+    leaders = [label for label, total in totals.items() if total == most]
+    return _mean([float(right[label]) for label in leaders])
+
+
+def rollout_scores(problem: BankProblem) -> dict[str, list[float]]:
+    """Return every score of every draft rollout of a problem; higher is worse."""
+    scores: dict[str, list[float]] = {}
+    for name, score in CHUNK_SCORES.items():
+        scores[f"{name}; worst chunk"] = [worst(one, score) for one in problem.drafts]
+    for name in ("target, mean", "speculative, mean", "draft, mean"):
+        score = CHUNK_SCORES[name]
+        scores[f"{name}; whole rollout"] = [
+            score(
+                Chunk(
+                    0, 1, one["draft_logprobs"], one["target_logprobs"], len(one["text"].encode())
+                )
+            )
+            for one in problem.drafts
+        ]
+    scores["verdict in one token, both orders"] = [
+        -_mean(one["said_correct"]) for one in problem.drafts
+    ]
+    scores["verdict in one token, one order"] = [-one["said_correct"][0] for one in problem.drafts]
+    labels = labels_of(problem, problem.drafts)
+    sizes = [0 if label is None else labels.count(label) for label in labels]
+    scores["agreement of answers"] = [-float(size) for size in sizes]
+    scores["no answer"] = [float(label is None) for label in labels]
+    return scores
+
+
+def rollouts_table(problems: Sequence[BankProblem]) -> Table:
+    """Return how well each score tells wrong rollouts from right ones, within problems and over all."""
+    scored = [rollout_scores(problem) for problem in problems]
+    rows: list[Row] = []
+    for name in scored[0]:
+        pairs: list[tuple[list[float], list[float]]] = []
+        for problem, scores in zip(problems, scored, strict=True):
+            bad = [
+                s for s, one in zip(scores[name], problem.drafts, strict=True) if not one["correct"]
+            ]
+            good = [
+                s for s, one in zip(scores[name], problem.drafts, strict=True) if one["correct"]
+            ]
+            pairs.append((bad, good))
+        everywhere = auroc(
+            [value for bad, _ in pairs for value in bad],
+            [value for _, good in pairs for value in good],
+        )
+        ended = [
+            (
+                [
+                    s
+                    for s, one in zip(scores[name], problem.drafts, strict=True)
+                    if not one["correct"] and one["answer"] is not None
+                ],
+                good,
+            )
+            for problem, scores, (_, good) in zip(problems, scored, pairs, strict=True)
+        ]
+        rows.append((name, shown(within(pairs)), shown(within(ended)), round(everywhere, 3)))
+    mixed = sum(
+        0 < sum(one["correct"] for one in problem.drafts) < len(problem.drafts)
+        for problem in problems
+    )
+    return Table.of(
+        "Wrong rollouts told from right ones",
+        "score | AUROC within problems | the same, rollouts with an answer | AUROC over all rollouts",
+        rows,
+        f"{len(problems)} problems, of which {mixed} have right and wrong rollouts. 0.5 knows nothing.",
+    )
+
+
+def takeover_scores(problem: BankProblem, takeover: Mapping[str, Any]) -> dict[str, float]:
+    """Return every score of the chunk at which a takeover was measured; higher is worse."""
+    rollout = next(one for one in problem.drafts if one["sample"] == takeover["sample"])
+    chunk = chunks_of(rollout)[takeover["chunk"]]
+    scores = {name: score(chunk) for name, score in CHUNK_SCORES.items()}
+    scores["verdict on the step, both orders"] = -_mean(takeover["said_correct"])
+    masses = np.exp(np.array(takeover["rating"]) - max(takeover["rating"]))
+    scores["rating 0 to 9"] = -float((masses * np.arange(10)).sum() / masses.sum())
+    scores["target's own chunk likelier, mean"] = _mean(takeover["rewritten_logprobs"]) - _mean(
+        chunk.target
+    )
+    labels = labels_of(problem, problem.drafts)
+    label = labels[problem.drafts.index(rollout)]
+    scores["agreement of siblings' answers"] = -max(
+        (labels.count(other) for other in set(labels) if other is not None), default=0
+    )
+    scores["agreement with siblings, at the end"] = -float(
+        0 if label is None else labels.count(label)
+    )
+    return scores
+
+
+def advantage(takeover: Mapping[str, Any]) -> float:
+    """Return the measured advantage of the target's chunk: the gain in the share of right answers."""
+    replaced = _mean([float(one["correct"]) for one in takeover["replaced"]])
+    kept = _mean([float(one["correct"]) for one in takeover["kept"]])
+    return replaced - kept
+
+
+def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Table:
+    """Return what each score knows of the measured advantage of a takeover."""
+    measured = [(problem, takeover) for problem in problems for takeover in problem.takeovers]
+    gains = np.array([advantage(takeover) for _, takeover in measured])
+    finished = np.array(
+        [
+            _mean([float(one["correct"]) for one in takeover["finished_by_target"]])
+            - _mean([float(one["correct"]) for one in takeover["kept"]])
+            for _, takeover in measured
+        ]
+    )
+    scored = [takeover_scores(problem, takeover) for problem, takeover in measured]
+    names = list(scored[0])
+    count = len(measured)
+    rows: list[Row] = [
+        (
+            "coin",
+            "0",
+            shown(bootstrap(lambda rows: float(gains[rows].mean()), count)),
+            shown(bootstrap(lambda rows: float(finished[rows].mean()), count)),
+        )
+    ]
+    for name in names:
+        values = np.array([scores[name] for scores in scored])
+
+        rows.append(
+            (
+                name,
+                shown(bootstrap(partial(_spearman, values, gains), count), 2),
+                shown(bootstrap(partial(_above_coin, values, gains, rate), count)),
+                shown(bootstrap(partial(_above_coin, values, finished, rate), count)),
+            )
+        )
+    return Table.of(
+        "What a takeover brings where a score points",
+        "score | rank correlation with the advantage | advantage above a coin's, worst quarter "
+        "| the same, the target finishing",
+        rows,
+        f"{count} chunks, one of each problem, chosen by its name. The coin's row is the mean "
+        "advantage itself.",
+    )
+
+
+def _above_coin(values: Floats, gains: Floats, rate: float, rows: Rows) -> float:
+    """Return the mean gain where these values are worst, above the mean gain everywhere."""
+    order = np.argsort(-values[rows], kind="stable")
+    top = order[: max(1, round(rate * len(order)))]
+    return float(gains[rows][top].mean() - gains[rows].mean())
+
+
+def _spearman(one: Floats, other: Floats, rows: Rows) -> float:
+    first = _ranks(one[rows])
+    second = _ranks(other[rows])
+    if first.std() == 0 or second.std() == 0:
+        return math.nan
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def _ranks(values: Floats) -> Floats:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return (ends - (counts - 1) / 2)[inverse].astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A way to spend rollouts on problems: for each problem the chance that its vote is right, and
+    the target's tokens.
+    """
+
+    name: str
+    right: Floats
+    target_tokens: Floats
+    draft_tokens: Floats
+
+
+def cascade_arms(
+    problems: Sequence[BankProblem], drafts: int, targets: int, weight: float
+) -> list[Arm]:
+    """Return a cascade at several rates, chosen by agreement, and by a coin."""
+    before: list[float] = []
+    after: list[float] = []
+    cost: list[float] = []
+    written: list[float] = []
+    disagreements: list[float] = []
+    for problem in problems:
+        first = problem.drafts[:drafts]
+        more = problem.targets[:targets]
+        labels = labels_of(problem, first)
+        lead = max((labels.count(label) for label in labels if label is not None), default=0.5)
+        disagreements.append(drafts / lead)
+        before.append(vote(problem, first))
+        after.append(vote(problem, [*first, *more], [1.0] * len(first) + [weight] * len(more)))
+        cost.append(sum(_tokens(one) for one in more))
+        written.append(sum(_tokens(one) for one in first))
+    kept, changed, spent = np.array(before), np.array(after), np.array(cost)
+    scores = np.array(disagreements)
+    arms: list[Arm] = []
+    for rate in (0.1, 0.2, 0.3, 0.5):
+        chance = _escalated(scores, rate)
+        name = f"cascade {drafts} + {targets}, weight {weight:g}, rate {rate}"
+        arms.append(Arm(name, kept + chance * (changed - kept), chance * spent, np.array(written)))
+        coin = np.full(len(scores), chance.mean())
+        arms.append(
+            Arm(f"{name}, coin", kept + coin * (changed - kept), coin * spent, np.array(written))
+        )
+    return arms
+
+
+def _escalated(scores: Floats, rate: float) -> Floats:
+    """Return each problem's chance to be among the worst `rate`, ties drawn by lot."""
+    wanted = rate * len(scores)
+    chances = np.zeros(len(scores))
+    for score in sorted(set(scores.tolist()), reverse=True):
+        members = scores == score
+        share = min(1.0, wanted / members.sum())
+        chances[members] = share
+        wanted -= share * members.sum()
+        if wanted <= 1e-9:
+            break
+    return chances
+
+
+def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
+    """Return the vote of some rollouts of one model."""
+    right: list[float] = []
+    tokens: list[float] = []
+    for problem in problems:
+        some = (problem.drafts if writer == "draft" else problem.targets)[:rollouts]
+        right.append(vote(problem, some))
+        tokens.append(sum(_tokens(one) for one in some))
+    spent = np.array(tokens, dtype=float)
+    nothing = np.zeros(len(problems))
+    is_draft = writer == "draft"
+    return Arm(
+        f"{writer} alone, {rollouts}",
+        np.array(right),
+        nothing if is_draft else spent,
+        spent if is_draft else nothing,
+    )
+
+
+def cascade_table(problems: Sequence[BankProblem]) -> Table:
+    """Return accuracy and cost of cascades beside coins and either model alone."""
+    arms = [alone(problems, "draft", 4), alone(problems, "draft", 8)]
+    arms += [alone(problems, "target", count) for count in (1, 2, 4)]
+    for drafts, targets in ((4, 4), (8, 2), (8, 4)):
+        for weight in (1.0, 2.0, 10.0):
+            arms += cascade_arms(problems, drafts, targets, weight)
+    by_name = {arm.name: arm for arm in arms}
+    rows: list[Row] = []
+    for arm in arms:
+        if arm.name.endswith(", coin"):
+            continue
+        coin = by_name.get(f"{arm.name}, coin")
+        gain = shown(over_problems((arm.right - coin.right).tolist())) if coin else "-"
+        rows.append(
+            (
+                arm.name,
+                shown(over_problems(arm.right.tolist())),
+                gain,
+                round(float(arm.target_tokens.mean())),
+                round(float(arm.draft_tokens.mean())),
+            )
+        )
+    return Table.of(
+        "Whole problems",
+        "arm | accuracy | above a coin | target tokens per problem | draft tokens per problem",
+        rows,
+        "A weight is what one target rollout counts in the vote of an escalated problem.",
+    )
+
+
+def study(options: Options) -> list[Table]:
+    """Compute every table of the bank in the folder of the study's files."""
+    path = options.file("bank.jsonl")
+    whole = load(path) if path is not None else []
+    if path is None or not whole:
+        say("no bank at hand: record one with `python -m scripts.studies.bank DRAFT TARGET OUT`")
+        return []
+    parts = json.loads(path.with_name("split.json").read_text(encoding="utf-8"))
+    problems = [problem for problem in whole if problem.name in parts["development"]]
+    return [
+        base_rates(problems),
+        rollouts_table(problems),
+        takeovers_table(problems),
+        cascade_table(problems),
+    ]

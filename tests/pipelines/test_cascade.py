@@ -1,0 +1,158 @@
+"""Whole problems are escalated where the draft's rollouts disagree, at the nominal rate."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+
+from atts.calibration import Calibrator
+from atts.core import Outcome
+from atts.errors import OptionError, UsageError
+from atts.methods import preset
+from atts.pipelines import ConformalGate, Features, FixedGate, Policy, Tally, TopGate
+from atts.pipelines.scores import disagreement
+
+Solve = Callable[..., list[Outcome]]
+
+CASCADE = preset("cascade").policy(Policy(samples=8))
+
+
+def authors(outcome: Outcome) -> list[set[str]]:
+    """Return who wrote each rollout."""
+    return [
+        {chunk.author for turn in rollout.turns for chunk in turn.chunks}
+        for rollout in outcome.rollouts
+    ]
+
+
+def test_the_target_writes_whole_rollouts_of_escalated_problems_alone(attempt: Solve) -> None:
+    """Every problem has the draft's half; the other half is the target's, or was never asked for."""
+    gate = ConformalGate(Calibrator(0.4, "aci", seed=3))
+    outcomes = attempt(CASCADE, gate, problems=40)
+    sizes = [len(outcome.rollouts) for outcome in outcomes]
+    assert set(sizes) == {4, 8}
+    for outcome in outcomes:
+        assert authors(outcome)[:4] == [{"draft"}] * 4
+        assert all(names == {"target"} for names in authors(outcome)[4:])
+        assert outcome.usage.scored_tokens == 0
+    assert abs(sizes.count(8) / 40 - 0.4) <= 0.1
+
+
+def test_what_agrees_least_goes_over(attempt: Solve) -> None:
+    """With every score stored beforehand, all that goes over agrees no more than all that stays."""
+    alone = attempt(replace(CASCADE, samples=5, first_wave=4), FixedGate("accept"), problems=40)
+    shares = [max(outcome.votes.values(), default=0.0) for outcome in alone]
+    stored = [4 / share if share else 8.0 for share in shares]
+    gate = ConformalGate(Calibrator(0.3, "split", stored=stored, seed=1))
+    outcomes = attempt(replace(CASCADE, samples=5, first_wave=4), gate, problems=40)
+    escalated = [
+        share for share, one in zip(shares, outcomes, strict=True) if len(one.rollouts) == 5
+    ]
+    kept = [share for share, one in zip(shares, outcomes, strict=True) if len(one.rollouts) == 4]
+    assert escalated
+    assert kept
+    assert max(escalated) <= min(kept)
+
+
+def test_a_problem_that_stays_says_how_many_agree(attempt: Solve) -> None:
+    """The reason is part of the outcome."""
+    outcome = attempt(CASCADE, FixedGate("accept"), problems=1)[0]
+    leading = int(max(outcome.votes.values()))
+    assert outcome.why == f"{leading} of 4 rollouts agree"
+
+
+@pytest.mark.parametrize("action", ["accept", "escalate"])
+def test_a_gate_that_needs_no_score_decides_too(
+    attempt: Solve, action: Literal["accept", "escalate"]
+) -> None:
+    """A fixed gate sends none or all over."""
+    outcomes = attempt(CASCADE, FixedGate(action), problems=5)
+    assert {len(outcome.rollouts) for outcome in outcomes} == {8 if action == "escalate" else 4}
+
+
+def test_a_gate_of_rounds_cannot_judge_a_problem(attempt: Solve) -> None:
+    """It ranks siblings, and a problem has none."""
+    with pytest.raises(UsageError, match="whole problem"):
+        attempt(CASCADE, TopGate.of(0.5), problems=1)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"samples": 1},
+        {"first_wave": 8},
+        {"first_wave": 2, "growth": 2.0},
+        {"drafter": "target"},
+        {"barrier": True},
+    ],
+)
+def test_policies_that_leave_nothing_to_escalate_are_refused(changes: dict[str, object]) -> None:
+    """The message names the key."""
+    with pytest.raises(OptionError, match="first_wave|escalates"):
+        replace(CASCADE, **changes)  # type: ignore[arg-type]
+
+
+def test_the_score_orders_votes_from_agreement_to_no_answer_at_all() -> None:
+    """Fewer rollouts behind the leading answer are worse, and none is the worst."""
+    counts = [(8,), (7, 1), (4, 4), (2, 2, 2, 1, 1), (1,), ()]
+    scores = [
+        disagreement(Tally(tuple("abcdefgh"[: len(count)]), tuple(map(float, count)), count), 8)
+        for count in counts
+    ]
+    assert scores == sorted(scores)
+    assert scores[0] == 1.0
+    assert scores[-1] == 16.0
+
+
+@pytest.mark.parametrize("order", ["random", "easy first", "hard first", "drifting"])
+@pytest.mark.parametrize("rate", [0.1, 0.3])
+def test_the_share_of_problems_is_the_nominal_rate_in_any_order(order: str, rate: float) -> None:
+    """10^5 simulated problems of eight rollouts whose agreement is one of nine scores.
+
+    What an order can take away is the way of the level from its start to its end: about 400
+    decisions' worth where the scores only fall.
+    """
+    rng = random.Random(f"{order} {rate}")
+    number = 100_000
+    skills = [rng.betavariate(1.2, 1.0) for _ in range(number)]
+    if order == "easy first":
+        skills.sort(reverse=True)
+    elif order == "hard first":
+        skills.sort()
+    elif order == "drifting":
+        skills = [skill * (1 - 0.8 * index / number) for index, skill in enumerate(skills)]
+    gate = ConformalGate(Calibrator(rate, "aci", seed=2))
+    escalated = 0
+    for index, skill in enumerate(skills):
+        agreeing = sum(rng.random() < skill for _ in range(8))
+        count = Tally(("1",), (float(agreeing),), (agreeing,)) if agreeing else Tally((), (), ())
+        features = Features(f"p{index}", sample=8, answered=8, agreement=agreeing / 8)
+        asked = gate.preview(features)
+        decision = gate.decide(replace(features, issue=asked.issue), disagreement(count, 8))
+        gate.observe(decision, decision.escalate)
+        gate.forget(features.question)
+        escalated += decision.escalate
+    assert abs(escalated / number - rate) <= 0.005
+
+
+def test_the_rest_of_a_rollout_goes_over_with_its_chunk(attempt: Solve) -> None:
+    """After the chunk that the gate rejects, the target writes alone and is not judged."""
+    policy = Policy(samples=6, escalates="rest", early_stop="none")
+    gate = ConformalGate(Calibrator(0.2, "aci", seed=5))
+    outcomes = attempt(policy, gate, problems=10)
+    handed_over = 0
+    for outcome in outcomes:
+        for rollout in outcome.rollouts:
+            turns = rollout.turns
+            writers = ["".join(sorted({c.author for c in turn.chunks})) for turn in turns]
+            if "target" not in writers:
+                continue
+            handed_over += 1
+            first = writers.index("target")
+            assert writers == ["draft"] * first + ["target"] * (len(writers) - first)
+            assert all(turn.decision is None for turn in turns[first + 1 :])
+    assert handed_over > 5

@@ -1,0 +1,120 @@
+"""A bank of scripted rollouts is recorded, read back and judged as one of a real pair is."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atts.testing import ScriptedEngine, run_virtual, toy_problems
+
+bank = pytest.importorskip("scripts.studies.bank", reason="needs a checkout")
+judges = pytest.importorskip("scripts.studies.judges", reason="needs a checkout")
+harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bank of six toy problems."""
+    path: Path = tmp_path_factory.mktemp("bank") / "bank.jsonl"
+    problems = toy_problems(6, 5)
+
+    async def record() -> None:
+        async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
+            recorder = bank.Recorder(draft, target)
+            for problem in problems:
+                records = await recorder.records(problem)
+                bank.append(path, [*records, {"kind": "complete", "problem": problem.id}])
+
+    run_virtual(partial(record))
+    names = [problem.id for problem in problems]
+    split = {"development": names[:4], "confirmation": names[4:]}
+    path.with_name("split.json").write_text(json.dumps(split), encoding="utf-8")
+    return path
+
+
+def test_every_problem_has_its_rollouts_and_one_experiment(recorded: Path) -> None:
+    """Chunks cover the rollout without a gap, and both models have a number for every token."""
+    problems = judges.load(recorded)
+    assert len(problems) == 6
+    for problem in problems:
+        assert len(problem.drafts) == bank.SAMPLES
+        assert len(problem.targets) == bank.TARGET_SAMPLES
+        for rollout in problem.drafts:
+            count = len(rollout["ids"])
+            assert rollout["chunks"][-1] == count
+            assert rollout["chunks"] == sorted(set(rollout["chunks"]))
+            assert len(rollout["draft_logprobs"]) == len(rollout["target_logprobs"]) == count
+            assert sum(len(chunk.target) for chunk in judges.chunks_of(rollout)) == count
+        for takeover in problem.takeovers:
+            assert len(takeover["kept"]) == len(takeover["replaced"]) == bank.CONTINUATIONS
+            assert len(takeover["finished_by_target"]) == bank.FINISHED_BY_TARGET
+            assert -1 <= judges.advantage(takeover) <= 1
+
+
+def test_a_problem_that_a_kill_cut_is_recorded_again(recorded: Path, tmp_path: Path) -> None:
+    """What has no mark of completion is left out, and so is a torn line."""
+    text = recorded.read_text(encoding="utf-8")
+    whole = [json.loads(line) for line in text.splitlines()]
+    complete = [entry["problem"] for entry in whole if entry["kind"] == "complete"]
+    torn = tmp_path / "bank.jsonl"
+    torn.write_text(text[:-200], encoding="utf-8")
+    kept = {entry["problem"] for entry in bank.read(torn)}
+    assert kept == set(complete[:-1])
+
+
+def test_the_split_shares_both_halves_among_both_sources() -> None:
+    """Problems of the two sources alternate, and two of four are for development."""
+    names = [f"{source}/{index}" for index in range(8) for source in ("gsm8k", "math500")]
+    parts = bank.split(names)
+    assert not set(parts.development) & set(parts.confirmation)
+    for half in (parts.development, parts.confirmation):
+        assert sum(name.startswith("gsm8k") for name in half) == 4
+        assert len(half) == 8
+
+
+def test_the_study_reads_development_problems_alone(recorded: Path) -> None:
+    """Its tables name how many problems they are of."""
+    tables = judges.study(harness.Options(out=recorded.parent))
+    assert tables[0].rows[0][2] == 4
+    assert {row[0] for row in tables[1].rows} >= {"target, worst token; worst chunk"}
+
+
+def rollout(answer: str | None, correct: bool, length: int = 1) -> dict[str, Any]:
+    """A rollout as the bank has it, as far as a vote reads it."""
+    return {"answer": answer, "correct": correct, "tokens": length}
+
+
+def test_a_tied_vote_is_right_by_the_chance_of_a_lot() -> None:
+    """Weights break ties; without an answer there is no vote."""
+    problem = judges.BankProblem("p")
+    split = [rollout("1", True), rollout("2", False), rollout(None, False)]
+    assert judges.vote(problem, split) == 0.5
+    assert judges.vote(problem, split, [1.0, 2.0, 1.0]) == 0.0
+    assert judges.vote(problem, [rollout(None, False)]) == 0.0
+
+
+def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
+    """Where the draft's votes scatter the target is right, elsewhere both are: a coin wastes half."""
+    problems = []
+    for index in range(40):
+        scattered = index % 2 == 0
+        drafts = [
+            rollout(str(sample) if scattered else "1", correct=not scattered, length=10)
+            for sample in range(8)
+        ]
+        targets = [rollout("77" if scattered else "1", correct=True, length=10) for _ in range(4)]
+        problems.append(judges.BankProblem(f"p{index}", "toy", drafts, targets))
+    table = judges.cascade_table(problems)
+    rows = {row[0]: row for row in table.rows}
+    accuracy = rows["cascade 8 + 4, weight 1, rate 0.5"][1]
+    assert accuracy.startswith("1.000")
+    assert rows["cascade 8 + 4, weight 1, rate 0.5"][2].startswith("0.250")
+
+
+def test_auroc_counts_ties_half() -> None:
+    """By hand."""
+    assert judges.auroc([3.0, 1.0], [1.0, 0.0]) == pytest.approx(3.5 / 4)

@@ -214,7 +214,10 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
     rows = [
         ("accuracy", f"{_share(summary.answers)}   majority vote of each problem's rollouts"),
         ("pass@1", f"{_share(summary.samples_right)}   single rollouts"),
-        ("escalated chunks", f"{_share(summary.rate)}   nominal rate {configuration['rate']:g}"),
+        (
+            f"escalated {result.manifest.judged_unit}",
+            f"{_share(summary.rate)}   nominal rate {configuration['rate']:g}",
+        ),
         (
             "tokens written",
             f"{usage.draft_tokens:,} by the draft, {usage.target_tokens:,} by the target "

@@ -197,7 +197,7 @@ def _facts(snapshot: ProgressSnapshot) -> list[tuple[str, str]]:
     speed = f"draft {speeds['draft']:,.0f}/s, target {speeds['target']:,.0f}/s, scored {speeds['scored']:,.0f}/s"
     rows = [
         ("rollouts", busy if snapshot.state != "over" else f"{snapshot.rollouts_done:,} ended"),
-        ("chunks", chunks if snapshot.accepted + snapshot.escalated else ""),
+        (snapshot.judged_unit, chunks if snapshot.accepted + snapshot.escalated else ""),
         ("rate", f"{snapshot.rate.brief()}{nominal}" if snapshot.rate.n_problems else ""),
         ("accuracy", snapshot.accuracy.brief() if snapshot.graded else ""),
         ("tokens", f"{share}; {speed}" if tokens["draft"] + tokens["target"] else ""),

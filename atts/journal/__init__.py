@@ -36,6 +36,7 @@ from atts.journal.finished import (
 from atts.journal.lines import LineWriter, read_entries
 from atts.journal.manifest import (
     Json,
+    JudgedUnit,
     Manifest,
     Setting,
     dataset_digest,
@@ -99,6 +100,7 @@ __all__ = [
     "salvage",
     "Json",
     "LineWriter",
+    "JudgedUnit",
     "Manifest",
     "Observed",
     "OpenProblem",

@@ -11,7 +11,7 @@ from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -22,6 +22,9 @@ from atts.journal.events import SCHEMA
 from atts.journal.lines import other_version
 
 Json: TypeAlias = "Mapping[str, Json] | Sequence[Json] | str | int | float | bool | None"
+
+JudgedUnit = Literal["chunks", "problems"]
+"""What a run's gate decides about."""
 
 _ADVICE = "Choose another run directory, or restore those settings"
 
@@ -52,6 +55,14 @@ class Manifest:
     created: float = 0.0  # seconds since the epoch
     schema: int = SCHEMA
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+
+    @property
+    def judged_unit(self) -> JudgedUnit:
+        """Return what the run's gate decides about."""
+        policy = self.configuration.get("policy")
+        values = policy.value if policy is not None else None
+        escalates = values.get("escalates") if isinstance(values, Mapping) else None
+        return "problems" if escalates == "problem" else "chunks"
 
     def check(self, stored: Manifest, directory: Path) -> None:
         """Refuse to resume a run that was started under other settings.

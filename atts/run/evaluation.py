@@ -250,6 +250,7 @@ class _Run:
             draft=plan.draft.spec.model if "draft" in plan.roles else "",
             target=plan.target.spec.model if "target" in plan.roles else "",
             directory=self._options.directory,
+            judged_unit=self._manifest.judged_unit,
         )
 
     def _left_over(self, problems: Iterable[Problem]) -> Iterator[Problem]:

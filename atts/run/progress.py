@@ -18,6 +18,7 @@ from atts.journal import (
     Drifted,
     Event,
     Graded,
+    JudgedUnit,
     Observed,
     OutcomeReached,
     ProblemStarted,
@@ -54,6 +55,7 @@ class ProgressSnapshot:
 
     state: RunState
     directory: Path | None
+    judged_unit: JudgedUnit
     problems: int | None  # None: they stream in
     done: int
     failed: int  # of those done: problems that are not complete
@@ -212,6 +214,7 @@ class Progress:
         return ProgressSnapshot(
             state=self._state,
             directory=begun.directory,
+            judged_unit=begun.judged_unit,
             problems=begun.problems,
             done=len(self._over),
             failed=len(self._incomplete),

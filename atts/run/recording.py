@@ -17,6 +17,7 @@ from atts.journal import (
     Drifted,
     Event,
     Journal,
+    JudgedUnit,
     Observed,
     OpenProblem,
     RolloutFinished,
@@ -87,6 +88,7 @@ class RunBegun:
     draft: str  # the model
     target: str
     directory: Path | None
+    judged_unit: JudgedUnit = "chunks"
 
 
 Notice = Event | ChunkWritten | CallBegun | EngineAwaited | RunBegun

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -239,6 +240,22 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     saved = json.loads((tmp_path / "run" / "progress.json").read_text())
     assert (saved["done"], saved["rollouts_done"], saved["directory"]) == (3, 12, "run")
     assert [path.name for path in (tmp_path / "run").glob(".*")] == []
+
+
+@pytest.mark.parametrize(("method", "unit"), [("cascade", "problems"), ("random", "chunks")])
+def test_what_is_escalated_is_called_by_its_name(
+    atts: Any, scripted: tuple[str, ...], method: str, unit: str
+) -> None:
+    """A cascade judges problems, every other gate chunks; both lines say which."""
+    said = atts(
+        "eval", "arithmetic[:6]", *scripted, "--method", method, "--rate", "0.5", "--samples", "4",
+        "--report", "none",
+    )  # fmt: skip
+    assert said.code == 0
+    assert f"escalated {unit}" in said.out
+    other = {"problems": "chunks", "chunks": "problems"}[unit]
+    assert f"escalated {other}" not in said.out
+    assert re.search(rf"; {unit} \d+ accepted, \d+ escalated", said.err)
 
 
 def test_a_polite_kill_is_a_ctrl_c(tmp_path: Path) -> None:

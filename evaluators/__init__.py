@@ -30,11 +30,24 @@ if TYPE_CHECKING:
         mean_estimate,
         share_estimate,
     )
+    from atts.evaluators.metrics.power import (
+        Power,
+        VarianceSplit,
+        difference_spread,
+        paired_power,
+        variance_split,
+    )
+    from atts.evaluators.metrics.ranking import (
+        LabelledChunk,
+        gain_over_coin,
+        within_question_auroc,
+    )
     from atts.evaluators.verdict import Limits, Status, Verdict
 
     # isort: off
     from atts.evaluators.metrics.paired import (
-        Comparison, ConfidenceSequence, McNemar, Sequential, compare_in_order, compare_runs, mcnemar, problems_needed,
+        Comparison, ConfidenceSequence, McNemar, Sequential, compare_in_order, compare_runs, holm, mcnemar,
+        problems_needed,
     )  # fmt: skip
     from atts.evaluators.metrics.rates import (
         Counts, Samples, Scorecard, Votes, answer_classes, avg_at_n, count, g_pass_at_k, maj_at_k, pass_at_k,
@@ -52,20 +65,23 @@ _NAMES = {
     "grading": "GradeTally GradedRecord grade judge reference",
     "metrics.intervals": "Estimate accuracy_estimate mean_estimate share_estimate",
     "metrics.paired": "Comparison ConfidenceSequence McNemar Sequential compare_in_order "
-    "compare_runs mcnemar problems_needed",
+    "compare_runs holm mcnemar problems_needed",
     "metrics.rates": "Counts Samples Scorecard Votes answer_classes avg_at_n count g_pass_at_k "
     "maj_at_k pass_at_k pass_hat_k rate samples_of score votes",
+    "metrics.power": "Power VarianceSplit difference_spread paired_power variance_split",
+    "metrics.ranking": "LabelledChunk gain_over_coin within_question_auroc",
     "verdict": "Limits Status Verdict",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "BENCHMARKS", "Benchmark", "Columns", "Comparison", "ConfidenceSequence", "Counts", "Dataset", "Estimate",
-    "Exercise", "Extraction", "GradeTally", "GradedRecord", "Limits", "LoadOptions", "McNemar", "Samples", "Scorecard",
-    "Selection", "Sequential", "Status", "Verdict", "Votes", "accuracy_estimate", "answer_classes", "avg_at_n",
-    "cached_snapshot", "compare_in_order", "compare_runs", "count", "equivalent", "exercises", "extract", "extraction",
-    "find_benchmark", "g_pass_at_k", "grade", "group", "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar",
-    "mean_estimate", "pass_at_k", "pass_hat_k", "problems_needed", "rate", "reference", "samples_of", "score", "select",
-    "share_estimate", "unmarked", "votes",
+    "Exercise", "Extraction", "GradeTally", "GradedRecord", "LabelledChunk", "Limits", "LoadOptions", "McNemar",
+    "Power", "Samples", "Scorecard", "Selection", "Sequential", "Status", "VarianceSplit", "Verdict", "Votes",
+    "accuracy_estimate", "answer_classes", "avg_at_n", "cached_snapshot", "compare_in_order", "compare_runs", "count",
+    "difference_spread", "equivalent", "exercises", "extract", "extraction", "find_benchmark", "g_pass_at_k",
+    "gain_over_coin", "grade", "group", "holm", "json_lines", "judge", "load_dataset", "maj_at_k", "mcnemar",
+    "mean_estimate", "paired_power", "pass_at_k", "pass_hat_k", "problems_needed", "rate", "reference", "samples_of",
+    "score", "select", "share_estimate", "unmarked", "variance_split", "votes", "within_question_auroc",
 ]  # fmt: skip
 
 

@@ -8,11 +8,11 @@ from atts.errors import UnsupportedByEngine
 from atts.pipelines.gates import (
     AgreementGate,
     CappedGate,
+    CoinGate,
     ConformalGate,
     CueGate,
     FixedGate,
     Gate,
-    RandomGate,
     RoundGate,
     StaticRankGate,
     ThresholdGate,
@@ -21,7 +21,7 @@ from atts.pipelines.gates import (
 from atts.pipelines.policy import Policy
 from atts.pipelines.scores import ScoreRule, resolved
 
-_BLIND = (FixedGate, RandomGate, CueGate)  # they never look at a score
+_BLIND = (FixedGate, CoinGate, CueGate)  # they never look at a score
 # of the draft's own evidence they look at nothing
 _BY_SCORE = (
     ConformalGate,

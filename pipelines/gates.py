@@ -158,7 +158,7 @@ class FixedGate(NonLearningGate):
 
 
 @dataclass(frozen=True, slots=True)
-class RandomGate(NonLearningGate):
+class CoinGate(NonLearningGate):
     """A seeded coin per chunk: the baseline that spends the same budget without looking."""
 
     rate: float

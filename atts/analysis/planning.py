@@ -16,7 +16,18 @@ from atts.analysis.turns import is_written, tokens_written
 from atts.calibration import Mode
 from atts.core import Chunk, Outcome, Rollout, Turn, TurnKey, Usage
 from atts.errors import OptionError, UsageError
-from atts.evaluators import Estimate, answer_classes, group, maj_at_k, mean_estimate, votes
+from atts.evaluators import (
+    Estimate,
+    answer_classes,
+    compare_runs,
+    difference_spread,
+    group,
+    maj_at_k,
+    mean_estimate,
+    paired_power,
+    variance_split,
+    votes,
+)
 from atts.journal import CallSpan, Decided, FinishedProblem, RecordedRun, RunState, open_run
 from atts.pipelines import ConformalGate, Policy
 
@@ -556,6 +567,68 @@ def advise(directories: Sequence[Path], cap: Cap | None = None) -> Advice:
     )
 
 
+def _gain_notes(runs: Sequence[PlanData]) -> Iterator[str]:
+    """Yield the gain of each gated run over the coin of its rate, or what would show it."""
+    coins = {data.rate: data for data in runs if data.method == "coin"}
+    for data in runs:
+        if data.method in ("coin", "draft-only", "target-only", "exact"):
+            continue
+        coin = coins.get(data.rate)
+        if coin is None:
+            yield (
+                f"Whether the score helps is not known at rate {data.rate:g}: plan with a run of "
+                f"--method coin --rate {data.rate:g} as well."
+            )
+            continue
+        ours = _shares(data)
+        theirs = _shares(coin)
+        common = [name for name in ours if name in theirs]
+        gain = compare_runs([theirs[name] for name in common], [ours[name] for name in common])
+        yield (
+            f"Gain of {data.method} over a coin at rate {data.rate:g}: {gain.difference.signed()} in "
+            f"accuracy of single rollouts ({len(common):,} problems)."
+        )
+
+
+def _power_notes(runs: Sequence[PlanData]) -> Iterator[str]:
+    """Yield the variance of the first run taken apart, and what such a run can show."""
+    first = runs[0]
+    split = variance_split(list(_verdicts(first).values()))
+    if split is None or len(first.cases) < 2:
+        return
+    yield f"Variance: {split}."
+    if not split.within > 0:
+        return
+    spread: float | None = None
+    if len(runs) > 1:
+        ours = _verdicts(first)
+        theirs = _verdicts(runs[1])
+        common = [name for name in ours if name in theirs]
+        spread = difference_spread(
+            [ours[name] for name in common], [theirs[name] for name in common]
+        )
+    samples = max(len(case.rollouts) for case in first.cases)
+    power = paired_power(split, len(first.cases), samples, spread or 0.0)
+    basis = "the spread of the difference is that between the first two runs"
+    if spread is None:
+        basis = "at least, for one run does not tell how the difference varies over problems"
+    yield f"Power: {power}; {basis}."
+    yield (
+        "For a number of tokens, more problems show more than more samples of each: take all "
+        "problems there are, then as many samples as the tokens allow."
+    )
+
+
+def _verdicts(data: PlanData) -> dict[str, list[bool]]:
+    """Return whether each rollout is correct, by problem; an unscored one counts as wrong."""
+    return {case.problem: [bool(one.is_right) for one in case.rollouts] for case in data.cases}
+
+
+def _shares(data: PlanData) -> dict[str, float]:
+    """Return the share of correct rollouts by problem; an unscored one counts as wrong."""
+    return {name: sum(row) / len(row) for name, row in _verdicts(data).items()}
+
+
 def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | None) -> list[str]:
     notes = [
         "Accuracies are of these problems and samples, counted over all subsets of the recorded "
@@ -570,6 +643,8 @@ def _notes(runs: Sequence[PlanData], found: Sequence[Option], best: Option | Non
             f"and leans towards "
             "the quick. A run with --set early_stop=none has no such lean."
         )
+    notes += _gain_notes(runs)
+    notes += _power_notes(runs)
     if best is not None and not math.isnan(best.accuracy.low):
         wide = best.accuracy.high - best.accuracy.low
         if wide > 0.15:

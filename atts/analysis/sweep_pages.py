@@ -10,7 +10,7 @@ from atts.analysis.reports.charts import Chart
 from atts.analysis.reports.render import page
 from atts.analysis.reports.svg import Axis, Plot
 from atts.analysis.reports.tables import ReportTable
-from atts.analysis.sweeps import ScalingPoint, SweepReport
+from atts.analysis.sweeps import Contrast, ScalingPoint, SweepReport
 
 _WIDE = 60
 _TALL = 12
@@ -27,7 +27,19 @@ def sweep_lines(report: SweepReport) -> Iterator[str]:
 
 def sweep_notes(report: SweepReport) -> Iterator[str]:
     """Return what a reader must know of the numbers."""
-    yield "Brackets are 95 % intervals over problems; differences are to the target alone, problem by problem."
+    yield (
+        "Brackets are 95 % intervals over problems. Differences are to the target alone, in accuracy of "
+        "the vote; gains over a coin are in accuracy of single rollouts, to a coin of the same policy "
+        "and rate. Both are problem by problem."
+    )
+    compared = (("differences", "difference"), ("gains", "gain"))
+    counts = {
+        words: sum(getattr(point, name) is not None for point in report.points)
+        for words, name in compared
+    }
+    several = [f"{count} {words}" for words, count in counts.items() if count > 1]
+    if several:
+        yield f"p-values are corrected by Holm's method, for {' and for '.join(several)}."
     yield (
         "Best of all: the share of problems that any rollout solved, which no vote can exceed; "
         "rollouts that a settled "
@@ -47,16 +59,18 @@ def sweep_notes(report: SweepReport) -> Iterator[str]:
 def _table(report: SweepReport) -> Iterator[str]:
     wide = max([len(point.name) for point in report.points] + [12])
     yield (
-        f"  {'':<{wide}}  {'done':>9}  {'accuracy':<21}  {'difference':<24}  {'best of all':>11}  "
+        f"  {'':<{wide}}  {'done':>9}  {'accuracy':<21}  {'difference':<31}  {'gain over a coin':<31}  "
+        f"{'best of all':>11}  "
         f"{'rate':>5}  {'target':>8}  {'seconds':>8}"
     )
     marks = _marks(report)
     for point in (*report.references, *report.grid):
         done = f"{point.done}/{point.problems if point.problems is not None else '?'}"
         what = point.accuracy.brief("-") if point.done else point.standing
-        difference = "" if point.difference is None else point.difference.signed()
+        difference = "" if point.difference is None else str(point.difference)
+        gain = "" if point.gain is None else str(point.gain)
         yield (
-            f"{marks[point.name]} {point.name:<{wide}}  {done:>9}  {what:<21}  {difference:<24}  "
+            f"{marks[point.name]} {point.name:<{wide}}  {done:>9}  {what:<21}  {difference:<31}  {gain:<31}  "
             f"{_number(point.oracle.value, '.3f'):>11}  {_number(point.rate.value, '.2f'):>5}  "
             f"{_number(point.target_tokens, ',.0f'):>8}  {_number(point.seconds, ',.2f'):>8}"
         ).rstrip()
@@ -68,7 +82,7 @@ def _number(value: float, form: str) -> str:
 
 
 def _marks(report: SweepReport) -> dict[str, str]:
-    """Return the letter of each point: one per curve, T and D for target and draft alone."""
+    """Return the letter of each point: one per curve, T, D and C for the baselines."""
     curves = enumerate(report.curves.values())
     found = {
         point.name: _LETTERS[number % len(_LETTERS)]
@@ -105,7 +119,7 @@ def _picture(report: SweepReport) -> Iterator[str]:
     yield f"{'':>8} 0{f'{right:,.0f}':>{_WIDE}}  target tokens per problem"
     if report.along is not None:
         named = (f"{marks[points[0].name]}: {name}" for name, points in report.curves.items())
-        yield f"{'':>8} along {report.along}; {'; '.join(named)}; T, D: target and draft alone"
+        yield f"{'':>8} along {report.along}; {'; '.join(named)}; T, D, C: target alone, draft alone, coin"
 
 
 def _range(drawn: Sequence[ScalingPoint]) -> tuple[float, float]:
@@ -283,18 +297,26 @@ def _ceiling(
             )
 
 
+def _cells(contrast: Contrast | None) -> tuple[float | None, ...]:
+    """Return a comparison as the cells of a table; None where there is none."""
+    if contrast is None:
+        return (None,) * 4
+    estimate = contrast.estimate
+    return (estimate.value, estimate.low, estimate.high, contrast.p_value)
+
+
 def sweep_table(report: SweepReport) -> ReportTable:
     """Return a row for every run of the set."""
     columns = (
         "run", "status", "problems", "accuracy", "from", "to", "difference to the target alone", "from", "to",
+        "p (Holm)", "gain over a coin, single rollouts", "from", "to", "p (Holm)",
         "any rollout right", "rate", "target tokens", "draft tokens", "scored tokens", "seconds of calls", "calls",
         "shared calls",
     )  # fmt: skip
     rows = [
         (
             p.name, p.standing, p.done, p.accuracy.value, p.accuracy.low, p.accuracy.high,
-            *(() if p.difference is None else (p.difference.value, p.difference.low, p.difference.high)),
-            *((None,) * 3 if p.difference is None else ()),
+            *_cells(p.difference), *_cells(p.gain),
             p.oracle.value, p.rate.value, p.target_tokens, p.draft_tokens, p.scored_tokens, p.seconds, p.calls,
             p.shared,
         )

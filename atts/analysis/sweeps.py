@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -12,10 +12,19 @@ import msgspec
 
 from atts.analysis.listing import RunStanding, standing_of
 from atts.errors import JournalCorrupt, JournalError
-from atts.evaluators import Estimate, accuracy_estimate, compare_runs, mean_estimate, share_estimate
+from atts.evaluators import (
+    Comparison,
+    Estimate,
+    accuracy_estimate,
+    compare_runs,
+    holm,
+    mean_estimate,
+    share_estimate,
+)
 from atts.files import read_ordinary, storage, write_atomic
 from atts.journal import (
     REPLIES,
+    FinishedProblem,
     Json,
     RecordedRun,
     RunState,
@@ -128,6 +137,20 @@ class CallTotals:
 
 
 @dataclass(frozen=True, slots=True)
+class Contrast:
+    """A run compared with a baseline, problem by problem.
+
+    `p_value` is corrected by Holm's method for all comparisons with this kind of baseline.
+    """
+
+    estimate: Estimate
+    p_value: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate.signed()} p {self.p_value:.2g}"
+
+
+@dataclass(frozen=True, slots=True)
 class ScalingPoint:
     """One run of the set; costs are per problem, as if the run had been made alone."""
 
@@ -149,7 +172,10 @@ class ScalingPoint:
     calls: int
     shared: int  # of them, taken from another run of the set
     right: Mapping[str, float] = field(repr=False)  # by problem, of those that were graded
-    difference: Estimate | None = None  # in accuracy, to the target alone, problem by problem
+    # by problem: the share of correct ones among the rollouts that ended
+    shares: Mapping[str, float] = field(repr=False)
+    difference: Contrast | None = None  # in accuracy, to the target alone
+    gain: Contrast | None = None  # in accuracy of single rollouts, over a coin of the same policy
 
     @property
     def is_drawn(self) -> bool:
@@ -241,6 +267,7 @@ def _point(directory: Path, point: RunSetPoint, replies: SharedReplies) -> Scali
         calls=calls.calls,
         shared=calls.shared,
         right={one.problem: float(one.is_correct) for one in graded},
+        shares=dict(filter(None, map(_share_of_correct, graded))),
     )
 
 
@@ -259,26 +286,60 @@ def _read(run: RecordedRun, folder: str, replies: SharedReplies) -> tuple[RunSta
     return state, totals
 
 
-def _compared(held: RunSet, points: Sequence[ScalingPoint]) -> Iterator[ScalingPoint]:
-    """Yield the points with their difference to the target alone, if there is such a run."""
-    targets = [
-        point
-        for point in points
-        if point.kind == "reference" and point.values.get("method") == "target-only"
-    ]
+def _share_of_correct(one: FinishedProblem) -> tuple[str, float] | None:
+    """Return a problem with the share of correct rollouts among those that ended."""
+    ended = [sample.verdict == "correct" for sample in one.complete_samples if sample.verdict]
+    return (one.problem, sum(ended) / len(ended)) if ended else None
+
+
+def _compared(held: RunSet, points: Sequence[ScalingPoint]) -> list[ScalingPoint]:
+    """Return the points with their difference to the target alone and their gain over a coin."""
+    by_method: dict[object, list[ScalingPoint]] = {}
     for point in points:
-        base = next((one for one in targets if _is_beside(one, point)), None)
-        common = [] if base is None else [name for name in point.right if name in base.right]
-        if base is None or base is point or not common:
-            yield point
+        by_method.setdefault(point.values.get("method"), []).append(point)
+    targets = [one for one in by_method.get("target-only", ()) if one.kind == "reference"]
+    differences = _contrasts(points, targets, lambda point: point.right)
+    grid = [point for point in points if point.kind == "point"]
+    gains = _contrasts(grid, by_method.get("coin", ()), lambda point: point.shares)
+    return [
+        replace(point, difference=differences.get(point.name), gain=gains.get(point.name))
+        for point in points
+    ]
+
+
+def _contrasts(
+    points: Sequence[ScalingPoint],
+    baselines: Sequence[ScalingPoint],
+    values: Callable[[ScalingPoint], Mapping[str, float]],
+) -> dict[str, Contrast]:
+    """Compare each point with its own baseline, and correct for the number of comparisons."""
+    compared: dict[str, Comparison] = {}
+    for point in points:
+        base = next((one for one in baselines if _is_beside(one, point)), None)
+        if base is None or point in baselines:
             continue
-        first, second = ([side.right[name] for name in common] for side in (base, point))
-        yield replace(point, difference=compare_runs(first, second).difference)
+        first = values(base)
+        second = values(point)
+        common = [name for name in second if name in first]
+        if common:
+            compared[point.name] = compare_runs(
+                [first[name] for name in common], [second[name] for name in common]
+            )
+    corrected = holm([one.p_value for one in compared.values()])
+    return {
+        name: Contrast(one.difference, p_value)
+        for (name, one), p_value in zip(compared.items(), corrected, strict=True)
+    }
 
 
 def _is_beside(reference: ScalingPoint, point: ScalingPoint) -> bool:
-    """Return True if a baseline ran on the point's models."""
-    shared = [name for name in reference.values if name not in ("method", *LENGTHS)]
+    """Return True if a baseline ran on the point's models; a coin, also with its rate and policy.
+
+    Single rollouts are compared with a coin's, so their limits must be the coin's as well.
+    """
+    is_coin = reference.values.get("method") == "coin"
+    apart = ("method", "samples") if is_coin else ("method", *LENGTHS)
+    shared = [name for name in reference.values if name not in apart]
     return all(point.values.get(name) == reference.values[name] for name in shared)
 
 

@@ -19,6 +19,7 @@ from atts.api.setup import LENGTHS, Setup
 from atts.core import Message, Problem, Role, SampleRequest, ScoreRequest, Usage
 from atts.engine import Engine
 from atts.errors import ATTSError, JournalError, OptionError
+from atts.evaluators import paired_power, variance_split
 from atts.files import write_atomic
 from atts.journal import FACTS, MANIFEST, FinishedProblem, Setting, open_run
 from atts.pipelines import FixedGate, Policy, check_engines, needed_logprobs, prompt_of
@@ -62,6 +63,8 @@ class DryRun:
     budget: Mapping[str, Setting]  # the lengths of rollouts and chunks, each with what set it
     proposes: str = ""  # what proposes tokens to the target
     warnings: tuple[str, ...] = ()  # lengths that look too small
+    # what the run can show, in words; none where no earlier run of these models was graded
+    power: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return strict JSON data."""
@@ -81,6 +84,7 @@ class _Past:
     mean: Tokens
     rate: float
     dataset: str
+    correct: tuple[tuple[bool, ...], ...]  # of each graded problem, its rollouts
 
 
 def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
@@ -115,6 +119,28 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
         budget={name: configuration.settings[name] for name in LENGTHS},
         proposes=_proposer(setup),
         warnings=setup.warnings,
+        power=tuple(_power(configuration, setup, len(problems))),
+    )
+
+
+def _power(configuration: Configuration, setup: Setup, problems: int) -> Iterator[str]:
+    """Yield what the run can show, from the graded rollouts of an earlier run."""
+    past = _best_past(configuration, setup.roles)
+    split = None if past is None else variance_split(past.correct)
+    if past is None or split is None or problems < 2:
+        return
+    if split.within > 0:
+        yield str(paired_power(split, problems, setup.run_policy.samples))
+    yield f"{split}, in {past.directory}"
+
+
+def _best_past(configuration: Configuration, roles: Sequence[Role]) -> _Past | None:
+    """Return the earlier run that tells most: of the same dataset, then of the most rollouts."""
+    dataset = _without_slice(configuration["dataset"])
+    return max(
+        _earlier_runs(configuration, roles),
+        key=lambda run: (run.dataset == dataset, run.rollouts),
+        default=None,
     )
 
 
@@ -150,11 +176,7 @@ def _mean_rollout(
 ) -> tuple[Tokens | None, str]:
     """Return the expected tokens of one rollout, and the reason to expect them."""
     dataset = _without_slice(configuration["dataset"])
-    past = max(
-        _earlier_runs(configuration, setup.roles),
-        key=lambda run: (run.dataset == dataset, run.rollouts),
-        default=None,
-    )
+    past = _best_past(configuration, setup.roles)
     if past is not None:
         words = f"as in {past.directory}: the same models and method, {past.rollouts:,} rollouts"
         grown = setup.rate / past.rate if past.rate > 0 else 1.0
@@ -226,7 +248,12 @@ def _earlier_runs(configuration: Configuration, roles: Sequence[Role]) -> Iterat
         tokens = Tokens(usage.draft_tokens, usage.scored_tokens, usage.target_tokens)
         dataset = _without_slice(str(settings.get("dataset", "other problems")))
         rate = float(str(settings["rate"]))
-        yield _Past(folder, rollouts, tokens.times(1 / rollouts), rate, dataset)
+        correct = tuple(
+            tuple(sample.verdict == "correct" for sample in one.complete_samples)
+            for one in finished
+            if one.verdict is not None
+        )
+        yield _Past(folder, rollouts, tokens.times(1 / rollouts), rate, dataset, correct)
 
 
 def _finished(directory: Path) -> list[FinishedProblem]:

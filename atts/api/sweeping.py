@@ -41,16 +41,29 @@ from atts.journal import (
     locked,
     run_if_begun,
 )
+from atts.methods import preset
 from atts.run import Listener, RunOptions, RunResult, SharingEngine
 from atts.run import evaluate as run_evaluation
 
 PAGE = "sweep.html"
-REFERENCES = ("target-only", "draft-only")
+COIN = "coin"
+REFERENCES = ("target-only", "draft-only", COIN)
 """Methods that every sweep is compared with, on the longest settings of it."""
 _MODELS = ("pair", "backend", "draft", "target", "draft_servers", "target_servers")
 _FIXED = (*(key.name for key in keys_of(Job, Job())), "concurrency", "conditions", "speculate")
 """Keys that cannot vary: all runs are of the same problems, or their results do not depend on them.
 """
+
+_NOT_OF_COINS = (
+    "method",
+    "rate_scope",
+    "by_length",
+    "cap",
+    "warmup",
+    "accept_when_agreeing",
+    "score.kind",
+)
+"""Keys that change how chunks are chosen, which a coin does in its own way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +148,11 @@ def plan_sweep(
     known = {one.configuration.digest for one in grid}
     baselines = list[SweepPoint]()
     notes = list[str]()
+    if not any(preset(str(one.configuration["method"])).is_judged for one in grid):
+        references = [name for name in references if name != COIN]  # no rate to compare at
     for values in _references(axes, references):
-        varied = [f"{key}={_word(value)}" for key, value in values.items() if key in _MODELS]
+        shared = [key for key in values if key not in ("method", *LENGTHS)]
+        varied = [f"{key}={_word(values[key])}" for key in shared]
         name = ",".join([str(values["method"]), *varied])
         try:
             made = point("reference", name, values)
@@ -183,16 +199,25 @@ def _read(key: Key, value: object) -> Value:
 def _references(
     axes: Mapping[str, tuple[Value, ...]], methods: Sequence[str]
 ) -> Iterator[dict[str, Value]]:
-    """Yield the values of each baseline: on all models of the sweep, at the greatest lengths."""
-    models = {name: values for name, values in axes.items() if name in _MODELS}
+    """Yield the values of each baseline: on all models of the sweep, at the greatest lengths.
+
+    The coin is also run at all rates and policies, for it is compared with runs of the same policy.
+    """
+    of_models = {name: values for name, values in axes.items() if name in _MODELS}
+    of_coins = {
+        name: values
+        for name, values in axes.items()
+        if name not in LENGTHS and name not in _NOT_OF_COINS
+    }
     longest: dict[str, Value] = {
         name: max(values, key=lambda value: float(str(value)) if value is not None else 0.0)
         for name, values in axes.items()
         if name in LENGTHS
     }
     for method in methods:
-        for chosen in product(*models.values()):
-            yield {"method": method, **dict(zip(models, chosen, strict=True)), **longest}
+        varied = of_coins if method == COIN else of_models
+        for chosen in product(*varied.values()):
+            yield {"method": method, **dict(zip(varied, chosen, strict=True)), **longest}
 
 
 def _directory(base: Configuration, axes: Mapping[str, object]) -> Path:

@@ -162,6 +162,9 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
         lines.append(f"  about     {_tokens(estimate.expected)}")
     lines.append(f"            {estimate.basis}")
     lines.append(f"  at most   {_tokens(estimate.at_most)}")
+    lines += [
+        f"  {'power' if place == 0 else '':<9} {text}" for place, text in enumerate(estimate.power)
+    ]
     lines += [f"  warning   {text}" for text in estimate.warnings]
     return [*lines, "Nothing was run."]
 
@@ -310,7 +313,8 @@ def sweep(
     """Evaluate under every combination of some settings, and draw accuracy against cost.
 
     Cost is tokens, seconds and samples. Each combination is a run in one directory, next to runs of
-    the target alone and the draft alone. Runs that ask a model the same words with the same seed
+    the target alone, the draft alone and a coin: the same policy and rate, with chunks chosen by
+    chance. Runs that ask a model the same words with the same seed
     share the reply. The same command continues a sweep that was interrupted; more values of the
     same keys add runs to it.
 
@@ -433,5 +437,7 @@ def _objects(end: SweepEnd) -> list[str]:
 
 def _facts(point: ScalingPoint) -> dict[str, Any]:
     return {
-        field.name: getattr(point, field.name) for field in fields(point) if field.name != "right"
+        field.name: getattr(point, field.name)
+        for field in fields(point)
+        if field.name not in ("right", "shares")
     }

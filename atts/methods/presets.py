@@ -11,13 +11,13 @@ from atts.core import Role
 from atts.errors import OptionError
 from atts.methods.calibrated import SkippingGate, warming_gate
 from atts.pipelines import (
+    CoinGate,
     ConfidenceStop,
     ConformalGate,
     CueGate,
     FixedGate,
     Gate,
     Policy,
-    RandomGate,
     RoundGate,
     ScoreRule,
     StaticRankGate,
@@ -157,10 +157,10 @@ PRESETS: tuple[Preset, ...] = (
         is_judged=False,
     ),
     Preset(
-        "random",
-        "the same rate, spent by seeded coins",
-        {"takeover": "replace"},
-        lambda g: RandomGate(g.rate, g.calibrator.seed),
+        "coin",
+        "the same policy and rate, but seeded coins choose the chunks, whatever their scores",
+        {},
+        lambda g: CoinGate(g.rate, g.calibrator.seed),
     ),
     Preset(
         "top-b",

@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 
-from atts.api import Setup, evaluate, report
+from atts.api import Setup, compare, evaluate, report
 from atts.run import Summary
 from scripts.studies.harness import interval, say
 
@@ -25,6 +25,10 @@ ARMS: dict[str, tuple[dict[str, Any], str]] = {
     "exact": (
         {"method": "exact"},
         "the target's text, drafted in chunks and drawn while scoring",
+    ),
+    "coin": (
+        {"method": "coin"},
+        "as atts, but seeded coins choose the chunks that the target rewrites",
     ),
     "atts": (
         {"method": "atts"},
@@ -63,8 +67,13 @@ def main() -> None:
             directory=folder / name,
         )
         summaries[name] = anyio.run(run).summary
-    page = report(folder / "atts", compare_to=[folder / "target-only", folder / "draft-only"])
-    print("\n".join([*table(summaries, asked.rate), "", f"report  {page}"]))
+    others = [folder / name for name in ("coin", "target-only", "draft-only")]
+    page = report(folder / "atts", compare_to=others)
+    gain = compare(folder / "coin", folder / "atts").single
+    lines = table(summaries, asked.rate)
+    if gain is not None:
+        lines.append(f"Gain of atts over the coin, single rollouts: {gain.difference.signed()}.")
+    print("\n".join([*lines, "", f"report  {page}"]))
 
 
 def table(summaries: dict[str, Summary], rate: float) -> list[str]:

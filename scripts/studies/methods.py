@@ -19,7 +19,7 @@ from atts.core import Outcome, Problem
 from atts.errors import UsageError
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.graph import Limit
-from atts.pipelines import Chunking, RandomGate, ScoreRule
+from atts.pipelines import Chunking, CoinGate, ScoreRule
 from atts.pipelines.policy import Takeover
 from atts.testing import Latency, ScriptedEngine, run_virtual, toy_problems
 from scripts.studies.arms import (
@@ -273,7 +273,7 @@ def choices(seed: int = 0) -> dict[str, list[Arm]]:
         ],
         "gate": [
             arm("gate: ordinal", "ordinal"),
-            arm("gate: coin", "atts", gate=RandomGate(RATE, seed)),
+            arm("gate: coin", "atts", gate=CoinGate(RATE, seed)),
             arm("gate: sorted rounds", "top-b"),
             arm("gate: words", "speculative-thinking"),
             arm("gate: rating", "spec-reason"),

@@ -27,9 +27,10 @@ from atts.analysis import (
 from atts.analysis.reports.calibration import calibration_headline, calibration_points
 from atts.analysis.reports.charts import calibration_charts
 from atts.analysis.reports.render import save_figures, standalone
-from atts.api import calibration_report, scores_of
+from atts.api import Setup, calibration_report, evaluate_sync, scores_of
 from atts.calibration import Calibrator, StoredScores, examine, scale_named
 from atts.errors import CalibrationInputError, JournalError, OptionError, UsageError
+from atts.testing import ScriptedEngine, Skill, ToyModel, ToyTokenizer, toy_problems
 
 
 def _scores(questions: int = 12, each: int = 20, seed: int = 0) -> StoredScores:
@@ -77,7 +78,7 @@ def test_scores_are_decided_one_by_one() -> None:
     found = calibration_of_scores("mine", scores, 0.4, "aci")
     assert (found.kind, found.control.decisions, found.control.questions) == ("scores", 240, 12)
     assert abs(found.control.escalated / 240 - 0.4) < 0.06
-    assert found.headline.numbers[1].value == f"{found.health.clusters.effective:,.0f}"
+    assert found.headline.numbers[3].value == f"{found.health.clusters.effective:,.0f}"
     assert f"So far {found.control.escalated} of 240 decisions escalated" in found.promise.guarantee
     low, high = found.health.long_run_clustered
     assert f"{100 * low:.1f} to {100 * high:.1f} %" in found.headline.sentence
@@ -95,7 +96,7 @@ def test_what_is_seen_is_counted_and_said() -> None:
     drift = found.control.drift
     assert drift is not None
     assert drift.peak >= drift.alarm
-    assert found.headline.numbers[2].value == "1"
+    assert found.headline.numbers[4].value == "1"
     doubts = " ".join(text for _, text in found.points)
     assert "the drift test reached its line" in doubts
     assert "decided one by one in their order, 0.9" in doubts
@@ -135,7 +136,8 @@ def test_labels_say_what_scores_know_of_answers(tmp_path: Path) -> None:
     telling = [n * 37 % 100 < 60 for n in range(300)]
     found = calibration_report(_labelled(tmp_path / "a.jsonl", telling)).labelled
     assert found is not None
-    assert found.auroc > 0.9
+    assert found.auroc.value > 0.9 > found.auroc.low > 0.8
+    assert found.gain.low > 0.1
     assert found.bins[0].right.value > 0.9 > 0.2 > found.bins[-1].right.value
     assert sum(one.right.n_samples for one in found.bins) == found.labelled == 300
     draw = random.Random(1)
@@ -143,13 +145,14 @@ def test_labels_say_what_scores_know_of_answers(tmp_path: Path) -> None:
         _labelled(tmp_path / "b.jsonl", [draw.random() < 0.5 for _ in range(300)])
     ).labelled
     assert chance is not None
-    assert 0.35 < chance.auroc < 0.65
+    assert chance.auroc.low < 0.5 < chance.auroc.high
+    assert chance.gain.low < 0 < chance.gain.high
     some = calibration_report(_labelled(tmp_path / "c.jsonl", [1, 0, None] * 40)).labelled
     assert some is not None
     assert some.labelled == 80
     assert calibration_report(_labelled(tmp_path / "d.jsonl", [None] * 30)).labelled is None
     alike = calibration_report(_labelled(tmp_path / "e.jsonl", [True] * 30))
-    assert "nothing can be told apart" in render_calibration(alike, "html")
+    assert "cannot tell whether the score finds" in render_calibration(alike, "html")
 
 
 def test_the_labels_of_a_run_are_its_verdicts(run: Path, of_run: CalibrationReport) -> None:
@@ -159,12 +162,50 @@ def test_the_labels_of_a_run_are_its_verdicts(run: Path, of_run: CalibrationRepo
     assert all(one.low <= one.high for one in of_run.labelled.bins)
 
 
+def test_the_gain_over_a_coin_comes_first(tmp_path: Path, of_run: CalibrationReport) -> None:
+    """The first number is the gain with its interval, the second the AUROC within questions."""
+    telling = [n * 37 % 100 < 60 for n in range(300)]
+    report = calibration_report(_labelled(tmp_path / "a.jsonl", telling))
+    assert report.labelled is not None
+    gain, auroc = report.headline.numbers[:2]
+    assert gain.value == report.labelled.gain.signed()
+    assert gain.what.startswith("gain over a coin")
+    assert gain.note.endswith("by verdicts on their rollouts")
+    assert auroc.value == report.labelled.auroc.brief()
+    # almost every question of this run has rollouts of one kind only
+    assert of_run.headline.numbers[0].value == "cannot tell"
+
+
+def test_without_verdicts_the_votes_are_the_labels(tmp_path: Path) -> None:
+    """A rollout that disagrees with its problem's vote counts as wrong, and the note says so."""
+    problems = [replace(problem, answer=None) for problem in toy_problems(40)]
+    slips = ToyModel(Skill(right=0.6, repair=0.0), ToyTokenizer())
+    draft = ScriptedEngine("draft", model=slips)
+    setup = Setup(draft=draft, target="scripted", rate=0.1)
+    setup = replace(setup, policy=replace(setup.policy, early_stop="none"))
+    evaluate_sync(problems, setup, directory=tmp_path / "run")
+    report = calibration_report(tmp_path / "run")
+    assert report.labelled is not None
+    assert report.labelled.labels == "votes"
+    assert "agreement of their rollouts with the vote" in report.headline.numbers[0].note
+
+
+def test_a_coins_run_has_no_score_to_compare(tmp_path: Path) -> None:
+    """Its report says that nothing is known of a score, instead of a number."""
+    setup = Setup(draft="scripted", target="scripted", method="coin", rate=0.3)
+    evaluate_sync(toy_problems(4), setup, directory=tmp_path / "run")
+    with pytest.raises(CalibrationInputError):
+        calibration_report(tmp_path / "run")
+
+
 def test_a_broken_promise_comes_first(of_run: CalibrationReport) -> None:
     """A run that handed over everything: the sentence, the verdict and the first doubt say so."""
     found = of_run
     groups = tuple(replace(group, escalated=group.decisions) for group in found.control.by_question)
     left = replace(found.control, escalated=found.control.decisions, by_question=groups)
-    assert "the promise was not kept" in calibration_headline("run", found.health, left).sentence
+    assert (
+        "the promise was not kept" in calibration_headline("run", found.health, left, None).sentence
+    )
     assert calibration_points("run", found.health, left)[0][0] == "bad"
 
 
@@ -186,7 +227,7 @@ def test_scores_without_questions_are_told_as_such(tmp_path: Path) -> None:
         calibration_report(tmp_path / "s.npy", rate_scope="question")
     found = calibration_report(tmp_path / "s.npy")
     assert "Rate by question" not in [chart.title for chart in calibration_charts(found.control)]
-    assert found.headline.numbers[1].note.startswith("at most")
+    assert found.headline.numbers[3].note.startswith("at most")
     assert "not known" in render_calibration(found, "markdown")
 
 

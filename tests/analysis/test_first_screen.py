@@ -17,7 +17,7 @@ from atts.analysis import build_report, render
 from atts.analysis.reports.charts import frontier_chart, runs_chart
 from atts.analysis.reports.headline import headline, percent
 from atts.analysis.reports.numbers import FrontierPoint, RunReport
-from atts.evaluators import mean_estimate
+from atts.evaluators import holm, mean_estimate
 
 
 def _again(report: RunReport, **other: Any) -> str:
@@ -55,6 +55,20 @@ def test_it_is_said_as_a_person_would(run: Path, other_run: Path) -> None:
     ):
         other = replace(report.baselines[0], target_token_ratio=ratio)
         assert _again(report, baselines=(other,)).endswith(said)
+
+
+def test_a_coin_beside_the_run_gives_the_first_number(
+    run: Path, other_run: Path, evaluate_into: Any, tmp_path: Path
+) -> None:
+    """The gain over it comes first; p-values of several comparisons are corrected."""
+    coin = evaluate_into(tmp_path / "coin", 12, method="coin")
+    report = build_report(run, [coin, other_run]).report
+    gain = report.headline.numbers[0]
+    assert gain.what.startswith("gain over a coin")
+    assert gain.value == report.baselines[0].difference.signed()
+    assert len(report.headline.numbers) == 4
+    alone = [build_report(run, [other]).report.baselines[0].p_value for other in (coin, other_run)]
+    assert [one.p_value for one in report.baselines] == holm(alone)
 
 
 def test_the_three_numbers_are_in_every_format(run: Path, other_run: Path) -> None:

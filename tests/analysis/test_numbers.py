@@ -214,7 +214,7 @@ def test_an_unfinished_run_has_a_report(run: Path, tmp_path: Path, keep: int) ->
 
 
 @pytest.mark.parametrize(
-    "method", ["draft-only", "random", "top-b", "target-only", "speculative-thinking"]
+    "method", ["draft-only", "coin", "top-b", "target-only", "speculative-thinking"]
 )
 def test_every_method_has_a_report(evaluate_into: Any, tmp_path: Path, method: str) -> None:
     """Gates without a calibrator say what they promise, or that they promise nothing."""

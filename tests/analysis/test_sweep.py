@@ -17,6 +17,7 @@ import pytest
 from atts.analysis import SweepReport, load_run_set, read_sweep, render_sweep, sweep_lines
 from atts.api import Setup, SweepPoint, evaluate_sync, plan_sweep, run_sweep, sweep_sync
 from atts.errors import JournalCorrupt, JournalError, JournalLocked, OptionError
+from atts.evaluators import compare_runs, holm
 from atts.journal import LOCK, REPLIES, SharedReplies, locked, open_run
 from atts.pipelines import Policy
 from atts.run import Listener, Progress
@@ -60,14 +61,16 @@ def test_every_choice_is_a_run_beside_two_baselines(made: SweepReport) -> None:
     """
     names = [point.name for point in made.points]
     assert names[:2] == ["target-only", "draft-only"]
-    assert names[2:] == [
+    assert names[2:4] == ["coin,rate=0.2", "coin,rate=0.5"]
+    assert names[4:] == [
         f"rate={rate},samples={samples}" for rate in (0.2, 0.5) for samples in (2, 4)
     ]
     assert {point.standing for point in made.points} == {"finished"}
     assert all(
         point.accuracy.low <= point.accuracy.value <= point.oracle.value for point in made.points
     )
-    assert [point.difference is None for point in made.points] == [True, *[False] * 5]
+    assert [point.difference is None for point in made.points] == [True, *[False] * 7]
+    assert [point.gain is None for point in made.points] == [*[True] * 4, *[False] * 4]
     assert (made.along, list(made.curves)) == ("samples", ["rate 0.2", "rate 0.5"])
 
 
@@ -84,6 +87,42 @@ def test_a_point_is_the_run_that_one_would_have_made_alone(
     )
     evaluate_sync("arithmetic[:3]", setup, directory=tmp_path / "alone")
     assert answers(tmp_path / "alone") == answers(Path(made.directory) / name)
+
+
+def test_the_gain_over_a_coin_is_paired_with_the_same_policy(made: SweepReport) -> None:
+    """Each point is compared with the coin of its rate, in shares of correct rollouts."""
+    coins = {point.values["rate"]: point for point in made.references if "rate" in point.values}
+    tests = [
+        compare_runs(
+            [coins[point.values["rate"]].shares[name] for name in point.shares],
+            list(point.shares.values()),
+        )
+        for point in made.grid
+    ]
+    corrected = holm([one.p_value for one in tests])
+    for point, alone, p_value in zip(made.grid, tests, corrected, strict=True):
+        assert point.gain is not None
+        assert point.gain.estimate == alone.difference
+        assert point.gain.p_value == p_value >= alone.p_value
+
+
+def test_a_sweep_without_a_gate_has_no_coin(tmp_path: Path) -> None:
+    """Nothing chooses chunks in the target's own runs, so there is nothing to compare."""
+    words = {**WORDS, "method": "target-only", "out": str(tmp_path / "set")}
+    planned = plan_sweep({"samples": [2]}, words)
+    assert [point.name for point in planned.points] == ["draft-only", "samples=2"]
+
+
+def test_a_coin_shares_the_policy_that_varies(tmp_path: Path) -> None:
+    """One coin for each takeover and rate; how scores are compared is no matter of a coin's."""
+    over: dict[str, list[object]] = {
+        "takeover": ["replace", "continue"],
+        "rate": [0.2],
+        "rate_scope": ["aci", "question"],
+    }
+    planned = plan_sweep(over, {**WORDS, "out": str(tmp_path / "set")})
+    coins = [one.name for one in planned.points if one.name.startswith("coin")]
+    assert coins == ["coin,takeover=replace,rate=0.2", "coin,takeover=continue,rate=0.2"]
 
 
 def test_what_is_the_same_is_asked_once(made: SweepReport) -> None:
@@ -138,7 +177,7 @@ def interrupted(after: int) -> Callable[..., Any]:
     return watch
 
 
-RANDOM = {**WORDS, "method": "random"}
+RANDOM = {**WORDS, "method": "coin"}
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +225,7 @@ def test_whatever_ended_it_the_same_call_goes_on(
 
 def test_more_values_join_the_runs_that_are_there(tmp_path: Path) -> None:
     """What is done is not run again; other settings are refused, and so is a second process."""
-    words = {**WORDS, "out": str(tmp_path / "set"), "samples": 2, "method": "random"}
+    words = {**WORDS, "out": str(tmp_path / "set"), "samples": 2, "method": "coin"}
     anyio.run(run_sweep, plan_sweep({"rate": ["0.2"]}, words))
     before = (tmp_path / "set/rate=0.2/journal.jsonl").read_bytes()
     report = anyio.run(run_sweep, plan_sweep({"rate": [".2", 0.4]}, words)).report
@@ -235,7 +274,7 @@ def test_the_page_needs_nothing_and_draws_everything(made: SweepReport) -> None:
     for picture in pictures:
         assert picture.count('class="dot run"') == 4
         assert picture.count('class="band"') == picture.count('class="line main"') == 2
-        assert picture.count('class="line nominal"') == 2
+        assert picture.count('class="line nominal"') == 4
         assert 'class="line oracle"' in picture
     assert "http" not in page.replace("http-equiv", "")
 
@@ -249,6 +288,7 @@ def test_the_terminal_has_a_row_for_every_run_and_a_picture(made: SweepReport) -
     )
     assert "- - -" in text
     assert "along samples; a: rate 0.2; b: rate 0.5" in text
+    assert "corrected by Holm's method, for 7 differences and for 4 gains" in text
     assert "were taken from another run" in text
 
 

@@ -267,7 +267,7 @@ def test_a_capped_run_is_taken_again_from_its_journal(cap: float, tmp_path: Path
     assert "came out the same" in held.promise.audit
     assert "; 0 did not" not in held.promise.audit
     with pytest.raises(OptionError, match="cap"):
-        replace(setup, method="random").decider()
+        replace(setup, method="coin").decider()
     with pytest.raises(OptionError, match="cap"):
         replace(setup, cap=1.5)
 

@@ -16,7 +16,7 @@ from atts.core import Role
 from atts.errors import EngineUnavailable
 from atts.journal import open_run
 from atts.methods import PRESETS, preset
-from atts.pipelines import Chunking, FixedGate, Policy, RandomGate
+from atts.pipelines import Chunking, CoinGate, FixedGate, Policy
 from atts.testing import DialectServer, ScriptedEngine, toy_problems
 
 R1 = {
@@ -322,7 +322,7 @@ def test_each_method_says_which_models_it_asks() -> None:
     assert preset("atts").roles(Policy(drafter="target")) == ("target",)
     alone = Setup(draft="scripted", target="scripted", method="draft-only")
     assert alone.roles == ("draft",)
-    assert replace(alone, gate=RandomGate(0.5, 0)).roles == both
+    assert replace(alone, gate=CoinGate(0.5, 0)).roles == both
     assert replace(alone, method="atts", gate=FixedGate("accept")).roles == ("draft",)
 
 

@@ -332,6 +332,24 @@ def test_the_bounds_hold_what_a_run_at_that_rate_came_to(recorded: Path, tmp_pat
     assert guess.low <= right <= guess.high
 
 
+def test_a_plan_says_what_the_score_gains_and_what_a_run_can_show(
+    recorded: Path, tmp_path: Path
+) -> None:
+    """Without a coin's run it asks for one; with it the gain is that of `compare`."""
+    alone = "\n".join(plan(recorded).notes)
+    assert "plan with a run of --method coin --rate 0.3 as well" in alone
+    assert "Power: " in alone
+    assert "one run does not tell how the difference varies" in alone
+    policy = Policy(samples=5, turns=8, max_tokens=300, early_stop="none")
+    setup = Setup(draft="scripted", target="scripted", policy=policy, rate=0.3, method="coin")
+    evaluate_sync(toy_problems(PROBLEMS), setup, directory=tmp_path / "coin")
+    both = "\n".join(plan([recorded, tmp_path / "coin"]).notes)
+    gain = compare(tmp_path / "coin", recorded).single
+    assert gain is not None
+    assert f"over a coin at rate 0.3: {gain.difference.signed()}" in both
+    assert "the spread of the difference is that between the first two runs" in both
+
+
 def test_several_runs_bring_several_rates(recorded: Path, tmp_path: Path) -> None:
     """What was run at another rate is vouched for, so nothing is guessed; other problems are
     refused.

@@ -15,6 +15,7 @@ from atts.api import Setup, config_keys, configure
 from atts.errors import OptionError, UsageError
 from atts.journal import MANIFEST, load_manifest
 from atts.pipelines import Policy
+from atts.testing import toy_problems
 
 
 def test_each_layer_wins_over_the_one_before(tmp_path: Path) -> None:
@@ -239,12 +240,27 @@ def test_a_dry_run_runs_nothing_and_says_how_it_knows(
     assert atts(*words).code == 0
     again = json.loads(atts(*words, "--dry-run", "--json").out)
     assert (again["done"], again["directory"]) == (4, first["directory"])
-    larger = json.loads(
-        atts("eval", "arithmetic[:40]", *scripted, "--samples", "2", "--dry-run", "--json").out
-    )
+    more = ("eval", "arithmetic[:40]", *words[2:])
+    larger = json.loads(atts(*more, "--dry-run", "--json").out)
     assert larger["expected"]["draft"] == pytest.approx(10 * again["expected"]["draft"])
     assert again["expected"]["draft"] <= again["at_most"]["draft"]
     assert first["directory"] in larger["basis"]
+    # scripted models get none of these right, so no power can be computed from that run
+    assert first["power"] == []
+    assert larger["power"][0].startswith("no variance: all rollouts of 4 problems ended alike")
+
+
+def test_a_dry_run_prints_what_the_run_can_show(atts: Any, tmp_path: Path) -> None:
+    """Power comes from the graded rollouts of an earlier run of the same models."""
+    problems = tmp_path / "toy.jsonl"
+    rows = ({"id": one.id, "problem": one.text, "answer": one.answer} for one in toy_problems(30))
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--draft", "scripted", "--method", "draft-only", "--set", "early_stop=none")
+    assert atts("eval", f"{problems}[:12]", *words, "--report", "none").code == 0
+    text = atts("eval", str(problems), *words, "--dry-run").out
+    assert "  power     30 problems x 8 samples show a difference of " in text
+    assert "1 point with " in text
+    assert "of the variance of single rollouts lies between problems" in text
 
 
 def test_a_sweeps_dry_run_lists_its_runs_for_machines(atts: Any) -> None:

@@ -47,7 +47,7 @@ Atts = Callable[..., Any]
 FROZEN = Setup(
     draft="scripted",
     target="scripted",
-    method="random",
+    method="coin",
     rate=0.3,
     seed=5,
     policy=Policy(samples=4, early_stop="none"),
@@ -545,7 +545,7 @@ def test_what_is_no_evaluation_in_parts_is_refused(shards: Path, tmp_path: Path)
     with pytest.raises(UsageError, match="left to do"):
         merge([one, two, cut], out)
     assert not out.exists()
-    with pytest.raises(CalibrationInputError, match="random"):
+    with pytest.raises(CalibrationInputError, match="coin"):
         calibrator_of(shards / "whole")
 
 
@@ -568,7 +568,7 @@ def test_a_problem_is_solved_before_ones_eyes(
         "--target",
         "scripted",
         "--method",
-        "random",
+        "coin",
         "--rate",
         "0.5",
         "--samples",

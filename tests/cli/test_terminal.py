@@ -50,7 +50,7 @@ from atts.testing import ScriptedEngine, toy_problems
 
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("ATTS_")}
 FROZEN = (
-    "--method", "random", "--rate", "0.3", "--samples", "4", "--seed", "5", "--set", "early_stop=none",
+    "--method", "coin", "--rate", "0.3", "--samples", "4", "--seed", "5", "--set", "early_stop=none",
     "--concurrency", "6", "--draft", "scripted", "--target", "scripted", "--report", "none",
 )  # fmt: skip
 """A gate that learns nothing, and votes that spare no rollout: every run of it comes out the same.

@@ -22,11 +22,11 @@ from atts.methods import PRESETS, GateInputs, SkippingGate, preset
 from atts.pipelines import (
     AgreementGate,
     CappedGate,
+    CoinGate,
     ConformalGate,
     CueGate,
     FixedGate,
     Policy,
-    RandomGate,
     RoundGate,
     StaticRankGate,
     ThresholdGate,
@@ -108,7 +108,7 @@ def test_the_sort_takes_the_worst_and_carries_its_rounding(
 
 def test_the_coin_is_fair_and_belongs_to_the_chunk() -> None:
     """Same chunk, same coin; over many chunks the rate."""
-    gate = RandomGate(0.3, seed=2)
+    gate = CoinGate(0.3, seed=2)
     coins = [gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)]
     assert coins == [
         gate.preview(Features("q", t, s)).escalate for t in range(40) for s in range(40)

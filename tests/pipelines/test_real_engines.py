@@ -13,7 +13,7 @@ import pytest
 from atts.api import Setup
 from atts.core import Outcome, Role, TokenIds
 from atts.evaluators.datasets.arithmetic import problems
-from atts.pipelines import FixedGate, Gate, RandomGate, ThresholdGate
+from atts.pipelines import CoinGate, FixedGate, Gate, ThresholdGate
 from atts.run import RunOptions, evaluate
 
 pytest.importorskip("torch", reason="the embedded models run on torch")
@@ -81,5 +81,5 @@ def test_a_mixed_run_is_neither(alone: dict[Role, Texts]) -> None:
     """The comparison has power: where coins keep some chunks and replace others, the texts are
     another story.
     """
-    texts, _ = run("atts", RandomGate(0.5, seed=0))
+    texts, _ = run("atts", CoinGate(0.5, seed=0))
     assert texts not in (alone["target"], alone["draft"])

@@ -19,11 +19,11 @@ from atts.calibration import Calibrator
 from atts.core import Outcome, Rollout, Turn
 from atts.pipelines import (
     Answers,
+    CoinGate,
     ConformalGate,
     FixedGate,
     Gate,
     Policy,
-    RandomGate,
     ScoreRule,
     ThresholdGate,
     TopGate,
@@ -255,7 +255,7 @@ def test_budget_forcing_makes_a_rollout_go_on(attempt: Solve) -> None:
 
 def test_drafting_ahead_changes_nothing_but_time(attempt: Solve) -> None:
     """Same seeds, same texts: the discard depends on the earlier chunk alone."""
-    gate = RandomGate(0.4, seed=3)
+    gate = CoinGate(0.4, seed=3)
     plain = attempt(POLICY, _scoring(gate))
     ahead = attempt(replace(POLICY, optimistic=True), _scoring(gate))
     assert [r.text for r in lines(plain)] == [r.text for r in lines(ahead)]
@@ -265,20 +265,20 @@ def test_drafting_ahead_changes_nothing_but_time(attempt: Solve) -> None:
 def _scoring(gate: Gate) -> Gate:
     """Return the same coins behind a preview that asks for every chunk's score."""
 
-    class Scoring(RandomGate):
+    class Scoring(CoinGate):
         def preview(self, features):  # type: ignore[no-untyped-def]
             return replace(super().preview(features), action="verify")
 
         def decide(self, features, score):  # type: ignore[no-untyped-def]
-            return RandomGate.preview(self, features)
+            return CoinGate.preview(self, features)
 
-    assert isinstance(gate, RandomGate)
+    assert isinstance(gate, CoinGate)
     return Scoring(gate.rate, gate.seed)
 
 
 def test_seeds_make_runs_repeat_under_any_schedule(attempt: Solve) -> None:
     """With a gate that does not learn, latencies change nothing; another seed does."""
-    gate = RandomGate(0.3)
+    gate = CoinGate(0.3)
     quick = attempt(POLICY, gate)
     slow = attempt(
         POLICY, gate, draft=ScriptedEngine("draft", latency=Latency(sampled_token=0.02, jitter=1.0))
@@ -324,7 +324,7 @@ def test_the_rate_is_held_live(attempt: Solve) -> None:
 
 def test_the_usage_adds_up(attempt: Solve) -> None:
     """Tokens of kept and discarded chunks are the tokens that were paid for."""
-    for outcome in attempt(replace(POLICY, takeover="replace"), RandomGate(0.5)):
+    for outcome in attempt(replace(POLICY, takeover="replace"), CoinGate(0.5)):
         for rollout in outcome.rollouts:
             chunks = [c for t in rollout.turns for c in (*t.chunks, *t.discarded)]
             assert rollout.usage.draft_tokens == sum(

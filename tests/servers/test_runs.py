@@ -343,7 +343,7 @@ class CountedScores(ScriptedEngine):
     ("method", "changes", "extra"),
     [
         ("draft-only", {}, "none"),
-        ("random", {}, "none"),
+        ("coin", {}, "none"),
         # its mean score and its majority vote look at the target's log-probabilities alone
         (
             "paper",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 
 from atts.analysis.comparison import cost_ratio
@@ -19,6 +20,7 @@ from atts.evaluators import (
     answer_classes,
     compare_runs,
     group,
+    holm,
     mean_estimate,
     samples_of,
     score,
@@ -143,6 +145,14 @@ def baseline(own: RunData, other: RunData) -> Baseline | None:
     )
 
 
+def corrected(baselines: Sequence[Baseline]) -> tuple[Baseline, ...]:
+    """Return the baselines with p-values corrected for their number by Holm's method."""
+    p_values = holm([one.p_value for one in baselines])
+    return tuple(
+        replace(one, p_value=p_value) for one, p_value in zip(baselines, p_values, strict=True)
+    )
+
+
 def method(data: RunData) -> str:
     """Return the name of the run's method, or of its gate."""
     run = data.run
@@ -151,7 +161,7 @@ def method(data: RunData) -> str:
     if run.policy.get("drafter") == "target":
         return "target-only"
     gate = str(run.setting("gate"))
-    return {"ConformalGate": "atts", "RandomGate": "random", "TopGate": "top-b"}.get(gate, gate)
+    return {"ConformalGate": "atts", "CoinGate": "coin", "TopGate": "top-b"}.get(gate, gate)
 
 
 def accuracy_of(data: RunData) -> Estimate:

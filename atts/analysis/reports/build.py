@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from atts.analysis.reports.accuracy import (
     answered,
     baseline,
+    corrected,
     frontier,
     method,
     rates,
@@ -219,7 +220,7 @@ def build_report(
     accuracy, coverage = rates(problems)
     cost = spend(data)
     warnings = caveats(data, calibration)
-    baselines = tuple(row for other in others if (row := baseline(data, other)) is not None)
+    baselines = corrected([row for other in others if (row := baseline(data, other)) is not None])
     report = RunReport(
         _facts(data),
         headline(accuracy, cost, calibration, baselines, len(problems)),

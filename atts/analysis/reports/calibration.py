@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,25 +27,33 @@ from atts.analysis.reports.numbers import (
 )
 from atts.analysis.reports.rate_control import (
     LabelledScores,
+    LabelSource,
     labelled_scores,
     rate_control,
     realised_rate,
 )
 from atts.analysis.reports.render import as_format, filled, page, save_figures
-from atts.analysis.reports.run_data import GateStep, RunData, read_run_data
+from atts.analysis.reports.run_data import GateStep, ProblemFacts, RunData, read_run_data
 from atts.calibration import Calibrator, Health, Mode, StoredScores, examine, replay_scores
 from atts.errors import DISTRIBUTION, CalibrationInputError, OptionError
+from atts.evaluators import answer_classes, group
 from atts.files import jsonable, write_out
 
 _SPAN = "{} to {}"
 
 
-def calibration_headline(kind: str, health: Health, control: RateControl) -> Headline:
+def calibration_headline(
+    kind: str, health: Health, control: RateControl, labelled: LabelledScores | None
+) -> Headline:
     """Say the result to readers who do not know conformal prediction."""
-    drift = _alarms(control)
-    return Headline(
-        _sentence(kind, health, control), (_share(kind, control), _worth(health), drift)
+    numbers = (
+        _gain(labelled),
+        _auroc(labelled),
+        _share(kind, control),
+        _worth(health),
+        _alarms(control),
     )
+    return Headline(_sentence(kind, health, control), numbers)
 
 
 def calibration_points(kind: str, health: Health, control: RateControl) -> tuple[Point, ...]:
@@ -132,6 +141,41 @@ def _worth(health: Health) -> ShownNumber:
     )
 
 
+_LABELS: Mapping[LabelSource, str] = {
+    "verdicts": "verdicts on their rollouts",
+    "votes": "agreement of their rollouts with the vote, as there are no verdicts",
+}
+
+
+def _gain(labelled: LabelledScores | None) -> ShownNumber:
+    """Return the first number of the report: whether the score is better than a coin."""
+    what = "gain over a coin: more of the wrong rollouts' chunks escalated at the same rate"
+    if labelled is None:
+        return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
+    if math.isnan(labelled.gain.value):
+        return ShownNumber("cannot tell", what, labelled.gain.note)
+    return ShownNumber(labelled.gain.signed(), what, _basis(labelled))
+
+
+def _auroc(labelled: LabelledScores | None) -> ShownNumber:
+    """Return how well the score separates wrong from correct rollouts of one question."""
+    what = "within-question AUROC of the score; 0.5 is a coin"
+    if labelled is None:
+        return ShownNumber("not known", what, "no chunk of the draft has a score and a verdict")
+    if math.isnan(labelled.auroc.value):
+        return ShownNumber("cannot tell", what, labelled.auroc.note)
+    note = "escalated chunks are left out: the target's text replaced them or followed them"
+    return ShownNumber(labelled.auroc.brief(), what, note)
+
+
+def _basis(labelled: LabelledScores) -> str:
+    questions = labelled.gain.n_problems
+    return (
+        f"95 % interval over {questions:,} questions with both wrong and correct rollouts; "
+        f"{labelled.labelled:,} chunks, by {_LABELS[labelled.labels]}"
+    )
+
+
 def _is_reached(drift: DriftTest | None) -> bool:
     """Return True if the drift statistic passed its alarm level."""
     return drift is not None and drift.peak >= drift.alarm
@@ -200,9 +244,9 @@ def calibration_of_run(directory: Path, scores: StoredScores) -> CalibrationRepo
             "number of decisions", 0, "at least one: a gate that asks for scores"
         )
     rate = control.nominal if control.nominal is not None else control.rate.value
-    return _made(
-        str(directory), "run", (rate, control.promise.mode), scores, control, _labels_of_run(data)
-    )
+    labels, source = _labels_of_run(data)
+    labelled = labelled_scores(labels, rate, source)
+    return _made(str(directory), "run", (rate, control.promise.mode), scores, control, labelled)
 
 
 def calibration_of_scores(
@@ -241,7 +285,8 @@ def calibration_of_scores(
     control = rate_control(steps, promise, alarms, scores.scale)
     kind: SourceKind = "scores" if calibrator is None else "calibrator"
     known = [(step, right) for step, right in zip(steps, labels, strict=False) if right is not None]
-    return _made(name, kind, (rate, mode), scores, control, known)
+    labelled = labelled_scores(known, rate, scale=scores.scale)
+    return _made(name, kind, (rate, mode), scores, control, labelled)
 
 
 def _made(
@@ -250,13 +295,12 @@ def _made(
     asked: tuple[float, str],
     scores: StoredScores,
     control: RateControl,
-    labels: Sequence[tuple[GateStep, bool]],
+    labelled: LabelledScores | None,
 ) -> CalibrationReport:
     health = examine(scores, asked[0])
     (rate, mode) = asked
     points = calibration_points(kind, health, control)
-    sentence = calibration_headline(kind, health, control)
-    labelled = labelled_scores(labels)
+    sentence = calibration_headline(kind, health, control, labelled)
     return CalibrationReport(
         source, kind, rate, mode, sentence, worst_of(points), points=points, health=health, control=control,
         labelled=labelled, conditions=scores.fingerprint,
@@ -269,9 +313,11 @@ def _rows(scores: StoredScores) -> list[dict[str, object]]:
     return [{**row, "question": row["question"] or f"score {place}"} for place, row in rows]
 
 
-def _labels_of_run(data: RunData) -> list[tuple[GateStep, bool]]:
-    """Chunks that were kept, with whether their rollout came to a right answer; what was taken over
-    says nothing.
+def _labels_of_run(data: RunData) -> tuple[list[tuple[GateStep, bool]], LabelSource]:
+    """Return the chunks that were kept, with whether their rollouts were correct.
+
+    Escalated chunks are left out: what the target wrote decided how their rollouts ended. Without a
+    single verdict a rollout counts as correct if it agrees with the vote of its problem.
     """
     ends = {
         (name, rollout.brief.sample): rollout.brief.verdict == "correct"
@@ -279,9 +325,26 @@ def _labels_of_run(data: RunData) -> list[tuple[GateStep, bool]]:
         for rollout in one.rollouts
         if rollout.brief.verdict in ("correct", "wrong")
     }
+    source: LabelSource = "verdicts"
+    if not ends:
+        source = "votes"
+        for name, one in data.problems.items():
+            ends |= {(name, sample): agrees for sample, agrees in _agreeing(one)}
     kept = [step for step in data.done if not step.escalated and step.decision.p is not None]
     places = [(step, (step.decision.question, step.decision.sample)) for step in kept]
-    return [(step, ends[place]) for step, place in places if place in ends]
+    return [(step, ends[place]) for step, place in places if place in ends], source
+
+
+def _agreeing(one: ProblemFacts) -> Iterator[tuple[int, bool]]:
+    """Yield each finished rollout's sample number and whether it agrees with the vote."""
+    winner = one.brief.answer
+    samples = one.brief.complete_samples
+    if winner is None or len(samples) < 2:
+        return
+    answers = [sample.answer for sample in samples]
+    first, *labels = answer_classes([winner, *answers], partial(group, kind=one.problem.kind))
+    for sample, label in zip(samples, labels, strict=True):
+        yield sample.sample, label == first
 
 
 CalibrationFormat = Literal["html", "markdown", "json", "svg", "png"]

@@ -230,16 +230,16 @@ def labelled_chart(found: LabelledScores) -> Chart:
     ]
     marks.append(plot.line([(place, right.value) for place, right in places], "thin"))
     marks += [plot.dot(place, right.value, "plain", right.brief()) for place, right in places]
-    words = f"All {found.labelled:,} chunks that have a label have the same one: nothing can be told apart."
-    if not math.isnan(found.auroc):
+    words = (
+        f"Fewer than two questions have both wrong and correct rollouts, so these "
+        f"{found.labelled:,} chunks cannot tell whether the score finds the wrong ones."
+    )
+    if not math.isnan(found.auroc.value):
         words = (
-            f"Where scores know something of answers, chunks with larger p-values come from fewer "
-            f"right ones. Of two "
-            f"chunks, one of a wrong and one of a right answer, the wrong one's p-value is larger "
-            f"with chance "
-            f"{found.auroc:.2f} (0.50 is a coin), over {found.labelled:,} chunks. Whiskers are 95 "
-            f"% intervals over "
-            f"questions."
+            "If scores find wrong rollouts, chunks with larger p-values come from fewer correct "
+            "ones. Of two chunks of one question, one of a wrong and one of a correct rollout, the "
+            f"wrong one's score is worse with chance {found.auroc.brief()} (0.5 is a coin), over "
+            f"{found.labelled:,} chunks. Whiskers are 95 % intervals over questions."
         )
     rows = [(one.low, one.high, one.right, one.right.n_samples) for one in found.bins]
     columns = ("p-value from", "to", "answers that are right", "chunks")

@@ -160,9 +160,17 @@ def headline(
     vote = accuracy[0].estimate if accuracy else None
     said = " and ".join(filter(None, (_answers(vote, count), _text(cost))))
     sentence = "; ".join((said, *map(_beside, baselines[:1])))
-    return Headline(
-        sentence, (_right(vote, count), _target(cost, baselines), _handed(cost, calibration))
-    )
+    numbers = (_right(vote, count), _target(cost, baselines), _handed(cost, calibration))
+    return Headline(sentence, (*_gains(baselines), *numbers))
+
+
+def _gains(baselines: Sequence[Baseline]) -> Iterator[ShownNumber]:
+    """Yield the gain over each coin that the run is compared with: whether its score helps at all."""
+    for other in baselines:
+        if other.method == "coin":
+            what = "gain over a coin, in accuracy of the vote"
+            note = f"compared with {other.name} on {other.problems:,} problems"
+            yield ShownNumber(other.difference.signed(), what, note)
 
 
 def right_of(estimate: Estimate) -> str:

@@ -48,10 +48,10 @@ class ShownNumber:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """What a person would say, and the three numbers that say it."""
+    """What a person would say, and the few numbers that say it."""
 
     sentence: str
-    numbers: tuple[ShownNumber, ShownNumber, ShownNumber]
+    numbers: tuple[ShownNumber, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Baseline:
     own: Estimate
     other: Estimate
     difference: Estimate  # this run - the other
-    p_value: float
+    p_value: float  # corrected by Holm's method where there are several others
     problems_needed: int | None
     token_ratio: float
     target_token_ratio: float

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import Literal
 
 import numpy as np
 
@@ -34,16 +35,23 @@ from atts.calibration import (
     SimpleJumper,
     by_cluster,
     coin_band,
-    pooled_auroc,
     rate_metrics,
     summarise,
 )
 from atts.core import Decision
 from atts.errors import CalibrationInputError
-from atts.evaluators import Estimate, share_estimate
+from atts.evaluators import (
+    Estimate,
+    LabelledChunk,
+    gain_over_coin,
+    share_estimate,
+    within_question_auroc,
+)
 from atts.sampling import Seed, uniforms
 
 _RELIABILITY_BINS = 5
+LabelSource = Literal["verdicts", "votes"]
+"""What says whether a rollout is correct: verdicts on its answer, or agreement with the vote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,37 +65,45 @@ class RightBin:
 
 @dataclass(frozen=True, slots=True)
 class LabelledScores:
-    """How right answers become rarer as p-values grow.
+    """How correct rollouts become rarer as scores grow worse, from chunks that the draft wrote.
 
-    `auroc` is the chance that of two chunks, one of a wrong and one of a right answer, the wrong
-    one's has the larger p-value: 0.5 says that scores know nothing of answers.
+    `gain` is how much more of the wrong rollouts' chunks the score escalates at the nominal rate
+    than a coin does; `auroc` is the chance that the chunk of a wrong rollout scores worse than that
+    of a correct one. Both compare chunks of one question.
     """
 
     labelled: int
-    auroc: float
+    labels: LabelSource
+    gain: Estimate
+    auroc: Estimate
     bins: tuple[RightBin, ...]
 
 
-def labelled_scores(labels: Sequence[tuple[GateStep, bool]]) -> LabelledScores | None:
-    """Shares of right answers over equal numbers of chunks, by p-value; None where no chunk is
-    labelled.
-    """
+def labelled_scores(
+    labels: Sequence[tuple[GateStep, bool]],
+    rate: float,
+    source: LabelSource = "verdicts",
+    scale: Scale | None = None,
+) -> LabelledScores | None:
+    """Compare scores with whether their rollouts were correct; None where no chunk is labelled."""
     known = sorted(
         ((step.decision.p, right, step) for step, right in labels if step.decision.p is not None),
         key=itemgetter(0),
     )
     if not known:
         return None
-    values = np.array([p for p, _, _ in known], float)
-    wrong = np.array([not right for _, right, _ in known], float)
-    auroc = (
-        pooled_auroc(values, wrong, np.zeros(len(known), np.int64))
-        if 0 < wrong.mean() < 1
-        else math.nan
-    )
+    chunks = [
+        LabelledChunk(step.decision.question, _nonconformity(step.decision, scale), not right)
+        for _, right, step in known
+        if step.decision.score is not None
+    ]
     parts = np.array_split(np.arange(len(known)), min(_RELIABILITY_BINS, len(known)))
     return LabelledScores(
-        len(known), auroc, tuple(_bin([known[at] for at in part]) for part in parts)
+        len(known),
+        labels=source,
+        gain=gain_over_coin(chunks, rate),
+        auroc=within_question_auroc(chunks),
+        bins=tuple(_bin([known[at] for at in part]) for part in parts),
     )
 
 

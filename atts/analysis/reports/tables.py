@@ -177,8 +177,10 @@ def _rates(found: Speculated) -> str:
 
 def baseline_table(report: RunReport) -> ReportTable:
     """Return this run compared with others, paired by problem."""
+    count = len(report.baselines)
+    p_value = "p-value" if count < 2 else f"p-value (Holm, {count} comparisons)"
     columns = (
-        "other run", "its method", "problems", "its accuracy", "this run's", "difference", "p-value", "problems needed",
+        "other run", "its method", "problems", "its accuracy", "this run's", "difference", p_value, "problems needed",
         "tokens, this / other", "target tokens, this / other", "seconds, this / other",
     )  # fmt: skip
     rows = [

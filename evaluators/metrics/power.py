@@ -1,0 +1,128 @@
+"""Power before a run: the problems and samples that show a difference in accuracy."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from atts.errors import OptionError
+from atts.evaluators.metrics.intervals import reach
+from atts.evaluators.metrics.paired import problems_needed
+
+POINTS = (1.0, 3.0)
+"""Differences in accuracy, in points, for which plans and dry runs print the problems needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class VarianceSplit:
+    """The variance of one rollout's correctness, between problems and within them.
+
+    `within` is what more samples of a problem average out; `between` only more problems do. A
+    paired comparison on the same problems is free of `between`.
+    """
+
+    between: float
+    within: float
+    problems: int
+
+    @property
+    def share_between(self) -> float:
+        """Return the share of the variance that lies between problems; NaN if there is none."""
+        total = self.between + self.within
+        return self.between / total if total > 0 else math.nan
+
+    def __str__(self) -> str:
+        if math.isnan(self.share_between):
+            return (
+                f"no variance: all rollouts of {self.problems:,} problems ended alike, so nothing is "
+                "known of power"
+            )
+        return (
+            f"{100 * self.share_between:.0f} % of the variance of single rollouts lies between "
+            f"problems, {100 * (1 - self.share_between):.0f} % between samples of a problem "
+            f"({self.problems:,} problems)"
+        )
+
+
+def variance_split(correct: Sequence[Sequence[bool]]) -> VarianceSplit | None:
+    """Split the variance of correctness; `correct` has one row of samples per problem.
+
+    Both parts are unbiased. None where fewer than two problems have two samples.
+    """
+    rows = [row for row in correct if len(row) > 1]
+    if len(rows) < 2:
+        return None
+    shares = np.array([sum(row) / len(row) for row in rows])
+    counts = np.array([len(row) for row in rows], np.float64)
+    within = shares * (1 - shares) * counts / (counts - 1)
+    between = float(shares.var(ddof=1)) - float((within / counts).mean())
+    return VarianceSplit(max(0.0, between), float(within.mean()), len(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """What a paired comparison of two methods can show, in accuracy of single rollouts.
+
+    `needed` has the problems for each difference of `POINTS`; `detectable` is the smallest
+    difference, in points, that the planned problems show with 80 % power. Both assume that the
+    methods differ by the same amount on every problem; if they do not, more problems are needed.
+    """
+
+    samples: int
+    problems: int
+    detectable: float
+    needed: tuple[int, ...]
+
+    def __str__(self) -> str:
+        takes = " and ".join(
+            f"{points:g} point{'s' * (points != 1)} with {count:,} problems"
+            for points, count in zip(POINTS, self.needed, strict=True)
+        )
+        return (
+            f"{self.problems:,} problems x {self.samples} samples show a difference of "
+            f"{self.detectable:.1f} points (80 % power, single rollouts); {takes} x {self.samples}"
+        )
+
+
+def paired_power(split: VarianceSplit, problems: int, samples: int, spread: float = 0.0) -> Power:
+    """Return the power of comparing two methods on the same problems with so many samples each.
+
+    `spread` is the variance over problems of the true difference, 0 where it is not known.
+
+    :raises OptionError: fewer than two problems or one sample.
+    """
+    if problems < 2 or samples < 1:
+        raise OptionError(
+            "problems", f"{problems} x {samples} compares nothing; give at least 2 x 1"
+        )
+    deviation = math.sqrt(spread + 2 * split.within / samples)
+    freedom = problems - 1
+    standard = deviation / math.sqrt(problems)
+    detectable = 100 * (reach(freedom, 0.95) + reach(freedom, 0.6)) * standard
+    needed = tuple(problems_needed(deviation, points / 100) for points in POINTS)
+    return Power(samples, problems, detectable, needed)
+
+
+def difference_spread(
+    first: Sequence[Sequence[bool]], second: Sequence[Sequence[bool]]
+) -> float | None:
+    """Return the variance over problems of the true difference, sampling taken out; None if unknown.
+
+    Rows are the same problems in the same order.
+    """
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if len(a) > 1 and len(b) > 1]
+    if len(pairs) < 2:
+        return None
+    differences: list[float] = []
+    noise: list[float] = []
+    for pair in pairs:
+        shares = [sum(row) / len(row) for row in pair]
+        differences.append(shares[1] - shares[0])
+        noise.append(
+            sum(
+                share * (1 - share) / (len(row) - 1)
+                for share, row in zip(shares, pair, strict=True)
+            )
+        )
+    return max(0.0, float(np.var(differences, ddof=1)) - math.fsum(noise) / len(noise))

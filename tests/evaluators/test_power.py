@@ -1,0 +1,83 @@
+"""Power and the split of variance: unbiased, and as a simulated comparison has them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from atts.errors import OptionError
+from atts.evaluators import (
+    VarianceSplit,
+    compare_runs,
+    difference_spread,
+    paired_power,
+    variance_split,
+)
+
+
+def rows(draw: np.random.Generator, accuracy: np.ndarray, samples: int) -> list[list[bool]]:
+    """Samples of each problem, correct with the problem's own probability."""
+    return [(draw.uniform(size=samples) < p).tolist() for p in accuracy]
+
+
+def test_the_split_is_unbiased_with_two_samples() -> None:
+    """Over many small runs the means of both parts are those of the distribution."""
+    draw = np.random.default_rng(0)
+    splits: list[VarianceSplit] = []
+    for _ in range(300):
+        split = variance_split(rows(draw, draw.beta(2, 2, 100), 3))
+        assert split is not None
+        splits.append(split)
+    # Beta(2, 2) has variance 1/20, and the mean of p(1 - p) is 1/5
+    assert np.mean([one.between for one in splits]) == pytest.approx(0.05, abs=0.004)
+    assert np.mean([one.within for one in splits]) == pytest.approx(0.2, abs=0.004)
+    assert np.mean([one.share_between for one in splits]) == pytest.approx(0.2, abs=0.02)
+
+
+@pytest.mark.parametrize(("problems", "samples"), [(30, 16), (100, 4)])
+def test_a_detectable_difference_is_found_four_times_in_five(problems: int, samples: int) -> None:
+    """The t test finds the difference that the plan calls detectable in 80 % of simulated runs."""
+    draw = np.random.default_rng(1)
+    split = VarianceSplit(0.05, 0.18, problems)
+    gain = paired_power(split, problems, samples).detectable / 100
+    seen = 0
+    runs = 600
+    for _ in range(runs):
+        # accuracies whose mean p(1 - p) is 0.18 at both ends of the difference
+        centre = np.where(draw.uniform(size=problems) < 0.5, 0.24, 0.76)
+        first, second = (
+            [sum(row) / samples for row in rows(draw, centre + side * gain / 2, samples)]
+            for side in (-1, 1)
+        )
+        seen += compare_runs(first, second).p_value < 0.05
+    assert 0.7 < seen / runs < 0.88
+
+
+def test_the_problems_needed_shrink_with_samples_and_points() -> None:
+    """A difference three times as large takes about a ninth of the problems."""
+    split = VarianceSplit(0.1, 0.1, 40)
+    few, many = paired_power(split, 40, 2), paired_power(split, 40, 8)
+    assert few.needed[0] == pytest.approx(4 * many.needed[0], rel=0.01)
+    assert many.needed[0] == pytest.approx(9 * many.needed[1], rel=0.03)
+    assert "show a difference of" in str(many)
+    with pytest.raises(OptionError):
+        paired_power(split, 1, 8)
+
+
+def test_the_spread_of_a_difference_leaves_sampling_out() -> None:
+    """Equal accuracies have no spread, differences of half the problems have theirs."""
+    draw = np.random.default_rng(2)
+    accuracy = draw.uniform(0.3, 0.7, 4_000)
+    first = rows(draw, accuracy, 4)
+    assert difference_spread(first, rows(draw, accuracy, 4)) == pytest.approx(0.0, abs=0.01)
+    moved = accuracy + np.where(draw.uniform(size=4_000) < 0.5, 0.2, 0.0)
+    assert difference_spread(first, rows(draw, moved, 4)) == pytest.approx(0.01, abs=0.006)
+    assert difference_spread([[True]], [[True, False]]) is None
+
+
+def test_too_little_has_no_split() -> None:
+    """One sample per problem tells nothing about samples; rollouts that end alike vary in nothing."""
+    assert variance_split([[True], [False]]) is None
+    alike = variance_split([[True, True], [True, True]])
+    assert alike is not None
+    assert str(alike).startswith("no variance")

@@ -1,0 +1,97 @@
+"""Whether a score finds wrong rollouts: exact on small cases, intervals that cover."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from atts.evaluators import LabelledChunk, gain_over_coin, holm, within_question_auroc
+
+
+def chunks(count: int, shift: float, seed: int) -> list[LabelledChunk]:
+    """Scores with a level per question and per rollout; wrong rollouts score worse by `shift`."""
+    draw = np.random.default_rng(seed)
+    made: list[LabelledChunk] = []
+    for question in range(count):
+        accuracy = draw.uniform()
+        level = draw.normal()
+        for _ in range(8):
+            is_wrong = bool(draw.uniform() > accuracy)
+            rollout = level + draw.normal() / 2 + shift * is_wrong
+            turns = int(draw.integers(2, 7))
+            made += [
+                LabelledChunk(question, float(rollout + draw.normal()), is_wrong)
+                for _ in range(turns)
+            ]
+    return made
+
+
+def test_pairs_of_one_question_are_counted_one_by_one() -> None:
+    """The AUROC is the plain count over all pairs within questions, ties for one half."""
+    made = [
+        LabelledChunk(chunk.question, round(chunk.score, 1), chunk.is_wrong)
+        for chunk in chunks(6, 0.5, 3)
+    ]
+    wins = pairs = 0.0
+    for one, other in itertools.product(made, made):
+        if one.question == other.question and one.is_wrong and not other.is_wrong:
+            wins += (one.score > other.score) + (one.score == other.score) / 2
+            pairs += 1
+    assert within_question_auroc(made).value == pytest.approx(wins / pairs)
+
+
+def test_a_level_of_the_question_is_no_skill() -> None:
+    """Scores that only know the question rank nothing within it, however well they rank over all."""
+    made = [LabelledChunk(q, float(q), n < q) for q in range(1, 9) for n in range(9)]
+    assert within_question_auroc(made).value == 0.5
+    assert gain_over_coin(made, 0.3).value == pytest.approx(0.0)
+
+
+def test_a_perfect_score_catches_what_the_rate_allows() -> None:
+    """Of ten chunks with two wrong ones, a rate of 0.2 catches both, a coin a fifth of them."""
+    made = [LabelledChunk(q, float(n), n > 7) for q in range(5) for n in range(10)]
+    assert gain_over_coin(made, 0.2).value == pytest.approx(0.8)
+    assert gain_over_coin(made, 0.1).value == pytest.approx(0.4)
+    assert within_question_auroc(made).value == 1.0
+
+
+@pytest.mark.parametrize("alike", [0, 1])
+def test_too_few_mixed_questions_have_no_number(alike: int) -> None:
+    """One question with both kinds has no interval over questions, and the note says what lacks."""
+    made = [LabelledChunk("a", float(n), n > 3) for n in range(6)] * alike
+    made += [LabelledChunk("b", 1.0, True)] * 3
+    for estimate in (within_question_auroc(made), gain_over_coin(made, 0.2)):
+        assert math.isnan(estimate.value)
+        assert "two questions" in estimate.note
+
+
+@pytest.mark.parametrize(("count", "shift"), [(10, 0.0), (30, 0.0), (30, 0.7), (100, 0.7)])
+def test_intervals_cover(count: int, shift: float) -> None:
+    """Intervals over questions hold the truth in at least nine of ten simulated runs."""
+    truth = chunks(2_000, shift, 1)
+    values = within_question_auroc(truth).value, gain_over_coin(truth, 0.2).value
+    covered = np.zeros(2)
+    runs = 150
+    for seed in range(2, runs + 2):
+        made = chunks(count, shift, seed)
+        estimates = within_question_auroc(made), gain_over_coin(made, 0.2)
+        for place, (estimate, value) in enumerate(zip(estimates, values, strict=True)):
+            covered[place] += estimate.low <= value <= estimate.high
+    # 0.91 is three standard errors below 0.95 + 0.01 for 150 runs
+    assert (covered / runs > 0.90).all(), covered / runs
+
+
+def test_holm_rejects_no_more_than_it_may() -> None:
+    """Corrected p-values keep the order, never shrink, and bound the chance of any error."""
+    draw = np.random.default_rng(0)
+    errors = 0
+    for _ in range(2_000):
+        null = draw.uniform(size=4).tolist()
+        corrected = holm([*null, 1e-9])
+        assert all(now >= before for now, before in zip(corrected, [*null, 1e-9], strict=True))
+        errors += min(corrected[:4]) < 0.05
+    assert errors / 2_000 < 0.065
+    assert holm([]) == []

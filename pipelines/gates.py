@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, SupportsFloat, get_args, runtime_checkable
 
@@ -195,9 +195,12 @@ class ThresholdGate(NonLearningGate):
 class StaticRankGate(NonLearningGate):
     """The published rule, for comparison: c/N >= tau against turn-0 scores fixed in advance, at
     every turn.
+
+    A chunk is ranked in the pool of its question, or in the one pool of all questions, which has
+    the name "".
     """
 
-    stored: tuple[float, ...]  # ascending
+    pools: Mapping[str, tuple[float, ...]]  # ascending
     tau: float
 
     @classmethod
@@ -207,16 +210,43 @@ class StaticRankGate(NonLearningGate):
             raise OptionError(
                 "calibration scores", "none given; the published rule needs them before the run"
             )
-        return cls(tuple(sorted(scores)), 1 - rate)
+        return cls({"": tuple(sorted(scores))}, 1 - rate)
+
+    @classmethod
+    def by_question(
+        cls, scores: Sequence[float], questions: Sequence[str], rate: float
+    ) -> StaticRankGate:
+        """Make the gate that ranks a chunk among the calibration scores of its own question.
+
+        :raises OptionError: no score names a question.
+        """
+        pools: dict[str, list[float]] = {}
+        for question, score in zip(questions, scores, strict=True):
+            if question:
+                pools.setdefault(question, []).append(score)
+        if not pools:
+            raise OptionError(
+                "calibration scores",
+                "none names its question; the published rule by question needs scores of the same "
+                "questions before the run",
+            )
+        return cls({name: tuple(sorted(pool)) for name, pool in pools.items()}, 1 - rate)
 
     def decide(self, features: Features, score: float) -> Decision:
         """Rank the score as published: ties count as not below, and nothing is added to either
         count.
+
+        A question without stored scores is accepted, as published.
         """
-        p = bisect_left(self.stored, score) / len(self.stored)
+        pool = self.pools.get("", ()) or self.pools.get(features.question, ())
+        rate = 1 - self.tau
+        if not pool:
+            why = "no stored score of this question: accepted, as published"
+            return features.decision("accept", rate, why, score=score)
+        p = bisect_left(pool, score) / len(pool)
         action: Action = "escalate" if not math.isfinite(score) or p >= self.tau else "accept"
         why = f"rank {p:.4g} against {self.tau:.4g}, static"
-        return features.decision(action, 1 - self.tau, why, score=score, p=p)
+        return features.decision(action, rate, why, score=score, p=p)
 
 
 CUES = (

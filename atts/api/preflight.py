@@ -22,6 +22,7 @@ from atts.errors import ATTSError, JournalError, OptionError
 from atts.evaluators import paired_power, variance_split
 from atts.files import write_atomic
 from atts.journal import FACTS, MANIFEST, FinishedProblem, Setting, open_run
+from atts.methods import preset
 from atts.pipelines import FixedGate, Policy, check_engines, needed_logprobs, prompt_of
 from atts.run import Shard
 
@@ -63,6 +64,7 @@ class DryRun:
     budget: Mapping[str, Setting]  # the lengths of rollouts and chunks, each with what set it
     proposes: str = ""  # what proposes tokens to the target
     warnings: tuple[str, ...] = ()  # lengths that look too small
+    departures: tuple[str, ...] = ()  # of the method, from its published implementation
     # what the run can show, in words; none where no earlier run of these models was graded
     power: tuple[str, ...] = ()
 
@@ -119,6 +121,7 @@ def dry_run(configuration: Configuration, shard: Shard | None = None) -> DryRun:
         budget={name: configuration.settings[name] for name in LENGTHS},
         proposes=_proposer(setup),
         warnings=setup.warnings,
+        departures=preset(setup.method).departures,
         power=tuple(_power(configuration, setup, len(problems))),
     )
 

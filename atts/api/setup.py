@@ -320,6 +320,10 @@ class Setup:
         stored = StoredScores.of(
             settings.get("stored") or (), lengths=settings.get("stored_lengths") or ()
         )
+        if questions := settings.get("stored_questions"):
+            stored = replace(
+                stored, questions=tuple(questions), turns=tuple(settings["stored_turns"])
+            )
         return cls(policy=Policy(samples=samples), stored=stored, seed=manifest.seed, **given)
 
     def plan(self, draft: Engine, target: Engine, kind: AnswerKind = "math") -> RunSpec:
@@ -378,7 +382,7 @@ class Setup:
         if self.cap is not None and not isinstance(gate, ConformalGate):
             raise OptionError(
                 "cap",
-                f"the gate of method {self.method!r} here keeps none; methods atts and paper do, "
+                f"the gate of method {self.method!r} here keeps none; method atts does, "
                 "without a warm-up",
             )
         return self._sparing(gate), calibrator
@@ -394,7 +398,7 @@ class Setup:
         if not isinstance(gate, ConformalGate):
             raise OptionError(
                 "accept_when_agreeing",
-                f"the gate of method {self.method!r} holds no rate; methods atts and paper do",
+                f"the gate of method {self.method!r} holds no rate; method atts does",
             )
         return AgreementGate(gate, self.accept_when_agreeing)
 
@@ -415,6 +419,9 @@ class Setup:
             decisive["cap"] = self.cap
         if self.accept_when_agreeing is not None:
             decisive["accept_when_agreeing"] = self.accept_when_agreeing
+        if preset(self.method).departures and any(calibrator.stored.questions):
+            decisive["stored_questions"] = list(calibrator.stored.questions)
+            decisive["stored_turns"] = list(calibrator.stored.turns)
         if self.ranks_by_length:
             decisive["by_length"] = True
             decisive["stored_lengths"] = list(calibrator.stored.lengths)

@@ -134,8 +134,14 @@ def plan_sweep(
     base = configure(flags, pairs, file=file)
     directory = _directory(base, axes)
 
-    def point(kind: PointKind, name: str, values: Mapping[str, Value]) -> SweepPoint:
-        made = configure({**(flags or {}), **values, "out": None}, pairs, file=file)
+    def point(
+        kind: PointKind,
+        name: str,
+        values: Mapping[str, Value],
+        policy: Mapping[str, object] | None = None,
+    ) -> SweepPoint:
+        given = {**(policy or {}), **(flags or {}), **values, "out": None}
+        made = configure(given, pairs, file=file)
         made.setup()  # an impossible value is refused before anything runs
         return SweepPoint(name, kind, values, made, directory / _folder(name))
 
@@ -155,7 +161,8 @@ def plan_sweep(
         varied = [f"{key}={_word(values[key])}" for key in shared]
         name = ",".join([str(values["method"]), *varied])
         try:
-            made = point("reference", name, values)
+            is_coin = values["method"] == COIN
+            made = point("reference", name, values, _policy_of(base) if is_coin else None)
         except OptionError as error:
             # A flag may contradict a baseline's method: the sweep is useful without that baseline.
             notes.append(f"no run of {name} to compare with: {error}")
@@ -164,6 +171,12 @@ def plan_sweep(
             known.add(made.configuration.digest)
             baselines.append(made)
     return Sweep(directory, axes, (*baselines, *grid), tuple(notes))
+
+
+def _policy_of(base: Configuration) -> dict[str, object]:
+    """Return what the sweep's method changes in the policy, so that its coin has the same policy."""
+    changes = preset(str(base["method"])).changes
+    return {name: value for name, value in changes.items() if isinstance(value, str | int | float)}
 
 
 def _values(

@@ -165,6 +165,10 @@ def dry_run_lines(estimate: DryRun, configuration: Configuration) -> list[str]:
     lines += [
         f"  {'power' if place == 0 else '':<9} {text}" for place, text in enumerate(estimate.power)
     ]
+    lines += [
+        f"  {'departs' if place == 0 else '':<9} {text}"
+        for place, text in enumerate(estimate.departures)
+    ]
     lines += [f"  warning   {text}" for text in estimate.warnings]
     return [*lines, "Nothing was run."]
 

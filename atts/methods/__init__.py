@@ -11,12 +11,21 @@ from atts.methods.calibrated import (
     frozen_gate,
     warming_gate,
 )
-from atts.methods.presets import PRESETS, GateInputs, Preset, asked_roles, preset, reads_chunks
+from atts.methods.presets import (
+    PAPER_DEPARTURES,
+    PRESETS,
+    GateInputs,
+    Preset,
+    asked_roles,
+    preset,
+    reads_chunks,
+)
 
 __all__ = [
     "GateInputs",
     "GradedPolicy",
     "LabelledRun",
+    "PAPER_DEPARTURES",
     "PRESETS",
     "Preset",
     "SkippingGate",

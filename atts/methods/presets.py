@@ -52,6 +52,7 @@ class Preset:
     changes: dict[str, Any]
     gate: Callable[[GateInputs], Gate | RoundGate]
     is_judged: bool = True  # False: every chunk stays as its writer left it
+    departures: tuple[str, ...] = ()  # from the published implementation of the method
 
     def policy(self, base: Policy) -> Policy:
         """Return the base policy as this method changes it: samples, limits and sampling stay."""
@@ -106,12 +107,47 @@ def _conformal(inputs: GateInputs) -> Gate:
     return ConformalGate(known)
 
 
+def _marginal(inputs: GateInputs) -> Gate:
+    first_turns = _first_turns(inputs)
+    return StaticRankGate.of([score for _, score in first_turns], inputs.rate)
+
+
+def _conditional(inputs: GateInputs) -> Gate:
+    first_turns = _first_turns(inputs)
+    questions = [question for question, _ in first_turns]
+    return StaticRankGate.by_question([score for _, score in first_turns], questions, inputs.rate)
+
+
+def _first_turns(inputs: GateInputs) -> list[tuple[str, float]]:
+    """Return the stored scores of first turns with their questions: the published rule has no others."""
+    stored = inputs.calibrator.stored
+    rows = zip(stored.questions, stored.turns, stored.scores, strict=True)
+    return [(question, score) for question, turn, score in rows if turn == 0]
+
+
+# The published loop scores every chunk before it looks for an answer in it, lets the target continue
+# after an escalated chunk, runs every rollout to its end, and has no guard against repetition.
 _AS_PUBLISHED: dict[str, Any] = {
     "takeover": "continue",
     "score": ScoreRule("mean"),
-    "answers": "stop",
+    "answers": "verify",
     "first_wave": 0,
+    "early_stop": "none",
+    "repeats": 1_000_000,
 }
+
+PAPER_DEPARTURES = (
+    "chunks are joined token by token under one prompt; the release puts a blank line between them, "
+    "and the system prompt on the first turn only",
+    "the first token of a chunk is scored as well; the release drops it",
+    "only a closed box with content ends a rollout; the release also stops at an empty or cut box",
+    "a model that has ended its text is not asked again",
+    "a score that is not finite escalates; in the release a failed request is accepted",
+    "all problems share the engines; the release runs one question after the other",
+    "accuracy is the vote and single rollouts, graded by equivalence; the release counts any of 16, "
+    "judged by a model",
+)
+"""How the presets of the paper differ from its published code; decisions on equal scores do not."""
 
 PRESETS: tuple[Preset, ...] = (
     Preset(
@@ -133,11 +169,18 @@ PRESETS: tuple[Preset, ...] = (
         _conformal,
     ),
     Preset(
-        "paper",
-        "the same as published: mean perplexity, the chunk stays, an answer ends the rollout "
-        "unseen",
+        "paper-marginal",
+        "the paper's released rule: ranks in one pool of stored first-turn scores, the chunk stays",
         _AS_PUBLISHED,
-        _conformal,
+        _marginal,
+        departures=PAPER_DEPARTURES,
+    ),
+    Preset(
+        "paper-conditional",
+        "the same, ranks among the stored first-turn scores of the chunk's own question",
+        _AS_PUBLISHED,
+        _conditional,
+        departures=PAPER_DEPARTURES,
     ),
     Preset(
         "draft-only", "the small model alone", {}, lambda g: FixedGate("accept"), is_judged=False
@@ -167,12 +210,6 @@ PRESETS: tuple[Preset, ...] = (
         "synchronous: each round the worst chunks go over",
         {"barrier": True},
         lambda g: TopGate.of(g.rate),
-    ),
-    Preset(
-        "published",
-        "the released rule: static turn-0 scores",
-        _AS_PUBLISHED,
-        lambda g: StaticRankGate.of(g.calibrator.stored.scores, g.rate),
     ),
     Preset(
         "spec-reason",

@@ -55,24 +55,24 @@ def cases(stored: Sequence[float]) -> list[Arm]:
 
     The published rule needs turn-0 scores before a run.
     """
-    # the target goes on after the chunk; a chunk with an answer is judged as well
+    # the target continues after the chunk; a chunk with an answer is judged as well
     theirs: dict[str, Any] = {"takeover": "continue", "answers": "verify", "repeats": 15}
-    published: dict[str, Any] = {**theirs, "stored": tuple(stored)}
     made = [
         arm("atts (ours), as it comes", "atts"),
         arm(
             "the paper's policy, our gate by question and turn",
-            "paper",
+            "atts",
             rate_scope="question-turn",
+            score=ScoreRule("mean"),
             **theirs,
         ),
         arm(
             "published: static scores, question by question",
-            "published",
+            "paper-marginal",
             schedule="one by one",
-            **published,
+            stored=tuple(stored),
         ),
-        arm("published rule on our scheduler", "published", **published),
+        arm("published rule on our scheduler", "paper-marginal", stored=tuple(stored)),
         arm("sorted rounds (top-b)", "top-b"),
         arm("SpecReason", "spec-reason"),
         arm("Speculative Thinking", "speculative-thinking"),

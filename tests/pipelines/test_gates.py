@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atts.api import Setup
-from atts.calibration import Calibrator
+from atts.calibration import Calibrator, StoredScores
 from atts.core import Chunk, Features
 from atts.engine import EngineSpec
 from atts.errors import CalibrationInputError, OptionError, UnsupportedByEngine
@@ -175,7 +175,9 @@ def test_a_cap_is_never_exceeded_and_says_why() -> None:
 def test_every_preset_is_a_policy_and_a_gate(row: object) -> None:
     """Rows of the table build from the same inputs."""
     found = preset(row.name)  # type: ignore[attr-defined]
-    gate = found.gate(GateInputs(Calibrator(0.2, "marginal", stored=[1.1, 1.5])))
+    gate = found.gate(
+        GateInputs(Calibrator(0.2, "marginal", stored=StoredScores.of([1.1, 1.5], 1)))
+    )
     assert found.policy(Policy(samples=5)).samples == 5
     assert isinstance(gate, RoundGate) == found.policy(Policy()).barrier
 
@@ -191,7 +193,7 @@ def test_misspelt_options_are_errors_with_a_suggestion() -> None:
     with pytest.raises(OptionError, match="mean"):
         ScoreRule("meen")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="needs them before the run"):
-        preset("published").gate(GateInputs(Calibrator(0.2)))
+        preset("paper-marginal").gate(GateInputs(Calibrator(0.2)))
 
 
 @settings(max_examples=60, deadline=None)

@@ -346,7 +346,7 @@ class CountedScores(ScriptedEngine):
         ("coin", {}, "none"),
         # its mean score and its majority vote look at the target's log-probabilities alone
         (
-            "paper",
+            "paper-marginal",
             {},
             "none",
         ),

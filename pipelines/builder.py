@@ -28,7 +28,7 @@ from atts.errors import ContextOverflow, EngineError
 from atts.graph import RolloutScope
 from atts.pipelines.context import Context, RolloutEngine
 from atts.pipelines.policy import ConfidenceStop, Policy
-from atts.pipelines.scores import resolved
+from atts.pipelines.scores import resolved, source_of
 from atts.pipelines.votes import Grouper, classes
 from atts.sampling import Seed
 
@@ -135,7 +135,9 @@ class RolloutBuilder:
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
         self.needs_first_rejected = policy.takeover == "repair" and is_comparable
         # the target draws its replacement while it scores, where it can
-        is_scoring = policy.takeover == "replace" and policy.verification == "score"
+        is_scoring = (
+            policy.takeover == "replace" and source_of(self.score_rule) == "log-probabilities"
+        )
         self.draws = is_scoring and "draw" in target.capabilities
         self._bounds = policy.bounds()
         self._chunk_tokens: dict[Role, int] = {

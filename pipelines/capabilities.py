@@ -19,7 +19,7 @@ from atts.pipelines.gates import (
     TopGate,
 )
 from atts.pipelines.policy import Policy
-from atts.pipelines.scores import ScoreRule, resolved
+from atts.pipelines.scores import ScoreRule, ScoreSource, resolved, source_of
 
 _BLIND = (FixedGate, CoinGate, CueGate)  # they never look at a score
 # of the draft's own evidence they look at nothing
@@ -38,8 +38,13 @@ def check_engines(
 
     :raises UnsupportedByEngine: naming the engine, what it lacks, what wants it, and what would do.
     """
-    if not isinstance(_innermost(gate), _BLIND):
-        _check_judge(policy, target)
+    source = source_of(policy.score)
+    if isinstance(_innermost(gate), _BLIND):
+        source = "votes"  # it looks at no score
+    if source in ("log-probabilities", "question"):
+        _check_judge(source, target)
+    if source == "draft":
+        _check_logprobs(draft, "draft", "score kind draft")
     if policy.exact:
         _check_exact(draft, target)
     wants = _wants_logprobs(policy)
@@ -64,11 +69,7 @@ def needed_logprobs(
         return frozenset({"draft", "target"})
     inner = _innermost(gate)
     rule = resolved(policy.score, draft, target)
-    compares = (
-        policy.verification == "score"
-        and isinstance(rule, ScoreRule)
-        and rule.kind == "speculative"
-    )
+    compares = isinstance(rule, ScoreRule) and rule.kind in ("speculative", "draft")
     judges = not isinstance(inner, (*_BLIND, *_BY_SCORE)) or (
         compares and isinstance(inner, _BY_SCORE)
     )
@@ -81,19 +82,24 @@ def _innermost(gate: Gate | RoundGate) -> Gate | RoundGate:
     return gate
 
 
-def _check_judge(policy: Policy, target: EngineSpec) -> None:
+def _check_judge(source: ScoreSource, target: EngineSpec) -> None:
     can = target.capabilities
     findings = dict(target.findings)
-    if "score" in can or (policy.verification == "rating" and "rate" in can):
+    if "score" in can or (source == "question" and "rate" in can):
         return
     finding = findings.get("scores") or findings.get("rating") or ""
     reason = f" (its probe said {finding!r})" if finding.startswith("no") else ""
-    if policy.verification == "rating":
-        problem = f"{target.engine} can neither score nor rate, and the method has the target rate every chunk{reason}"
+    if source == "question":
+        problem = (
+            f"{target.engine} can neither score nor rate, and the method asks the target about "
+            f"every chunk{reason}"
+        )
         raise UnsupportedByEngine(
             target.name, problem, "Use a target that tells likely tokens, or scores"
         )
-    also = "; this one can rate: method spec-reason" if "rate" in can else ""
+    also = "; method cascade needs no scores"
+    if "rate" in can:
+        also += ", and this one can rate: method spec-reason"
     problem = (
         f"{target.engine} cannot score, and the method has the target score every chunk{reason}"
     )

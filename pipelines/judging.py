@@ -21,8 +21,22 @@ from atts.errors import (
     UsageError,
 )
 from atts.pipelines.builder import KnownScore, Proposal, RolloutBuilder, rollout_name
+from atts.pipelines.context import RolloutEngine
 from atts.pipelines.gates import Gate, RoundGate
-from atts.pipelines.scores import evidence, first_rejected_token, mean_logprob, score_of
+from atts.pipelines.questions import (
+    RATING_QUESTIONS,
+    VERDICT_QUESTIONS,
+    rating_score,
+    verdict_score,
+)
+from atts.pipelines.scores import (
+    ScoreRule,
+    evidence,
+    first_rejected_token,
+    mean_logprob,
+    score_of,
+    source_of,
+)
 
 Round = Mapping[int, tuple[Features, float]]
 
@@ -162,7 +176,7 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     Where a sibling has asked and waits for the answer, it came first: waiting with it is shorter
     than asking. Who asked in an earlier session asks again, and is answered by what was recorded.
     """
-    if builder.policy.verification == "rating":
+    if source_of(builder.score_rule) != "log-probabilities":
         return await score_by_target(builder, proposal)
     scores = builder.siblings.scores
     pending = builder.siblings.pending_scores
@@ -223,13 +237,20 @@ def _request(builder: RolloutBuilder, chunk: Chunk) -> ScoreRequest:
 
 
 async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with the target's score, or with the reason why there is none.
+    """Return the proposal with its score, or with the reason why there is none.
+
+    A score of the draft's own log-probabilities asks nobody.
 
     :raises EngineError: the engine is lost, or cannot score at all.
     """
-    if builder.policy.verification == "rating":
-        return await _rate(builder, proposal)
     chunk = proposal.chunk
+    source = source_of(builder.score_rule)
+    if source == "question":
+        return await _ask(builder, proposal)
+    if source == "draft":
+        score = score_of(builder.score_rule, (), chunk)
+        flaw = "the draft tells no log-probabilities" if math.isnan(score) else ""
+        return replace(proposal, score=score, flaw=flaw)
     request = _request(builder, chunk)
     try:
         scores = await builder.target.score(request)
@@ -251,33 +272,35 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
     )
 
 
-async def _rate(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
-    """Return the proposal with the target's rating 0-9 of the chunk.
-
-    The rating is the mean of the target's next-token distribution over the digits, after a
-    question.
-    """
+async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
+    """Return the proposal with the score that the target gives in words."""
     target = builder.target
-    question = target.tokenizer.encode(builder.policy.rating_text)
-    prefix = builder.ids("target", [proposal.chunk]) + question
-    digits = [target.tokenizer.encode(str(digit)) for digit in range(10)]
-    requests = [ScoreRequest(prefix, ids, builder.name, turn=builder.turn) for ids in digits]
-
-    async def rate(request: ScoreRequest) -> float:
-        return math.fsum((await target.score(request)).logprobs)
-
-    try:
-        logprobs = await collect([partial(rate, request) for request in requests])
-    except EngineError as error:
-        return replace(proposal, flaw=_excuse(error))
+    rule = builder.score_rule
+    is_verdict = isinstance(rule, ScoreRule) and rule.kind == "verdict"
+    questions = VERDICT_QUESTIONS if is_verdict else RATING_QUESTIONS
+    before = builder.ids("target", [proposal.chunk])
+    answers: list[list[float]] = []
+    for question in questions:
+        asked, words = question.texts(target.tokenizer)
+        prefix = before + asked
+        requests = [ScoreRequest(prefix, ids, builder.name, turn=builder.turn) for ids in words]
+        try:
+            answers.append(await collect([partial(_logprob, target, one) for one in requests]))
+        except EngineError as error:
+            return replace(proposal, flaw=_excuse(error))
+    # each question is read after the chunk, which is read once
+    calls = sum(map(len, answers))
     read = len(proposal.chunk.target_ids)
-    builder.count(Usage(scored_tokens=10, target_prefill_tokens=read, calls=10))
-    top = max(logprobs)
-    if not math.isfinite(top):
-        return replace(proposal, flaw="the target gives no digit any probability")
-    masses = [math.exp(value - top) for value in logprobs]
-    mean = math.fsum(digit * mass for digit, mass in enumerate(masses)) / math.fsum(masses)
-    return replace(proposal, score=mean)
+    builder.count(Usage(scored_tokens=calls, target_prefill_tokens=read, calls=calls))
+    score = verdict_score(answers) if is_verdict else rating_score(answers)
+    if math.isnan(score):
+        return replace(proposal, flaw="the target gives no expected word any probability")
+    return replace(proposal, score=float(f"{score:.5g}"))
+
+
+async def _logprob(target: RolloutEngine, request: ScoreRequest) -> float:
+    """Return the log-probability of a word, however many tokens it has."""
+    return math.fsum((await target.score(request)).logprobs)
 
 
 def _excuse(error: EngineError) -> str:

@@ -10,13 +10,12 @@ from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_typ
 
 from atts.core import Role, Rollout, Sampling
 from atts.errors import OptionError
-from atts.pipelines.scores import ScoreRule
+from atts.pipelines.scores import ScoreRule, source_of
 from atts.pipelines.votes import VoteKind
 
 Takeover = Literal["continue", "replace", "repair"]
 Stop = Literal["none", "certain", "likely"]
 AnswerCheck = Literal["stop", "verify"]
-Verification = Literal["score", "rating"]
 Escalates = Literal["chunk", "rest", "problem"]
 
 
@@ -159,9 +158,6 @@ class Policy:
         "the target's text, drafted: the draft writes ahead of it, and only what the target draws "
         "as well stays",
     ] = False
-    verification: Annotated[
-        Verification, "what the target is asked for: log-probabilities, or a rating from 0 to 9"
-    ] = "score"
     escalates: Annotated[
         Escalates,
         "what goes over to the target: a chunk, a chunk and the rest of its rollout, or a problem on "
@@ -214,9 +210,6 @@ class Policy:
         "Answer with the letter of the right choice."
     )
     confidence_stop: ConfidenceStop | None = None
-    rating_text: Annotated[str, "what stands before the digit of a rating"] = (
-        "\n\nI think the quality score is: "
-    )
     timeout_seconds: Annotated[float, "of one engine call, its queue at the engine included"] = (
         600.0
     )
@@ -237,8 +230,15 @@ class Policy:
             raise OptionError(
                 "exact", "the draft's own text needs no draft ahead of it; set drafter to target"
             )
+        judges_votes = source_of(self.score) == "votes"
         if self.escalates == "problem":
             self._check_problems()
+        if judges_votes != (self.escalates == "problem") and self.drafter == "draft":
+            raise OptionError(
+                "score",
+                "kind disagreement belongs to escalates=problem, and no other kind does; method "
+                "cascade sets both",
+            )
         if not self.timeout_seconds > 0:
             raise OptionError("timeout_seconds", f"{self.timeout_seconds} leaves no time")
         if not self.growth > 1:

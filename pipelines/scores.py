@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, get_args
 
@@ -12,8 +12,20 @@ from atts.engine import EngineSpec
 from atts.errors import OptionError
 from atts.pipelines.votes import Tally
 
-ScoreKind = Literal["mean", "byte", "speculative", "disagreement", "auto"]
+ScoreKind = Literal[
+    "mean", "worst", "byte", "speculative", "draft", "rating", "verdict", "disagreement", "auto"
+]
 SCORE_KINDS: tuple[ScoreKind, ...] = get_args(ScoreKind)
+ScoreSource = Literal["log-probabilities", "draft", "question", "votes"]
+"""What a score is made of: the target's log-probabilities of the chunk, the draft's own, the target's
+answer to a question about it, or the votes of a problem's rollouts.
+"""
+_SOURCES: Mapping[ScoreKind, ScoreSource] = {
+    "draft": "draft",
+    "rating": "question",
+    "verdict": "question",
+    "disagreement": "votes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +33,16 @@ class ScoreRule:
     """How to turn log-probabilities into a perplexity-like number in [1, inf]; higher is worse.
 
     mean: the chunk's perplexity.
+    worst: one over the chance of the chunk's least likely token.
     byte: the perplexity per byte of text, comparable across tokenizers.
     speculative: one over the chance that speculative sampling would accept the whole chunk, the
         product of min(1, target / author) over its tokens. What the target finds unlikely counts
         only as far as the author was surer. It needs one tokenizer and the author's
         log-probabilities; without them the chunk has no score.
+    draft: one over the chance that the author gave its least likely token. The target reads
+        nothing, so the score is free.
+    rating: 10 less the target's rating of the chunk from 0 to 9, which takes single tokens after it.
+    verdict: one over the chance that the target calls the chunk correct, asked in both orders.
     disagreement: the number of a problem's rollouts over the leading answer's share of them. It is
         the score of whole problems and of nothing else.
     auto: "speculative" where both models read with one tokenizer and the draft tells
@@ -38,15 +55,22 @@ class ScoreRule:
         if self.kind not in SCORE_KINDS:
             raise OptionError("score", f"unknown kind {self.kind!r}", SCORE_KINDS, self.kind)
 
+    @property
+    def source(self) -> ScoreSource:
+        """Return what the score is made of."""
+        return _SOURCES.get(self.kind, "log-probabilities")
+
     def __call__(self, logprobs: Sequence[float], text: str) -> float:
         """Return the score; nan when a log-probability is, so that no gate can take it for a score.
 
-        For "speculative" the differences target - author are given for log-probabilities; see
-        `score_of`.
+        For "speculative" the differences target - author are given for log-probabilities, for
+        "draft" the author's own; see `score_of`.
         """
         assert logprobs, "an engine must refuse to score nothing"
         if self.kind == "byte":
             nll = -math.fsum(logprobs) / max(1, len(text.encode()))
+        elif self.kind in ("worst", "draft"):
+            nll = math.nan if any(map(math.isnan, logprobs)) else -min(logprobs)
         elif self.kind == "speculative":
             nll = math.fsum(
                 math.nan if math.isnan(value) else max(0.0, -value) for value in logprobs
@@ -65,6 +89,11 @@ def _perplexity(nll: float) -> float:
 Rule = Callable[[Sequence[float], str], float]
 
 
+def source_of(rule: Rule) -> ScoreSource:
+    """Return what a rule makes scores of; a function of a program's own reads log-probabilities."""
+    return rule.source if isinstance(rule, ScoreRule) else "log-probabilities"
+
+
 def resolved(rule: Rule, draft: EngineSpec, target: EngineSpec) -> Rule:
     """Return the rule a whole run follows: what "auto" means for this pair, any other as it is."""
     if not isinstance(rule, ScoreRule) or rule.kind != "auto":
@@ -81,6 +110,10 @@ def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
     ranks it: float sums depend on who else is in the batch and on what the cache held (by up to
     2e-5 after a resume), and scores that are equal must not be told apart by that.
     """
+    if isinstance(rule, ScoreRule) and rule.kind == "draft":
+        logprobs = chunk.logprobs
+        if not logprobs:
+            return math.nan
     if isinstance(rule, ScoreRule) and rule.kind == "speculative":
         # an end token's own log-probability may be one more, never one less
         if len(chunk.logprobs) < len(logprobs):
@@ -135,14 +168,14 @@ def mean_logprob(chunk: Chunk) -> float:
 def evidence(rule: Rule, chunk: Chunk) -> float:
     """Return how sure the author was of its chunk: 0 is certain, lower is less sure.
 
-    It is -log of the score that the rule gives to the author's log-probabilities. The speculative
-    rule compares the target with the author, so it has no score for the author alone; under that
-    rule the evidence is the lowest log-probability of the chunk. Without log-probabilities it is
+    It is -log of the score that the rule gives to the author's log-probabilities. The rules that
+    compare, that ask, or that look at one token have no such score; under those the evidence is the
+    lowest log-probability of the chunk. Without log-probabilities it is
     NaN: nothing is known, which no gate may take for certainty.
     """
     if not chunk.logprobs:
         return math.nan
-    if isinstance(rule, ScoreRule) and rule.kind == "speculative":
+    if isinstance(rule, ScoreRule) and rule.kind not in ("mean", "byte", "auto"):
         score = _perplexity(-min(chunk.logprobs))
     else:
         score = rule(chunk.logprobs, chunk.text)

@@ -214,8 +214,8 @@ PRESETS: tuple[Preset, ...] = (
     Preset(
         "spec-reason",
         "the target rates each step 0-9 and rewrites those below 7",
-        {"verification": "rating", "takeover": "replace", "answers": "verify"},
-        lambda g: ThresholdGate(7.0, worse="below"),
+        {"score": ScoreRule("rating"), "takeover": "replace", "answers": "verify"},
+        lambda g: ThresholdGate(3.0),  # a score is 10 less the rating
     ),
     Preset(
         "speculative-thinking",

@@ -39,6 +39,7 @@ from atts.engine import Engine
 from atts.evaluators import extract, judge
 from atts.local import LocalEngine, LocalOptions
 from atts.pipelines import Policy
+from atts.pipelines.questions import RATING
 from atts.sampling import Seed
 from scripts.studies.harness import rows_of, say
 
@@ -200,7 +201,7 @@ class Recorder:
 
     async def rating(self, ids: TokenIds) -> list[float]:
         """Return the target's log-probabilities of the ratings 0 to 9 after these ids."""
-        prefix = ids + self.target.tokenizer.encode(Policy().rating_text)
+        prefix = ids + self.target.tokenizer.encode(RATING)
         given: list[float] = []
         for digit in range(10):
             suffix = self.target.tokenizer.encode(str(digit))

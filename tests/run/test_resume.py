@@ -33,7 +33,7 @@ from atts.journal import (
     Warned,
     open_run,
 )
-from atts.pipelines import CappedGate, Chunking, ConformalGate, Policy, TopGate
+from atts.pipelines import CappedGate, Chunking, ConformalGate, Policy, ScoreRule, TopGate
 from atts.run import RunResult, evaluate
 from atts.testing import Faults, Latency, ScriptedEngine, toy_problems
 
@@ -128,7 +128,12 @@ POLICIES = {
         samples=3, turns=5, chunking=Chunking(12, 12, ()), takeover="replace", early_stop="none"
     ),
     "problems": Policy(
-        samples=4, turns=6, chunking=Chunking(12, 12, ()), escalates="problem", early_stop="none"
+        samples=4,
+        turns=6,
+        chunking=Chunking(12, 12, ()),
+        escalates="problem",
+        score=ScoreRule("disagreement"),
+        early_stop="none",
     ),
     "rest": Policy(
         samples=3, turns=5, chunking=Chunking(12, 12, ()), escalates="rest", early_stop="none"

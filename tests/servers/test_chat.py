@@ -248,7 +248,7 @@ async def test_engines_are_refused_before_a_run_for_what_they_lack(serve: Serve)
         (
             mute,
             rated,
-            ThresholdGate(7.0, worse="below"),
+            ThresholdGate(3.0),
             "neither score nor rate.*not allowed to request",
         ),
         (rater, unsure, FixedGate("accept"), "no log-probabilities.*deep-conf"),
@@ -277,7 +277,7 @@ async def test_a_run_drafted_and_rated_in_text_ends_and_holds_no_key(
     texts = serve("ollama", lambda: ScriptedEngine("draft"))
     rater = serve("chat", lambda: ScriptedEngine("target"), key="secret-sesame")
     policy = Policy(samples=2, turns=4, chunking=Chunking(24, 24, ()), early_stop="none")
-    gate = ThresholdGate(7.0, worse="below")
+    gate = ThresholdGate(3.0)
     target = chat(rater, replace(OPTIONS, key=ApiKey("TARGET_KEY")))
     plan = RunSpec(ollama(texts), target, preset("spec-reason").policy(policy), gate, _answers())
     result = await evaluate(

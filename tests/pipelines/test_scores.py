@@ -1,0 +1,175 @@
+"""Every score finds planted mistakes, and one without skill finds none."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, get_args
+
+import pytest
+
+from atts.core import Outcome, ScoreRequest, Scores
+from atts.engine import Capability, EngineAround, EngineSpec
+from atts.errors import OptionError, UnsupportedByEngine
+from atts.pipelines import FixedGate, Gate, Policy, ScoreRule, check_engines
+from atts.pipelines.gates import NonLearningGate
+from atts.pipelines.questions import rating_score, verdict_score
+from atts.pipelines.scores import ScoreKind, source_of
+from atts.testing import ScriptedEngine
+
+Solve = Callable[..., list[Outcome]]
+OF_CHUNKS = tuple(kind for kind in get_args(ScoreKind) if kind not in ("auto", "disagreement"))
+STEP = re.compile(r"(\d+) (plus|minus) (\d+) (?:is|gives|makes|was) (\d+)")
+
+
+def is_right(step: str) -> bool | None:
+    """Return whether a step's sum is right; None where it holds no sum."""
+    match = STEP.search(step)
+    if match is None:
+        return None
+    first, second, result = int(match[1]), int(match[3]), int(match[4])
+    return first + second == result if match[2] == "plus" else first - second == result
+
+
+class Grader(EngineAround):
+    """A target that answers questions about the last step as it is, but for a share of them."""
+
+    def __init__(self, errors: float) -> None:
+        super().__init__(ScriptedEngine("target"), "own")
+        self._errors = errors
+
+    async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Answer a question by truth; pass on everything else."""
+        if not isinstance(request, ScoreRequest) or request.draw is not None:
+            return await call(request)
+        text = self.tokenizer.decode(request.prefix)
+        question = max(text.rfind("\n\nIs the last"), text.rfind("\n\nI think the quality"))
+        if question < 0:
+            return await call(request)
+        before = text[:question].rstrip().split("\n\n")[-1]
+        truth = is_right(before) is not False
+        if random.Random(before).random() < self._errors:
+            truth = not truth
+        word = self.tokenizer.decode(request.suffix)
+        says_good = word == "Yes" or (word.isdigit() and int(word) >= 5)
+        first = math.log(0.9 if says_good == truth else 0.1)
+        return Scores((first, *([0.0] * (len(request.suffix) - 1))))
+
+
+class Scoring(NonLearningGate):
+    """Scores every chunk, and keeps it."""
+
+    def decide(self, features: Any, score: float) -> Any:
+        """Accept the chunk with its score."""
+        return features.decision("accept", score=score)
+
+
+def auroc(kind: ScoreKind, attempt: Solve, errors: float = 0.0) -> float:
+    """Return the chance that a wrong step scores worse than a right one."""
+    policy = Policy(samples=4, score=ScoreRule(kind), early_stop="none")
+    outcomes = attempt(policy, Scoring(), problems=40, target=Grader(errors), seed=1)
+    wrong: list[float] = []
+    right: list[float] = []
+    for outcome in outcomes:
+        for rollout in outcome.rollouts:
+            for turn in rollout.turns:
+                truth = is_right(turn.chunks[0].text)
+                if truth is not None and turn.score is not None:
+                    (right if truth else wrong).append(turn.score)
+    assert min(len(wrong), len(right)) > 30
+    wins = sum((bad > good) + 0.5 * (bad == good) for bad in wrong for good in right)
+    return wins / (len(wrong) * len(right))
+
+
+@pytest.mark.parametrize("kind", OF_CHUNKS)
+def test_a_score_with_skill_finds_planted_mistakes(kind: ScoreKind, attempt: Solve) -> None:
+    """The toy target knows sums, and the toy draft is less sure of its slips."""
+    assert auroc(kind, attempt) > (0.6 if kind == "draft" else 0.7)
+
+
+@pytest.mark.parametrize("kind", ["rating", "verdict"])
+def test_an_answer_without_skill_finds_nothing(kind: ScoreKind, attempt: Solve) -> None:
+    """A target that answers by lot is a coin."""
+    assert 0.4 < auroc(kind, attempt, errors=0.5) < 0.6
+
+
+def test_every_score_is_at_least_one_and_worse_is_higher() -> None:
+    """The domain that calibrators and reports rely on."""
+    assert rating_score([[-50.0] * 9 + [0.0]]) == pytest.approx(1.0)
+    assert rating_score([[0.0] + [-50.0] * 9]) == pytest.approx(10.0)
+    assert verdict_score([[0.0, -50.0], [0.0, -50.0]]) == pytest.approx(1.0)
+    assert verdict_score([[-1.0, -1.0], [-1.0, -1.0]]) == pytest.approx(2.0)
+    assert verdict_score([[-800.0, 0.0], [-800.0, 0.0]]) == math.inf
+    assert ScoreRule("worst")([-0.5, -2.0], "ab") == pytest.approx(math.exp(2))
+    assert math.isnan(ScoreRule("worst")([-1.0, math.nan], "ab"))
+
+
+def test_an_answer_that_prefers_a_position_is_balanced() -> None:
+    """A model that always takes the first word offered is worth a coin: two."""
+    always_first = [[-0.1, -5.0], [-5.0, -0.1]]
+    assert verdict_score(always_first) == pytest.approx(2.0)
+
+
+def test_words_without_any_chance_make_no_score() -> None:
+    """NaN, so that no gate takes it for one."""
+    assert math.isnan(verdict_score([[-math.inf, -math.inf], [-1.0, -1.0]]))
+    assert math.isnan(rating_score([[-math.inf] * 10]))
+
+
+def test_the_drafts_own_score_asks_the_target_nothing(attempt: Solve) -> None:
+    """Not one token is scored or read by the target."""
+    policy = Policy(samples=4, score=ScoreRule("draft"), early_stop="none")
+    outcomes = attempt(policy, Scoring(), problems=4)
+    assert all(outcome.usage.scored_tokens == 0 for outcome in outcomes)
+    scores = [t.score for o in outcomes for r in o.rollouts for t in r.turns]
+    assert all(score is not None and score >= 1 for score in scores if score is not None)
+    assert any(scores)
+
+
+def spec(*, scores: bool, logprobs: bool) -> EngineSpec:
+    """An engine's spec with or without what a score is made of."""
+    able: set[Capability] = {"sample", "score"} if scores else {"sample"}
+    return EngineSpec(
+        "any",
+        "any",
+        tokenizer="t",
+        context_length=100,
+        end_ids=(0,),
+        vocabulary=10,
+        logprobs="raw" if logprobs else "none",
+        capabilities=frozenset(able),
+    )
+
+
+def test_engines_are_checked_for_what_the_score_is_made_of() -> None:
+    """A hosted target needs no scores where the draft's own or the votes do."""
+    mute = spec(scores=False, logprobs=False)
+    plain = spec(scores=False, logprobs=True)
+    gate: Gate = Scoring()
+    check_engines(Policy(score=ScoreRule("draft")), gate, plain, mute)
+    problems = Policy(score=ScoreRule("disagreement"), escalates="problem")
+    check_engines(problems, gate, mute, mute)
+    with pytest.raises(UnsupportedByEngine, match="no log-probabilities"):
+        check_engines(Policy(score=ScoreRule("draft")), gate, mute, mute)
+    for kind in ("mean", "worst", "speculative"):
+        with pytest.raises(UnsupportedByEngine, match="cannot score"):
+            check_engines(Policy(score=ScoreRule(kind)), gate, plain, plain)
+    with pytest.raises(UnsupportedByEngine, match="neither score nor rate"):
+        check_engines(Policy(score=ScoreRule("verdict")), gate, plain, plain)
+    check_engines(Policy(score=ScoreRule("verdict")), FixedGate("accept"), plain, plain)
+
+
+def test_votes_score_problems_and_nothing_else() -> None:
+    """Either without the other is refused by name."""
+    with pytest.raises(OptionError, match=r"score.*disagreement"):
+        Policy(score=ScoreRule("disagreement"))
+    with pytest.raises(OptionError, match=r"score.*disagreement"):
+        Policy(escalates="problem")
+
+
+def test_a_programs_own_rule_reads_the_targets_log_probabilities() -> None:
+    """A plain function counts as one."""
+    assert source_of(lambda logprobs, text: 1.0) == "log-probabilities"
+    assert source_of(ScoreRule("draft")) == "draft"

@@ -14,7 +14,14 @@ from atts.analysis.turns import usage_of, was_cut_short
 from atts.calibration import DEFAULTS, HOLD, Calibrator, Mode, StoredScores, Tuning
 from atts.core import Chunk, Decision, Outcome, Problem, Rollout, Turn, TurnKey, Usage
 from atts.errors import CalibrationInputError, JournalError, OptionError
-from atts.evaluators import Estimate, accuracy_estimate, group, judge, share_estimate
+from atts.evaluators import (
+    Estimate,
+    accuracy_estimate,
+    group,
+    judge,
+    mean_estimate,
+    share_estimate,
+)
 from atts.journal import (
     FACTS,
     Decided,
@@ -35,6 +42,7 @@ from atts.pipelines import (
     Tally,
     VoteKind,
     ballot,
+    cannot_change,
     evidence,
     mean_logprob,
     tally,
@@ -69,7 +77,7 @@ class ReplayedRollout:
 
     problem: str
     sample: int
-    answer: str | None
+    answer: str | None  # as recorded; it votes only if it is known
     is_censored: bool  # the record ends before an answer could come
     # the first turn after which the record is another story; None: never
     off_policy_from: int | None
@@ -77,24 +85,30 @@ class ReplayedRollout:
     target_tokens: int
     scored_tokens: int
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether the record says how this rollout ends under the other policy."""
+        return self.off_policy_from is None and not self.is_censored
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayedProblem:
-    """One problem under the other policy."""
+    """One problem under the other policy; only rollouts whose end is known vote."""
 
     problem: str
     tally: Tally
     rollouts: tuple[ReplayedRollout, ...]
 
     @property
-    def answer(self) -> str | None:
-        """Return the result of the vote."""
-        return self.tally.winner
+    def unknown(self) -> int:
+        """Return how many rollouts end in a way that the record does not say."""
+        return sum(not rollout.is_known for rollout in self.rollouts)
 
     @property
-    def is_censored(self) -> bool:
-        """Return True if a rollout was stopped that might have given the answer."""
-        return self.answer is None and any(rollout.is_censored for rollout in self.rollouts)
+    def answer(self) -> str | None:
+        """Return the result of the vote, None where unknown rollouts could change it."""
+        is_settled = not self.unknown or cannot_change(self.tally, self.unknown)
+        return self.tally.winner if is_settled else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +148,9 @@ def replay_policy(
 ) -> Replayed:
     """Decide anew on every recorded score, cut to the policy's samples and turns, and vote again.
 
-    Of fewer samples than were recorded, those are taken whose end is known: what a settled vote or
-    the end of the run cut is nobody's answer, neither right nor wrong.
+    Of fewer samples than were recorded the first are taken, by their numbers: those that ended
+    first would lean towards the quick. A rollout that was cut, or that left the recorded path, has
+    an unknown answer and does not vote.
 
     `decided` holds the recorded decisions with their features, in the order in which they were
     taken; what it lacks follows turn by turn. The gate must be fresh: it learns from this replay;
@@ -212,13 +227,8 @@ def _by_round(gate: RoundGate, chunks: Sequence[_JudgedChunk]) -> dict[TurnKey, 
 
 
 def _cut(outcome: Outcome, policy: Policy) -> list[Rollout]:
-    """So many rollouts, the first of those whose end is known, then of the others; in their own
-    order.
-    """
-    known_first = sorted(
-        outcome.rollouts, key=lambda rollout: (_is_cut_short(rollout, policy), rollout.sample)
-    )
-    return sorted(known_first[: policy.samples], key=lambda rollout: rollout.sample)
+    """Return the first rollouts, as many as the policy has samples."""
+    return sorted(outcome.rollouts, key=lambda rollout: rollout.sample)[: policy.samples]
 
 
 def _is_cut_short(rollout: Rollout, policy: Policy) -> bool:
@@ -240,6 +250,7 @@ def _problem(
     ballots = [
         ballot(policy.vote, replace(rollout, answer=new.answer))
         for rollout, new in zip(rollouts, replayed, strict=True)
+        if new.is_known
     ]
     return ReplayedProblem(
         outcome.problem.id, tally([vote for vote in ballots if vote], group), replayed
@@ -296,31 +307,36 @@ class ReplayedDecision:
     off_policy: bool
 
 
+TokenCount = Literal["counted", "at least", "unknown"]
+
+
 @dataclass(frozen=True, slots=True)
 class ReplaySide:
     """One of the two: as recorded, or as replayed.
 
-    Tokens are "counted" in the recorded rollouts, or "estimated" where some of these left the
-    recorded path: draft and scored as in the record, and as much by the target for each takeover as
-    it wrote there (None: there was none).
+    Where rollouts left the recorded path, `rate` is a plain count over the recorded chunks without
+    an interval, and tokens are unknown. They are "at least" so many where a rollout that the
+    replayed vote needs was cut. An accuracy that the record does not determine has no value: its
+    `low` and `high` are those of the bounds, so they hold the accuracy of a live run 95 % of the
+    time.
     """
 
     rate: Estimate
     accuracy: Estimate
     decisions: int
-    tokens: Literal["counted", "estimated"]
-    draft_tokens: int
+    tokens: TokenCount
+    draft_tokens: int | None
     target_tokens: int | None
-    scored_tokens: int
+    scored_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What another policy would have decided on a recorded run, and how far that can be believed.
+    """What another policy would have decided on a recorded run, and what the record tells of it.
 
     `off_policy` is the share of rollouts in which a decision came out otherwise: what they would
-    have written from there on is unknown, so their recorded answers vote. `on_policy_accuracy` is
-    of problems without any such. `censored` problems are in no accuracy: their rollouts were
+    have written from there on is unknown. `undecided` problems have too many rollouts of unknown
+    end for their vote to be known. `censored` problems are in no accuracy: their rollouts were
     stopped before any could answer.
     """
 
@@ -329,11 +345,10 @@ class Replay:
     nominal: float | None
     changed: int
     off_policy: float
-    on_policy_accuracy: Estimate
+    undecided: int
     censored: int
     decisions: tuple[ReplayedDecision, ...]
     answers: Mapping[str, tuple[str | None, str | None]]  # by problem: recorded, replayed
-    # single rollouts under the other policy, where the run left decisions to chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,26 +364,49 @@ class PolicyChange:
 
 
 def replay_run(
-    run: RecordedRun, change: PolicyChange, gate: Callable[[int], Gate | RoundGate]
+    run: RecordedRun, change: PolicyChange, gate: Callable[[int], Gate | RoundGate] | None
 ) -> Replay:
     """Decide anew on every recorded score and vote again.
 
-    `gate` makes a fresh gate for so many rollouts of a problem; answers that were not graded then
-    are graded now.
+    `gate` makes a fresh gate for so many rollouts of a problem; None keeps every recorded decision.
+    Answers that were not graded then are graded now.
 
     :raises OptionError: more samples or turns than were recorded, a negative budget.
     :raises JournalError: no problem is finished, or the journal cannot be read.
     """
     recorded = _read(run)
     policy = _policy(run, change)
-    chosen = gate(policy.samples)
+    chosen = None if gate is None else gate(policy.samples)
     if change.budget is not None:
-        chosen = _capped(chosen, change.budget)
+        chosen = _capped(chosen or _RecordedGate(recorded.outcomes), change.budget)
     classes = partial(group, kind=recorded.outcomes[0].problem.kind)
-    return _compare(
-        recorded,
-        replay_policy(recorded.outcomes, chosen, policy, classes, decided=recorded.decided),
-    )
+    again = replay_policy(recorded.outcomes, chosen, policy, classes, decided=recorded.decided)
+    is_same_vote = change.samples is None and change.turns is None and change.vote is None
+    return _compare(recorded, again, is_same_vote=is_same_vote)
+
+
+class _RecordedGate:
+    """A gate that takes the recorded decisions again, for a budget that overrules some of them."""
+
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
+        self._decisions = {
+            (rollout.problem, rollout.sample, turn.index): turn.decision
+            for outcome in outcomes
+            for rollout in outcome.rollouts
+            for turn in rollout.turns
+            if turn.decision is not None
+        }
+
+    def preview(self, features: Features) -> Decision:
+        """Return the recorded decision, whether or not it needed a score."""
+        return self._decisions[features.question, features.sample, features.turn]
+
+    def decide(self, features: Features, score: float) -> Decision:
+        """Return the recorded decision."""
+        return self.preview(features)
+
+    def observe(self, decision: Decision, escalated: bool) -> None:
+        """Learn nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,54 +513,95 @@ def _capped(gate: Gate | RoundGate, budget: int) -> Gate:
     return CappedGate(gate, take)
 
 
-def _compare(recorded: _Recorded, again: Replayed) -> Replay:
+def _compare(recorded: _Recorded, again: Replayed, *, is_same_vote: bool) -> Replay:
     pairs = tuple(_pairs(recorded, again))
     before = {outcome.problem.id: outcome.answer for outcome in recorded.outcomes}
     after = {problem.problem: problem.answer for problem in again.problems}
-    known = {
-        problem.problem: problem.answer for problem in again.problems if not problem.is_censored
-    }
-    on_policy = {
-        p.problem for p in again.problems if all(r.off_policy_from is None for r in p.rollouts)
-    }
+    known = recorded.known
     rates = [decision.rate for decision in again.decisions if math.isfinite(decision.rate)]
     usages = [rollout.usage for outcome in recorded.outcomes for rollout in outcome.rollouts]
     replayed = [rollout for problem in again.problems for rollout in problem.rollouts]
-    side = _side(again.decisions, recorded.accuracy(known), replayed)
-    if again.off_policy > 0:
-        more = sum(pair.decision.escalate - pair.recorded.escalate for pair in pairs)
-        side = replace(
-            side,
-            tokens="estimated",
-            target_tokens=_with_takeovers(recorded, side.target_tokens, more),
+    old = _side([pair.recorded for pair in pairs], recorded.accuracy(known), usages)
+    judged = [problem for problem in again.problems if problem.problem in known]
+    if is_same_vote and not again.off_policy > 0:
+        after = before  # also votes that ended before they were certain
+        undecided = 0
+        new = _side(again.decisions, old.accuracy, replayed)
+    else:
+        undecided = sum(
+            problem.unknown > 0 and not cannot_change(problem.tally, problem.unknown)
+            for problem in judged
         )
+        new = _side(again.decisions, _accuracy(recorded, judged, undecided), replayed)
+        if again.off_policy > 0:
+            new = _without_estimates(new)
+        elif any(rollout.is_censored for rollout in replayed):
+            new = replace(new, tokens="at least")
     return Replay(
-        _side([pair.recorded for pair in pairs], recorded.accuracy(recorded.known), usages),
-        side,
+        old,
+        new,
         nominal=rates[-1] if rates else None,
         changed=sum(pair.decision.escalate != pair.recorded.escalate for pair in pairs),
         off_policy=again.off_policy,
-        on_policy_accuracy=recorded.accuracy(
-            {name: known[name] for name in known if name in on_policy}
-        ),
-        censored=len(after) - len(known),
+        undecided=undecided,
+        censored=len(before) - len(known),
         decisions=pairs,
         answers={name: (before[name], after[name]) for name in before},
     )
 
 
-def _with_takeovers(recorded: _Recorded, tokens: int | None, more: int) -> int | None:
-    """Return the target's tokens with so many escalations more, each of the mean length."""
-    rollouts = [rollout for outcome in recorded.outcomes for rollout in outcome.rollouts]
-    decisions = [
-        turn.decision for rollout in rollouts for turn in rollout.turns if not was_cut_short(turn)
-    ]
-    takeovers = sum(decision is not None and decision.escalate for decision in decisions)
-    if tokens is None or not takeovers:
-        return None
-    return tokens + round(
-        more * sum(rollout.usage.target_tokens for rollout in rollouts) / takeovers
+def _without_estimates(side: ReplaySide) -> ReplaySide:
+    """Return a side of which the record tells only what was decided on the recorded chunks."""
+    rate = replace(side.rate, low=math.nan, high=math.nan, method="count of recorded chunks")
+    return replace(
+        side,
+        rate=rate,
+        tokens="unknown",
+        draft_tokens=None,
+        target_tokens=None,
+        scored_tokens=None,
     )
+
+
+def _accuracy(recorded: _Recorded, problems: Sequence[ReplayedProblem], undecided: int) -> Estimate:
+    """Return the accuracy where every vote is known, else an estimate that has bounds only."""
+    if not undecided:
+        return recorded.accuracy({problem.problem: problem.answer for problem in problems})
+    asked = {
+        outcome.problem.id: outcome.problem
+        for outcome in recorded.outcomes
+        if outcome.problem.answer is not None
+    }
+    bounds = [
+        _bounds(recorded, asked[problem.problem], problem)
+        for problem in problems
+        if problem.problem in asked
+    ]
+    if not bounds:
+        return recorded.accuracy({})
+    low = mean_estimate([worst for worst, _ in bounds], len(bounds))
+    high = mean_estimate([best for _, best in bounds], len(bounds))
+    note = f"the record does not decide {undecided:,} votes"
+    return replace(low, value=math.nan, high=high.high, method="bounds", note=note)
+
+
+def _bounds(
+    recorded: _Recorded, problem: Problem, replayed: ReplayedProblem
+) -> tuple[float, float]:
+    """Bound the vote: every unknown rollout wrong in the same way, and every one correct."""
+    right = 0.0
+    wrong = 0.0
+    for answer, weight in zip(replayed.tally.answers, replayed.tally.weights, strict=True):
+        if recorded.right(problem, answer):
+            right = max(right, weight)
+        else:
+            wrong = max(wrong, weight)
+    return _won(right, wrong + replayed.unknown), _won(right + replayed.unknown, wrong)
+
+
+def _won(right: float, wrong: float) -> float:
+    """Return the share of a vote that the correct answer wins; a tie is shared."""
+    return 0.5 if right == wrong and right > 0 else float(right > wrong)
 
 
 def _pairs(recorded: _Recorded, again: Replayed) -> Iterator[ReplayedDecision]:

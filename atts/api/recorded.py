@@ -185,6 +185,9 @@ def replay(
 ) -> Replay:
     """Decide on every recorded score again and vote again; other settings stay as recorded.
 
+    Without another method, rate, rate scope, seed or gate the recorded decisions stay, and fewer
+    samples or turns only cut the record.
+
     `budget` is the most takeovers by the target per problem, in the order in which decisions were
     taken; `gate` must be fresh, for it learns from this replay.
 
@@ -209,7 +212,10 @@ def replay(
             return gate
         return replace(setup, policy=replace(setup.policy, samples=samples), **given).decider()[0]
 
-    return replay_run(recorded, PolicyChange(samples, turns, vote, budget), fresh_gate)
+    change = PolicyChange(samples, turns, vote, budget)
+    # fewer samples, turns or takeovers need no new decisions, so none may come out otherwise
+    decides_again = gate is not None or bool(given)
+    return replay_run(recorded, change, fresh_gate if decides_again else None)
 
 
 def merge(runs: Sequence[Run], out: str | Path) -> Merged:

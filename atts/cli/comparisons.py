@@ -228,10 +228,10 @@ def replay(
 ) -> None:
     """Decide again on the recorded scores under another gate, rate, budget or vote.
 
-    Numbers of rollouts and turns may be lowered as well. A decision that changes leads to text that
-    was never written: such decisions are counted, and flagged in --json; the recorded answers of
-    their rollouts vote, and tokens are estimates. Rollouts that were stopped before they could
-    answer count neither as correct nor as wrong: --samples takes others first.
+    Numbers of rollouts and turns may be lowered as well; that alone changes no decision. A decision
+    that changes leads to text that was never written, so the end of its rollout is unknown. If
+    unknown rollouts could change votes, the accuracy is not estimated: its bounds are printed,
+    which hold that of a live run 95 % of the time. Tokens are then unknown.
 
     Example: atts replay runs/first --rate 0.4 --samples 4
     """
@@ -270,13 +270,9 @@ def _replay_objects(replayed: Replay) -> list[str]:
         {"type": "problem", "problem": name, "answer": new, "recorded": old}
         for name, (old, new) in replayed.answers.items()
     )
-    rest = {
-        name: getattr(replayed, name) for name in ("nominal", "changed", "off_policy", "censored")
-    }
-    sides = {
-        name: asdict(getattr(replayed, name))
-        for name in ("recorded", "replayed", "on_policy_accuracy")
-    }
+    names = ("nominal", "changed", "off_policy", "undecided", "censored")
+    rest = {name: getattr(replayed, name) for name in names}
+    sides = {name: asdict(getattr(replayed, name)) for name in ("recorded", "replayed")}
     summary = {"type": "summary", **rest, **sides}
     return [json_line(line) for line in (*decisions, *problems, summary)]
 
@@ -287,8 +283,8 @@ def _replay_lines(replayed: Replay) -> list[str]:
     new = replayed.replayed
     rows = [
         ("", "recorded", "replayed"),
-        ("escalated chunks", old.rate.brief("-"), new.rate.brief("-")),
-        ("accuracy", old.accuracy.brief("-"), new.accuracy.brief("-")),
+        ("escalated chunks", *map(_replay_rate, (old, new))),
+        ("accuracy", *map(_replay_accuracy, (old, new))),
         ("decisions", f"{old.decisions:,}", f"{new.decisions:,}"),
         ("tokens, draft", *(_replay_tokens(side, side.draft_tokens) for side in (old, new))),
         ("tokens, target", *(_replay_tokens(side, side.target_tokens) for side in (old, new))),
@@ -305,8 +301,23 @@ def _replay_lines(replayed: Replay) -> list[str]:
 
 def _replay_tokens(side: ReplaySide, count: int | None) -> str:
     if count is None:
-        return "unknown"
-    return f"about {count:,}" if side.tokens == "estimated" else f"{count:,}"
+        return "this run cannot tell"
+    return f"at least {count:,}" if side.tokens == "at least" else f"{count:,}"
+
+
+def _replay_rate(side: ReplaySide) -> str:
+    """Return the rate; off the recorded path it is a count, which has no interval."""
+    if math.isnan(side.rate.low) and not math.isnan(side.rate.value):
+        return f"{side.rate.value:.3f} of recorded chunks"
+    return side.rate.brief("-")
+
+
+def _replay_accuracy(side: ReplaySide) -> str:
+    """Return the accuracy, or its bounds where the record does not determine it."""
+    accuracy = side.accuracy
+    if accuracy.method == "bounds":
+        return f"this run cannot tell: {accuracy.low:.3f} to {accuracy.high:.3f}"
+    return accuracy.brief("-")
 
 
 def _off_policy_lines(replayed: Replay) -> Iterator[str]:
@@ -314,19 +325,17 @@ def _off_policy_lines(replayed: Replay) -> Iterator[str]:
     if replayed.off_policy > 0:
         yield (
             f"{replayed.off_policy:.1%} of the rollouts left the recorded path: what they would have "
-            f"written is unknown. "
-            "Below, their recorded answers vote; tokens are estimates, with as many by the target "
-            "for each takeover "
-            "as it wrote in the record."
+            "written is unknown."
         )
-        clean = replayed.on_policy_accuracy
-        if clean.n_problems:
-            yield f"Problems without such rollouts: {clean.n_problems}, right {clean.brief()}."
-        else:
-            yield "No problem is without such rollouts: the accuracy replayed is that of the recorded texts."
+    if replayed.undecided:
+        yield (
+            f"The votes of {replayed.undecided:,} of {len(replayed.answers):,} problems are unknown. "
+            "The bounds of the accuracy are those of rollouts of unknown end that are all wrong and "
+            "all correct, each with its 95 % interval."
+        )
     if replayed.censored:
         yield f"{replayed.censored:,} problems are left out: their rollouts were stopped before any could answer."
-    if replayed.off_policy > 0 or replayed.censored:
+    if replayed.off_policy > 0 or replayed.undecided or replayed.censored:
         yield ""
 
 

@@ -110,7 +110,7 @@ def test_fewer_samples_are_a_smaller_run(runs: Path) -> None:
     """
     whole = replay(runs / "atts")
     less = replay(runs / "atts", samples=2)
-    assert less.replayed.draft_tokens < whole.replayed.draft_tokens
+    assert (less.replayed.draft_tokens or 0) < (whole.replayed.draft_tokens or 0)
     taken = defaultdict[str, set[int]](set)
     for pair in less.decisions:
         taken[pair.decision.question].add(pair.decision.sample)
@@ -129,6 +129,9 @@ def test_the_replay_of_a_run_is_a_table(atts: Atts, runs: Path) -> None:
     assert said.code == 0
     for words in ("recorded", "replayed", "nominal rate 0.7", "left the recorded path"):
         assert words in said.out
+    tokens = [line for line in said.out.splitlines() if line.startswith("tokens")]
+    assert len(tokens) == 3
+    assert all(line.endswith("this run cannot tell") for line in tokens)
 
 
 def test_a_list_of_runs_tells_what_could_not_be_scored(

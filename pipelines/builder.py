@@ -28,7 +28,7 @@ from atts.errors import ContextOverflow, EngineError
 from atts.graph import RolloutScope
 from atts.pipelines.context import Context, RolloutEngine
 from atts.pipelines.policy import ConfidenceStop, Policy
-from atts.pipelines.scores import resolved, source_of
+from atts.pipelines.scores import source_of
 from atts.pipelines.votes import Grouper, classes
 from atts.sampling import Seed
 
@@ -131,7 +131,7 @@ class RolloutBuilder:
         self.target = context.bind(context.target, "target", scope, policy.timeout_seconds)
         draft = self.draft.spec
         target = self.target.spec
-        self.score_rule = resolved(policy.score, draft, target)
+        self.score_rule = policy.score
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
         self.needs_first_rejected = policy.takeover == "repair" and is_comparable
         # the target draws its replacement while it scores, where it can

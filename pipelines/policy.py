@@ -186,7 +186,7 @@ class Policy:
             "min_p": "of the target",
         },
     ] = None
-    score: ScoreRule = ScoreRule("auto")
+    score: ScoreRule = ScoreRule()
     vote: Annotated[VoteKind, "how answers are counted"] = "majority"
     early_stop: Annotated[
         Stop, "whether rollouts end when the vote cannot change, or hardly can"

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 
 from atts.core import Chunk
-from atts.engine import EngineSpec
 from atts.errors import OptionError
 from atts.pipelines.votes import Tally
 
 ScoreKind = Literal[
-    "mean", "worst", "byte", "speculative", "draft", "rating", "verdict", "disagreement", "auto"
+    "mean", "worst", "byte", "speculative", "draft", "rating", "verdict", "disagreement"
 ]
 SCORE_KINDS: tuple[ScoreKind, ...] = get_args(ScoreKind)
 ScoreSource = Literal["log-probabilities", "draft", "question", "votes"]
@@ -37,16 +36,16 @@ class ScoreRule:
     byte: the perplexity per byte of text, comparable across tokenizers.
     speculative: one over the chance that speculative sampling would accept the whole chunk, the
         product of min(1, target / author) over its tokens. What the target finds unlikely counts
-        only as far as the author was surer. It needs one tokenizer and the author's
-        log-probabilities; without them the chunk has no score.
+        only as far as the author was surer. It compares the models at temperature 1, so it is that
+        chance only if both are sampled at temperature 1. It needs one tokenizer and the author's
+        log-probabilities; without them the chunk has no score. As a sum over tokens it grows with
+        the length of the chunk.
     draft: one over the chance that the author gave its least likely token. The target reads
         nothing, so the score is free.
     rating: 10 less the target's rating of the chunk from 0 to 9, which takes single tokens after it.
     verdict: one over the chance that the target calls the chunk correct, asked in both orders.
     disagreement: the number of a problem's rollouts over the leading answer's share of them. It is
         the score of whole problems and of nothing else.
-    auto: "speculative" where both models read with one tokenizer and the draft tells
-        log-probabilities, else "mean".
     """
 
     kind: Annotated[ScoreKind, "how log-probabilities become a score"] = "mean"
@@ -92,14 +91,6 @@ Rule = Callable[[Sequence[float], str], float]
 def source_of(rule: Rule) -> ScoreSource:
     """Return what a rule makes scores of; a function of a program's own reads log-probabilities."""
     return rule.source if isinstance(rule, ScoreRule) else "log-probabilities"
-
-
-def resolved(rule: Rule, draft: EngineSpec, target: EngineSpec) -> Rule:
-    """Return the rule a whole run follows: what "auto" means for this pair, any other as it is."""
-    if not isinstance(rule, ScoreRule) or rule.kind != "auto":
-        return rule
-    can = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
-    return replace(rule, kind="speculative" if can else "mean")
 
 
 def score_of(rule: Rule, logprobs: Sequence[float], chunk: Chunk) -> float:
@@ -175,7 +166,7 @@ def evidence(rule: Rule, chunk: Chunk) -> float:
     """
     if not chunk.logprobs:
         return math.nan
-    if isinstance(rule, ScoreRule) and rule.kind not in ("mean", "byte", "auto"):
+    if isinstance(rule, ScoreRule) and rule.kind not in ("mean", "byte"):
         score = _perplexity(-min(chunk.logprobs))
     else:
         score = rule(chunk.logprobs, chunk.text)

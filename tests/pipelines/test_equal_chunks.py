@@ -28,7 +28,7 @@ from atts.core import (
 from atts.graph import CallSpan, RetryPolicy, measure
 from atts.pipelines import Answers, Policy, ThresholdGate
 from atts.pipelines.policy import Takeover
-from atts.pipelines.scores import resolved, score_of
+from atts.pipelines.scores import score_of
 from atts.testing import Latency, ScriptedEngine, run_virtual
 
 Solve = Callable[..., list[Outcome]]
@@ -91,9 +91,9 @@ def test_a_recalled_score_is_the_chunks_own(attempt: Solve) -> None:
             [chunk for other in line.turns[: turn.index] for chunk in other.chunks],
         )
         prefix = sum((chunk.target_ids for chunk in before), line.prompt.target_ids)
-        async with ScriptedEngine("draft") as draft, ScriptedEngine("target") as target:
+        async with ScriptedEngine("target") as target:
             logprobs = (await target.score(ScoreRequest(prefix, chunk.target_ids))).logprobs
-            return score_of(resolved(POLICY.score, draft.spec, target.spec), logprobs, chunk)
+            return score_of(POLICY.score, logprobs, chunk)
 
     for line, turn in recalled:
         assert turn.score == run_virtual(partial(alone, line, turn))

@@ -20,7 +20,7 @@ from atts.pipelines.scores import ScoreKind, source_of
 from atts.testing import ScriptedEngine
 
 Solve = Callable[..., list[Outcome]]
-OF_CHUNKS = tuple(kind for kind in get_args(ScoreKind) if kind not in ("auto", "disagreement"))
+OF_CHUNKS = tuple(kind for kind in get_args(ScoreKind) if kind != "disagreement")
 STEP = re.compile(r"(\d+) (plus|minus) (\d+) (?:is|gives|makes|was) (\d+)")
 
 

@@ -345,13 +345,9 @@ class CountedScores(ScriptedEngine):
         ("draft-only", {}, "none"),
         ("coin", {}, "none"),
         # its mean score and its majority vote look at the target's log-probabilities alone
-        (
-            "paper-marginal",
-            {},
-            "none",
-        ),
-        ("atts", {"score": ScoreRule("mean")}, "none"),
-        ("atts", {}, "draft"),  # the speculative score compares both models
+        ("atts", {}, "none"),
+        # this score compares both models
+        ("atts", {"score": ScoreRule("speculative")}, "draft"),
         ("draft-only", {"vote": "confidence"}, "draft"),
         ("target-only", {"vote": "confidence"}, "target"),
     ],

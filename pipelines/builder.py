@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import anyio
-
 from atts.core import (
     Beginning,
     Chunk,
@@ -25,7 +23,7 @@ from atts.core import (
 )
 from atts.engine import Engine
 from atts.errors import ContextOverflow, EngineError
-from atts.graph import RolloutScope
+from atts.graph import Arrival, RolloutScope
 from atts.pipelines.context import Context, RolloutEngine
 from atts.pipelines.policy import ConfidenceStop, Policy
 from atts.pipelines.scores import source_of
@@ -75,7 +73,7 @@ class Siblings:
         self.rollouts: dict[int, Rollout] = {}
         self._positions: dict[tuple[int, TokenIds], int] = {}
         self.scores: dict[int, KnownScore] = {}  # by position, of the chunk that leads there
-        self.pending_scores: dict[int, anyio.Event] = {}  # by position: set when one has arrived
+        self.pending_scores: dict[int, Arrival] = {}  # by position
 
     def agreement(self, but: int, answer: str | None) -> tuple[int, float, bool]:
         """Return how many siblings have answered, the share of the leading answer among them, and

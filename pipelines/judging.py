@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-import anyio
-
 from atts.concurrency import collect
 from atts.core import Chunk, Decision, Features, ScoreRequest, Usage
 from atts.errors import (
@@ -174,15 +172,17 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     target.
 
     Where a sibling has asked and waits for the answer, it came first: waiting with it is shorter
-    than asking. Who asked in an earlier session asks again, and is answered by what was recorded.
+    than asking. Where the sibling's call fails and is tried again it is not, so one of those who wait
+    then asks for itself. Who asked in an earlier
+    session asks again, and is answered by what was recorded.
     """
     if source_of(builder.score_rule) != "log-probabilities":
         return await score_by_target(builder, proposal)
     scores = builder.siblings.scores
     pending = builder.siblings.pending_scores
     position = proposal.position
-    while position in pending:
-        await builder.scope.wait(pending[position], builder.turn)
+    while (arrival := pending.get(position)) is not None and not arrival.event.is_set():
+        await builder.scope.wait(arrival, builder.turn)
     known = scores.get(position)
     if builder.target.has_recorded_calls:
         request = _request(builder, proposal.chunk)
@@ -197,13 +197,16 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
             first_rejected=known.first_rejected,
             score_reused=True,
         )
-    pending[position] = anyio.Event()
+    promised = builder.scope.promise()
+    pending[position] = promised
     try:
         proposal = await score_by_target(builder, proposal)
         if proposal.score is not None and not proposal.flaw:
             scores[position] = KnownScore(proposal.score, proposal.first_rejected)
     finally:
-        pending.pop(position).set()
+        if pending.get(position) is promised:
+            del pending[position]
+        builder.scope.arrive(promised)
     return proposal
 
 

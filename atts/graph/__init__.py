@@ -33,11 +33,20 @@ and `write_trace` read nodes (`CallSpan`), live ones or out of a journal.
 from atts.core import CallSpan
 from atts.graph.graph import Graph, ProblemResult
 from atts.graph.limits import Limit, RetryPolicy
-from atts.graph.rollouts import Admit, Caller, ProblemScope, RolloutResult, RolloutScope, Sink
+from atts.graph.rollouts import (
+    Admit,
+    Arrival,
+    Caller,
+    ProblemScope,
+    RolloutResult,
+    RolloutScope,
+    Sink,
+)
 from atts.graph.timing import Timing, measure, sibling_edges, trace_events, write_trace
 
 __all__ = [
     "Admit",
+    "Arrival",
     "CallSpan",
     "Caller",
     "Graph",

@@ -133,7 +133,7 @@ class Run:
 class Caller:
     """A rollout or a problem, as what calls engines. Calls may run side by side within one caller."""
 
-    __slots__ = ("_declared", "_ready", "_state", "frontier", "problem", "sample")
+    __slots__ = ("_declared", "_ready", "_state", "frontier", "problem", "promised", "sample")
 
     def __init__(
         self, state: GraphState, problem: str, sample: int, frontier: tuple[int, ...]
@@ -147,6 +147,7 @@ class Caller:
         self._declared: anyio.Event | None = None
         # when it began to wait for siblings, if that is what came last
         self._ready: float | None = None
+        self.promised: Arrival | None = None  # what siblings wait for this caller to know
 
     def emit(self, event: object) -> None:
         """Put an event of the caller's into the graph's stream."""
@@ -226,6 +227,8 @@ class Caller:
                 raise
             finally:
                 self._close(span, pool, has_slot, is_recorded)
+            if self.promised is not None:
+                self.promised.event.set()  # who waits for this call had better ask itself
             await anyio.sleep(state.policy.delay(attempt, node))
             attempt += 1
 
@@ -312,15 +315,30 @@ class RolloutScope(Caller, Generic[T]):
         self._ready = since
         return current.values
 
-    async def wait(self, event: anyio.Event, turn: int) -> None:
-        """Wait for what a sibling is about to know, as a node without compute."""
+    async def wait(self, arrival: Arrival, turn: int) -> None:
+        """Wait for what a sibling is about to know, as a node without compute.
+
+        The node waited for the sibling's calls, so it is an edge between siblings. The wait also
+        ends when the sibling's call fails and is tried again.
+        """
         since = self._state.now()
         try:
-            await event.wait()
+            await arrival.event.wait()
         finally:
             until = self._state.now()
             self.waited += until - since
-            self._emit_wait(HOLD, turn, since, until, self.frontier)
+            self._emit_wait(HOLD, turn, since, until, (*self.frontier, *arrival.nodes))
+
+    def promise(self) -> Arrival:
+        """Return what siblings may wait for, until `arrive`."""
+        self.promised = Arrival()
+        return self.promised
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Let those who wait continue; what they waited for are this rollout's last calls."""
+        self.promised = None
+        arrival.nodes = self.frontier
+        arrival.event.set()
 
     def emit_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
         """Report how long this finished rollout kept its place for its siblings."""
@@ -348,6 +366,14 @@ class RolloutScope(Caller, Generic[T]):
             attempt=self.attempt,
         )
         state.emit(span)
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """What one rollout is about to know, and its siblings wait for."""
+
+    event: anyio.Event = field(default_factory=anyio.Event)
+    nodes: tuple[int, ...] = ()  # the calls that brought it
 
 
 @dataclass(slots=True)

@@ -87,7 +87,9 @@ def test_every_number_is_the_journal_s(run: Path) -> None:
         event.wait for event in events if isinstance(event, CallSpan) and event.stage == HOLD
     )
     assert report.timing.sibling_seconds == pytest.approx(held_up)
-    assert report.timing.sibling_edges == 0
+    holds = sum(isinstance(event, CallSpan) and event.stage == HOLD for event in events)
+    # a wait for an equal chunk's score is an edge from the sibling's call
+    assert report.timing.sibling_edges == holds > 0
     assert "of 12 problems" in report.verdict.line
 
 

@@ -25,7 +25,8 @@ from atts.core import (
     TokenIds,
     Turn,
 )
-from atts.graph import CallSpan, RetryPolicy, measure
+from atts.errors import EngineTimeout
+from atts.graph import CallSpan, RetryPolicy, measure, sibling_edges
 from atts.pipelines import Answers, Policy, ThresholdGate
 from atts.pipelines.policy import Takeover
 from atts.pipelines.scores import score_of
@@ -167,3 +168,34 @@ def test_waiting_for_a_siblings_score_counts_as_that(attempt: Solve, latency: fl
     assert all(wait.wait == latency and wait.queue == wait.compute == 0.0 for wait in waits)
     waited = sum(event.waited for event in events if isinstance(event, RolloutSpan))
     assert waited == latency * len(recalled)
+    # each wait is an edge from the score that it waited for
+    spans = [event for event in events if isinstance(event, CallSpan)]
+    scored = {span.node for span in spans if span.stage == "score"}
+    edges = sibling_edges(spans)
+    assert {after for _, after in edges} == {wait.node for wait in waits}
+    assert {before for before, _ in edges} <= scored
+
+
+def test_nobody_waits_while_a_siblings_call_is_tried_again(attempt: Solve) -> None:
+    """When the call that the others wait for fails, one of them asks at once: no backoff is waited
+    for.
+    """
+
+    class Failing(Heedful):
+        """The second chunk's first score fails after two seconds."""
+
+        async def _rate(self, request: ScoreRequest) -> Scores:
+            fails = len(self.asked) == 1 and not self.asked[request.prefix, request.suffix]
+            scores = await super()._rate(request)
+            if fails:
+                raise EngineTimeout("target", "lost")
+            return scores
+
+    events: list[Any] = []
+    slow = RetryPolicy(calls=3, delay_seconds=100.0)
+    target = Failing(latency=2.0)
+    [outcome] = attempt(GREEDY, KEEP, target=target, problems=1, events=events, retries=slow)
+    waits = [event for event in events if isinstance(event, CallSpan) and event.stage == HOLD]
+    assert max(wait.wait for wait in waits) == 2.0
+    assert max(target.asked.values()) == 3
+    assert len({tuple(turn.score for turn in line.turns) for line in outcome.rollouts}) == 1

@@ -316,12 +316,12 @@ def time_table(found: TimeBreakdown) -> ReportTable:
         (
             "Ts, waiting for siblings",
             found.sibling_seconds,
-            "zero where nothing waits for a sibling",
+            "rounds, and equal chunks that wait for the score a sibling asked for",
         ),
         (
             "edges between siblings",
             found.sibling_edges,
-            "calls that waited for another rollout of their problem",
+            "waits for another rollout of the problem, those for equal chunks' scores included",
         ),
         ("r = Tc / (Tm + Ts)", found.intensity, "asynchronous arithmetic intensity"),
     ]

@@ -149,6 +149,10 @@ class BadReply(EngineError):
     retryable = True
 
 
+class UnusableScores(EngineError):
+    """The engine went on answering, but not with scores that can be used."""
+
+
 class UnsupportedByEngine(EngineError):
     """The engine cannot do what was asked of it, now or ever."""
 

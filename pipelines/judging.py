@@ -16,6 +16,7 @@ from atts.errors import (
     EngineUnavailable,
     ModelLoadError,
     UnsupportedByEngine,
+    UnusableScores,
     UsageError,
 )
 from atts.pipelines.builder import KnownScore, Proposal, RolloutBuilder, rollout_name
@@ -311,6 +312,9 @@ def _excuse(error: EngineError) -> str:
 
     :raises EngineError: the engine is lost, or cannot score at all.
     """
-    if isinstance(error, EngineUnavailable | EngineTimeout | UnsupportedByEngine | ModelLoadError):
+    ends_the_run = (
+        EngineUnavailable | EngineTimeout | UnsupportedByEngine | UnusableScores | ModelLoadError
+    )
+    if isinstance(error, ends_the_run):
         raise error
     return str(error)

@@ -230,6 +230,12 @@ class Policy:
             raise OptionError(
                 "exact", "the draft's own text needs no draft ahead of it; set drafter to target"
             )
+        for name, sampling in (
+            ("sampling", self.sampling),
+            ("target_sampling", self.target_sampling),
+        ):
+            if sampling is not None:
+                _check_sampling(name, sampling)
         judges_votes = source_of(self.score) == "votes"
         if self.escalates == "problem":
             self._check_problems()
@@ -322,6 +328,23 @@ class Policy:
         """Return the policy with no length left open."""
         tokens, turns, draft, target, stop = self.bounds(budget)
         return replace(self, max_tokens=tokens, turns=turns, chunking=Chunking(draft, target, stop))
+
+
+def _check_sampling(name: str, sampling: Sampling) -> None:
+    """Refuse a sampling that no engine can follow, before any is opened.
+
+    :raises OptionError: naming the key.
+    """
+    if not 0 <= sampling.temperature < math.inf:
+        raise OptionError(
+            f"{name}.temperature", f"{sampling.temperature} is no temperature; give 0 or more"
+        )
+    if not 0 < sampling.top_p <= 1:
+        raise OptionError(f"{name}.top_p", f"{sampling.top_p} is outside (0, 1]")
+    if not 0 <= sampling.min_p <= 1:
+        raise OptionError(f"{name}.min_p", f"{sampling.min_p} is outside [0, 1]")
+    if sampling.top_k < 0:
+        raise OptionError(f"{name}.top_k", f"{sampling.top_k} is below 0; 0 means all tokens")
 
 
 _LEAST = {

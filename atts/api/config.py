@@ -95,7 +95,7 @@ def from_flags(
     """
     for name, value in flags.items():
         if value is not None:
-            origin = "--" + name.replace("_", "-")
+            origin = "--" + _FLAGS.get(name, name).replace("_", "-")
             yield _known_key(name, keys, "flags"), value, origin, origin
     for pair in pairs:
         name, mark, words = (part.strip() for part in pair.partition("="))
@@ -135,12 +135,16 @@ def _nearest_key(name: str, known: Sequence[str]) -> str:
 
 ReportKind = Literal["html", "markdown", "json", "none"]
 
+_FLAGS: Mapping[str, str] = {"sampling.temperature": "temperature", "sampling.top_p": "top_p"}
+"""Keys whose option on the command line is called by their last part alone."""
+
 _NEUTRAL = (
     "out",
     "runs",
     "report",
     "concurrency",
     "conditions",
+    "on_unscored",
     "speculate",
     *(key.name for key in keys_of(PairChoice, PairChoice())),
 )

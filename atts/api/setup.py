@@ -38,7 +38,7 @@ from atts.pipelines import (
     RoundGate,
     let_go,
 )
-from atts.run import Abstain, Conditions, RunSpec, conditions_of
+from atts.run import Abstain, Conditions, OnUnscored, RunSpec, conditions_of
 
 if TYPE_CHECKING:
     from atts.evaluators import Verdict
@@ -144,6 +144,11 @@ class Setup:
         Conditions,
         "scores made under other conditions: match refuses them, ignore takes them with a warning",
     ] = "match"
+    on_unscored: Annotated[
+        OnUnscored,
+        "when chunk after chunk comes back without a usable score: stop ends the run and keeps "
+        "everything, escalate lets the target rewrite them",
+    ] = "stop"
     warmup: Annotated[
         int,
         "number of the run's own first scores to calibrate with, instead of stored ones; 0: none",
@@ -351,6 +356,7 @@ class Setup:
             on_problem_done=partial(let_go, gate),
             stored_under=stored.fingerprint if len(stored) else None,
             conditions=self.conditions,
+            on_unscored=self.on_unscored,
             warnings=self.warnings,
             policy_for_context=self.policy_within,
             domain=DomainCheck.of(stored if len(stored) else self._shipped or stored),

@@ -50,7 +50,13 @@ COIN = "coin"
 REFERENCES = ("target-only", "draft-only", COIN)
 """Methods that every sweep is compared with, on the longest settings of it."""
 _MODELS = ("pair", "backend", "draft", "target", "draft_servers", "target_servers")
-_FIXED = (*(key.name for key in keys_of(Job, Job())), "concurrency", "conditions", "speculate")
+_FIXED = (
+    *(key.name for key in keys_of(Job, Job())),
+    "concurrency",
+    "conditions",
+    "on_unscored",
+    "speculate",
+)
 """Keys that cannot vary: all runs are of the same problems, or their results do not depend on them.
 """
 

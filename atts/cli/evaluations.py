@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @options.with_keys(
     f"dataset {options.SETUP} limit file column references seed concurrency out report shard abstain "
     f"labelled compare_to "
-    "stop_when config pairs dry_run as_json"
+    "stop_when on_unscored config pairs dry_run as_json"
 )
 def evaluate(
     context: typer.Context,
@@ -205,6 +205,7 @@ def result_objects(result: RunResult, configuration: Configuration, page: Path |
         "nominal_rate": configuration["rate"],
         "directory": str(result.directory),
         "report": None if page is None else str(page),
+        "unscored_decisions": result.unscored,
         **result.as_json(),
     }
     problems = ({"type": "problem", **problem.as_json()} for problem in result.problems)
@@ -219,6 +220,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
     if result.status != "finished" and result.manifest.problems:
         of = f" of {result.manifest.problems}"
     rows = [
+        ("without a score", result.unscored_words),
         ("accuracy", f"{_share(summary.answers)}   majority vote of each problem's rollouts"),
         ("pass@1", f"{_share(summary.samples_right)}   single rollouts"),
         (

@@ -32,8 +32,14 @@ Pairs = Annotated[
         metavar="KEY=VALUE",
     ),
 ]
-SETUP = "method rate samples turns max_tokens rate_scope scores pair backend draft target"
+SETUP = (
+    "method rate samples turns max_tokens temperature top_p early_stop rate_scope scores pair "
+    "backend draft target"
+)
 """The keys of a setup that have an option of their own."""
+
+_KEYS: Mapping[str, str] = {"temperature": "sampling.temperature", "top_p": "sampling.top_p"}
+"""Options whose names are the last part of their key."""
 
 
 def _key(
@@ -52,11 +58,17 @@ _DATASET = typer.Argument(
 OPTIONS: Mapping[str, Parameter] = {
     "method": _key("Method: atts, or a baseline such as draft-only, target-only, top-b.", "atts"),
     "rate": _key("Share of chunks that the target takes over.", "0.2", kind=float),
-    "samples": _key("Rollouts per problem.", "8", kind=int),
+    "samples": _key("Rollouts per problem.", "8", "--samples", "--epochs", kind=int),
     "turns": _key(
         "Rounds of drafting and judging per rollout, at most.", "as --max-tokens needs", kind=int
     ),
     "max_tokens": _key("Tokens per rollout, at most.", "by the models", kind=int),
+    "temperature": _key("Temperature of both models.", "0.7", kind=float),
+    "top_p": _key("Sample only from the likeliest tokens of this mass.", "1", kind=float),
+    "early_stop": _key(
+        "When the rest of a vote is not waited for: none, certain (it cannot change), likely.",
+        "certain",
+    ),
     "rate_scope": _key("Scope in which the rate is met: aci (the run), question, ...", "aci"),
     "scores": _key("Calibration scores to start from: a file, or a run directory.", metavar="FILE"),
     "pair": _key("Draft and target that work together, by name: see `atts pairs`.", "none"),
@@ -95,6 +107,10 @@ OPTIONS: Mapping[str, Parameter] = {
     ),
     "labelled": _key("Graded run of the same settings that certifies --abstain.", metavar="RUN"),
     "compare_to": _key("Earlier run to compare with, for --stop-when.", metavar="RUN"),
+    "on_unscored": _key(
+        "When the target stops giving usable scores: stop, or escalate every chunk without one.",
+        "stop",
+    ),
     "stop_when": _key(
         "End early: decided, once the difference to --compare-to is known; decided=2, also once it is within 2 points.",
         metavar="decided[=POINTS]",
@@ -132,11 +148,12 @@ def flags_of(context: typer.Context, without: str = "") -> dict[str, object]:
     """Return the configuration keys that a command line sets, by the parameters named like them."""
     from atts.api import config_keys
 
-    return {
-        name: value
-        for name, value in context.params.items()
-        if name in config_keys() and name != without
-    }
+    flags: dict[str, object] = {}
+    for name, value in context.params.items():
+        key = _KEYS.get(name, name)
+        if key in config_keys() and name != without:
+            flags[key] = value
+    return flags
 
 
 def configured(

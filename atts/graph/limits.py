@@ -16,6 +16,7 @@ from atts.errors import (
     OptionError,
     OutOfMemory,
     UnsupportedByEngine,
+    UnusableScores,
 )
 
 # How much may wait, per rollout in flight, for what is not an engine's work, such as grading.
@@ -108,7 +109,7 @@ class RetryPolicy:
     def is_fatal(self, error: Exception) -> bool:
         """Return whether the error would meet every other rollout too."""
         if isinstance(error, EngineError):
-            return isinstance(error, UnsupportedByEngine | ModelLoadError)
+            return isinstance(error, UnsupportedByEngine | ModelLoadError | UnusableScores)
         return isinstance(error, ATTSError | AssertionError)
 
 

@@ -42,6 +42,7 @@ from atts.run.recording import (
 from atts.run.result import INTERRUPTED, RunResult, RunStatus, Summary
 from atts.run.spec import Grade, Judgement, Pipeline, RunSpec
 from atts.run.stopping import Signals, Stop, StopWhen, watch_signals
+from atts.run.unscored import OnUnscored
 
 __all__ = [
     "Abstain",
@@ -60,6 +61,7 @@ __all__ = [
     "Listener",
     "Merged",
     "Notice",
+    "OnUnscored",
     "Pipeline",
     "Progress",
     "ProgressSnapshot",

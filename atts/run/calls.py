@@ -32,6 +32,7 @@ from atts.journal import (
     run_number,
 )
 from atts.run.recording import CallBegun, CallKind, EngineAwaited, ProblemLog
+from atts.run.unscored import UnscoredWatch
 
 Request = TypeVar("Request", SampleRequest, ScoreRequest)
 Result = TypeVar("Result", Completion, Scores)
@@ -79,6 +80,7 @@ class EngineCalls:
         scope: Caller | None,
         timeout_seconds: float,
         log: ProblemLog | None = None,
+        unscored: UnscoredWatch | None = None,
     ) -> None:
         self.spec: EngineSpec = engine.spec
         self.tokenizer: Tokenizer = engine.tokenizer
@@ -88,6 +90,7 @@ class EngineCalls:
         self._scope = scope
         self._timeout_seconds = timeout_seconds
         self._log = log
+        self._unscored = unscored
         # samples and turns of recorded completions, once asked for
         self._recorded_turns: set[tuple[int, int]] | None = None
 
@@ -101,7 +104,18 @@ class EngineCalls:
         """Score the suffix, once the engine has room for it."""
         key = request_key(self._role, request)
         call = _Call("score", request, key, self._engine.score, check_scores)
-        return await self._admit(call, request.turn, len(request.prefix) + len(request.suffix))
+        tokens = len(request.prefix) + len(request.suffix)
+        if self._unscored is None:
+            return await self._admit(call, request.turn, tokens)
+        try:
+            scores = await self._admit(call, request.turn, tokens)
+        except BadReply as error:
+            if call.source == "live":  # what failed in an earlier session says nothing of this one
+                await self._unscored.unusable(self._engine, error)
+            raise
+        if call.source == "live":
+            self._unscored.usable()
+        return scores
 
     async def _admit(self, call: _Call[Request, Result], turn: int, tokens: int) -> Result:
         """Make the call a node of the task graph: admitted, timed, and tried again."""
@@ -161,6 +175,7 @@ class EngineCalls:
         stop = log.stop
         if stop.asked:
             await anyio.sleep_forever()  # the run is ending: no call begins any more
+        call.source = "live"  # an earlier attempt may have been recalled
         since = log.now()
         stop.calls += 1
         try:
@@ -357,6 +372,12 @@ def check_completion(completion: Completion, request: SampleRequest, spec: Engin
         raise BadReply(spec.name, "a log-probability is not a number")
 
 
+# A word that is not among the likely ones may be impossible; not one likely token in a text of so
+# many is the sign of an overflow.
+_WHOLE_TEXT = 4
+_ABSURD = -1000.0
+
+
 def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> None:
     """See that there is one log-probability per suffix token, none above 0; -inf is allowed.
 
@@ -370,6 +391,8 @@ def check_scores(scores: Scores, request: ScoreRequest, spec: EngineSpec) -> Non
         )
     if max(logprobs) > 1e-4 or any(map(math.isnan, logprobs)):  # rounding may exceed 0 a little
         raise BadReply(spec.name, "a log-probability is above 0 or not a number")
+    if len(logprobs) >= _WHOLE_TEXT and max(logprobs) < _ABSURD:
+        raise BadReply(spec.name, "every token of a text is said to be impossible")
     begun = scores.beginning
     draw = request.draw
     if begun is None:

@@ -38,7 +38,7 @@ from atts.journal import (
     open_journal,
 )
 from atts.pipelines import Context, DraftLength, RoundGate, WriterChoice, needed_logprobs
-from atts.run.calls import EngineCalls
+from atts.run.calls import EngineCalls, check_scores
 from atts.run.conditions import check_conditions
 from atts.run.recording import (
     AlarmWatch,
@@ -56,6 +56,7 @@ from atts.run.recording import (
 from atts.run.result import IncompleteTally, RunResult, RunStatus
 from atts.run.spec import RunSpec, engine_warnings, verdict_by
 from atts.run.stopping import SequentialComparison, Signals, Stop, watch_signals
+from atts.run.unscored import UnscoredWatch
 
 Keep = Literal["lines", "nothing"]
 """What the result holds per problem; the journal has everything either way."""
@@ -198,6 +199,7 @@ class _Run:
             for problem in filter(state.is_over, state.finished):
                 left.conclude(problem)
         self._alarms = AlarmWatch(plan.alarms, self._recorder)
+        self._unscored = UnscoredWatch(plan.on_unscored, check_scores)
         self._draft_length = DraftLength()
         self._writers = WriterChoice()
         self._positions: dict[str, int] = {}  # of the problems in the dataset
@@ -331,7 +333,7 @@ class _Run:
         ) -> EngineCalls:
             # `engine` may be bound to the problem already: each rollout calls the bare one
             bare = plan.draft if role == "draft" else plan.target
-            return EngineCalls(bare, role, scope, timeout_seconds, log)
+            return EngineCalls(bare, role, scope, timeout_seconds, log, self._unscored)
 
         seconds = plan.policy.timeout_seconds
         draft = bind(plan.draft, "draft", None, seconds)
@@ -437,6 +439,7 @@ class _Run:
             why=why,
             comparison=self._comparing.answer,
             kept=tuple(self._kept),
+            unscored=self._escalations.unscored,
         )
 
     def _status(self) -> tuple[RunStatus, str]:

@@ -115,11 +115,13 @@ class EscalationCounter:
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[int, int]] = {}
+        self.unscored = 0  # of all problems, judged without a score to go by
 
     def count(self, decision: Decision, escalated: bool) -> None:
         """Count a chunk that was judged, and what was really done with it."""
         num_escalated, num_judged = self._counts.get(decision.question, (0, 0))
         self._counts[decision.question] = (num_escalated + escalated, num_judged + 1)
+        self.unscored += decision.origin == "forced"
 
     def of(self, problem: str) -> tuple[int, int]:
         """Return how many of this problem's judged chunks were escalated, and how many were judged."""

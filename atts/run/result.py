@@ -137,11 +137,21 @@ class RunResult:
     kept: tuple[Outcome, ...] = field(default=(), repr=False)
     # to the target, while the run had it open; None: nothing was proposed
     speculated: Speculated | None = None
+    unscored: int = 0  # decisions that had no usable score to rest on
 
     @cached_property
     def summary(self) -> Summary:
         """Return all numbers of the run."""
         return summarise(self.problems, self.seconds, self.truncation)
+
+    @property
+    def unscored_words(self) -> str:
+        """Return how many decisions had no score to rest on; "" where every one had."""
+        if not self.unscored:
+            return ""
+        judged = sum(problem.judged for problem in self.problems)
+        unit = self.manifest.judged_unit
+        return f"{self.unscored:,} of {judged:,} {unit} were decided without a score"
 
     @property
     def accuracy(self) -> Estimate:

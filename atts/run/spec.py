@@ -29,6 +29,7 @@ from atts.run.calls import engine_identity
 from atts.run.conditions import Abstain, Conditions
 from atts.run.recording import RecallTiming
 from atts.run.stopping import StopWhen
+from atts.run.unscored import OnUnscored
 
 
 class Pipeline(Protocol):
@@ -122,6 +123,7 @@ class RunSpec:
     # what the gate's stored scores record; None: it has none
     stored_under: Mapping[str, object] | None = None
     conditions: Conditions = "match"  # what other conditions than those do
+    on_unscored: OnUnscored = "stop"  # when the target stops giving usable scores
     warnings: Sequence[str] = ()  # what a reader of the run should know beforehand
     abstain: Abstain | None = None  # where answers are withheld
     # what it is compared with as it goes, and ends once that is settled
@@ -143,6 +145,13 @@ class RunSpec:
         if self.conditions not in get_args(Conditions):
             raise OptionError(
                 "conditions", f"unknown value {self.conditions!r}", get_args(Conditions)
+            )
+        if self.on_unscored not in get_args(OnUnscored):
+            raise OptionError(
+                "on_unscored",
+                f"unknown value {self.on_unscored!r}",
+                get_args(OnUnscored),
+                self.on_unscored,
             )
         if self.concurrency < 1:
             raise OptionError(

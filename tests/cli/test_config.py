@@ -293,3 +293,63 @@ def test_the_embedded_pair_can_be_foretold(atts: Any, tmp_path: Path) -> None:
     assert "worked solutions" in said["basis"]
     alone = json.loads(atts("eval", "--method", "draft-only", "--dry-run", "--json").out)
     assert (alone["expected"]["target"], alone["at_most"]["scored"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "key", "read"),
+    [
+        ("--temperature", "0.5", "sampling.temperature", 0.5),
+        ("--top-p", "0.9", "sampling.top_p", 0.9),
+        ("--early-stop", "none", "early_stop", "none"),
+        ("--epochs", "3", "samples", 3),
+        ("--concurrency", "7", "concurrency", 7),
+        ("--on-unscored", "escalate", "on_unscored", "escalate"),
+    ],
+)
+def test_usual_settings_are_flags(
+    atts: Any,
+    scripted: tuple[str, ...],
+    tmp_path: Path,
+    flag: str,
+    value: str,
+    key: str,
+    read: object,
+) -> None:
+    """Each sets its key, and the run's manifest says by which flag."""
+    run = tmp_path / "run"
+    said = atts(
+        "eval", "arithmetic[:1]", *scripted, flag, value, "--out", str(run), "--report", "none"
+    )
+    assert said.code == 0, said.err
+    settings = json.loads((run / "manifest.json").read_text())["settings"]
+    assert settings[key]["value"] == read
+    assert settings[key]["origin"] == ("--samples" if flag == "--epochs" else flag)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--temperature", "-3"), ("--top-p", "1.5"), ("--early-stop", "maybe")]
+)
+def test_impossible_sampling_is_refused_by_its_flag_before_models_load(
+    atts: Any, flag: str, value: str
+) -> None:
+    """The message begins with what was typed."""
+    said = atts("eval", "arithmetic[:1]", flag, value)
+    assert said.code == 2
+    assert f"atts: {flag}: " in said.err
+    assert "loading" not in said.err
+
+
+def test_another_setting_in_the_same_directory_is_refused_by_its_flag(
+    atts: Any, scripted: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Before models load, with both values."""
+    run = ("--out", str(tmp_path / "run"), "--report", "none")
+    assert atts("eval", "arithmetic[:1]", *scripted, *run).code == 0
+    said = atts("eval", "arithmetic[:1]", *scripted, *run, "--temperature", "0.9")
+    assert said.code == 2
+    assert "--temperature: stored 0.7, now 0.9" in said.err
+    assert "loading" not in said.err
+    said = atts("eval", "arithmetic[:2]", *scripted, *run, "--limit", "2")
+    assert said.code == 2
+    assert "--limit: stored none, now 2" in said.err
+    assert "loading" not in said.err

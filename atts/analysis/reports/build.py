@@ -299,6 +299,9 @@ def _verdict(
 ) -> RunVerdict:
     problems = f"{count:,} problem{'s' * (count != 1)}"
     points = list[Point]()
+    if calibration is not None and calibration.forced:
+        words = f"{calibration.forced:,} of {calibration.decisions:,} chunks were decided without a score"
+        points.append(("bad", words))
     if accuracy:
         known = accuracy[0].estimate.n_problems
         of = "" if known == count else f"{known:,} of "

@@ -1,0 +1,153 @@
+"""A target that stops giving usable scores ends the run, or the reader is told first of all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from atts.api import Setup, evaluate
+from atts.api.recorded import report as write_report
+from atts.cli.evaluations import result_table
+from atts.core import ScoreRequest, Scores
+from atts.engine import EngineAround
+from atts.errors import OptionError, UnusableScores
+from atts.pipelines import Policy
+from atts.run import RunResult
+from atts.run.unscored import IN_A_ROW, OnUnscored
+from atts.testing import ScriptedEngine, run_virtual, toy_problems
+
+Fault = Literal["nan", "short", "impossible", "positive"]
+
+
+class Overflowing(EngineAround):
+    """A target whose scores are useless from the `after`-th call on, for a text or for all."""
+
+    def __init__(self, fault: Fault, after: int = 14, spared: str = "") -> None:
+        super().__init__(ScriptedEngine("target"), "own")
+        self._fault = fault
+        self._after = after
+        self._spared = spared
+        self.calls = 0
+
+    async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Spoil what is not spared."""
+        answer = await call(request)
+        if not isinstance(request, ScoreRequest):
+            return answer
+        self.calls += 1
+        text = self.tokenizer.decode(request.suffix)
+        if self.calls <= self._after or (self._spared and self._spared in text):
+            return answer
+        count = len(request.suffix)
+        values = {
+            "nan": (math.nan,) * count,
+            "short": (-1.0,) * (count - 1),
+            "impossible": (-math.inf,) * count,
+            "positive": (3.0,) * count,
+        }
+        return Scores(values[self._fault])
+
+
+def setup(target: EngineAround, reaction: OnUnscored = "stop") -> Setup:
+    """A small run judged by this target."""
+    policy = Policy(samples=4, early_stop="none")
+    return Setup(
+        draft="scripted",
+        target=target,
+        policy=policy,
+        rate=0.4,
+        on_unscored=reaction,
+        concurrency=4,
+    )
+
+
+@pytest.mark.parametrize("fault", ["nan", "short", "impossible", "positive"])
+def test_a_target_without_usable_scores_ends_the_run(fault: Fault, tmp_path: Path) -> None:
+    """Soon, with exit code 3, a diagnosis and everything that was recorded."""
+    target = Overflowing(fault)
+    with pytest.raises(UnusableScores, match="fixed sentence is not scored either") as raised:
+        solved(toy_problems(12), setup(target), directory=tmp_path / "run")
+    assert raised.value.exit_code == 3
+    assert "--on-unscored escalate" in str(raised.value)
+    assert target.calls < 14 + 6 * IN_A_ROW
+    assert list((tmp_path / "run").glob("journal*"))
+
+
+def test_a_target_that_scores_some_texts_is_told_apart() -> None:
+    """The probe's sentence is scored, so the chunks or the load are to blame."""
+    with pytest.raises(UnusableScores, match="a fixed sentence is scored"):
+        solved(toy_problems(12), setup(Overflowing("nan", spared="the answer is 4.")))
+
+
+def test_the_run_goes_on_when_the_target_is_mended(tmp_path: Path) -> None:
+    """The same directory, a sound target: what failed before counts for nothing."""
+    directory = tmp_path / "run"
+    with pytest.raises(UnusableScores):
+        solved(toy_problems(6), setup(Overflowing("nan")), directory=directory)
+    sound = Overflowing("nan", after=10**9)
+    result = solved(toy_problems(6), setup(sound), directory=directory)
+    assert result.status == "finished"
+    assert len(result.problems) == 6
+
+
+def solved(problems: Any, how: Setup, directory: Path | None = None) -> RunResult:
+    """Evaluate in virtual time, so that no retry is waited for."""
+
+    async def run() -> RunResult:
+        return await evaluate(problems, how, directory=directory)
+
+    return run_virtual(run)
+
+
+def escalated(tmp_path: Path) -> RunResult:
+    """A run that goes on without scores."""
+    return solved(
+        toy_problems(6), setup(Overflowing("nan"), "escalate"), directory=tmp_path / "run"
+    )
+
+
+def test_a_run_that_goes_on_says_so_first(tmp_path: Path) -> None:
+    """The summary's first fact, and the report's."""
+    result = escalated(tmp_path)
+    assert result.status == "finished"
+    judged = sum(problem.judged for problem in result.problems)
+    assert 0 < result.unscored < judged
+    words = f"{result.unscored:,} of {judged:,} chunks were decided without a score"
+    lines = result_table(result, {"method": "atts", "dataset": "toys", "rate": 0.4}, None)  # type: ignore[arg-type]
+    facts = [line for line in lines[1:] if line]
+    assert facts[0].endswith(words)
+    page = write_report(tmp_path / "run", format="markdown")
+    text = page.read_text(encoding="utf-8")
+    assert words in text
+    assert text.index(words) < text.index("the vote is right")
+
+
+def test_a_sound_run_says_nothing_of_it() -> None:
+    """No line about what did not happen."""
+    result = solved(toy_problems(3), setup(Overflowing("nan", after=10**9)))
+    assert result.unscored == 0
+    assert result.unscored_words == ""
+
+
+def test_a_stray_failure_ends_nothing() -> None:
+    """One usable score starts the count anew."""
+
+    class Stray(Overflowing):
+        async def around(self, request: Any, call: Callable[[Any], Awaitable[Any]]) -> Any:
+            self._after = 0 if self.calls % 5 == 4 else 10**9
+            return await super().around(request, call)
+
+    result = solved(toy_problems(8), setup(Stray("nan")))
+    assert result.status == "finished"
+
+
+def test_an_unknown_reaction_is_refused() -> None:
+    """By name, with what there is."""
+    with pytest.raises(OptionError, match="on_unscored"):
+        Setup(draft="scripted", target="scripted", on_unscored="never").plan(  # type: ignore[arg-type]
+            ScriptedEngine("draft"), ScriptedEngine("target")
+        )

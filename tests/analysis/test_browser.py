@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,11 @@ WIDER = """
 [...document.querySelectorAll("section table.narrow")].filter((node) => !node.closest("details"))
   .filter((node) => node.offsetWidth > node.parentElement.offsetWidth).map((node) => node.caption.textContent)
 """  # tables of few short columns that must be scrolled to be read
+CLIPPED = """
+[...document.querySelectorAll("section table")].filter((node) => !node.closest("details"))
+  .filter((node) => node.offsetWidth > node.parentElement.clientWidth)
+  .map((node) => `${node.caption.textContent}: ${node.offsetWidth} of ${node.parentElement.clientWidth}`)
+"""  # tables of which a part is hidden until they are scrolled
 NAMES = """
 (() => {
   const bad = [];
@@ -193,6 +199,21 @@ def test_it_is_readable(page: Any, report: str, scheme: str, width: int, tmp_pat
         assert page.run("document.documentElement.scrollWidth") <= width
     page.picture(tmp_path / "seen.png")
     assert (tmp_path / "seen.png").stat().st_size > 5000
+
+
+def test_no_table_is_clipped_at_the_width_of_a_laptop(
+    page: Any, run: Path, other_run: Path, tmp_path: Path
+) -> None:
+    """A comparison with three runs of long names is whole at 1280 pixels, without scrolling."""
+    name = "arithmetic-with-the-settings-of-the-paper-" * 3
+    compared = Path(shutil.copytree(run, tmp_path / f"{name}a1b2c3"))
+    others = [shutil.copytree(other_run, tmp_path / f"{name}{number}") for number in range(3)]
+    page.look(1280, 900, "light")
+    page.open(atts.report(compared, compare_to=others).as_uri())
+    page.run(
+        "document.querySelectorAll('section').forEach(s => { s.style.contentVisibility = 'visible'; })"
+    )
+    assert page.run(CLIPPED) == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -353,3 +354,13 @@ def test_another_setting_in_the_same_directory_is_refused_by_its_flag(
     assert said.code == 2
     assert "--limit: stored none, now 2" in said.err
     assert "loading" not in said.err
+
+
+def test_progress_and_summary_print_one_share(atts: Any, scripted: tuple[str, ...]) -> None:
+    """The last progress line and the summary agree on the target's share of the tokens."""
+    said = atts("eval", "arithmetic[:6]", *scripted, "--samples", "4", "--out", "run")
+    assert said.code == 0, said.err
+    shares = re.findall(r"tokens ([\d.]+)% by the target", said.err)
+    (summed,) = re.findall(r"by the target \(([\d.]+)%\)", said.out)
+    assert float(summed) > 0
+    assert shares[-1] == summed

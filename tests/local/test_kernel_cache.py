@@ -22,7 +22,7 @@ import pytest
 from atts.core import SampleRequest
 from atts.errors import UnsupportedByEngine
 from atts.local import LocalEngine, LocalOptions, engine
-from atts.local.cpu import kernel_cache
+from atts.local.cpu import compiling
 from atts.local.cpu.compiling import native_library
 from atts.local.model_config import ModelConfig, read_model_config
 
@@ -209,7 +209,7 @@ def test_a_cache_that_takes_nothing_is_told(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(kernel_cache, "replace_file", refuse)
+    monkeypatch.setattr(compiling, "replace_file", refuse)
     where, trouble = builds.load()
     assert not Path(where).exists()
     assert f"{builds.folder}/kernels-" in trouble
@@ -289,7 +289,7 @@ def test_what_killed_builds_left_is_removed(builds: Builds) -> None:
 LOAD = """
 import sys, time
 from pathlib import Path
-from atts.local.cpu.kernel_cache import cached_library
+from atts.local.cpu.compiling import cached_library
 
 log, prebuilt = map(Path, sys.argv[1:])
 def build(library):

@@ -15,7 +15,7 @@ from atts.accel.options import SpeculationOptions, StageOptions, options_of
 if TYPE_CHECKING:
     from atts.accel.zoo.equivalence import BlockSimilarity, Divergence, divergence, substituted
     from atts.accel.zoo.folders import check_name
-    from atts.accel.zoo.replicas import replicated
+    from atts.accel.zoo.placement import replicated
     from atts.accel.zoo.zoo import SharedPart, Zoo, ZooContents, written_places
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 _NAMES = {
     "equivalence": "BlockSimilarity Divergence divergence substituted",
     "folders": "check_name",
-    "replicas": "replicated",
+    "placement": "replicated",
     "zoo": "SharedPart Zoo ZooContents written_places",
 }
 _HOME = {

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from atts.accel.grouped import GroupedDrafter
-from atts.accel.options import MOST_PROPOSED, OVERLAPPED
+from atts.accel.options import MOST_PROPOSED, OVERLAPPED, LoopPlan
 from atts.accel.overlap.drafter import BRANCH_SLOTS, InlineTransport, OverlappedDrafter
 from atts.accel.overlap.mirror import EXIT_FILE, ExitAdapter, ExitModel, Exits, StreamHeads
 from atts.accel.overlap.process import DrafterProcess, DraftSetup
 from atts.accel.overlap.schemes import GUESSING, AdaptiveDrafting
-from atts.accel.plan import LoopPlan
 from atts.accel.speculate.drafter import DraftedRows, DraftedSlots, ModelDrafter
 from atts.accel.speculate.goodput import GoodputLengths
 from atts.accel.speculate.proposers import BestProposer, HintProposer, SuffixProposer

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from atts.accel.options import SpeculationOptions, StageOptions
-from atts.accel.plan import LoopPlan
+from atts.accel.options import LoopPlan, SpeculationOptions, StageOptions
 from atts.accel.zoo.shared_worker import SharedWorker
 from atts.concurrency import import_lock
 from atts.errors import EngineError, OptionError

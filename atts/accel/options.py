@@ -1,13 +1,15 @@
-"""The options of what accelerates a local engine, each with the settings that belong to it."""
+"""The options of what accelerates a local engine, and the plan of a loop that is made of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from re import ASCII, fullmatch
 from typing import Any, Literal, NamedTuple, get_args
 
 from atts.errors import OptionError
+from atts.local.messages import WorkerConfig
 from atts.local.options import LocalOptions
+from atts.local.seams import Proposer
 
 Beside = Literal["process", "inline"]
 StageWorker = Literal["process", "ray"]
@@ -57,13 +59,13 @@ class SpeculationOptions:
         if not fullmatch(r"(cpu|cuda(:\d+)?)?", self.drafter_device, ASCII):
             known = ("cpu", "cuda", "cuda:1")
             raise OptionError(self.drafter_device, "no such drafter_device", known)
-        for field in fields(self):
-            is_given = getattr(self, field.name) != field.default
-            if not is_given or field.name in ("speculate", *_BELONGS[self.way]):
+        for option in fields(self):
+            is_given = getattr(self, option.name) != option.default
+            if not is_given or option.name in ("speculate", *_BELONGS[self.way]):
                 continue
-            ways = ", ".join(way for way in SPECULATE if field.name in _BELONGS[way])
+            ways = ", ".join(way for way in SPECULATE if option.name in _BELONGS[way])
             problem = f"is not a setting of speculate={self.way}, but of {ways}"
-            raise OptionError(field.name, problem)
+            raise OptionError(option.name, problem)
         if self.drafter:
             return
         if self.speculate in ("draft", *OVERLAPPED):
@@ -177,3 +179,43 @@ def options_of(**settings: Any) -> EngineOptions:
         SpeculationOptions(**given[SpeculationOptions]),
         StageOptions(**given[StageOptions]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """What a loop consists of besides its model."""
+
+    speculation: SpeculationOptions = field(default_factory=SpeculationOptions)
+    stages: StageOptions = field(default_factory=StageOptions)
+    drafter: WorkerConfig | None = None  # the model that drafts for this one
+    # it was lent: what hinders it is reported, and the model works without
+    may_lack_drafter: bool = False
+    proposer: type[Proposer] | None = None  # of one's own: found by name in a process
+    is_shared: bool = False  # whether other models of its zoo may be run in the same loop
+    depth: int = 0  # layers of the deepest of these
+
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are proposed."""
+        is_asked = self.proposer is not None and self.speculation.k != 0
+        return is_asked or self.speculation.is_on
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is nothing but plain decoding."""
+        return not self.speculates and self.stages.stages == 1 and not self.is_shared
+
+    @property
+    def num_parts(self) -> int:
+        """How many processes of this machine compute at the same time, and so divide the cores."""
+        if self.stages.stages > 1 and self.stages.stage_worker == "process":
+            return 1 + sum(self.stages.replicas)
+        speculation = self.speculation
+        is_apart = speculation.is_overlapped and speculation.beside == "process"
+        is_parallel = self.drafter is not None and self.drafter.is_parallel
+        return 2 if is_apart and is_parallel else 1
+
+    def without_drafter(self) -> LoopPlan:
+        """Return the same plan, proposing nothing."""
+        speculation = replace(self.speculation, drafter="", speculate="off", beside="process")
+        return replace(self, speculation=speculation, drafter=None, may_lack_drafter=False)

@@ -33,7 +33,7 @@ import torch
 
 from atts.accel import accelerated, options_of
 from atts.accel.build import build_accelerated
-from atts.accel.plan import LoopPlan
+from atts.accel.options import LoopPlan
 from atts.calibration import HOLD, Calibrator, StoredScores, Tuning
 from atts.concurrency import collect
 from atts.core import (

@@ -20,7 +20,7 @@ import pytest
 
 from atts.accel import SpeculationOptions, StageOptions, Zoo, accelerated
 from atts.accel.engine import PlannedLoop
-from atts.accel.plan import LoopPlan
+from atts.accel.options import LoopPlan
 from atts.accel.zoo import shared_worker
 from atts.accel.zoo.chains import ChainModel
 from atts.accel.zoo.shared_worker import AddModel

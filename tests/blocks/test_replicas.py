@@ -20,7 +20,7 @@ import pytest
 
 from atts.accel import Zoo, accelerated, replicated
 from atts.accel.zoo import shared_worker
-from atts.accel.zoo.replicas import Dispatch
+from atts.accel.zoo.placement import Dispatch
 from atts.api import build_engine
 from atts.concurrency import collect
 from atts.core import Completion, SampleRequest, Sampling, ScoreRequest

@@ -13,7 +13,7 @@ import pytest
 
 from atts.accel import accelerated, options_of
 from atts.accel.build import build_accelerated
-from atts.accel.plan import LoopPlan
+from atts.accel.options import LoopPlan
 from atts.core import SampleRequest, Sampling, TokenIds
 from atts.local import LocalEngine, LocalOptions, LoopStats
 from atts.local.batch import StepPlan

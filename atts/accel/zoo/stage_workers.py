@@ -1,4 +1,8 @@
-"""Workers that hold ranges of layers: processes, actors of a Ray cluster, or this process."""
+"""Workers that hold ranges of layers: processes, actors of a Ray cluster, or this process.
+
+A process runs this file as its main program. The messages are in `stages`, so that both sides import
+the same classes.
+"""
 
 from __future__ import annotations
 

@@ -174,6 +174,7 @@ USUAL_CARDS = ("rtx4090", "h100", "h200")
 COUNTS = (1, 2, 4, 8)
 _USABLE = 0.92  # of a card: the rest is the driver's, and what other programs hold
 _OVERHEAD = 2.0  # gigabytes of a server besides weights and cache: context, graphs, activations
+_FP8 = 0.52  # of the bytes of 16-bit weights
 _ROLLOUTS = 4  # how many should fit whole into the cache of a draft that shares its card
 
 
@@ -194,24 +195,46 @@ class GpuPlacement:
     card: str
     count: int
     context: int  # tokens that each server is started with
-    draft: GpuShare
-    target: GpuShare
+    # None: the method does not ask that model
+    draft: GpuShare | None
+    target: GpuShare | None
+
+    @property
+    def shares(self) -> dict[Role, GpuShare]:
+        """Return the share of each model that is asked, the target's first."""
+        shares = dict[Role, GpuShare]()
+        if self.target is not None:
+            shares["target"] = self.target
+        if self.draft is not None:
+            shares["draft"] = self.draft
+        return shares
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether a model is held in fp8."""
+        return any(share.is_quantized for share in self.shares.values())
 
     @property
     def rollouts(self) -> int:
-        """Return how many whole rollouts fit into both caches at once."""
-        return min(self.draft.cache_tokens, self.target.cache_tokens) // self.context
+        """Return how many whole rollouts fit into the caches at once."""
+        return min(share.cache_tokens for share in self.shares.values()) // self.context
 
-    def commands(self, pair: Pair) -> Iterator[str]:
-        """Yield the commands that start the servers, the target's first."""
-        shares: dict[Role, GpuShare] = {"target": self.target, "draft": self.draft}
-        for role, share in shares.items():
+    def commands(self, pair: Pair, version: str = "") -> Iterator[str]:
+        """Yield the commands that start servers of this version, the target's first.
+
+        Without a version, the flags are those of the newest that is known.
+
+        :raises OptionError: a text that is no version, or one that cannot be used.
+        """
+        from atts.servers import read_version, start_flags
+
+        flags = start_flags(read_version(version)) if version else start_flags()
+        for role, share in self.shares.items():
             visible = ",".join(map(str, share.cards))
             port = ports(role, 1)[0]
             parts = [
                 f"CUDA_VISIBLE_DEVICES={visible} vllm serve {pair.model(role)} --port {port}",
-                "--generation-config vllm --enable-prefix-caching --enable-prompt-tokens-details",
-                "--enable-scale-out",
+                *flags,
             ]
             if len(share.cards) > 1:
                 parts.append(f"--tensor-parallel-size {len(share.cards)}")
@@ -223,18 +246,24 @@ class GpuPlacement:
 
     def __str__(self) -> str:
         """Describe the cards, the precision of the target's weights and the shares of memory."""
-        form = ", target in fp8" if self.target.is_quantized else ""
-        shares = f"draft {self.draft.utilization:.2f}, target {self.target.utilization:.2f}"
+        form = ", target in fp8" if self.is_quantized else ""
+        shares = ", ".join(
+            f"{role} {share.utilization:.2f}" for role, share in reversed(self.shares.items())
+        )
         return f"{self.count} x {self.card} ({CARDS[self.card]:g} GB){form}: {shares} of a card's memory"
 
 
 def gpu_placement(
-    pair: Pair, card: str, max_tokens: int, counts: tuple[int, ...] = COUNTS
+    pair: Pair,
+    card: str,
+    max_tokens: int,
+    counts: tuple[int, ...] = COUNTS,
+    roles: tuple[Role, ...] = ("draft", "target"),
 ) -> GpuPlacement | None:
-    """Return the fewest cards of a kind that hold both models and a rollout's cache.
+    """Return the fewest cards of a kind that hold the models of these roles and a rollout's cache.
 
     The target stays unquantised where that fits. None means that even eight cards do not hold the
-    pair, or that it needs no card, like the embedded pair.
+    models, or that they need no card, like the embedded pair.
 
     :raises OptionError: an unknown card.
 
@@ -244,17 +273,37 @@ def gpu_placement(
     """
     if card not in CARDS:
         raise OptionError("card", f"unknown card {card!r}", list(CARDS), card)
-    draft = pair.size("draft")
-    target = pair.size("target")
-    context = min(_rounded(max_tokens), draft.context, target.context)
-    for count in counts if target.layers else ():
+    sizes = [pair.size(role) for role in roles]
+    context = min(_rounded(max_tokens), *(size.context for size in sizes))
+    largest = sizes[-1]
+    for count in counts if largest.layers else ():
         for is_quantized in (False, True):
-            if is_quantized and target.packed:
+            if is_quantized and (largest.packed or roles == ("draft",)):
                 continue
-            shares = _placed(draft, target, CARDS[card], count, context, is_quantized)
+            if len(roles) == 1:
+                share = _alone(largest, CARDS[card], count, context, is_quantized)
+                if share is not None:
+                    by_role = {roles[0]: share}
+                    return GpuPlacement(
+                        card, count, context, by_role.get("draft"), by_role.get("target")
+                    )
+                continue
+            shares = _placed(sizes[0], largest, CARDS[card], count, context, is_quantized)
             if shares is not None:
                 return GpuPlacement(card, count, context, *shares)
     return None
+
+
+def _alone(
+    model: ModelSize, memory: float, count: int, context: int, is_quantized: bool
+) -> GpuShare | None:
+    """Place one model on all these cards, if they hold its weights and one whole context."""
+    weights = model.weights * (_FP8 if is_quantized else 1.0)
+    room = memory * _USABLE - weights / count - _OVERHEAD
+    tokens = int(room * count * 1e9 / model.cache_bytes)
+    if tokens < context:
+        return None
+    return GpuShare(tuple(range(count)), _USABLE, is_quantized, tokens)
 
 
 def _placed(
@@ -263,7 +312,7 @@ def _placed(
     """Place the draft on a card of its own if the target leaves one, or else on the last card."""
     # Gigabytes throughout; caches in tokens, of which a server needs at least one whole context.
     usable = memory * _USABLE
-    weights = target.weights * (0.52 if is_quantized else 1.0)
+    weights = target.weights * (_FP8 if is_quantized else 1.0)
     # One card left to the draft is better than a shared one: both servers then have a whole cache.
     for of_target in (count - 1, count) if count > 1 else (count,):
         split = 1 << (of_target.bit_length() - 1)  # tensor parallel sizes are powers of two

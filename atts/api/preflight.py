@@ -380,27 +380,34 @@ def _disk(directory: Path) -> Iterator[Check]:
 
 
 def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -> Iterator[Check]:
-    """Yield which cards hold the pair, and which share of them each server gets."""
+    """Yield which cards hold the models that the method asks, and which share each server gets.
+
+    A card that this machine does not have is never ok: it may be another machine's.
+    """
     if pair is None or not pair.size("target").layers:
         return
-    here = [] if card else list(_cards_here())
-    tokens = configuration.setup().run_policy.bounds().max_tokens
+    here = [name for name, _ in _cards_here()]
+    setup = configuration.setup()
+    tokens = setup.run_policy.bounds().max_tokens
     if card:
         kinds: Sequence[str] = [card]
     else:
-        kinds = sorted({name for name, _ in here}) or USUAL_CARDS
+        kinds = sorted(set(here)) or USUAL_CARDS
     for kind in kinds:
-        placement = gpu_placement(pair, kind, tokens)
+        placement = gpu_placement(pair, kind, tokens, roles=setup.roles)
         if placement is None:
             # Cards that were only guessed may be too small without being wrong.
             status: Status = "fail" if card or here else "warn"
             yield Check("memory", status, f"not even eight {kind} hold {pair.name}")
             continue
         seen = f"{placement}; the cache holds {placement.rollouts} rollouts"
-        if here and placement.count > sum(name == kind for name, _ in here):
+        start = f"`atts pairs {pair.name} --card {kind}` starts them"
+        if kind not in here:
+            advice = f"Run this where the servers are to run; {start}"
+            yield Check("memory", "warn", f"{seen}; this machine has no {kind}", advice)
+        elif placement.count > here.count(kind):
             yield Check("memory", "fail", seen, "Take a smaller pair, or larger cards")
         else:
-            start = f"`atts pairs {pair.name} --card {kind}` starts them"
             yield Check("memory", "ok", seen, start)
 
 

@@ -82,6 +82,15 @@ def pairs(
             metavar="CARD",
         ),
     ] = None,
+    server_version: Annotated[
+        str,
+        typer.Option(
+            help="Version of vLLM that the commands are for, such as 0.29; flags that it lacks are "
+            "left out.",
+            show_default="the newest that is known",
+            metavar="VERSION",
+        ),
+    ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per pair.")
     ] = False,
@@ -90,7 +99,7 @@ def pairs(
 
     With a name and --card, print the two commands that serve the pair on the fewest such cards.
 
-    Example: atts pairs; atts pairs r1-1.5b/r1-70b --card h100
+    Example: atts pairs; atts pairs r1-1.5b/r1-70b --card h100 --server-version 0.29
     """
     from atts.api import USUAL_CARDS, find_pair, known_pairs
 
@@ -100,9 +109,10 @@ def pairs(
         for pair in chosen
     }
     if as_json:
-        say("\n".join(json_line(_facts(pair, placed[pair.name])) for pair in chosen))
+        lines = [json_line(_facts(pair, placed[pair.name], server_version)) for pair in chosen]
+        say("\n".join(lines))
     elif name:
-        say("\n".join(_details(chosen[0], placed[name], card)))
+        say("\n".join(_details(chosen[0], placed[name], card, server_version)))
     else:
         say("\n".join(_table(chosen, placed)))
 
@@ -113,10 +123,10 @@ def _placed(pair: Pair, card: str) -> GpuPlacement | None:
     return gpu_placement(pair, card, int(str(pair.settings.get("max_tokens", 0))))
 
 
-def _facts(pair: Pair, placed: dict[str, GpuPlacement | None]) -> dict[str, Any]:
+def _facts(pair: Pair, placed: dict[str, GpuPlacement | None], version: str) -> dict[str, Any]:
     sizes = {role: asdict(pair.size(role)) for role in ("draft", "target")}
     cards = {
-        card: None if placement is None else _placement(pair, placement)
+        card: None if placement is None else _placement(pair, placement, version)
         for card, placement in placed.items()
     }
     published = {benchmark: asdict(row) for benchmark, row in pair.published.items()}
@@ -130,8 +140,8 @@ def _facts(pair: Pair, placed: dict[str, GpuPlacement | None]) -> dict[str, Any]
     }
 
 
-def _placement(pair: Pair, placement: GpuPlacement) -> dict[str, Any]:
-    return {**asdict(placement), "commands": list(placement.commands(pair))}
+def _placement(pair: Pair, placement: GpuPlacement, version: str) -> dict[str, Any]:
+    return {**asdict(placement), "commands": list(placement.commands(pair, version))}
 
 
 def _table(chosen: list[Pair], placed: dict[str, dict[str, GpuPlacement | None]]) -> Iterator[str]:
@@ -155,13 +165,13 @@ def _without(pair: Pair, card: str) -> str:
 
 def _count(placement: GpuPlacement | None) -> str:
     return (
-        "-"
-        if placement is None
-        else f"x {placement.count}{'*' if placement.target.is_quantized else ''}"
+        "-" if placement is None else f"x {placement.count}{'*' if placement.is_quantized else ''}"
     )
 
 
-def _details(pair: Pair, placed: dict[str, GpuPlacement | None], card: str | None) -> Iterator[str]:
+def _details(
+    pair: Pair, placed: dict[str, GpuPlacement | None], card: str | None, version: str
+) -> Iterator[str]:
     yield f"{pair.name}: {pair.note}"
     for role in ("draft", "target"):
         size = pair.size(role)
@@ -174,7 +184,12 @@ def _details(pair: Pair, placed: dict[str, GpuPlacement | None], card: str | Non
     for kind, placement in placed.items():
         yield f"  memory    {placement or _without(pair, kind)}"
         if card and placement:
-            yield from placement.commands(pair)
+            yield from placement.commands(pair, version)
+    if version:
+        from atts.servers import lacking, read_version
+
+        for line in lacking(read_version(version)):
+            yield f"  lacking   {line}"
 
 
 @options.with_keys(

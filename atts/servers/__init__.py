@@ -6,6 +6,7 @@ from atts.servers.options import ApiKey, Prefill, RemoteOptions
 from atts.servers.pool import Replica, ReplicaLoad, ReplicaPool
 from atts.servers.probing import Finding
 from atts.servers.ray import RayEngine, RayOptions
+from atts.servers.versions import compatibility_table, lacking, read_version, start_flags
 
 __all__ = [
     "DIALECTS",
@@ -22,7 +23,11 @@ __all__ = [
     "ReplicaLoad",
     "ReplicaPool",
     "ServerAddress",
+    "compatibility_table",
+    "lacking",
     "probe",
     "read_server",
+    "read_version",
     "server_engine",
+    "start_flags",
 ]

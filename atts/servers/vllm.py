@@ -27,6 +27,7 @@ from atts.servers.dialect import (
 )
 from atts.servers.options import RemoteOptions
 from atts.servers.replies import TokenCounts, Tokens, Version, decode, finish_of, logprob_of
+from atts.servers.versions import LEAST, dotted
 
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
@@ -61,8 +62,9 @@ class _Completion(Struct):
 
 
 class VllmDialect(Scorer):
-    """vLLM from 0.10 on; scoring reads the cached prefix when the server runs with
-    --enable-scale-out (0.33).
+    """vLLM; scoring reads the cached prefix when the server runs with --enable-scale-out.
+
+    `atts.servers.versions` says what needs which version.
     """
 
     name = "vllm"
@@ -124,7 +126,7 @@ class VllmDialect(Scorer):
         completion: _Completion = decode(reply, _Completion)
         (choice,) = completion.choices
         if choice.token_ids is None:
-            raise ValueError("it returns no token ids; vLLM does from 0.10.2 on")
+            raise ValueError(f"it returns no token ids; vLLM does from {dotted(LEAST)} on")
         logprobs = choice.logprobs.token_logprobs if choice.logprobs else ()
         return RawCompletion(
             choice.token_ids, logprobs, finish_of(choice.finish_reason), completion.cached

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from atts.api import CARDS, Setup, config_keys, configure, evaluate_sync, gpu_placement, known_pairs
+from atts.core import Role
 from atts.engine import Engine
 from atts.journal import Warned, open_run
 from atts.local import LocalEngine, LocalOptions
 from atts.models import path
 from atts.pipelines import Policy
+from atts.servers import compatibility_table
 from atts.testing import ServerQuirks
 from atts.testing.servers import DialectServer
 
@@ -137,6 +139,8 @@ def test_a_placement_never_promises_more_memory_than_there_is(card: str) -> None
             assert found is None
             continue
         assert found is not None
+        assert found.draft is not None
+        assert found.target is not None
         shared = set(found.draft.cards) & set(found.target.cards)
         assert sum((found.draft.utilization, found.target.utilization)) <= (
             0.93 if shared else 1.85
@@ -172,6 +176,85 @@ def test_pairs_are_listed(atts: Any) -> None:
         in one
     )
     assert atts("pairs", "embedded").out.count("no GPU is needed") == 3
+
+
+@pytest.mark.parametrize(
+    ("version", "has"), [("", True), ("0.33", True), ("v0.30.1", True), ("0.29.2", False)]
+)
+def test_commands_have_only_flags_that_the_version_knows(
+    atts: Any, version: str, has: bool
+) -> None:
+    """A flag from 0.30 is not printed for an older server, and what that costs is."""
+    words = ("pairs", "r1-1.5b/r1-7b", "--card", "h100")
+    said = atts(*words, *(("--server-version", version) if version else ()))
+    commands = [line for line in said.out.splitlines() if "vllm serve" in line]
+    assert len(commands) == 2
+    assert all(("--enable-scale-out" in command) == has for command in commands)
+    assert ("not before 0.30" in said.out) == (not has)
+    assert all("--enable-prefix-caching" in command for command in commands)
+
+
+@pytest.mark.parametrize("version", ["0.9.1", "0.10.1", "new", ""])
+def test_a_version_that_cannot_be_used_is_refused(atts: Any, version: str) -> None:
+    """One that returns no token ids, and a text that is no version."""
+    said = atts("pairs", "r1-1.5b/r1-7b", "--card", "h100", f"--server-version={version or ' '}")
+    assert said.code == 2
+    assert "--server-version" in said.err
+
+
+def test_the_pages_have_the_commands_and_versions_that_are_printed(atts: Any) -> None:
+    """The two-servers page repeats `atts pairs`, the servers page the table of versions."""
+    docs = Path(__file__).parents[2] / "docs"
+    printed = atts("pairs", "qwen3-1.7b/qwen3-14b", "--card", "l40s").out.splitlines()
+    commands = [line for line in printed if "vllm serve" in line]
+    page = (docs / "two_servers.md").read_text().splitlines()
+    assert [line for line in page if line.startswith(("CUDA", "vllm serve"))] == commands
+    table = "\n".join(compatibility_table())
+    assert table in (docs / "servers.md").read_text(), "docs/servers.md needs this table:\n" + table
+
+
+def test_a_share_of_memory_is_larger_than_the_weights_in_it() -> None:
+    """On every card, for every pair, alone or together, what the command claims holds the weights."""
+    roles: list[tuple[Role, ...]] = [("draft", "target"), ("target",), ("draft",)]
+    for pair in known_pairs().values():
+        for card in CARDS:
+            for asked in roles:
+                placed = gpu_placement(pair, card, 16_000, roles=asked)
+                if placed is None:
+                    assert pair.name == "embedded"
+                    continue
+                assert set(placed.shares) == set(asked)
+                for role, share in placed.shares.items():
+                    size = pair.size(role)
+                    weights = size.weights * (0.5 if share.is_quantized else 1)
+                    cache = placed.context * size.cache_bytes / 1e9
+                    room = share.utilization * CARDS[card] * len(share.cards)
+                    assert weights + cache < room, (pair.name, card, role)
+
+
+def test_a_card_that_is_not_here_is_never_ok(
+    atts: Any, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named or guessed, it is a warning; a card that is here is ok, for the models asked alone."""
+    words = ("--pair", "r1-1.5b/r1-7b", "--draft", serve("draft"), "--target", serve("target"))
+
+    def memory(*more: str) -> list[dict[str, str]]:
+        checks = json.loads(atts("doctor", *words, "--json", *more).out)["checks"]
+        return [check for check in checks if check["name"] == "memory"]
+
+    cards = list[tuple[str, float]]()
+    monkeypatch.setattr("atts.api.preflight._cards_here", lambda: iter(cards))
+    assert {check["status"] for check in memory()} == {"warn"}
+    (named,) = memory("--card", "h100")
+    assert named["status"] == "warn"
+    assert "this machine has no h100" in named["seen"]
+    cards.append(("h100", 80.0))
+    (here,) = memory()
+    assert here["status"] == "ok"
+    assert "draft" in here["seen"]
+    (alone,) = memory("--method", "target-only")
+    assert alone["status"] == "ok"
+    assert "draft" not in alone["seen"]
 
 
 def statuses(said: Any) -> dict[str, list[str]]:
@@ -256,7 +339,10 @@ def test_what_is_wrong_is_one_line_that_says_what_to_do(
     words = {"--max-tokens": "900", "--draft": serve("draft", "sglang" if case == "processed" else "vllm", **(
         {"logprobs": "processed"} if case == "processed" else {}))}  # fmt: skip
     words["--target"] = serve("target", "llamacpp" if case == "scores" else "vllm")
-    if case == "context":
+    if case == "processed":
+        # Only a score of the draft's own log-probs asks for them.
+        words["--set"] = "score.kind=speculative"
+    elif case == "context":
         del words["--max-tokens"]
     elif case == "model":
         words["--pair"] = "r1-1.5b/r1-7b"

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
         evaluate,
         evaluate_sync,
         merge,
+        pilot,
+        pilot_sync,
         plan,
         replay,
         report,
@@ -67,6 +69,8 @@ __all__ = [
     "evaluate",
     "evaluate_sync",
     "merge",
+    "pilot",
+    "pilot_sync",
     "plan",
     "replay",
     "report",
@@ -80,7 +84,7 @@ __all__ = [
 _NAMES = {
     "atts.api": "Session Setup SyncSession calibrate calibrate_sync compare configure evaluate "
     "evaluate_sync merge "
-    "plan replay report solve solve_sync sweep sweep_sync trace",
+    "pilot pilot_sync plan replay report solve solve_sync sweep sweep_sync trace",
     "atts.core": "Completion Decision Outcome Problem Rollout SampleRequest Sampling ScoreRequest "
     "Scores",
     "atts.engine": "Engine EngineSpec",

@@ -19,7 +19,7 @@ from atts.pipelines.gates import (
     TopGate,
 )
 from atts.pipelines.policy import Policy
-from atts.pipelines.scores import ScoreRule, ScoreSource, source_of
+from atts.pipelines.scores import ScoreSource, kind_of, source_of
 
 _BLIND = (FixedGate, CoinGate, CueGate)  # they never look at a score
 # of the draft's own evidence they look at nothing
@@ -68,8 +68,7 @@ def needed_logprobs(
     if _wants_logprobs(policy) or policy.takeover == "repair":
         return frozenset({"draft", "target"})
     inner = _innermost(gate)
-    rule = policy.score
-    compares = isinstance(rule, ScoreRule) and rule.kind in ("speculative", "draft")
+    compares = kind_of(policy.score) in ("speculative", "draft")
     judges = not isinstance(inner, (*_BLIND, *_BY_SCORE)) or (
         compares and isinstance(inner, _BY_SCORE)
     )

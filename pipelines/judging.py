@@ -29,9 +29,9 @@ from atts.pipelines.questions import (
     verdict_score,
 )
 from atts.pipelines.scores import (
-    ScoreRule,
     evidence,
     first_rejected_token,
+    kind_of,
     mean_logprob,
     score_of,
     source_of,
@@ -279,8 +279,7 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
 async def _ask(builder: RolloutBuilder, proposal: Proposal) -> Proposal:
     """Return the proposal with the score that the target gives in words."""
     target = builder.target
-    rule = builder.score_rule
-    is_verdict = isinstance(rule, ScoreRule) and rule.kind == "verdict"
+    is_verdict = kind_of(builder.score_rule) == "verdict"
     questions = VERDICT_QUESTIONS if is_verdict else RATING_QUESTIONS
     before = builder.ids("target", [proposal.chunk])
     answers: list[list[float]] = []

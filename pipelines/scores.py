@@ -88,6 +88,11 @@ def _perplexity(nll: float) -> float:
 Rule = Callable[[Sequence[float], str], float]
 
 
+def kind_of(rule: Rule) -> ScoreKind | None:
+    """Return the kind of a built-in rule; None for a function of a program's own."""
+    return rule.kind if isinstance(rule, ScoreRule) else None
+
+
 def source_of(rule: Rule) -> ScoreSource:
     """Return what a rule makes scores of; a function of a program's own reads log-probabilities."""
     return rule.source if isinstance(rule, ScoreRule) else "log-probabilities"

@@ -9,6 +9,7 @@ advise([Path("runs/first")], Cap(target_tokens=300)).best
 
 from atts.analysis.comparison import Compared, compare, read_results
 from atts.analysis.listing import RunLine, RunStanding, is_running, list_runs, standing_of
+from atts.analysis.pilot import PilotArm, PilotReport, PilotRow, judge_pilot, pilot_lines
 from atts.analysis.planning import Advice, Cap, ChunkAdvice, Option, advise
 from atts.analysis.reports.build import BuiltReport, build_report
 from atts.analysis.reports.calibration import (
@@ -64,6 +65,9 @@ __all__ = [
     "Format",
     "LENGTHS",
     "Option",
+    "PilotArm",
+    "PilotReport",
+    "PilotRow",
     "Plot",
     "PointKind",
     "PolicyChange",
@@ -88,8 +92,10 @@ __all__ = [
     "calibration_of_scores",
     "compare",
     "is_running",
+    "judge_pilot",
     "list_runs",
     "load_run_set",
+    "pilot_lines",
     "read_results",
     "read_sweep",
     "render",

@@ -39,6 +39,7 @@ from atts.concurrency import import_lock
 
 if TYPE_CHECKING:
     from atts.api.block_comparison import ComparedBlocks, MeasuredPair, compare_blocks
+    from atts.api.piloting import PilotEnd, pilot, pilot_sync, run_pilot
     from atts.api.sweeping import (
         Sweep,
         SweepEnd,
@@ -60,6 +61,7 @@ __all__ = [
     "Job",
     "MeasuredPair",
     "Pair",
+    "PilotEnd",
     "RATE_OF_FILES",
     "Session",
     "Setup",
@@ -91,10 +93,13 @@ __all__ = [
     "known_pairs",
     "load_problems",
     "merge",
+    "pilot",
+    "pilot_sync",
     "plan",
     "plan_sweep",
     "replay",
     "report",
+    "run_pilot",
     "run_sweep",
     "scores_of",
     "solve",
@@ -109,6 +114,7 @@ __all__ = [
 # These load reports or local models, which few programs need.
 _NAMES = {
     "atts.api.block_comparison": "ComparedBlocks MeasuredPair compare_blocks",
+    "atts.api.piloting": "PilotEnd pilot pilot_sync run_pilot",
     "atts.api.sweeping": "Sweep SweepEnd SweepPoint plan_sweep run_sweep sweep sweep_sync",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -263,11 +263,11 @@ def _folder(name: str) -> str:
 
 
 @asynccontextmanager
-async def _unwatched(point: SweepPoint, number: int) -> AsyncGenerator[Sequence[Listener]]:
+async def unwatched(point: SweepPoint, number: int) -> AsyncGenerator[Sequence[Listener]]:
     yield ()
 
 
-async def run_sweep(planned: Sweep, watch: Watch = _unwatched) -> SweepEnd:
+async def run_sweep(planned: Sweep, watch: Watch = unwatched) -> SweepEnd:
     """Run what is missing of a sweep, point by point; the same call continues it.
 
     Engines stay open between points that have the same. The sweep stops at the first run that does
@@ -319,13 +319,13 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
                     for engine in dict.fromkeys((draft, target)):
                         await engines.enter_async_context(engine)
                     opened = _words(point), draft, target
-                result = await _run_one(point, opened[1], opened[2], replies, listeners)
+                result = await run_point(point, opened[1], opened[2], replies, listeners)
             if result.exit_code or result.status != "finished":
                 return result
     return None
 
 
-async def _run_one(
+async def run_point(
     point: SweepPoint,
     draft: Engine,
     target: Engine,

@@ -227,6 +227,11 @@ COMMANDS: dict[str, Command] = {
     "pairs": Command(
         "atts.cli.preparation", "pairs", "List pairs of models, and the GPUs that hold them."
     ),
+    "pilot": Command(
+        "atts.cli.pilots",
+        "pilot",
+        "Measure whether a gate helps a pair of models, on some problems.",
+    ),
     "plan": Command(
         "atts.cli.comparisons", "plan", "Advise what to spend on a problem, from recorded runs."
     ),

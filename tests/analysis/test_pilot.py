@@ -1,0 +1,163 @@
+"""Pilots: planted pairs of models get the recommendation that is right for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from atts.analysis import PilotArm, PilotReport, judge_pilot, pilot_lines
+from atts.api import run_pilot
+from atts.cli.app import run as run_command
+from atts.core import Role, Usage
+from atts.engine import Capability
+from atts.errors import OptionError, UsageError
+from atts.testing import (
+    ScoreDrift,
+    ScriptedEngine,
+    Skill,
+    ToyModel,
+    ToyTokenizer,
+    toy_problems,
+)
+
+WEAK = Skill(right=0.7, typical=0.5, repair=0.0)
+STRONG = Skill(right=0.985, typical=0.5, repair=0.75, wander=0.03, fluency=1.0)
+# the usual slip comes as often as the correct step, so nothing about a chunk gives it away
+SECRET = Skill(right=0.5, typical=1.0, repair=0.0)
+BLIND = ScoreDrift(factor=0.0)
+"""Every text has the same log-probability, so scores know nothing."""
+ALL: frozenset[Capability] = frozenset({"sample", "score", "draw"})
+NO_DRAWS: frozenset[Capability] = frozenset({"sample", "score"})
+
+
+def engine(
+    role: Role, skill: Skill, drift: ScoreDrift | None = None, can: frozenset[Capability] = ALL
+) -> ScriptedEngine:
+    """A toy model of this skill."""
+    model = ToyModel(skill, ToyTokenizer())
+    return ScriptedEngine(role, model=model, drift=drift or ScoreDrift(), capabilities=can)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A pair of models for which one recommendation is right."""
+
+    draft: Skill
+    target: Skill
+    drift: ScoreDrift | None = None
+    can: frozenset[Capability] = ALL
+
+
+PLANTED = {
+    # the score finds slips, and nothing cheaper than the gate is as accurate
+    "gate": Planted(WEAK, STRONG, can=NO_DRAWS),
+    # scores know nothing; the target's text costs less when it is drafted
+    "exact": Planted(SECRET, STRONG, BLIND),
+    # the same without draws, so that nothing is cheaper than the target alone
+    "target-only": Planted(SECRET, STRONG, BLIND, NO_DRAWS),
+    # two models of one skill: no target is worth its tokens
+    "draft-only": Planted(STRONG, STRONG),
+}
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Path:
+    """A file of problems in the toy language."""
+    path = tmp_path / "toy.jsonl"
+    rows = ({"id": one.id, "problem": one.text, "answer": one.answer} for one in toy_problems(60))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def piloted(planted: Planted, dataset: str, out: Path, **flags: object) -> PilotReport:
+    """Run a pilot of planted models."""
+    words = {"draft": "scripted", "target": "scripted", "dataset": dataset, "out": str(out)}
+    engines = (
+        engine("draft", planted.draft),
+        engine("target", planted.target, planted.drift, planted.can),
+    )
+
+    async def main() -> PilotReport:
+        end = await run_pilot({**words, **flags}, engines=engines)
+        assert end.report is not None
+        return end.report
+
+    return anyio.run(main)
+
+
+@pytest.mark.parametrize("right", PLANTED)
+@pytest.mark.parametrize("begin", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (20, 40))])
+def test_each_planted_pair_gets_its_recommendation(
+    right: str, begin: int, problems: Path, tmp_path: Path
+) -> None:
+    """Pilots of 20 problems each make no false recommendation."""
+    dataset = f"{problems}[{begin}:{begin + 20}]"
+    report = piloted(PLANTED[right], dataset, tmp_path / "pilot", seed=begin)
+    assert report.take == right, report.reason
+
+
+def test_a_pilot_prints_every_arm_and_continues(problems: Path, tmp_path: Path) -> None:
+    """The table has each arm, the rest says why it is missing; again, nothing is asked twice."""
+    dataset = f"{problems}[:8]"
+    report = piloted(PLANTED["gate"], dataset, tmp_path / "pilot")
+    text = "\n".join(pilot_lines(report))
+    for name in ("draft-only", "target-only", "coin", "mean", "speculative", "cascade"):
+        assert any(line.startswith(f"{name} ") for line in text.splitlines()), name
+    assert any(arm.name == "exact" for arm in report.unavailable)
+    assert "Holm's method for" in text
+    assert "Take the gate: --set method=atts" in text
+    assert report.flags["method"] == "atts"
+    again = piloted(PLANTED["gate"], dataset, tmp_path / "pilot")
+    assert replace(again) == report
+
+
+def test_the_command_says_what_to_take(problems: Path, tmp_path: Path, capsys: Any) -> None:
+    """As one object with --json; a method cannot be given."""
+    words = ("pilot", f"{problems}[:6]", "--draft", "scripted", "--target", "scripted", "--json")
+    assert run_command([*words, "--samples", "2", "--out", str(tmp_path / "set")]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["take"] in ("gate", "exact", "target-only", "draft-only")
+    assert {"draft-only", "target-only", "coin"} <= {arm["name"] for arm in facts["arms"]}
+    assert run_command([*words, "--set", "method=coin"]) == 2
+    assert "a pilot tries several methods" in capsys.readouterr().err
+
+
+def made(name: str, shares: Sequence[float], target: int, coin: str = "") -> PilotArm:
+    """An arm of made-up problems with ten rollouts each."""
+    correct = {
+        str(place): [sample < round(10 * share) for sample in range(10)]
+        for place, share in enumerate(shares)
+    }
+    return PilotArm(name, {"method": name}, correct, Usage(target_tokens=target), 0.2, coin)
+
+
+def test_a_gate_that_helps_too_little_gives_way_to_the_target() -> None:
+    """A point that costs more with the gate than with the target alone is not worth the gate."""
+    draft = made("draft-only", [0.2, 0.3] * 10, 0)
+    target = made("target-only", [0.9, 0.8] * 10, 2_000)
+    coin = made("coin", [0.2, 0.3] * 10, 2_000)
+    dear = made("mean", [0.3, 0.4] * 10, 1_990, "coin")
+    report = judge_pilot([draft, target, coin, dear])
+    row = report.row("mean")
+    assert row is not None
+    assert row.helps
+    assert (report.take, "not enough" in report.reason) == ("target-only", True)
+    cheap = judge_pilot([draft, target, coin, made("mean", [0.8, 0.7] * 10, 400, "coin")])
+    assert cheap.take == "gate"
+
+
+def test_without_both_models_alone_there_is_no_verdict() -> None:
+    """A missing baseline, one problem, or none with a reference is an error that says so."""
+    alone = made("draft-only", [0.5], 0)
+    with pytest.raises(UsageError, match="target-only"):
+        judge_pilot([alone])
+    with pytest.raises(UsageError, match="two problems"):
+        judge_pilot([alone, made("target-only", [0.5], 10)])
+    with pytest.raises(OptionError, match="several methods"):
+        anyio.run(run_pilot, {"method": "coin"})

@@ -17,6 +17,7 @@ from atts.api.pairs import model_sizes
 from atts.core import Role
 from atts.engine import Engine
 from atts.errors import OptionError
+from atts.models.folders import template_of
 from atts.pipelines import SMALL, Budget, Policy
 
 if TYPE_CHECKING:
@@ -36,11 +37,15 @@ _WRITTEN = "{}:http://HOST:PORT/MODEL"
 _MODELS = {"hf": "hf:OWNER/NAME or hf:./FOLDER", "zoo": "zoo:DIR/NAME"}
 
 
-INSTRUCT = Budget("instruct models", 4096, 256)
+INSTRUCT = Budget("instruct models", 4096, 128, ("\n\n",))
 REASONING = Budget("reasoning models", 16_000, 500)
 _ANSWERS_AT_ONCE = re.compile(r"instruct|chat|-it\b|-base\b", re.IGNORECASE)
 _REASONS = re.compile(r"\br1\b|qwq|think|reason|qwen3", re.IGNORECASE)
 _IS_BASE = re.compile(r"-base\b", re.IGNORECASE)
+# what chat templates of models that reason before they answer contain
+_REASONING_TEMPLATE = re.compile(
+    r"think>|enable_thinking|reasoning_content|<\|channel\|>|\[THINK\]"
+)
 _SERVER_CLASSES = ("RemoteEngine", "ReplicaPool", "RayEngine")
 # Tokens of one request that nothing reads before it is over. At 10 tokens a second they come well
 # within `timeout_seconds`, and few rollouts are longer.
@@ -432,7 +437,8 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     be: models end their answers themselves, and every cut is one more request. Base models write
     on after an answer, and are cut all the same.
 
-    A model whose name does not say that it answers at once is taken to reason: a rollout that is
+    A model in a folder reasons if its chat template has marks for that. Of others the name tells: a
+    model whose name does not say that it answers at once is taken to reason, for a rollout that is
     cut is worth nothing, and one that was allowed too much costs nothing.
 
     >>> budget_of("embedded", "embedded").max_tokens, budget_of("vllm:http://a:8001", "vllm:http://b:8000").max_tokens
@@ -444,7 +450,8 @@ def budget_of(*engines: str | Engine, reads_chunks: bool = True) -> Budget:
     has_base = any(_IS_BASE.search(name) for name in names)
     # SMALL stays as it is: its stop strings end a chunk long before its tokens do.
     if not reads_chunks and not has_base and largest is not SMALL:
-        largest = replace(largest, chunk_tokens=min(largest.max_tokens, _REQUEST_TOKENS))
+        tokens = min(largest.max_tokens, _REQUEST_TOKENS)
+        largest = replace(largest, chunk_tokens=tokens, stop=())
     return largest.within(min(contexts)) if contexts else largest
 
 
@@ -499,6 +506,9 @@ def _model_budget(engine: str | Engine) -> Budget:
     if scheme in ("embedded", "scripted"):
         return SMALL
     # The scheme is no part of a model's name: "chat:" says how a server is asked, not what it serves.
+    template = template_of(Path(model).expanduser()) if scheme == "hf" else None
+    if template is not None:
+        return REASONING if _REASONING_TEMPLATE.search(template) else INSTRUCT
     if _ANSWERS_AT_ONCE.search(model) and not _REASONS.search(model):
         return INSTRUCT
     return REASONING

@@ -237,6 +237,7 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         *_abstained(result),
         ("compared", "" if result.comparison is None else str(result.comparison)),
         ("cut", summary.truncation.warning),
+        ("chunks", result.coarse_chunks),
         ("out of domain", _doubts(result)),
         (
             "not complete",

@@ -137,6 +137,23 @@ def refuse_ids(folder: Path, name: str) -> None:
         raise ModelLoadError(name, problem, "Download or write it again")
 
 
+def template_of(folder: Path) -> str | None:
+    """Return the chat template of a model folder as text: "" without one, None if it is not there
+    to be read.
+    """
+    try:
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    except OSError:
+        pass
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    template = config.get("chat_template") if isinstance(config, dict) else None
+    # some folders hold several templates by name
+    return template if isinstance(template, str) else str(template or "")
+
+
 def require_template(folder: Path, name: str) -> None:
     """Refuse a model folder without a chat template, before anything is loaded.
 

@@ -234,6 +234,8 @@ class _Run:
                 timeout_seconds=self._plan.timeout_seconds,
             )
         result = self._result(anyio.current_time() - began)
+        if result.status == "finished" and self._taken and result.coarse_chunks:
+            self._recorder.record(Warned("coarse chunks", f"chunks {result.coarse_chunks}"))
         more = speculated_since(proposed, self._plan.target)
         if self._journal is not None:
             await self._journal.close(

@@ -18,6 +18,8 @@ from atts.files import jsonable
 from atts.journal import FinishedProblem, Manifest, Truncation, open_run, truncation
 from atts.run.conditions import Answered, answered
 
+_COARSE = 2.0  # judged chunks per rollout, on average, up to which a chunk is most of it
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -143,6 +145,22 @@ class RunResult:
     def summary(self) -> Summary:
         """Return all numbers of the run."""
         return summarise(self.problems, self.seconds, self.truncation)
+
+    @property
+    def coarse_chunks(self) -> str:
+        """Return a warning where a judged chunk is most of a rollout; "" where it is not.
+
+        A takeover then rewrites most of a solution, and the gate decides on rollouts, not on steps.
+        """
+        rollouts = sum(len(problem.complete_samples) for problem in self.problems)
+        judged = sum(problem.judged for problem in self.problems)
+        if self.manifest.judged_unit != "chunks" or not 0 < judged <= _COARSE * rollouts:
+            return ""
+        return (
+            f"{judged / rollouts:.1f} per rollout were judged: a takeover rewrites most of a "
+            "solution. Shorter ones need --set chunking.draft_tokens=N, or a text that ends them: "
+            "--set 'chunking.stop=[\"\\n\\n\"]'"
+        )
 
     @property
     def unscored_words(self) -> str:

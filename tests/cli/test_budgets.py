@@ -41,7 +41,7 @@ def lengths(engines: dict[str, str], *pairs: str, folder: Path) -> list[Any]:
         (R1["draft"], R1["target"], 16_000, 500),
         ("vllm:http://a:8001", "vllm:http://b:8000", 16_000, 500),
         ("hf:Qwen/Qwen2.5-7B-Instruct", "sglang:http://b:8000/Qwen/QwQ-32B", 16_000, 500),
-        ("hf:Qwen/Qwen2.5-1.5B-Instruct", "ray:hf:Qwen/Qwen2.5-7B-Instruct", 4096, 256),
+        ("hf:Qwen/Qwen2.5-1.5B-Instruct", "ray:hf:Qwen/Qwen2.5-7B-Instruct", 4096, 128),
         ("hf:Qwen/Qwen3-1.7B?dtype=bfloat16", "hf:Qwen/Qwen3-14B", 16_000, 500),
         ("embedded:draft", "openai:https://api.openai.com/v1/o3", 16_000, 500),
     ],
@@ -329,7 +329,7 @@ def test_each_method_says_which_models_it_asks() -> None:
 def test_a_rollout_that_nothing_reads_is_one_request() -> None:
     """Chunks end where somebody looks; else a rollout is asked for whole, unless lengths are set."""
     model = "openai:http://a/v1/{}"
-    for name, request, chunk in (("o-large", 4096, 500), ("Small-Instruct", 4096, 256)):
+    for name, request, chunk in (("o-large", 4096, 500), ("Small-Instruct", 4096, 128)):
         words = model.format(name)
         for method in ("target-only", "draft-only"):
             alone = Setup(draft=words, target=words, method=method).run_policy.bounds()
@@ -340,7 +340,7 @@ def test_a_rollout_that_nothing_reads_is_one_request() -> None:
             cut = Setup(draft=words, target=words, method=method).run_policy.bounds()
             assert (cut.draft_tokens, cut.target_tokens) == (chunk, chunk)
     base = Setup(target=model.format("Big-base"), method="target-only").run_policy.bounds()
-    assert base.target_tokens == 256
+    assert base.target_tokens == 128
     given = Policy(chunking=Chunking(target_tokens=100))
     assert Setup(target=words, method="target-only", policy=given).run_policy.bounds()[3] == 100
     assert Setup(method="target-only").run_policy.bounds().target_tokens == 64
@@ -373,3 +373,45 @@ def test_words_of_a_model_that_is_not_asked_are_still_read(atts: Any) -> None:
     """A typing error in a flag is refused whether or not the method uses it."""
     run = ("eval", "arithmetic[:1]", "--method", "target-only", "--target", "scripted", "--dry-run")
     assert atts(*run, "--draft", "vlm:http://a/m").code == 2
+
+
+TEMPLATES = {
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}": 4096,
+    "{{ messages[0].content.split('</think>')[-1] }}": 16_000,
+    "{% if enable_thinking %}{% endif %}{{ messages[0].content }}": 16_000,
+    "<|start|>assistant<|channel|>analysis{{ messages[0].content }}": 16_000,
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_folder_tells_by_its_template_whether_its_model_reasons(
+    template: str, place: str, tmp_path: Path
+) -> None:
+    """The folder's name says nothing; steps of a model that answers at once end at blank lines."""
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 32_768}))
+    text = template if place.endswith("jinja") else json.dumps({"chat_template": template})
+    (tmp_path / place).write_text(text)
+    model = f"hf:{tmp_path}"
+    bounds = Setup(draft=model, target=model).run_policy.bounds()
+    assert bounds.max_tokens == TEMPLATES[template]
+    answers_at_once = bounds.max_tokens == 4096
+    assert bounds.stop == (("\n\n",) if answers_at_once else ())
+    assert bounds.draft_tokens == (128 if answers_at_once else 500)
+    whole = Setup(draft=model, target=model, method="draft-only").run_policy.bounds()
+    assert (whole.draft_tokens, whole.stop) == (4096, ())
+
+
+def test_a_run_whose_chunks_are_whole_rollouts_says_so(
+    atts: Any, scripted: tuple[str, ...]
+) -> None:
+    """With what to set; a run with steps says nothing."""
+    run = ("eval", "arithmetic[:6]", *scripted, "--samples", "2", "--set", "early_stop=none")
+    long = ("--set", "chunking.draft_tokens=500", "--set", "chunking.stop=[]")
+    coarse = atts(*run, *long, "--report", "markdown", "--out", "coarse")
+    assert coarse.code == 0
+    assert "a takeover rewrites most of a solution" in coarse.out
+    assert "chunking.draft_tokens" in coarse.out
+    assert "a takeover rewrites most of a solution" in Path("coarse/report.md").read_text()
+    fine = atts(*run, "--report", "none", "--out", "fine")
+    assert "a takeover rewrites" not in fine.out

@@ -242,7 +242,7 @@ def test_a_pipe_gets_plain_lines(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run").glob(".*")] == []
 
 
-@pytest.mark.parametrize(("method", "unit"), [("cascade", "problems"), ("random", "chunks")])
+@pytest.mark.parametrize(("method", "unit"), [("cascade", "problems"), ("coin", "chunks")])
 def test_what_is_escalated_is_called_by_its_name(
     atts: Any, scripted: tuple[str, ...], method: str, unit: str
 ) -> None:

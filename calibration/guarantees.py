@@ -73,7 +73,10 @@ class Facts:
 
     @property
     def aci_now(self) -> str:
-        """Return that bound for the decisions so far, or for all of a run whose size is known."""
+        """Return that bound for the decisions so far, or for all of a run whose size is known.
+
+        Empty where so few decisions were taken that no rate is outside of it.
+        """
         bound = self.aci_bound
         side = max(self.rate, 1 - self.rate)
         if math.isfinite(self.left):
@@ -82,14 +85,13 @@ class Facts:
                 "the most decisions that were ever expected of it, and E the most by which half of "
                 "those expected to be left ever exceeded those that were left"
             )
-        here = ""
-        if self.decided > bound:
-            here = f", so here within {bound / self.decided:.4f}"
-        return f"{bound:.2f} / T of {self.rate:g}{here}"
+        if self.decided * side <= bound:
+            return ""
+        return f"{bound:.2f} / T of {self.rate:g}, so here within {bound / self.decided:.4f}"
 
     @property
     def aci_likely(self) -> str:
-        """Return within what the rate of mode "aci" is with probability 0.95, in words.
+        """Return within what the rate of mode "aci" is with probability 0.95, in words; empty if vacuous.
 
         This assumes exchangeable scores. The deficit shrinks by a share g before every decision
         and moves by a martingale difference of range 1, so it is sub-Gaussian with v' = (1 - g)^2 v
@@ -107,7 +109,32 @@ class Facts:
         step = self.tuning.aci_step
         fixed_point = 1 / (4 * step * (2 - step)) if step < 1 else math.inf
         reach = _sub_gaussian_reach(min(self.decisions / 4, fixed_point)) / self.decisions
+        if reach >= max(self.rate, 1 - self.rate):
+            return ""
         return f"{reach:.4f} of {self.rate:g} over {self.decisions:,} decisions"
+
+    @property
+    def aci_promise(self) -> str:
+        """Return both bounds in words, without those that so few decisions make vacuous."""
+        parts: list[str] = []
+        if self.aci_likely:
+            parts.append(
+                "with probability 0.95 over exchangeable scores the realised rate is within "
+                f"{self.aci_likely}"
+            )
+        if self.aci_now:
+            parts.append(f"for ANY sequence of scores that of T decisions is within {self.aci_now}")
+        if not parts:
+            return (
+                f"the realised rate approaches {self.rate:g} for ANY sequence of scores; so few "
+                "decisions bound it by nothing yet"
+            )
+        return "; ".join(parts)
+
+    @property
+    def least_bounded(self) -> int:
+        """Return from how many decisions on the bound of a question excludes any rate."""
+        return math.floor(self.question_bound / max(self.rate, 1 - self.rate)) + 1
 
     @property
     def question_bound(self) -> float:

@@ -309,7 +309,7 @@ def _replay_rate(side: ReplaySide) -> str:
     """Return the rate; off the recorded path it is a count, which has no interval."""
     if math.isnan(side.rate.low) and not math.isnan(side.rate.value):
         return f"{side.rate.value:.3f} of recorded chunks"
-    return side.rate.brief("-")
+    return side.rate.counted()
 
 
 def _replay_accuracy(side: ReplaySide) -> str:

@@ -222,10 +222,10 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
     rows = [
         ("without a score", result.unscored_words),
         ("accuracy", f"{_share(summary.answers)}   majority vote of each problem's rollouts"),
-        ("pass@1", f"{_share(summary.samples_right)}   single rollouts"),
+        ("pass@1", f"{_share(summary.samples_right)}   single rollouts{_leaning(result)}"),
         (
             f"escalated {result.manifest.judged_unit}",
-            f"{_share(summary.rate)}   nominal rate {configuration['rate']:g}",
+            f"{summary.rate.counted()}   nominal rate {configuration['rate']:g}",
         ),
         (
             "tokens written",
@@ -256,6 +256,19 @@ def result_table(result: RunResult, configuration: Configuration, page: Path | N
         f"{'run':<20}{result.directory}",
         *([f"{'report':<20}{page}"] if page is not None else []),
     ]
+
+
+def _leaning(result: RunResult) -> str:
+    """Return a warning where settled votes cancelled rollouts, which are in no pass@1."""
+    spared = sum(
+        sample.verdict == "spared" for problem in result.problems for sample in problem.samples
+    )
+    if not spared:
+        return ""
+    return (
+        f"; without {spared:,} that settled votes cancelled, so it leans to quick ones (about "
+        "+0.01; --set early_stop=none)"
+    )
 
 
 def _abstained(result: RunResult) -> list[tuple[str, str]]:

@@ -235,7 +235,7 @@ class RunResult:
             ("status", f"{self.status}: {self.why}" if self.why else self.status),
             ("problems", f"{summary.problems:,} with {summary.samples:,} rollouts"),
             ("accuracy", str(summary.answers)),
-            (f"escalated {self.manifest.judged_unit}", str(summary.rate)),
+            (f"escalated {self.manifest.judged_unit}", summary.rate.counted()),
             (
                 "tokens",
                 f"{summary.usage.draft_tokens:,} by the draft, {summary.usage.target_tokens:,} by "

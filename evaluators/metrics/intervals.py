@@ -59,6 +59,12 @@ class Estimate:
         note = f" ({self.doubt})" if self.unscored else ""
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]{note}"
 
+    def counted(self) -> str:
+        """Return a share as a count of what was observed: a realised rate needs no interval."""
+        if math.isnan(self.value):
+            return "nothing to count"
+        return f"{self.value:.3f} ({self.value * self.n_samples:,.0f} of {self.n_samples:,})"
+
     def signed(self) -> str:
         """Return a difference with its interval, each end with its sign."""
         return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"

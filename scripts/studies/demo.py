@@ -107,7 +107,7 @@ def table(summaries: dict[str, Summary], rate: float) -> list[str]:
     return [
         *lines,
         "",
-        f"Escalated chunks: {interval(summaries['atts'].rate)}; nominal rate {rate:g}.",
+        f"Escalated chunks: {summaries['atts'].rate.counted()}; nominal rate {rate:g}.",
         f"{alone.answers.n_problems} problems of generated arithmetic. Accuracy: majority vote of "
         "a problem's rollouts.",
         "Brackets are 95 % intervals over problems. The target decodes a token per step; it draws "

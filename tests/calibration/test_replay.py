@@ -119,9 +119,24 @@ def test_every_mode_words_its_promise_with_its_numbers(mode: Mode) -> None:
         assert "64 stored" in done.guarantee
         assert "4 questions" in done.voided_by
     if mode == "aci":
-        assert f"{(0.65 + DEFAULTS.aci_step) / DEFAULTS.aci_step:.2f} / T" in done.guarantee
+        assert " / T" not in done.guarantee  # 40 decisions are fewer than the bound allows errors
+        many = replay_scores([*FEW] * 20, rate=0.35, mode=mode, stored=stored, drift="report")
+        bound = (0.65 + DEFAULTS.aci_step) / DEFAULTS.aci_step
+        assert f"{bound:.2f} / T of 0.35, so here within {bound / 800:.4f}" in many.guarantee
     if mode in ("question", "question-turn"):
         assert f"{DEFAULTS.limit_at(0.35) + 1:g} / n" in done.guarantee
+
+
+def test_bounds_that_exclude_no_rate_are_not_printed() -> None:
+    """Of two decisions neither bound of `aci` says anything; a question's says from when it does."""
+    calibrator = Calibrator(0.2, "aci")
+    assert "bound it by nothing yet" in calibrator.guarantee
+    assert "within" not in calibrator.guarantee
+    facts = Calibrator(0.2, "question").guarantee
+    bound = DEFAULTS.limit_at(0.2) + 1
+    least = math.floor(bound / 0.8) + 1
+    assert f"bounds questions of {least} decisions or more" in facts
+    assert bound / least < 0.8 <= bound / (least - 1)
 
 
 def test_replay_command_prints_one_object_per_decision_then_a_summary(

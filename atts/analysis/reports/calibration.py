@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from atts.analysis.reports import tables
 from atts.analysis.reports.charts import Chart, calibration_charts, labelled_chart, over_time_chart
-from atts.analysis.reports.headline import percent, span
+from atts.analysis.reports.headline import percent
 from atts.analysis.reports.numbers import (
     DriftAlarm,
     DriftTest,
@@ -115,7 +115,7 @@ def _share(kind: str, control: RateControl) -> ShownNumber:
     counts = f"{control.escalated:,} of {control.decisions:,}"
     if kind == "run":
         asked = "no share was promised" if nominal is None else f"asked for: {percent(nominal)}"
-        note = f"{counts}; {asked}; {span(control.rate)} over questions"
+        note = f"{counts}; {asked}"
         return ShownNumber(share, "of the steps were handed to the large model", note)
     asked = "" if nominal is None else f"; asked for: {percent(nominal)}"
     what = "of these steps would have been handed over, decided one by one"

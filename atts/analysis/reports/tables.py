@@ -205,7 +205,7 @@ def calibration_table(control: RateControl) -> ReportTable:
     """Return the rate and the numbers around it."""
     rows: list[tuple[object, object]] = [
         ("nominal rate", "none" if control.nominal is None else cell(control.nominal, "g")),
-        ("realised rate", control.rate),
+        ("realised rate", Cell(control.rate.counted(), control.rate.value)),
         ("decisions", control.decisions),
         (
             "questions",

@@ -1,18 +1,292 @@
-"""Fill BENCHMARKS.md and docs/benchmarks/ from what studies wrote."""
+"""Fill BENCHMARKS.md and docs/benchmarks/ from what studies wrote, and draw their tables as charts."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from scripts.studies.charts import draw
-from scripts.studies.harness import EFFORTS, Row, Table, pair_mark
+from atts.analysis import Axis, Plot
+from scripts.studies.harness import EFFORTS, Cell, Chart, Row, Scaling, Table, pair_mark
+
+_LABELS = 140
+_CELL = 66
+_TALL = 44
+_HEAD = 46
+_GAP = 22
+_FOOT = 26
+_MAP_STYLE = (
+    ".chart{font:12px system-ui,sans-serif;background:#fff}.chart text{fill:#333}.chart "
+    ".head{font-weight:600}"
+    ".chart .cell text{fill:#1a1a1a;text-anchor:middle}.chart "
+    ".number{font-size:14px;font-weight:600}"
+    ".chart .note{font-size:9.5px}.chart .none{fill:#8883}"
+    "@media (prefers-color-scheme:dark){.chart{background:#14171b}.chart text{fill:#dde}.chart "
+    ".empty text{fill:#dde}}"
+)
+_GREEN = (46, 160, 90)
+_RED = (214, 84, 70)
+_PALE = (247, 244, 232)
+_FULL = 3.0  # a factor, or one over it, that has the whole colour
+
+
+@dataclass(frozen=True, slots=True)
+class HeatCell:
+    """A cell of a map: its value if there is one, and a line below it."""
+
+    value: float | None
+    note: str
+
+
+Panel = dict[tuple[str, str], HeatCell]
+"""Cells by row and column."""
+
+
+def draw_map(title: str, across: str, panels: dict[str, Panel]) -> str:
+    """Draw panels, two in a row, as one SVG file."""
+    made = [(name, panel, _names(panel, 0), _names(panel, 1)) for name, panel in panels.items()]
+    wide = max(
+        (_LABELS + _CELL * len(columns) + _GAP for _, _, _, columns in made), default=_LABELS
+    )
+    tall = max((_HEAD + _TALL * len(rows) + _FOOT for _, _, rows, _ in made), default=_HEAD)
+    width = wide * min(2, len(made))
+    height = tall * math.ceil(len(made) / 2) + 24
+    parts = list[str]()
+    for number, (name, panel, rows, columns) in enumerate(made):
+        x = number % 2 * wide
+        y = number // 2 * tall
+        parts.append(
+            f'<g transform="translate({x} '
+            f'{y})">{"".join(_panel(name, across, panel, (rows, columns)))}</g>'
+        )
+    words = "Green: atts is faster than the best alternative, which stands below. Red: it is not. Grey: not yet measured."
+    parts.append(f'<text x="10" y="{height - 8}">{escape(words)}</text>')
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="chart">'
+    return f"{head}<style>{_MAP_STYLE}</style>{''.join(parts)}</svg>\n"
+
+
+def _names(panel: Panel, place: int) -> list[str]:
+    return list(dict.fromkeys(key[place] for key in panel))
+
+
+def _panel(
+    name: str, across: str, panel: Panel, names: tuple[Sequence[str], Sequence[str]]
+) -> Iterator[str]:
+    rows, columns = names
+    yield f'<text class="head" x="10" y="18">{escape(name)}</text>'
+    yield f'<text x="{_LABELS - 8}" y="{_HEAD - 7}" text-anchor="end">{escape(across)}</text>'
+    for place, column in enumerate(columns):
+        x = _LABELS + _CELL * (place + 0.5)
+        yield f'<text x="{x:g}" y="{_HEAD - 7}" text-anchor="middle">{escape(column)}</text>'
+    for line, row in enumerate(rows):
+        y = _HEAD + _TALL * line
+        yield f'<text x="{_LABELS - 8}" y="{y + _TALL / 2 + 4:g}" text-anchor="end">{escape(row)}</text>'
+        for place, column in enumerate(columns):
+            yield _cell(_LABELS + _CELL * place, y, panel.get((row, column), HeatCell(None, "")))
+
+
+def _cell(x: int, y: int, cell: HeatCell) -> str:
+    box = f'x="{x + 1}" y="{y + 1}" width="{_CELL - 2}" height="{_TALL - 2}" rx="3"'
+    middle = x + _CELL / 2
+    lines = cell.note.rsplit(" ", 1) if cell.value is None else [cell.note]
+    first = y + (34 if cell.value is not None else 19)
+    note = "".join(
+        f'<text class="note" x="{middle:g}" y="{first + 12 * at}">{escape(line)}</text>'
+        for at, line in enumerate(lines)
+    )
+    if cell.value is None:
+        return f'<g class="cell empty"><rect class="none" {box}/>{note}</g>'
+    number = f'<text class="number" x="{middle:g}" y="{y + 20}">{cell.value:.2g}x</text>'
+    return f'<g class="cell"><rect {box} fill="{_colour(cell.value)}"/>{number}{note}</g>'
+
+
+def _colour(value: float) -> str:
+    """Return a colour from pale at 1 to the whole colour at a factor of 3 either way."""
+    share = min(1.0, abs(math.log(max(value, 1e-9))) / math.log(_FULL))
+    ends = _GREEN if value >= 1 else _RED
+    return "#" + "".join(
+        f"{round(pale + (0.15 + 0.85 * share) * (end - pale)):02x}"
+        for pale, end in zip(_PALE, ends, strict=True)
+    )
+
+
+_WIDTH = 620
+_HEIGHT = 330
+_ROW = 18
+_COLUMNS = 3
+_COLOURS = ("#2f6fb3", "#c4511d", "#2b8a4b", "#8a4fc4", "#a8821a", "#c03a6b", "#4a8f9e", "#7a7a7a")
+_DASHES = ("", "6 3", "2 3", "8 3 2 3")
+_CROWDED = 40  # points of a line beyond which it is drawn without dots
+_STYLE = (
+    ".chart{font:12px system-ui,sans-serif;background:#fff}.chart text{fill:#333}.chart "
+    ".grid{stroke:#8884;fill:none}"
+    ".chart .line{fill:none;stroke-width:2}.chart .axis{font-weight:600}"
+    "@media (prefers-color-scheme:dark){.chart{background:#14171b}.chart text{fill:#dde}}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledAxis(Axis):
+    """An axis whose numbers stay short (20k, 1.5M): as they are, or their logarithms to base 2.
+
+    Logarithms are written as what they are of: doublings, or round decimal numbers.
+    """
+
+    steps: Literal["linear", "doublings", "decimal"] = "linear"
+
+    def ticks(self, about: int = 5) -> list[float]:
+        """Return round numbers; powers of two thinned out, or 1, 2, 5, 10 and so on."""
+        if self.steps == "linear":
+            return Axis.ticks(self, about)
+        if self.steps == "doublings":
+            first = math.ceil(self.low - 1e-9)
+            last = math.floor(self.high + 1e-9)
+            every = max(1, math.ceil((last - first + 1) / (about + 2)))
+            return [float(power) for power in range(first, last + 1, every)] or [self.low]
+        found = [math.log2(value) for value in _round_numbers(2**self.low, 2**self.high)]
+        tens = [tick for tick in found if math.isclose(math.log10(2**tick) % 1, 0, abs_tol=1e-9)]
+        return found if len(found) <= 2 * about or len(tens) < 2 else tens
+
+    def written(self, value: float) -> str:
+        """Return the number, not its logarithm, in at most five characters."""
+        number = value if self.steps == "linear" else 2**value
+        for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if abs(number) >= size:
+                return f"{number / size:.3g}{letter}"
+        return f"{round(number, 10):.3g}"
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    values = [step * 10.0**decade for decade in decades for step in (1.0, 2.0, 5.0)]
+    return [value for value in values if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+
+
+def draw(table: Table) -> str:
+    """Draw the chart of a table as SVG.
+
+    Rows without two numbers in the chart's columns are left out.
+
+    :raises KeyError: a column the table does not have.
+    """
+    chart = table.chart
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert chart is not None, "asked of tables with a chart"
+    if chart.value:
+        return draw_map(table.title, chart.x, _panels(chart, rows))
+    lines = _series(chart, rows)
+    across, up = (
+        [point[place] for points in lines.values() for point in points] for place in (0, 1)
+    )
+    plot = Plot(_across(chart, across), _up(chart, up), _WIDTH, _HEIGHT)
+    marks = list[str]()
+    for number, (name, points) in enumerate(lines.items()):
+        marks.append(plot.line(points, f"s{number}"))
+        if len(points) <= _CROWDED:
+            marks += [plot.dot(x, y, f"s{number}", name, 3) for x, y in points]
+    body = plot.drawn(table.title, marks).partition(">")[2].removesuffix("</svg>")
+    tall = _HEIGHT + _ROW * math.ceil(len(lines) / _COLUMNS) + 6
+    return page(table.title, _WIDTH, tall, [*_styles(len(lines)), body, *_legend(list(lines))])
+
+
+def _panels(chart: Chart, rows: Iterable[Mapping[str, Cell]]) -> dict[str, Panel]:
+    """Return the cells of a map, panel by panel, in the order of the rows."""
+    panels = dict[str, Panel]()
+    for cells in rows:
+        value = cells[chart.value]
+        found = HeatCell(
+            float(value) if isinstance(value, int | float) else None, str(cells[chart.note])
+        )
+        panels.setdefault(str(cells[chart.by]), {})[str(cells[chart.y]), str(cells[chart.x])] = (
+            found
+        )
+    return panels
+
+
+def _series(
+    chart: Chart, rows: Iterable[Mapping[str, Cell]]
+) -> Mapping[str, list[tuple[float, float]]]:
+    """Return the points of each line, on the scales of the chart, sorted from left to right."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for cells in rows:
+        x = _scaled(cells[chart.x], chart.x_scaling)
+        y = _scaled(cells[chart.y], chart.y_scaling)
+        by = cells[chart.by] if chart.by else chart.y
+        # numbers say what they count
+        name = f"{by} {chart.by}" if isinstance(by, int | float) else str(by)
+        if x is not None and y is not None:
+            lines.setdefault(name, []).append((x, y))
+    return {name: sorted(points) for name, points in lines.items()}
+
+
+def _scaled(value: Cell, scaling: Scaling) -> float | None:
+    """Return a cell's place on its axis, or None if it is not a number that has one."""
+    if (
+        not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or (scaling == "log" and value <= 0)
+    ):
+        return None
+    return math.log2(value) if scaling == "log" else float(value)
+
+
+def _across(chart: Chart, values: Sequence[float]) -> Axis:
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
+    if chart.x_scaling == "log":  # as samples and replicas are counted
+        return ScaledAxis(low, high, chart.x, steps="doublings")
+    return ScaledAxis(min(0.0, low) if 0 <= low <= 0.2 * high else low, high, chart.x)
+
+
+def _up(chart: Chart, values: Sequence[float]) -> Axis:
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
+    if chart.y_scaling == "linear":
+        low = min(0.0, low)
+        return ScaledAxis(low, high + 0.05 * (high - low), chart.y)
+    around = _round_numbers(2**low / 10, 2**high * 10)  # from one round number to another
+    first = max((value for value in around if value <= 2**low * 1.001), default=2**low)
+    last = min((value for value in around if value >= 2**high * 0.999), default=2**high)
+    return ScaledAxis(math.log2(first), math.log2(max(last, first * 2)), chart.y, steps="decimal")
+
+
+def _styles(count: int) -> list[str]:
+    """Return the colour and the dashes of every line."""
+    kinds = [
+        (at, _COLOURS[at % len(_COLOURS)], _DASHES[at % len(_DASHES)] or 0) for at in range(count)
+    ]
+    rules = [
+        f".line.s{at}{{stroke:{c};stroke-dasharray:{d}}}.dot.s{at}{{fill:{c}}}"
+        for at, c, d in kinds
+    ]
+    return [f"<style>{''.join(rules)}</style>"]
+
+
+def _legend(names: Sequence[str]) -> list[str]:
+    """Return the legend of the lines, below the picture."""
+    parts = list[str]()
+    for number, name in enumerate(names):
+        x = 20 + number % _COLUMNS * (_WIDTH - 20) // _COLUMNS
+        y = _HEIGHT + 10 + number // _COLUMNS * _ROW
+        parts.append(f'<path class="line s{number}" d="M{x} {y}h20"/>')
+        parts.append(f'<text x="{x + 26}" y="{y + 4}">{escape(name)}</text>')
+    return parts
+
+
+def page(title: str, width: int, height: int, parts: Sequence[str]) -> str:
+    """Return a picture made of SVG parts, in the style of the charts."""
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title)}" class="chart">'
+    return f"{head}<style>{_STYLE}</style>{''.join(parts)}</svg>\n"
+
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "benchmarks"

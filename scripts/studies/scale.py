@@ -1,36 +1,697 @@
-"""Measure in virtual time what asynchrony, drafting and scale are worth on engines with known costs."""
+"""Measure in virtual time what asynchrony, drafting and scale are worth, and whether fitted costs predict runs."""
 
 from __future__ import annotations
 
 import json
 import math
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean, median
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
 
+import anyio
+import numpy as np
+import torch
+from anyio.lowlevel import checkpoint
+
+from atts.api import answers_for, build_engine
 from atts.calibration import Calibrator
-from atts.core import HOLD, Outcome, Problem, Role
+from atts.concurrency import collect
+from atts.core import (
+    HOLD,
+    Completion,
+    Outcome,
+    Problem,
+    Role,
+    SampleRequest,
+    Sampling,
+    ScoreRequest,
+    Scores,
+    TokenIds,
+)
+from atts.engine import Engine, EngineAround, EngineSpec, EngineStats
+from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.graph import Graph, Limit, ProblemScope, measure
+from atts.local import LocalEngine, LocalOptions
 from atts.methods import GateInputs, preset
-from atts.pipelines import Chunking, Context, Gate, Policy, RoundGate, solve
+from atts.pipelines import Chunking, Context, Gate, Policy, RoundGate, ThresholdGate, solve
 from atts.run import EngineCalls
+from atts.sampling import Seed
 from atts.servers import ReplicaPool
 from atts.testing import run_virtual
 from scripts.studies.graph import Recording
-from scripts.studies.harness import Chart, Options, Parts, Row, Table, pair_name, say, times
+from scripts.studies.harness import (
+    Chart,
+    Options,
+    Parts,
+    Row,
+    Table,
+    pair_mark,
+    pair_name,
+    say,
+    times,
+)
 from scripts.studies.modelled import (
     ANSWERS,
     CHUNK,
     PAIRS,
     BatchedEngine,
     Cost,
+    Host,
     Pair,
     TraceLaw,
     find_library,
 )
-from scripts.studies.validation import local_validation
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A measured piece of work: its steps, what they processed in all, and its seconds."""
+
+    steps: float
+    sequences: float
+    cached: float
+    fed: float
+    seconds: float
+    calls: float = 0.0
+
+
+def fit(seen: Sequence[Observation]) -> tuple[Cost, float]:
+    """Coefficients >= 0 by least squares on relative errors, and the root mean square of what is
+    left.
+    """
+    from scipy.optimize import nnls
+
+    rows = np.array([[o.steps, o.sequences, o.cached, o.fed, o.calls] for o in seen])
+    seconds = np.array([o.seconds for o in seen])
+    scale = rows.max(axis=0)
+    scale[scale == 0] = 1.0
+    found, _ = nnls(rows / scale / seconds[:, None], np.ones(len(seen)))
+    step, sequence, cached, prefilled, request = (float(value) for value in found / scale)
+    error = (rows @ (found / scale)) / seconds - 1
+    return Cost(step, sequence, cached, prefilled, request), float(np.sqrt(np.mean(error**2)))
+
+
+class Tape:
+    """Completions by where they were asked for; log-probabilities by rollout and length of the
+    prefix.
+    """
+
+    grain = 1
+
+    def __init__(self, draft: Engine, target: Engine) -> None:
+        self.tokenizer = draft.tokenizer
+        self.written: dict[tuple[Role, str, int, int, int], Completion] = {}
+        self.scored: dict[tuple[str, int], tuple[float, ...]] = {}
+        self._specs: dict[Role, EngineSpec] = {"draft": draft.spec, "target": target.spec}
+
+    @property
+    def calls(self) -> int:
+        """How many there were."""
+        return len(self.written) + len(self.scored)
+
+    def spec(self, role: Role) -> EngineSpec:
+        """The real engine's."""
+        return self._specs[role]
+
+    def write(self, role: Role, request: SampleRequest) -> Completion:
+        """What was written there.
+
+        :raises KeyError: nothing was: the run is another one.
+        """
+        return self.written[_place(role, request.seed)]
+
+    def score(self, request: ScoreRequest) -> tuple[float, ...]:
+        """What was scored there; raises as `write` does."""
+        return self.scored[request.rollout, len(request.prefix)]
+
+
+def _place(role: Role, seed: Seed) -> tuple[Role, str, int, int, int]:
+    return role, seed.problem, seed.turn, seed.sample, seed.attempt
+
+
+class TapedEngine(EngineAround):
+    """An engine whose answers are kept; it is opened and closed by the owner of the real one."""
+
+    def __init__(self, engine: Engine, role: Role, tape: Tape) -> None:
+        super().__init__(engine, "lent")
+        self._role: Role = role
+        self._tape = tape
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """As the real engine."""
+        completion = await self._engine.sample(request)
+        self._tape.written[_place(self._role, request.seed)] = completion
+        return completion
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """As the real engine."""
+        scores = await self._engine.score(request)
+        self._tape.scored[request.rollout, len(request.prefix)] = scores.logprobs
+        return scores
+
+
+class InstantEngine:
+    """A tape as an engine that takes no time: what is left of a run is the pipelines' own work."""
+
+    def __init__(self, role: Role, tape: Tape) -> None:
+        self._role: Role = role
+        self._tape = tape
+        self.spec = tape.spec(role)
+        self.tokenizer = tape.tokenizer
+
+    def stats(self) -> EngineStats:
+        """Nothing is counted."""
+        return EngineStats()
+
+    async def sample(self, request: SampleRequest) -> Completion:
+        """At once."""
+        await checkpoint()
+        return self._tape.write(self._role, request)
+
+    async def score(self, request: ScoreRequest) -> Scores:
+        """At once."""
+        await checkpoint()
+        return Scores(self._tape.score(request))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> bool | None:
+        return None
+
+
+THREADS = Path("/proc/self/task")
+ROLES: tuple[Role, ...] = ("draft", "target")
+_INSTANT = 3  # repeats of a run on engines that answer at once: each is short
+_SIBLINGS = 8  # rollouts of a piece that share a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """A piece of work for one engine: `batch` rollouts on prompts of `prompt` tokens, `turns`
+    requests each.
+
+    Each request writes `tokens` tokens, or has that many scored; rollouts of more than one turn ask
+    for more and for fewer in turn, so that requests come and go while others are under way, as in a
+    run.
+    """
+
+    batch: int
+    prompt: int
+    tokens: int
+    turns: int = 1
+    is_scored: bool = False
+
+
+PIECES = (
+    *(
+        Micro(*sizes)
+        for sizes in (
+            (1, 48, 48),
+            (8, 48, 48),
+            (32, 48, 32),
+            (64, 48, 16),
+            (8, 256, 32),
+            (16, 256, 16),
+        )
+    ),
+    *(Micro(*sizes) for sizes in ((2, 48, 12, 4), (8, 64, 12, 4), (32, 64, 12, 3))),
+    *(
+        Micro(*sizes, is_scored=True)
+        for sizes in ((1, 32, 32), (8, 32, 32), (32, 32, 32), (8, 128, 128))
+    ),
+    *(Micro(*sizes, is_scored=True) for sizes in ((4, 64, 16, 4), (16, 64, 16, 3))),
+)
+FOREGROUND = Micro(16, 48, 48)
+"""What each engine does alone and beside the other."""
+
+
+def pieces_of(role: Role) -> tuple[Micro, ...]:
+    """What an engine does in a run: a draft never scores."""
+    return PIECES if role == "target" else tuple(piece for piece in PIECES if not piece.is_scored)
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A run whose time is to be predicted."""
+
+    method: str
+    samples: int
+    problems: int
+    in_flight: int
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return f"{self.method}, {self.samples} samples, {self.in_flight} in flight"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Wall seconds, and processor seconds of the engines and of the event loop."""
+
+    wall: float
+    engines: Mapping[Role, float]
+    loop: float
+    # seconds that one thread was ready and had no processor, the most of any thread
+    waited: float = 0.0
+
+    @property
+    def processor(self) -> float:
+        """Of all threads."""
+        return self.loop + sum(self.engines.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A measured piece of work of one engine and the event loop."""
+
+    seen: Observation
+    taken: Taken
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A live run: its problems, its times, what the engines answered, and the same without engines."""
+
+    first: int
+    taken: Taken
+    tape: Tape
+    host: float  # processor seconds per call of everything but engines and handing over
+
+
+@dataclass(slots=True)
+class Seen:
+    """Everything measured, round by round.
+
+    `beside` is an engine's work while the other rests, and while it is busy.
+    """
+
+    pieces: dict[tuple[Role, Micro], list[Piece]] = field(default_factory=lambda: defaultdict(list))
+    beside: dict[Role, list[tuple[Taken, Taken]]] = field(default_factory=lambda: defaultdict(list))
+    runs: dict[Live, list[Run]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Meter:
+    """The processor time of each thread of this process from now on, as Linux counts it."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._before = _threads()
+
+    def read(self) -> Taken:
+        """Since it was made; threads other than the engines' are the event loop and its helpers."""
+        wall = time.perf_counter() - self._began
+        none = (0.0, 0.0)
+        used = {
+            name: (ran - self._before.get(name, none)[0], waited - self._before.get(name, none)[1])
+            for name, (ran, waited) in _threads().items()
+        }
+        engines: dict[Role, float] = {role: used.get(f"atts-{role}", none)[0] for role in ROLES}
+        loop = sum(ran for ran, _ in used.values()) - sum(engines.values())
+        return Taken(wall, engines, loop, max(waited for _, waited in used.values()))
+
+
+def _threads() -> dict[str, tuple[float, float]]:
+    """Seconds that each thread ran, and was ready to run but had to wait."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    found: dict[str, tuple[float, float]] = {}
+    for folder in THREADS.iterdir():
+        try:
+            ran, waited, _ = (folder / "schedstat").read_text().split()
+        except OSError:
+            continue  # it ended meanwhile
+        found[names.get(int(folder.name), folder.name)] = (int(ran) / 1e9, int(waited) / 1e9)
+    return found
+
+
+async def measure_rounds(rounds: int, lives: Sequence[Live], seed: int) -> Seen:
+    """Rounds of all pieces and all runs, in turn, each on texts that no cache has met."""
+    seen = Seen()
+    here = LocalOptions(worker="thread")
+    async with (
+        build_engine("embedded", "draft", here) as draft,
+        build_engine("embedded", "target", here) as target,
+    ):
+        assert isinstance(draft, LocalEngine)
+        assert isinstance(target, LocalEngine)
+        engines: dict[Role, LocalEngine] = {"draft": draft, "target": target}
+        # what is computed first compiles kernels and fills caches
+        await _contend(Seen(), engines, seed - 10_000)
+        for number in range(rounds):
+            say(f"scale: validation, round {number + 1} of {rounds}")
+            turn = number % len(lives)
+            for place, live in enumerate([*lives[turn:], *lives[:turn]]):
+                for role, engine in engines.items():
+                    for piece in pieces_of(role)[place :: len(lives)]:
+                        found = await _observe(
+                            engine, role, piece, seed + 10_000 * number + 100 * place
+                        )
+                        seen.pieces[role, piece].append(found)
+                first = (
+                    number * len(lives) + place
+                ) * live.problems  # the caches know none of them yet
+                seen.runs[live].append(await _live(live, first, draft, target, seed))
+            await _contend(seen, engines, seed + 10_000 * number + 5_000)
+    return seen
+
+
+async def _live(live: Live, first: int, draft: LocalEngine, target: LocalEngine, seed: int) -> Run:
+    tape = Tape(draft, target)
+    meter = Meter()
+    wall = await run(
+        live, first, TapedEngine(draft, "draft", tape), TapedEngine(target, "target", tape), seed
+    )
+    taken = meter.read()
+    hosts = list[float]()
+    for _ in range(_INSTANT):
+        meter = Meter()
+        await run(live, first, InstantEngine("draft", tape), InstantEngine("target", tape), seed)
+        hosts.append(meter.read().loop / tape.calls)
+    return Run(first, replace(taken, wall=wall), tape, median(hosts))
+
+
+async def _observe(engine: LocalEngine, role: Role, piece: Micro, seed: int) -> Piece:
+    """Give the engine one piece of work it has not seen, and read its counters."""
+    prompts = _prompts(engine, piece, seed)
+    if piece.is_scored:  # what is scored comes on top of a warm prefix, as in a rollout
+        await collect(
+            [partial(engine.score, ScoreRequest(ids[:1], ids[1:])) for ids in set(prompts)]
+        )
+    before = engine.loop_stats()
+    meter = Meter()
+    rollouts = [
+        partial(_rollout, engine, piece, ids, number, seed) for number, ids in enumerate(prompts)
+    ]
+    cached = sum(await collect(rollouts))
+    taken = meter.read()
+    after = engine.loop_stats()
+    fed = (
+        after.prefilled_tokens
+        + after.scored_tokens
+        - before.prefilled_tokens
+        - before.scored_tokens
+    )
+    seen = Observation(
+        steps=after.steps - before.steps,
+        sequences=after.sampled_tokens - before.sampled_tokens,
+        cached=cached,
+        fed=fed,
+        seconds=taken.engines[role],
+        calls=piece.batch * piece.turns,
+    )
+    return Piece(seen, taken, piece.batch * piece.turns)
+
+
+async def _rollout(
+    engine: LocalEngine, piece: Micro, ids: TokenIds, number: int, seed: int
+) -> float:
+    """One rollout's requests, one after the other; the KV tokens that its decoding read."""
+    read = 0.0
+    sampling = Sampling(temperature=0.7)
+    name = f"piece {seed}/{number}"
+    drawn = torch.Generator().manual_seed(seed + number)
+    for turn in range(piece.turns):
+        swing = (number + turn) % 3 - 1 if piece.turns > 1 else 0
+        size = piece.tokens + swing * piece.tokens // 3
+        if piece.is_scored:
+            chunk = tuple(
+                torch.randint(10, engine.spec.vocabulary - 10, (size,), generator=drawn).tolist()
+            )
+            await engine.score(ScoreRequest(ids, chunk, rollout=name))
+            ids += chunk
+        else:
+            request = SampleRequest(
+                ids, size, sampling, Seed(seed, "piece", number, turn), rollout=name
+            )
+            done = await engine.sample(request)
+            read += len(done.ids) * (len(ids) + (len(done.ids) - 1) / 2)
+            ids += done.ids
+    return read
+
+
+def _prompts(engine: LocalEngine, piece: Micro, seed: int) -> list[TokenIds]:
+    """A prompt a rollout, or one for every few siblings where they have several turns."""
+    generator = torch.Generator().manual_seed(
+        seed + 7919 * piece.batch + piece.prompt + 31 * piece.turns
+    )
+    rows = torch.randint(
+        10, engine.spec.vocabulary - 10, (piece.batch, piece.prompt), generator=generator
+    )
+    share = _SIBLINGS if piece.turns > 1 else 1
+    prompts = [tuple(row) for row in rows.tolist()]
+    return [prompts[number - number % share] for number in range(piece.batch)]
+
+
+async def _contend(seen: Seen, engines: Mapping[Role, LocalEngine], seed: int) -> None:
+    """The same amount of work on each engine, alone and while the other has always something to do."""
+    for role, engine in engines.items():
+        other = engines["target" if role == "draft" else "draft"]
+        done = anyio.Event()
+        alone = await _observe(engine, role, FOREGROUND, seed + 17)
+
+        async def keep_busy(other: LocalEngine = other, done: anyio.Event = done) -> None:
+            number = 50
+            while not done.is_set():
+                await _observe(other, "draft", Micro(16, 48, 12), seed + number)
+                number += 1
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(keep_busy)
+            beside = await _observe(engine, role, FOREGROUND, seed + 31)
+            seen.beside[role].append((alone.taken, beside.taken))
+            done.set()
+
+
+async def run(live: Live, first: int, draft: Engine, target: Engine, seed: int) -> float:
+    """One run of the pipelines; its seconds by the loop's clock.
+
+    The gate of `atts` is frozen: the same run on other engines asks for the same chunks, whatever
+    ends first.
+    """
+    base = Policy(samples=live.samples, early_stop="none")
+    chosen = preset(live.method)
+    policy = chosen.policy(base)
+    gate = chosen.gate(GateInputs(Calibrator(0.2, seed=seed)))
+    gate = ThresholdGate(1.2) if live.method == "atts" else gate
+    context = Context(draft, target, gate, answers_for("math"), EngineCalls, seed)
+    graph = Graph(rollouts=live.in_flight)
+
+    async def one(problem: Problem, scope: ProblemScope) -> None:
+        await solve(problem, policy, context, scope)
+
+    problems = arithmetic("calibration", first + live.problems)[first:]
+    began = anyio.current_time()
+    await graph.run(problems, one)
+    return anyio.current_time() - began
+
+
+Clock = Literal["wall", "processor"]
+
+
+def local_validation(options: Options) -> list[Table]:
+    """The fitted costs of this machine, and predicted beside measured times of live runs; needs
+    Linux's counters.
+    """
+    if not THREADS.exists():
+        say("scale: no validation: this system does not count what each thread uses")
+        return []
+    torch.set_num_threads(1)
+    rounds = options.pick(2, 4, 12)
+    problems = options.pick(4, 8, 16)
+    lives = [
+        Live(method, 8, problems, 64) for method in ("atts", "top-b", "target-only", "draft-only")
+    ]
+    lives += [Live("atts", 8, problems, 16)] if options.effort != "quick" else []
+    seen = anyio.run(measure_rounds, rounds, lives, options.seed)
+    costs, table = _fitted(seen)
+    return [table, _predicted(seen, costs, options.seed)]
+
+
+def _fitted(seen: Seen) -> tuple[Mapping[Role, Cost], Table]:
+    """Coefficients of both engines from pieces of work alone, and how well they fit those."""
+    costs: dict[Role, Cost] = {}
+    rows: list[Row] = []
+    for role in ROLES:
+        kinds = [
+            [piece.seen for piece in pieces]
+            for (name, _), pieces in seen.pieces.items()
+            if name == role
+        ]
+        cost, error = fit([_typical(every) for every in kinds])
+        costs[role] = replace(cost, origin="fitted on this machine")
+        coefficients = (
+            1e3 * cost.step,
+            1e6 * cost.sequence,
+            1e9 * cost.cached,
+            1e6 * cost.prefilled,
+        )
+        shares = (_stretch(seen, role, "processor"), _stretch(seen, role, "wall"))
+        rows.append((role, *coefficients, 1e6 * cost.request, *shares, error))
+    return costs, Table.of(
+        "The embedded pair's costs on this machine",
+        "engine | a, ms a step | b, us a sequence | c, ns a KV token | d, us a fed token | us a "
+        "request | "
+        "beside the other, processor | beside the other, wall | fit's relative error",
+        rows,
+        f"Least squares over {len(pieces_of('draft'))} and {len(pieces_of('target'))} kinds of "
+        f"work (decoding at "
+        "several batches and lengths, rollouts that come and go, for the target scoring, too), "
+        "processor seconds of "
+        "the engine's thread, median of all rounds; no coefficient below 0.",
+        f"Handing a request over costs the event loop {1e6 * _handing(seen):.0f} us. Beside the "
+        f"other: how much longer "
+        "the same work takes while the other engine has always something to do.",
+    )
+
+
+def _typical(every: Sequence[Observation]) -> Observation:
+    return Observation(
+        steps=fmean(one.steps for one in every),
+        sequences=fmean(one.sequences for one in every),
+        cached=fmean(one.cached for one in every),
+        fed=fmean(one.fed for one in every),
+        seconds=median(one.seconds for one in every),
+        calls=fmean(one.calls for one in every),
+    )
+
+
+def _handing(seen: Seen) -> float:
+    """The event loop's processor seconds for one request in pieces whose requests come and go as in
+    a run.
+    """
+    busy = [
+        pieces for (_, kind), pieces in seen.pieces.items() if kind.turns > 1 and kind.batch > 2
+    ]
+    return median(piece.taken.loop / piece.calls for pieces in busy for piece in pieces)
+
+
+def _stretch(seen: Seen, role: Role, clock: Clock) -> float:
+    """What the other engine's work adds to a step of this one."""
+
+    def took(taken: Taken) -> float:
+        return taken.wall if clock == "wall" else taken.engines[role]
+
+    return max(1.0, median(took(beside) / took(alone) for alone, beside in seen.beside[role]))
+
+
+def _predicted(seen: Seen, costs: Mapping[Role, Cost], seed: int) -> Table:
+    """Every live run beside its simulation, part by part."""
+    rows: list[Row] = []
+    errors: dict[Clock, list[float]] = {"wall": [], "processor": []}
+    for live, every in seen.runs.items():
+        guesses = [_guess(seen, costs, live, one, seed) for one in every]
+        taken = [one.taken for one in every]
+        for clock in get_args(Clock):
+            errors[clock].append(
+                _off([getattr(g, clock) for g in guesses], [getattr(t, clock) for t in taken])
+            )
+        parts = [
+            _off([g.engines[role] for g in guesses], [t.engines[role] for t in taken])
+            for role in ROLES
+        ]
+        parts.append(_off([g.loop for g in guesses], [t.loop for t in taken]))
+        wall = sum(one.wall for one in taken)
+        waited = sum(one.waited for one in taken)
+        calls = fmean(one.tape.calls for one in every)
+        processor = fmean(one.processor for one in taken)
+        measured = (
+            live.name,
+            len(every),
+            round(calls),
+            processor,
+            _percent(errors["processor"][-1]),
+        )
+        walls = (wall / len(every), _percent(errors["wall"][-1]), f"{waited / wall:.0%}")
+        rows.append((*measured, *map(_percent, parts), *walls))
+    runs = [one for every in seen.runs.values() for one in every]
+    waited = sum(one.taken.waited for one in runs) / sum(one.taken.wall for one in runs)
+    words = f"wall time {_words(errors['wall'])}" if waited < 0.05 else (
+        f"wall time cannot be judged here: threads that were ready had to wait for a processor for "
+        f"{waited:.0%} of it "
+        f"({_words(errors['wall'])})"
+    )  # fmt: skip
+    summary = (
+        f"{len(runs)} live runs of {len(seen.runs)} kinds: processor time "
+        f"{_words(errors['processor'])} (bar: 10 %); "
+        f"{words}."
+    )
+    return Table.of(
+        "Predicted and measured times on this machine",
+        "live run on the embedded pair | runs | calls | processor s | predicted | draft | target | "
+        "event loop | "
+        "wall s | predicted wall | waited for a processor",
+        rows,
+        summary,
+        f"Embedded pair: {pair_mark()}. {next(iter(seen.runs)).problems} problems a run, none "
+        f"twice; seconds are means "
+        "of the runs, errors those of the totals: predicted over measured, less one. Draft, "
+        "target, event loop: the "
+        "same error of each thread. Waited: how long one of the threads was ready and had no "
+        "processor, of the wall.",
+        "Fitted to processor seconds of pieces of work: no run was used, but for what the same "
+        "pipelines cost the "
+        "event loop on engines that answer at once. The gate of atts is frozen, so that the "
+        "simulated run asks for "
+        "what the live one said.",
+        headline=summary,
+    )
+
+
+def _off(guess: Sequence[float], real: Sequence[float]) -> float:
+    return sum(guess) / sum(real) - 1 if sum(real) > 1e-3 else math.nan
+
+
+def _percent(error: float) -> str:
+    return f"{error:+.1%}" if math.isfinite(error) else "-"
+
+
+def _words(errors: Sequence[float]) -> str:
+    rms = math.sqrt(sum(error**2 for error in errors) / len(errors))
+    return f"off by {rms:.1%} (root mean square), {max(map(abs, errors)):.1%} at most"
+
+
+def _guess(seen: Seen, costs: Mapping[Role, Cost], live: Live, one: Run, seed: int) -> Taken:
+    """What the run should have taken: on the wall's clock as the engines get in each other's way
+    there, and so on.
+    """
+    call = one.host + _handing(seen)
+    found = dict[Clock, Taken]()
+    for clock in get_args(Clock):
+        shared: dict[Role, Cost] = {}
+        for role, cost in costs.items():
+            shared[role] = replace(cost, share=_stretch(seen, role, clock), call=call)
+        found[clock] = run_virtual(_predict, live, one, shared, seed)
+    return replace(found["processor"], wall=found["wall"].wall)
+
+
+async def _predict(live: Live, one: Run, costs: Mapping[Role, Cost], seed: int) -> Taken:
+    """The run again on engines that cost what was fitted."""
+    host = Host()
+    tape = one.tape
+    async with (
+        BatchedEngine("draft", tape, costs["draft"], chunk=512, batch=256, host=host) as draft,
+        BatchedEngine("target", tape, costs["target"], chunk=512, batch=256, host=host) as target,
+    ):
+        wall = await run(live, one.first, draft, target, seed)
+        calls = sum(engine.stats().requests * engine.cost.call for engine in (draft, target))
+        return Taken(wall, {"draft": draft.load.busy, "target": target.load.busy}, calls)
+
 
 Method = Literal[
     "atts",

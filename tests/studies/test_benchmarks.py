@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 bench = pytest.importorskip("scripts.studies.bench", reason="needs a checkout")
-charts = pytest.importorskip("scripts.studies.charts", reason="needs a checkout")
 harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 machine = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
 pages = pytest.importorskip("scripts.studies.result_pages", reason="needs a checkout")
 scale = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
-cells = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
 soak = pytest.importorskip("scripts.studies.reliability", reason="needs a checkout")
 
 LIMITS = {
@@ -106,7 +104,7 @@ def test_a_chart_is_an_svg_with_a_line_per_name(tmp_path: Path) -> None:
         ((1, 2.0, "a"), (2, 4.0, "a"), (1, 3.0, "b <&>"), (4, None, "b <&>"), (0, 1.0, "a")),
     )
     found = pages.read(tmp_path)["toy"].find("Growth")
-    svg = tree.fromstring(charts.draw(found.table))
+    svg = tree.fromstring(pages.draw(found.table))
     assert svg.tag == "{http://www.w3.org/2000/svg}svg"
     assert svg.get("aria-label") == "Growth of things"
     texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
@@ -170,7 +168,7 @@ def small(law: Any, tally: Any, tmp_path_factory: pytest.TempPathFactory) -> Pat
     folder = tmp_path_factory.mktemp("bench")
     options = harness.Options("quick", 0, folder)
     here = machine.look(1)
-    harness.emit("scale", scale.tables(options, law, cells.Results(law, None)), options, here)
+    harness.emit("scale", scale.tables(options, law, scale.Results(law, None)), options, here)
     harness.emit("soak", soak.tables(tally), options, here)
     return folder
 

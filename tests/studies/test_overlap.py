@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.studies.overlap_virtual import (
+from scripts.studies.overlap import (
     AcceptanceTrace,
     Costs,
     ahead,

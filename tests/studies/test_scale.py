@@ -19,9 +19,7 @@ from atts.sampling import Seed
 from atts.testing import run_virtual
 
 costs = pytest.importorskip("scripts.studies.modelled", reason="needs a checkout")
-fitted = pytest.importorskip("scripts.studies.validation", reason="needs a checkout")
-cells = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
-engines = pytest.importorskip("scripts.studies.modelled", reason="needs a checkout")
+scale = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
 
 COST = costs.Cost(step=0.01, sequence=0.001, cached=1e-5, prefilled=1e-4)
 
@@ -35,7 +33,7 @@ async def _timed(
     law: Any, jobs: list[tuple[float, int, int]], room: float = math.inf, cost: Any = COST
 ) -> tuple[list[float], Any]:
     """Seconds that each job took; a job is (start, ids, tokens to write)."""
-    async with engines.BatchedEngine("draft", law, cost, room) as engine:
+    async with costs.BatchedEngine("draft", law, cost, room) as engine:
 
         async def one(number: int, start: float, ids: int, tokens: int) -> float:
             await anyio.sleep(start)
@@ -111,7 +109,7 @@ def test_everything_is_served_and_nothing_is_held_afterwards(
 
 
 async def _cancelled(law: Any) -> float:
-    async with engines.BatchedEngine("draft", law, COST) as engine:
+    async with costs.BatchedEngine("draft", law, COST) as engine:
         seed = Seed(problem="q1", sample=0)
         with anyio.move_on_after(0.05):
             await engine.sample(SampleRequest((1,) * 15, 40, seed=seed, rollout="q1/0"))
@@ -155,10 +153,10 @@ def test_a_fit_finds_the_coefficients_it_was_made_with() -> None:
             + made.prefilled * fed
         )
         seen += [
-            fitted.Observation(steps, done, done * context, fed, seconds + made.request * n, n)
+            scale.Observation(steps, done, done * context, fed, seconds + made.request * n, n)
             for n in (1, 9)
         ]
-    found, error = fitted.fit(seen)
+    found, error = scale.fit(seen)
     names = ("step", "sequence", "cached", "prefilled", "request")
     assert [getattr(found, name) for name in names] == pytest.approx(
         [getattr(made, name) for name in names]
@@ -170,9 +168,9 @@ def test_all_methods_write_equally_much_and_only_rounds_wait(law: Any) -> None:
     """The law makes work, not methods: totals agree within the last chunks; waiting for siblings is
     top-b's alone.
     """
-    base = cells.Cell(_pair(), "atts", problems=6, samples=4, in_flight=24)
+    base = scale.Cell(_pair(), "atts", problems=6, samples=4, in_flight=24)
     found = {
-        m: cells.run_cell(replace(base, method=m), law)
+        m: scale.run_cell(replace(base, method=m), law)
         for m in ("atts", "top-b", "target-only", "draft-only")
     }
     written = {m: f.draft_tokens + f.target_tokens for m, f in found.items()}
@@ -184,8 +182,8 @@ def test_all_methods_write_equally_much_and_only_rounds_wait(law: Any) -> None:
 
 def test_replicas_share_the_work(law: Any) -> None:
     """Four of each end sooner than one, and do the same."""
-    one = cells.Cell(_pair(), "atts", problems=6, samples=8, in_flight=48)
-    few, many = (cells.run_cell(replace(one, replicas=n, in_flight=48 // n), law) for n in (1, 4))
+    one = scale.Cell(_pair(), "atts", problems=6, samples=8, in_flight=48)
+    few, many = (scale.run_cell(replace(one, replicas=n, in_flight=48 // n), law) for n in (1, 4))
     assert many.seconds < few.seconds
     assert many.draft_tokens + many.target_tokens == pytest.approx(
         few.draft_tokens + few.target_tokens, rel=0.1
@@ -194,24 +192,24 @@ def test_replicas_share_the_work(law: Any) -> None:
 
 def test_the_budget_of_the_graph_bounds_the_memory_of_the_engine(law: Any) -> None:
     """KV tokens at work never exceed it."""
-    cell = cells.Cell(
+    cell = scale.Cell(
         _pair(), "target-only", problems=4, samples=8, in_flight=32, room="without end"
     )
-    free = cells.run_cell(cell, law)
+    free = scale.run_cell(cell, law)
     bound = int(free.target_peak / 2)
-    held = cells.run_cell(replace(cell, budget=bound), law)
+    held = scale.run_cell(replace(cell, budget=bound), law)
     assert held.target_peak <= bound < free.target_peak
     assert held.seconds > free.seconds
 
 
 def test_finished_cells_are_not_run_again(law: Any, tmp_path: Path) -> None:
     """A second session reads what the first wrote, and another cell is another."""
-    cell = cells.Cell(_pair(), "draft-only", problems=2, samples=2)
-    file = tmp_path / "cells.jsonl"
-    first = cells.Results(law, file).get(cell)
-    again = cells.Results(law, file)
+    cell = scale.Cell(_pair(), "draft-only", problems=2, samples=2)
+    file = tmp_path / "scale.jsonl"
+    first = scale.Results(law, file).get(cell)
+    again = scale.Results(law, file)
     assert len(again) == 1
     assert again.get(cell) == first
     again.get(replace(cell, samples=3))
     again.get(replace(cell, pair=replace(cell.pair, draft=replace(COST, request=1e-3))))
-    assert len(cells.Results(law, file)) == 3
+    assert len(scale.Results(law, file)) == 3

@@ -14,7 +14,7 @@ from atts.models import path
 
 speed = pytest.importorskip("scripts.studies.speed", reason="needs a checkout")
 harness = pytest.importorskip("scripts.studies.harness", reason="needs a checkout")
-charts = pytest.importorskip("scripts.studies.charts", reason="needs a checkout")
+results = pytest.importorskip("scripts.studies.result_pages", reason="needs a checkout")
 
 AGREEMENT = {"as it is": 0.98, "weakened": 0.75}
 TEXT = "{http://www.w3.org/2000/svg}text"
@@ -51,7 +51,7 @@ def test_the_map_compares_with_the_best_of_the_others() -> None:
     assert [row for row in own.values() if row == (None, "not yet measured", "-")] == [
         own["4M target", "GPU"]
     ] * 16
-    svg = tree.fromstring(charts.draw(table))
+    svg = tree.fromstring(results.draw(table))
     texts = [element.text for element in svg.iter(TEXT)]
     assert texts.count("2x") == texts.count("0.5x") == len(AGREEMENT)
     assert texts.count("not yet") == 16 * len(AGREEMENT)

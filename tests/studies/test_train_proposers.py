@@ -19,8 +19,7 @@ from atts.models.tokenizers import ModelTokenizer
 from atts.sampling import Seed
 from scripts.studies import train_proposers
 from scripts.studies.harness import Options
-from scripts.studies.overlap import groups
-from scripts.studies.overlap_virtual import Recorder, record
+from scripts.studies.overlap import Recorder, groups, record
 from scripts.studies.train_proposers import DrafterRecipe, HeadsRecipe
 from tests.local.speculating import Driven, counts, run, same
 

@@ -7,7 +7,7 @@ import pytest
 
 from scripts.studies.harness import Options
 
-simulated = pytest.importorskip("scripts.studies.validation", reason="needs a checkout")
+scale = pytest.importorskip("scripts.studies.scale", reason="needs a checkout")
 
 
 @pytest.mark.slow
@@ -18,7 +18,7 @@ def test_the_processor_time_of_live_runs_is_predicted() -> None:
     """Every kind of run within a third, on a machine that others use; the study asks for a tenth on
     a quiet one.
     """
-    costs, predicted = simulated.local_validation(Options("quick"))
+    costs, predicted = scale.local_validation(Options("quick"))
     assert [row[0] for row in costs.rows] == ["draft", "target"]
     column = predicted.columns.index("predicted")
     errors: list[Any] = [float(str(row[column]).rstrip("%")) / 100 for row in predicted.rows]

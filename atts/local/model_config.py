@@ -12,7 +12,7 @@ from typing import Any, Literal
 from atts.concurrency import import_lock
 from atts.core import TokenIds
 from atts.errors import ModelLoadError
-from atts.models.folders import read_end_ids, read_object, refuse_code, shown
+from atts.models.folders import read_end_ids, read_object, refuse_code, refuse_gguf, shown
 
 NO_ROPE = "none"
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
@@ -302,6 +302,7 @@ def read_hf_config(folder: Path, name: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     path = folder / "config.json"
+    refuse_gguf(folder, name)
     if not path.is_file():
         raise ModelLoadError(
             name, f"{folder} holds no config.json", "Name a folder written by save_pretrained"

@@ -154,11 +154,29 @@ def template_of(folder: Path) -> str | None:
     return template if isinstance(template, str) else str(template or "")
 
 
+def refuse_gguf(folder: Path, name: str) -> None:
+    """Refuse a folder whose only weights are a GGUF file, which other programs load.
+
+    :raises ModelLoadError: saying which ones, and how to make a folder that can be loaded.
+    """
+    if (folder / "config.json").exists() or not (files := sorted(folder.glob("*.gguf"))):
+        return
+    problem = f"{folder} holds {files[0].name} and no config.json: GGUF files are not loaded here"
+    advice = (
+        f"Serve it (llama-server -m {files[0].name}) and name the server, llamacpp:http://HOST:PORT; "
+        "or let transformers make a folder of it: AutoModelForCausalLM.from_pretrained(FOLDER, "
+        "gguf_file=FILE).save_pretrained(NEW), and the same with AutoTokenizer"
+    )
+    raise ModelLoadError(name, problem, advice)
+
+
 def require_template(folder: Path, name: str) -> None:
     """Refuse a model folder without a chat template, before anything is loaded.
 
     :raises UnsupportedByEngine: the folder holds no chat template.
+    :raises ModelLoadError: it holds no model but a GGUF file.
     """
+    refuse_gguf(folder, name)
     path = folder / "tokenizer_config.json"
     try:
         has_template = (folder / "chat_template.jinja").stat().st_size > 0

@@ -13,7 +13,14 @@ from atts.core import Message, TokenIds
 from atts.errors import MissingExtra, ModelLoadError, UnsupportedByEngine
 from atts.models.chat_templates import TemplateProcess, is_plain
 from atts.models.chat_templates import render as render_here
-from atts.models.folders import NO_TEMPLATE, read_end_ids, read_object, refuse_code, refuse_ids
+from atts.models.folders import (
+    NO_TEMPLATE,
+    read_end_ids,
+    read_object,
+    refuse_code,
+    refuse_gguf,
+    refuse_ids,
+)
 
 
 class ModelTokenizer:
@@ -30,6 +37,7 @@ class ModelTokenizer:
         """
         self._name = name
         self._folder = folder
+        refuse_gguf(folder, name)
         refuse_code(folder, name)
         refuse_ids(folder, name)
         self._backend = _open(folder, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,11 +20,13 @@ from numpy.typing import NDArray
 
 from atts.evaluators import group
 from scripts.studies.bank import read
-from scripts.studies.harness import Options, Row, Table, say
+from scripts.studies.harness import Chart, Options, Row, Table, say
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
 RESAMPLES = 2_000
+RATES = (0.1, 0.2, 0.3, 0.5)
+LOOKED_AT = 12  # the first problems, of which both halves were looked at while this was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,19 +394,24 @@ def _ranks(values: Floats) -> Floats:
 @dataclass(frozen=True, slots=True)
 class Arm:
     """A way to spend rollouts on problems: for each problem the chance that its vote is right, and
-    the target's tokens.
+    the tokens of both models.
     """
 
     name: str
+    rate: float  # share of problems that are escalated
     right: Floats
     target_tokens: Floats
     draft_tokens: Floats
 
 
 def cascade_arms(
-    problems: Sequence[BankProblem], drafts: int, targets: int, weight: float
+    problems: Sequence[BankProblem], drafts: int, targets: int, rates: Sequence[float] = RATES
 ) -> list[Arm]:
-    """Return a cascade at several rates, chosen by agreement, and by a coin."""
+    """Return a cascade at several rates, chosen by agreement, each followed by its coin.
+
+    The draft's rollouts and the target's vote together, all with the same weight, as
+    `method=cascade` has it.
+    """
     before: list[float] = []
     after: list[float] = []
     cost: list[float] = []
@@ -416,19 +424,22 @@ def cascade_arms(
         lead = max((labels.count(label) for label in labels if label is not None), default=0.5)
         disagreements.append(drafts / lead)
         before.append(vote(problem, first))
-        after.append(vote(problem, [*first, *more], [1.0] * len(first) + [weight] * len(more)))
+        after.append(vote(problem, [*first, *more]))
         cost.append(sum(_tokens(one) for one in more))
         written.append(sum(_tokens(one) for one in first))
-    kept, changed, spent = np.array(before), np.array(after), np.array(cost)
+    kept = np.array(before)
+    gained = np.array(after) - kept
+    spent = np.array(cost)
     scores = np.array(disagreements)
     arms: list[Arm] = []
-    for rate in (0.1, 0.2, 0.3, 0.5):
+    for rate in rates:
         chance = _escalated(scores, rate)
-        name = f"cascade {drafts} + {targets}, weight {weight:g}, rate {rate}"
-        arms.append(Arm(name, kept + chance * (changed - kept), chance * spent, np.array(written)))
-        coin = np.full(len(scores), chance.mean())
+        coin = np.full(len(scores), rate)
+        name = f"cascade {drafts} + {targets}"
+        draft_tokens = np.array(written)
+        arms.append(Arm(name, rate, kept + chance * gained, chance * spent, draft_tokens))
         arms.append(
-            Arm(f"{name}, coin", kept + coin * (changed - kept), coin * spent, np.array(written))
+            Arm(f"{name}, by a coin", rate, kept + coin * gained, coin * spent, draft_tokens)
         )
     return arms
 
@@ -459,56 +470,70 @@ def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
     nothing = np.zeros(len(problems))
     is_draft = writer == "draft"
     return Arm(
-        f"{writer} alone, {rollouts}",
+        f"{writer} alone",
+        float(not is_draft),
         np.array(right),
         nothing if is_draft else spent,
         spent if is_draft else nothing,
     )
 
 
-def cascade_table(problems: Sequence[BankProblem]) -> Table:
+def cascade_table(
+    problems: Sequence[BankProblem], title: str = "Whole problems, on the development half"
+) -> Table:
     """Return accuracy and cost of cascades beside coins and either model alone."""
-    arms = [alone(problems, "draft", 4), alone(problems, "draft", 8)]
+    arms = [alone(problems, "draft", count) for count in (1, 4, 8)]
     arms += [alone(problems, "target", count) for count in (1, 2, 4)]
-    for drafts, targets in ((4, 4), (8, 2), (8, 4)):
-        for weight in (1.0, 2.0, 10.0):
-            arms += cascade_arms(problems, drafts, targets, weight)
-    by_name = {arm.name: arm for arm in arms}
+    for drafts, targets in ((4, 4), (8, 4)):
+        arms += cascade_arms(problems, drafts, targets)
     rows: list[Row] = []
-    for arm in arms:
-        if arm.name.endswith(", coin"):
-            continue
-        coin = by_name.get(f"{arm.name}, coin")
-        gain = shown(over_problems((arm.right - coin.right).tolist())) if coin else "-"
+    for index, arm in enumerate(arms):
+        gain = "-"
+        if arm.name.startswith("cascade") and "coin" not in arm.name:
+            gain = shown(over_problems((arm.right - arms[index + 1].right).tolist()))
+        accuracy = over_problems(arm.right.tolist())
         rows.append(
             (
                 arm.name,
-                shown(over_problems(arm.right.tolist())),
+                arm.rate,
+                round(accuracy[0], 4),
+                shown(accuracy),
                 gain,
                 round(float(arm.target_tokens.mean())),
                 round(float(arm.draft_tokens.mean())),
             )
         )
     return Table.of(
-        "Whole problems",
-        "arm | accuracy | above a coin | target tokens per problem | draft tokens per problem",
+        title,
+        "arm | rate | accuracy | with its interval | above a coin | target tokens | draft tokens",
         rows,
-        "A weight is what one target rollout counts in the vote of an escalated problem.",
+        f"{len(problems)} problems; tokens are those written per problem. A cascade of 4 + 4 lets "
+        "four rollouts of the draft vote, and adds four of the target on the share of problems "
+        "where the four agree least.",
+        chart=Chart("target tokens", "accuracy", "arm"),
     )
 
 
 def study(options: Options) -> list[Table]:
-    """Compute every table of the bank in the folder of the study's files."""
-    path = options.file("bank.jsonl")
-    whole = load(path) if path is not None else []
-    if path is None or not whole:
-        say("no bank at hand: record one with `python -m scripts.studies.bank DRAFT TARGET OUT`")
+    """Compute every table of the bank that ATTS_BANK names."""
+    folder = Path(os.environ.get("ATTS_BANK", "bank"))
+    path = folder / "bank.jsonl"
+    whole = load(path)
+    if not whole:
+        say(
+            "no bank at hand: record one with `python -m scripts.studies.bank DRAFT TARGET FOLDER`, "
+            "and name the folder in ATTS_BANK"
+        )
         return []
-    parts = json.loads(path.with_name("split.json").read_text(encoding="utf-8"))
+    parts = json.loads((folder / "split.json").read_text(encoding="utf-8"))
     problems = [problem for problem in whole if problem.name in parts["development"]]
-    return [
-        base_rates(problems),
+    fresh = [problem for problem in whole[LOOKED_AT:] if problem.name in parts["confirmation"]]
+    tables = [
+        base_rates(whole),
         rollouts_table(problems),
         takeovers_table(problems),
         cascade_table(problems),
     ]
+    if fresh:
+        tables.append(cascade_table(fresh, "Whole problems, on the confirmation half"))
+    return tables

@@ -23,6 +23,7 @@ from atts.local.loader import load_weights
 from atts.local.model_config import read_model_config
 from atts.models import path
 from atts.models.chat_templates import TemplateError, TemplateProcess
+from atts.models.folders import require_template
 from atts.models.tokenizers import ModelTokenizer
 
 TEMPLATES = (
@@ -203,3 +204,15 @@ def test_weights_larger_than_any_memory_are_refused_unread(power: int, folder: P
     with pytest.raises(ModelLoadError, match=r"has shape|damaged"):
         load_weights(folder, config, torch.float32, torch.device("cpu"), "mine")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+def test_a_folder_with_a_gguf_file_alone_is_refused_for_that_reason(tmp_path: Path) -> None:
+    """By every reader of folders, with the two ways that work; other files beside it are fine."""
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    for read in (require_template, read_model_config):
+        with pytest.raises(ModelLoadError, match="model-q4.gguf and no config.json") as raised:
+            read(tmp_path, "draft")
+        assert "llamacpp:http://" in str(raised.value)
+        assert "gguf_file=" in str(raised.value)
+    with pytest.raises(ModelLoadError, match="GGUF files are not loaded here"):
+        ModelTokenizer(tmp_path, "draft")

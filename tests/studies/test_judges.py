@@ -76,10 +76,16 @@ def test_the_split_shares_both_halves_among_both_sources() -> None:
         assert len(half) == 8
 
 
-def test_the_study_reads_development_problems_alone(recorded: Path) -> None:
-    """Its tables name how many problems they are of."""
-    tables = judges.study(harness.Options(out=recorded.parent))
-    assert tables[0].rows[0][2] == 4
+def test_scores_are_chosen_on_development_problems_alone(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables name how many problems they are of; the fresh half is looked at for one of them."""
+    monkeypatch.setenv("ATTS_BANK", str(recorded.parent))
+    monkeypatch.setattr(judges, "LOOKED_AT", 0)
+    tables = judges.study(harness.Options())
+    assert tables[0].rows[0][2] == 6
+    assert tables[1].notes[0].startswith("4 problems")
+    assert [table.notes[0][:10] for table in tables[3:]] == ["4 problems", "2 problems"]
     assert {row[0] for row in tables[1].rows} >= {"target, worst token; worst chunk"}
 
 
@@ -109,10 +115,10 @@ def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
         targets = [rollout("77" if scattered else "1", correct=True, length=10) for _ in range(4)]
         problems.append(judges.BankProblem(f"p{index}", "toy", drafts, targets))
     table = judges.cascade_table(problems)
-    rows = {row[0]: row for row in table.rows}
-    accuracy = rows["cascade 8 + 4, weight 1, rate 0.5"][1]
-    assert accuracy.startswith("1.000")
-    assert rows["cascade 8 + 4, weight 1, rate 0.5"][2].startswith("0.250")
+    rows = {(row[0], row[1]): row for row in table.rows}
+    assert rows["cascade 8 + 4", 0.5][2] == 1.0
+    assert rows["cascade 8 + 4, by a coin", 0.5][2] == 0.75
+    assert rows["cascade 8 + 4", 0.5][4].startswith("0.250")
 
 
 def test_auroc_counts_ties_half() -> None:

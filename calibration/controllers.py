@@ -33,8 +33,6 @@ _HASTE = 2.0
 # What all rollouts of a problem together move the level by. Slower leaves short runs off their
 # rate; faster evens the rate out between problems, where the score should decide.
 _PROBLEM_STEP = 0.016
-# A pool by turn of so many scores never answers before the pool of all turns.
-_NEVER = 10**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +283,7 @@ def build_mode(
         raise OptionError(str(mode), "is not a calibration mode", MODES)
     by_turn = mode == "question-turn"
     residuals = Residuals(
-        remember, MINIMUM if by_turn else _NEVER, tuning.shrinkage, tuning.residuals
+        remember, MINIMUM if by_turn else None, tuning.shrinkage, tuning.residuals
     )
     turn_gain = tuning.turn_gain if by_turn else 0.0
     gains = (tuning.question_gain, turn_gain, tuning.overall_gain)

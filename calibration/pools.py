@@ -436,26 +436,30 @@ class Frozen(Pooled):
 
 
 class ByTurn(ScorePool):
-    """A pool per turn, and one of all turns that answers while a turn has too few scores."""
+    """A pool per turn, and one of all turns that answers while a turn has too few scores.
+
+    Without a minimum there are no pools of turns, and the one of all turns always answers.
+    """
 
     __slots__ = ("_all", "_minimum", "_turns")
     saved = ("_all", "_turns")
 
-    def __init__(self, remember: HistoryFactory = Window, minimum: int = MINIMUM) -> None:
+    def __init__(self, remember: HistoryFactory = Window, minimum: int | None = MINIMUM) -> None:
         self._minimum = minimum
         self._all = Pooled(remember)
         self._turns = DefaultTable(int, lambda: Pooled(remember))
 
     def rank(self, nonconformity: float, question: str | None, turn: int | None) -> WeightedRank:
-        if turn is not None:
+        if turn is not None and self._minimum is not None:
             pool = self._turns.get(turn)
             if pool is not None and len(pool) >= self._minimum:
                 return pool.rank(nonconformity, question, turn)
         return self._all.rank(nonconformity, question, turn)
 
     def add(self, nonconformity: float, question: str, turn: int, live: bool = True) -> None:
-        for pool in (self._all, self._turns[turn]):
-            pool.add(nonconformity, question, turn, live)
+        self._all.add(nonconformity, question, turn, live)
+        if self._minimum is not None:
+            self._turns[turn].add(nonconformity, question, turn, live)
 
     def drop_stored(self) -> None:
         for pool in (self._all, *self._turns.values()):
@@ -522,7 +526,7 @@ class Residuals(ScorePool):
     def __init__(
         self,
         remember: HistoryFactory = Window,
-        minimum: int = MINIMUM,
+        minimum: int | None = MINIMUM,
         shrinkage: float = 1.0,
         prior: float = 0.0,
     ) -> None:

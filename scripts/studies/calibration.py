@@ -34,7 +34,12 @@ from atts.calibration.rates import exact_rate
 from atts.calibration.score_replay import Floats, rate_metrics, sorted_decisions
 from atts.calibration.scores import read_scores
 from atts.core import Decision, Features, Outcome, Problem
-from atts.evaluators import compare_runs
+from atts.evaluators import (
+    LabelledChunk,
+    compare_runs,
+    gain_over_coin,
+    within_question_auroc,
+)
 from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.evaluators.metrics.intervals import mean_estimate
 from atts.evaluators.metrics.paired import difference_estimate
@@ -303,6 +308,7 @@ def study_statistics(options: Options) -> list[Table]:
         coverage(problems, options)
         for problems in options.pick((30,), (30, 40, 500), (30, 40, 500))
     ]
+    tables += [paired_averages(options), rankings(options)]
     tables += [certificates(options), lengths(options)]
     folder = traces()
     return tables if folder is None else [*tables, small_runs(folder, options)]
@@ -337,6 +343,94 @@ def coverage(problems: int, options: Options) -> Table:
         "computed here: inspect_ai has none for differences and ratios, lm_eval takes two runs as "
         "independent.",
     )
+
+
+ACCURACIES: Mapping[str, Callable[[Draw, int], Floats]] = {
+    "even": lambda draw, size: draw.beta(1, 1, size),
+    "easy": lambda draw, size: draw.beta(9, 1, size),
+    "one in ten undecided": lambda draw, size: np.where(draw.random(size) < 0.1, 0.5, 0.98),
+}
+"""How the accuracy of single rollouts differs over the problems of a made-up benchmark."""
+GAINS = (0.0, 0.06)
+
+
+def paired_averages(options: Options) -> Table:
+    """Measure coverage and power of the interval of a paired difference of averages.
+
+    The p-value is of the same statistic, so power is also how often it is below 0.05.
+    """
+    runs = options.pick(60, 1_500, 4_000)
+    rows: list[Row] = []
+    for (law, accuracies), gain in product(ACCURACIES.items(), GAINS):
+        draw = np.random.default_rng([options.seed, len(law), round(100 * gain)])
+        many = accuracies(draw, 400_000)
+        known = float((np.minimum(1.0, many + gain) - many).mean())
+        for problems, samples in product((15, 30, 100), (1, 4, 16, 64)):
+            covered: list[bool] = []
+            found: list[bool] = []
+            plain: list[bool] = []
+            for _ in range(runs):
+                first = accuracies(draw, problems)
+                second = np.minimum(1.0, first + gain)
+                shares = [draw.binomial(samples, chance) / samples for chance in (first, second)]
+                delta = shares[1] - shares[0]
+                estimate = difference_estimate(delta)
+                covered.append(_holds((estimate.low, estimate.high), known))
+                found.append(not _holds((estimate.low, estimate.high), 0.0))
+                reach = float(stats.t.ppf(0.975, problems - 1))
+                plain.append(not _holds(_around(delta, reach), 0.0))
+            row = (law, gain, problems, samples, fmean(covered), fmean(found), fmean(plain))
+            rows.append(row)
+    return Table.of(
+        "Paired differences of averages: coverage and power",
+        "accuracies | gain | problems | samples | covered | shown | shown by plain t",
+        rows,
+        f"{runs:,} simulated pairs of runs a row. Shown: the interval leaves out 0 (p below 0.05); "
+        "at gain 0 that is an error. Accuracies are Beta(1, 1), Beta(9, 1), or 0.98 for nine "
+        "problems of ten and 0.5 for the tenth; a gain ends at 1.",
+    )
+
+
+def rankings(options: Options) -> Table:
+    """Measure the coverage of the gain over a coin and of the AUROC within questions."""
+    runs = options.pick(30, 400, 2_000)
+    rows: list[Row] = []
+    for skill in (0.0, 0.7):
+        truth = _ranked(np.random.default_rng([options.seed, round(10 * skill)]), 3_000, skill)
+        known = (within_question_auroc(truth).value, gain_over_coin(truth, RATES[1]).value)
+        for questions in (10, 20, 40, 100):
+            draw = np.random.default_rng([options.seed, questions, round(10 * skill)])
+            simulated = [_ranked(draw, questions, skill) for _ in range(runs)]
+            auroc = [within_question_auroc(chunks) for chunks in simulated]
+            gain = [gain_over_coin(chunks, RATES[1]) for chunks in simulated]
+            covered = [
+                fmean(_holds((one.low, one.high), value) for one in estimates)
+                for estimates, value in zip((auroc, gain), known, strict=True)
+            ]
+            rows.append((skill, questions, known[0], covered[0], known[1], covered[1]))
+    return Table.of(
+        "Within questions: AUROC and gain over a coin",
+        "skill of the score | questions | AUROC | covered | gain at rate 0.2 | covered",
+        rows,
+        f"{runs:,} simulated runs a row: 8 rollouts a question, 2 to 6 chunks a rollout, whose scores "
+        "share a level of the question and of the rollout. Skill: by how many deviations the chunks "
+        "of wrong rollouts score worse.",
+    )
+
+
+def _ranked(draw: Draw, questions: int, skill: float) -> list[LabelledChunk]:
+    """Return the labelled chunks of a made-up run."""
+    chunks: list[LabelledChunk] = []
+    for question in range(questions):
+        accuracy = draw.random()
+        level = draw.normal()
+        for _ in range(8):
+            is_wrong = bool(draw.random() > accuracy)
+            rollout = level + draw.normal() / 2 + skill * is_wrong
+            turns = int(draw.integers(2, 7))
+            scores = rollout + draw.normal(size=turns)
+            chunks += [LabelledChunk(question, float(score), is_wrong) for score in scores]
+    return chunks
 
 
 def _ours(values: Floats) -> Ends:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atts.calibration import Calibrator, Mode
 from atts.calibration.pools import Fading, Ranks, ScoreHistory, Window
 from atts.errors import CalibrationInputError
 
@@ -139,3 +140,15 @@ def test_impossible_memories_are_refused(build: type[Window] | type[Fading], val
     """A window of nothing, a decay outside (0, 1)."""
     with pytest.raises(CalibrationInputError):
         build(value)  # type: ignore[arg-type]  # the mistake under test
+
+
+def test_only_a_mode_that_asks_by_turn_keeps_pools_of_turns() -> None:
+    """Scope `question` ranks among all turns, so pools of turns would only take memory."""
+    turns: dict[str, int] = {}
+    modes: tuple[Mode, ...] = ("question", "question-turn")
+    for mode in modes:
+        calibrator = Calibrator(0.2, mode)
+        for place in range(60):
+            calibrator.observe(calibrator.decide(1.0 + place % 7, f"q{place % 5}", place % 3))
+        turns[mode] = len(calibrator.state()["pool"]["base"]["ranks"]["turns"])
+    assert turns == {"question": 0, "question-turn": 3}

@@ -22,7 +22,7 @@ import anyio.to_thread
 from atts import concurrency
 from atts.core import CallSpan
 from atts.errors import JournalCorrupt, JournalLocked, OptionError, StorageError
-from atts.files import is_same_file, refused, storage, sync_directory
+from atts.files import check_ordinary, is_same_file, refused, storage, sync_directory
 from atts.journal.events import SCHEMA, Entry, Event, Observed, SessionClosed, SessionOpened
 from atts.journal.lines import LineReader, LineWriter
 from atts.journal.manifest import Manifest, load_manifest, save_manifest
@@ -95,12 +95,14 @@ def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, N
     A missing file is made. The journal is held like its lock file, which may be deleted.
 
     :raises JournalLocked: another process holds it, or it was replaced meanwhile.
-    :raises StorageError: the file cannot be made, or is a link.
+    :raises StorageError: the file cannot be made, or is a link, a pipe or a device.
     """
     with storage(path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o644)
     try:
         with storage(path):
+            # reading a pipe would wait for a writer that never comes
+            check_ordinary(os.fstat(handle).st_mode, path)
             is_ours = _try_lock(handle, wait=wait) and is_same_file(handle, path)
         if not is_ours:
             raise JournalLocked(

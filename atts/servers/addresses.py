@@ -123,6 +123,11 @@ def parse_address(scheme: str, rest: str) -> ServerAddress:
             "engine",
             "a URL must not hold a user or a password; put an API key into a variable or a file",
         )
+    if parts.fragment:
+        raise OptionError(
+            "engine",
+            "a URL must not hold a part after #: no server sees it, and it would be kept with the run",
+        )
     settings = _settings(parts.query)
     if dialect == ChatDialect.name:
         base, model = _chat_path(parts.path)

@@ -476,3 +476,17 @@ def test_a_manifest_that_leads_elsewhere_is_refused(
     path.write_text(json.dumps(said))
     with pytest.raises(ZooError, match="is damaged"):
         zoo.export("base", tmp_path / "out")
+
+
+def test_an_export_follows_no_link_out_of_the_zoo(
+    zoo: Zoo, make_model: Make, tmp_path: Path
+) -> None:
+    """What was never added is not copied: the export is refused, and nothing is left behind."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text("mine")
+    name = "first"
+    zoo.add(name, make_model("llama"))
+    (zoo.folder(name) / "notes.txt").symlink_to(secret)
+    with pytest.raises(ZooError, match="notes.txt is a link that leads out"):
+        zoo.export(name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

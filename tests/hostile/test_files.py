@@ -22,6 +22,8 @@ from atts.cli.app import run
 from atts.errors import ATTSError, CalibrationInputError, DatasetError, StorageError
 from atts.evaluators import load_dataset
 from atts.files import write_out
+from atts.journal import JOURNAL, MANIFEST
+from atts.journal.writer import LOCK
 
 Said = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
@@ -195,6 +197,19 @@ def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path, recorded: Path, cap
     said = capsys.readouterr().err
     assert "Traceback" not in said
     assert str(tmp_path) in said
+
+
+@pytest.mark.parametrize("name", [JOURNAL, MANIFEST, LOCK])
+def test_a_run_directory_with_a_pipe_in_it_is_refused_before_models_load(
+    name: str, tmp_path: Path, capsys: Said
+) -> None:
+    """Whatever a run would read or lock there; nothing waits for a writer that never comes."""
+    os.mkfifo(tmp_path / name)
+    assert run(("eval", "arithmetic[:1]", *SCRIPTED, "--out", str(tmp_path))) == 4
+    said = capsys.readouterr().err
+    assert name in said
+    assert "not a file" in said
+    assert "loading" not in said
 
 
 LIES = (

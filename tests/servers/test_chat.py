@@ -418,6 +418,8 @@ def test_chat_apis_are_named_by_words() -> None:
     )
     for wrong in (
         "chat:https://me:secret@h/v1/m",
+        "chat:https://h/v1/m#secret",
+        "vllm:http://h:8000/m?in_flight=4#secret",
         "chat:http://h/v1/m?prefill=perhaps",
         "ollama:h:11434/m",
     ):

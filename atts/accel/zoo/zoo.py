@@ -347,6 +347,7 @@ class Zoo:
         assert model is not None, "a model of a zoo has a manifest"
         with _made(out) as temporary, ExitStack() as stack:
             home = folder / ADAPTER if model.base else folder
+            self._refuse_links_out(home)
             copy_files(
                 [path for path in home.iterdir() if path.is_file() and path.name != MANIFEST],
                 temporary,
@@ -359,6 +360,20 @@ class Zoo:
                     raise ZooError(
                         self.directory, f"{file.name} of {name!r} did not come out as it was added"
                     )
+
+    def _refuse_links_out(self, folder: Path) -> None:
+        """Refuse a folder with a link that leads out of the zoo: its content was never added here.
+
+        :raises ZooError: there is such a link.
+        """
+        root = self.directory.resolve()
+        for path in folder.iterdir():
+            if path.is_symlink() and not path.resolve().is_relative_to(root):
+                raise ZooError(
+                    self.directory,
+                    f"{path.relative_to(self.directory)} is a link that leads out of the zoo",
+                    "Remove it, and add the model again",
+                )
 
     def likenesses(self, name: str, most: int = 1, apart: float = 1.0) -> list[BlockSimilarity]:
         """Find for each block of a model those of its shape that are nearest by parameters.

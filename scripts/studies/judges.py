@@ -398,6 +398,7 @@ class Arm:
     """
 
     name: str
+    rollouts: str  # of a problem
     rate: float  # share of problems that are escalated
     right: Floats
     target_tokens: Floats
@@ -436,10 +437,18 @@ def cascade_arms(
         chance = _escalated(scores, rate)
         coin = np.full(len(scores), rate)
         name = f"cascade {drafts} + {targets}"
+        rollouts = f"{drafts} + {targets}"
         draft_tokens = np.array(written)
-        arms.append(Arm(name, rate, kept + chance * gained, chance * spent, draft_tokens))
+        arms.append(Arm(name, rollouts, rate, kept + chance * gained, chance * spent, draft_tokens))
         arms.append(
-            Arm(f"{name}, by a coin", rate, kept + coin * gained, coin * spent, draft_tokens)
+            Arm(
+                f"{name}, by a coin",
+                rollouts,
+                rate,
+                kept + coin * gained,
+                coin * spent,
+                draft_tokens,
+            )
         )
     return arms
 
@@ -471,6 +480,7 @@ def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
     is_draft = writer == "draft"
     return Arm(
         f"{writer} alone",
+        str(rollouts),
         float(not is_draft),
         np.array(right),
         nothing if is_draft else spent,
@@ -495,6 +505,7 @@ def cascade_table(
         rows.append(
             (
                 arm.name,
+                arm.rollouts,
                 arm.rate,
                 round(accuracy[0], 4),
                 shown(accuracy),
@@ -505,7 +516,7 @@ def cascade_table(
         )
     return Table.of(
         title,
-        "arm | rate | accuracy | with its interval | above a coin | target tokens | draft tokens",
+        "arm | rollouts | rate | accuracy | with its interval | above a coin | target tokens | draft tokens",
         rows,
         f"{len(problems)} problems; tokens are those written per problem. A cascade of 4 + 4 lets "
         "four rollouts of the draft vote, and adds four of the target on the share of problems "

@@ -115,10 +115,10 @@ def test_a_cascade_by_planted_disagreement_beats_its_coin() -> None:
         targets = [rollout("77" if scattered else "1", correct=True, length=10) for _ in range(4)]
         problems.append(judges.BankProblem(f"p{index}", "toy", drafts, targets))
     table = judges.cascade_table(problems)
-    rows = {(row[0], row[1]): row for row in table.rows}
-    assert rows["cascade 8 + 4", 0.5][2] == 1.0
-    assert rows["cascade 8 + 4, by a coin", 0.5][2] == 0.75
-    assert rows["cascade 8 + 4", 0.5][4].startswith("0.250")
+    rows = {(row[0], row[2]): row for row in table.rows}
+    assert rows["cascade 8 + 4", 0.5][3] == 1.0
+    assert rows["cascade 8 + 4, by a coin", 0.5][3] == 0.75
+    assert rows["cascade 8 + 4", 0.5][5].startswith("0.250")
 
 
 def test_auroc_counts_ties_half() -> None:

@@ -563,14 +563,6 @@ class OrdinalFit:
             return "escalate"
         return "verify"
 
-    @property
-    def guarantee(self) -> str:
-        """Return what sets and actions promise, in words."""
-        return (
-            f"{self.sets.guarantee}; accepted so: {self.accept.guarantee}; "
-            f"handed over so: {self.escalate.guarantee}"
-        )
-
     def _probabilities(self, row: Row) -> tuple[float, ...]:
         """Return the probability of each level; empty where the model knows none.
 

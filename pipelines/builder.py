@@ -130,12 +130,11 @@ class RolloutBuilder:
         draft = self.draft.spec
         target = self.target.spec
         self.score_rule = policy.score
+        self.score_source = source_of(policy.score)
         is_comparable = draft.tokenizer == target.tokenizer and draft.logprobs == "raw"
         self.needs_first_rejected = policy.takeover == "repair" and is_comparable
         # the target draws its replacement while it scores, where it can
-        is_scoring = (
-            policy.takeover == "replace" and source_of(self.score_rule) == "log-probabilities"
-        )
+        is_scoring = policy.takeover == "replace" and self.score_source == "log-probabilities"
         self.draws = is_scoring and "draw" in target.capabilities
         self._bounds = policy.bounds()
         self._chunk_tokens: dict[Role, int] = {

@@ -19,6 +19,7 @@ from atts.errors import (
     UnusableScores,
     UsageError,
 )
+from atts.graph import Arrival
 from atts.pipelines.builder import KnownScore, Proposal, RolloutBuilder, rollout_name
 from atts.pipelines.context import RolloutEngine
 from atts.pipelines.gates import Gate, RoundGate
@@ -34,7 +35,6 @@ from atts.pipelines.scores import (
     kind_of,
     mean_logprob,
     score_of,
-    source_of,
 )
 
 Round = Mapping[int, tuple[Features, float]]
@@ -177,7 +177,7 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     then asks for itself. Who asked in an earlier
     session asks again, and is answered by what was recorded.
     """
-    if source_of(builder.score_rule) != "log-probabilities":
+    if builder.score_source != "log-probabilities":
         return await score_by_target(builder, proposal)
     scores = builder.siblings.scores
     pending = builder.siblings.pending_scores
@@ -198,7 +198,9 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
             first_rejected=known.first_rejected,
             score_reused=True,
         )
-    promised = builder.scope.promise()
+    scope = builder.scope
+    promised = Arrival()
+    scope.promised = promised
     pending[position] = promised
     try:
         proposal = await score_by_target(builder, proposal)
@@ -207,7 +209,9 @@ async def score_or_reuse(builder: RolloutBuilder, proposal: Proposal) -> Proposa
     finally:
         if pending.get(position) is promised:
             del pending[position]
-        builder.scope.arrive(promised)
+        scope.promised = None
+        promised.nodes = scope.frontier
+        promised.event.set()
     return proposal
 
 
@@ -248,7 +252,7 @@ async def score_by_target(builder: RolloutBuilder, proposal: Proposal) -> Propos
     :raises EngineError: the engine is lost, or cannot score at all.
     """
     chunk = proposal.chunk
-    source = source_of(builder.score_rule)
+    source = builder.score_source
     if source == "question":
         return await _ask(builder, proposal)
     if source == "draft":

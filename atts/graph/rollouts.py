@@ -329,17 +329,6 @@ class RolloutScope(Caller, Generic[T]):
             self.waited += until - since
             self._emit_wait(HOLD, turn, since, until, (*self.frontier, *arrival.nodes))
 
-    def promise(self) -> Arrival:
-        """Return what siblings may wait for, until `arrive`."""
-        self.promised = Arrival()
-        return self.promised
-
-    def arrive(self, arrival: Arrival) -> None:
-        """Let those who wait continue; what they waited for are this rollout's last calls."""
-        self.promised = None
-        arrival.nodes = self.frontier
-        arrival.event.set()
-
     def emit_release(self, ended: float, released: float, after: tuple[int, ...]) -> None:
         """Report how long this finished rollout kept its place for its siblings."""
         since = ended if self._ready is None else self._ready

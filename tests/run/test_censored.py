@@ -140,7 +140,7 @@ def test_tokens_of_another_rate_are_unknown(tmp_path: Path) -> None:
 
 
 def test_bounds_of_another_rate_hold_what_it_comes_to(tmp_path: Path) -> None:
-    """Live runs at the replayed rate end within the bounds in at least 93 % of the cases."""
+    """Live runs at the replayed rate end within the bounds as often as these claim, chance aside."""
     model = ToyModel(Skill(right=0.7, repair=0.0), ToyTokenizer())
     policy = Policy(samples=5, early_stop="none")
     setup = Setup(draft="scripted", target="scripted", policy=policy)
@@ -156,4 +156,5 @@ def test_bounds_of_another_rate_hold_what_it_comes_to(tmp_path: Path) -> None:
             accuracy = replay(recorded, rate=rate).replayed.accuracy
             inside += accuracy.low <= live.value <= accuracy.high
             cases += 1
-    assert inside / cases > 0.93
+    # of 20 cases, 16 or fewer inside have a chance of 0.3 % where 95 % are
+    assert inside > 16

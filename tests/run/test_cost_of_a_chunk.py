@@ -44,7 +44,7 @@ FOLDERS = {
 }
 # A few more than counted: whether a queue is empty at the moment of a call decides a call or two.
 FUNCTIONS = 112
-FILES = 23
+FILES = 24
 CALLS = 156
 CHANGES = 88  # a call into another file than the call before
 LINES = 5

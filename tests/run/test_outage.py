@@ -149,7 +149,7 @@ def test_a_lost_engine_decides_nothing(
         samples=4, turns=6, chunking=Chunking(12, 12, ()), early_stop="none", optimistic=optimistic
     )
     plan = world.plan(
-        target=Mortal("target", 30, error), retries=ONCE, policy=policy, gate=world.online()
+        target=Mortal("target", 60, error), retries=ONCE, policy=policy, gate=world.online()
     )
     cut = world.run(plan, world.session())
     assert cut.status == "incomplete"

@@ -13,7 +13,7 @@ from atts.graph import Admit, ProblemScope, RolloutResult, RolloutScope
 from atts.pipelines.builder import Proposal, RolloutBuilder, Siblings, first_tokens, render
 from atts.pipelines.context import Context
 from atts.pipelines.exact import write_exactly
-from atts.pipelines.gates import Gate, RoundGate
+from atts.pipelines.gates import RoundGate
 from atts.pipelines.judging import ChunkJudge, Judge, check_final, make_judge
 from atts.pipelines.policy import Policy
 from atts.pipelines.scores import disagreement
@@ -57,7 +57,7 @@ async def solve(problem: Problem, policy: Policy, context: Context, scope: Probl
         results += await scope.rollouts(rollout, samples, admit=admit, settle=vote.add_result)
         reason = vote.stop_reason()
         if not reason and vote.ended < policy.samples and policy.escalates == "problem":
-            reason = judge_problem(problem, vote, context.gate)
+            reason = judge_problem(problem, vote, context)
         if reason:
             break
     return conclude(problem, prompt, results, vote.tally, reason)
@@ -198,7 +198,7 @@ class RunningVote:
         return self._settled
 
 
-def judge_problem(problem: Problem, vote: RunningVote, gate: Gate | RoundGate) -> str:
+def judge_problem(problem: Problem, vote: RunningVote, context: Context) -> str:
     """Ask the gate about a problem whose draft rollouts have ended.
 
     Return why they suffice, or "" if the target's rollouts are needed. The gate sees the problem as
@@ -206,6 +206,7 @@ def judge_problem(problem: Problem, vote: RunningVote, gate: Gate | RoundGate) -
 
     :raises UsageError: the gate ranks rounds of siblings.
     """
+    gate = context.gate
     if isinstance(gate, RoundGate):
         raise UsageError("a gate that ranks rounds of siblings cannot judge a whole problem")
     first, later = vote.policy.waves
@@ -213,6 +214,7 @@ def judge_problem(problem: Problem, vote: RunningVote, gate: Gate | RoundGate) -
     features = Features(
         problem.id,
         sample=later.start,
+        left=context.left.share,
         answered=sum(count.counts),
         agreement=count.agreement,
         agrees=True,

@@ -46,6 +46,7 @@ from atts.run.recording import (
     Listener,
     ProblemLog,
     ProblemRecord,
+    ProblemsLeft,
     RecordedGate,
     RecordedRoundGate,
     Recorder,
@@ -124,10 +125,11 @@ async def evaluate(
         state = RunState("everything" if plan.recall == "recorded" else "open problems")
         # else others ask its gate as well
         is_alone = options.shared_graph is None or options.directory is not None
-        counts = (
-            EscalationCounter(),
-            RunLengthEstimate(manifest.problems if is_alone else None, plan.policy.samples),
-        )
+        known = manifest.problems if is_alone else None
+        left = RunLengthEstimate(known, plan.policy.samples)
+        if manifest.judged_unit == "problems":
+            left = ProblemsLeft(known)
+        counts = (EscalationCounter(), left)
         async with _journal(options, manifest, plan, state, *counts) as journal:
             return await _Run(plan, options, manifest, state, journal, *counts).drive(
                 problems, doubt

@@ -202,6 +202,34 @@ class RunLengthEstimate(RunLength):
         return self._open.setdefault(problem, dict.fromkeys(range(self._samples), 0))
 
 
+class ProblemsLeft(RunLengthEstimate):
+    """What is left of a run of known size that decides once about each problem."""
+
+    __slots__ = ("_made", "_problems")
+
+    def __init__(self, problems: int | None) -> None:
+        super().__init__(problems, samples=1)
+        self._problems = problems
+        self._made = 0
+
+    @property
+    def share(self) -> float | None:
+        """Return the share of problems that are not decided yet; None if nobody knows how many."""
+        if not self._problems:
+            return None
+        return max(1, self._problems - self._made) / self._problems
+
+    def count(self, decision: Decision) -> None:
+        """Count a decision unless it only asks for a score."""
+        self._made += decision.action != "verify"
+
+    def end(self, problem: str, sample: int) -> None:
+        """Ignore the end of a rollout: problems are counted, not rollouts."""
+
+    def conclude(self, problem: str) -> None:
+        """Ignore the end of a problem: it counted when it was decided."""
+
+
 class Recorder:
     """The one way into the journal and to the listeners, in the same order for both."""
 

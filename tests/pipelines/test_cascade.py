@@ -9,12 +9,15 @@ from typing import Literal
 
 import pytest
 
+from atts.api import Setup, evaluate
 from atts.calibration import Calibrator
 from atts.core import Outcome
 from atts.errors import OptionError, UsageError
 from atts.methods import preset
 from atts.pipelines import ConformalGate, Features, FixedGate, Policy, Tally, TopGate
 from atts.pipelines.scores import disagreement
+from atts.run import RunResult
+from atts.testing import Latency, ScriptedEngine, run_virtual, toy_problems
 
 Solve = Callable[..., list[Outcome]]
 
@@ -156,3 +159,50 @@ def test_the_rest_of_a_rollout_goes_over_with_its_chunk(attempt: Solve) -> None:
             assert writers == ["draft"] * first + ["target"] * (len(writers) - first)
             assert all(turn.decision is None for turn in turns[first + 1 :])
     assert handed_over > 5
+
+
+@pytest.mark.parametrize("latency", ["quick problems first", "slow problems first"])
+def test_a_small_run_meets_its_rate_in_whatever_order_problems_end(latency: str) -> None:
+    """Problems that agree end early, so the scores rise all the time; a run knows how many are left."""
+    problems = toy_problems(40, 5)
+    setup = Setup(
+        draft=ScriptedEngine("draft", latency=Latency(sampled_token=0.01)),
+        target=ScriptedEngine("target", latency=Latency(sampled_token=0.02)),
+        method="cascade",
+        rate=0.3,
+        concurrency=4 if latency == "slow problems first" else 400,
+    )
+
+    async def run() -> RunResult:
+        return await evaluate(problems, setup)
+
+    result = run_virtual(run)
+    judged = sum(problem.judged for problem in result.problems)
+    escalated = sum(problem.escalated for problem in result.problems)
+    assert judged == 40
+    assert abs(escalated - 12) <= 3
+
+
+@pytest.mark.parametrize("order", ["easy first", "hard first"])
+def test_what_is_left_steers_the_rate_of_few_problems(order: str) -> None:
+    """Sorted by agreement, 40 problems would land at 0.6 or 0.1 for 0.3 without it."""
+    number = 40
+    shares: list[float] = []
+    for seed in range(20):
+        rng = random.Random(seed)
+        skills = sorted((rng.betavariate(1.2, 1.0) for _ in range(number)), reverse=order[0] == "e")
+        gate = ConformalGate(Calibrator(0.3, "aci", seed=seed))
+        escalated = 0
+        for index, skill in enumerate(skills):
+            agreeing = sum(rng.random() < skill for _ in range(4))
+            count = (
+                Tally(("1",), (float(agreeing),), (agreeing,)) if agreeing else Tally((), (), ())
+            )
+            features = Features(f"p{index}", sample=4, left=(number - index) / number)
+            asked = gate.preview(features)
+            decision = gate.decide(replace(features, issue=asked.issue), disagreement(count, 4))
+            gate.observe(decision, decision.escalate)
+            escalated += decision.escalate
+        shares.append(escalated / number)
+    assert abs(sum(shares) / len(shares) - 0.3) <= 0.04
+    assert max(abs(share - 0.3) for share in shares) <= 0.1

@@ -232,7 +232,7 @@ def test_the_calibration_report_is_readable(
     assert page.run("document.querySelector('h1').textContent").startswith(
         "✓ The large model was handed"
     )
-    assert page.run("document.querySelectorAll('header .numbers li').length") == 3
+    assert page.run("document.querySelectorAll('header .numbers li').length") == 5
     page.run("document.querySelectorAll('details').forEach(d => { d.open = true; })")
     assert page.run(CONTRAST) == []
     assert page.run(NAMES) == []

@@ -40,7 +40,14 @@ from atts.local.builder import (
     token_table,
 )
 from atts.local.cpu.model import NativeModel
-from atts.local.devices import SPARE_SLOTS, allocate_cache, default_tokens, device_of
+from atts.local.devices import (
+    SPARE_SLOTS,
+    allocate_cache,
+    check_room,
+    default_tokens,
+    device_of,
+    on_device,
+)
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop
 from atts.local.messages import WorkerConfig, WorkerReady
@@ -64,6 +71,7 @@ def build_accelerated(
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
     """
+    config = on_device(config)
     if not plan.may_lack_drafter:
         return _build(plan, config, send, make_model)
     alone = plan.without_drafter(), replace(config, more_kv_floats=0)
@@ -96,6 +104,7 @@ def _build(
     plan: LoopPlan, config: WorkerConfig, send: Send, make_model: MakeModel | None
 ) -> tuple[StepLoop, WorkerReady]:
     device = device_of(config)
+    check_room(config, device)
     if plan.drafter is not None:
         _drafter_device(plan, config)  # one that is missing is an error before anything is loaded
     kernels: Any = None
@@ -112,7 +121,9 @@ def _build(
     loop.share_cores = partial(share_cores, config, target.model)
     takes_models = kernels is not None
     trouble = target.trouble or trouble
-    return loop, WorkerReady(target.slots, target.model.device_name, trouble, takes_models)
+    name = target.model.device_name
+    dtype = config.options.dtype
+    return loop, WorkerReady(target.slots, name, trouble, takes_models, dtype)
 
 
 def _speculating_loop(

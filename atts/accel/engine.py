@@ -10,7 +10,7 @@ from atts.accel.options import LoopPlan, SpeculationOptions, StageOptions
 from atts.accel.zoo.shared_worker import SharedWorker
 from atts.concurrency import import_lock
 from atts.errors import EngineError, OptionError
-from atts.local.engine import Accelerator, LocalEngine
+from atts.local.engine import Accelerator, LocalEngine, RunDemand
 from atts.local.messages import Loop, LoopBuilder, LoopReport, WorkerConfig, WorkerReady
 from atts.local.model_config import read_model_config
 from atts.local.options import LocalOptions
@@ -32,6 +32,7 @@ def accelerated(
     proposer: type[Proposer] | None = None,
     lent: str = "",
     replica: int = 0,
+    demand: RunDemand | None = None,
 ) -> LocalEngine:
     """Make an engine that writes what `LocalEngine` writes, in another time.
 
@@ -39,7 +40,7 @@ def accelerated(
     draft model that is `lent` is the drafter where the options say nothing against it, its
     tokenizer is this model's, and both fit into the memory of a CPU; on a GPU it would take cache
     from this model, and options must name it. Engines on models of one zoo share a step loop where
-    their `replica` is the same.
+    their `replica` is the same. See `LocalEngine` for `demand`.
 
     :raises OptionError: an option is unknown or impossible.
     :raises UnsupportedByEngine: with `chat`, the folder holds no chat template.
@@ -47,7 +48,9 @@ def accelerated(
     acceleration = Acceleration(
         speculation or SpeculationOptions(), stages or StageOptions(), proposer, lent, replica
     )
-    return LocalEngine(model, name=name, options=options, chat=chat, accelerator=acceleration)
+    return LocalEngine(
+        model, name=name, options=options, chat=chat, accelerator=acceleration, demand=demand
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,12 @@ from atts.api.pairs import (
     CARDS,
     USUAL_CARDS,
     GpuPlacement,
+    LocalPlacement,
     Pair,
     find_pair,
     gpu_placement,
     known_pairs,
+    local_placement,
 )
 from atts.api.preflight import Check, Diagnosis, DryRun, Tokens, diagnose, dry_run, write_settings
 from atts.api.recorded import certify, compare, merge, plan, replay, report, trace
@@ -59,6 +61,7 @@ __all__ = [
     "DryRun",
     "GpuPlacement",
     "Job",
+    "LocalPlacement",
     "MeasuredPair",
     "Pair",
     "PilotEnd",
@@ -92,6 +95,7 @@ __all__ = [
     "gpu_placement",
     "known_pairs",
     "load_problems",
+    "local_placement",
     "merge",
     "pilot",
     "pilot_sync",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
 from urllib.parse import parse_qs, parse_qsl, urlencode
 
 from atts.api.keys import keys_of
-from atts.api.pairs import model_sizes
+from atts.api.pairs import model_sizes, run_tokens
 from atts.core import Role
 from atts.engine import Engine
 from atts.errors import OptionError
@@ -22,7 +22,7 @@ from atts.pipelines import SMALL, Budget, Policy
 
 if TYPE_CHECKING:
     from atts.accel import SpeculationOptions, StageOptions, Zoo
-    from atts.local import LocalOptions
+    from atts.local import LocalOptions, RunDemand
     from atts.servers import RayOptions
 
 
@@ -50,6 +50,7 @@ _SERVER_CLASSES = ("RemoteEngine", "ReplicaPool", "RayEngine")
 # Tokens of one request that nothing reads before it is over. At 10 tokens a second they come well
 # within `timeout_seconds`, and few rollouts are longer.
 _REQUEST_TOKENS = 4096
+_ROLLOUTS = 64  # in flight at once, where nothing says how many
 _TOO_SMALL = 0.25  # of the tokens that such models need
 
 
@@ -62,6 +63,7 @@ def build_engine(
     stages: StageOptions | None = None,
     chat: bool = False,
     lent: str = "",
+    demand: RunDemand | None = None,
 ) -> Engine:
     """Build an engine, not open yet, from its words; an engine is returned as it is.
 
@@ -82,6 +84,7 @@ def build_engine(
 
     With `chat`, a model of this machine without a chat template is refused before it is loaded. A
     draft model that is `lent` proposes for one of this machine, where it fits (`atts.accel.accelerated`).
+    A `demand` says what a run needs of a model on a GPU.
 
     :raises OptionError: no engine is called that, or it has no such setting.
     :raises UnsupportedByEngine: a folder without a chat template.
@@ -129,6 +132,7 @@ def build_engine(
         stages=words.stages,
         chat=chat,
         lent="" if lent == model else lent,
+        demand=demand,
     )
     if count == 1:
         return make()
@@ -142,13 +146,15 @@ def build_engines(
     target: str | Engine,
     speculate: Speculate = "auto",
     roles: tuple[Role, ...] = ("draft", "target"),
+    in_flight: tuple[int, int] | None = None,
 ) -> tuple[Engine, Engine]:
     """Build both engines of a run: one where both are the same object, two where they are equal
     words.
 
     The draft model proposes tokens to the target as `speculate` says, unless the target's own words
     say otherwise. Where `roles` names one role alone, that role's engine stands for both, and the
-    other is not built.
+    other is not built. `in_flight` is how many rollouts run at once, and the tokens of one: on GPUs
+    both models are sized together by it, before either is loaded.
 
     :raises OptionError: see `build_engine`; so for a model without a chat template, and for two
         that cannot speculate.
@@ -156,15 +162,42 @@ def build_engines(
     for words in (draft, target):
         if isinstance(words, str):  # a typing error is one whether or not the engine is built
             check_engine_words(words)
+    if in_flight is None:
+        in_flight = _ROLLOUTS, run_tokens(budget_of(draft, target).max_tokens)
     if roles == ("target",):
         speculation, lent = _speculation(draft, target, speculate)
-        only = build_engine(target, "target", speculation=speculation, chat=True, lent=lent)
+        demand = _demand(in_flight)
+        only = build_engine(
+            target, "target", speculation=speculation, chat=True, lent=lent, demand=demand
+        )
         return only, only
-    first = build_engine(draft, "draft", chat=True)
+    other = target if roles == ("draft", "target") else ""
+    first = build_engine(draft, "draft", chat=True, demand=_demand(in_flight, other))
     if target is first or roles == ("draft",):
         return first, first
     speculation, lent = _speculation(draft, target, speculate)
-    return first, build_engine(target, "target", speculation=speculation, chat=True, lent=lent)
+    demand = _demand(in_flight)
+    second = build_engine(
+        target, "target", speculation=speculation, chat=True, lent=lent, demand=demand
+    )
+    return first, second
+
+
+def _demand(in_flight: tuple[int, int], other: str | Engine = "") -> RunDemand:
+    """Return what a run asks of one engine; `other` is loaded after it, a draft's target.
+
+    A target of this machine gets the first GPU where there are several, its draft the second.
+    """
+    from atts.local import LocalOptions, RunDemand
+
+    rollouts, tokens = in_flight
+    model = _drafter_words(other)
+    if not model or model.startswith("zoo:"):
+        return RunDemand(rollouts, tokens)
+    options = _LocalWords.read(str(other).partition("?")[2], LocalOptions(), None, None).options
+    if model.startswith("embedded"):
+        model = "embedded:target"
+    return RunDemand(rollouts, tokens, card=1, other=_drafter_model(model), other_options=options)
 
 
 def speculation_words(

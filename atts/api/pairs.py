@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from atts.api.keys import flat
 from atts.core import Role
 from atts.errors import OptionError
 from atts.journal import Json
+
+if TYPE_CHECKING:
+    from atts.local import EngineShare
 
 PAIR = "pair "
 """How the origin of a value begins that a pair has set; the pair's name follows."""
@@ -65,6 +68,7 @@ class ModelSize:
     head_dim: int
     context: int
     packed: bool = False  # published in four bits: nothing is won by --quantization
+    experts: bool = False  # a mixture of experts, which servers alone can run
 
     @property
     def cache_bytes(self) -> int:
@@ -274,7 +278,7 @@ def gpu_placement(
     if card not in CARDS:
         raise OptionError("card", f"unknown card {card!r}", list(CARDS), card)
     sizes = [pair.size(role) for role in roles]
-    context = min(_rounded(max_tokens), *(size.context for size in sizes))
+    context = min(run_tokens(max_tokens), *(size.context for size in sizes))
     largest = sizes[-1]
     for count in counts if largest.layers else ():
         for is_quantized in (False, True):
@@ -345,6 +349,64 @@ def _least(model: ModelSize, weights: float, context: int, split: int) -> float:
     return weights / split + _OVERHEAD + _ROLLOUTS * context * model.cache_bytes / split / 1e9
 
 
-def _rounded(max_tokens: int) -> int:
+def run_tokens(max_tokens: int) -> int:
     """Return the tokens of a rollout and its problem, rounded up to whole thousands."""
     return 1024 * math.ceil((max_tokens + 2048) / 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlacement:
+    """A pair's models in this process on GPUs of one kind, and the memory that each takes."""
+
+    card: str
+    count: int
+    context: int  # tokens of one rollout with its problem
+    shares: Mapping[Role, EngineShare]
+
+    @property
+    def rollouts(self) -> int:
+        """Return how many whole rollouts fit into the caches at once."""
+        return min(share.tokens for share in self.shares.values()) // self.context
+
+    def __str__(self) -> str:
+        """Describe the cards and the memory by part."""
+        parts = list[str]()
+        for role, share in self.shares.items():
+            weights = f"{share.weights / 1e9:.1f} GB of weights"
+            parts.append(f"{role} {weights} and {share.cache / 1e9:.1f} GB of cache")
+        on = f"{self.count} x {self.card} ({CARDS[self.card]:g} GB)"
+        return f"{on}, bfloat16 in this process: {', '.join(parts)}"
+
+
+def local_placement(
+    pair: Pair,
+    card: str,
+    max_tokens: int,
+    rollouts: int = 64,
+    counts: tuple[int, ...] = (1, 2),
+    roles: tuple[Role, ...] = ("draft", "target"),
+) -> LocalPlacement | None:
+    """Place the models of these roles in this process on one or two cards, as opening them does.
+
+    None means that even two cards do not hold the models, that an engine of this process cannot
+    load one (its weights are packed in four bits, or it is a mixture of experts), or that they
+    need no card.
+
+    :raises OptionError: an unknown card.
+    """
+    from atts.local import EngineSize, share_cards
+
+    if card not in CARDS:
+        raise OptionError("card", f"unknown card {card!r}", list(CARDS), card)
+    models = [pair.size(role) for role in roles]
+    if not models[-1].layers or any(model.packed or model.experts for model in models):
+        return None
+    context = min(run_tokens(max_tokens), *(model.context for model in models))
+    sizes = [EngineSize(int(model.weights * 1e9), model.cache_bytes, context) for model in models]
+    free = CARDS[card] * _USABLE * 1e9
+    for count in counts:
+        shares = share_cards(sizes, [free] * count, rollouts * context)
+        if shares is not None:
+            used = 1 + max(share.card for share in shares)
+            return LocalPlacement(card, used, context, dict(zip(roles, shares, strict=True)))
+    return None

@@ -14,7 +14,14 @@ from typing import Any, Literal, get_args
 
 from atts.api.config import Configuration
 from atts.api.engines import speculation_words
-from atts.api.pairs import CARDS, USUAL_CARDS, Pair, find_pair, gpu_placement
+from atts.api.pairs import (
+    CARDS,
+    USUAL_CARDS,
+    Pair,
+    find_pair,
+    gpu_placement,
+    local_placement,
+)
 from atts.api.setup import LENGTHS, Setup
 from atts.core import Message, Problem, Role, SampleRequest, ScoreRequest, Usage
 from atts.engine import Engine
@@ -393,6 +400,10 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
         kinds: Sequence[str] = [card]
     else:
         kinds = sorted(set(here)) or USUAL_CARDS
+    if configuration["backend"] == "local":
+        for kind in kinds:
+            yield _local_memory(pair, setup, kind, here)
+        return
     for kind in kinds:
         placement = gpu_placement(pair, kind, tokens, roles=setup.roles)
         if placement is None:
@@ -409,6 +420,21 @@ def _memory(configuration: Configuration, pair: Pair | None, card: str | None) -
             yield Check("memory", "fail", seen, "Take a smaller pair, or larger cards")
         else:
             yield Check("memory", "ok", seen, start)
+
+
+def _local_memory(pair: Pair, setup: Setup, kind: str, here: Sequence[str]) -> Check:
+    """Check whether GPUs of one kind hold the models in this process, as opening them computes it."""
+    tokens = setup.run_policy.bounds().max_tokens
+    counts = tuple(range(1, min(2, here.count(kind)) + 1)) or (1, 2)
+    placement = local_placement(pair, kind, tokens, setup.concurrency, counts, setup.roles)
+    serve = f"`atts pairs {pair.name} --card {kind}` prints server commands for it"
+    if placement is None:
+        seen = f"{counts[-1]} x {kind} cannot hold {pair.name} in this process"
+        return Check("memory", "fail" if kind in here else "warn", seen, f"Serve it: {serve}")
+    seen = f"{placement}; {placement.rollouts} rollouts at once"
+    if kind not in here:
+        return Check("memory", "warn", f"{seen}; this machine has no {kind}", serve)
+    return Check("memory", "ok", seen)
 
 
 def _cards_here() -> Iterator[tuple[str, float]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from atts.api.engines import Speculate, budget_of, budget_warnings, build_engines
 from atts.api.keys import Key, flat, keys_of
-from atts.api.pairs import PAIR
+from atts.api.pairs import PAIR, run_tokens
 from atts.calibration import (
     HOLD,
     Calibrator,
@@ -228,7 +228,12 @@ class Setup:
 
         :raises OptionError: no engine is called that, or these cannot speculate so.
         """
-        return build_engines(self.draft, self.target, self.speculation, self.roles)
+        return build_engines(self.draft, self.target, self.speculation, self.roles, self.in_flight)
+
+    @property
+    def in_flight(self) -> tuple[int, int]:
+        """Return how many rollouts run at once, and the tokens of one with its problem."""
+        return self.concurrency, run_tokens(self.run_policy.bounds().max_tokens)
 
     @property
     def speculation(self) -> Speculate:

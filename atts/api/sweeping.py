@@ -313,8 +313,11 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
                 if opened is None or opened[0] != _words(point):
                     await engines.aclose()
                     roles = _roles_of(one for _, one in left if _words(one) == _words(point))
+                    alike = [one for _, one in left if _words(one) == _words(point)]
+                    demands = [one.configuration.setup().in_flight for one in alike]
+                    most = max(each[0] for each in demands), max(each[1] for each in demands)
                     draft, target = build_engines(
-                        *_words(point), point.configuration["speculate"], roles
+                        *_words(point), point.configuration["speculate"], roles, most
                     )
                     for engine in dict.fromkeys((draft, target)):
                         await engines.enter_async_context(engine)

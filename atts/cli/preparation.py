@@ -18,7 +18,7 @@ from atts.errors import CheckFailed
 from atts.files import jsonable
 
 if TYPE_CHECKING:
-    from atts.api import GpuPlacement, Pair
+    from atts.api import GpuPlacement, LocalPlacement, Pair
 
 
 config_app = typer.Typer(no_args_is_help=True)
@@ -91,6 +91,13 @@ def pairs(
             metavar="VERSION",
         ),
     ] = "",
+    local: Annotated[
+        bool,
+        typer.Option(
+            "--local",
+            help="Show which GPUs hold the models in this process: memory by part, rollouts at once.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per pair.")
     ] = False,
@@ -98,12 +105,17 @@ def pairs(
     """List the pairs that `--pair` knows: models, lengths, prompts, and how many GPUs hold them.
 
     With a name and --card, print the two commands that serve the pair on the fewest such cards.
+    With --local, show what one or two cards hold without a server, as opening the models computes it.
 
     Example: atts pairs; atts pairs r1-1.5b/r1-70b --card h100 --server-version 0.29
     """
-    from atts.api import USUAL_CARDS, find_pair, known_pairs
+    from atts.api import CARDS, USUAL_CARDS, find_pair, known_pairs
 
     chosen = [find_pair(name)] if name else list(known_pairs().values())
+    if local:
+        kinds = [card] if card else list(CARDS)
+        say("\n".join(_local_objects(chosen, kinds) if as_json else _local_table(chosen, kinds)))
+        return
     placed = {
         pair.name: {kind: _placed(pair, kind) for kind in ([card] if card else USUAL_CARDS)}
         for pair in chosen
@@ -115,6 +127,48 @@ def pairs(
         say("\n".join(_details(chosen[0], placed[name], card, server_version)))
     else:
         say("\n".join(_table(chosen, placed)))
+
+
+def _local(pair: Pair, card: str) -> LocalPlacement | None:
+    from atts.api import local_placement
+
+    return local_placement(pair, card, int(str(pair.settings.get("max_tokens", 0))))
+
+
+def _local_objects(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
+    for pair in chosen:
+        for kind in kinds:
+            placement = _local(pair, kind)
+            facts = (
+                None if placement is None else {**asdict(placement), "rollouts": placement.rollouts}
+            )
+            yield json_line({"name": pair.name, "card": kind, "placement": facts})
+
+
+def _local_table(chosen: list[Pair], kinds: list[str]) -> Iterator[str]:
+    """Yield a line per pair and card: whether it opens there, and what fills the memory."""
+    head = f"{'draft GB':>12}{'target GB':>13}{'rollouts':>10}"
+    yield f"{'pair':<26}{'card':<9}{'opens on':<10}{head}"
+    for pair in chosen:
+        if not pair.size("target").layers:
+            yield f"{pair.name:<26}no GPU is needed"
+            continue
+        for kind in kinds:
+            placement = _local(pair, kind)
+            if placement is None:
+                yield f"{pair.name:<26}{kind:<9}a server"
+                continue
+            parts = [
+                f"{share.weights / 1e9:.1f} + {share.cache / 1e9:.1f}"
+                for share in placement.shares.values()
+            ]
+            cards = f"{placement.count} x"
+            rest = f"{parts[0]:>12}{parts[1]:>13}{placement.rollouts:>10}"
+            yield f"{pair.name:<26}{kind:<9}{cards:<10}{rest}"
+    yield (
+        "GB of weights + cache, bfloat16; rollouts: whole ones at once, of the 64 that a run starts. "
+        "Computed, not yet measured on a GPU."
+    )
 
 
 def _placed(pair: Pair, card: str) -> GpuPlacement | None:

@@ -1,22 +1,27 @@
 """The local engine: models of this machine, decoded in shared steps over one prefix cache."""
 
 from atts.local.checking import check_adapter, check_model, check_weights
-from atts.local.engine import Accelerator, LocalEngine
+from atts.local.engine import Accelerator, LocalEngine, RunDemand
 from atts.local.messages import LoopStats
 from atts.local.model_config import Family
 from atts.local.options import LocalOptions
+from atts.local.placement import EngineShare, EngineSize, share_cards
 from atts.local.seams import Ask, Proposer, TokenProposal
 
 __all__ = [
     "Accelerator",
     "Ask",
+    "EngineShare",
+    "EngineSize",
     "Family",
     "LocalEngine",
     "LocalOptions",
     "LoopStats",
     "Proposer",
+    "RunDemand",
     "TokenProposal",
     "check_adapter",
     "check_model",
     "check_weights",
+    "share_cards",
 ]

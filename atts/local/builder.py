@@ -15,7 +15,7 @@ from atts.local.cpu.bursts import MultiStep
 from atts.local.cpu.compiling import native_library
 from atts.local.cpu.model import NativeModel, unknown_parts
 from atts.local.cuda.model import cuda_model
-from atts.local.devices import SPARE_SLOTS, allocate_cache, device_of
+from atts.local.devices import SPARE_SLOTS, allocate_cache, check_room, device_of, on_device
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
@@ -43,7 +43,9 @@ def build_loop(
     :raises ModelLoadError: the weights cannot be used.
     :raises OutOfMemory: weights or cache do not fit, even after shrinking the cache.
     """
+    config = on_device(config)
     device = device_of(config)
+    check_room(config, device)
     dtype = getattr(torch, config.options.dtype)
     weights = load_weights(config.folder, config.model, dtype, device, config.name)
     cache = allocate_cache(config, dtype, device)
@@ -58,7 +60,8 @@ def build_loop(
     bursts = MultiStep.of(model, scheduler, table)
     loop = StepLoop(model, scheduler, table, send, bursts=bursts)
     loop.share_cores = partial(share_cores, config, model)
-    return loop, WorkerReady(slots, model.device_name, trouble)
+    ready = WorkerReady(slots, model.device_name, trouble, dtype=config.options.dtype)
+    return loop, ready
 
 
 def scheduler_config(config: WorkerConfig, slots: int) -> SchedulerConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,9 +11,11 @@ from torch import Tensor
 from atts.errors import ModelLoadError, OutOfMemory
 from atts.local.loader import free_memory
 from atts.local.messages import WorkerConfig
+from atts.local.placement import WORKSPACE, EngineSize, cards_for, share_cards
+from atts.models.folders import checkpoint_dtype
 
 _CPU_CACHE_BYTES = 2 << 30
-_GPU_CACHE_SHARE = 0.8  # of what the weights leave free
+_GPU_CACHE_SHARE = 0.8  # of what the weights leave free, where nothing is known of the run
 # the first, which stays zero, and the last, which rows that only fill a step up are written to
 SPARE_SLOTS = 2
 
@@ -29,7 +33,75 @@ def device_of(config: WorkerConfig, named: str = "", option: str = "device") -> 
         raise ModelLoadError(config.name, problem, advice)
     if wanted == "auto":
         wanted = "cuda" if count else "cpu"
+        if config.room is not None and config.room.card < count and count > 1:
+            wanted = f"cuda:{config.room.card}"
     return torch.device(wanted)
+
+
+def on_device(config: WorkerConfig) -> WorkerConfig:
+    """Return the configuration with the type of numbers that its device and checkpoint call for.
+
+    :raises ModelLoadError: the device is not there.
+    """
+    if config.options.dtype != "auto":
+        return config
+    is_gpu = device_of(config).type == "cuda"
+    dtype = checkpoint_dtype(config.folder, config.name) if is_gpu else "float32"
+    return replace(config, options=replace(config.options, dtype=dtype))
+
+
+def check_room(config: WorkerConfig, device: torch.device) -> None:
+    """See that a GPU holds what will be loaded onto it, before any of it is.
+
+    :raises OutOfMemory: it does not; the message says what would.
+    """
+    if device.type != "cuda":
+        return
+    free = free_room(device)
+    room = config.room
+    least = config.model.context_length if room is None else room.tokens
+    own = EngineSize.of(config.model, config.options.dtype, least)
+    if own.weights + WORKSPACE > free:
+        total = total_room(device)
+        problem = f"its weights take {own.weights / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"
+        raise OutOfMemory(config.name, problem, _server_advice(config, own.weights, total))
+    if room is None or config.options.kv_tokens is not None:
+        return
+    other = _other_on(config, device)
+    sizes = [own] if other is None else [own, other]
+    if share_cards(sizes, [free], room.most_tokens) is None:
+        problem = (
+            f"a rollout of {room.tokens:,} tokens does not fit next to the weights on {device}"
+        )
+        if other is not None:
+            problem = (
+                f"both models of the pair do not fit on {device}: weights of "
+                f"{own.weights / 1e9:.1f} and {other.weights / 1e9:.1f} GB, "
+                f"{free / 1e9:.1f} GB free"
+            )
+        advice = "Lower --max-tokens, take a smaller pair, or a second GPU"
+        raise OutOfMemory(config.name, problem, f"{advice}. {_server_words(config, 1)}")
+
+
+def _server_advice(config: WorkerConfig, weights: int, card: int) -> str:
+    cards = cards_for(weights, card)
+    return f"A model larger than a GPU is a server's work. {_server_words(config, cards)}"
+
+
+def _server_words(config: WorkerConfig, cards: int) -> str:
+    model = config.source or str(config.folder)
+    split = f" --tensor-parallel-size {cards}" if cards > 1 else ""
+    command = f"vllm serve {model}{split} --port 8000"
+    return f"Run `{command}` and name it vllm:http://127.0.0.1:8000/{model} (docs/servers.md)"
+
+
+def _other_on(config: WorkerConfig, device: torch.device) -> EngineSize | None:
+    """Return the other engine of the pair if it will be loaded onto this device too."""
+    room = config.room
+    if room is None or room.other is None:
+        return None
+    other_card = room.other_card if torch.cuda.device_count() > room.other_card else 0
+    return room.other if other_card == (device.index or 0) else None
 
 
 def free_room(device: torch.device) -> int:
@@ -40,17 +112,25 @@ def free_room(device: torch.device) -> int:
     return 1 << 60 if free is None else free
 
 
+def total_room(device: torch.device) -> int:
+    """Return the bytes of memory that a GPU has, in use or free."""
+    return int(torch.cuda.mem_get_info(device)[1])
+
+
 def allocate_cache(
     config: WorkerConfig, dtype: torch.dtype, device: torch.device, least: int | None = None
 ) -> Tensor:
-    """Allocate the cache, [layers, 2, slots + 2, kv_heads, head_dim] of zeros; halve it until it
-    fits.
+    """Allocate the cache, [layers, 2, slots + 2, kv_heads, head_dim] of zeros.
+
+    Its size was computed beforehand; it is only halved where memory was lost meanwhile.
 
     :raises OutOfMemory: not even one whole context fits.
     """
     model = config.model
     tokens = config.options.kv_tokens or default_tokens(config, dtype, device)
-    least = least or min(tokens, model.context_length)
+    if least is None:
+        needed = model.context_length if config.room is None else config.room.tokens
+        least = min(tokens, needed)
     while True:
         size = (
             config.model.num_layers,
@@ -71,11 +151,28 @@ def allocate_cache(
 
 
 def default_tokens(config: WorkerConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many tokens a cache holds where no number is given."""
-    budget = _CPU_CACHE_BYTES
-    if device.type == "cuda":
-        budget = int(free_room(device) * _GPU_CACHE_SHARE)
-    return max(config.model.context_length, budget // (config.kv_floats_per_token * dtype.itemsize))
+    """Return how many tokens a cache holds where no number is given; the weights are loaded.
+
+    On a GPU it is what the rollouts in flight can fill, within what the other engine of the pair
+    leaves.
+
+    :raises OutOfMemory: not even one rollout fits.
+    """
+    per_token = config.kv_floats_per_token * dtype.itemsize
+    if device.type != "cuda":
+        return max(config.model.context_length, _CPU_CACHE_BYTES // per_token)
+    free = free_room(device)
+    if config.room is None:
+        return max(config.model.context_length, int(free * _GPU_CACHE_SHARE) // per_token)
+    sizes = [EngineSize(0, per_token, config.room.tokens)]
+    other = _other_on(config, device)
+    if other is not None:
+        sizes.append(other)
+    shares = share_cards(sizes, [free], config.room.most_tokens)
+    if shares is None:
+        problem = f"a cache of {config.room.tokens:,} tokens, one rollout, does not fit on {device}"
+        raise OutOfMemory(config.name, problem, "Lower --max-tokens, or take a smaller model")
+    return shares[0].tokens
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import count
@@ -31,11 +31,14 @@ from atts.local.messages import (
     WorkerConfig,
     WorkerReady,
 )
+from atts.local.model_config import ModelConfig, read_model_config
 from atts.local.options import LocalOptions
+from atts.local.placement import EngineSize, Room
 from atts.local.worker import LoopWorker, new_worker
 from atts.models.folders import (
     TEXT_FILES,
     WEIGHT_FILES,
+    checkpoint_dtype,
     find_folder,
     require_template,
     weight_files,
@@ -75,6 +78,38 @@ class Accelerator(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RunDemand:
+    """What a run asks of an engine: rollouts in flight, and the other engine of the pair."""
+
+    rollouts: int
+    tokens: int  # of one rollout with its problem
+    card: int = 0  # where there are several, and the options leave the device open
+    other_card: int = 0
+    other: str = ""  # the model of the engine that is loaded after this one; "": none
+    other_options: LocalOptions = field(default_factory=LocalOptions)
+
+    def room(self, model: ModelConfig) -> Room:
+        """Return what is left to the model on a GPU.
+
+        :raises EngineError: the other model's configuration cannot be read.
+        """
+        tokens = min(self.tokens, model.context_length)
+        other_card = self.other_card
+        size: EngineSize | None = None
+        device = self.other_options.device
+        if device.startswith("cuda"):
+            other_card = int(device[5:] or 0)
+        if self.other and device != "cpu":
+            folder = find_folder(self.other, "the other model", TEXT_FILES)
+            other = read_model_config(folder, self.other)
+            dtype = self.other_options.dtype
+            if dtype == "auto":
+                dtype = checkpoint_dtype(folder, self.other)
+            size = EngineSize.of(other, dtype, min(tokens, other.context_length))
+        return Room(self.rollouts, tokens, self.card, other_card, size)
+
+
 class PlainDecoding(Accelerator):
     """Adds nothing."""
 
@@ -106,11 +141,14 @@ class LocalEngine:
         options: LocalOptions | None = None,
         chat: bool = False,
         accelerator: Accelerator | None = None,
+        demand: RunDemand | None = None,
     ) -> None:
         """`model` is a folder or a hub id; nothing is loaded before the engine is entered.
 
         With `chat`, a model without a chat template is refused at once, or when its files are there
-        to be looked at. An `accelerator` changes how fast texts are written, never which.
+        to be looked at. An `accelerator` changes how fast texts are written, never which. A
+        `demand` limits the cache on a GPU to what a run can fill, and leaves room there to the
+        other engine of a pair.
 
         :raises OptionError: an option is unknown or impossible.
         :raises UnsupportedByEngine: the folder holds no chat template.
@@ -120,6 +158,7 @@ class LocalEngine:
         self._options = options or LocalOptions()
         self._options.check()
         self._is_chat = chat
+        self._demand = demand
         self._accelerator = accelerator or PlainDecoding()
         self._accelerator.check(self._options)
         if chat and (folder := Path(self.model).expanduser()).is_dir():
@@ -220,6 +259,7 @@ class LocalEngine:
                 self._options,
                 self._accelerator,
                 is_chat=self._is_chat,
+                demand=self._demand,
             )
             await opened.load(prepare)
         self._opened = opened
@@ -369,6 +409,7 @@ def _prepare(
     accelerator: Accelerator,
     *,
     is_chat: bool,
+    demand: RunDemand | None = None,
 ) -> _Prepared:
     """Find all that is known of a model before it is loaded, and the name and digest of its
     weights.
@@ -384,7 +425,8 @@ def _prepare(
     config, tokenizer = check_model(folder, name)
     marks = stored.marks if stored else weights_marks(weight_files(folder, name))
     label = f"{Path(model).name if folder == Path(model).expanduser() else model}@{marks[0]}"
-    plain = WorkerConfig(name, folder, config, tokenizer.pieces, options)
+    room = None if demand is None else demand.room(config)
+    plain = WorkerConfig(name, folder, config, tokenizer.pieces, options, room=room, source=model)
     worker = accelerator.prepare(plain, tokenizer)
     return worker, tokenizer, (label, marks[1])
 
@@ -418,7 +460,7 @@ def _spec(
         end_ids=model.end_ids,
         vocabulary=model.vocabulary,
         engine=_KIND,
-        dtype=config.options.dtype + ", scores in bfloat16" * rounds_scores,
+        dtype=ready.dtype + ", scores in bfloat16" * rounds_scores,
         rounds_scores=rounds_scores,
         capabilities=frozenset({"sample", "score", "draw"}),
         flops_per_token=2.0 * model.matrix_weights,

@@ -245,6 +245,8 @@ class Weights:
     norm: Tensor
     head: Tensor  # [vocabulary, hidden_size]; the embedding itself when tied
     ropes: Mapping[str, Rope]  # by the names that the configuration gives its layers' ropes
+    # whether the features of a head that turn together are neighbours, as torch wants them
+    is_paired: bool = False
 
 
 def load_weights(
@@ -257,12 +259,14 @@ def load_weights(
     merges: bool = True,
     layers: range | None = None,
     words: bool = True,
+    pairs: bool | None = None,
 ) -> Weights:
     """Read and fuse the weights of the model in `folder`, what an adapter adds to them included if
     it `merges`.
 
     Of some `layers` alone there are no embedding and no head unless these are the first, or without
-    `words`.
+    `words`. With `pairs`, as on a GPU, each layer is put into the order of the torch model while it
+    is read, so that nothing is copied once a cache has taken the memory.
 
     :raises ModelLoadError: no safetensors, a damaged file, a missing weight or one of another
         shape.
@@ -280,6 +284,7 @@ def load_weights(
     try:
         with ExitStack() as stack:
             reader = _TensorReader(folder, dtype, device, name, stack)
+            reader.pairs = device.type == "cuda" if pairs is None else pairs
             if merges:
                 reader.adapter = load_adapter(folder, config, name)
             return _fuse(
@@ -326,13 +331,13 @@ def _fuse(
     assert norm is not None, "every model norms its last states"
     if embedding is None:
         nothing = norm.new_empty(0, config.hidden_size)
-        return Weights(nothing, layers, norm, nothing, ropes)
+        return Weights(nothing, layers, norm, nothing, ropes, read.pairs)
     head = (
         embedding
         if config.ties_embeddings
         else read("lm_head.weight", config.vocabulary, config.hidden_size)
     )
-    return Weights(embedding, layers, norm, head, ropes)
+    return Weights(embedding, layers, norm, head, ropes, read.pairs)
 
 
 def load_ropes(folder: Path, config: ModelConfig, name: str) -> dict[str, Rope]:
@@ -393,6 +398,10 @@ def _layer(read: _TensorReader, config: ModelConfig, at: str) -> LayerWeights:
     rules = config.rules
     parts, gates, rows = fused_parts(config, at)
     order = head_order(config)
+    if read.pairs:
+        turned_rows, within = paired_order(config)
+        rows = rows[turned_rows]
+        order = order[within]
     normed = {"none": (0, 0), "each head": (1, 1), "all heads": (heads, kv)}[rules.head_norms]
     before, after, mlp_before, mlp_after = (f"{at}{norm}" if norm else "" for norm in rules.norms)
     return LayerWeights(
@@ -459,6 +468,18 @@ def head_order(config: ModelConfig) -> Tensor:
     return torch.cat([turning, staying.view(2, half - turned)], dim=1).flatten()
 
 
+def paired_order(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Order rows of query, key and value, and features of a head, so that what lies half a head
+    apart becomes neighbours.
+    """
+    half = config.head_dim // 2
+    within = torch.arange(config.head_dim).view(2, half).t().flatten()
+    heads = torch.arange(config.num_heads + config.num_kv_heads)
+    turned = (heads[:, None] * config.head_dim + within).flatten()
+    values = torch.arange(len(turned), len(turned) + config.num_kv_heads * config.head_dim)
+    return torch.cat([turned, values]), within
+
+
 def read_trained(
     file: Path, weights: Weights, name: str
 ) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -495,6 +516,7 @@ class _TensorReader:
         self._name = name
         self._folder = folder
         self.adapter: Adapter = {}  # merged into the matrices that it changes
+        self.pairs = False  # whether heads are read in the order of the torch model
         files = tensor_files(folder, name)
         try:
             handles = [stack.enter_context(safe_open(file.path, framework="pt")) for file in files]

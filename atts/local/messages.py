@@ -16,6 +16,7 @@ from atts.errors import EngineError, EngineUnavailable, ModelLoadError, OutOfMem
 from atts.local.cores import SMALL_MODEL
 from atts.local.model_config import ModelConfig
 from atts.local.options import LocalOptions
+from atts.local.placement import Room
 from atts.local.seams import SpeculationStats
 
 FailureKind = Literal["broken", "load", "memory", "closed"]
@@ -56,6 +57,8 @@ class WorkerConfig:
     more_kv_floats: int = 0  # numbers that caches besides the model's own keep per token
     sharers: int = 1  # loops of the same process that divide the cores, this one included
     parts: int = 1  # processes of this loop that compute at the same time
+    room: Room | None = None  # what a run needs of a GPU; None: nothing is known of it
+    source: str = ""  # the folder or hub id that was named
 
     @property
     def is_parallel(self) -> bool:
@@ -160,6 +163,7 @@ class WorkerReady:
     kernel: str
     trouble: str = ""
     takes_models: bool = False  # whether the loop can run further models
+    dtype: str = "float32"  # that it computes in
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from atts.local.batch import Floats, StepBatch
 from atts.local.cache import SlotIds
 from atts.local.cuda.graphs import Capture, StepGraphs
 from atts.local.grouping import AttentionGroup, attention_groups, joined
-from atts.local.loader import LayerWeights, Rope, Weights
+from atts.local.loader import LayerWeights, Rope, Weights, paired_order
 from atts.local.logit_sampling import SampledTokens, SamplingBatch, raw_logprobs, sample
 from atts.local.model_config import ModelConfig, rope_rows
 from atts.local.seams import LayerHook
@@ -136,9 +136,10 @@ class TorchModel:
         self._attention = attention
         self._most_rows = most_rows
         self.is_grouped = False  # whether attentions of a group read one input: not exact
-        self._weights = replace(
-            weights, layers=tuple(_interleaved(layer, config) for layer in weights.layers)
-        )
+        if not weights.is_paired:
+            layers = tuple(_interleaved(layer, config) for layer in weights.layers)
+            weights = replace(weights, layers=layers, is_paired=True)
+        self._weights = weights
         groups = attention_groups(config, cache, group)
         self._grouped = [self._attention_of(own) for own in groups]
         self._exact = [self._attention_of(own.one(at)) for own in groups for at in own.layers]
@@ -366,13 +367,7 @@ def _interleaved(layer: LayerWeights, config: ModelConfig) -> LayerWeights:
     neighbours.
     """
     half = config.head_dim // 2
-    order = torch.arange(config.head_dim).view(2, half).t().flatten()
-    rotated = (
-        torch.arange(config.num_heads + config.num_kv_heads)[:, None] * config.head_dim + order
-    ).flatten()
-    kept = torch.arange(len(rotated), len(layer.qkv))
-    rows = torch.cat([rotated, kept]).to(layer.qkv.device)
-    order = order.to(layer.qkv.device)
+    rows, order = (part.to(layer.qkv.device) for part in paired_order(config))
     return replace(
         layer,
         qkv=layer.qkv[rows],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from atts.errors import OptionError
 
-Device = Literal["auto", "cpu", "cuda"]
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+Scores = Literal["float32", "bfloat16"]
 Kernel = Literal["auto", "torch", "native"]
 Graphs = Literal["auto", "off"]
 WorkerKind = Literal["thread", "process"]
@@ -18,16 +19,18 @@ WorkerKind = Literal["thread", "process"]
 class LocalOptions:
     """How a local engine runs; the defaults suit small models on a CPU."""
 
-    device: Device = "auto"  # CUDA where there is one
-    dtype: Dtype = "float32"
+    # auto: a GPU where there is one, and each model of a pair its own where there are two
+    device: str = "auto"  # auto, cpu, cuda or cuda:N
+    # auto: bfloat16 on a GPU for checkpoints that are bfloat16, else float32
+    dtype: Dtype = "auto"
     # a process overlaps with other engines and a busy caller; a thread opens at once
     worker: WorkerKind = "process"
     # what rows that are scored are rounded to for products, which this processor must have
-    scores: Dtype = "float32"
+    scores: Scores = "float32"
     kernel: Kernel = "auto"  # native where it can be built and fits the model, else torch
     # decoding steps are captured and replayed on a GPU, not launched one by one
     graphs: Graphs = "auto"
-    # the cache's size; None: what 2 GiB hold on a CPU, most of what is free on a GPU
+    # the cache's size; None: what 2 GiB hold on a CPU, on a GPU what the run's rollouts can fill
     kv_tokens: int | None = None
     max_batch: int = 256  # sequences in one step
     chunk_tokens: int = 512  # tokens in one step, decoding apart
@@ -38,17 +41,19 @@ class LocalOptions:
 
         :raises OptionError: one is not.
         """
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            known = ["auto", "cpu", "cuda", "cuda:0", "cuda:1"]
+            raise OptionError(self.device, "no such device", known)
         check_choices(
             self,
-            device=Device,
             dtype=Dtype,
             worker=WorkerKind,
-            scores=Dtype,
+            scores=Scores,
             kernel=Kernel,
             graphs=Graphs,
         )
         check_positive(self, "kv_tokens", "max_batch", "chunk_tokens", "threads")
-        is_native = self.dtype == "float32" and self.kernel != "torch"
+        is_native = self.dtype != "bfloat16" and self.kernel != "torch"
         if self.scores != "float32" and not is_native:
             raise OptionError(
                 "scores", "bfloat16 is for the native kernels in one process, in float32 otherwise"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from atts.errors import ModelLoadError, UnsupportedByEngine
 
@@ -86,6 +86,16 @@ def read_object(path: Path, name: str) -> dict[str, Any]:
             name, f"{path} cannot be read ({error})", "Download or write it again"
         ) from error
     return value
+
+
+def checkpoint_dtype(folder: Path, name: str) -> Literal["float32", "bfloat16"]:
+    """Return the type in which a model's numbers lose nothing: as config.json says, or float32.
+
+    :raises ModelLoadError: config.json cannot be read.
+    """
+    values = read_object(folder / "config.json", name)
+    said = values.get("dtype") or values.get("torch_dtype")
+    return "bfloat16" if said == "bfloat16" else "float32"
 
 
 def refuse_code(folder: Path, name: str) -> None:

@@ -257,6 +257,49 @@ def test_a_card_that_is_not_here_is_never_ok(
     assert "draft" not in alone["seen"]
 
 
+def test_the_doctor_places_models_of_this_process_as_opening_them_does(
+    atts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory by part where it fits; where it does not, a failure with what would."""
+    cards = [("h100", 80.0)]
+    monkeypatch.setattr("atts.api.preflight._cards_here", lambda: iter(cards))
+
+    def memory(pair: str) -> dict[str, str]:
+        words = ("--pair", pair, "--backend", "local", "--json")
+        # The models are not here, so their own checks fail as well.
+        checks = json.loads(atts("doctor", *words).out)["checks"]
+        (found,) = [check for check in checks if check["name"] == "memory"]
+        return found
+
+    fits = memory("r1-1.5b/r1-7b")
+    assert fits["status"] == "ok"
+    assert "draft 3.6 GB of weights" in fits["seen"]
+    assert "target 15.2 GB of weights" in fits["seen"]
+    large = memory("r1-1.5b/r1-70b")
+    assert large["status"] == "fail"
+    assert "atts pairs r1-1.5b/r1-70b --card h100" in large["advice"]
+
+
+def test_pairs_and_cards_are_a_table(atts: Any) -> None:
+    """A line for each pair on each card, with its parts, or the word that it takes a server."""
+    table = atts("pairs", "--local").out
+    objects = [json.loads(line) for line in atts("pairs", "--local", "--json").out.splitlines()]
+    assert {(each["name"], each["card"]) for each in objects} == {
+        (pair, card) for pair in known_pairs() for card in CARDS
+    }
+    for each in objects:
+        if each["name"] == "embedded":
+            continue
+        (line,) = [
+            line for line in table.splitlines() if line.split()[:2] == [each["name"], each["card"]]
+        ]
+        placed = each["placement"]
+        if placed is None:
+            assert line.endswith("a server")
+        else:
+            assert line.split()[-1] == str(placed["rollouts"])
+
+
 def statuses(said: Any) -> dict[str, list[str]]:
     """The statuses of every kind of check."""
     found: dict[str, list[str]] = {}

@@ -365,7 +365,7 @@ def shared_kernels(config: WorkerConfig, device: torch.device) -> tuple[ctypes.C
     cache.
     """
     options = config.options
-    if device.type != "cpu" or options.dtype != "float32" or options.kernel == "torch":
+    if device.type != "cpu" or options.dtype == "bfloat16" or options.kernel == "torch":
         return None, ""
     if unknown_parts(config.model):
         return None, ""

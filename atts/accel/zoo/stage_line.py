@@ -58,7 +58,7 @@ class StageCosts:
 
     def __init__(self, setup: StageSetup) -> None:
         model = setup.config.model
-        number = 4 if setup.config.options.dtype == "float32" else 2
+        number = 2 if setup.config.options.dtype == "bfloat16" else 4
         # of a token
         self._bytes = 2 * len(setup.layers) * model.num_kv_heads * model.head_dim * number
         self._row = [1e-4, 1e-4]

@@ -1,0 +1,285 @@
+"""Memory of GPUs that are not there: who gets what is computed before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atts.api import CARDS, build_engines, known_pairs, local_placement
+from atts.api.pairs import run_tokens
+from atts.errors import OptionError, OutOfMemory
+from atts.local import EngineSize, LocalOptions, RunDemand
+from atts.local.builder import build_loop
+from atts.local.checking import check_model
+from atts.local.devices import SPARE_SLOTS, allocate_cache, device_of, on_device
+from atts.local.engine import PlainDecoding, _prepare  # pyright: ignore[reportPrivateUsage]
+from atts.local.loader import Weights, load_weights
+from atts.local.messages import WorkerConfig
+from atts.local.model import TorchModel
+from atts.local.placement import WORKSPACE, Room, cards_for
+
+Make = Callable[..., Path]
+CPU = torch.device("cpu")
+
+
+class FakeGpus:
+    """Cards of so many bytes: weights and caches are counted, and lie in the processor's memory."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *totals: int) -> None:
+        self.totals = totals
+        self.used = [0] * len(totals)
+        self.events = list[str]()
+        patch.setattr("torch.cuda.is_available", lambda: True)
+        patch.setattr("torch.cuda.device_count", lambda: len(totals))
+        patch.setattr("atts.local.devices.free_room", self.free)
+        patch.setattr("atts.local.devices.total_room", lambda device: totals[device.index or 0])
+        patch.setattr("atts.local.builder.load_weights", self._load)
+        patch.setattr("atts.local.devices._zeros", self._zeros)
+
+    def free(self, device: torch.device) -> int:
+        """What is left of a card."""
+        at = device.index or 0
+        return self.totals[at] - self.used[at]
+
+    def _load(self, folder: Path, config: Any, dtype: Any, device: torch.device, name: str) -> Any:
+        self.events.append(f"weights of {name} to {device}")
+        size = EngineSize.of(config, str(dtype).removeprefix("torch."), 1)
+        self._take(device, size.weights)
+        return load_weights(folder, config, dtype, CPU, name, pairs=device.type == "cuda")
+
+    def _zeros(self, size: tuple[int, ...], dtype: Any, device: torch.device) -> Any:
+        found = torch.zeros(size, dtype=dtype)
+        self.events.append(f"cache on {device}")
+        self._take(device, found.numel() * found.element_size())
+        # Graphs and activations come when the engine works.
+        self.used[device.index or 0] += WORKSPACE
+        return found
+
+    def _take(self, device: torch.device, count: int) -> None:
+        if count > self.free(device):
+            raise torch.OutOfMemoryError("the card is full")
+        self.used[device.index or 0] += count
+
+
+def prepared(folder: Path, name: str, demand: RunDemand | None, **options: Any) -> WorkerConfig:
+    """What an engine knows before it loads anything."""
+    made = LocalOptions(**options)
+    return _prepare(str(folder), name, made, PlainDecoding(), is_chat=False, demand=demand)[0]
+
+
+def opened(config: WorkerConfig) -> int:
+    """Open an engine's loop as its worker does; the tokens of its cache."""
+
+    def model(config: WorkerConfig, weights: Weights, cache: torch.Tensor) -> TorchModel:
+        return TorchModel(config.model, weights, cache)
+
+    return build_loop(config, lambda report: None, model)[1].kv_tokens
+
+
+def _sizes(folder: Path, dtype: str = "float32") -> EngineSize:
+    return EngineSize.of(check_model(folder, "m")[0], dtype, 64)
+
+
+@pytest.mark.parametrize("spare", [400_000, 2_000_000, 200_000_000])
+def test_a_pair_is_sized_together_before_either_loads(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch, spare: int
+) -> None:
+    """The draft that opens first leaves its target weights and an equal cache; no cache is larger
+    than what the rollouts in flight can fill.
+    """
+    draft, target = make_model("llama"), make_model("qwen3")
+    sizes = [_sizes(draft), _sizes(target)]
+    total = sum(size.weights + WORKSPACE for size in sizes) + spare
+    gpus = FakeGpus(monkeypatch, total)
+    demand = RunDemand(rollouts=8, tokens=64, card=1, other=str(target))
+    first = opened(prepared(draft, "draft", demand))
+    second = opened(prepared(target, "target", RunDemand(rollouts=8, tokens=64)))
+    assert 64 <= first <= 8 * 64
+    assert first == min(8 * 64, spare // sum(size.token for size in sizes))
+    assert abs(second - first) <= 2 * SPARE_SLOTS
+    # The slots that every cache has besides come from the workspace.
+    besides = SPARE_SLOTS * sum(size.token for size in sizes)
+    assert gpus.used[0] <= total + besides
+
+
+def test_the_second_of_two_gpus_is_the_drafts(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the options leave it open; each then fills a card of its own."""
+    draft, target = make_model("llama"), make_model("qwen3")
+    sizes = [_sizes(draft), _sizes(target)]
+    gpus = FakeGpus(monkeypatch, *(size.weights + WORKSPACE + 1_000_000 for size in sizes[::-1]))
+    opened(prepared(draft, "draft", RunDemand(8, 64, card=1, other=str(target))))
+    opened(prepared(target, "target", RunDemand(8, 64)))
+    assert [event for event in gpus.events if "weights" in event] == [
+        "weights of draft to cuda:1",
+        "weights of target to cuda:0",
+    ]
+    assert all(gpus.used)
+
+
+def test_a_device_that_is_named_is_taken(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`device=cuda:N` wins over the role, and an unknown form is refused."""
+    folder = make_model("llama")
+    FakeGpus(monkeypatch, 4 * WORKSPACE, 4 * WORKSPACE)
+    config = prepared(folder, "draft", RunDemand(8, 64, card=1), device="cuda:0")
+    assert device_of(config) == torch.device("cuda:0")
+    assert device_of(prepared(folder, "m", None, device="cuda:1")) == torch.device("cuda:1")
+    assert device_of(prepared(folder, "m", None)) == torch.device("cuda")
+    for words in ("gpu", "cuda:", "cuda:-1", "cuda:1 "):
+        with pytest.raises(OptionError, match="no such device"):
+            LocalOptions(device=words).check()
+
+
+def test_a_pair_that_does_not_fit_is_refused_before_anything_is_loaded(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first of the two, with both sizes and what to do."""
+    draft, target = make_model("llama"), make_model("qwen3")
+    sizes = [_sizes(draft), _sizes(target)]
+    total = sum(size.weights + WORKSPACE for size in sizes) + 1000
+    gpus = FakeGpus(monkeypatch, total)
+    with pytest.raises(OutOfMemory, match="both models of the pair do not fit on cuda") as raised:
+        opened(prepared(draft, "draft", RunDemand(8, 64, card=1, other=str(target))))
+    assert "second GPU" in str(raised.value)
+    assert gpus.events == []
+    assert gpus.used == [0]
+
+
+def test_a_model_larger_than_a_card_is_a_servers_work(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error holds the command that serves it, on as many cards as it takes."""
+    folder = make_model("llama")
+    size = _sizes(folder)
+    gpus = FakeGpus(monkeypatch, size.weights // 3)
+    with pytest.raises(OutOfMemory) as raised:
+        opened(prepared(folder, "target", RunDemand(8, 64)))
+    assert f"`vllm serve {folder} --tensor-parallel-size 4 --port 8000`" in str(raised.value)
+    assert gpus.events == []
+    assert cards_for(100, 120) == 1
+    assert cards_for(100, 100) == 2
+
+
+def test_bfloat16_is_the_checkpoints_own_on_a_gpu_only(
+    make_model: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dtype=auto: as config.json says on a GPU, float32 on a processor, and what is said wins."""
+    folder = make_model("llama")
+    half = tmp_path / "half"
+    half.mkdir()
+    for file in folder.iterdir():
+        (half / file.name).write_bytes(file.read_bytes())
+    told = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**told, "dtype": "bfloat16"}))
+
+    def dtype(folder: Path, **options: Any) -> str:
+        return on_device(prepared(folder, "m", None, **options)).options.dtype
+
+    assert dtype(half, device="cpu") == "float32"
+    FakeGpus(monkeypatch, 4 * WORKSPACE)
+    assert [dtype(half), dtype(folder)] == ["bfloat16", "float32"]
+    assert dtype(half, dtype="float32") == "float32"
+    assert dtype(half, device="cpu") == "float32"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2"])
+def test_weights_are_ready_before_the_cache_is_made(
+    family: str, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read for a GPU they are what the torch model makes of others, bit for bit, and it copies none."""
+    folder = make_model(family)
+    config = prepared(folder, "m", None, device="cpu")
+    plain = load_weights(folder, config.model, torch.float32, CPU, "m", pairs=False)
+    ready = load_weights(folder, config.model, torch.float32, CPU, "m", pairs=True)
+    cache = allocate_cache(
+        replace(config, options=replace(config.options, kv_tokens=64)), torch.float32, CPU
+    )
+    made = TorchModel(config.model, plain, cache)._weights  # pyright: ignore[reportPrivateUsage]
+    kept = TorchModel(config.model, ready, cache)._weights  # pyright: ignore[reportPrivateUsage]
+    assert kept is ready
+    for ours, theirs in zip(ready.layers, made.layers, strict=True):
+        for name in ("qkv", "qkv_bias", "query_norm", "key_norm"):
+            one, other = getattr(ours, name), getattr(theirs, name)
+            assert (one is None and other is None) or bool((one == other).all())
+
+
+def test_the_cache_comes_last(make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights first, then one cache of the computed size: nothing is tried and halved."""
+    folder = make_model("llama")
+    size = _sizes(folder)
+    gpus = FakeGpus(monkeypatch, size.weights + WORKSPACE + 100_000)
+    opened(prepared(folder, "m", RunDemand(100, 64)))
+    assert gpus.events == ["weights of m to cuda", "cache on cuda"]
+
+
+def test_a_cache_is_halved_when_memory_was_lost_meanwhile(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Down to one rollout, and not below."""
+    config = prepared(make_model("llama"), "m", None)
+    FakeGpus(monkeypatch, 1_000_000)
+    config = replace(config, room=Room(8, 64), options=replace(config.options, kv_tokens=4096))
+    cache = allocate_cache(config, torch.float32, torch.device("cuda"))
+    assert 64 <= cache.shape[2] - SPARE_SLOTS <= 2048
+    config = replace(config, room=Room(8, 2000), options=replace(config.options, kv_tokens=4096))
+    with pytest.raises(OutOfMemory, match="does not fit"):
+        allocate_cache(config, torch.float32, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_table_of_pairs_and_cards_adds_up(card: str) -> None:
+    """What is said to open fits with its parts, holds a rollout, and takes no more than 64 use."""
+    opens = set[str]()
+    for pair in known_pairs().values():
+        placed = local_placement(pair, card, 16_000)
+        if placed is None:
+            continue
+        opens.add(pair.name)
+        for number in range(placed.count):
+            on_card = [share for share in placed.shares.values() if share.card == number]
+            taken = sum(share.weights + share.cache + WORKSPACE for share in on_card)
+            assert 0 < taken <= 0.92 * CARDS[card] * 1e9
+        assert 1 <= placed.rollouts <= 64
+        assert placed.context == run_tokens(16_000)
+        for role, share in placed.shares.items():
+            assert share.weights == int(pair.size(role).weights * 1e9)
+            assert share.cache == share.tokens * pair.size(role).cache_bytes
+    if card in ("h100", "h200"):
+        assert "r1-1.5b/r1-7b" in opens
+        assert "r1-1.5b/r1-70b" not in opens, "141 GB of weights are a server's work"
+
+
+def test_a_smaller_card_never_holds_more() -> None:
+    """For every pair: cards of more memory open what smaller ones do, with as many rollouts."""
+    by_memory = sorted(CARDS, key=lambda name: CARDS[name])
+    for pair in known_pairs().values():
+        rollouts = [0]
+        for card in by_memory:
+            placed = local_placement(pair, card, 16_000, counts=(1,))
+            rollouts.append(0 if placed is None else placed.rollouts)
+        assert rollouts == sorted(rollouts)
+
+
+def test_engines_of_a_run_know_of_each_other(make_model: Make) -> None:
+    """Two models of this machine are built with what each leaves to the other; others are not."""
+    folder = make_model("llama")
+    local = f"hf:{folder}?dtype=float32"
+    demands = [
+        getattr(engine, "_demand", None)
+        for engine in build_engines("embedded", local, "off", in_flight=(5, 700))
+    ]
+    assert [(each.rollouts, each.tokens) for each in demands if each] == [(5, 700)] * 2
+    assert demands[0] is not None
+    assert demands[0].other == str(folder)
+    assert demands[0].other_options.dtype == "float32"
+    assert demands[1] is not None
+    assert demands[1].other == ""
+    alone, _ = build_engines("embedded", "vllm:http://a:1/m", "off", in_flight=(5, 700))
+    assert getattr(alone, "_demand").other == ""  # noqa: B009

@@ -23,6 +23,7 @@ class SamplingBatch:
     min_p: Tensor | None = None  # [batch] float64
     is_greedy: bool = False  # every row is
     has_greedy: bool = False  # some row is: known here, so that no device is asked
+    most_kept: int = 0  # the largest top-k below the vocabulary's size; 0: no row has one
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ def batch_sampling(
 
     temperatures = [row.temperature for row in settings]
     limits = [float(row.top_k if 0 < row.top_k < vocabulary else vocabulary) for row in settings]
+    kept = [int(limit) for limit in limits if limit < vocabulary]
     return SamplingBatch(
         temperature=column(temperatures, torch.float64),
         top_k=column(limits, torch.int64) if min(limits, default=vocabulary) < vocabulary else None,
@@ -65,6 +67,7 @@ def batch_sampling(
         else None,
         is_greedy=not any(temperatures),
         has_greedy=not all(temperatures),
+        most_kept=max(kept, default=0),
     )
 
 
@@ -125,12 +128,11 @@ def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     scale = torch.where(greedy, 1.0, sampling.temperature)
     scaled = logits.double() / scale.unsqueeze(-1)
     if sampling.top_k is not None:
-        ordered = scaled.sort(-1, descending=True).values
-        scaled = scaled.masked_fill(
-            scaled < ordered.gather(-1, sampling.top_k.unsqueeze(-1) - 1), -torch.inf
-        )
+        is_dropped = _beyond_top_k(scaled, sampling.top_k, sampling.most_kept)
+        scaled = scaled.masked_fill(is_dropped, -torch.inf)
+        logits = logits.masked_fill(is_dropped, -torch.inf)
     if sampling.top_p is not None:
-        scaled = _nucleus(scaled, sampling.top_p)
+        scaled = _nucleus(scaled, logits, sampling.top_p)
     probs = scaled.softmax(-1)
     if sampling.min_p is not None:
         probs = probs.masked_fill(
@@ -167,9 +169,26 @@ def sample(logits: Tensor, sampling: SamplingBatch, uniforms: Tensor) -> Sampled
     return SampledTokens(tokens, raw_logprobs(logits, tokens))
 
 
-def _nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
-    """Drop what lies beyond the smallest set of best tokens whose mass reaches `top_p`."""
-    values, order = scaled.sort(stable=True, dim=-1, descending=True)
+def _beyond_top_k(scaled: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """Mark what is less than the last of each row's best; `most` is the largest limit.
+
+    Only so many of a row are put into order, not the vocabulary.
+    """
+    vocabulary = scaled.shape[-1]
+    best = scaled.topk(most or vocabulary, dim=-1).values
+    place = (top_k - 1).clamp(max=best.shape[-1] - 1).unsqueeze(-1)
+    is_limited = (top_k < vocabulary).unsqueeze(-1)
+    return is_limited & (scaled < best.gather(-1, place))
+
+
+def _nucleus(scaled: Tensor, logits: Tensor, top_p: Tensor) -> Tensor:
+    """Drop what lies beyond the smallest set of best tokens whose mass reaches `top_p`.
+
+    Temperature keeps the order of a row, so the logits themselves are sorted: in float32 that moves
+    half the bytes of the scaled ones, and gives the same order, ties included.
+    """
+    order = logits.sort(stable=True, dim=-1, descending=True).indices
+    values = scaled.gather(-1, order)
     probs = values.softmax(-1)
     before = probs.cumsum(-1) - probs
     dropped = before >= top_p.unsqueeze(-1)

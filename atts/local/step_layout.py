@@ -115,10 +115,16 @@ def layout_of(batch: StepBatch, classes: list[RowBlocks]) -> StepLayout:
 
 
 def bucketed(batch: StepBatch, blocks: RowBlocks) -> StepLayout:
-    """Return the sizes of a step that decodes, rounded up to powers of two."""
+    """Return the sizes of a step that decodes, rounded up: widths to powers of four, others of two.
+
+    How many tokens are proposed changes from step to step, and a wider block computes no more rows.
+    """
     size = blocks.size()
     length = max(_LEAST_LENGTH, _power(size.length))
-    rounded = BlockClass(_power(size.blocks), _power(size.width), length)
+    width = _power(size.width)
+    if width.bit_length() % 2 == 0:  # 2, 8, 32, ...
+        width *= 2
+    rounded = BlockClass(_power(size.blocks), width, length)
     return StepLayout(_power(len(batch.tokens)), ALL_ROWS, (rounded,))
 
 

@@ -30,6 +30,7 @@ from atts.analysis.reports.render import save_figures, standalone
 from atts.api import Setup, calibration_report, evaluate_sync, scores_of
 from atts.calibration import Calibrator, StoredScores, examine, scale_named
 from atts.errors import CalibrationInputError, JournalError, OptionError, UsageError
+from atts.journal import MANIFEST, load_manifest, save_manifest
 from atts.testing import ScriptedEngine, Skill, ToyModel, ToyTokenizer, toy_problems
 
 
@@ -344,3 +345,28 @@ def test_what_cannot_be_reported_is_refused(other_run: Path, tmp_path: Path) -> 
         render_calibration(calibration_of_scores("mine", _scores(), 0.4, "aci"), "png")
     with pytest.raises(CalibrationInputError, match="correct of record 2"):
         calibration_report(_labelled(tmp_path / "bad.jsonl", [True, "maybe"]))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "named"),
+    [
+        ({"draft": "float32", "target": "float32"}, ""),
+        ({"draft": "float32", "target": "bfloat16"}, "target computed in bfloat16"),
+        ({"draft": "bfloat16", "target": "bfloat16"}, "draft and target computed in bfloat16"),
+        ({"draft": "of the server", "target": "of the server"}, ""),
+    ],
+)
+def test_a_run_in_bfloat16_says_what_a_seed_repeats(
+    run: Path, tmp_path: Path, dtypes: dict[str, str], named: str
+) -> None:
+    """Next to what voids the guarantee, with the exact option; a run in float32 says nothing of it."""
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    manifest = load_manifest(copy / MANIFEST)
+    assert manifest is not None
+    engines = {role: {**engine, "dtype": dtypes[role]} for role, engine in manifest.engines.items()}
+    (copy / MANIFEST).unlink()
+    save_manifest(copy / MANIFEST, replace(manifest, engines=engines))
+    voided = build_report(copy).report.calibration.promise.voided_by
+    assert ("bfloat16" in voided) == bool(named)
+    assert named in voided
+    assert ("?dtype=float32" in voided) == bool(named)

@@ -15,6 +15,7 @@ import torch
 
 from atts.core import SampleRequest, Sampling, ScoreRequest
 from atts.local.batch import StepBatch
+from atts.local.cuda.graphs import StepGraphs
 from atts.local.cuda.model import disagreement, paged_attention
 from atts.local.loader import Weights
 from atts.local.logit_sampling import SampledTokens
@@ -264,3 +265,72 @@ def test_the_paged_kernel_agrees_with_gathered_attention(monkeypatch: pytest.Mon
     for heads, shared, dim in ((4, 2, 64), (6, 2, 96), (5, 1, 16)):
         config = replace(base, num_heads=heads, num_kv_heads=shared, head_dim=dim, windows=(0, 50))
         paged_attention(config, torch.zeros(1, 2, 4, shared, dim))
+
+
+def speculative_load(steps: int, seed: int) -> list[StepBatch]:
+    """Steps of up to 48 sequences that grow, begin anew, and have one to eight rows each."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(100, 2000, 48)
+    batches = list[StepBatch]()
+    for at in range(steps):
+        active = 48 - (at * 40) // steps
+        singles = list[tuple[int, int]]()
+        for row in range(active):
+            count = int(random.integers(1, 9))
+            singles += [(row, int(lengths[row]) + place) for place in range(count)]
+            lengths[row] += random.integers(1, count + 1)
+            if lengths[row] > 3000:
+                lengths[row] = random.integers(60, 300)
+        if len(singles) <= 256:
+            batches.append(batch_of(singles))
+    return batches
+
+
+def graphs_of(captures: list[int]) -> StepGraphs:
+    """Graphs of steps that compute nothing; captures are counted."""
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        captures.append(1)
+        return lambda: None
+
+    def compute(step: Any) -> torch.Tensor:
+        return torch.zeros(len(step.tokens), 1)
+
+    return StepGraphs(compute, capture, torch.zeros(1, 2, 4, 1, 1))
+
+
+def test_nearly_all_steps_of_a_speculative_load_are_replayed() -> None:
+    """Layouts are few enough, and those of an earlier load make room for those of a later one."""
+    captures = list[int]()
+    graphs = graphs_of(captures)
+    table = np.zeros((48, 4096), dtype=np.int32)
+    batches = speculative_load(600, 1)
+    for batch in batches:
+        graphs.run(batch, table, RowBlocks.of(batch))
+    assert len(batches) > 400
+    assert graphs.num_replayed > 0.9 * len(batches)
+    assert len(captures) < 0.1 * len(batches)
+
+
+def test_the_graph_that_was_not_used_for_longest_makes_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new layout is captured when there is no room, and a layout in use stays."""
+    captures = list[int]()
+    monkeypatch.setattr("atts.local.cuda.graphs._MOST_GRAPHS", 2)
+    graphs = graphs_of(captures)
+    table = np.zeros((1, 4096), dtype=np.int32)
+
+    def step(length: int) -> bool:
+        batch = batch_of([(0, length)])
+        return graphs.run(batch, table, RowBlocks.of(batch)) is not None
+
+    assert [step(50), step(50), step(100), step(100)] == [False, True, False, True]
+    assert step(50)  # used later than the other
+    assert [step(200), step(200)] == [False, True]
+    assert len(captures) == 3
+    assert step(50)
+    assert len(captures) == 3, "the layout in use was kept"
+    assert step(100)
+    assert len(captures) == 4, "the other one had made room"
+    assert len(graphs.captured) == 2

@@ -5,6 +5,7 @@ boundaries.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +67,53 @@ def test_a_batch_of_settings_is_each_row_by_the_definition(
         [naive_distribution(row, sampling) for row, sampling in batch], dtype=torch.float64
     )
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+def by_sorting(logits: torch.Tensor, laws: list[Sampling]) -> torch.Tensor:
+    """The distribution with the vocabulary sorted in float64, once for each filter."""
+    batch = batch_sampling(laws, logits.shape[-1])
+    scaled = logits.double() / batch.temperature.unsqueeze(-1)
+    if batch.top_k is not None:
+        last = scaled.sort(-1, descending=True).values.gather(-1, batch.top_k.unsqueeze(-1) - 1)
+        scaled = scaled.masked_fill(scaled < last, -torch.inf)
+    if batch.top_p is not None:
+        values, order = scaled.sort(stable=True, dim=-1, descending=True)
+        probs = values.softmax(-1)
+        dropped = probs.cumsum(-1) - probs >= batch.top_p.unsqueeze(-1)
+        dropped[..., 0] = False
+        places = torch.zeros_like(dropped).scatter_(-1, order, dropped)
+        scaled = scaled.masked_fill(places, -torch.inf)
+    return scaled.softmax(-1)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_filters_that_do_not_sort_in_float64_keep_every_bit(
+    ties: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Top-k alone, top-p alone, both, and rows with other limits or none, with ties at the border."""
+    random = torch.Generator().manual_seed(5)
+    logits = torch.randn(64, 3000, generator=random) * 4
+    if ties:
+        logits = (logits * 2).round() / 2
+    laws = [
+        Sampling(0.6 + number / 40, (0, 1, 20, 500)[number % 4], (1.0, 0.95, 0.5)[number % 3])
+        for number in range(64)
+    ]
+    for chosen in (
+        laws,
+        [law for law in laws if law.top_k],
+        [law for law in laws if not law.top_k],
+    ):
+        rows = logits[: len(chosen)]
+        expected = by_sorting(rows, chosen)
+        assert torch.equal(probabilities(rows, batch_sampling(chosen, 3000)), expected)
+
+    def sort(self: torch.Tensor, *words: Any, **named: Any) -> Any:
+        assert self.dtype != torch.float64, "the vocabulary is sorted in float64"
+        return torch.sort(self, *words, **named)
+
+    monkeypatch.setattr("torch.Tensor.sort", sort)
+    probabilities(logits, batch_sampling(laws, 3000))
 
 
 def test_temperature_zero_takes_the_first_best_token_in_mixed_company() -> None:

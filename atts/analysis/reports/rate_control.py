@@ -47,6 +47,7 @@ from atts.evaluators import (
     share_estimate,
     within_question_auroc,
 )
+from atts.journal import Json
 from atts.sampling import Seed, uniforms
 
 _RELIABILITY_BINS = 5
@@ -127,7 +128,32 @@ class _Match:
 
 
 def stated_guarantee(data: RunData, nominal: float | None) -> StatedGuarantee:
-    """Return the guarantee in words, with the run's numbers and what voided it."""
+    """Return the guarantee in words, with the run's numbers and what voided it.
+
+    Where a model computed in bfloat16, what cannot be repeated to the token is said too.
+    """
+    stated = _of_gate(data, nominal)
+    rounded = repeats_in_words(data.run.manifest.engines)
+    if not rounded:
+        return stated
+    return replace(stated, voided_by="; ".join(filter(None, (stated.voided_by, rounded))))
+
+
+def repeats_in_words(engines: Mapping[str, Mapping[str, Json]]) -> str:
+    """Say what a repetition of the run may change, by the engines that round; "" if none does."""
+    rounding = [
+        role for role, engine in engines.items() if str(engine.get("dtype", "")) == "bfloat16"
+    ]
+    if not rounding:
+        return ""
+    return (
+        f"the same seed gives the same text only up to near-ties: {' and '.join(rounding)} computed "
+        f"in bfloat16 (?dtype=float32 behind a local engine's name is exact)"
+    )
+
+
+def _of_gate(data: RunData, nominal: float | None) -> StatedGuarantee:
+    """Return what the run's gate promises."""
     gate = str(data.run.setting("gate") or "unknown")
     own = data.run.setting("promise")
     if isinstance(own, list) and len(own) == 2:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atts.core import Recent
 from atts.local.batch import StepBatch
 from atts.local.cache import SlotIds
 from atts.local.step_layout import (
@@ -24,6 +25,7 @@ from atts.local.step_layout import (
 
 MOST_CAPTURED_ROWS = 256
 _MOST_GRAPHS = 64
+_MOST_SEEN = 1024  # layouts that came once
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Records what some work does to tensors that stay, and returns what does it again."""
 
@@ -39,8 +41,8 @@ class StepGraphs:
     """Graphs of decoding steps by layout: batches of 1, 2, 4, ... rows, contexts of up to 64, 128,
     256, ... tokens.
 
-    A layout is captured when it comes for the second time. Where capturing fails once, steps are
-    computed one by one.
+    A layout is captured when it comes for the second time; then the graph that was not used for the
+    longest time makes room. Where capturing fails once, steps are computed one by one.
     """
 
     def __init__(
@@ -50,8 +52,8 @@ class StepGraphs:
         self._capture = capture
         self._device = cache.device
         self._spare_slot = cache.shape[2] - 1
-        self.captured = dict[StepLayout, _Graph]()
-        self._seen = set[StepLayout]()
+        self.captured: Recent[StepLayout, _Graph] = Recent(_MOST_GRAPHS)
+        self._seen: Recent[StepLayout, bool] = Recent(_MOST_SEEN)
         self.num_replayed = 0
         self.trouble = ""  # why nothing is captured any more
 
@@ -65,12 +67,13 @@ class StepGraphs:
             return None
         layout = bucketed(batch, blocks)
         graph = self.captured.get(layout)
-        if graph is None and (layout not in self._seen or len(self.captured) == _MOST_GRAPHS):
-            self._seen.add(layout)
+        if graph is None and self._seen.get(layout) is None:
+            self._seen[layout] = True
             return None
         array = torch.from_numpy(packed(batch, table, [blocks], layout, self._spare_slot))
         if graph is None and (graph := self._captured(layout, array)) is None:
             return None
+        self.captured[layout] = graph  # the one that is used stays longest
         graph.array.copy_(array, non_blocking=True)
         graph.replay()
         self.num_replayed += 1
@@ -89,7 +92,7 @@ class StepGraphs:
             def work() -> None:
                 hidden.copy_(self._compute(unpacked(held, layout)))
 
-            graph = self.captured[layout] = _Graph(held, hidden, self._capture(work))
+            graph = _Graph(held, hidden, self._capture(work))
         except Exception as error:  # noqa: BLE001  whatever a driver says, the step can be computed without it
             self.trouble = f"steps are not captured ({type(error).__name__}: {error}): they are launched one by one"
             return None

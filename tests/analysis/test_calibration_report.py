@@ -366,7 +366,9 @@ def test_a_run_in_bfloat16_says_what_a_seed_repeats(
     engines = {role: {**engine, "dtype": dtypes[role]} for role, engine in manifest.engines.items()}
     (copy / MANIFEST).unlink()
     save_manifest(copy / MANIFEST, replace(manifest, engines=engines))
-    voided = build_report(copy).report.calibration.promise.voided_by
+    control = build_report(copy).report.calibration
+    assert control is not None
+    voided = control.promise.voided_by
     assert ("bfloat16" in voided) == bool(named)
     assert named in voided
     assert ("?dtype=float32" in voided) == bool(named)

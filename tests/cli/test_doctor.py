@@ -267,7 +267,7 @@ def test_the_doctor_places_models_of_this_process_as_opening_them_does(
     def memory(pair: str) -> dict[str, str]:
         words = ("--pair", pair, "--backend", "local", "--json")
         # The models are not here, so their own checks fail as well.
-        checks = json.loads(atts("doctor", *words).out)["checks"]
+        checks: list[dict[str, str]] = json.loads(atts("doctor", *words).out)["checks"]
         (found,) = [check for check in checks if check["name"] == "memory"]
         return found
 

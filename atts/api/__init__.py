@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         sweep,
         sweep_sync,
     )
+    from atts.api.tuning import TuneAdvice, tune
 
 __all__ = [
     "CARDS",
@@ -73,6 +74,7 @@ __all__ = [
     "SweepPoint",
     "SyncSession",
     "Tokens",
+    "TuneAdvice",
     "USUAL_CARDS",
     "answers_for",
     "build_engine",
@@ -112,6 +114,7 @@ __all__ = [
     "sweep",
     "sweep_sync",
     "trace",
+    "tune",
     "write_settings",
 ]
 
@@ -119,6 +122,7 @@ __all__ = [
 _NAMES = {
     "atts.api.block_comparison": "ComparedBlocks MeasuredPair compare_blocks",
     "atts.api.piloting": "PilotEnd pilot pilot_sync run_pilot",
+    "atts.api.tuning": "TuneAdvice tune",
     "atts.api.sweeping": "Sweep SweepEnd SweepPoint plan_sweep run_sweep sweep sweep_sync",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

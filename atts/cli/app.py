@@ -250,5 +250,8 @@ COMMANDS: dict[str, Command] = {
     "trace": Command(
         "atts.cli.recorded_runs", "trace", "Write a run's task graph as a trace for Perfetto."
     ),
+    "tune": Command(
+        "atts.cli.preparation", "tune", "Time a server, and advise how much it should speculate."
+    ),
     "zoo": Command("atts.cli.zoo", "app", "Store many models by the blocks that they share."),
 }

@@ -357,3 +357,51 @@ def probe(
             raise CheckFailed(f"{url} cannot {need}")
 
     run_async(main)
+
+
+def tune(
+    url: Annotated[
+        str, typer.Argument(help="Server as a run names it, such as vllm:http://127.0.0.1:8000.")
+    ],
+    load: Annotated[
+        str, typer.Option(help="Requests in flight at once, to time one after the other.")
+    ] = "1,4,16,64",
+    tokens: Annotated[int, typer.Option(help="Tokens of each timed request.")] = 64,
+    most: Annotated[int, typer.Option(help="Most tokens to propose.")] = 8,
+    method: Annotated[
+        str, typer.Option(help="Method of the printed setting: ngram, draft_model, eagle3, ...")
+    ] = "ngram",
+    as_json: ObjectJson = False,
+) -> None:
+    """Time a server at several loads, and print the --speculative-config that fits it, or none.
+
+    The server's own counters say which proposed tokens were accepted, by place. Its step times and
+    these shares forecast the tokens per second of each length; the forecast of the length in use
+    stands next to what was measured. A server that does not speculate yet is timed only.
+
+    Example: atts tune vllm:http://127.0.0.1:8000 --load 1,8,32
+    """
+    from atts.api import tune as tuned
+    from atts.errors import OptionError
+    from atts.servers import RemoteEngine, read_server
+
+    try:
+        loads = [int(part) for part in load.split(",")]
+    except ValueError:
+        raise OptionError("--load", f"{load!r} is not numbers such as 1,4,16") from None
+    server = read_server(url)
+    engine = RemoteEngine(
+        server.url,
+        dialect=server.dialect,
+        model=server.model,
+        name=url,
+        tokenizer=server.tokenizer or None,
+        options=server.options,
+    )
+
+    async def main() -> None:
+        async with engine:
+            advice = await tuned(engine, loads, tokens=tokens, most=most, method=method)
+        say(json_line(advice.as_json()) if as_json else advice)
+
+    run_async(main)

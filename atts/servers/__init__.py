@@ -1,6 +1,7 @@
 """Engines on HTTP servers of any known dialect or in the actors of a Ray cluster, alone or as replicas."""
 
 from atts.servers.addresses import DIALECTS, SCHEMES, ServerAddress, read_server
+from atts.servers.dialect import DraftCounts
 from atts.servers.engine import ProbeReport, RemoteEngine, probe, server_engine
 from atts.servers.options import ApiKey, Prefill, RemoteOptions
 from atts.servers.pool import Replica, ReplicaLoad, ReplicaPool
@@ -12,6 +13,7 @@ __all__ = [
     "DIALECTS",
     "SCHEMES",
     "ApiKey",
+    "DraftCounts",
     "Finding",
     "Prefill",
     "ProbeReport",

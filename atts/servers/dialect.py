@@ -137,6 +137,10 @@ class Dialect(ABC):
         """Ask how many requests the server is working on; None when it does not say."""
         return None
 
+    async def drafted(self, client: Client) -> DraftCounts | None:
+        """Ask what was proposed and accepted so far; None where the server does not count it."""
+        return None
+
     async def speculation(self, client: Client) -> str | None:
         """Ask how the server speculates: "" where it does not, None where it does not say."""
         return None
@@ -270,6 +274,36 @@ async def in_queue(client: Client, running: str, waiting: str = "") -> int | Non
     if at_work is None or not waiting:
         return at_work
     return at_work + (metric(text, waiting) or 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """What a server proposed and accepted since it started."""
+
+    rounds: int  # of one sequence each
+    proposed: int
+    accepted: tuple[int, ...]  # tokens, by their place in the proposal
+
+    def since(self, earlier: DraftCounts) -> DraftCounts:
+        """Return what came after an earlier look."""
+        before = (*earlier.accepted, *[0] * len(self.accepted))
+        return DraftCounts(
+            self.rounds - earlier.rounds,
+            self.proposed - earlier.proposed,
+            tuple(now - then for now, then in zip(self.accepted, before, strict=False)),
+        )
+
+
+def metrics_by_place(text: str, name: str) -> tuple[int, ...]:
+    """Return a counter by its label `position`, from 0 on, summed over a server's engines."""
+    counts = dict[int, int]()
+    for line in text.splitlines():
+        label = re.search(r'position="(\d{1,3})"', line)
+        if line.startswith(name + "{") and label is not None:
+            value = metric(line, name)
+            place = int(label[1])
+            counts[place] = counts.get(place, 0) + (value or 0)
+    return tuple(counts.get(place, 0) for place in range(max(counts, default=-1) + 1))
 
 
 def metric(text: str, name: str) -> int | None:

@@ -19,7 +19,15 @@ from atts.errors import EngineError, EngineUnavailable, OptionError, Unsupported
 from atts.servers.addresses import AUTO, DIALECTS, read_servers
 from atts.servers.chat import TextTokenizer
 from atts.servers.client import Client, Traffic
-from atts.servers.dialect import Dialect, DialectClient, Identity, LogProbs, Rater, Scorer
+from atts.servers.dialect import (
+    Dialect,
+    DialectClient,
+    DraftCounts,
+    Identity,
+    LogProbs,
+    Rater,
+    Scorer,
+)
 from atts.servers.options import RemoteOptions, is_url
 from atts.servers.pool import ReplicaPool
 from atts.servers.probing import Finding, Known, ServerProbe, refuse_broken, require_unchanged
@@ -265,6 +273,15 @@ class RemoteEngine(BaseEngine):
             findings=tuple(findings),
         )
         return known
+
+    async def drafted(self) -> DraftCounts | None:
+        """Return what the server's own speculation proposed and accepted so far.
+
+        None where it does not speculate, or does not count.
+
+        :raises EngineError: it is not open, or cannot be reached.
+        """
+        return await self._requests().dialect.drafted(self._opened())
 
     async def _close(self) -> None:
         client = self._client

@@ -13,12 +13,14 @@ from atts.core import SampleRequest, ScoreRequest, Scores, TokenIds
 from atts.errors import EngineTimeout
 from atts.servers.client import Call, Client
 from atts.servers.dialect import (
+    DraftCounts,
     Identity,
     RawCompletion,
     Scorer,
     in_queue,
     json_at,
     metric,
+    metrics_by_place,
     sampling_fields,
     seed_of,
     served_model,
@@ -180,6 +182,16 @@ class VllmDialect(Scorer):
             return "it speculates"
         share = accepted / proposed
         return f"it speculates, {share:.0%} of {proposed:,} proposed tokens accepted so far"
+
+    async def drafted(self, client: Client) -> DraftCounts | None:
+        """See `Dialect`."""
+        text = (await client.look("/metrics")).body.decode(errors="replace")
+        rounds = metric(text, f"{_SPECULATED}_num_drafts_total")
+        proposed = metric(text, f"{_SPECULATED}_num_draft_tokens_total")
+        if rounds is None or proposed is None:
+            return None
+        accepted = metrics_by_place(text, f"{_SPECULATED}_num_accepted_tokens_per_pos_total")
+        return DraftCounts(rounds, proposed, accepted)
 
     @property
     def _reads_cache(self) -> bool:

@@ -63,7 +63,9 @@ class ServerQuirks:
     serve` do. `version` is what it says it is; "" its dialect's. `speculation` other than "off" is
     told as that server tells it; "hot" writes garbage at temperatures above 0, as a vLLM for
     processors did, "greedy" strays at temperature 0, "lossless" changes nothing; a request for one
-    token is never speculated. `prefill` is when a chat API goes on with a last assistant message:
+    token is never speculated. `acceptance` is the chance of each proposed token, where all before
+    it were accepted; the counters of a vLLM server follow it. `prefill` is when a chat API goes on
+    with a last assistant message:
     told by vLLM's two flags, by a mark on the message, always, or never (it becomes a user's);
     "closed" and "prefix" also refuse fields that hosted models do not know. `ratings` "off": it
     tells no likely tokens. `reasoning` other than "off" takes what comes before the answer out of
@@ -79,6 +81,7 @@ class ServerQuirks:
     prefill: Literal["continue", "prefix", "trailing", "closed"] = "continue"
     ratings: Literal["on", "off"] = "on"
     speculation: Literal["off", "lossless", "hot", "greedy"] = "off"
+    acceptance: tuple[float, ...] = (0.8, 0.75, 0.7)
     reasoning: Literal["off", "reasoning", "reasoning_content", "hidden"] = "off"
 
     def written(self, request: SampleRequest) -> SampleRequest:
@@ -131,6 +134,30 @@ class Aborted(Refusal):
 
 
 @dataclass(slots=True)
+class DraftCounter:
+    """Counts what a server that speculates proposed, and how much of it was accepted, by place."""
+
+    rounds: int = 0
+    proposed: int = 0
+    accepted: list[int] = field(default_factory=list[int])
+
+    def write(self, done: Completion, acceptance: tuple[float, ...]) -> None:
+        """Count the rounds in which a text was written: each place is accepted with its chance."""
+        random_draw = random.Random(hash(done.ids))
+        self.accepted = self.accepted or [0] * len(acceptance)
+        left = len(done.ids)
+        while left > 0:
+            self.rounds += 1
+            self.proposed += len(acceptance)
+            left -= 1
+            for place, chance in enumerate(acceptance):
+                if random_draw.random() >= chance:
+                    break
+                self.accepted[place] += 1
+                left -= 1
+
+
+@dataclass(slots=True)
 class ServerState:
     """The engine of a server with its jobs by request id, its cache and its quirks."""
 
@@ -140,6 +167,7 @@ class ServerState:
     cache: BlockCache = field(default_factory=BlockCache)
     jobs: dict[str, anyio.CancelScope] = field(default_factory=dict[str, anyio.CancelScope])
     served: int = 0
+    drafts: DraftCounter = field(default_factory=lambda: DraftCounter())
 
     @property
     def context_length(self) -> int:
@@ -175,6 +203,8 @@ class ServerCall:
         )
         cached = state.cache.hit(request.ids)
         state.cache.keep(request.ids + done.ids)
+        if state.quirks.speculation != "off" and request.max_tokens > 1:
+            state.drafts.write(done, state.quirks.acceptance)
         done = spoilt(self.fault if spoil else None, done, state.engine.spec.vocabulary)
         return replace(done, cached_tokens=cached)
 

@@ -171,12 +171,24 @@ def _stop_reason(done: Completion, request: SampleRequest) -> str | int | None:
 def metrics(call: ServerCall) -> str:
     """Answer GET /metrics, with counters of speculation only where there is any."""
     text = call.gauges("vllm:num_requests_running", "vllm:num_requests_waiting")
-    counts = {"drafts": "400.0", "draft_tokens": "1.2e+06", "accepted_tokens": "900000.0"}
+    if call.state.quirks.speculation == "off":
+        return text
+    drafts = call.state.drafts
+    # As after a long time at work: a client must look at differences.
+    counts = {
+        "drafts": 400_000 + drafts.rounds,
+        "draft_tokens": 1_200_000 + drafts.proposed,
+        "accepted_tokens": 900_000 + sum(drafts.accepted),
+    }
     lines = [
-        f'vllm:spec_decode_num_{name}_total{{engine="0"}} {count}\n'
+        f'vllm:spec_decode_num_{name}_total{{engine="0"}} {float(count)}\n'
         for name, count in counts.items()
     ]
-    return text + "".join(lines) * (call.state.quirks.speculation != "off")
+    for place, count in enumerate(drafts.accepted):
+        labels = f'engine="0",position="{place}"'
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        lines.append(f"{name}{{{labels}}} {float(300_000 + count)}\n")
+    return text + "".join(lines)
 
 
 ROUTES = Routes(

@@ -1,0 +1,258 @@
+"""Advice on a server's own speculation: how many tokens it should propose at each load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from atts.accel.speculate.costs import StepCosts, condition
+from atts.accel.speculate.survival import Survival
+from atts.concurrency import collect
+from atts.core import Message, SampleRequest, Sampling, TokenIds
+from atts.errors import EngineError, OptionError
+from atts.sampling import Seed
+from atts.servers import DraftCounts, RemoteEngine
+
+_QUESTION = "What is {} + {}? Reason step by step, and check the result in another way."
+_SAMPLING = Sampling(0.7)
+_REPEATS = 3
+_MARGIN = 0.03  # gain below which no tokens are proposed
+# Steps of one kind are all that is timed, so that one curve of costs holds for all of them.
+_STEPS = condition(is_mixed=False, context=256.0, sequences=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTiming:
+    """What a server did with so many requests in flight."""
+
+    load: int
+    tokens: int  # that came back
+    seconds: float
+    drafted: DraftCounts | None  # None: the server proposes nothing, or does not count
+
+    @property
+    def goodput(self) -> float:
+        """Return the tokens per second of all requests together."""
+        return self.tokens / self.seconds
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of all requests: each writes a token, and those that were accepted."""
+        accepted = 0 if self.drafted is None else sum(self.drafted.accepted)
+        return max(1, self.tokens - accepted)
+
+    @property
+    def length(self) -> float:
+        """Return the tokens that the server proposed per step of a request."""
+        return 0.0 if self.drafted is None else self.drafted.proposed / self.steps
+
+    @property
+    def step_seconds(self) -> float:
+        """Return the time of one step, in which every request takes part."""
+        return self.seconds * self.load / self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdvice:
+    """What is known of one load, and what should be proposed there."""
+
+    load: int
+    step_ms: float
+    measured: float  # tokens per second
+    forecast: float  # the same, by the models of costs and acceptance
+    length: int  # that forecasts the most; 0: propose nothing
+    best: float  # tokens per second with it, as forecast
+    plain: float  # and without proposals
+
+
+@dataclass(frozen=True, slots=True)
+class TuneAdvice:
+    """How a server should speculate, with the numbers that say so."""
+
+    method: str
+    acceptance: tuple[float, ...]  # of each place, with all before it; (): nothing was proposed
+    loads: tuple[LoadAdvice, ...]
+    fewest_rows: int = 1  # of a step that was timed
+
+    @property
+    def config(self) -> str:
+        """Return the value of vLLM's --speculative-config, or "none" where nothing pays."""
+        ranges = self._ranges()
+        if not ranges:
+            return "none"
+        value: dict[str, Any] = {"method": self.method}
+        value["num_speculative_tokens"] = max(length for *_, length in ranges)
+        if len({length for *_, length in ranges}) > 1:
+            value["num_speculative_tokens_per_batch_size"] = ranges
+        return json.dumps(value, separators=(",", ":"))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return what the reader should know before the server is started so."""
+        if not self.acceptance:
+            return (
+                "the server proposed nothing, so how much is accepted is not known: start it with "
+                "a --speculative-config, and tune again",
+            )
+        found = list[str]()
+        if self.loads and self.fewest_rows > self.loads[0].load:
+            found.append(
+                f"no step of fewer than {self.fewest_rows} rows was timed, because the server proposes "
+                f"at every load: below that many requests in flight the gain is an estimate. Time "
+                f"the server without speculation as well"
+            )
+        paying = [each.load for each in self.loads if each.length]
+        if paying and not self.loads[-1].length:
+            found.append(
+                f"above {max(paying)} requests in flight proposals cost more than they bring. A "
+                f"range of 0 tokens meets an open defect of vLLM (its issue 49548), so none is "
+                f"printed: keep --concurrency at {max(paying)} or below"
+            )
+        return tuple(found)
+
+    def _ranges(self) -> list[tuple[int, int, int]]:
+        """Return first load, last load and length of neighbouring loads of one length."""
+        ranges = list[tuple[int, int, int]]()
+        before = 0
+        for each in self.loads:
+            first = before + 1
+            before = each.load
+            if not each.length:
+                continue
+            if ranges and ranges[-1][2] == each.length and ranges[-1][1] == first - 1:
+                first = ranges.pop()[0]
+            ranges.append((first, each.load, each.length))
+        return ranges
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data for programs."""
+        return {**asdict(self), "config": self.config, "warnings": list(self.warnings)}
+
+    def __str__(self) -> str:
+        """Show a row per load, then the acceptance, the setting and the warnings."""
+        head = f"{'load':>6}{'step ms':>10}{'tokens/s':>11}{'forecast':>10}{'propose':>9}{'then':>9}{'plain':>9}"
+        lines = [head]
+        for each in self.loads:
+            numbers = f"{each.load:>6}{each.step_ms:>10.2f}{each.measured:>11,.0f}"
+            lines.append(
+                f"{numbers}{each.forecast:>10,.0f}{each.length:>9}{each.best:>9,.0f}{each.plain:>9,.0f}"
+            )
+        if self.acceptance:
+            shares = ", ".join(f"{share:.2f}" for share in self.acceptance)
+            lines.append(f"accepted with all before it, by place: {shares}")
+        lines.append(f"--speculative-config {self._quoted}")
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+    @property
+    def _quoted(self) -> str:
+        return "none" if self.config == "none" else f"'{self.config}'"
+
+
+async def tune(
+    engine: RemoteEngine,
+    loads: Sequence[int] = (1, 4, 16, 64),
+    *,
+    tokens: int = 64,
+    most: int = 8,
+    method: str = "ngram",
+) -> TuneAdvice:
+    """Time an open server at each load, and advise up to `most` proposed tokens of a `method`.
+
+    :raises OptionError: loads that do not rise, or a number below 1.
+    :raises EngineError: the server fails.
+    """
+    if not loads or min(loads) < 1 or any(one >= other for one, other in pairwise(loads)):
+        raise OptionError("--load", f"{list(loads)} are not numbers from 1 on that rise")
+    for name, value in (("--tokens", tokens), ("--most", most)):
+        if value < 1:
+            raise OptionError(name, f"{value} is below 1")
+    await _timed(engine, 1, min(tokens, 16), 0)  # a server's first request compiles and captures
+    timings = list[LoadTiming]()
+    for load in loads:
+        for repeat in range(_REPEATS):
+            timings.append(await _timed(engine, load, tokens, 1 + repeat))
+    return advise(timings, most, method)
+
+
+async def _timed(engine: RemoteEngine, load: int, tokens: int, repeat: int) -> LoadTiming:
+    before = await engine.drafted()
+    began = perf_counter()
+    requests = [_request(engine, load, number, tokens, repeat) for number in range(load)]
+    done = await collect([partial(engine.sample, request) for request in requests])
+    seconds = perf_counter() - began
+    after = await engine.drafted()
+    counts = None if before is None or after is None else after.since(before)
+    written = sum(len(completion.ids) for completion in done)
+    if not written:
+        raise EngineError(engine.spec.name, "it wrote nothing", "Tune another model")
+    return LoadTiming(load, written, max(seconds, 1e-9), counts)
+
+
+def _request(
+    engine: RemoteEngine, load: int, number: int, tokens: int, repeat: int
+) -> SampleRequest:
+    text = _QUESTION.format(17 + number, 25 + load + 1000 * repeat)
+    ids: TokenIds = engine.tokenizer.render([Message("user", text)])
+    seed = Seed(run=load, sample=number, purpose="probe")
+    return SampleRequest(ids, tokens, _SAMPLING, seed, logprobs="unneeded")
+
+
+def advise(timings: Sequence[LoadTiming], most: int, method: str = "ngram") -> TuneAdvice:
+    """Choose the length of the most tokens per second at each load.
+
+    A step is taken to cost what as many rows cost elsewhere: one row for each request, and one for
+    each token proposed to it.
+    """
+    costs = StepCosts(wanders=False)
+    survival = Survival(most)
+    has_proposed = False
+    fewest = round(min(timing.load * (1 + timing.length) for timing in timings))
+    for timing in timings:
+        rows = round(timing.load * (1 + timing.length))
+        costs.add(_STEPS, rows, timing.step_seconds)
+        counts = timing.drafted
+        if counts is not None and counts.rounds and counts.accepted:
+            has_proposed = True
+            accepted = counts.accepted[:most]
+            survival.count([counts.rounds, *accepted][: len(accepted)], accepted)
+    curve = costs.curve(_STEPS)
+    assert curve is not None, "something was timed"
+    shares = np.concatenate([[1.0], survival.acceptance([0])[0]])
+    expected = shares.cumsum()  # tokens of a step, by how many were proposed
+
+    def goodput(load: int, length: float) -> float:
+        tokens = float(np.interp(length, np.arange(most + 1), expected))
+        return load * tokens / float(curve.at(np.array([load * (1 + length)]))[0])
+
+    advice = list[LoadAdvice]()
+    for load in sorted({timing.load for timing in timings}):
+        own = [timing for timing in timings if timing.load == load]
+        current = float(np.mean([timing.length for timing in own]))
+        plain = goodput(load, 0)
+        best = 0
+        if has_proposed:
+            # The shortest of those that are forecast to be equally good.
+            best = max(range(most + 1), key=lambda length: (goodput(load, length), -length))
+            if goodput(load, best) < (1 + _MARGIN) * plain:
+                best = 0
+        advice.append(
+            LoadAdvice(
+                load,
+                step_ms=1e3 * float(np.median([timing.step_seconds for timing in own])),
+                measured=float(np.median([timing.goodput for timing in own])),
+                forecast=goodput(load, current),
+                length=best,
+                best=goodput(load, best),
+                plain=plain,
+            )
+        )
+    shown = tuple(float(share) for share in shares[1:]) if has_proposed else ()
+    return TuneAdvice(method, shown, tuple(advice), fewest)

@@ -1,0 +1,173 @@
+"""`atts tune`: how much a server should speculate, from its step times and its own counters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from atts.api.tuning import LoadTiming, TuneAdvice, advise
+from atts.cli.app import run as command
+from atts.local import LocalEngine, LocalOptions
+from atts.models import path
+from atts.servers import DraftCounts
+from atts.testing import ServerQuirks
+from atts.testing.servers import DialectServer
+
+Serve = Callable[..., DialectServer]
+SHARES = (0.8, 0.75, 0.7)  # of each place, where all before it were accepted
+
+
+def embedded() -> LocalEngine:
+    """The embedded draft: its tokenizer can be opened here."""
+    return LocalEngine(
+        path("draft"), name="draft", options=LocalOptions(worker="thread", kv_tokens=8192)
+    )
+
+
+def timings(
+    cost: Callable[[float], float], loads: Sequence[int], shares: Sequence[float] = SHARES
+) -> list[LoadTiming]:
+    """What a server with these step times and shares would count: `cost` is seconds by rows."""
+    made = list[LoadTiming]()
+    for load in loads:
+        steps = 10_000
+        accepted = list[int]()
+        left = float(steps)
+        for share in shares:
+            left *= share
+            accepted.append(round(left))
+        tokens = steps + sum(accepted)
+        seconds = steps / load * cost(load * (1 + len(shares)))
+        drafted = DraftCounts(steps, steps * len(shares), tuple(accepted)) if shares else None
+        made.append(LoadTiming(load, tokens, seconds, drafted))
+    return made
+
+
+LOADS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def test_where_rows_cost_nothing_as_many_are_proposed_as_pay() -> None:
+    """A step that takes the same however many rows it has: the longest proposal is the best."""
+    found = advise(timings(lambda rows: 0.02, LOADS), 3)
+    assert [each.length for each in found.loads] == [3] * len(LOADS)
+    assert json.loads(found.config) == {"method": "ngram", "num_speculative_tokens": 3}
+    assert found.acceptance == pytest.approx((0.8, 0.6, 0.42), abs=0.01)
+    assert ["fewer than 4 rows" in warning for warning in found.warnings] == [True]
+
+
+def test_where_every_row_costs_its_share_nothing_pays() -> None:
+    """A step as long as its rows are many: "none", once steps without proposals were timed too."""
+
+    def cost(rows: float) -> float:
+        return 0.01 * rows
+
+    found = advise(timings(cost, LOADS, ()) + timings(cost, LOADS), 3)
+    assert [each.length for each in found.loads] == [0] * len(LOADS)
+    assert found.config == "none"
+    assert str(found).splitlines()[-1] == "--speculative-config none"
+
+
+def test_steps_that_were_never_timed_are_named() -> None:
+    """A server that proposes three tokens at every load takes no step of fewer than four rows."""
+    found = advise(timings(lambda rows: 0.01 * rows, LOADS), 3)
+    assert [each.length for each in found.loads][2:] == [0] * len(LOADS[2:])
+    assert "no step of fewer than 4 rows was timed" in found.warnings[0]
+
+
+def test_proposals_grow_shorter_with_the_load() -> None:
+    """Free up to 48 rows, then a row at a time: long proposals at small loads, none at large ones."""
+    found = advise(timings(lambda rows: 0.02 * max(1.0, rows / 48), LOADS), 6)
+    lengths = [each.length for each in found.loads]
+    assert lengths[0] >= 3
+    assert lengths[-1] == 0
+    assert lengths == sorted(lengths, reverse=True)
+    config = json.loads(found.config)
+    ranges = config["num_speculative_tokens_per_batch_size"]
+    assert ranges[0][0] == 1
+    assert all(length > 0 for *_, length in ranges), "a range of 0 meets the server's defect"
+    assert all(one[1] + 1 == other[0] for one, other in zip(ranges, ranges[1:], strict=False))
+    warning = found.warnings[-1]
+    assert f"--concurrency at {ranges[-1][1]}" in warning
+
+
+def test_the_forecast_of_the_length_in_use_is_near_what_was_measured() -> None:
+    """Within 10 % at every load, for costs that bend."""
+    found = advise(timings(lambda rows: 0.01 + 0.0004 * rows, LOADS), 4)
+    for each in found.loads:
+        assert each.forecast == pytest.approx(each.measured, rel=0.1)
+
+
+def test_the_choice_is_the_best_of_all_lengths_by_enumeration() -> None:
+    """With exact costs and shares, no other length has more tokens a second by over 3 %."""
+
+    def cost(rows: float) -> float:
+        return 0.01 + 0.0008 * rows
+
+    found = advise(timings(cost, LOADS), 3)
+    for each in found.loads:
+        goodputs = list[float]()
+        expected, share = 1.0, 1.0
+        for length in range(4):
+            goodputs.append(each.load * expected / cost(each.load * (1 + length)))
+            if length < 3:
+                share *= SHARES[length]
+                expected += share
+        assert goodputs[each.length] >= 0.97 * max(goodputs)
+
+
+def test_a_server_that_proposed_nothing_is_timed_and_told_so() -> None:
+    """Nothing is known of acceptance, so nothing is advised."""
+    found = advise(timings(lambda rows: 0.02, LOADS, ()), 4)
+    assert found.config == "none"
+    assert found.acceptance == ()
+    assert "tune again" in found.warnings[0]
+    assert all(each.step_ms == pytest.approx(20) for each in found.loads)
+
+
+def test_the_order_of_timings_does_not_matter() -> None:
+    """Advice is a function of what was measured."""
+    made = timings(lambda rows: 0.01 + 0.0008 * rows, LOADS)
+    assert [each.length for each in advise(made, 3).loads] == [
+        each.length for each in advise(made[::-1], 3).loads
+    ]
+
+
+@pytest.mark.parametrize("speculation", ["off", "lossless"])
+def test_a_server_is_tuned_by_its_counters(
+    serve: Serve, speculation: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """End to end over HTTP: shares are those of the server, counted from here on alone."""
+    quirks = ServerQuirks(speculation=speculation, acceptance=SHARES)
+    server = serve("vllm", embedded, model="owner/draft", quirks=quirks)
+    words = f"vllm:{server.url}/owner/draft?tokenizer={path('draft')}"
+    asked = ["tune", words, "--load", "1,4", "--tokens", "48", "--most", "4"]
+    assert command([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["load"] for each in found["loads"]] == [1, 4]
+    assert all(each["measured"] > 0 and each["step_ms"] > 0 for each in found["loads"])
+    if speculation == "off":
+        assert (found["config"], found["acceptance"]) == ("none", [])
+        return
+    assert found["acceptance"][0] == pytest.approx(0.8, abs=0.12)
+    assert found["acceptance"] == sorted(found["acceptance"], reverse=True)
+    assert command(asked) == 0
+    assert "--speculative-config " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("load", ["a", "4,1", "0", "1,1"])
+def test_loads_that_do_not_rise_are_refused(
+    serve: Serve, load: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the flag, with exit code 2."""
+    server = serve("vllm", embedded, model="owner/draft")
+    words = f"vllm:{server.url}/owner/draft?tokenizer={path('draft')}"
+    assert command(["tune", words, "--load", load]) == 2
+    assert "--load" in capsys.readouterr().err
+
+
+def test_nothing_pays_is_said_in_one_word() -> None:
+    """The advice of no loads that pay has no setting."""
+    assert TuneAdvice("ngram", (0.5,), ()).config == "none"

@@ -13,6 +13,8 @@ from atts.accel.engine import accelerated
 from atts.accel.options import SpeculationOptions, StageOptions, options_of
 
 if TYPE_CHECKING:
+    from atts.accel.speculate.costs import StepCosts, condition
+    from atts.accel.speculate.survival import Survival
     from atts.accel.zoo.equivalence import BlockSimilarity, Divergence, divergence, substituted
     from atts.accel.zoo.folders import check_name
     from atts.accel.zoo.placement import replicated
@@ -24,10 +26,13 @@ __all__ = [
     "SharedPart",
     "SpeculationOptions",
     "StageOptions",
+    "StepCosts",
+    "Survival",
     "Zoo",
     "ZooContents",
     "accelerated",
     "check_name",
+    "condition",
     "divergence",
     "options_of",
     "replicated",
@@ -36,18 +41,18 @@ __all__ = [
 ]
 
 _NAMES = {
-    "equivalence": "BlockSimilarity Divergence divergence substituted",
-    "folders": "check_name",
-    "placement": "replicated",
-    "zoo": "SharedPart Zoo ZooContents written_places",
+    "speculate.costs": "StepCosts condition",
+    "speculate.survival": "Survival",
+    "zoo.equivalence": "BlockSimilarity Divergence divergence substituted",
+    "zoo.folders": "check_name",
+    "zoo.placement": "replicated",
+    "zoo.zoo": "SharedPart Zoo ZooContents written_places",
 }
-_HOME = {
-    name: f"atts.accel.zoo.{module}" for module, names in _NAMES.items() for name in names.split()
-}
+_HOME = {name: f"atts.accel.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what belongs to zoos when it is first used: most engines need none of it."""
+    """Import what most engines need nothing of when it is first used."""
     if name not in _HOME:
         raise AttributeError(f"module 'atts.accel' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

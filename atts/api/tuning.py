@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from atts.accel.speculate.costs import StepCosts, condition
-from atts.accel.speculate.survival import Survival
+from atts.accel import StepCosts, Survival, condition
 from atts.concurrency import collect
 from atts.core import Message, SampleRequest, Sampling, TokenIds
 from atts.errors import EngineError, OptionError

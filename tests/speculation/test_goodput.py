@@ -11,7 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from atts.accel.speculate.costs import StepCosts, condition
-from atts.accel.speculate.goodput import GoodputControl, Outcome, StepShape, Survival
+from atts.accel.speculate.goodput import GoodputControl, StepShape
+from atts.accel.speculate.survival import Outcome, Survival
 
 Table = Callable[[int], float]
 MOST = 16

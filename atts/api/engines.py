@@ -16,7 +16,7 @@ from atts.api.keys import keys_of
 from atts.api.pairs import model_sizes, run_tokens
 from atts.core import Role
 from atts.engine import Engine
-from atts.errors import OptionError
+from atts.errors import ATTSError, OptionError
 from atts.models.folders import template_of
 from atts.pipelines import SMALL, Budget, Policy
 
@@ -517,10 +517,25 @@ def known_context(engine: str | Engine) -> int | None:
     scheme, _, model = words.removeprefix("ray:").partition(":")
     stated = [*parse_qs(settings).get("context", ()), *parse_qs(settings).get("kv_tokens", ())]
     lengths = [int(word) for word in stated if word.isdecimal() and int(word) > 0]
+    folder = _folder_of(scheme, model)
+    if folder is not None:
+        lengths += _context_of_folder(folder)
     if scheme == "hf":
-        lengths += _context_of_folder(Path(model).expanduser())
         lengths += [size.context for name, size in model_sizes().items() if name == model]
     return min(lengths, default=None)
+
+
+def _folder_of(scheme: str, model: str) -> Path | None:
+    """Return the folder of a model of this machine, if its words name one."""
+    if scheme == "hf":
+        return Path(model).expanduser()
+    if scheme != "zoo":
+        return None
+    try:
+        zoo, name = _zoo(model)
+        return zoo.folder(name)
+    except ATTSError:  # whoever opens the engine says what is wrong with it
+        return None
 
 
 def _context_of_folder(folder: Path) -> Iterator[int]:
@@ -539,7 +554,8 @@ def _model_budget(engine: str | Engine) -> Budget:
     if scheme in ("embedded", "scripted"):
         return SMALL
     # The scheme is no part of a model's name: "chat:" says how a server is asked, not what it serves.
-    template = template_of(Path(model).expanduser()) if scheme == "hf" else None
+    folder = _folder_of(scheme, model)
+    template = template_of(folder) if folder is not None else None
     if template is not None:
         return REASONING if _REASONING_TEMPLATE.search(template) else INSTRUCT
     if _ANSWERS_AT_ONCE.search(model) and not _REASONS.search(model):

@@ -419,7 +419,7 @@ async def sweep(
     ...     words = {"draft": "scripted", "target": "scripted"}
     ...     found = sweep_sync({"samples": [1, 2]}, "arithmetic[:2]", directory=folder, settings=words)
     >>> [point.name for point in found.points]
-    ['target-only', 'draft-only', 'samples=1', 'samples=2']
+    ['target-only', 'draft-only', 'coin', 'samples=1', 'samples=2']
     """
     flags = {**(settings or {}), "dataset": dataset, "out": str(directory)}
     return (await run_sweep(plan_sweep(over, flags))).report

@@ -288,17 +288,19 @@ def test_seeds_make_runs_repeat_under_any_schedule(attempt: Solve) -> None:
     assert [r.text for r in lines(quick)] != [r.text for r in lines(other)]
 
 
-def test_no_edge_between_siblings_and_no_time_lost_to_them(attempt: Solve) -> None:
-    """Asynchronous mode: a rollout's nodes wait for its own nodes only."""
+def test_no_edge_between_siblings_but_for_equal_chunks_and_no_time_lost(attempt: Solve) -> None:
+    """Asynchronous mode: a rollout's nodes wait for its own nodes, or for the score of a sibling's
+    equal chunk, which is then not asked for again.
+    """
     events: list[Any] = []
     attempt(POLICY, conformal(0.3), events=events)
     nodes = {e.node: e for e in events if hasattr(e, "after")}
     assert nodes
     for node in nodes.values():
         assert node.wait == 0
-        assert {(nodes[i].problem, nodes[i].sample) for i in node.after} <= {
-            (node.problem, node.sample)
-        }
+        others = [nodes[i] for i in node.after if nodes[i].sample != node.sample]
+        assert {nodes[i].problem for i in node.after} <= {node.problem}
+        assert {other.stage for other in others} <= {"score"}
 
 
 def test_the_barrier_ranks_whole_rounds(attempt: Solve) -> None:

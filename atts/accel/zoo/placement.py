@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from atts.core import SampleRequest, ScoreRequest
 from atts.local.engine import LocalEngine
-from atts.servers import ReplicaLoad, ReplicaPool
+
+if TYPE_CHECKING:
+    from atts.servers import ReplicaLoad, ReplicaPool
 
 
 class Instance(NamedTuple):
@@ -105,6 +107,8 @@ _FIRST = 1e-2, 1e-4
 
 def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
     """Make one engine of several on the same model, each made as another replica."""
+    from atts.servers import ReplicaPool  # whoever only places blocks needs no servers
+
     return ReplicaPool(
         [(str(at), one) for at, one in enumerate(engines)],
         name=name,

@@ -46,6 +46,7 @@ from atts.local.devices import (
     check_room,
     default_tokens,
     device_of,
+    dtype_of,
     on_device,
 )
 from atts.local.loader import Weights, load_weights
@@ -155,7 +156,7 @@ def _shared_loop(
     plan: LoopPlan, config: WorkerConfig, kernels: Any, send: Send
 ) -> tuple[StepLoop, _Target]:
     """Make the loop of a model of a zoo, which others may join."""
-    dtype = getattr(torch, config.options.dtype)
+    dtype = dtype_of(config)
     # the cache is for all of them, so for the deepest
     depth = max(plan.depth, config.model.num_layers)
     deepest = replace(config, model=replace(config.model, num_layers=depth))
@@ -185,7 +186,7 @@ def _alone(
     plan: LoopPlan, config: WorkerConfig, device: torch.device, make_model: MakeModel | None
 ) -> _Target:
     """Load a model whole, with its exit where that is listened to."""
-    dtype = getattr(torch, config.options.dtype)
+    dtype = dtype_of(config)
     weights = load_weights(config.folder, config.model, dtype, device, config.name)
     drafter = _drafter_here(plan, config)
     cache = allocate_cache(config, dtype, device)
@@ -226,7 +227,7 @@ def _staged(plan: LoopPlan, config: WorkerConfig, kernels: Any) -> tuple[_Target
     is_shared = kernels is not None
     device = device_of(config)
     stages = plan.stages
-    dtype = getattr(torch, config.options.dtype)
+    dtype = dtype_of(config)
     kernel = "native" if is_shared else config.options.kernel
     tokens = config.options.kv_tokens or default_tokens(config, dtype, device)
     options = replace(config.options, kv_tokens=tokens, threads=threads_of(config), kernel=kernel)
@@ -281,7 +282,7 @@ def _stage(setup: StageSetup) -> tuple[Tensor, NativeModel | TorchModel, str]:
     config = setup.config
     part = setup.config.model.part(setup.layers)
     alone = not setup.is_shared
-    dtype = getattr(torch, config.options.dtype)
+    dtype = dtype_of(config)
     device = device_of(config)
     read = config.folder, config.model, dtype, device, config.name
     weights = load_weights(*read, merges=alone, layers=setup.layers, words=alone)
@@ -336,7 +337,7 @@ def _drafter_weights(plan: LoopPlan, config: WorkerConfig) -> Weights | None:
     drafter = plan.drafter
     if drafter is None:
         return None
-    dtype = getattr(torch, config.options.dtype)
+    dtype = dtype_of(config)
     device = _drafter_device(plan, config)
     return load_weights(drafter.folder, drafter.model, dtype, device, drafter.name)
 
@@ -409,7 +410,7 @@ def overlapped_drafter(
         own = replace(own, options=replace(own.options, graphs="off"))
     weights = weights or _drafter_weights(plan, config)
     assert weights is not None, "there is a model to load"
-    dtype = getattr(torch, config.options.dtype)
+    dtype = dtype_of(config)
     device = _drafter_device(plan, config)
     cache = allocate_cache(own, dtype, device, least=slots + BRANCH_SLOTS)
     heads = None

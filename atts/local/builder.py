@@ -15,7 +15,14 @@ from atts.local.cpu.bursts import MultiStep
 from atts.local.cpu.compiling import native_library
 from atts.local.cpu.model import NativeModel, unknown_parts
 from atts.local.cuda.model import cuda_model
-from atts.local.devices import SPARE_SLOTS, allocate_cache, check_room, device_of, on_device
+from atts.local.devices import (
+    SPARE_SLOTS,
+    allocate_cache,
+    check_room,
+    device_of,
+    dtype_of,
+    on_device,
+)
 from atts.local.loader import Weights, load_weights
 from atts.local.loop import StepLoop
 from atts.local.messages import LoopReport, WorkerConfig, WorkerReady
@@ -46,7 +53,7 @@ def build_loop(
     config = on_device(config)
     device = device_of(config)
     check_room(config, device)
-    dtype = getattr(torch, config.options.dtype)
+    dtype = dtype_of(config)
     weights = load_weights(config.folder, config.model, dtype, device, config.name)
     cache = allocate_cache(config, dtype, device)
     if make_model is not None:

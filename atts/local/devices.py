@@ -50,6 +50,12 @@ def on_device(config: WorkerConfig) -> WorkerConfig:
     return replace(config, options=replace(config.options, dtype=dtype))
 
 
+def dtype_of(config: WorkerConfig) -> torch.dtype:
+    """Return the type of numbers that a model is computed in; see `on_device`."""
+    found: torch.dtype = getattr(torch, on_device(config).options.dtype)
+    return found
+
+
 def check_room(config: WorkerConfig, device: torch.device) -> None:
     """See that a GPU holds what will be loaded onto it, before any of it is.
 
@@ -60,7 +66,7 @@ def check_room(config: WorkerConfig, device: torch.device) -> None:
     free = free_room(device)
     room = config.room
     least = config.model.context_length if room is None else room.tokens
-    own = EngineSize.of(config.model, config.options.dtype, least)
+    own = EngineSize.of(config.model, on_device(config).options.dtype, least)
     if own.weights + WORKSPACE > free:
         total = total_room(device)
         problem = f"its weights take {own.weights / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from atts.accel.overlap.mirror import EXIT_FILE, ExitAdapter
-from atts.core import Sampling
+from atts.accel.overlap.mirror import EXIT_FILE, ExitAdapter, ExitListener, ExitModel
+from atts.core import Sampling, ScoreRequest
 from atts.errors import ModelLoadError, UnsupportedByEngine
 from atts.local.batch import PrefillChunk, StepBatch, StepPlan, step_batch
 from atts.local.cpu.compiling import native_library
@@ -80,6 +80,42 @@ def test_who_hears_of_a_step_changes_nothing_of_it(kernel: str, make_model: Make
         heard[0], heard[0].shape[1:], weights.norm, config.norm_eps
     )
     assert torch.allclose(normed, cut, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_an_exit_is_read_at_the_rows_whose_logits_are_wanted(kernel: str, make_model: Make) -> None:
+    """Guesses of each place are the likeliest tokens of a model that ends there, at the same row.
+
+    Several neighbouring rows of two sequences are heard, so that one row too early shows.
+    """
+    folder = make_model("llama", **DEEP)
+    table = np.arange(1, 41, dtype=np.int32).reshape(2, 20)
+    chunks = list[PrefillChunk]()
+    for row, tokens in enumerate((9, 14)):
+        ids = ids_of(row, tokens)
+        sequence = new_sequence(row, ScoreRequest(ids[:-3], ids[-3:]), 0.0)
+        sequence.ids = list(ids)
+        sequence.row = row
+        chunks.append(PrefillChunk(sequence, 0, tokens, tokens - 4))
+    batch = step_batch(StepPlan([], chunks, [], []), table)
+    config, weights = loaded(folder, 4)
+    adapter = ExitAdapter.untrained(config, weights)
+    model = ExitModel(built(config, weights, kernel), adapter, config.norm_eps)
+    heard = list[Any]()
+    model.listen(ExitListener({0: (70, Sampling(1.0)), 1: (71, Sampling(1.0))}, heard.append))
+    model.forward(batch, table)
+
+    short = built(*loaded(folder, adapter.layers), kernel)
+    logits = short.compute_logits(short.forward(batch, table))
+    best = logits.double().softmax(-1).topk(3, -1)
+    (told,) = heard
+    assert {key: len(places) for key, places in told.items()} == {70: 4, 71: 4}
+    places = [*told[70], *told[71]]
+    for (ids, chances), expected, likely in zip(places, best.indices, best.values, strict=True):
+        assert list(ids)[:3] == expected.tolist()
+        assert list(chances)[:3] == pytest.approx(likely.tolist(), abs=1e-4)
+    firsts = [list(ids)[0] for ids, _ in places]
+    assert len(set(firsts)) > 2, "neighbouring rows must differ for this to tell them apart"
 
 
 def trained(folder: Path, to: Path, **changes: Any) -> Path:

@@ -163,6 +163,7 @@ def test_a_recorded_run_is_replayed_by_its_own_preset(tmp_path: Path) -> None:
     assert again.changed == 0
 
 
+@pytest.mark.checkout
 @pytest.mark.parametrize("method", ["paper-marginal", "paper-conditional"])
 def test_departures_are_listed_where_the_method_is_named(method: str, tmp_path: Path) -> None:
     """In the dry run and on the page of methods, each of them."""

@@ -160,8 +160,8 @@ class Policy:
     ] = False
     escalates: Annotated[
         Escalates,
-        "what goes over to the target: a chunk, a chunk and the rest of its rollout, or a problem on "
-        "which the draft's rollouts disagree",
+        "what is escalated: a chunk, a chunk and the rest of its rollout, or a problem on which the "
+        "draft's rollouts disagree",
     ] = "chunk"
     takeover: Annotated[Takeover, "what the target does with a rejected chunk"] = "replace"
     answers: Annotated[

@@ -44,7 +44,7 @@ class ScoreRule:
         nothing, so the score is free.
     rating: 10 less the target's rating of the chunk from 0 to 9, which takes single tokens after it.
     verdict: one over the chance that the target calls the chunk correct, asked in both orders.
-    disagreement: the number of a problem's rollouts over the leading answer's share of them. It is
+    disagreement: the number of a problem's rollouts over the votes for its leading answer. It is
         the score of whole problems and of nothing else.
     """
 

@@ -534,7 +534,7 @@ def _folder_of(scheme: str, model: str) -> Path | None:
     try:
         zoo, name = _zoo(model)
         return zoo.folder(name)
-    except ATTSError:  # whoever opens the engine says what is wrong with it
+    except ATTSError:  # opening the engine reports what is wrong with it
         return None
 
 

@@ -266,8 +266,8 @@ def _leaning(result: RunResult) -> str:
     if not spared:
         return ""
     return (
-        f"; without {spared:,} that settled votes cancelled, so it leans to quick ones (about "
-        "+0.01; --set early_stop=none)"
+        f"; without {spared:,} that settled votes cancelled, so it leans to quick ones (not with "
+        "--early-stop none)"
     )
 
 

@@ -355,6 +355,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, default=160, help="problems")
     parser.add_argument("--threads", type=int, default=2, help="of each model's steps")
     given = parser.parse_args(arguments)
+    if not problems():
+        parser.error("no benchmark files at hand: name their folder in ATTS_SHARED_DATA")
     path, wanted = begin_bank(given.out, given.limit)
     options = LocalOptions(
         device="cpu", threads=given.threads, max_batch=128, kv_tokens=CACHE_TOKENS

@@ -257,7 +257,7 @@ def rollout_scores(problem: BankProblem) -> dict[str, list[float]]:
 
 
 def rollouts_table(problems: Sequence[BankProblem]) -> Table:
-    """Return how well each score tells wrong rollouts from right ones, within problems and over all."""
+    """Return how well each score distinguishes incorrect rollouts from correct ones."""
     scored = [rollout_scores(problem) for problem in problems]
     rows: list[Row] = []
     for name in scored[0]:
@@ -291,10 +291,10 @@ def rollouts_table(problems: Sequence[BankProblem]) -> Table:
         for problem in problems
     )
     return Table.of(
-        "Wrong rollouts told from right ones",
+        "Incorrect rollouts distinguished from correct ones",
         "score | AUROC within problems | the same, rollouts with an answer | AUROC over all rollouts",
         rows,
-        f"{len(problems)} problems, of which {mixed} have right and wrong rollouts. 0.5 knows nothing.",
+        f"{len(problems)} problems, of which {mixed} have correct and incorrect rollouts. 0.5 knows nothing.",
     )
 
 
@@ -321,23 +321,51 @@ def takeover_scores(problem: BankProblem, takeover: Mapping[str, Any]) -> dict[s
 
 
 def advantage(takeover: Mapping[str, Any]) -> float:
-    """Return the measured advantage of the target's chunk: the gain in the share of right answers."""
+    """Return the measured advantage of the target's chunk: the gain in the share of correct answers."""
     replaced = _mean([float(one["correct"]) for one in takeover["replaced"]])
     kept = _mean([float(one["correct"]) for one in takeover["kept"]])
     return replaced - kept
+
+
+def finishing_advantage(takeover: Mapping[str, Any]) -> float:
+    """Return the gain in the share of correct answers where the target finishes the rollout."""
+    finished = _mean([float(one["correct"]) for one in takeover["finished_by_target"]])
+    kept = _mean([float(one["correct"]) for one in takeover["kept"]])
+    return finished - kept
+
+
+def mean_takeovers_table(problems: Sequence[BankProblem]) -> Table:
+    """Return what takeovers gain on average, at chunks that no score has chosen."""
+    takeovers = [takeover for problem in problems for takeover in problem.takeovers]
+    written = _mean([float(one["rewritten_tokens"]) for one in takeovers])
+    finished = _mean(
+        [float(end["tokens"]) for one in takeovers for end in one["finished_by_target"]]
+    )
+    rows: list[Row] = [
+        (
+            "the chunk; the draft finishes",
+            shown(over_problems([advantage(one) for one in takeovers])),
+            round(written),
+        ),
+        (
+            "the chunk and the rest",
+            shown(over_problems([finishing_advantage(one) for one in takeovers])),
+            round(finished),
+        ),
+    ]
+    return Table.of(
+        "Takeovers at any chunk, both halves",
+        "the target writes | gain in the share of correct answers | target tokens",
+        rows,
+        f"{len(takeovers)} chunks, one of each problem, chosen by its name.",
+    )
 
 
 def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Table:
     """Return what each score knows of the measured advantage of a takeover."""
     measured = [(problem, takeover) for problem in problems for takeover in problem.takeovers]
     gains = np.array([advantage(takeover) for _, takeover in measured])
-    finished = np.array(
-        [
-            _mean([float(one["correct"]) for one in takeover["finished_by_target"]])
-            - _mean([float(one["correct"]) for one in takeover["kept"]])
-            for _, takeover in measured
-        ]
-    )
+    finished = np.array([finishing_advantage(takeover) for _, takeover in measured])
     scored = [takeover_scores(problem, takeover) for problem, takeover in measured]
     names = list(scored[0])
     count = len(measured)
@@ -361,9 +389,9 @@ def takeovers_table(problems: Sequence[BankProblem], rate: float = 0.25) -> Tabl
             )
         )
     return Table.of(
-        "What a takeover brings where a score points",
-        "score | rank correlation with the advantage | advantage above a coin's, worst quarter "
-        "| the same, the target finishing",
+        "What a takeover gains where a score is worst",
+        "score | rank correlation with the advantage | advantage minus a coin's, worst quarter "
+        "| the same when the target finishes",
         rows,
         f"{count} chunks, one of each problem, chosen by its name. The coin's row is the mean "
         "advantage itself.",
@@ -491,7 +519,7 @@ def alone(problems: Sequence[BankProblem], writer: str, rollouts: int) -> Arm:
 def cascade_table(
     problems: Sequence[BankProblem], title: str = "Whole problems, on the development half"
 ) -> Table:
-    """Return accuracy and cost of cascades beside coins and either model alone."""
+    """Return accuracy and cost of cascades, of coins, and of draft and target alone."""
     arms = [alone(problems, "draft", count) for count in (1, 4, 8)]
     arms += [alone(problems, "target", count) for count in (1, 2, 4)]
     for drafts, targets in ((4, 4), (8, 4)):
@@ -516,7 +544,7 @@ def cascade_table(
         )
     return Table.of(
         title,
-        "arm | rollouts | rate | accuracy | with its interval | above a coin | target tokens | draft tokens",
+        "arm | rollouts | rate | accuracy | with its interval | minus a coin's | target tokens | draft tokens",
         rows,
         f"{len(problems)} problems; tokens are those written per problem. A cascade of 4 + 4 lets "
         "four rollouts of the draft vote, and adds four of the target on the share of problems "
@@ -541,6 +569,7 @@ def study(options: Options) -> list[Table]:
     fresh = [problem for problem in whole[LOOKED_AT:] if problem.name in parts["confirmation"]]
     tables = [
         base_rates(whole),
+        mean_takeovers_table(whole),
         rollouts_table(problems),
         takeovers_table(problems),
         cascade_table(problems),

@@ -109,7 +109,8 @@ def test_the_choice_is_the_best_of_all_lengths_by_enumeration() -> None:
     found = advise(timings(cost, LOADS), 3)
     for each in found.loads:
         goodputs = list[float]()
-        expected, share = 1.0, 1.0
+        expected = 1.0
+        share = 1.0
         for length in range(4):
             goodputs.append(each.load * expected / cost(each.load * (1 + length)))
             if length < 3:

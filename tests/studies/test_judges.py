@@ -84,9 +84,9 @@ def test_scores_are_chosen_on_development_problems_alone(
     monkeypatch.setattr(judges, "LOOKED_AT", 0)
     tables = judges.study(harness.Options())
     assert tables[0].rows[0][2] == 6
-    assert tables[1].notes[0].startswith("4 problems")
-    assert [table.notes[0][:10] for table in tables[3:]] == ["4 problems", "2 problems"]
-    assert {row[0] for row in tables[1].rows} >= {"target, worst token; worst chunk"}
+    assert tables[2].notes[0].startswith("4 problems")
+    assert [table.notes[0][:10] for table in tables[4:]] == ["4 problems", "2 problems"]
+    assert {row[0] for row in tables[2].rows} >= {"target, worst token; worst chunk"}
 
 
 def rollout(answer: str | None, correct: bool, length: int = 1) -> dict[str, Any]:

@@ -107,7 +107,7 @@ _FIRST = 1e-2, 1e-4
 
 def replicated(engines: Sequence[LocalEngine], name: str) -> ReplicaPool:
     """Make one engine of several on the same model, each made as another replica."""
-    from atts.servers import ReplicaPool  # whoever only places blocks needs no servers
+    from atts.servers import ReplicaPool  # placing blocks needs no servers
 
     return ReplicaPool(
         [(str(at), one) for at, one in enumerate(engines)],

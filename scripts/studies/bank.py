@@ -7,7 +7,7 @@ after its own chunk, and as often after the target's chunk in its place. The sha
 answers after the second less that after the first is the measured advantage of a takeover there.
 
 The bank is a file of JSON lines outside the repository. It is written problem by problem, and the
-same command goes on where it ended.
+same command goes on where it ended; with `--no-takeovers` it goes on without the experiment.
 """
 
 from __future__ import annotations
@@ -91,9 +91,10 @@ def split(names: Sequence[str]) -> Split:
 class Recorder:
     """Makes the records of one problem with a draft and a target that share a tokenizer."""
 
-    def __init__(self, draft: Engine, target: Engine) -> None:
+    def __init__(self, draft: Engine, target: Engine, takeovers: bool = True) -> None:
         self.draft = draft
         self.target = target
+        self.takeovers = takeovers
         self._system = Policy().system
 
     def prompt(self, problem: Problem) -> TokenIds:
@@ -109,7 +110,9 @@ class Recorder:
         rollouts = await collect([partial(draft, sample) for sample in range(SAMPLES)])
         target = partial(self.written_by_target, problem, prompt)
         others = await collect([partial(target, sample) for sample in range(TARGET_SAMPLES)])
-        experiment = await self.experiment(problem, prompt, rollouts)
+        experiment: list[dict[str, Any]] = []
+        if self.takeovers:
+            experiment = await self.experiment(problem, prompt, rollouts)
         return [*rollouts, *others, *experiment]
 
     async def write(
@@ -309,14 +312,19 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 async def record(
-    draft: Path, target: Path, path: Path, wanted: Sequence[Problem], options: LocalOptions
+    draft: Path,
+    target: Path,
+    path: Path,
+    wanted: Sequence[Problem],
+    options: LocalOptions,
+    takeovers: bool,
 ) -> None:
     """Record these problems, some at a time."""
     async with (
         LocalEngine(draft, name="draft", options=options) as small,
         LocalEngine(target, name="target", options=options) as large,
     ):
-        recorder = Recorder(small, large)
+        recorder = Recorder(small, large, takeovers)
         for begin in range(0, len(wanted), PROBLEMS_AT_ONCE):
             some = wanted[begin : begin + PROBLEMS_AT_ONCE]
             answers = await collect([partial(recorder.records, problem) for problem in some])
@@ -354,6 +362,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="folder of the bank, outside the repository")
     parser.add_argument("--limit", type=int, default=160, help="problems")
     parser.add_argument("--threads", type=int, default=2, help="of each model's steps")
+    parser.add_argument(
+        "--no-takeovers", action="store_true", help="rollouts only: a third of the time"
+    )
     given = parser.parse_args(arguments)
     if not problems():
         parser.error("no benchmark files at hand: name their folder in ATTS_SHARED_DATA")
@@ -361,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = LocalOptions(
         device="cpu", threads=given.threads, max_batch=128, kv_tokens=CACHE_TOKENS
     )
-    anyio.run(record, given.draft, given.target, path, wanted, options)
+    anyio.run(record, given.draft, given.target, path, wanted, options, not given.no_takeovers)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from atts.evaluators.datasets.arithmetic import problems as arithmetic
 from atts.evaluators.metrics.intervals import mean_estimate
 from atts.evaluators.metrics.paired import difference_estimate
 from atts.evaluators.metrics.rates import Votes, maj_at_k, pass_at_k
-from atts.pipelines import CalibratorProtocol, ConformalGate
+from atts.pipelines import CalibratorProtocol, CoinGate, ConformalGate
 from atts.run import RunLengthEstimate
 from scripts.studies.arms import Pair, arm, run_block
 from scripts.studies.harness import Options, Parts, Row, Table, interval, say, traces
@@ -719,27 +719,32 @@ def _ended(
 SIZES = ((20, 8), (30, 16), (40, 8), (100, 8))
 RUN_ORDERS = ("random", "hard first", "easy first")
 RATES = (0.1, 0.2, 0.4)
-GATES = ("counted", "streaming in")
-"""The default, and the same that is not told how much of the run is left."""
+GATES = ("counted", "streaming in", "coin")
+"""The default, the same that is not told how much of the run is left, and coins of the same rate."""
 
 
 class WatchedGate(ConformalGate):
-    """A conformal gate that keeps its decisions.
+    """A conformal gate that keeps its decisions, or makes them by a coin.
 
     No outcome has those of a chunk that a settled vote cut off.
     """
 
-    def __init__(self, calibrator: CalibratorProtocol, is_counted: bool) -> None:
+    def __init__(self, calibrator: CalibratorProtocol, name: str, coin: CoinGate) -> None:
         super().__init__(calibrator)
-        self._is_counted = is_counted
+        self._name = name
+        self._coin = coin
         self.made: list[tuple[float, bool]] = []  # score, and whether the target took over
 
     def decide(self, features: Features, score: float) -> Decision:
-        """Decide as the gate does.
+        """Decide as the gate of this name does.
 
         In a run whose problems stream in, the share that is left is unknown.
         """
-        return super().decide(features if self._is_counted else replace(features, left=None), score)
+        if self._name == "coin":
+            return self._coin.decide(features, score)
+        return super().decide(
+            replace(features, left=None) if self._name == "streaming in" else features, score
+        )
 
     def observe(self, decision: Decision, escalated: bool) -> None:
         """Keep it, too."""
@@ -800,7 +805,9 @@ async def _run_all(parts: Parts, sizes: Sequence[tuple[int, int]], seeds: int, f
                 plan = pair.plan(arm("atts", samples=samples, rate=rate), seed * 31 + len(order))
                 tuning = Tuning.for_rollouts(samples)
                 watched = WatchedGate(
-                    Calibrator(rate, "aci", seed=plan.seed, tuning=tuning), gate == GATES[0]
+                    Calibrator(rate, "aci", seed=plan.seed, tuning=tuning),
+                    gate,
+                    CoinGate(rate, plan.seed),
                 )
                 chosen = _ordered(arithmetic("test", problems, 5000 + seed), order)
                 outcomes, _ = await run_block(chosen, replace(plan, gate=watched))
@@ -822,15 +829,16 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
     rows = list[Row]()
     for (problems, samples), order, rate in product(sizes, RUN_ORDERS, RATES):
         cell = (str(problems), str(samples), order)
-        counted, streaming = (found[*cell, str(rate), gate] for gate in GATES)
-        both = sorted(counted.keys() & streaming.keys())
+        counted, streaming, coin = (found[*cell, str(rate), gate] for gate in GATES)
+        both = sorted(counted.keys() & streaming.keys() & coin.keys())
         facts = [
             fact
-            for runs in (counted, streaming)
+            for runs in (counted, streaming, coin)
             for fact in _facts([runs[seed] for seed in both], rate)
         ]
         spent = [sum(runs[seed].escalated for seed in both) for runs in (counted, streaming)]
         gained = _gained([(streaming[seed].right, counted[seed].right) for seed in both])
+        over_coin = _gained([(coin[seed].right, counted[seed].right) for seed in both])
         alike = list[tuple[Mapping[str, float], Mapping[str, float]]]()
         for seed, run in counted.items():
             others = [found[*cell, str(each), GATES[1]].get(seed) for each in RATES]
@@ -844,6 +852,7 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
                 rate,
                 len(both),
                 *facts,
+                over_coin,
                 more,
                 gained,
                 _gained(alike),
@@ -853,9 +862,9 @@ def _table(parts: Parts, sizes: Sequence[tuple[int, int]]) -> Table:
         "Small runs, live: how far they end from their rate, and what of the worst chunks went "
         "over",
         "problems x samples | order | rate | runs | RMS error, counted | worst caught | RMS error, "
-        "streaming in | "
-        "worst caught | chunks escalated, streaming in over counted | answers right more often, "
-        "counted | "
+        "streaming in | worst caught | RMS error, coin | worst caught | "
+        "answers right more often than with the coin | "
+        "chunks escalated, streaming in over counted | answers right more often, counted | "
         "the same, where streaming in escalated as many",
         rows,
         "Runs of the embedded pair on arithmetic problems, sorted by level or not, 64 rollouts in "

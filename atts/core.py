@@ -18,13 +18,12 @@ Ending = Literal["delimiter", "length", "end"]
 TurnKey = tuple[str, int, int]
 """The name of a turn in a run: problem, sample, turn."""
 Action = Literal["accept", "verify", "escalate"]
-Origin = Literal["gate", "evidence", "forced", "warm-up", "budget", "certificate", "recalled"]
+Origin = Literal["gate", "forced", "warm-up", "budget", "certificate", "recalled"]
 """What a decision rests on.
 
-"gate": the gate's rule. "evidence": the draft's own evidence, without a score. "forced": the score is
-missing. "warm-up": scores are stored, but nothing is escalated yet. "budget": the cap on escalations
-is used up. "certificate": the gate of a certified policy. "recalled": a decision of an earlier
-session of the same run.
+"gate": the gate's rule. "forced": the score is missing. "warm-up": scores are stored, but nothing is
+escalated yet. "budget": the cap on escalations is used up. "certificate": the gate of a certified
+policy. "recalled": a decision of an earlier session of the same run.
 """
 AnswerKind = Literal["math", "choice", "text"]
 Finish = Literal["answer", "end", "turns", "tokens", "settled", "cancelled", "failed"]
@@ -189,9 +188,6 @@ class Decision:
     issue: int | None = None
     score: float | None = None
     p: float | None = None
-    level: str | None = None
-    # the conformal set of adjacent levels; empty if the gate has no levels
-    levels: tuple[str, ...] = ()
     why: str = ""  # for people; nothing reads it
     origin: Origin = "gate"
     length: float | None = None  # of the chunk, if the gate ranks by length
@@ -229,9 +225,6 @@ class Features:
     answered: int = 0  # siblings with an answer
     agreement: float = 0.0  # the leading answer's share of them
     agrees: bool = False  # this chunk's answer is the leading one
-    is_scored: bool = (
-        False  # a sibling with the same prefix wrote the same chunk, and has its score
-    )
     text: str = ""
 
     def decision(

@@ -9,8 +9,6 @@
 #   examine(stored, rate)                     what stored scores can promise
 #   DriftMonitor(stored, policy=)             observe(nonconformity, question, turn); a Calibrator
 #                                             has one
-#   OrdinalFit(FEATURES, alpha)               ordered levels: learn(row, level, question), levels(row),
-#                                             action(row)
 #   certify([Candidate(gate, rate, losses, cost)], epsilon)
 #                                             the cheapest policy with a bounded loss of accuracy
 #   certify_abstention(confidence, wrong, risk)
@@ -31,7 +29,6 @@ from atts.calibration.controllers import DEFAULTS, MODES, Mode, Tuning
 from atts.calibration.drift import DomainCheck, DriftEvent, DriftMonitor, SimpleJumper
 from atts.calibration.health import Health, examine, first_alarm
 from atts.calibration.online import HOLD, Calibrator
-from atts.calibration.ordinal import FEATURES, OrdinalFit, feature_row
 from atts.calibration.rates import RateCheck, check_rate, coin_band
 from atts.calibration.score_replay import ReplayResult, pooled_auroc, rate_metrics, replay_scores
 from atts.calibration.scores import (
@@ -51,9 +48,9 @@ from atts.calibration.state import state_text, write_state
 
 __all__ = [
     "Abstention", "Calibrator", "Candidate", "Certificate", "ClusterSummary", "DEFAULTS", "DomainCheck", "DriftEvent",
-    "DriftMonitor", "FEATURES", "HOLD", "Health", "LOG_PROB", "MODES", "Mode", "OrdinalFit", "PERPLEXITY", "REAL",
+    "DriftMonitor", "HOLD", "Health", "LOG_PROB", "MODES", "Mode", "PERPLEXITY", "REAL",
     "RateCheck", "ReplayResult", "Scale", "SimpleJumper", "StoredScores", "Tuning", "by_cluster", "certify",
-    "certify_abstention", "certify_net", "check_fingerprint", "check_rate", "coin_band", "examine", "feature_row",
+    "certify_abstention", "certify_net", "check_fingerprint", "check_rate", "coin_band", "examine",
     "first_alarm", "is_state", "labels_of", "lost_answers", "net_losses", "parse_lines", "pooled_auroc",
     "rate_metrics", "read_scores", "replay_scores", "scale_named", "state_text", "summarise", "write_state",
 ]  # fmt: skip

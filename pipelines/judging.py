@@ -138,7 +138,6 @@ def features(builder: RolloutBuilder, proposal: Proposal) -> Features:
         answered=answered,
         agreement=share,
         agrees=agrees,
-        is_scored=proposal.position in builder.siblings.scores,
         text=chunk.text,
     )
 

@@ -319,9 +319,8 @@ _FEATURES: Mapping[str, type[int | float | bool]] = {
     "answered": int,
     "agreement": float,
     "agrees": bool,
-    "is_scored": bool,
 }
-_RARE = ("has_answer", "answered", "agreement", "agrees", "is_scored")
+_RARE = ("has_answer", "answered", "agreement", "agrees")
 """Features that are 0 for most chunks; what a journal lacks is 0."""
 
 

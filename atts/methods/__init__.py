@@ -3,7 +3,6 @@
 from atts.methods.calibrated import (
     GradedPolicy,
     LabelledRun,
-    SkippingGate,
     certified_gate,
     certify_graded,
     certify_net_runs,
@@ -28,7 +27,6 @@ __all__ = [
     "PAPER_DEPARTURES",
     "PRESETS",
     "Preset",
-    "SkippingGate",
     "asked_roles",
     "certified_gate",
     "certify_graded",

@@ -9,7 +9,7 @@ from typing import Any
 from atts.calibration import Calibrator
 from atts.core import Role
 from atts.errors import OptionError
-from atts.methods.calibrated import SkippingGate, warming_gate
+from atts.methods.calibrated import warming_gate
 from atts.pipelines import (
     CoinGate,
     ConfidenceStop,
@@ -155,12 +155,6 @@ PRESETS: tuple[Preset, ...] = (
         "draft, score, escalate by conformal rank; nothing waits for a sibling",
         {},
         _conformal,
-    ),
-    Preset(
-        "ordinal",
-        "the same, the target's score asked for only where evidence does not suffice",
-        {},
-        lambda g: SkippingGate(g.calibrator),
     ),
     Preset(
         "cascade",

@@ -107,9 +107,6 @@ STUDIES = {
         0,
         90,
     ),
-    "pipelines-ordinal": Study(
-        "the gate of ordered levels", "pipelines:ordinal", 0, 40, smallest=True
-    ),
     "pipelines-certified": Study(
         "a certificate, earned and kept", "pipelines:certified", 0, 30, smallest=True
     ),

@@ -272,7 +272,6 @@ def choices(seed: int = 0) -> dict[str, list[Arm]]:
             atts.but(f"takeover: {takeover}", takeover=takeover) for takeover in get_args(Takeover)
         ],
         "gate": [
-            arm("gate: ordinal", "ordinal"),
             arm("gate: coin", "atts", gate=CoinGate(RATE, seed)),
             arm("gate: sorted rounds", "top-b"),
             arm("gate: words", "speculative-thinking"),

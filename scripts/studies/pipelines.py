@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 
 from atts.api import Setup, calibrate
-from atts.calibration import Calibrator
 from atts.concurrency import collect
 from atts.core import Outcome, Problem, Rollout, ScoreRequest, Turn
 from atts.engine import Engine
@@ -28,7 +27,6 @@ from atts.local.model_config import read_model_config
 from atts.methods import (
     PRESETS,
     LabelledRun,
-    SkippingGate,
     certified_gate,
     certify_net_runs,
     certify_runs,
@@ -261,7 +259,6 @@ async def _timed(how: str, schedule: Schedule, count: int, seed: int) -> Table:
         make("atts, proposed to", "atts", variant="proposed to"),
         make("atts, drafting on", "atts", optimistic=True),
         *([make("atts, scores in bfloat16", "atts", variant="rounding")] if _can_round() else []),
-        make("ordinal"),
         make("draft-only", early_stop="none"),
     ]
     name, _, words = how.partition(": ")
@@ -393,7 +390,7 @@ async def study(options: Options) -> list[Table]:
     With --full and an output folder each part continues where an earlier run was killed.
     """
     tables = list[Table]()
-    for part in (claim, rates, every_method, axes, timed, same_transcripts, ordinal, certified):
+    for part in (claim, rates, every_method, axes, timed, same_transcripts, certified):
         say(f"pipelines: {part.__name__}")
         tables += await part(options)
     return tables
@@ -546,25 +543,6 @@ def _limited(name: str, limit: str, step: int) -> Arm:
     if limit == "samples":
         return arm(name, samples=step)
     return arm(f"{name}, {limit} {step}", name, samples=SEQUENTIAL, **{limit: step})
-
-
-async def ordinal(options: Options) -> list[Table]:
-    """Compare the ordinal gate, trained on the scores themselves, with the conformal one at the
-    same rate.
-    """
-    grid = Grid(options.pick(20, 150, 600), (options.seed,), 600, options.pick(20, 50, 50))
-    ledger = _ledger(options, f"ordinal-{options.seed}")
-    arms = [arm("conformal", "atts")]
-    for alpha in options.pick((0.05,), (0.05, 0.1), (0.02, 0.05, 0.1)):
-        gate = SkippingGate(Calibrator(RATE, Setup().rate_scope, seed=options.seed), alpha)
-        arms.append(arm(f"ordinal, labels by score, alpha {alpha:g}", "ordinal", gate=gate))
-    async with Pair() as pair:
-        await run_grid(arms, grid, ledger, pair, "ordinal")
-    title = f"The ordinal gate beside the conformal one, rate {RATE:g}"
-    names = [one.name for one in arms]
-    words = "Labels are learnt in this run from the scores, of every chunk at first, then of a seeded 15 %."
-    asked = scores_asked("Scores asked for", ledger, names, 8, "conformal")
-    return [methods(title, ledger, names, 8, words, base="conformal"), asked]
 
 
 async def certified(options: Options) -> list[Table]:

@@ -95,7 +95,7 @@ async def agreement(folder: Path, count: int = 6) -> float:
 
 
 ALONE = "target-only"
-METHODS = ("target-only, speculating", "exact", "atts", "ordinal", "draft-only")
+METHODS = ("target-only, speculating", "exact", "atts", "draft-only")
 _RIVALS = ("target-only", "target-only, all cores", "target-only, speculating", "exact")
 """What has the target's own accuracy; the draft alone has not."""
 _SHORT = {"target-only, speculating": "speculating", "target-only, all cores": "target-only"}
@@ -219,9 +219,7 @@ class Group(NamedTuple):
 
     def medians(self) -> dict[str, float]:
         """Return the median over repeats of every method's time relative to the target alone."""
-        shares = {
-            method: self.over(method, *_RIVALS[:2]) for method in (*_RIVALS, "atts", "ordinal")
-        }
+        shares = {method: self.over(method, *_RIVALS[:2]) for method in (*_RIVALS, "atts")}
         return {method: statistics.median(found) for method, found in shares.items() if found}
 
     def best_rival(self) -> str:
@@ -337,7 +335,7 @@ def sentence(cells: Sequence[tuple[int, Mapping[str, float]]]) -> str:
 def _bounds(groups: Sequence[Group]) -> Table:
     rows: list[Row] = []
     for group in groups:
-        for method in ("atts", "ordinal"):
+        for method in ("atts",):
             found = [
                 (one.of(method, group.draft), one.bound(method, group.draft))
                 for one in group.repeats

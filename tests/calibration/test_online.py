@@ -260,7 +260,7 @@ def test_what_was_really_done_is_what_counts() -> None:
 def test_decisions_without_a_score_count_for_the_rate_alone() -> None:
     """A skipped verification is a decision, and teaches the pools nothing."""
     calibrator = Calibrator(0.5, "aci")
-    skipped = Decision("accept", 0.5, "q", level="accept")
+    skipped = Decision("accept", 0.5, "q")
     for _ in range(60):
         calibrator.observe(skipped)
     assert (calibrator.decided, calibrator.p_value(1.0)) == (60, 1.0)

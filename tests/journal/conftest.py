@@ -97,7 +97,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, *own in (
         ("finished",),
         ("rounds", "--method", "top-b"),
-        ("ordinal", "--method", "ordinal"),
+        ("coin", "--method", "coin"),
         ("shard1", "--shard", "1/2"),
         ("shard2", "--shard", "2/2"),
     ):

@@ -25,7 +25,7 @@ from atts.journal import (
     open_run,
 )
 
-KINDS = ("finished", "rounds", "ordinal", "shard1", "merged", "killed")
+KINDS = ("finished", "rounds", "coin", "shard1", "merged", "killed")
 
 
 @pytest.mark.parametrize("kind", KINDS)

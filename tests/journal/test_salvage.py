@@ -19,7 +19,7 @@ from atts.cli.app import run as command
 from atts.errors import JournalError
 from atts.journal import JOURNAL, LOCK, MANIFEST, RunState, check_journal, locked, open_run, salvage
 
-KINDS = ("finished", "rounds", "ordinal", "merged", "killed")
+KINDS = ("finished", "rounds", "coin", "merged", "killed")
 READERS = (
     "journal check",
     "report --format json --out -",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +12,12 @@ import pytest
 from atts.analysis import build_report
 from atts.api import Setup, evaluate_sync
 from atts.calibration import Calibrator, StoredScores
-from atts.core import Decision, Outcome, Problem
+from atts.core import Outcome, Problem
 from atts.errors import CalibrationInputError, OptionError
 from atts.journal import JOURNAL, open_run
 from atts.methods import (
     GateInputs,
     LabelledRun,
-    SkippingGate,
     certified_gate,
     certify_net_runs,
     certify_runs,
@@ -181,10 +179,9 @@ def test_scores_wait_for_as_many_issues_as_a_run_has_in_flight(rollouts: int) ->
         assert calibrator.state()["order"]["given_up"] == 0
 
 
-def test_presets_build_the_ordinal_and_the_warmed_gate() -> None:
+def test_presets_build_the_warmed_gate() -> None:
     """By name, from a calibrator."""
     assert isinstance(preset("atts").gate(GateInputs(Calibrator(0.2), warmup=10)), WarmingGate)
-    assert isinstance(preset("ordinal").gate(GateInputs(Calibrator(0.2))), SkippingGate)
 
 
 def _solved(name: str) -> Outcome:
@@ -234,95 +231,3 @@ def test_the_report_of_a_certified_run_states_the_certificate(tmp_path: Path) ->
     assert all(
         decision.origin == "certificate" for decision in decided if decision.score is not None
     )
-
-
-RATE = 0.2
-
-
-def stream(count: int, seed: int, telling: float = 1.0) -> Iterator[tuple[Features, float]]:
-    """Chunks of which a share of 0.4 is unclear; the draft shows it in a share `telling` of them,
-    else at random.
-    """
-    rng = random.Random(seed)
-    for place in range(count):
-        unclear = rng.random() < 0.4
-        shown = unclear if rng.random() < telling else rng.random() < 0.4
-        evidence = -rng.uniform(0.5, 2.0) if shown else -rng.uniform(0.0, 0.1)
-        score = math.exp(rng.uniform(0.0, 4.0)) if unclear else 1 + rng.uniform(0.0, 0.1)
-        yield (
-            Features(f"q{place // 6}", place % 5, place % 8, tokens=12, draft_evidence=evidence),
-            score,
-        )
-
-
-def decide_by(
-    gate: SkippingGate, chunks: Iterator[tuple[Features, float]]
-) -> list[tuple[Decision, float]]:
-    """As the pipeline asks: a preview, the score where it is wanted, then what was done."""
-    found: list[tuple[Decision, float]] = []
-    for features, score in chunks:
-        decision = gate.preview(features)
-        if decision.action == "verify":
-            decision = gate.decide(replace(features, issue=decision.issue), score)
-        gate.observe(decision, decision.escalate)
-        found.append((decision, score))
-    return found
-
-
-def skipping_gate(seed: int = 0) -> SkippingGate:
-    return SkippingGate(Calibrator(RATE, "marginal", seed=seed))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_clear_chunks_are_kept_unscored_and_the_rate_stays(seed: int) -> None:
-    """Where the draft's evidence tells, a third and more needs no score, few rejections are missed,
-    0.2 stays 0.2.
-    """
-    late = decide_by(skipping_gate(seed), stream(6000, seed))[3000:]
-    skipped = [score for decision, score in late if decision.score is None]
-    assert len(skipped) > 0.3 * len(late)
-    cut = sorted(score for _, score in late)[int((1 - RATE) * len(late))]
-    assert sum(score > cut for score in skipped) < 0.02 * len(late)
-    assert sum(decision.escalate for decision, _ in late) / len(late) == pytest.approx(
-        RATE, abs=0.03
-    )
-    assert all(decision.origin == "evidence" for decision, _ in late if decision.score is None)
-
-
-def test_without_evidence_nearly_nothing_is_skipped_at_random() -> None:
-    """Evidence that tells nothing: what is missed stays below alpha, and the rate holds."""
-    late = decide_by(skipping_gate(), stream(6000, 5, telling=0.0))[3000:]
-    skipped = [
-        score for decision, score in late if decision.action == "accept" and decision.score is None
-    ]
-    cut = sorted(score for _, score in late)[int((1 - RATE) * len(late))]
-    assert sum(score > cut for score in skipped) < 0.04 * len(late)
-    assert sum(decision.escalate for decision, _ in late) / len(late) == pytest.approx(
-        RATE, abs=0.03
-    )
-
-
-def test_nothing_is_skipped_before_the_levels_can_promise_something() -> None:
-    """The first hundred scores only teach."""
-    assert all(
-        decision.score is not None for decision, _ in decide_by(skipping_gate(), stream(100, 1))
-    )
-
-
-def test_a_chunk_without_evidence_is_verified_however_much_was_learnt() -> None:
-    """A gate that accepts sure chunks unscored asks for a score where nothing is known."""
-    gate = skipping_gate()
-    decide_by(gate, stream(6000, 0))
-    actions = {
-        gate.preview(Features(f"r{place}", place % 5, tokens=12, draft_evidence=-0.01)).action
-        for place in range(40)
-    }
-    assert "accept" in actions
-    for place in range(40):
-        assert gate.preview(Features(f"r{place}", place % 5, tokens=12)).action == "verify"
-
-
-def test_a_level_must_be_taught() -> None:
-    """Without an audit nothing would be learnt once chunks are skipped."""
-    with pytest.raises(CalibrationInputError, match="audit"):
-        SkippingGate(Calibrator(RATE), audit=0.0)

@@ -18,7 +18,7 @@ from atts.calibration import Calibrator, StoredScores
 from atts.core import Chunk, Features
 from atts.engine import EngineSpec
 from atts.errors import CalibrationInputError, OptionError, UnsupportedByEngine
-from atts.methods import PRESETS, GateInputs, SkippingGate, preset
+from atts.methods import PRESETS, GateInputs, preset
 from atts.pipelines import (
     AgreementGate,
     CappedGate,
@@ -148,11 +148,15 @@ def test_a_draft_without_log_probabilities_is_refused_by_a_gate_that_needs_them(
     """Capped or not; a gate that looks at scores alone takes any draft."""
     able = EngineSpec("able", "m", "t", 512, (1,), 100)
     mute = replace(able, name="mute", logprobs="none")
-    gate = SkippingGate(Calibrator(0.2, "marginal"))
+
+    class EvidenceGate(ConformalGate):
+        needs_draft_logprobs = True
+
+    gate = EvidenceGate(Calibrator(0.2, "marginal"))
     check_engines(Policy(), gate, able, able)
     check_engines(Policy(), ConformalGate(Calibrator(0.2, "marginal")), mute, able)
     for refused in (gate, CappedGate(gate, lambda features: True)):
-        with pytest.raises(UnsupportedByEngine, match="mute.*gate SkippingGate"):
+        with pytest.raises(UnsupportedByEngine, match="mute.*gate EvidenceGate"):
             check_engines(Policy(), refused, mute, able)
 
 

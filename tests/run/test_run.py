@@ -585,7 +585,7 @@ def test_a_calibrator_lets_go_of_problems_that_failed_too(world: Any) -> None:
 
 @pytest.mark.parametrize(
     "wants",
-    [{"warmup": 3}, {"method": "ordinal"}, {"method": "top-b"}, {"accept_when_agreeing": 0.5}],
+    [{"warmup": 3}, {"method": "coin"}, {"method": "top-b"}, {"accept_when_agreeing": 0.5}],
 )
 def test_every_gate_lets_go_of_problems_that_are_over(world: Any, wants: dict[str, Any]) -> None:
     """Whatever it is made of, also of chunks that were announced and never scored."""

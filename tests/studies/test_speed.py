@@ -30,7 +30,6 @@ def measured(
             "target-only, speculating": 8.0,
             "exact": exact,
             "atts": atts,
-            "ordinal": 9.0,
             "draft-only": 1.0,
         }
         seconds |= {f"{method}|{draft}": value for method, value in own.items()}

@@ -116,7 +116,6 @@ def _turn(turn: Turn, limit: int) -> dict[str, Any]:
         "score": turn.score,
         "p": decision.p if decision else None,
         "action": decision.action if decision else None,
-        "level": decision.level if decision else None,
         "why": decision.why if decision else "",
         "note": turn.remark,
         "chunks": list(_chunks(turn, limit)),

@@ -68,6 +68,26 @@ def cli_page() -> str:
     return "\n".join(lines)
 
 
+def configuration_page() -> str:
+    """Return the page of configuration keys that the site has of its own."""
+    opening = [
+        "# Configuration keys",
+        "",
+        "This page lists every key of the configuration, for people who write an `atts.toml`, set `ATTS_*`",
+        "variables or pass `--set KEY=VALUE`. `atts config show` prints the values in force.",
+        "",
+    ]
+    return "\n".join([*opening, *_keys(), ""]).replace("## Configuration\n\n", "")
+
+
+def without_configuration(text: str) -> str:
+    """Return the page of commands with a link instead of its table of keys."""
+    before, heading, rest = text.partition("## Configuration\n")
+    _, mark, commands = rest.partition("\n## atts\n")
+    link = "\nThe keys, their defaults and variables are on a [page of their own](configuration.md).\n"
+    return f"{before}{heading}{link}{mark}{commands}"
+
+
 _CONVENTIONS = """\
 Data go to stdout, words to stderr; `--json` prints one JSON object per line; `-` is stdin. Without a terminal, or with
 `NO_COLOR` set, there are no colours. An error is one line that names the trouble and the way out, and one of the exit

@@ -84,7 +84,9 @@ def without_configuration(text: str) -> str:
     """Return the page of commands with a link instead of its table of keys."""
     before, heading, rest = text.partition("## Configuration\n")
     _, mark, commands = rest.partition("\n## atts\n")
-    link = "\nThe keys, their defaults and variables are on a [page of their own](configuration.md).\n"
+    link = (
+        "\nThe keys, their defaults and variables are on a [page of their own](configuration.md).\n"
+    )
     return f"{before}{heading}{link}{mark}{commands}"
 
 

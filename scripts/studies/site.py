@@ -131,14 +131,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Solve and evaluate": ("solve", "evaluate", "Session", "Setup", "Policy", "configure"),
     "Choose settings": ("pilot", "sweep", "plan", "replay", "calibrate"),
     "Read runs": ("report", "compare", "merge", "trace"),
-    "Without an event loop": (
-        "solve_sync",
-        "evaluate_sync",
-        "calibrate_sync",
-        "pilot_sync",
-        "sweep_sync",
-        "SyncSession",
-    ),
+    "Without an event loop": ("SyncSession",),
     "Results": ("RunResult", "Outcome", "Rollout", "Decision", "Problem"),
     "Engines": (
         "Engine",
@@ -154,7 +147,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 """The public names in the order in which a reader meets them."""
 
-EVENTS = ("atts.run", "atts.journal")
+TWINS = ("solve_sync", "evaluate_sync", "calibrate_sync", "pilot_sync", "sweep_sync")
+"""Public names that are made from another one, whose signature and documentation they share."""
 
 
 def python_page() -> str:
@@ -169,6 +163,12 @@ def python_page() -> str:
     ]
     for title, names in GROUPS.items():
         lines += [f"## {title}", ""]
+        if title == "Without an event loop":
+            twins = ", ".join(f"`{name}`" for name in TWINS)
+            lines += [
+                f"{twins} take the arguments of the functions whose names they carry, and wait.",
+                "",
+            ]
         for name in names:
             public = getattr(atts, name)
             lines += [f"::: {public.__module__}.{public.__qualname__}", ""]

@@ -1,0 +1,133 @@
+"""The site has every page, a place in the menu for each, and links that lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from scripts.studies.site import (
+    dead_links,
+    gather,
+    generated_pages,
+    missing_words,
+    repository,
+    site_text,
+    sources,
+)
+from scripts.studies.site_doctests import fenced
+
+pytestmark = pytest.mark.checkout
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST = 45_000
+"""Words of all pages that people write."""
+NOT_WRITTEN = {"docs/cli.md", "docs/grading_policies.md"}
+"""Pages whose content comes from the code or from tested tables."""
+
+
+def menu(entries: list[object]) -> Iterator[str]:
+    """Yield the pages of a menu, nested ones too."""
+    for entry in entries:
+        assert isinstance(entry, dict)
+        for value in entry.values():
+            if isinstance(value, list):
+                yield from menu(value)
+            else:
+                yield str(value)
+
+
+def written_pages() -> dict[str, str]:
+    """Return the text of every page of the site that people write, studies left out."""
+    return {
+        name: (ROOT / name).read_text()
+        for name in sources()
+        if name.endswith(".md")
+        and name not in NOT_WRITTEN
+        and not name.startswith("docs/benchmarks/")
+    }
+
+
+def test_every_page_has_one_place_in_the_menu() -> None:
+    """The menu lists the gathered and the generated pages, each once, and nothing else."""
+    project = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    listed = list(menu(project["nav"]))
+    pages = [name for name in sources().values() if name.endswith(".md")]
+    assert len(pages) > 30
+    assert sorted(listed) == sorted([*pages, *generated_pages()])
+
+
+def test_links_follow_pages_to_the_site() -> None:
+    """A link to a page leads to its place on the site, any other file to the repository."""
+    text = (
+        "[a](docs/report.md#size) [b](BENCHMARKS.md) [c](scripts/demo) [d](https://x.y/z) [e](#f)"
+    )
+    code = "```console\n$ echo [a](docs/report.md)\n```\n"
+    assert site_text("README.md", f"{text}\n{code}") == (
+        f"[a](report.md#size) [b](benchmarks/index.md) [c]({repository()}/blob/main/scripts/demo) "
+        f"[d](https://x.y/z) [e](#f)\n{code}"
+    )
+    assert site_text("docs/benchmarks/soak.md", "[a](../../BENCHMARKS.md)") == "[a](index.md)"
+    modules = site_text("CONTRIBUTING.md", "[map](docs/modules.md)")
+    assert modules == f"[map]({repository()}/blob/main/docs/modules.md)"
+
+
+def test_gathering_writes_every_page_and_picture(tmp_path: Path) -> None:
+    """What was in the folder before is gone, and every relative link of a page has its file."""
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    (folder / "old.md").write_text("gone")
+    gather(folder)
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert written == {*sources().values(), *generated_pages()}
+    assert "## atts eval" in (folder / "cli.md").read_text()
+    assert "| `rate` |" not in (folder / "cli.md").read_text()
+    assert "| `rate` |" in (folder / "configuration.md").read_text()
+
+
+def test_dead_links_and_headings_are_reported(tmp_path: Path) -> None:
+    """A link to a page or heading that exists passes; any other one within the site is named."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "index.html").write_text('<h2 id="here">x</h2><a href="../b/">b</a>')
+    (tmp_path / "index.html").write_text(
+        '<a href="a/#here"><a href="a/#there"><a href="https://x.y/"><img src="none.svg">'
+    )
+    assert list(dead_links(tmp_path)) == [
+        "a/index.html: no page at ../b/",
+        "index.html: no heading at a/#there",
+        "index.html: no page at none.svg",
+    ]
+
+
+def test_a_word_that_the_search_lacks_is_reported(tmp_path: Path) -> None:
+    """The index of a site that speaks of rates only lacks three of the words."""
+    (tmp_path / "search.json").write_text('{"items": [{"text": "The rate"}]}')
+    assert len(list(missing_words(tmp_path))) == 3
+
+
+def test_examples_of_docstrings_become_code() -> None:
+    """The lines up to the next blank line are the example."""
+    text = "Add.\n\n>>> 1 + 1\n2\n\n:raises X: never."
+    assert fenced(text) == "Add.\n\n```pycon\n>>> 1 + 1\n2\n```\n\n:raises X: never."
+
+
+def test_the_pages_are_short_enough_to_be_read() -> None:
+    """All pages that people write have at most 45,000 words, the output of commands left out."""
+    texts = [
+        re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S) for text in written_pages().values()
+    ]
+    assert sum(len(text.split()) for text in texts) <= LONGEST
+
+
+@pytest.mark.parametrize("name", sorted(written_pages()))
+def test_a_page_says_for_whom_it_is_and_begins_with_a_command(name: str) -> None:
+    """The opening names its readers and has a command or a program."""
+    opening = "\n".join(written_pages()[name].splitlines()[:30])
+    assert re.search(
+        r"\bfor (people|everyone|the people|whom)|people (who|whose|with)|Who it is for", opening
+    ), name
+    assert re.search(r"^```|^    |`(?:\./)?(?:atts|scripts|pip|python)\b[^`]*`", opening, re.M), (
+        name
+    )

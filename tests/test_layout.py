@@ -21,7 +21,7 @@ HEAVY = ("torch", "transformers", "sympy", "numpy", "anyio")
 
 FLOORS: list[set[str]] = [
     {"atts.concurrency", "atts.errors", "atts.sampling"},
-    {"atts.core", "atts.files"},
+    {"atts.core", "atts.files", "atts.interrupts"},
     {"atts.engine"},
     {
         "atts.calibration",

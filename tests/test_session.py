@@ -5,6 +5,8 @@ or one by one.
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -258,3 +260,96 @@ def test_a_result_for_programs_and_notebooks(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(__import__("sys").modules, pandas.__name__, None)
     with pytest.raises(UsageError, match="pip install pandas"):
         result.to_pandas()
+
+
+FORKED = """
+import os, sys
+import atts
+import atts.errors
+setup = atts.Setup(draft="scripted", target="scripted", method="draft-only")
+with atts.SyncSession(setup) as session:
+    session.solve("What is 1 + 1?")
+    child = os.fork()
+    if child == 0:
+        try:
+            session.solve("What is 1 + 2?")
+        except atts.errors.EngineUnavailable as error:
+            print(error, flush=True)
+    else:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(code, session.solve("What is 1 + 3?").status, flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_session_in_a_forked_child_refuses_and_its_parent_goes_on() -> None:
+    """The child has no thread that could answer; it errs at once, and ends."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    child, parent = done.stdout.splitlines()
+    assert "forked child" in child
+    assert "Open another session in the child" in child
+    assert parent == "0 answered"
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+import anyio
+import atts
+from atts.testing import ScriptedEngine
+
+over = threading.Event()
+
+def press():
+    for _ in range({presses}):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+    over.set()
+
+class Slow(ScriptedEngine):
+    async def sample(self, request):
+        await anyio.to_thread.run_sync(int)  # a worker thread, which waits for more
+        threading.Thread(target=press, daemon=True).start()
+        await anyio.sleep_forever()
+    async def _close(self):
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(over.wait)
+            await anyio.to_thread.run_sync(over.wait)
+        await super()._close()
+        print("closed", flush=True)
+
+policy = atts.Policy(samples=1)
+setup = atts.Setup(draft=Slow("draft"), method="draft-only", policy=policy)
+try:
+    {call}
+except KeyboardInterrupt:
+    pass
+left = [one for one in threading.enumerate() if one is not threading.main_thread()]
+for one in left:
+    one.join(5)
+print("over", [one.name for one in left if one.is_alive()], flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("presses", "call"),
+    [
+        (3, 'atts.solve_sync("What is 1 + 1?", setup)'),
+        (3, "atts.evaluate_sync('arithmetic[:1]', setup)"),
+        (1, "with atts.SyncSession(setup) as session: session.solve('What is 1 + 1?')"),
+    ],
+)
+def test_interrupts_while_a_verb_cleans_up_leave_no_thread(presses: int, call: str) -> None:
+    """Without the command line, Ctrl-C is pressed again while engines close: they still close."""
+    code = INTERRUPTED.replace("{call}", call).replace("{presses}", str(presses))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["closed", "over []"]

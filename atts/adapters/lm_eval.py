@@ -12,7 +12,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
-import anyio
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -30,6 +29,7 @@ from atts.concurrency import collect
 from atts.core import Problem, SampleRequest, Sampling, ScoreRequest, TokenIds
 from atts.engine import Engine
 from atts.errors import EngineError
+from atts.interrupts import run_async
 
 T = TypeVar("T")
 
@@ -88,7 +88,8 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
             limits.setdefault(request.args[1].get("max_gen_toks"), []).append(index)
         for limit, indices in limits.items():
             questions = [requests[index].args[0] for index in indices]
-            for index, reply in zip(indices, anyio.run(self._solve, questions, limit), strict=True):
+            replies = run_async(partial(self._solve, questions, limit))
+            for index, reply in zip(indices, replies, strict=True):
                 texts[index] = _cut(reply.text, requests[index].args[1].get("until"))
                 self.cache_hook.add_partial("generate_until", requests[index].args, texts[index])
         return [texts[index] for index in range(len(requests))]
@@ -97,15 +98,15 @@ class ATTSLM(LM):  # type: ignore[misc]  # the harness is not installed where ty
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Return each continuation's log-probability under the target, and whether it is greedy."""
-        return anyio.run(
-            self._scored, [partial(_likelihood, *request.args) for request in requests]
-        )
+        verbs = [partial(_likelihood, *request.args) for request in requests]
+        return run_async(partial(self._scored, verbs))
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
         """Return each text's log-probability under the target, in windows of its context."""
-        return anyio.run(self._scored, [partial(_rolling, request.args[0]) for request in requests])
+        verbs = [partial(_rolling, request.args[0]) for request in requests]
+        return run_async(partial(self._scored, verbs))
 
     async def _solve(self, questions: Sequence[str], limit: int | None) -> list[Reply]:
         self._calls += 1

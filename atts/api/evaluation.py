@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, suppress
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial, update_wrapper
 from hashlib import blake2b
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Any, ParamSpec, Self, TypeVar
 
 import anyio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import BlockingPortal
 from anyio.lowlevel import current_token
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -33,6 +36,7 @@ from atts.errors import (
 )
 from atts.files import jsonable
 from atts.graph import Graph
+from atts.interrupts import run_async
 from atts.journal import MANIFEST, Event, Manifest, Setting, dataset_digest, load_manifest
 from atts.run import Notice, RunOptions, RunResult, RunSpec, Shard, StopWhen
 from atts.run import evaluate as run_evaluation
@@ -461,16 +465,31 @@ class SyncSession:
 
     def __init__(self, setup: Setup | None = None) -> None:
         self._setup = setup
-        self._stack = ExitStack()
         self._open: tuple[BlockingPortal, Session] | None = None
+        self._thread: Thread | None = None
+        self._process = 0
+        self._opening = Future[tuple[BlockingPortal, Session]]()
+        self._is_interrupted = False
+        self._cancel_opening: Callable[[], None] | None = None
+        self._closing_error: BaseException | None = None
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            portal = stack.enter_context(start_blocking_portal())
-            session = portal.call(Session, self._setup)
-            stack.enter_context(portal.wrap_async_context_manager(session))
-            self._open = (portal, session)
-            self._stack = stack.pop_all()
+        self._process = os.getpid()
+        self._opening = Future()
+        self._is_interrupted = False
+        self._cancel_opening = None
+        self._closing_error = None
+        # A daemon, so that a second Ctrl-C while the session closes ends the program.
+        self._thread = Thread(target=self._work, name="atts-session", daemon=True)
+        self._thread.start()
+        try:
+            self._open = self._opening.result()
+        except BaseException:  # the session's own error, or Ctrl-C while it opens
+            self._is_interrupted = True
+            if self._cancel_opening is not None:
+                self._cancel_opening()
+            self._thread.join()
+            raise
         return self
 
     def __exit__(
@@ -480,8 +499,39 @@ class SyncSession:
         trace: TracebackType | None,
         /,
     ) -> None:
+        opened = self._open
         self._open = None
-        self._stack.__exit__(kind, error, trace)
+        # A forked child has neither the thread nor anything of the session to close.
+        if opened is None or self._thread is None or os.getpid() != self._process:
+            return
+        portal, _ = opened
+        with suppress(RuntimeError):  # the loop has ended, by an error that is raised below
+            portal.call(portal.stop, error is not None)
+        self._thread.join()
+        if self._closing_error is not None and error is None:
+            raise self._closing_error
+
+    def _work(self) -> None:
+        """Run the session's loop until it is stopped; its own thread calls this."""
+        try:
+            anyio.run(self._serve)
+        except BaseException as error:  # noqa: BLE001  # another thread raises it
+            if self._opening.done():
+                self._closing_error = error
+            else:
+                self._opening.set_exception(error)
+
+    async def _serve(self) -> None:
+        scope = anyio.CancelScope()
+        schedule = concurrency.loop_caller()
+        self._cancel_opening = lambda: schedule(scope.cancel)
+        if self._is_interrupted:
+            return
+        # The portal ends first: its cancelled questions must not cancel the session's clean-up.
+        with scope:
+            async with Session(self._setup) as session, BlockingPortal() as portal:
+                self._opening.set_result((portal, session))
+                await portal.sleep_until_stopped()
 
     def solve(self, problem: str | Problem, *, policy: Mapping[str, Any] | None = None) -> Outcome:
         """Solve one problem as `Session.solve` does.
@@ -512,6 +562,12 @@ class SyncSession:
     def _opened(self) -> tuple[BlockingPortal, Session]:
         if self._open is None:
             raise EngineUnavailable("atts", "the session is not open", "Use it inside `with`")
+        if os.getpid() != self._process:
+            raise EngineUnavailable(
+                "atts",
+                f"process {self._process} opened the session, and this is a forked child of it",
+                "Open another session in the child",
+            )
         return self._open
 
 
@@ -522,7 +578,9 @@ async def solve(problem: str | Problem, setup: Setup | None = None) -> Outcome:
     :raises EngineError: an engine cannot be opened or is lost.
     """
     one = problem if isinstance(problem, Problem) else Problem("problem", problem)
-    result = await evaluate([one], (setup or Setup()).informed())
+    # One problem has nothing to keep: Ctrl-C cancels it, and no result is made of a part of it.
+    options = RunOptions(signals="ignore")
+    result = await evaluate([one], (setup or Setup()).informed(), options=options)
     return next(result.outcomes())
 
 
@@ -540,7 +598,7 @@ def sync(call: Callable[P, Awaitable[T]]) -> Callable[P, T]:
         try:
             current_token()
         except anyio.NoEventLoopError:
-            return anyio.run(main)
+            return run_async(main)
         raise UsageError(
             f"atts.{verb}_sync was called inside a running event loop; write `await "
             f"atts.{verb}(...)` there"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atts.cli import options
-from atts.cli.interrupts import interrupts_ignored, run_async
 from atts.cli.terminal import json_line, print_result, say, tell
 from atts.errors import EngineError, OptionError
+from atts.interrupts import interrupts_ignored, run_async
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atts.cli import options
-from atts.cli.interrupts import run_async
 from atts.cli.terminal import print_result, tell
+from atts.interrupts import run_async
 
 if TYPE_CHECKING:
     from atts.analysis import PilotReport, PilotRow

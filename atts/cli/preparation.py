@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from atts.cli import options
-from atts.cli.interrupts import run_async
 from atts.cli.options import ConfigFile, Json, ObjectJson, Pairs
 from atts.cli.terminal import json_line, print_json, say
 from atts.errors import CheckFailed
 from atts.files import jsonable
+from atts.interrupts import run_async
 
 if TYPE_CHECKING:
     from atts.api import GpuPlacement, LocalPlacement, Pair

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from atts.cli import options
-from atts.cli.interrupts import run_async
 from atts.cli.terminal import print_json, sanitized, tell
 from atts.errors import OptionError, UsageError
+from atts.interrupts import run_async
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -99,6 +99,7 @@ def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, N
     """
     with storage(path):
         handle = os.open(path, os.O_RDWR | os.O_CREAT | _NO_LINKS, 0o644)
+    _lock_handles.add(handle)
     try:
         with storage(path):
             # reading a pipe would wait for a writer that never comes
@@ -112,8 +113,28 @@ def held(path: Path, directory: Path, *, wait: bool = False) -> Generator[int, N
             )
         yield handle
     finally:
-        os.close(handle)
+        # A forked child that leaves the block has closed its copy already.
+        if handle in _lock_handles:
+            _lock_handles.remove(handle)
+            os.close(handle)
 
+
+_lock_handles = set[int]()
+
+
+def _drop_inherited_locks() -> None:
+    """Close a forked child's copies of the locked files.
+
+    A lock of the kernel lasts until its last copy is closed, so a child that outlives its parent
+    would keep the run locked. Closing a copy leaves the parent's lock alone.
+    """
+    for handle in _lock_handles:
+        os.close(handle)
+    _lock_handles.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_drop_inherited_locks)
 
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -205,6 +226,7 @@ class Journal:
         self._recorded = 0  # events in the file
         self._synced = 0  # of those, on the disk itself
         self._failure: StorageError | None = None
+        self._process = os.getpid()
         self._state: Literal["open", "closed"] = "open"
         self._sync_due = anyio.Event()
         self._sync_done = anyio.Event()
@@ -218,8 +240,15 @@ class Journal:
 
         :raises StorageError: the disk refuses, now or earlier; what was written before that is
             safe.
+        :raises JournalLocked: this is a forked child of the process that opened the journal.
         """
         assert self._state == "open", "recorded into a closed journal"
+        if os.getpid() != self._process:
+            raise JournalLocked(
+                self.path.parent,
+                f"process {self._process} opened it, and this is a forked child of that process",
+                "Open the run in one process, and fork before that",
+            )
         if self._failure is not None:
             raise self._failure
         now = self._clock()

@@ -30,9 +30,9 @@ import pytest
 from atts import concurrency
 from atts.api import Setup, configure, evaluate
 from atts.cli.evaluations import result_table
-from atts.cli.interrupts import run_async
 from atts.cli.progress import PlainLines, line, progress_display, table
 from atts.engine import EngineSpec
+from atts.interrupts import run_async
 from atts.journal import (
     JOURNAL,
     Decided,
@@ -469,7 +469,7 @@ def test_many_presses_kill() -> None:
     """Whatever hangs in the clean-up, the keyboard ends it."""
     code = (
         "import signal, anyio\n"
-        "from atts.cli.interrupts import run_async\n"
+        "from atts.interrupts import run_async\n"
         "async def work():\n"
         "    for _ in range(4): signal.raise_signal(signal.SIGINT)\n"
         "run_async(work)\n"

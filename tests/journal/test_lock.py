@@ -54,6 +54,59 @@ def test_the_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
         assert lock.read_text() == f"{os.getpid()}\n"
 
 
+SURVIVED = """
+import os, sys, time
+from pathlib import Path
+from atts.journal import locked
+with locked(Path(sys.argv[1]), Path(sys.argv[1]).parent):
+    if os.fork():
+        os._exit(0)
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+print("child left the block", flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(tmp_path: Path) -> None:
+    """A worker that a library forked and forgot does not make the run impossible to resume."""
+    lock = tmp_path / "lock"
+    command = [sys.executable, "-c", SURVIVED, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert parent.wait(30) == 0
+        os.kill(child, 0)  # it lives
+        with locked(lock, tmp_path):
+            assert lock.read_text() == f"{os.getpid()}\n"
+        assert parent.stdin is not None
+        parent.stdin.close()
+        # The end of the child's block closes no file a second time.
+        assert parent.stdout.read() == b"child left the block\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_frees_no_lock_and_writes_no_line(tmp_path: Path) -> None:
+    """The parent goes on writing; the child's copy of the journal refuses."""
+
+    def fork(journal: Journal) -> None:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                journal.record(Warned("of the child", "x"))
+            except JournalLocked as error:
+                code = 0 if "forked child" in str(error) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with pytest.raises(JournalLocked):
+            check_directory(tmp_path)
+
+    run_virtual(partial(write, tmp_path, fork))
+    assert "of the child" not in (tmp_path / JOURNAL).read_text()
+
+
 def test_the_lock_holds_within_one_process_too(tmp_path: Path) -> None:
     """Two runs of one program on one directory are two writers as well."""
     with locked(tmp_path / "lock", tmp_path):

@@ -7,7 +7,10 @@ import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from anyio import CancelScope
 
 _Result = TypeVar("_Result")
 _PATIENCE = 4  # presses until Ctrl-C kills, as it does without a handler
@@ -16,49 +19,52 @@ _PATIENCE = 4  # presses until Ctrl-C kills, as it does without a handler
 def run_async(function: Callable[[], Awaitable[_Result]]) -> _Result:
     """Run `anyio.run(function)` so that a person may press Ctrl-C.
 
-    A KeyboardInterrupt raised while the loop cleans up would leave worker threads waiting, and the
-    process with them.
+    The first press cancels the function, whose shielded clean-up runs to its end; later presses do
+    nothing, until the fourth kills. A KeyboardInterrupt raised while the loop cleans up would leave
+    worker threads waiting, and the process with them. A handler of the program itself, or of its
+    host, stays as it is.
 
     :raises KeyboardInterrupt: Ctrl-C was pressed; everything opened in the loop is closed.
     """
     import anyio
 
-    if threading.current_thread() is not threading.main_thread():
-        return anyio.run(function)
     before = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or before is not signal.default_int_handler:
+        return anyio.run(function)
+    results = list[_Result]()
 
-    async def guarded() -> _Result:
-        with _first_press_only():
-            return await function()
+    async def guarded() -> None:
+        with anyio.CancelScope() as scope:
+            _cancel_at_first_press(scope)
+            results.append(await function())
 
     try:
-        return anyio.run(guarded)
+        anyio.run(guarded)
     finally:
         signal.signal(signal.SIGINT, before)
+    if not results:
+        raise KeyboardInterrupt
+    return results[0]
 
 
-@contextmanager
-def _first_press_only() -> Generator[None]:
-    """Pass the first SIGINT to the loop's handler, and ignore later ones until it is closed."""
-    of_loop = signal.getsignal(signal.SIGINT)
+def _cancel_at_first_press(scope: CancelScope) -> None:
+    """Let Ctrl-C cancel the scope, not the task: a cancelled task would ignore its shields."""
+    from atts.concurrency import loop_caller
+
+    schedule = loop_caller()
     presses = 0
-    over = False
 
-    def pressed(number: int, frame: FrameType | None) -> Any:
+    def pressed(number: int, frame: FrameType | None) -> None:
         nonlocal presses
         presses += 1
         if presses >= _PATIENCE:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
-        elif presses == 1 and not over and callable(of_loop):
-            return of_loop(number, frame)
-        return None
+        elif presses == 1:
+            schedule(scope.cancel)
 
     signal.signal(signal.SIGINT, pressed)
-    try:
-        yield
-    finally:
-        over = True
 
 
 @contextmanager

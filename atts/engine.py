@@ -212,6 +212,10 @@ class Engine(Protocol):
     ) -> bool | None: ...
 
 
+GIVE_UP_AFTER = 3600.0
+"""Seconds that a lost server is waited for, where nothing says how many."""
+
+
 @runtime_checkable
 class Returning(Protocol):
     """An engine that may come back after it was lost, such as a server that is restarted."""

@@ -145,6 +145,7 @@ _NEUTRAL = (
     "concurrency",
     "conditions",
     "on_unscored",
+    "give_up_after",
     "speculate",
     *(key.name for key in keys_of(PairChoice, PairChoice())),
 )

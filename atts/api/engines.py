@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, parse_qsl, urlencode
 from atts.api.keys import keys_of
 from atts.api.pairs import model_sizes, run_tokens
 from atts.core import Role
-from atts.engine import Engine
+from atts.engine import GIVE_UP_AFTER, Engine
 from atts.errors import ATTSError, OptionError
 from atts.models.folders import template_of
 from atts.pipelines import SMALL, Budget, Policy
@@ -64,6 +64,7 @@ def build_engine(
     chat: bool = False,
     lent: str = "",
     demand: RunDemand | None = None,
+    give_up_after: float = GIVE_UP_AFTER,
 ) -> Engine:
     """Build an engine, not open yet, from its words; an engine is returned as it is.
 
@@ -84,7 +85,8 @@ def build_engine(
 
     With `chat`, a model of this machine without a chat template is refused before it is loaded. A
     draft model that is `lent` proposes for one of this machine, where it fits (`atts.accel.accelerated`).
-    A `demand` says what a run needs of a model on a GPU.
+    A `demand` says what a run needs of a model on a GPU. A server that is lost is waited for
+    `give_up_after` seconds, unless its address says how long.
 
     :raises OptionError: no engine is called that, or it has no such setting.
     :raises UnsupportedByEngine: a folder without a chat template.
@@ -102,10 +104,11 @@ def build_engine(
     if scheme == "ray":
         return _on_ray(rest, role, chat)
     if scheme not in _LOCAL:
-        from atts.servers import server_engine
+        from atts.servers import RemoteOptions, server_engine
 
         # what else is needed, a run checks
-        return server_engine(scheme, rest, role, frozenset({"sample"}))
+        defaults = RemoteOptions(give_up_after=give_up_after)
+        return server_engine(scheme, rest, role, frozenset({"sample"}), defaults)
     from atts.accel import accelerated
 
     model, _, settings = rest.partition("?")
@@ -147,6 +150,8 @@ def build_engines(
     speculate: Speculate = "auto",
     roles: tuple[Role, ...] = ("draft", "target"),
     in_flight: tuple[int, int] | None = None,
+    *,
+    give_up_after: float = GIVE_UP_AFTER,
 ) -> tuple[Engine, Engine]:
     """Build both engines of a run: one where both are the same object, two where they are equal
     words.
@@ -154,7 +159,8 @@ def build_engines(
     The draft model proposes tokens to the target as `speculate` says, unless the target's own words
     say otherwise. Where `roles` names one role alone, that role's engine stands for both, and the
     other is not built. `in_flight` is how many rollouts run at once, and the tokens of one: on GPUs
-    both models are sized together by it, before either is loaded.
+    both models are sized together by it, before either is loaded. `give_up_after` is as in
+    `build_engine`.
 
     :raises OptionError: see `build_engine`; so for a model without a chat template, and for two
         that cannot speculate.
@@ -164,22 +170,19 @@ def build_engines(
             check_engine_words(words)
     if in_flight is None:
         in_flight = _ROLLOUTS, run_tokens(budget_of(draft, target).max_tokens)
+    build = partial(build_engine, chat=True, give_up_after=give_up_after)
     if roles == ("target",):
         speculation, lent = _speculation(draft, target, speculate)
         demand = _demand(in_flight)
-        only = build_engine(
-            target, "target", speculation=speculation, chat=True, lent=lent, demand=demand
-        )
+        only = build(target, "target", speculation=speculation, lent=lent, demand=demand)
         return only, only
     other = target if roles == ("draft", "target") else ""
-    first = build_engine(draft, "draft", chat=True, demand=_demand(in_flight, other))
+    first = build(draft, "draft", demand=_demand(in_flight, other))
     if target is first or roles == ("draft",):
         return first, first
     speculation, lent = _speculation(draft, target, speculate)
     demand = _demand(in_flight)
-    second = build_engine(
-        target, "target", speculation=speculation, chat=True, lent=lent, demand=demand
-    )
+    second = build(target, "target", speculation=speculation, lent=lent, demand=demand)
     return first, second
 
 

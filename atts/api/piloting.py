@@ -79,7 +79,11 @@ async def run_pilot(
     runner = _Runner(base, {**PILOT, **given}, pairs, file, directory, watch)
     async with AsyncExitStack() as stack:
         draft, target = engines or build_engines(
-            base["draft"], base["target"], base["speculate"], ("draft", "target")
+            base["draft"],
+            base["target"],
+            base["speculate"],
+            ("draft", "target"),
+            give_up_after=base["give_up_after"],
         )
         for engine in dict.fromkeys((draft, target)):
             await stack.enter_async_context(engine)

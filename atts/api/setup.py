@@ -22,7 +22,7 @@ from atts.calibration import (
     read_scores,
 )
 from atts.core import AnswerKind, Problem, Role
-from atts.engine import Engine
+from atts.engine import GIVE_UP_AFTER, Engine
 from atts.errors import DatasetError, OptionError
 from atts.graph import Limit
 from atts.journal import Json, Manifest, Setting, open_run
@@ -149,6 +149,10 @@ class Setup:
         "when chunk after chunk comes back without a usable score: stop ends the run and keeps "
         "everything, escalate lets the target rewrite them",
     ] = "stop"
+    give_up_after: Annotated[
+        float,
+        "seconds that a lost server is waited for; then the run ends, and the same command resumes it",
+    ] = GIVE_UP_AFTER
     warmup: Annotated[
         int,
         "number of the run's own first scores to calibrate with, instead of stored ones; 0: none",
@@ -186,6 +190,9 @@ class Setup:
             )
         if self.cap is not None and not 0 <= self.cap <= 1:
             raise OptionError("cap", f"{self.cap} is outside [0, 1]: it is a fraction of chunks")
+        if not 0 <= self.give_up_after < math.inf:
+            problem = f"{self.give_up_after} is not a number of seconds from 0 on"
+            raise OptionError("give_up_after", problem)
 
     @property
     def run_policy(self) -> Policy:
@@ -228,7 +235,14 @@ class Setup:
 
         :raises OptionError: no engine is called that, or these cannot speculate so.
         """
-        return build_engines(self.draft, self.target, self.speculation, self.roles, self.in_flight)
+        return build_engines(
+            self.draft,
+            self.target,
+            self.speculation,
+            self.roles,
+            self.in_flight,
+            give_up_after=self.give_up_after,
+        )
 
     @property
     def in_flight(self) -> tuple[int, int]:

@@ -55,6 +55,7 @@ _FIXED = (
     "concurrency",
     "conditions",
     "on_unscored",
+    "give_up_after",
     "speculate",
 )
 """Keys that cannot vary: all runs are of the same problems, or their results do not depend on them.
@@ -317,7 +318,11 @@ async def _run_all(planned: Sweep, watch: Watch) -> RunResult | None:
                     demands = [one.configuration.setup().in_flight for one in alike]
                     most = max(each[0] for each in demands), max(each[1] for each in demands)
                     draft, target = build_engines(
-                        *_words(point), point.configuration["speculate"], roles, most
+                        *_words(point),
+                        point.configuration["speculate"],
+                        roles,
+                        most,
+                        give_up_after=point.configuration["give_up_after"],
                     )
                     for engine in dict.fromkeys((draft, target)):
                         await engines.enter_async_context(engine)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @options.with_keys(
     f"dataset {options.SETUP} limit file column references seed concurrency out report shard abstain "
     f"labelled compare_to "
-    "stop_when on_unscored config pairs dry_run as_json"
+    "stop_when on_unscored give_up_after config pairs dry_run as_json"
 )
 def evaluate(
     context: typer.Context,

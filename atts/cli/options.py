@@ -111,6 +111,12 @@ OPTIONS: Mapping[str, Parameter] = {
         "When the target stops giving usable scores: stop, or escalate every chunk without one.",
         "stop",
     ),
+    "give_up_after": _key(
+        "Seconds that a lost server is waited for; then the run ends, and the same command resumes it.",
+        "3600",
+        kind=float,
+        metavar="SECONDS",
+    ),
     "stop_when": _key(
         "End early: decided, once the difference to --compare-to is known; decided=2, also once it is within 2 points.",
         metavar="decided[=POINTS]",

@@ -72,8 +72,8 @@ class RetryPolicy:
     A retryable error (`ATTSError.retryable`) is tried again: first the call, then the rollout. What
     still fails is recorded on its rollout and touches no other, with two exceptions that end the
     run: an error that would meet every rollout alike (wrong options, a full disk, an engine that
-    cannot score), and `give_up_after` failed rollouts in a row, as a lost server or a bug makes
-    them.
+    cannot score), and `failures_in_row` failed rollouts one after another, as a lost server or a bug
+    makes them.
 
     :raises OptionError: a count below 1 or a negative delay.
     """
@@ -81,13 +81,13 @@ class RetryPolicy:
     calls: int = 3
     rollouts: int = 1
     delay_seconds: float = 0.5  # doubles with every attempt, spread by half
-    give_up_after: int | None = 32
+    failures_in_row: int | None = 32
 
     def __post_init__(self) -> None:
         counts = {
             "calls": self.calls,
             "rollouts": self.rollouts,
-            "give_up_after": self.give_up_after,
+            "failures_in_row": self.failures_in_row,
         }
         for name, value in counts.items():
             if value is not None and value < 1:

@@ -91,7 +91,7 @@ class GraphState:
             self.failures_in_row += 1
         elif status == "done":
             self.failures_in_row = 0
-        limit = self.policy.give_up_after
+        limit = self.policy.failures_in_row
         return limit is not None and self.failures_in_row >= limit
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -60,6 +60,7 @@ _OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
 _SETTINGS = ("tokenizer", "model", *_OPTIONS, "key", "key_file")
 _VERSION = re.compile(r"v\d+\w*")
 _HOST_AND_PORT = re.compile(r"[^/?]+:\d+(?:[/?].*)?")
+_DEFAULTS = RemoteOptions()
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_URL_VARIABLE = "OPENAI_BASE_URL"
 
@@ -90,15 +91,19 @@ def read_server(address: str) -> ServerAddress:
     return parse_address(scheme, rest)
 
 
-def read_servers(scheme: str, rest: str) -> list[ServerAddress]:
+def read_servers(
+    scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS
+) -> list[ServerAddress]:
     """Read the servers of an address, which are replicas where commas stand between their URLs.
+
+    `defaults` are the options that an address does not set.
 
     :raises OptionError: an address holds no URL, or a setting that is unknown or impossible.
     """
-    return [parse_address(scheme, part.strip()) for part in rest.split(",")]
+    return [parse_address(scheme, part.strip(), defaults) for part in rest.split(",")]
 
 
-def parse_address(scheme: str, rest: str) -> ServerAddress:
+def parse_address(scheme: str, rest: str, defaults: RemoteOptions = _DEFAULTS) -> ServerAddress:
     """Read the part of an address that follows its scheme.
 
     "openai:MODEL" is complete: the URL is that of OPENAI_BASE_URL, else that of OpenAI.
@@ -110,7 +115,7 @@ def parse_address(scheme: str, rest: str) -> ServerAddress:
     """
     dialect = _SCHEMES[scheme]
     if scheme == "openai" and "://" not in rest.partition("?")[0]:
-        return _openai_model(rest)
+        return _openai_model(rest, defaults)
     if not is_url(rest):
         # What may be a password or a key is never shown.
         shown = rest.rsplit("@", 1)[-1].partition("?")[0]
@@ -134,10 +139,11 @@ def parse_address(scheme: str, rest: str) -> ServerAddress:
     else:
         base = ""
         model = parts.path.strip("/")
-    return _server(f"{parts.scheme}://{parts.netloc}{base}", dialect, model, settings)
+    url = f"{parts.scheme}://{parts.netloc}{base}"
+    return _server(url, dialect, model, settings, defaults)
 
 
-def _openai_model(rest: str) -> ServerAddress:
+def _openai_model(rest: str, defaults: RemoteOptions) -> ServerAddress:
     """Read an address that names a model only."""
     model, _, query = rest.partition("?")
     settings = _settings(query)
@@ -152,7 +158,7 @@ def _openai_model(rest: str) -> ServerAddress:
         raise OptionError(
             OPENAI_URL_VARIABLE, f"it must be a URL such as {OPENAI_URL}, without a password"
         )
-    return _server(url.rstrip("/"), ChatDialect.name, model, settings)
+    return _server(url.rstrip("/"), ChatDialect.name, model, settings, defaults)
 
 
 def _settings(query: str) -> dict[str, str]:
@@ -166,13 +172,15 @@ def _settings(query: str) -> dict[str, str]:
     return settings
 
 
-def _server(url: str, dialect: str, model: str, settings: dict[str, str]) -> ServerAddress:
+def _server(
+    url: str, dialect: str, model: str, settings: dict[str, str], defaults: RemoteOptions
+) -> ServerAddress:
     return ServerAddress(
         url,
         dialect,
         settings.get("model") or model,
         settings.get("tokenizer") or None,
-        _options(settings, url, dialect),
+        _options(settings, url, dialect, defaults),
     )
 
 
@@ -193,7 +201,9 @@ def _chat_path(path: str) -> tuple[str, str]:
     return "/v1", path.strip("/")
 
 
-def _options(settings: dict[str, str], url: str, dialect: str) -> RemoteOptions:
+def _options(
+    settings: dict[str, str], url: str, dialect: str, defaults: RemoteOptions
+) -> RemoteOptions:
     options: dict[str, Any] = {}
     try:
         for setting, (option, read) in _OPTIONS.items():
@@ -201,7 +211,7 @@ def _options(settings: dict[str, str], url: str, dialect: str) -> RemoteOptions:
                 options[option] = read(settings[setting])
     except ValueError as error:
         raise OptionError("engine", f"not a number: {error}") from error
-    return RemoteOptions(key=_key(settings, url, dialect), **options)
+    return replace(defaults, key=_key(settings, url, dialect), **options)
 
 
 def _key(settings: dict[str, str], url: str, dialect: str) -> ApiKey:

@@ -41,12 +41,19 @@ _DEFAULTS = RemoteOptions()
 _LOOK_AGAIN_SECONDS = 5.0
 
 
-def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability]) -> Engine:
+def server_engine(
+    scheme: str,
+    rest: str,
+    name: str,
+    needs: frozenset[Capability],
+    defaults: RemoteOptions = _DEFAULTS,
+) -> Engine:
     """Make the engine of the address "SCHEME:REST", not open yet; `docs/servers.md` lists settings.
 
     Several URLs with commas between them are one pool of replicas. "server" finds out which dialect
     is spoken. "openai" and "chat" are the chat API, whose URL ends with its version:
     "openai:https://api.openai.com/v1/MODEL?key=OPENAI_API_KEY", where the key is in that variable.
+    `defaults` are the options that an address does not set.
 
     >>> server_engine("vllm", "http://a:8000/Qwen/Qwen3-8B?in_flight=64", "target", frozenset({"score"})).url
     'http://a:8000'
@@ -63,7 +70,7 @@ def server_engine(scheme: str, rest: str, name: str, needs: frozenset[Capability
             needs=needs,
             options=server.options,
         )
-        for server in read_servers(scheme, rest)
+        for server in read_servers(scheme, rest, defaults)
     ]
     if len(engines) == 1:
         return engines[0]

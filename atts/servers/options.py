@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
+from atts.engine import GIVE_UP_AFTER
 from atts.errors import OptionError
 from atts.files import open_ordinary
 
@@ -120,7 +121,7 @@ class RemoteOptions:
     # Thousands of connections at once take a busy machine some seconds.
     connect_seconds: float = 10.0
     wait_seconds: float = 600.0
-    give_up_after: float = 3600.0
+    give_up_after: float = GIVE_UP_AFTER
     # For asking the server to free a request.
     cancel_seconds: float = 2.0
     recheck_seconds: float = 15.0

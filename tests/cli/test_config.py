@@ -305,6 +305,7 @@ def test_the_embedded_pair_can_be_foretold(atts: Any, tmp_path: Path) -> None:
         ("--epochs", "3", "samples", 3),
         ("--concurrency", "7", "concurrency", 7),
         ("--on-unscored", "escalate", "on_unscored", "escalate"),
+        ("--give-up-after", "90", "give_up_after", 90.0),
     ],
 )
 def test_usual_settings_are_flags(

@@ -88,7 +88,7 @@ class Disturbed:
         self.graph = Graph(
             rollouts=4,
             limits={"draft": Limit(2), "target": Limit(1, tokens=10)},
-            policy=RetryPolicy(delay_seconds=0.5, give_up_after=None),
+            policy=RetryPolicy(delay_seconds=0.5, failures_in_row=None),
             sink=self.recording,
         )
 

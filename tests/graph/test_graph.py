@@ -519,12 +519,12 @@ def test_a_run_is_given_up_when_everything_fails(virtually: Virtually[None]) -> 
 
             await scope.rollouts(rollout, 4)
 
-        graph = Graph(rollouts=2, policy=RetryPolicy(give_up_after=6))
+        graph = Graph(rollouts=2, policy=RetryPolicy(failures_in_row=6))
         with pytest.raises(EngineTimeout, match="gone") as caught:
             await graph.run(problems(100), solve)
         assert "given up after 6" in caught.value.__notes__[0]
         assert graph.stats().rollouts["failed"] < 10
-        patient = Graph(policy=RetryPolicy(give_up_after=None))
+        patient = Graph(policy=RetryPolicy(failures_in_row=None))
         assert len(await patient.run(problems(20), solve)) == 20
 
     virtually(main)

@@ -56,7 +56,7 @@ def run(
         name: LocalEngine(path(name), name=name, options=LocalOptions())
         for name in ("draft", "target")
     }
-    retries = RetryPolicy(calls=2, delay_seconds=0.01, give_up_after=None)
+    retries = RetryPolicy(calls=2, delay_seconds=0.01, failures_in_row=None)
     answers = Answers(extract, group)
     plan = RunSpec(
         engines["draft"],

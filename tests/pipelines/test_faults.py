@@ -29,7 +29,7 @@ from atts.testing import FaultKind, Faults, ScriptedEngine
 
 Solve = Callable[..., list[Outcome]]
 POLICY = Policy(samples=4, early_stop="none", timeout_seconds=5)
-PATIENT = RetryPolicy(calls=2, delay_seconds=0.1, give_up_after=None)
+PATIENT = RetryPolicy(calls=2, delay_seconds=0.1, failures_in_row=None)
 
 
 def lines(outcomes: Sequence[Outcome]) -> list[Rollout]:

@@ -213,7 +213,7 @@ async def _run(
     plan: RunSpec = replace(
         setup.plan(station.draft, station.target),
         pipeline=watched,
-        retries=RetryPolicy(calls=3, rollouts=2, delay_seconds=0.005, give_up_after=None),
+        retries=RetryPolicy(calls=3, rollouts=2, delay_seconds=0.005, failures_in_row=None),
     )
     return await evaluate(
         problems, plan, RunOptions(directory, engines="are open", signals="ignore")

@@ -30,7 +30,7 @@ from atts.run import Progress, merge, request_key
 from atts.testing import Latency, ScriptedEngine
 
 QUICK = Latency(per_sample=0.05, per_score=0.01, sampled_token=0.01, jitter=0.5)
-ONCE = RetryPolicy(calls=2, delay_seconds=0.01, give_up_after=None)
+ONCE = RetryPolicy(calls=2, delay_seconds=0.01, failures_in_row=None)
 Outcomes = Callable[[Any], dict[str, str]]
 
 

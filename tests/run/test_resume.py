@@ -423,7 +423,7 @@ def test_a_lost_engine_ends_the_run_and_loses_nothing(world: Any, outcomes: Outc
     is there.
     """
     whole = world.run(world.plan(), world.session("whole"))
-    retries = replace(world.plan().retries, calls=1, give_up_after=2)
+    retries = replace(world.plan().retries, calls=1, failures_in_row=2)
 
     class Dying(ScriptedEngine):
         async def sample(self, request: Any) -> Any:

@@ -296,7 +296,7 @@ def test_no_file_and_no_work_outlive_a_run(world: Any, backend: Backend) -> None
         plan = world.plan(
             draft=draft,
             target=target,
-            retries=RetryPolicy(calls=2, delay_seconds=0.05, give_up_after=None),
+            retries=RetryPolicy(calls=2, delay_seconds=0.05, failures_in_row=None),
         )
 
         async def cut(plan: Any = plan, end: int = end) -> None:

@@ -94,7 +94,7 @@ async def run(mode: Mode, engines: tuple[Engine, Engine], folder: Path, curve: C
         policy=Policy(samples=4, timeout_seconds=2.0),
         concurrency=16,
     )
-    retries = RetryPolicy(calls=3, rollouts=2, delay_seconds=0.005, give_up_after=None)
+    retries = RetryPolicy(calls=3, rollouts=2, delay_seconds=0.005, failures_in_row=None)
     plan = replace(setup.plan(*engines), retries=retries)
     listeners = (Counter(mode, curve),)
     options = RunOptions(

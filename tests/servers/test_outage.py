@@ -116,7 +116,7 @@ class Pair:
             ThresholdGate(1.3),
             Answers(toy_answer, toy_groups),
             concurrency=6,
-            retries=RetryPolicy(calls=3, delay_seconds=0.02, give_up_after=None),
+            retries=RetryPolicy(calls=3, delay_seconds=0.02, failures_in_row=None),
         )
         return anyio.run(
             evaluate, PROBLEMS, plan, RunOptions(directory, signals="ignore", listeners=listeners)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from atts.graph import RetryPolicy
 from atts.pipelines import Answers, Chunking, Policy, ScoreRule, ThresholdGate
 from atts.run import RunOptions, RunSpec, evaluate
 from atts.servers import RemoteEngine, RemoteOptions, ReplicaPool
+from atts.servers.addresses import read_servers
 from atts.testing import (
     Latency,
     ScriptedEngine,
@@ -189,6 +191,26 @@ def test_servers_are_named_by_words() -> None:
     ):
         with pytest.raises(OptionError):
             build_engine(words, "draft")
+
+
+def test_a_run_says_how_long_a_lost_server_is_waited_for() -> None:
+    """`give_up_after` of the setup holds for every server whose address says nothing itself."""
+    setup = Setup(
+        draft="vllm:http://a:1/m?give_up_after=7",
+        target="openai:gpt",
+        give_up_after=90.0,
+        method="cascade",
+    )
+    draft, target = setup.engines()
+    assert isinstance(draft, RemoteEngine)
+    assert isinstance(target, RemoteEngine)
+    assert (draft.options.give_up_after, target.options.give_up_after) == (7.0, 90.0)
+    defaults = RemoteOptions(give_up_after=90.0)
+    replicas = read_servers("vllm", "http://a:1/m?give_up_after=7,http://b:1/m", defaults)
+    assert [one.options.give_up_after for one in replicas] == [7.0, 90.0]
+    for seconds in (-1.0, math.inf, math.nan):
+        with pytest.raises(OptionError, match="give_up_after"):
+            Setup(give_up_after=seconds)
 
 
 def test_the_probe_command_says_what_is_wrong(

@@ -81,6 +81,8 @@ class EngineSpec:
     flops_per_token: float = 0.0  # for one decoded token; 0 if unknown
     weights: str = ""  # digest of the weight files, if they are local
     chat_template: str = ""  # digest, if the engine renders conversations
+    # log-probabilities of a fixed text, by which a server with another model is recognised
+    known_logprobs: tuple[float, ...] = ()
     # results of the probe, such as ("scores", "yes: 12 finite scores, ...")
     findings: tuple[tuple[str, str], ...] = ()
 
@@ -107,6 +109,35 @@ _LASTING = (
     "convention",
     "rating",
 )
+
+
+_SAME_MODEL_NATS = 0.2
+
+
+def is_other_model(was: Sequence[float], now: Sequence[float]) -> bool:
+    """Return True if the log-probabilities of one text are those of two models.
+
+    One model differs from itself by a few hundredths of a nat per token, as requests are batched
+    differently, and two models by far more. Where a side is missing, nothing can be said.
+
+    >>> is_other_model([-1.0, -9.0], [-1.02, -9.1]), is_other_model([-1.0, -9.0], [-1.3, -8.0])
+    (False, True)
+    """
+    if not was or not now:
+        return False
+    if len(was) != len(now):
+        return True
+    squares = sum((old - new) ** 2 for old, new in zip(was, now, strict=True))
+    return not math.sqrt(squares / len(was)) <= _SAME_MODEL_NATS
+
+
+def first_values(logprobs: Sequence[float]) -> str:
+    """Return the first log-probabilities of a text in words.
+
+    >>> first_values([-1.5, -0.25])
+    '(-1.500, -0.250, ...)'
+    """
+    return "(" + ", ".join(f"{value:.3f}" for value in logprobs[:3]) + ", ...)"
 
 
 @dataclass(frozen=True, slots=True)

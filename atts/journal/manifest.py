@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from atts.core import Problem
+from atts.engine import first_values, is_other_model
 from atts.errors import DISTRIBUTION, FingerprintError, JournalCorrupt
 from atts.files import read_ordinary, storage, write_atomic
 from atts.journal.events import SCHEMA
@@ -55,6 +56,10 @@ class Manifest:
     created: float = 0.0  # seconds since the epoch
     schema: int = SCHEMA
     settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+    # by role, the log-probabilities of a fixed text, which recognise a model by another than its name
+    known_logprobs: Mapping[str, Sequence[float]] = field(
+        default_factory=dict[str, Sequence[float]]
+    )
 
     @property
     def judged_unit(self) -> JudgedUnit:
@@ -77,6 +82,12 @@ class Manifest:
             for name in old | new
             if old.get(name, missing) != new.get(name, missing)
         ]
+        for role in self.known_logprobs.keys() & stored.known_logprobs.keys():
+            was = stored.known_logprobs[role]
+            now = self.known_logprobs[role]
+            if is_other_model(was, now):
+                name = f"engines.{role}: log-probabilities of a fixed text"
+                differences.append((name, first_values(was), first_values(now)))
         if differences:
             raise FingerprintError(f"the run in {directory}", differences, _ADVICE)
 
@@ -177,6 +188,7 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
     versions: dict[str, str] = {}
     created: float = 0.0
     settings: dict[str, Any] = {}
+    known_logprobs: dict[str, list[float]] = {}
 
 
 def _settings(stored: dict[str, dict[str, Any]]) -> dict[str, Setting]:

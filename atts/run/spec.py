@@ -218,6 +218,9 @@ class RunSpec:
             {role: engine_identity(spec) for role, spec in specs.items()},
             created=time.time(),
             settings={**self.settings, **probed},
+            known_logprobs={
+                role: spec.known_logprobs for role, spec in specs.items() if spec.known_logprobs
+            },
         )
         if self.abstain is not None:
             self.abstain.check(manifest)

@@ -30,7 +30,7 @@ from atts.servers.dialect import (
 )
 from atts.servers.options import RemoteOptions, is_url
 from atts.servers.pool import ReplicaPool
-from atts.servers.probing import Finding, Known, ServerProbe, refuse_broken, require_unchanged
+from atts.servers.probing import Finding, Known, Seen, ServerProbe, refuse_broken, require_unchanged
 
 T = TypeVar("T")
 R = TypeVar("R", SampleRequest, ScoreRequest)
@@ -119,6 +119,7 @@ class RemoteEngine(BaseEngine):
         # doubts have been looked into.
         self._trusted_until = 0.0
         self._doubts_checked = 0
+        self._unchecked = 0  # answers since the server was last compared with what is known of it
         self._checking = anyio.Lock()
         self._changed: UnsupportedByEngine | None = None
 
@@ -185,15 +186,37 @@ class RemoteEngine(BaseEngine):
         doubts = client.traffic.doubts
         await wait_ready(client)
         identity = await identify(client, requests.dialect, self._model)
-        values, convention = await ServerProbe(requests).again(self._known)
+        self._compare(identity, await ServerProbe(requests).again(self._known))
+        self._trust(doubts)
+        self._idle_since = self._clock()
+
+    def _compare(self, identity: Identity, seen: Seen) -> None:
+        """Compare the server with the one that was opened.
+
+        :raises UnsupportedByEngine: it is another.
+        """
+        assert self._known is not None, "an open engine was probed"
+        assert self._identity is not None, "an open engine was identified"
         try:
-            require_unchanged(self._name, self._identity, identity, self._known, values, convention)
+            require_unchanged(self._name, self._identity, identity, self._known, seen)
         except UnsupportedByEngine as changed:
             # For good: what another server answers belongs to another run.
             self._changed = changed
             raise
-        self._trust(doubts)
-        self._idle_since = self._clock()
+
+    async def _glance(self) -> None:
+        """Look by one request whether the model is still the one that was opened.
+
+        Its name may be the same, no connection need break, and no silence fall.
+        """
+        async with self._checking:
+            if self._unchecked < self.options.recheck_requests:
+                return
+            self._unchecked = 0
+            assert self._known is not None, "an open engine was probed"
+            assert self._identity is not None, "an open engine was identified"
+            seen = await ServerProbe(self._requests()).glance(self._known)
+            self._compare(self._identity, seen)
 
     async def _sample(self, request: SampleRequest) -> Completion:
         return await self._trusted(self._requests().sample, request)
@@ -215,6 +238,9 @@ class RemoteEngine(BaseEngine):
             if now >= self._trusted_until:
                 await self._recheck(traffic.doubts)
             result = await work(request)
+            self._unchecked += 1
+            if self._unchecked >= self.options.recheck_requests:
+                await self._glance()
         except EngineUnavailable as error:
             if watch.has_given_up:
                 raise watch.given_up(error) from error
@@ -236,6 +262,7 @@ class RemoteEngine(BaseEngine):
     def _trust(self, doubts: int) -> None:
         self._trusted_until = self._clock() + self.options.recheck_seconds
         self._doubts_checked = doubts
+        self._unchecked = 0
 
     def _admit(self, verb: Capability) -> None:
         super()._admit(verb)
@@ -278,6 +305,7 @@ class RemoteEngine(BaseEngine):
             logprobs=convention,
             capabilities=spec.capabilities - broken,
             findings=tuple(findings),
+            known_logprobs=known.fingerprint,
         )
         return known
 

@@ -102,9 +102,10 @@ class RemoteOptions:
 
     The server is asked again who it is every `recheck_seconds`, after a lost connection, after a
     reply under another model's name or fingerprint, and after `idle_seconds` of silence, in which
-    it might have been replaced. `proxy` "environment" uses HTTP_PROXY and its kin, "never" ignores
-    them. `priorities` "send" is for servers that were started with priority scheduling; others
-    refuse priorities.
+    it might have been replaced. Every `recheck_requests` answers one short request looks whether
+    the model is another under the same name. `proxy` "environment" uses HTTP_PROXY and its kin,
+    "never" ignores them. `priorities` "send" is for servers that were started with priority
+    scheduling; others refuse priorities.
 
     For servers that take messages: `prefill` is how they continue an answer, `extras` "send" says
     that they know top_k and min_p, `context` how many tokens they hold where they do not say (0: a
@@ -125,6 +126,7 @@ class RemoteOptions:
     # For asking the server to free a request.
     cancel_seconds: float = 2.0
     recheck_seconds: float = 15.0
+    recheck_requests: int = 64
     idle_seconds: float = 2.0
     proxy: Literal["never", "environment"] = "never"
     priorities: Literal["ignore", "send"] = "ignore"
@@ -136,6 +138,8 @@ class RemoteOptions:
     ca_file: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.recheck_requests < 1:
+            raise OptionError("recheck_requests", f"{self.recheck_requests} is below 1")
         if self.attempts < 1 or self.in_flight < 1 or self.context < 0:
             given = f"attempts {self.attempts}, in_flight {self.in_flight}, context {self.context}"
             raise OptionError("remote", f"{given}: expected at least 1, 1, 0")

@@ -20,6 +20,8 @@ from atts.engine import (
     EngineStats,
     Returning,
     Tokenizer,
+    first_values,
+    is_other_model,
     not_open,
     opened,
 )
@@ -359,5 +361,9 @@ def require_alike(name: str, ours: EngineSpec, theirs: EngineSpec, advice: str) 
     differences = [
         (field, one[field], other.get(field)) for field in one if one[field] != other.get(field)
     ]
+    if is_other_model(ours.known_logprobs, theirs.known_logprobs):
+        was = first_values(ours.known_logprobs)
+        now = first_values(theirs.known_logprobs)
+        differences.append(("log-probabilities of a fixed text", was, now))
     if differences:
         raise FingerprintError(name, differences, advice)

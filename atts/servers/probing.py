@@ -11,7 +11,7 @@ import anyio
 
 from atts.concurrency import collect, task_group
 from atts.core import Message, SampleRequest, Sampling, ScoreRequest, Scores, TokenIds
-from atts.engine import Capability
+from atts.engine import Capability, first_values, is_other_model
 from atts.errors import (
     BadReply,
     ContextOverflow,
@@ -34,6 +34,12 @@ from atts.servers.dialect import (
 TOLERANCE = 0.05
 _TEXTS = ("Let x = 2.\n\nThen 12345 + 678 = 13023.", "\n\n  two  spaces", "naïve \\boxed{42} π")
 _QUESTION = "Start at 17. +5, -8, +11. What is the result?"
+# Models differ most in what they find of mistakes and of sudden changes of subject.
+_MISTAKES = "So only: 17 plus 5 is 23.\n\nSo only: 23 minus 8 is 16.\n\n"
+_FIXED_TEXT = (
+    f"{_MISTAKES}So only: 16 plus 11 is 26.\n\n"
+    "The answer is \\boxed{26}. Canberra is the capital of Australia, and 17 * 23 = 391."
+)
 _TOKENS = 12
 # Enough for a model to reason about the question and answer it.
 _REASONING_TOKENS = 2048
@@ -83,6 +89,16 @@ class Known:
     """The log-probs of the text: scored, or as sampled where the server cannot score."""
     convention: Convention = "unknown"
     """As measured."""
+    fingerprint: tuple[float, ...] = ()
+    """What `ServerProbe.fingerprint` returned when the server was opened."""
+
+
+class Seen(NamedTuple):
+    """The values by which a server is compared with what is known of it."""
+
+    values: tuple[float, ...]
+    convention: Convention
+    fingerprint: tuple[float, ...] = ()
 
 
 class ServerProbe:
@@ -116,32 +132,57 @@ class ServerProbe:
         findings.append(await self._see_seeds())
         values = _known_logprobs(written)
         convention: Convention = "unknown"
+        fingerprint: tuple[float, ...] = ()
         if isinstance(self._dialect, Scorer):
             scoring, values = await self._see_scores(written)
             findings.extend(scoring)
             if values:
                 convention = await self._measure_convention()
+                fingerprint = await self.fingerprint()
                 findings.append(await self._see_speculation(written.ids))
+        else:
+            fingerprint = await self.fingerprint()
         if isinstance(self._dialect, Rater):
             findings.append(await self._see_rating())
         sampled = self._dialect.logprobs if convention == "unknown" else convention
         findings.append(_convention_finding(sampled, convention))
         findings.append(await self._see_abort())
         known: Literal["raw", "processed"] = "processed" if sampled == "processed" else "raw"
-        return Known(tuple(findings), known, written.ids, values, convention)
+        return Known(tuple(findings), known, written.ids, values, convention, fingerprint)
 
-    async def again(self, known: Known) -> tuple[tuple[float, ...], Convention]:
+    async def again(self, known: Known) -> Seen:
         """Ask again for the values and the convention of what is known."""
+        seen = await self.glance(known)
+        if isinstance(self._dialect, Scorer) and self._dialect.speaks != "text":
+            return seen._replace(convention=await self._measure_convention())
+        return seen
+
+    async def glance(self, known: Known) -> Seen:
+        """Ask again by one request, which is all that a server is asked in the middle of work.
+
+        A text dialect has no log-probs to compare, and hosted models are paid for: it is asked
+        nothing.
+        """
         if self._dialect.speaks == "text":
-            # Text has no log-probs to compare; hosted models are paid for, so none is written.
-            return (), "unknown"
-        if isinstance(self._dialect, Scorer):
-            scores = await self._requests.score(ScoreRequest(self._prompt, known.text))
-            return scores.logprobs, await self._measure_convention()
+            return Seen(known.values, "unknown")
+        if known.fingerprint:
+            return Seen(known.values, "unknown", await self.fingerprint())
         written = await self._requests.sample_raw(self._request(_GREEDY))
-        if written.ids != known.text:
-            return (), "unknown"
-        return _known_logprobs(written), "unknown"
+        return Seen(_known_logprobs(written) if written.ids == known.text else (), "unknown")
+
+    async def fingerprint(self) -> tuple[float, ...]:
+        """Return log-probs by which another model of the same name is told apart.
+
+        They are those of the fixed text, or of what a server that cannot score writes after mistakes.
+        """
+        if not isinstance(self._dialect, Scorer):
+            prefix = self._prompt + tuple(self._tokenizer.encode(_MISTAKES))
+            request = replace(self._request(_GREEDY), ids=prefix)
+            written = await self._requests.sample_raw(request)
+            return tuple(round(value, 4) for value in _known_logprobs(written))
+        text = tuple(self._tokenizer.encode(_FIXED_TEXT))
+        scores = await self._requests.score(ScoreRequest(self._prompt, text))
+        return tuple(round(max(_FLOOR, value), 4) for value in scores.logprobs)
 
     def _request(self, sampling: Sampling, seed: int = 0, tokens: int = _TOKENS) -> SampleRequest:
         return SampleRequest(self._prompt, tokens, sampling, Seed(run=seed, purpose="probe"))
@@ -368,10 +409,9 @@ def require_unchanged(
     was: Identity,
     now: Identity,
     known: Known,
-    values: tuple[float, ...],
-    convention: Convention,
+    seen: Seen,
 ) -> None:
-    """Compare a server with the one that was opened, by its words and by `ServerProbe.again`.
+    """Compare a server with the one that was opened, by its words and by what was seen of it.
 
     :raises UnsupportedByEngine: it is another.
     """
@@ -384,10 +424,14 @@ def require_unchanged(
     compare("engine", was.engine, now.engine)
     compare("model", was.model, now.model)
     compare("context_length", was.context_length, now.context_length)
-    if "unknown" not in (known.convention, convention):
-        compare("log-probs", known.convention, convention)
-    if _distance(known.values, values) > 2 * TOLERANCE:
-        compare("log-probs of a known text", _first_values(known.values), _first_values(values))
+    if "unknown" not in (known.convention, seen.convention):
+        compare("log-probs", known.convention, seen.convention)
+    if _distance(known.values, seen.values) > 2 * TOLERANCE:
+        old = first_values(known.values)
+        compare("log-probs of a known text", old, first_values(seen.values))
+    if is_other_model(known.fingerprint, seen.fingerprint):
+        old = first_values(known.fingerprint)
+        compare("log-probs of a fixed text", old, first_values(seen.fingerprint))
     if changes:
         advice = "Serve the old one again, or start a run of its own on the new one"
         raise UnsupportedByEngine(
@@ -418,10 +462,6 @@ def _distance(left: tuple[float, ...], right: tuple[float, ...]) -> float:
 def _first_ids(ids: TokenIds) -> str:
     more = " ..." if len(ids) > 6 else ""
     return " ".join(map(str, ids[:6])) + more
-
-
-def _first_values(values: tuple[float, ...]) -> str:
-    return "(" + ", ".join(f"{value:.3f}" for value in values[:3]) + ", ...)"
 
 
 # The test of a server's own speculation. A request for one token is never speculated. So each token

@@ -39,6 +39,7 @@ QUICK = RemoteOptions(
     attempts=2,
     idle_seconds=1e9,
     recheck_seconds=1e9,
+    recheck_requests=10**9,
 )
 
 

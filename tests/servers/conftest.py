@@ -22,6 +22,7 @@ QUICK = RemoteOptions(
     wait_seconds=20.0,
     idle_seconds=1e9,
     recheck_seconds=1e9,
+    recheck_requests=10**9,
 )
 
 

@@ -53,6 +53,7 @@ OPTIONS = RemoteOptions(
     extras="send",
     idle_seconds=1e9,
     recheck_seconds=1e9,
+    recheck_requests=10**9,
 )
 QUESTION = Message("user", "Start at 4. +3, -2. What is the result?")
 RATING = "\n\nI think the quality score is: "

@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 from atts.concurrency import collect, task_group
-from atts.core import Completion, Message, SampleRequest, ScoreRequest
+from atts.core import Completion, Message, SampleRequest, ScoreRequest, Scores
 from atts.errors import (
     BadReply,
     ContextOverflow,
@@ -27,7 +27,7 @@ from atts.errors import (
     UnsupportedByEngine,
 )
 from atts.sampling import Seed
-from atts.servers import ApiKey, RemoteEngine, RemoteOptions
+from atts.servers import ApiKey, RemoteEngine, RemoteOptions, ReplicaPool
 from atts.testing import ScriptedEngine, ServerFaults, ServerQuirks, ToyTokenizer
 from atts.testing.servers import DialectServer
 
@@ -244,6 +244,99 @@ async def test_a_model_swapped_behind_a_url_is_noticed_with_its_first_reply(
         for _ in range(2):
             with pytest.raises(UnsupportedByEngine, match="changed while in use"):
                 await remote.sample(REQUEST)
+
+
+class Swappable(ScriptedEngine):
+    """A toy draft whose weights can become the target's: name and tokenizer stay the same."""
+
+    def __init__(self) -> None:
+        super().__init__("draft", context_length=1024)
+        self._other = ScriptedEngine("target", context_length=1024)
+        self.is_swapped = False
+
+    async def open(self) -> None:
+        """Open both."""
+        await super().open()
+        await self._other.open()
+
+    async def _sample(self, request: SampleRequest) -> Completion:
+        verb = self._other._sample if self.is_swapped else super()._sample
+        return await verb(request)
+
+    async def _score(self, request: ScoreRequest) -> Scores:
+        verb = self._other._score if self.is_swapped else super()._score
+        return await verb(request)
+
+
+async def many(remote: RemoteEngine, requests: int) -> None:
+    """Ask for as many texts, one after the other."""
+    for number in range(requests):
+        await remote.sample(replace(REQUEST, seed=Seed(run=number)))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dialect", ["vllm", "sglang", "llamacpp"])
+async def test_other_weights_under_the_same_name_are_noticed_after_some_answers(
+    serve: Serve, client: Connect, dialect: str
+) -> None:
+    """No name changes, no connection breaks, no silence falls; the error has the values of both."""
+    models: list[Swappable] = []
+
+    def make() -> Swappable:
+        models.append(Swappable())
+        return models[-1]
+
+    server = serve(dialect, make)
+    options = RemoteOptions(idle_seconds=1e9, recheck_seconds=1e9, recheck_requests=5)
+    async with client(server.url, options=options) as remote:
+        await many(remote, 12)
+        models[-1].is_swapped = True
+        words = r"changed while in use \(log-probs of a (fixed|known) text was .*, is "
+        with pytest.raises(UnsupportedByEngine, match=words):
+            await many(remote, 5)
+        with pytest.raises(UnsupportedByEngine, match="changed while in use"):
+            await remote.sample(REQUEST)
+
+
+@pytest.mark.anyio
+async def test_other_weights_after_a_reconnection_are_refused(
+    serve: Serve, client: Connect
+) -> None:
+    """The name is the same; the first answer after the restart is not used."""
+    models: list[Swappable] = []
+
+    def make() -> Swappable:
+        models.append(Swappable())
+        models[-1].is_swapped = len(models) > 1
+        return models[-1]
+
+    server = serve("vllm", make)
+    async with client(server.url) as remote:
+        await remote.sample(REQUEST)
+        server.kill()
+        with pytest.raises(EngineUnavailable):
+            await remote.sample(REQUEST)
+        server.start()
+        with pytest.raises(UnsupportedByEngine, match="log-probs of a fixed text was"):
+            await remote.sample(REQUEST)
+
+
+@pytest.mark.anyio
+async def test_replicas_with_other_weights_under_one_name_are_refused(
+    serve: Serve, client: Connect
+) -> None:
+    """A pool mixes their answers, so they must be one model."""
+    models: list[Swappable] = []
+
+    def make() -> Swappable:
+        models.append(Swappable())
+        models[-1].is_swapped = len(models) > 1
+        return models[-1]
+
+    replicas = [(str(n), client(serve("vllm", make).url)) for n in range(2)]
+    with pytest.raises(FingerprintError, match="fixed text"):
+        async with ReplicaPool(replicas, name="pool"):
+            pass
 
 
 @pytest.mark.anyio

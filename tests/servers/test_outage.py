@@ -44,6 +44,7 @@ AWAY = RemoteOptions(
     give_up_after=0.0,
     idle_seconds=1e9,
     recheck_seconds=1e9,
+    recheck_requests=10**9,
 )
 PATIENT = replace(AWAY, give_up_after=120.0)
 

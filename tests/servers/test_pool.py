@@ -29,7 +29,12 @@ Connect = Callable[..., RemoteEngine]
 PROMPT = ToyTokenizer().render([Message("user", "Start at 4. +3, -2. What is the result?")])
 PATIENT = CheckOptions(draws=24, tokens=6, long_tokens=64, timeout_seconds=600, settle_seconds=60)
 QUICK = RemoteOptions(
-    timeout_seconds=60.0, attempts=2, delay_seconds=0.01, idle_seconds=1e9, recheck_seconds=1e9
+    timeout_seconds=60.0,
+    attempts=2,
+    delay_seconds=0.01,
+    idle_seconds=1e9,
+    recheck_seconds=1e9,
+    recheck_requests=10**9,
 )
 
 

@@ -23,16 +23,19 @@ from atts.api import Setup, build_engine
 from atts.cli.app import run as command
 from atts.concurrency import background, task_group
 from atts.core import Completion, Role, SampleRequest, ScoreRequest, Scores
-from atts.errors import OptionError, UnsupportedByEngine
+from atts.errors import FingerprintError, OptionError, UnsupportedByEngine
 from atts.graph import RetryPolicy
+from atts.journal import JOURNAL
 from atts.pipelines import Answers, Chunking, Policy, ScoreRule, ThresholdGate
-from atts.run import RunOptions, RunSpec, evaluate
+from atts.run import RunOptions, RunResult, RunSpec, evaluate
 from atts.servers import RemoteEngine, RemoteOptions, ReplicaPool
 from atts.servers.addresses import read_servers
 from atts.testing import (
+    TARGET,
     Latency,
     ScriptedEngine,
     ServerFaults,
+    ToyModel,
     ToyTokenizer,
     toy_answer,
     toy_groups,
@@ -49,6 +52,7 @@ OPTIONS = RemoteOptions(
     wait_seconds=20.0,
     idle_seconds=1e9,
     recheck_seconds=1e9,
+    recheck_requests=10**9,
 )
 HURRIED = replace(OPTIONS, timeout_seconds=4.0)  # some calls hang until then
 FAULTS = {
@@ -115,6 +119,42 @@ class Trouble:
         """Look how many there are."""
         while self.left and self.server.served >= self.left[0][0]:
             self.left.pop(0)[1]()
+
+
+class Renamed(ScriptedEngine):
+    """The toy target with the words of the toy draft."""
+
+    def __init__(self) -> None:
+        super().__init__("draft", model=ToyModel(TARGET, ToyTokenizer()))
+
+
+@pytest.mark.anyio
+async def test_a_run_is_not_resumed_on_other_weights_under_the_same_name(
+    serve: Serve, tmp_path: Path
+) -> None:
+    """The manifest keeps the scores of a fixed text; the error has both, and the run is kept."""
+    servers = [serve("vllm", make, model="one") for make in (engine("draft"), Renamed)]
+    policy = Policy(samples=2, turns=3, early_stop="none")
+    answers = Answers(toy_answer, toy_groups)
+
+    async def run(server: DialectServer, problems: int) -> RunResult:
+        draft = remote(server, "draft")
+        target = remote(server, "target")
+        todo = RunSpec(draft, target, policy, ThresholdGate(1.3), answers)
+        return await evaluate(
+            toy_problems(problems), todo, options=RunOptions(directory=tmp_path / "run")
+        )
+
+    first = await run(servers[0], 2)
+    assert first.status == "finished"
+    before = (tmp_path / "run" / JOURNAL).read_bytes()
+    with pytest.raises(
+        FingerprintError, match=r"engines.target: log-probabilities of a fixed text"
+    ):
+        await run(servers[1], 2)
+    assert (tmp_path / "run" / JOURNAL).read_bytes() == before
+    servers[0].restart()
+    assert (await run(servers[0], 2)).status == "finished"
 
 
 @pytest.mark.anyio
